@@ -1,15 +1,19 @@
-"""The KV cache: which blocks hold what, for whom, and who gets the next ones.
+"""The KV cache: block contents, block tables, quotas, eviction and prefix lookup.
 
-Law: every block is in one state and counted once for each holder; a block is written only while it has one holder and
-is not indexed; what raises has changed nothing. It knows sequences and tenants, and nothing of requests or time to
-come.
+Invariants:
 
-A group (`groups`) is one worker and its pool: its blocks, its sequences, the steps that it was sent, and the copies
-that it owes before the next one. A block's id says which pool, and where in its memory.
+- A block is in exactly one state, and its reference count equals its number of holders.
+- A block is written only while it has one holder and is not indexed.
+- A call that raises has changed nothing.
 
-Files, each below those before it: cache (sequences grow), residents (who lives where), eviction, indexing, pins;
-groups; pool; prefix; blocks, sequences, tenants. A file asks those below it, and calls nobody above it.
+The package knows sequences and tenants. It does not know requests, and it never schedules future work.
 
-From outside: `cache.Cache` changes blocks and tables, and nobody else does. Its `sequences`, `blocks` and pools may be
-read by everyone; the scheduler alone also writes what it plans (scheduled, pending, running) into `sequences`.
+A group (`groups`) is one worker and its block pool: the blocks, the resident sequences, the steps in flight, and the
+block copies that the next step must carry. A global block id determines the pool and the offset in it.
+
+Layers, top to bottom; a file calls only files below it: cache (sequences grow), residents (placement of sequences),
+eviction, indexing, pins; groups; pool; prefix; blocks, sequences, tenants.
+
+Only `cache.Cache` changes blocks and block tables. Any module may read its `sequences`, `blocks` and pools. The
+scheduler also writes its plan (scheduled, pending, running) into `sequences`.
 """

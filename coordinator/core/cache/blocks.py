@@ -1,14 +1,14 @@
-"""Blocks: what is known of each, whatever pool it is in.
+"""State of every block, for all pools.
 
 A block is in exactly one state:
 
     FREE         in its pool's free list, content meaningless
-    REFERENCED   its count, the number of holders, is above zero
-    QUARANTINED  nobody holds it, but a step that was sent may still touch it
-    CACHED       nobody holds it, its content is indexed by prefix and may be used again or evicted
+    REFERENCED   its reference count is above zero
+    QUARANTINED  no holders, but a step in flight may still touch it
+    CACHED       no holders; its content is indexed by prefix and may be reused or evicted
 
-Reference counts are the number of holders: sequences whose table names the block, plus named external holders.
-A generation is bumped whenever a block's content is given up, so an old name for it can be told from a new one.
+The reference count is the number of holders: sequences with the block in their table, plus named external holders.
+The generation is bumped when a block gives up its content, which invalidates older references to the block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The KV cache: sequences over blocks, as they grow. Every change of a block table happens here or in `residents`.
+"""The KV cache: block tables of growing sequences. Only this file and `residents` change a block table.
 
-A table's last block is written only while it has one holder and is not indexed; otherwise it is copied first. What
-raises has changed nothing.
+The last block of a table is written only while it has one holder and is not indexed; otherwise it is copied first. A
+call that raises has changed nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ Tokens = npt.NDArray[np.int32]
 
 
 class Cache(Residents):
-    """All of it: who lives where (`Residents`), and that they grow."""
+    """The KV cache: placement of sequences (`Residents`), and their growth."""
 
     def append(self, slots: Slots, tokens: Tokens, counts: Slots) -> None:
-        """Appends to resident or non-resident sequences: all of them or none.
+        """Append tokens to resident or non-resident sequences, all or nothing.
 
-        slots: [n] distinct; tokens: [sum(counts)] int32, the new tokens one sequence after the other.
-        Raises CapacityExceeded.
+        Args:
+            slots: Distinct slots, [n].
+            tokens: New tokens, one sequence after the other, [sum(counts)] int32.
+            counts: Number of new tokens for each slot, [n].
+
+        Raises:
+            CapacityExceeded: A context is too long, or blocks are missing.
         """
         s = self.sequences
         if counts.size == tokens.size and self.append_each(slots, tokens) is not None:
@@ -43,9 +48,10 @@ class Cache(Residents):
             s.extend(slot, own)
 
     def append_each(self, slots: Slots, tokens: Tokens) -> Slots | None:
-        """`append` of one token each where every sequence has a block that it may write: the lengths after it, [n].
+        """Append one token to each sequence if each has a block that it may write.
 
-        None where one has not: then nothing has changed.
+        Returns:
+            The new lengths, [n]; None, with nothing changed, if a sequence needs a block or a copy.
         """
         s, blocks = self.sequences, self.blocks
         length = s.length.take(slots)
@@ -60,7 +66,7 @@ class Cache(Residents):
         return length + 1
 
     def append_one(self, slot: int, token: int) -> bool:
-        """Appends a token where that needs no block and no copy. False where it does: then nothing has changed."""
+        """Append a token if that needs no block and no copy. Return False, with nothing changed, if it does."""
         s, blocks = self.sequences, self.blocks
         length = int(s.length[slot])
         if s.pool[slot] != NO_POOL:
@@ -77,10 +83,18 @@ class Cache(Residents):
         return True
 
     def reserve(self, slots: Slots, start: Slots, end: Slots, lengths: Slots) -> None:
-        """Makes the resident ones of `slots` able to write positions [start, end) and to hold `lengths` tokens.
+        """Make resident sequences able to write positions [start, end) and to hold `lengths` tokens: all or none.
 
-        slots: [n] distinct, all of one tenant; start, end, lengths: [n]. Blocks in the range that are shared or
-        indexed are replaced by copies. All or nothing; raises CapacityExceeded.
+        Non-resident slots are ignored. Shared or indexed blocks in the range are replaced by copies.
+
+        Args:
+            slots: Distinct slots of one tenant, [n].
+            start: First position to write, [n].
+            end: End of the positions to write, [n].
+            lengths: Tokens to hold, [n].
+
+        Raises:
+            CapacityExceeded: Blocks are missing.
         """
         s = self.sequences
         resident = s.pool[slots] != NO_POOL
@@ -102,7 +116,7 @@ class Cache(Residents):
         for group, rows, count in parts:
             self.make_room(group, tenant, count, NO_BLOCKS, slots)
             fresh = group.pool.allocate(tenant, count)
-            if not copy_rows.size:  # most grow by a block, and copy none
+            if not copy_rows.size:  # the common case: rows grow by a block without copies
                 self._extend(slots[rows], more[rows], fresh)
                 continue
             mine = rows[copy_rows]
@@ -113,8 +127,7 @@ class Cache(Residents):
             self._extend(slots[rows], more[rows], fresh[copies:])
 
     def _to_copy(self, slots: Slots, rows: Slots, columns: Slots) -> tuple[Slots, Slots]:
-        """Which of the blocks that the rows may not write must be copied. A block that nobody but these rows holds is
-        kept by the last of them."""
+        """Select which of the unwritable blocks need a copy. The last of the rows that hold a block alone keeps it."""
         if rows.size < 2:
             return rows, columns
         ids = self.sequences.table[slots[rows], columns]
@@ -128,14 +141,15 @@ class Cache(Residents):
         return rows[~kept], columns[~kept]
 
     def needed(self, slot: int, start: int, end: int, length: int) -> int:
-        """How many blocks one resident sequence takes to write positions [start, end) and to hold `length` tokens."""
+        """Return how many blocks a resident sequence needs to write [start, end) and to hold `length` tokens."""
         copies = self.unwritable(np.array([slot]), np.array([start]), np.array([end]))[0].size
         return self.sequences.blocks_for(length) - int(self.sequences.used[slot]) + int(copies)
 
     def grow(self, group: Group, slots: Slots) -> bool:
-        """Gives one more block to each of `slots`, all of the group, if that takes nothing from anybody.
+        """Give one more block to each of `slots`, all of the group, if no eviction or preemption is needed.
 
-        Returns False if it would; then nothing has changed.
+        Returns:
+            False, with nothing changed, if the free blocks or the quota do not suffice.
         """
         s, pool = self.sequences, group.pool
         owners = s.tenant[slots].tolist()
@@ -153,15 +167,21 @@ class Cache(Residents):
         return True
 
     def unwritable(self, slots: Slots, start: Slots, end: Slots | None = None) -> tuple[Slots, Slots]:
-        """The blocks that positions [start, end) fall into and that may not be written: shared, or indexed. end: None
-        for one position each.
+        """Find blocks in positions [start, end) that must not be written because they are shared or indexed.
 
-        Returns (row, column) pairs: row indexes `slots`, column is the index in its table. A fixed number of numpy
-        operations whatever the ranges.
+        Takes a fixed number of numpy operations, whatever the ranges.
+
+        Args:
+            slots: [n].
+            start: First positions, [n].
+            end: End positions, [n]; None for one position each.
+
+        Returns:
+            (row, column) index arrays: row indexes `slots`, column indexes the block table.
         """
         s, blocks = self.sequences, self.blocks
         first = start // s.block_size
-        if end is None or not np.count_nonzero((end - 1) // s.block_size != first):  # decodes: one block each
+        if end is None or not np.count_nonzero((end - 1) // s.block_size != first):  # decodes: one block for each row
             (inside,) = (first < s.used[slots]).nonzero()
             columns = first[inside]
             ids = s.table[slots[inside], columns]
@@ -175,7 +195,7 @@ class Cache(Residents):
         return rows[bad], columns[bad]
 
     def _extend(self, slots: Slots, more: Slots, fresh: BlockIds) -> None:
-        """Appends more[i] of the `fresh` blocks to the table of slots[i]."""
+        """Append more[i] of the `fresh` blocks to the table of slots[i]."""
         s = self.sequences
         rows = np.repeat(slots, more)
         columns = np.arange(rows.size) - np.repeat(np.cumsum(more) - more, more) + s.used[rows]
@@ -185,7 +205,7 @@ class Cache(Residents):
         s.changed_rows.append(slots)
 
     def _replace_block(self, group: Group, slot: int, column: int, fresh: int) -> None:
-        """Copy-on-write: the sequence gets `fresh` in place of a block it may not write, with the KV it had there."""
+        """Copy-on-write: replace a block that the sequence may not write by `fresh`, with the KV it had there."""
         s = self.sequences
         old = int(s.table[slot, column])
         with_kv = min(int(s.scheduled[slot]) - column * s.block_size, s.block_size)

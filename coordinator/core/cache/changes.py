@@ -1,13 +1,15 @@
-"""What enters and leaves the prefix indexes, for those who keep a mirror of them (`coordinator.kv_events`).
+"""Changes of the prefix indexes, for external mirrors (`coordinator.kv_events`).
 
-Told are the entries that a prompt can hit, and no others: an entry is hit from its root on, block by block. So one
-whose chain is broken leaves with the entry that broke it, though the index may keep it for a while; and one that
-holds a token that was generated, where kinds are told apart, is never told, nor is what follows it: tokens that come
-in from outside are of the other kind. Invariant: who has applied everything that `take` returned, in order, holds
-exactly what `PrefixIndex.reachable` names in all pools.
+Only entries that a prompt can hit are reported. A hit walks from the root, block by block. An entry with a
+broken chain is therefore reported as removed together with the entry that broke it, although the index may keep it a
+while. Where kinds are distinguished, an entry that holds a generated token is never reported, and neither are its
+descendants, because tokens from outside are prompt tokens.
 
-The core notes, which is a copy of what changed; what it means is found out when it is taken, once a turn. Nothing of
-this is part of the state: whoever wants to be told again begins with `Residents.tell_changes`.
+Invariant: a mirror that applies everything that `take` returns, in order, holds exactly what `PrefixIndex.reachable`
+returns for all pools.
+
+The core records raw changes as copies, and `take` interprets them once a turn. None of this is part of the core's
+state: `Residents.tell_changes` starts the report again from the beginning.
 """
 
 from __future__ import annotations
@@ -21,17 +23,21 @@ from kvforge.protocol.messages import GENERATED
 
 Tokens = npt.NDArray[np.int32]
 Keys = npt.NDArray[np.int64]
-BLOCK = 0xFFFFFFFF  # of a key: the block; the rest is its generation
+BLOCK = 0xFFFFFFFF  # mask for the block in a key; the rest is its generation
 UNTOLD = -1
-FEW = 8  # of so many entries numpy takes longer than Python does for one after the other
+FEW = 8  # up to this many entries, a Python loop is faster than numpy
 _TOKEN = np.int32(GENERATED - 1)
 
 
 class Stored(NamedTuple):
-    """Blocks of a pool that can be hit now, each after the one before it.
+    """Blocks of a pool that became hittable, each the child of the one before it.
 
-    salt: of the chain's root. parent: the hash of the entry that the first one follows; None: it begins a prompt.
-    hashes: [n]. tokens: [n * block_size], ids of the vocabulary.
+    Attributes:
+        pool: Number of the pool.
+        salt: Salt of the chain's root.
+        parent: Hash of the entry before the first block; None if the first block begins a prompt.
+        hashes: Chained hashes, [n].
+        tokens: Token ids of the vocabulary, [n * block_size].
     """
 
     pool: int
@@ -42,14 +48,14 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Blocks of a pool that cannot be hit any more."""
+    """Blocks of a pool that can no longer be hit."""
 
     pool: int
     hashes: list[int]
 
 
 class Cleared(NamedTuple):
-    """The pool is gone, and no other holds anything either."""
+    """The pool is gone, and no other pool has reported entries."""
 
     pool: int
 
@@ -58,7 +64,7 @@ Change = Stored | Removed | Cleared
 
 
 class _Pool(NamedTuple):
-    """There is a pool, or there is none any more."""
+    """A pool was added or removed."""
 
     number: int
     base: int
@@ -67,7 +73,7 @@ class _Pool(NamedTuple):
 
 
 class _Added(NamedTuple):
-    """[n] keys, parents, hashes, [n, block_size] contents with marks."""
+    """Entries added: keys, parents and hashes [n], contents with marks [n, block_size]."""
 
     keys: Keys
     parents: Keys
@@ -76,9 +82,9 @@ class _Added(NamedTuple):
 
 
 class IndexChanges:
-    """What was noted since it was last taken, and what is told so far: by block, its key, hash and salt.
+    """Changes recorded since the last `take`, and the entries reported so far: key, hash and salt of each block.
 
-    Of more than `blocks_noted_max` blocks nothing is kept: `take` says so.
+    If more than `blocks_noted_max` blocks change between two calls, the changes are dropped and `take` returns None.
     """
 
     def __init__(self, blocks_max: int) -> None:
@@ -92,16 +98,16 @@ class IndexChanges:
         self._told = 0
 
     def pool(self, number: int, base: int, count: int, *, gone: bool = False) -> None:
-        """A pool [base, base + count) came, or went with all it had."""
+        """Record that a pool of blocks [base, base + count) was added or removed."""
         self._noted.append(_Pool(number, base, count, gone))
 
     def added(self, keys: Keys, parents: Keys, hashes: npt.NDArray[np.uint64], contents: Tokens) -> None:
-        """Entries were made, in this order: [n] keys, parents, hashes, [n, block_size] contents, which are copied."""
+        """Record new entries, in order: keys, parents and hashes [n]; contents [n, block_size], which are copied."""
         if keys.size and self._room(keys.size):
             self._noted.append(_Added(keys, parents, hashes, contents.copy()))
 
     def removed(self, keys: list[int]) -> None:
-        """Entries cannot be hit any more."""
+        """Record entries that can no longer be hit."""
         if self._room(len(keys)):
             self._noted.append(keys)
 
@@ -110,7 +116,7 @@ class IndexChanges:
         return self._blocks_noted <= self._blocks_noted_max
 
     def take(self) -> list[Change] | None:
-        """What is to be told since the last call, in order. None: it was too much, and all must be told anew."""
+        """Return the changes since the last call, in order; None if too many occurred to keep them."""
         if self._blocks_noted > self._blocks_noted_max:
             return None
         noted, self._noted, self._blocks_noted = self._noted, [], 0
@@ -124,11 +130,13 @@ class IndexChanges:
                 self._tell_removed(one, changes)
         return changes
 
-    # ----------------------------------------------------------------------------------------------- what it comes to
+    # ------------------------------------------------------------------------------------------------- interpretation
 
     def _tell_added(self, added: _Added, changes: list[Change]) -> None:
-        """Entry by entry would be slow. A prompt's follow each other; those of a decode step, one of each sequence, do
-        not, nor is the parent of one among the others."""
+        """Report added entries in runs of a parent and its descendants, as prompts have them.
+
+        The entries of a decode step, one for each sequence, are not linked to each other; these are handled together.
+        """
         keys, parents = added.keys, added.parents
         cuts = (np.flatnonzero(parents[1:] != keys[:-1]) + 1).tolist()
         of_prompts = np.maximum.reduce(added.contents, axis=1) < GENERATED
@@ -148,7 +156,7 @@ class IndexChanges:
             changes.append(Stored(pool, salt, parent, hashes, (added.contents[run] & _TOKEN).ravel().tolist()))
 
     def _tell_each(self, added: _Added, of_prompts: npt.NDArray[np.bool_], changes: list[Change]) -> None:
-        """Those none of which follows another one of them."""
+        """Report entries that are not linked to each other."""
         parents = added.parents
         if parents.size <= FEW:
             self._tell_few(added, of_prompts, changes)
@@ -176,7 +184,7 @@ class IndexChanges:
             changes.append(Stored(pool, salt, None if root else parent, [value], tokens))
 
     def _tell_few(self, added: _Added, of_prompts: npt.NDArray[np.bool_], changes: list[Change]) -> None:
-        """The same, one by one."""
+        """Report unlinked entries in a Python loop."""
         columns = (added.keys, added.parents, added.hashes, added.contents & _TOKEN, of_prompts)
         for key, above, value, tokens, told in zip(*(column.tolist() for column in columns), strict=True):
             parent, salt = (None, -above - 1) if above < 0 else self._of(above)
@@ -188,7 +196,7 @@ class IndexChanges:
             changes.append(Stored(int(self._pool[block]), salt, parent, [value], tokens))
 
     def _of(self, key: int) -> tuple[int | None, int]:
-        """Hash and salt of what was told under a key."""
+        """Return the hash and salt that were reported under a key."""
         block = key & BLOCK
         return (int(self._hash[block]), int(self._salt[block])) if self._key[block] == key else (None, UNTOLD)
 

@@ -1,36 +1,40 @@
-"""What a group's steps cost: a fixed part, and so much for each token of prompts; from how long they took.
+"""A cost model of a group's steps, fitted to measured durations: a fixed cost plus a cost for each prompt token.
 
-A line is fitted to the last steps, each counting for less than the one after it. Where they were all of about the same
-size no line can be told from another: then both parts grow or shrink as the steps did. Whole numbers throughout: the
-same steps give the same line in any process.
+The model is an exponentially weighted least-squares line. If the recent steps had almost the same size, the slope is
+undetermined; both parts are then scaled by the ratio of measured to expected duration. All arithmetic is on integers,
+so the same steps give the same line in any process.
 """
 
 from __future__ import annotations
 
-UNIT = 1 << 10  # parts of a microsecond that are counted
+UNIT = 1 << 10  # internal units for each microsecond
 OF = 8
-KEPT = 6  # of OF: what a step counts for, one step later
-AIM = 7  # of OF: what of a bound is planned with, for no step takes exactly what the line says
-SPREAD = 16  # sizes tell a line where their variance is at least this part of their mean's square
-FACTOR_MAX = 4  # what a step that takes longer than expected counts for at most
-FIXED_STEPS = 4  # how many steps without prompts weigh as much as all before them
+KEPT = 6  # KEPT/OF: decay of a step's weight with each later step
+AIM = 7  # AIM/OF: share of the time bound that is planned for, as a margin for deviations from the line
+SPREAD = 16  # a line is fitted if the variance of the sizes is at least mean^2 / SPREAD
+FACTOR_MAX = 4  # cap on measured / expected duration, which limits the effect of outliers
+FIXED_STEPS = 4  # the averaging window for steps without prompt tokens
 DURATION_US_MAX = 1 << 40
 
 
 class StepCosts:
-    """fixed: of a step, whatever it holds of prompts; token: of each of their tokens; 0 before the first. In parts of a
-    microsecond, 1/UNIT each."""
+    """The fitted cost of steps, in units of 1/UNIT microseconds; 0 before the first step.
+
+    Attributes:
+        fixed: Cost of a step without prompt tokens.
+        token: Additional cost of each prompt token.
+    """
 
     def __init__(self) -> None:
         self.fixed = self.token = 0
-        # Sums over the steps: how many, tokens, durations, squares of tokens, tokens times durations.
+        # Weighted sums over the steps: count, tokens, durations, tokens squared, tokens times durations.
         self._steps = self._tokens = self._took = self._squares = self._products = 0
 
     def add(self, tokens: int, duration_us: int) -> None:
-        """A step with so many tokens of prompts took so long."""
+        """Add a measured step with `tokens` prompt tokens."""
         took = UNIT * max(0, min(duration_us, DURATION_US_MAX))
         if not tokens:
-            # Many follow each other, all alike: they count as one.
+            # Decode steps come in long, uniform series: they count as one.
             self.fixed += (took - self.fixed) // FIXED_STEPS if self.fixed else took
             self._steps = self._tokens = self._took = self._squares = self._products = 0
             self._keep(0, self.fixed)
@@ -39,7 +43,7 @@ class StepCosts:
         self._fit(tokens, took)
 
     def _keep(self, tokens: int, took: int) -> None:
-        """Sums with the weight of the step that is new: UNIT."""
+        """Add a step to the weighted sums with weight UNIT."""
         self._steps = self._steps * KEPT // OF + UNIT
         self._tokens = self._tokens * KEPT // OF + UNIT * tokens
         self._took = self._took * KEPT // OF + UNIT * took
@@ -50,7 +54,7 @@ class StepCosts:
         variance = self._steps * self._squares - self._tokens * self._tokens
         together = self._steps * self._products - self._tokens * self._took
         if SPREAD * variance >= self._tokens * self._tokens and together > 0:
-            # A slow step or two may look as if tokens cost nothing, and steps all the same.
+            # A few slow steps can make tokens look free: limit how fast their cost falls.
             self.token = max(1, self.token // 2, together // variance)
             self.fixed = (self._took - self.token * self._tokens) // self._steps
             if self.fixed < 0:
@@ -63,8 +67,14 @@ class StepCosts:
             self.fixed, self.token = self.fixed * scale // whole, max(1, self.token * scale // whole)
 
     def chunk(self, gap_us: int) -> int:
-        """Tokens of prompts beside decodes. A step shall take `gap_us` at most, but prompts get half of its time at
-        least: less of them would make it hardly shorter, and all of them wait for longer. 0: nothing is known yet."""
+        """Return how many prompt tokens to mix into a decode step so that it takes at most `gap_us`.
+
+        Prompts get at least half of the step's time: a smaller share would barely shorten the step and delay every
+        prompt.
+
+        Returns:
+            Tokens, or 0 while no cost is known.
+        """
         if not self.token:
             return 0
         return max(UNIT * gap_us * AIM // OF - self.fixed, self.fixed) // self.token

@@ -1,7 +1,7 @@
-"""Whom to evict when blocks run out: idle client sequences, least recently used first and whole.
+"""The choice of idle client sequences to evict when blocks run out: least recently used first, and whole.
 
-And what there would be if nothing ran any more. It only chooses. Cached blocks, which nobody holds, go before any
-sequence, one at a time: `Pool` evicts those.
+It also computes the supply that remains once every running request has ended. This module only chooses. Cached
+blocks without holders are evicted before any sequence, one at a time, by `Pool`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NO_ROW = -1
 
 
 class Eviction:
-    """Chooses. It changes nothing: the cache evicts."""
+    """Chooses sequences to evict. The cache carries the eviction out."""
 
     def __init__(self, policy: str, blocks: Blocks, sequences: Sequences) -> None:
         self._policy, self._blocks, self._sequences = policy, blocks, sequences
@@ -26,12 +26,23 @@ class Eviction:
     def victims(
         self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int, spare: Spare
     ) -> tuple[Slots, Supply]:
-        """Idle client sequences whose eviction gives `tenant` `count` blocks, with some to spare, or all of them;
-        and the supply that follows.
+        """Choose idle client sequences to evict so that `tenant` can get `count` blocks.
 
-        At the tenant's ceiling its own go before anyone else's. Never one of `asking`, never one that a step under way
-        may read. Under policy `none` only those that a waiting request will continue: it computes them again when its
-        turn comes, and without that, waiting requests could hold what the running one needs, for ever.
+        At the tenant's ceiling, its own sequences go first. Sequences in `asking`, and those that a step in flight may
+        read, are never chosen. Under policy `none`, only sequences that a waiting request will continue are eligible:
+        they are recomputed when the request is scheduled. Without this exception, waiting requests could hold blocks
+        that the running request needs, and deadlock.
+
+        Args:
+            group: The group that must provide the blocks.
+            tenant: The tenant that needs them.
+            count: Blocks needed.
+            keep: Blocks that must not count as available.
+            asking: Slots that must not be evicted.
+            spare: Blocks that must remain.
+
+        Returns:
+            The slots to evict (all candidates if they do not suffice), and the supply after their eviction.
         """
         s, blocks, pool = self._sequences, self._blocks, group.pool
         idle = (s.pool == group.number) & ~s.running & (s.id != 0) & (s.last_step <= pool.done_step)
@@ -59,9 +70,10 @@ class Eviction:
         return np.array(taken, np.int64), trial
 
     def supply_when_idle(self, group: Group, but: int = NO_ROW) -> tuple[Supply, npt.NDArray[np.bool_]]:
-        """What there would be to give once everything had ended that ends by itself: every row except `but`, every
-        step, and the idle sequences that may be evicted. What is left is held by clients. Also returns which blocks
-        would still be held: [blocks of the pool].
+        """Compute the supply after every row except `but` has ended, with every step done and idle sequences evicted.
+
+        Returns:
+            The supply, and which blocks clients would still hold: [blocks of the pool] bool.
         """
         s, blocks, pool = self._sequences, self._blocks, group.pool
         ends = (s.pool == group.number) & (s.id != 0)

@@ -1,4 +1,4 @@
-"""A worker group: its pool, its prefix index, the block copies it owes, and the steps it was sent."""
+"""A worker group: its block pool, its prefix index, its pending block copies, and its steps in flight."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ from .sequences import Slots
 
 
 class SentStep(msgspec.Struct, frozen=True, eq=False):
-    """What the core remembers of a step until its result arrives. Arrays are [rows], sampled: the slots that sample.
+    """A step in flight. Arrays are [rows], except `sampled`.
 
-    runs: which run each row belonged to. A request that was preempted and came back to the same slot is another run.
-    decodes: one token for each row, and no more. prefill_tokens: those of prompts. tenant: of every row, or -1.
-    message: the step as it was sent, for a worker that comes back and may not have got it.
+    Attributes:
+        slots: The slot of each row.
+        runs: The run of each row. A preempted request that returns to the same slot starts a new run.
+        sampled: The slots that sample, [n].
+        decodes: Every row feeds exactly one token.
+        prefill_tokens: Prompt tokens in the step.
+        tenant: The tenant of every row, or -1 if they differ.
+        message: The step as sent, to resend to a worker that reconnects.
     """
 
     step_id: int
@@ -40,14 +45,19 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
 
 
 class Steady:
-    """Rows that decode together, step after step: all that the next step needs is known, except a handful of numbers.
+    """A batch of rows that decode together, which lets the scheduler plan the next step with a few additions.
 
-    Most steps are like the one before: the same rows, each one token further. As long as nobody joins or leaves, each
-    row's block has room or can be followed by a free one, and no new holder shares a block, planning is a few
-    additions. Whatever else happens sets this aside; the scheduler plans the long way and starts a new one.
+    Most steps repeat the one before: the same rows, each one token further. The batch stays valid while no row joins or
+    leaves, each row's block has room or can be followed by a free block, and no new holder shares a block. Any other
+    event discards it; the scheduler then plans in full and builds a new one.
 
-    Arrays are [rows]. starts: positions that the next step feeds. room: tokens that fit into the blocks held after
-    that. left: steps until the first row has all that it asked for. tenant: of every row, or -1.
+    Arrays are [rows].
+
+    Attributes:
+        starts: Positions that the next step feeds.
+        room: Tokens that still fit into the row's blocks after the next step.
+        left: Steps until the first row has all its tokens.
+        tenant: The tenant of every row, or -1 if they differ.
     """
 
     def __init__(self, slots: Slots, runs: Slots, starts: Slots, room: Slots, left: int, tenant: int) -> None:
@@ -63,19 +73,25 @@ class Steady:
 
 
 class Group:
-    """One worker and its pool, from its WorkerReady to its death. By its `epoch` its results are told from those of an
-    earlier life.
+    """One worker and its pool, from its WorkerReady to its death.
 
-    worker: the connection of its process. others: those of its other ranks, each of which does every step too.
-    running: rows that run. steady: they decode, step after step; None where the next step may not follow from the last.
-    left_step: the last step in which a row may be that has left since.
-    copies: the block copies that the next step must carry, even if it has no rows: target -> (source, tokens).
-    suspect: the request that runs alone because workers died with it, 0 for none.
-    begins_bytes: what the rows that begin with the next step take in it.
-    stopped: requests whose rows found no room for their next token when the last step was planned.
-    away: its worker was connected to an earlier process and has not come back yet.
-    result_us: when its last result came. costs: what its steps cost, as far as it is known. step_times: the cells of
-    STEP_TIME, in a list: counting in one is faster. told: the rows that had a token last, at told_us.
+    `epoch` identifies this registration, so that late results of an earlier one can be discarded.
+
+    Attributes:
+        worker: The connection of the worker's first process.
+        others: Connections of its other ranks. Each rank executes every step.
+        running: Number of running rows.
+        steady: The steady decode batch; None if the next step must be planned in full.
+        left_step: The last step that may contain a row that has left since.
+        copies: Block copies that the next step must carry, even without rows: target -> (source, tokens).
+        suspect: A request that runs alone because workers died while running it; 0 for none.
+        begins_bytes: Bytes in the next step for rows that begin with it.
+        stopped: Requests that got no block for their next token when the last step was planned.
+        away: The worker was connected to an earlier coordinator process and has not reconnected.
+        result_us: Arrival time of the last result.
+        costs: The cost model of its steps.
+        step_times: The cells of STEP_TIME, as a list because counting in a list is faster.
+        told_us: Time at which the rows in `told` got the most recent tokens.
     """
 
     def __init__(self, number: int, worker: int, name: str, epoch: int, pool: Pool, ready: WorkerReady) -> None:
@@ -103,46 +119,53 @@ class Group:
 
     @property
     def next_step(self) -> int:
-        """The id that the next step will have."""
+        """The id of the next step."""
         return self.last_step + 1
 
     def step_took(self, prefill_tokens: int, duration_us: int) -> None:
-        """A step is over."""
+        """Record the duration of a finished step."""
         self.costs.add(prefill_tokens, duration_us)
         duration_us = max(0, min(duration_us, DURATION_US_MAX))
         self.step_times[bisect_left(STEP_TIME.bounds, duration_us)] += 1
         self.step_times[-1] += duration_us
 
     def row_came(self) -> None:
-        """A row starts."""
+        """Count a row that starts."""
         self.running += 1
         self.steady = None
 
     def row_left(self) -> None:
-        """A row is over, or preempted."""
+        """Count a row that ended or was preempted."""
         self.running -= 1
         self.steady = None
         self.left_step = self.last_step
 
     def hold(self, ids: BlockIds) -> None:
-        """Adds one holder to each block: [n] distinct ids. A row that could write one may have to copy it first now."""
+        """Add one holder to each block: [n] distinct ids.
+
+        This discards the steady decode batch: a row that shares a block must now copy it before writing.
+        """
         self.pool.hold(ids)
         self.steady = None
 
     def copy_block(self, source: int, target: int, tokens: int) -> int:
-        """The next step copies the first `tokens` tokens of `source` to `target`. Returns the block really read.
+        """Make the next step copy the first `tokens` tokens of `source` to `target`.
 
-        A source that is itself still to be copied stands for its own source: copies of one step are independent.
+        If `source` itself is pending as a copy target, its own source is read instead: the copies of one step are
+        independent.
+
+        Returns:
+            The block that the copy reads.
         """
         if source in self.copies:
             origin, copied = self.copies[source]
-            assert tokens <= copied, "KV was computed in a block whose copy was never sent"
+            assert tokens <= copied, "KV was computed in a block before its copy was sent"
             source = origin
         self.copies[target] = (source, tokens)
         return source
 
     def release(self, ids: BlockIds, last_step: int) -> int:
-        """Takes one holder from each block, as `Pool.release`; those that nobody holds any more need no copy."""
+        """Remove one holder from each block, as `Pool.release` does, and cancel copies into blocks without holders."""
         dead = self.pool.release(ids, last_step)
         if dead and self.copies:
             for block in ids[self.pool.blocks.refcount[ids] == 0].tolist():
@@ -150,7 +173,7 @@ class Group:
         return dead
 
     def flush_copies(self) -> Int32Array:
-        """The copies that the next step carries: [3 * n] int32 triples."""
+        """Return and clear the copies that the next step carries: [3 * n] int32 triples (source, target, tokens)."""
         if not self.copies:
             return NO_INT32
         triples = [value for target, (source, tokens) in self.copies.items() for value in (source, target, tokens)]
@@ -158,23 +181,26 @@ class Group:
         return np.array(triples, np.int32)
 
     def flush_zeros(self) -> Int32Array:
-        """The blocks that the next step zeroes first: [n] int32."""
+        """Return and clear the blocks that the next step zeroes first: [n] int32."""
         zeroing = self.pool.zeroing
         return zeroing.take() if zeroing is not None else NO_INT32
 
     def skip_step(self) -> bool:
-        """While nothing is under way and nothing is owed, no step can touch a block. Then the next id is given up, so
-        that nothing waits for it any longer. Returns whether it was."""
+        """Give up the next step id if no step is in flight and no copy is pending, so that nothing waits for that step.
+
+        Returns:
+            Whether the id was given up.
+        """
         if self.sent or self.copies or not self.pool.awaits_step:
             return False
         self.last_step += 1
         return True
 
     def check_invariants(self) -> None:
-        """The group's parts agree."""
+        """Check that the group's parts agree."""
         self.pool.check_invariants()
         state = self.pool.blocks.refcount
         for target in self.copies:
-            assert state[target] > 0, "a copy is owed to a block nobody holds"
+            assert state[target] > 0, "a copy is pending into a block without holders"
         ids = [step.step_id for step in self.sent]
-        assert ids == list(range(self.last_step - len(ids) + 1, self.last_step + 1)), "steps under way"
+        assert ids == list(range(self.last_step - len(ids) + 1, self.last_step + 1)), "step ids in flight"

@@ -1,14 +1,14 @@
-"""Chained hashes of full blocks, computed for any number of blocks in a fixed number of numpy operations.
+"""Chained hashes of full blocks, in a fixed number of numpy operations for any number of blocks.
 
-Block i of a sequence has its own hash h_i, a multilinear hash of its tokens put through a finaliser; its chained
-hash stands for the block and all before it:
+The own hash h_i of block i is a multilinear hash of its tokens, passed through a finaliser. The chained hash
+identifies the block together with its prefix:
 
     c_i = c_{i-1} * P + h_i   (mod 2^64),   c_{-1} = salt
 
-P is odd, so it has an inverse mod 2^64 and the whole chain is one cumulative sum: c_i = P^(i+1) (salt + sum_j h_j
-P^-(j+1)). The multipliers come from a key, so a client cannot aim for collisions; and because a hit compares the
-tokens themselves, a collision costs a miss and never a wrong block. Multilinear hashing: Carter & Wegman, 1979;
-finaliser: MurmurHash3's fmix64.
+P is odd and therefore invertible mod 2^64, so the whole chain is one cumulative sum: c_i = P^(i+1) (salt + sum_j h_j
+P^-(j+1)). The multipliers derive from a secret key, so clients cannot construct collisions. A hit also compares the
+tokens: a collision causes a miss, never a wrong block. Multilinear hashing: Carter & Wegman, 1979; finaliser:
+MurmurHash3's fmix64.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class BlockHasher:
         self._inverse_powers = np.cumprod(np.full(blocks_max + 1, pow(p, -1, 1 << 64), np.uint64))
 
     def salt(self, text: str) -> int:
-        """The chain's start for one salt: 62 bits, so that it also serves as a (negative) root key."""
+        """Return the chain start for a salt: 62 bits, so that its negative can be a root key."""
         digest = hashlib.blake2b(text.encode(), digest_size=8, key=self._key).digest()
         return int.from_bytes(digest, "little") >> 2
 
     def blocks(self, tokens: npt.NDArray[np.int32]) -> Hashes:
-        """Own hashes of [n, block_size] int32 tokens: [n] uint64."""
+        """Return the own hashes of tokens [n, block_size] int32 as [n] uint64."""
         x: Hashes = tokens.astype(np.uint64) @ self._multipliers + self._offset
         x ^= x >> _HALF
         x *= _FIRST
@@ -54,7 +54,15 @@ class BlockHasher:
         return x
 
     def chain(self, start: int, tokens: npt.NDArray[np.int32]) -> Hashes:
-        """Chained hashes of the full blocks of one sequence after chain value `start`: [len // block_size] uint64."""
+        """Return the chained hashes of the full blocks of one sequence.
+
+        Args:
+            start: The chain value before the first block.
+            tokens: Token ids, [len] int32.
+
+        Returns:
+            [len // block_size] uint64.
+        """
         count = tokens.size // self._block_size
         if not count:
             return NO_HASHES
@@ -65,6 +73,6 @@ class BlockHasher:
         return total
 
     def extend(self, chains: Hashes, tokens: npt.NDArray[np.int32]) -> Hashes:
-        """One more block for each of n sequences: chains [n] uint64, tokens [n, block_size] int32 -> [n] uint64."""
+        """Extend n chains by one block: chains [n] uint64, tokens [n, block_size] int32 -> [n] uint64."""
         extended: Hashes = chains * self._p + self.blocks(tokens)
         return extended

@@ -1,4 +1,4 @@
-"""Who holds the blocks of a pool, in words: for those who wait for some."""
+"""Descriptions of the holders of a pool's blocks, shown to clients that wait for blocks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ LISTED_MAX = 5
 
 
 def who_holds(cache: Cache, group: Group, seen: int, tenant: int = 0, but: int = -1, running: bool = True) -> list[str]:
-    """Which names, idle sequences and rows hold blocks of the group: a few of each, those that hold most first.
+    """Describe the largest holders of the group's blocks: named holders, idle sequences and running requests.
 
-    seen: the tenant of whoever is told, who is told that others hold some, and not which; 0: everyone is named.
-    tenant: only blocks that are charged to it; 0: all. but: a slot that is left out. running: rows too.
+    Args:
+        cache: The cache.
+        group: The group that holds the blocks.
+        seen: The tenant that reads the answer; holders of other tenants appear only as a total. 0 shows all.
+        tenant: Count only blocks charged to this tenant; 0 counts all.
+        but: A slot to leave out.
+        running: Include running requests.
+
+    Returns:
+        Phrases, at most `LISTED_MAX` for each kind of holder, largest first.
     """
     s, blocks, pool = cache.sequences, cache.blocks, group.pool
     names: Counter[str] = Counter()

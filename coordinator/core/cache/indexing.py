@@ -1,7 +1,7 @@
-"""Which blocks of which sequences are indexed: those that acknowledged steps have filled.
+"""Indexing of the blocks that acknowledged steps have filled.
 
-A sequence knows how many of its leading blocks are indexed (`hashed`), the chained hash of the last of them (`chain`)
-and the key of its entry (`parent`), so that the next one follows from these.
+For each sequence, `hashed` counts its leading indexed blocks, `chain` is the chained hash of the last of these, and
+`parent` is the key of its entry. The next block is hashed and linked from these values.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ Tokens = npt.NDArray[np.int32]
 
 
 class Indexing:
-    """Hashes what sequences hold, and indexes it.
+    """Hashes and indexes the blocks of sequences.
 
-    kinds: tokens that were generated and the same ones of a prompt are not the same: their KV has other bits.
+    Attributes:
+        kinds: Distinguish generated tokens from prompt tokens, because their KV differs in its bits.
     """
 
     def __init__(self, sequences: Sequences, hasher: BlockHasher) -> None:
@@ -28,18 +29,18 @@ class Indexing:
         self.kinds = False
 
     def contents(self, tokens: Tokens) -> Tokens:
-        """What is indexed of tokens with marks."""
+        """Return tokens in the form in which they are indexed: with their marks if kinds are distinguished."""
         return tokens if self.kinds else unmarked(tokens)
 
     def hashes(self, salt: int, tokens: Tokens) -> Hashes:
-        """Chained hashes of the full blocks that a hit may use: at least one token is left to compute."""
+        """Return the chained hashes of the full blocks that a hit may use: the last token must be computed."""
         size = self._sequences.block_size
         return self._hasher.chain(salt, tokens[: (tokens.size - 1) // size * size])
 
     def filled(self, group: Group) -> None:
-        """Indexes the blocks of the group's sequences that acknowledged steps have filled.
+        """Index the blocks of the group's sequences that acknowledged steps have filled.
 
-        A fixed number of numpy operations for those that filled one block, as decodes do, and Python for the others.
+        Sequences that filled exactly one block, as in decoding, are handled together in numpy; the rest one by one.
         """
         s = self._sequences
         (slots,) = (s.pool == group.number).nonzero()
@@ -64,7 +65,7 @@ class Indexing:
         s.hashed[slots], s.chain[slots], s.parent[slots] = first + 1, values, keys
 
     def filled_by(self, group: Group, slot: int) -> None:
-        """Indexes the blocks of one sequence, which has filled some more."""
+        """Index the newly filled blocks of one sequence."""
         s, pool = self._sequences, group.pool
         if not pool.index.alive(int(s.parent[slot])):  # an ancestor was evicted: start again from the root
             self.restart(slot)
@@ -76,13 +77,17 @@ class Indexing:
         s.hashed[slot], s.chain[slot], s.parent[slot] = full, values[-1], parent
 
     def restart(self, slot: int) -> None:
-        """The blocks of a sequence are indexed from the root on: the same entries have the same keys."""
+        """Start indexing again from the root. Entries that exist keep their keys."""
         s = self._sequences
         s.hashed[slot], s.chain[slot], s.parent[slot] = 0, s.salt[slot], root_key(int(s.salt[slot]))
 
     def shared(self, group: Group, slot: int, hits: npt.NDArray[np.int64]) -> None:
-        """A sequence begins with blocks that were there before it. If one of them is not indexed (a sibling computed
-        what somebody else had computed before), indexing starts from the root and finds the others again."""
+        """Set the indexing state of a sequence that begins with shared blocks.
+
+        If a shared block is not indexed (a sibling computed content that already had an entry), indexing starts from
+        the
+        root and finds the existing entries.
+        """
         s, index = self._sequences, group.index
         if hits.size and index.has_all(hits):
             s.hashed[slot], s.chain[slot], s.parent[slot] = (

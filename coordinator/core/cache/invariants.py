@@ -1,4 +1,4 @@
-"""What must hold between the parts of the cache, whatever happened: checked after every event in tests."""
+"""Cross-checks between the parts of the cache. Tests run them after every event."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from .sequences import unmarked
 
 
 def check_cache(cache: Cache) -> None:
-    """Design section 3, 1 to 6. Raises AssertionError."""
+    """Check invariants 1 to 6 of the cache design.
+
+    Raises:
+        AssertionError: An invariant does not hold.
+    """
     s, blocks = cache.sequences, cache.blocks
     s.check_invariants()
     holders = np.zeros(blocks.refcount.size, np.int64)
@@ -18,7 +22,7 @@ def check_cache(cache: Cache) -> None:
         assert len(set(ids.tolist())) == ids.size, "a block is twice in one table"
         if ids.size:
             pool = cache.groups[int(s.pool[slot])].pool
-            assert ((ids >= pool.base) & (ids < pool.base + pool.count)).all(), "a block of another pool"
+            assert ((ids >= pool.base) & (ids < pool.base + pool.count)).all(), "a table names a block of another pool"
         holders[ids] += 1
         _check_hashed(cache, slot)
     for block, names in blocks.external.items():
@@ -31,11 +35,11 @@ def check_cache(cache: Cache) -> None:
 
 
 def _check_hashed(cache: Cache, slot: int) -> None:
-    """Every indexed block of a sequence holds the sequence's own tokens, acknowledged by a worker."""
+    """Check that indexed blocks of a sequence hold its own tokens, acknowledged by a worker."""
     s, size = cache.sequences, cache.blocks.block_size
     for i, block in enumerate(s.blocks_of(slot).tolist()):
         if cache.blocks.indexed[block]:
             own = s.tokens[slot, i * size : min((i + 1) * size, int(s.length[slot]))]
             stored = cache.store.tokens[block][: own.size]
-            assert ((stored == own) | (stored == unmarked(own))).all(), "an indexed block holds other tokens"
+            assert ((stored == own) | (stored == unmarked(own))).all(), "an indexed block holds foreign tokens"
     assert s.hashed[slot] * size <= s.computed[slot] or s.pool[slot] < 0, "a block was indexed too early"

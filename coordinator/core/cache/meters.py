@@ -1,7 +1,7 @@
-"""What is counted by tenant, for monitors: a row of numbers for each, as they are published.
+"""Metrics of each tenant: one row of counters for each, in the published layout.
 
-A tenant beyond the rows that there are, and one that was forgotten, counts among the others. Time is the events' own,
-so a journal makes the same numbers again.
+Tenants without a row of their own, and forgotten tenants, count in the shared row OTHERS. Times come from events, so
+a journal replay reproduces the numbers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import numpy.typing as npt
 from kvforge.protocol.meters import GAP, OTHERS, TENANT_CELLS, TENANT_ROWS, Distribution
 
 Cells = npt.NDArray[np.int64]
-FEW = 8  # for so many, numpy takes longer than Python does for one after the other
+FEW = 8  # up to this size, a Python loop is faster than numpy
 GAP_BOUNDS = np.array(GAP.bounds, np.int64)
 
 
 class Meters:
-    """rows: [1 + tenants that have a row, TENANT_CELLS] int64, as `protocol.meters` says. changed: those that are to be
-    published."""
+    """Counters of the tenants.
+
+    Attributes:
+        rows: [1 + tenants with a row, TENANT_CELLS] int64, laid out as in `protocol.meters`.
+        changed: Rows to publish.
+    """
 
     def __init__(self, tenants_max: int) -> None:
         self._last = min(tenants_max, TENANT_ROWS)
@@ -28,19 +32,24 @@ class Meters:
         self.changed: set[int] = set()
 
     def count(self, tenant: int, cell: int, amount: int = 1) -> None:
-        """So many more."""
+        """Add `amount` to a counter of the tenant."""
         row = tenant if tenant <= self._last else OTHERS
         self.rows[row, cell] += amount
         self.changed.add(row)
 
     def observe(self, tenant: int, what: Distribution, value: int, times: int = 1) -> None:
-        """One value more, or the same so many times."""
+        """Add a value to a distribution of the tenant, `times` times."""
         row = tenant if tenant <= self._last else OTHERS
         observe(self.rows[row], what, value, times)
         self.changed.add(row)
 
     def observe_gaps(self, tenants: Cells, gaps_us: Cells | int) -> None:
-        """Times between tokens, of [n] tenants; gaps_us: [n] or one for all, below zero where no token was before."""
+        """Record the times between tokens of n tenants.
+
+        Args:
+            tenants: [n] int64.
+            gaps_us: Microseconds, [n] int64 or one value for all; negative where no token came before.
+        """
         if tenants.size <= FEW:
             each = [gaps_us] * tenants.size if isinstance(gaps_us, int) else gaps_us.tolist()
             for tenant, gap_us in zip(tenants.tolist(), each, strict=True):
@@ -57,18 +66,18 @@ class Meters:
         self.changed.update(rows.tolist())
 
     def forget(self, tenant: int) -> None:
-        """What was counted for the tenant is counted among the others from now on."""
+        """Move the tenant's counts to the shared row."""
         if tenant <= self._last:
             self.rows[OTHERS] += self.rows[tenant]
             self.rows[tenant] = 0
             self.changed |= {OTHERS, tenant}
 
     def all_changed(self) -> None:
-        """The tables are new."""
+        """Mark every row for publication, because the tables are new."""
         self.changed.update(range(self._last + 1))
 
 
 def observe(cells: Cells, what: Distribution, value: int, times: int = 1) -> None:
-    """A value in the cells of a row, so many times."""
+    """Add a value to a distribution in the cells of one row, `times` times."""
     cells[what.start + bisect_left(what.bounds, value)] += times
     cells[what.total] += times * value

@@ -1,11 +1,11 @@
-"""Named external holders of blocks: clients that keep a block alive without having it in a sequence.
+"""Named external holders: clients that keep blocks alive without a sequence.
 
-A holder is a name of a tenant; it holds a block at most once. Whoever added it, any client that sees its tenant may
-take it away by name; what a connection added is dropped when the connection ends, so that a dead client pins nothing.
+A holder is a name that belongs to a tenant; it holds a block at most once. Any client with access to the tenant may
+remove it by name. When the connection that added a holder ends, the holder is dropped, so dead clients pin nothing.
 
-Whoever pins is charged: from the first name on, the block counts for the tenant that was named with it, within that
-one's ceiling, and no longer for the one that computed it; with the last name gone it is the other way round again,
-where there is room.
+The tenant that pins a block pays for it. With its first holder, the charge for a block moves from the tenant that
+computed it to the tenant of the holder, within the ceiling of that tenant. With the last holder gone, the charge
+moves back if the ceiling permits.
 """
 
 from __future__ import annotations
@@ -28,26 +28,39 @@ from .tenants import Tenants
 
 NAME_LENGTH_MAX = 128
 NOBODY = -1
-OWNER_END = "\0"  # no name has it: what comes before it tells a name from the same one of another tenant
+OWNER_END = "\0"  # not printable, so never part of a name: ends the tenant prefix of a label
 
 
 def shown(label: str) -> str:
-    """The name that a tenant gave, of what it is called among all names on its block."""
+    """Return the holder name of a label, without its tenant prefix."""
     return label.rpartition(OWNER_END)[2]
 
 
 class Pins:
-    """Who holds what, on top of the blocks' own counts."""
+    """The named holders of blocks, in addition to the reference counts."""
 
     def __init__(self, clock: Clock, blocks: Blocks, tenants: Tenants, holders_per_block_max: int) -> None:
         self._clock, self._blocks, self._tenants = clock, blocks, tenants
         self._holders_max = holders_per_block_max
         self._added_by: dict[tuple[int, str], tuple[int, int]] = {}  # client and tenant of each name on a block
-        self._computed_by: dict[int, int] = {}  # of blocks that are charged to somebody else meanwhile
+        self._computed_by: dict[int, int] = {}  # tenants that computed blocks now charged to another tenant
 
     def check(self, block: int, generation: int, holder: str, tenant: int) -> None:
-        """Raises InvalidRequest, StaleGeneration, BlockNotHeld, AlreadyHolder or CapacityExceeded where the block may
-        not get the holder, of a tenant (0: a new one)."""
+        """Check that a block may get a holder.
+
+        Args:
+            block: Global block id.
+            generation: Expected generation of the block, -1 for any.
+            holder: The holder's name.
+            tenant: The holder's tenant, 0 for a new one.
+
+        Raises:
+            InvalidRequest: The name is empty, too long, or not printable.
+            StaleGeneration: The block has another generation.
+            BlockNotHeld: The block's content is lost.
+            AlreadyHolder: The tenant's holder of this name already holds the block.
+            CapacityExceeded: The block has too many holders.
+        """
         blocks = self._blocks
         if not 0 < len(holder) <= NAME_LENGTH_MAX or not holder.isprintable():
             raise InvalidRequest("holder", f"1 to {NAME_LENGTH_MAX} printable characters")
@@ -62,7 +75,7 @@ class Pins:
             raise CapacityExceeded("holders of a block", len(names) + 1, self._holders_max)
 
     def add(self, group: Group, block: int, holder: str, tenant: int, client: int) -> None:
-        """One more holder, of a tenant that has room for the block. It was checked."""
+        """Add a holder. `check` has accepted it, and the tenant has room for the block."""
         blocks = self._blocks
         owner = int(blocks.owner[block])
         group.hold(np.array([block], np.int64))
@@ -75,7 +88,7 @@ class Pins:
         self._added_by[block, label] = client, tenant
 
     def _label(self, block: int, holder: str, tenant: int) -> str | None:
-        """What a tenant's (0: anybody's) name is called on the block; None where it is not there."""
+        """Return the label of a tenant's holder (0: any tenant's) on the block, or None."""
         names = self._blocks.external.get(block, {})
         if holder in names and tenant in (0, self.tenant_of(block, holder)):
             return holder
@@ -83,11 +96,17 @@ class Pins:
         return next(alike, None)
 
     def tenant_of(self, block: int, holder: str) -> int:
-        """Which tenant a name on a block is of."""
+        """Return the tenant of a label on a block."""
         return self._added_by[block, holder][1]
 
     def drop(self, group: Group, block: int, generation: int, holder: str, tenant: int = 0) -> None:
-        """One holder less, of a tenant (0: of any). Raises StaleGeneration, BlockNotHeld, NotAHolder."""
+        """Remove a holder of the tenant (0: any tenant).
+
+        Raises:
+            StaleGeneration: The block has another generation.
+            BlockNotHeld: The block has no holders.
+            NotAHolder: The name does not hold the block.
+        """
         self.check_generation(block, generation)
         if self._blocks.refcount[block] == 0:
             raise BlockNotHeld(block)
@@ -99,23 +118,27 @@ class Pins:
         group.release(np.array([block], np.int64), 0)
 
     def check_generation(self, block: int, generation: int) -> None:
-        """Raises StaleGeneration where a generation is named (not -1) and is not the block's."""
+        """Check the block's generation; -1 accepts any.
+
+        Raises:
+            StaleGeneration: The block has another generation.
+        """
         current = int(self._blocks.generation[block])
         if generation not in (-1, current):
             raise StaleGeneration(block, generation, current)
 
     def of_client(self, client: int) -> list[tuple[int, str]]:
-        """The (block, holder) pairs that a connection added."""
+        """Return the (block, label) pairs that a connection added."""
         return [pair for pair, (owner, _) in self._added_by.items() if owner == client]
 
     def forget_pool(self, first: int, count: int) -> None:
-        """The pool of blocks [first, first + count) is gone, and every hold on them."""
+        """Drop every hold on the blocks [first, first + count) of a pool that is gone."""
         for block, holder in [pair for pair in self._added_by if first <= pair[0] < first + count]:
             self._forget(block, holder)
         self._computed_by = {b: t for b, t in self._computed_by.items() if not first <= b < first + count}
 
     def tenants(self) -> set[int]:
-        """Whoever has a name on a block, or computed one that another one pays for."""
+        """Return the tenants that hold a block by name, or that computed one charged to another tenant."""
         return {*(tenant for _, tenant in self._added_by.values()), *self._computed_by.values()}
 
     def _forget(self, block: int, holder: str) -> None:
@@ -128,8 +151,12 @@ class Pins:
     # -------------------------------------------------------------------------------------------------------- charges
 
     def check_room(self, group: Group, tenant: int, block: int) -> None:
-        """Raises QuotaExceeded or CapacityExceeded where the tenant cannot be charged for the block, or where it would
-        take what is kept for others."""
+        """Check that the tenant can be charged for the block without cutting into other tenants' floors.
+
+        Raises:
+            QuotaExceeded: The tenant is at its ceiling.
+            CapacityExceeded: The block is reserved for other tenants.
+        """
         if not self._tenants.has_quotas:
             return
         pool, owner = group.pool, int(self._blocks.owner[block])
@@ -147,10 +174,9 @@ class Pins:
             del self._computed_by[block]
 
     def _pass_charge(self, group: Group, block: int) -> None:
-        """A name let go: the block is charged to whoever still names it, else to the tenant that computed it.
+        """Move the charge of a block after a holder left: to a remaining holder, else to the tenant that computed it.
 
-        Where none of them has room, the charge stays as it is while the block is held, and afterwards the block is not
-        cached.
+        If no heir has room, the charge stays while the block is held, and the block is not cached afterwards.
         """
         names = self._blocks.external.get(block, {})
         heirs = [self._added_by[block, name][1] for name in names]
@@ -166,8 +192,8 @@ class Pins:
             self._computed_by.pop(block, None)
 
     def check_invariants(self) -> None:
-        """Every hold has a connection and a tenant, and the other way round."""
+        """Check that holders and connections agree."""
         held = {(block, holder) for block, names in self._blocks.external.items() for holder in names}
-        assert held == self._added_by.keys(), "a hold without a connection, or the other way round"
-        assert self._computed_by.keys() <= self._blocks.external.keys(), "a block without a name is charged for one"
+        assert held == self._added_by.keys(), "holders and connections disagree"
+        assert self._computed_by.keys() <= self._blocks.external.keys(), "a block without holders has a second payer"
         assert all(self._blocks.external.values()), "an empty list of holders"

@@ -1,4 +1,4 @@
-"""How a sequence would come to live in a group: found out without changing anything, carried out by the cache."""
+"""A placement plan for a sequence: computed without side effects, carried out by the cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from .groups import Group
 
 
 class Placement:
-    """How a sequence would come to live in a group: the cached blocks it shares, one it copies from, and the rest."""
+    """A placement plan: the cached blocks a sequence shares, the block it copies from, and the blocks it allocates.
+
+    Attributes:
+        hits: Cached blocks to share, [n] int64.
+        partial: The block to copy leading tokens from, and how many; 0 for no copy.
+        needed: Blocks to allocate.
+    """
 
     def __init__(self, group: Group, hits: BlockIds, partial: tuple[int, int], needed: int) -> None:
         self.group, self.hits, self.partial, self.needed = group, hits, partial, needed
@@ -20,5 +26,5 @@ class Placement:
         return np.append(self.hits, self.partial[0]) if self.partial[1] else self.hits
 
     def cached_tokens(self, block_size: int) -> int:
-        """Tokens whose KV is there already."""
+        """Return how many prompt tokens already have KV."""
         return int(self.hits.size) * block_size + self.partial[1]

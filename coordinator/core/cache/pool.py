@@ -1,4 +1,4 @@
-"""The pools that hand out blocks, take them back, and evict cached ones when there are no free ones left."""
+"""The block pool of a worker: it allocates, caches, quarantines and frees blocks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from .zeroing import Zeroing
 
 
 class Pool:
-    """One worker's blocks: [base, base + count). All ids are global.
+    """The blocks of one worker: [base, base + count). All ids are global.
 
-    epoch: of the group, by which those who wait for its blocks are woken. index: of what its blocks hold.
-    zeroing: None where blocks that change tenant are left as they are.
+    Attributes:
+        index: The prefix index of the pool.
+        zeroing: Blocks to zero before reuse; None if blocks are not zeroed when the tenant changes.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class Pool:
     # ------------------------------------------------------------------------------------------------- allocation
 
     def available(self, tenant: int, keep: BlockIds | None = None) -> int:
-        """Blocks that `tenant` could get now, evicting cached blocks where that is allowed.
+        """Return how many blocks `tenant` could get now, including by evicting cached blocks.
 
-        keep: blocks that must not be evicted for it.
+        Args:
+            tenant: The tenant that pays for the blocks.
+            keep: Blocks that must not be evicted.
         """
         if self._tenants.has_quotas:
             return self._supply(keep, self.usage).available(tenant)
@@ -83,17 +86,17 @@ class Pool:
         return self.free + self.cached - kept
 
     def has(self, tenant: int, count: int, keep: BlockIds, spare: Spare) -> bool:
-        """Whether `tenant` could get so many now, as `available`, with some left over."""
+        """Return whether `tenant` could get `count` blocks now and leave `spare`; `keep` must not be evicted."""
         if self._tenants.has_quotas:
             return self._supply(keep, self.usage).has(tenant, count, spare)
         return self.available(tenant, keep) >= count + spare.pool
 
     def supply(self, keep: BlockIds | None = None) -> Supply:
-        """What there is to give, by tenant, as if the blocks in `keep` were held."""
+        """Return the supply for each tenant as if the blocks in `keep` were held: a copy to try changes on."""
         return self._supply(keep, self.usage.copy())
 
     def _supply(self, keep: BlockIds | None, usage: npt.NDArray[np.int64]) -> Supply:
-        """usage: no copy where nothing is tried out on it."""
+        """Build a supply from `usage`, which the caller copies if the supply will be modified."""
         cached = {tenant: len(entries) for tenant, entries in self._lru.items()}
         if keep is not None and keep.size:
             for block in keep[self.blocks.state[keep] == CACHED].tolist():
@@ -101,9 +104,16 @@ class Pool:
         return Supply(self._tenants, self.free, cached, usage)
 
     def allocate(self, tenant: int, count: int) -> BlockIds:
-        """`count` blocks with one holder each: all or nothing. Evicts cached blocks, least recently used first.
+        """Allocate `count` blocks with one holder each, all or nothing.
 
-        Returns [count] int64. Raises QuotaExceeded or CapacityExceeded, and then nothing was changed.
+        Cached blocks are evicted as needed, least recently used first.
+
+        Returns:
+            Block ids, [count] int64.
+
+        Raises:
+            QuotaExceeded: The tenant would exceed its ceiling.
+            CapacityExceeded: The pool does not have enough blocks.
         """
         if count > self.available(tenant):
             raise self.shortage(tenant, count, self.supply())
@@ -127,14 +137,13 @@ class Pool:
         return ids
 
     def make_room_within_ceiling(self, tenant: int, count: int) -> None:
-        """A tenant at its ceiling makes room for `count` blocks by giving up cached blocks of its own. It has enough of
-        them."""
+        """Evict cached blocks of a tenant until `count` more blocks fit under its ceiling. It has enough to evict."""
         if self._tenants.has_quotas:
             for _ in range(int(self.usage[tenant] - self._tenants.ceiling[tenant]) + count):
                 self._evict_one(tenant)
 
     def shortage(self, tenant: int, count: int, supply: Supply, spare: Spare = NO_SPARE) -> CapacityExceeded:
-        """The error that says why `tenant` cannot have `count` blocks, even with all of `supply`."""
+        """Build the error that explains why `tenant` cannot have `count` blocks out of `supply`."""
         ceiling, room = int(self._tenants.ceiling[tenant]), supply.room(tenant)
         if count + spare.own > room:
             return QuotaExceeded(self._tenants.names[tenant], ceiling - room + count + spare.own, ceiling)
@@ -142,7 +151,7 @@ class Pool:
         return CapacityExceeded("blocks", count + spare.pool, max(0, supply.stock(tenant)), hint)
 
     def _lru_tenant(self, asking: int) -> int:
-        """Whose cached block is the oldest one that `asking` may evict."""
+        """Return the tenant that owns the oldest cached block that `asking` may evict."""
         best, best_stamp = 0, -1
         for tenant, entries in self._lru.items():
             if not entries or (tenant != asking and self.usage[tenant] <= self._tenants.floor[tenant]):
@@ -164,16 +173,16 @@ class Pool:
         self.usage[tenant] += count
 
     def block_us_each(self) -> npt.NDArray[np.int64]:
-        """Blocks x microseconds that each tenant has occupied so far: [tenants] int64."""
+        """Return the blocks x microseconds that each tenant has occupied so far: [tenants] int64."""
         each: npt.NDArray[np.int64] = self._usage_block_us + self.usage * (self._clock.now_us - self._usage_since_us)
         return each
 
     def held_by(self, tenant: int) -> int:
-        """Blocks charged to the tenant that are not merely cached."""
+        """Return how many blocks the tenant is charged for, without cached ones."""
         return int(self.usage[tenant]) - len(self._lru.get(tenant, ()))
 
     def forget_tenant(self, tenant: int) -> None:
-        """The tenant's number will be another's: its cached blocks go, and so does the record of what it occupied."""
+        """Clear a tenant, because its index will be reused: evict its cached blocks and reset its usage."""
         while self._lru.get(tenant):
             self._evict_one(tenant)
         assert not self.usage[tenant], "a tenant that holds blocks was forgotten"
@@ -182,20 +191,20 @@ class Pool:
             self.zeroing.forget_tenant(tenant)
 
     def recharge(self, block: int, tenant: int) -> None:
-        """From now on the block, which somebody holds, is charged to `tenant`."""
+        """Charge a held block to `tenant` from now on."""
         owner = int(self.blocks.owner[block])
         assert self.blocks.state[block] == REFERENCED
         if owner != tenant:
             self._charge(owner, -1)
             self._charge(tenant, 1)
             self.blocks.owner[block] = tenant
-            self._waits.wake(self._gain)  # the one it was charged to has room for another
+            self._waits.wake(self._gain)  # the previous owner has room for another block
             self.blocks.changed.append(np.array([block], np.int64))
 
     # ---------------------------------------------------------------------------------------------------- holders
 
     def hold(self, ids: BlockIds) -> None:
-        """Adds one holder to each block: [n] distinct ids, none of them free. Revives cached and quarantined ones."""
+        """Add one holder to each block, reviving cached and quarantined ones: distinct ids, [n], no free blocks."""
         blocks = self.blocks
         states = blocks.state[ids]
         assert not np.count_nonzero(states == FREE), "a free block cannot be held"
@@ -210,10 +219,16 @@ class Pool:
         blocks.changed.append(ids)
 
     def release(self, ids: BlockIds, last_step: int) -> int:
-        """Takes one holder from each block: [n] distinct ids. Returns how many nobody holds any more.
+        """Remove one holder from each block.
 
-        Those are quarantined while a step up to `last_step` may still touch them, else cached or freed. Table order
-        is expected: the tail of a sequence is evicted before its head.
+        A block without holders is quarantined while a step up to `last_step` may still touch it, else cached or freed.
+
+        Args:
+            ids: Distinct block ids in table order, [n]; the tail of a sequence is then evicted before its head.
+            last_step: The last step that may touch the blocks.
+
+        Returns:
+            How many blocks have no holder left.
         """
         blocks = self.blocks
         counts = blocks.refcount[ids] - 1
@@ -236,7 +251,7 @@ class Pool:
         return int(dead.size)
 
     def step_done(self, step: int) -> None:
-        """Every step up to `step` is over: what only they could touch leaves quarantine."""
+        """Record that every step up to `step` has ended, and end the quarantine of the blocks that waited for it."""
         self.done_step = max(self.done_step, step)
         if self._awaited and self._awaited[0] <= self.done_step:
             while self._awaited and self._awaited[0] <= self.done_step:
@@ -253,13 +268,13 @@ class Pool:
                 self._quarantine.append(ids[~over])
 
     def await_step(self, step: int) -> None:
-        """Something that waits can go on when this step is over: an idle sequence may be evicted, a row reused."""
+        """Wake waiting requests when `step` has ended: an idle sequence can then be evicted, or a row reused."""
         if step > self.done_step and not (self._awaited and self._awaited[-1] == step):
             insort(self._awaited, step)
 
     @property
     def awaits_step(self) -> bool:
-        """Whether anything waits for a step to be over."""
+        """Whether anything waits for the end of a step."""
         return self.quarantined > 0 or bool(self._awaited)
 
     def _cache_or_free(self, ids: BlockIds) -> None:
@@ -299,10 +314,13 @@ class Pool:
     # ----------------------------------------------------------------------------------------------------- index
 
     def index_block(self, block: int, parent: int, value: int, tokens: Tokens) -> int:
-        """Indexes a full, acknowledged, held block under its chained hash `value`. Returns its entry's key.
+        """Index a full, acknowledged, held block under its chained hash `value`.
 
-        Where an entry for the same content exists, that one stays and its key is returned. An entry that collides,
-        or whose parent is gone, makes way.
+        An existing entry for the same content stays, and its key is returned. An entry that collides, or that lost its
+        parent, is replaced.
+
+        Returns:
+            The key of the entry.
         """
         index = self.index
         old = index.find(value)
@@ -321,7 +339,17 @@ class Pool:
         values: Hashes,
         contents: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.int64]:
-        """`index_block` for one block of each of n sequences: [n] blocks, parents, values, [n, block_size] contents."""
+        """Apply `index_block` to one block of each of n sequences.
+
+        Args:
+            ids: Block ids, [n].
+            parents: Parent keys, [n].
+            values: Chained hashes, [n].
+            contents: Tokens, [n, block_size] int32.
+
+        Returns:
+            Keys of the entries, [n] int64.
+        """
         if self.index.add_new(ids, parents, values, contents):
             return self.index.keys(ids)
         each = zip(ids.tolist(), parents.tolist(), values.tolist(), contents, strict=True)
@@ -330,7 +358,7 @@ class Pool:
     def index_run(
         self, ids: npt.NDArray[np.integer], parent: int, values: Hashes, contents: npt.NDArray[np.int32]
     ) -> int:
-        """`index_block` for [n] blocks of one sequence, one after the other. Returns the key of the last entry."""
+        """Apply `index_block` to [n] consecutive blocks of one sequence. Return the key of the last entry."""
         keys = self.index.keys(ids)
         if self.index.add_new(ids, np.concatenate([[parent], keys[:-1]]), values, contents):
             return int(keys[-1])
@@ -339,7 +367,7 @@ class Pool:
         return parent
 
     def unindex(self, block: int) -> None:
-        """A block loses its place in the prefix index: if only the index kept it, it becomes free."""
+        """Remove a block from the prefix index. A block without holders becomes free."""
         self.index.remove(block)
         if self.blocks.state[block] == CACHED:
             del self._lru[int(self.blocks.owner[block])][block]
@@ -349,13 +377,13 @@ class Pool:
     # ------------------------------------------------------------------------------------------------- invariants
 
     def check_invariants(self) -> None:
-        """Free + cached + referenced + quarantined = total, and every list agrees with every state."""
+        """Check that free + cached + referenced + quarantined = total, and that lists and states agree."""
         self.index.check_invariants(self.base, self.count)
         blocks, ids = self.blocks, np.arange(self.base, self.base + self.count)
         states, counts = blocks.state[ids], blocks.refcount[ids]
         assert (counts >= 0).all(), "a reference count is below zero"
         listed = self._stack[: self.free]
-        assert len(set(listed.tolist())) == self.free, "a block is twice in the free list"
+        assert len(set(listed.tolist())) == self.free, "the free list has a duplicate"
         assert (blocks.state[listed] == FREE).all() and self.free == np.count_nonzero(states == FREE), "free list"
         assert not blocks.indexed[listed].any(), "a free block is indexed"
         assert ((counts > 0) == (states == REFERENCED)).all(), "a count disagrees with its block's state"
@@ -366,7 +394,7 @@ class Pool:
             assert all(blocks.indexed[b] for b in entries), "a cached block is not indexed"
         waiting = {block for part in self._quarantine for block in part.tolist()}
         held_back = ids[states == QUARANTINED]
-        assert waiting.issuperset(held_back.tolist()), "a quarantined block would never be settled"
+        assert waiting.issuperset(held_back.tolist()), "a quarantined block is in no queue"
         assert (blocks.touch[held_back] > self.done_step).all(), "a block overstays its quarantine"
         owners = np.bincount(blocks.owner[ids][states != FREE], minlength=self.usage.size)
         assert (owners == self.usage).all(), "a tenant's usage disagrees with its blocks"
@@ -375,6 +403,6 @@ class Pool:
 
 
 def short_of(error: CapacityExceeded) -> int:
-    """How many blocks more it would have taken."""
+    """Return how many blocks were missing."""
     available = error.ceiling if isinstance(error, QuotaExceeded) else error.available
     return int(error.needed) - int(available)

@@ -1,9 +1,9 @@
-"""The prefix index of one pool: which blocks hold the KV of which token prefix.
+"""The prefix index of one pool: it maps token prefixes to the blocks that hold their KV.
 
-An entry says: this block holds the KV of these tokens, coming after that parent entry. Its identity is exact: a
-lookup compares the block's tokens and follows parents by block *and generation*, from a root that stands for the
-salt. The chained hash only finds candidates. Invariant: an entry exists only for a full block whose KV a worker has
-acknowledged, and never for a free block.
+An entry records that a block holds the KV of certain tokens after a certain parent entry. Matches are exact: a lookup
+compares the block's tokens, and follows parents by block *and generation* from a root that represents the salt. The
+chained hash only finds candidates. Invariant: every entry is for a full, worker-acknowledged block, never for a free
+one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ PARTIAL_CANDIDATES_MAX = 16
 
 
 class PrefixStore:
-    """What the entries of all pools keep per block: struct-of-arrays indexed by global block id.
+    """Per-block data of the entries of all pools: struct-of-arrays indexed by global block id.
 
-    changed: what those who mirror the indexes are to be told; None: nobody does.
+    Attributes:
+        changed: Records index changes for external mirrors; None if there is no mirror.
     """
 
     def __init__(self, blocks_max: int, block_size: int) -> None:
@@ -43,7 +44,7 @@ class PrefixStore:
         return {name: value for name, value in vars(self).items() if name not in ("contents", "changed")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy shows its own tokens: a hit must never be compared with another store's. It has no mirror."""
+        """Restore a copy, with a view of its own tokens and no mirror."""
         for name, value in state.items():
             setattr(self, name, value)
         self.changed = None
@@ -53,7 +54,7 @@ class PrefixStore:
 class PrefixIndex:
     """The entries of one pool.
 
-    Of most entries there is one child: then it stands there itself, and not in a dictionary of its own.
+    Most entries have one child. `_children` then holds the child itself instead of a dictionary.
     """
 
     def __init__(self, store: PrefixStore, blocks: Blocks, waits: Waits, hasher: BlockHasher) -> None:
@@ -65,31 +66,31 @@ class PrefixIndex:
         return len(self._by_hash)
 
     def key(self, block: int) -> int:
-        """The exact name of an entry: its block and generation in one integer."""
+        """Return the key of an entry: block and generation in one integer."""
         return block | int(self._blocks.generation[block]) << 32
 
     def keys(self, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        """The same of [n] blocks."""
+        """Return the keys of [n] blocks."""
         keys: npt.NDArray[np.int64] = ids | self._blocks.generation[ids].astype(np.int64) << 32
         return keys
 
     def has_all(self, ids: BlockIds) -> bool:
-        """Whether each of [n] blocks is indexed."""
+        """Return whether each of [n] blocks is indexed."""
         return bool(self._blocks.indexed[ids].all())
 
     def hash_of(self, block: int) -> int:
-        """The chained hash of an indexed block."""
+        """Return the chained hash of an indexed block."""
         return int(self._store.hash[block])
 
     def alive(self, key: int) -> bool:
-        """Whether a parent key (or root) still names an entry."""
+        """Return whether a parent key is a root or still names an entry."""
         if key < 0:
             return True
         block = key & 0xFFFFFFFF
         return bool(self._blocks.indexed[block]) and int(self._blocks.generation[block]) == key >> 32
 
     def all_alive(self, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """The same for [n] keys."""
+        """Return `alive` for [n] keys."""
         ids = np.where(keys < 0, 0, keys & 0xFFFFFFFF)
         alive: npt.NDArray[np.bool_] = self._blocks.indexed[ids] & (self._blocks.generation[ids] == keys >> 32)
         return alive | (keys < 0)
@@ -97,9 +98,15 @@ class PrefixIndex:
     # -------------------------------------------------------------------------------------------------------- lookup
 
     def match(self, salt: int, tokens: Tokens, hashes: Hashes) -> BlockIds:
-        """The longest run of indexed blocks that hold a prefix of `tokens`: [n] int64.
+        """Return the longest run of indexed blocks that hold a prefix of `tokens`.
 
-        hashes: the chained hashes of the leading full blocks that may be used.
+        Args:
+            salt: Salt of the root.
+            tokens: Prompt tokens, [tokens] int32.
+            hashes: Chained hashes of the leading full blocks that may be shared.
+
+        Returns:
+            Block ids, [n] int64.
         """
         found: list[int] = []
         if self._by_hash:
@@ -115,7 +122,7 @@ class PrefixIndex:
         return ids[: self._verified(salt, tokens, ids)]
 
     def _verified(self, salt: int, tokens: Tokens, ids: BlockIds) -> int:
-        """How many leading candidates hold exactly these tokens after exactly these parents."""
+        """Return how many leading candidates hold exactly these tokens with exactly these parents."""
         size, store = self._blocks.block_size, self._store
         keys = ids | self._blocks.generation[ids].astype(np.int64) << 32
         parents = np.concatenate([[root_key(salt)], keys[:-1]])
@@ -125,7 +132,7 @@ class PrefixIndex:
         return ids.size if np.count_nonzero(good) == ids.size else int(np.argmin(good))
 
     def match_partial(self, parent: int, rest: Tokens) -> tuple[int, int]:
-        """The child of `parent` that agrees with most of `rest`: (block, leading tokens in common), or (-1, 0)."""
+        """Return the child of `parent` that shares the most leading tokens with `rest`, and how many; else (-1, 0)."""
         best, most = -1, 0
         children = self._children.get(parent)
         if children is None or not rest.size:
@@ -135,7 +142,7 @@ class PrefixIndex:
                 break
             own = self._store.tokens[block][: rest.size]
             same = own == rest[: own.size]
-            common = int(same.argmin())  # of the first that differs, or 0 where none does
+            common = int(same.argmin())  # the first difference, or 0 if all are equal
             if same[common]:
                 common = own.size
             if common > most:
@@ -145,22 +152,22 @@ class PrefixIndex:
     # ------------------------------------------------------------------------------------------------------- entries
 
     def find(self, value: int) -> int | None:
-        """The block that is indexed under a chained hash."""
+        """Return the block indexed under a chained hash, or None."""
         return self._by_hash.get(value)
 
     def is_of(self, block: int, parent: int, tokens: Tokens) -> bool:
-        """Whether an indexed block holds exactly these tokens after exactly this parent."""
+        """Return whether an indexed block holds exactly these tokens after exactly this parent."""
         return bool(self._store.parent[block] == parent) and np.array_equal(self._store.tokens[block], tokens)
 
     def add(self, block: int, parent: int, value: int, tokens: Tokens) -> int:
-        """Indexes a block under a chained hash that no other has. Returns its entry's key."""
+        """Index a block under a new chained hash and return the key of its entry."""
         assert self._blocks.state[block] != FREE, "a free block cannot be indexed"
         store = self._store
         store.hash[block], store.parent[block], store.tokens[block] = value, parent, tokens
         self._by_hash[value] = block
         self._add_child(parent, block)
         self._blocks.indexed[block] = True
-        if store.changed is not None:  # a block that was indexed before may have kept what follows it
+        if store.changed is not None:  # descendants of an earlier entry of the block become hittable again
             self._note_added(store.changed, np.array(self._chains([block]), np.int64))
         self._tell((value,))
         return self.key(block)
@@ -173,7 +180,7 @@ class PrefixIndex:
             self._children[parent] = {siblings: None, block: None}
 
     def _add_children(self, parents: list[int], blocks: list[int]) -> None:
-        """Of blocks that follow each other, nearly all but the first are the first child of their parent."""
+        """Add children in bulk: in a run of blocks, nearly every block is the only child of the one before it."""
         children = self._children
         if parents[0] in children:
             self._add_child(parents[0], blocks[0])
@@ -183,7 +190,7 @@ class PrefixIndex:
             children.update(zip(parents, blocks, strict=True))
             if len(children) == before + len(blocks):
                 return
-            for parent in parents:  # some have the same
+            for parent in parents:  # some parents are equal
                 children.pop(parent, None)
         for parent, block in zip(parents, blocks, strict=True):
             self._add_child(parent, block)
@@ -195,10 +202,16 @@ class PrefixIndex:
         values: Hashes,
         contents: npt.NDArray[np.int32],
     ) -> bool:
-        """`add` for [n] blocks together: their parents, values, [n, block_size] contents. n is above 0.
+        """Apply `add` to n > 0 blocks together.
 
-        False where one of them is indexed already, or any under one of the values, or two have the same value: then
-        nothing has changed.
+        Args:
+            ids: Block ids, [n].
+            parents: Parent keys, [n].
+            values: Chained hashes, [n].
+            contents: Tokens, [n, block_size] int32.
+
+        Returns:
+            False, with nothing changed, if a block or a hash is indexed already, or if two hashes are equal.
         """
         store, hashes, new = self._store, values.tolist(), ids.tolist()
         if np.count_nonzero(self._blocks.indexed[ids]) or not self._by_hash.keys().isdisjoint(hashes):
@@ -222,12 +235,12 @@ class PrefixIndex:
         return True
 
     def _tell(self, values: Iterable[int]) -> None:
-        """Blocks with these chained hashes can be shared from now on."""
+        """Wake requests that wait for blocks with these chained hashes."""
         for value in values if self._waits.awaits_prefix else ():
             self._waits.wake(prefix_of(value))
 
     def remove(self, block: int) -> None:
-        """Takes a block's entry out of the index (the block itself stays as it is)."""
+        """Remove a block's entry from the index. The block's state stays as it is."""
         assert self._blocks.indexed[block]
         if self._store.changed is not None:
             self._store.changed.removed(self._chains([block]))
@@ -245,7 +258,7 @@ class PrefixIndex:
     # ------------------------------------------------------------------------------------------------------- mirrors
 
     def _chains(self, blocks: list[int]) -> list[int]:
-        """The keys of entries and of all that follow them, each behind the one that it follows."""
+        """Return the keys of entries and all their descendants, parents first."""
         keys: list[int] = []
         children, left = self._children, blocks
         while left:
@@ -256,7 +269,7 @@ class PrefixIndex:
         return keys
 
     def _after(self, keys: list[int]) -> list[int]:
-        """The blocks that follow entries of these keys: they are not out of the index, though nothing hits them."""
+        """Return the children left under these keys by earlier entries: indexed, but unreachable until now."""
         after = [self._children[key] for key in keys if key in self._children]
         return [block for own in after for block in (own if isinstance(own, dict) else (own,))]
 
@@ -265,20 +278,19 @@ class PrefixIndex:
         changed.added(keys, store.parent[ids], store.hash[ids], store.tokens[ids])
 
     def reachable(self) -> npt.NDArray[np.int64]:
-        """The keys of all entries that can be hit, each behind the one that it follows: [n] int64."""
+        """Return the keys of all entries that can be hit, parents first: [n] int64."""
         roots = [own for key, own in self._children.items() if key < 0]
         first = [block for own in roots for block in (own if isinstance(own, dict) else (own,))]
         return np.array(self._chains(first), np.int64)
 
     def tell_all(self, changed: IndexChanges) -> None:
-        """Notes everything that can be hit, as if it had just come."""
+        """Record every reachable entry as newly added."""
         self._note_added(changed, self.reachable())
 
     # ---------------------------------------------------------------------------------------------------- invariants
 
     def check_invariants(self, base: int, count: int) -> None:
-        """Entries, hashes and children name the same blocks of the pool [base, base + count), and every entry's content
-        is what its hash says."""
+        """Check that entries, hashes and children of blocks [base, base + count) agree with each other."""
         blocks, store = self._blocks, self._store
         ids = np.fromiter(self._by_hash.values(), np.int64, len(self._by_hash))
         region = np.arange(base, base + count)
@@ -290,7 +302,9 @@ class PrefixIndex:
             for parent, own in self._children.items()
             for block in (own if isinstance(own, dict) else (own,))
         ]
-        assert all(not isinstance(own, dict) or len(own) > 1 for own in self._children.values()), "an only child's form"
+        assert all(not isinstance(own, dict) or len(own) > 1 for own in self._children.values()), (
+            "an only child is stored in a dictionary"
+        )
         assert sorted(block for _, block in listed) == sorted(ids.tolist()), "children"
         assert all(store.parent[block] == parent for parent, block in listed), "a child is under the wrong parent"
         ids = ids[self.all_alive(store.parent[ids])]
@@ -302,11 +316,11 @@ class PrefixIndex:
 
 
 def _items(contents: npt.NDArray[np.int32]) -> npt.NDArray[np.void]:
-    """The same memory as [n] items, each a block's tokens: numpy gathers and scatters them about twice as fast."""
+    """Return a view with one item for each block: numpy gathers and scatters these about twice as fast."""
     items: npt.NDArray[np.void] = contents.view(f"V{4 * contents.shape[1]}")[:, 0]
     return items
 
 
 def root_key(salt: int) -> int:
-    """The parent key of first blocks under `salt`."""
+    """Return the key that first blocks under `salt` have as their parent."""
     return -salt - 1

@@ -1,8 +1,9 @@
-"""Which sequences live where: groups, how a sequence comes into one, and how it gives its blocks back.
+"""Placement of sequences: groups, how sequences get blocks in a group, and how they give them back.
 
-Rules kept by every method:
-  * allocation is all or nothing, and a method that raises has changed nothing;
-  * blocks leave a table through Pool.release, with the last step that may touch them.
+Every method keeps these rules:
+
+- Allocation is all or nothing, and a method that raises has changed nothing.
+- Blocks leave a table through `Pool.release`, with the last step that may touch them.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ VOCABULARY_UNKNOWN = GENERATED
 
 
 class Residents:
-    """Pools, prefix indexes and sequences under one roof.
+    """The pools, prefix indexes and sequences.
 
-    model: what the workers serve, None before the first one is ready; vocab_size: its tokens, or VOCABULARY_UNKNOWN.
-    largest_pool: blocks of the largest pool so far; a worker that is away for a while may come back.
+    Attributes:
+        model: The model that the workers serve; None before the first worker is ready.
+        vocab_size: Its vocabulary size, or VOCABULARY_UNKNOWN.
+        largest_pool: Blocks of the largest pool so far, including those of absent workers, which may return.
     """
 
     def __init__(
@@ -61,13 +64,17 @@ class Residents:
         self.model: ModelInfo | None = None
         self.vocab_size = VOCABULARY_UNKNOWN
         self.largest_pool = 0
-        self.past_steps_total = 0  # of workers that are gone
+        self.past_steps_total = 0  # steps of workers that are gone
         self.evicted_sequences_total = 0
 
     # -------------------------------------------------------------------------------------------------------- groups
 
     def add_group(self, worker: int, name: str, ready: WorkerReady) -> Group:
-        """A new pool of as many blocks as the worker has. Raises CapacityExceeded."""
+        """Create a group with a pool of as many blocks as the worker has.
+
+        Raises:
+            CapacityExceeded: There are too many pools or blocks.
+        """
         bounds, blocks = self.limits.bounds, ready.blocks
         number = next((n for n in range(bounds.pools_max) if n not in self.groups), None)
         if number is None:
@@ -90,14 +97,17 @@ class Residents:
         self.waits.wake_all()
         self.largest_pool = max(self.largest_pool, blocks)
         self.model, self.vocab_size = ready.model, ready.model.vocab_size
-        self.indexing.kinds |= ready.wants_kinds  # what its siblings compute both ways alike is then told apart too
+        self.indexing.kinds |= ready.wants_kinds  # one index serves all workers, so kinds then differ for all
         self.blocks.changed.append(np.arange(base, base + blocks))
         return group
 
     def drop_group(self, group: Group) -> Slots:
-        """The worker is gone and its KV with it. Its sequences keep their tokens; returns their slots.
+        """Drop the group of a dead worker, with its KV. Its sequences keep their tokens.
 
-        All blocks at once: what is left of them is for nobody to find.
+        The whole pool is reset at once, which makes it unreachable for lookups.
+
+        Returns:
+            The slots of its sequences, [n].
         """
         s, pool, blocks = self.sequences, group.pool, self.blocks
         slots = np.flatnonzero(s.pool == group.number)
@@ -120,7 +130,7 @@ class Residents:
         return slots
 
     def tell_changes(self) -> IndexChanges:
-        """From now on what enters and leaves the prefix indexes is noted, and first all that is there."""
+        """Start recording changes of the prefix indexes, beginning with their present content."""
         changed = self.store.changed = IndexChanges(self.blocks.refcount.size)
         for group in self.groups.values():
             changed.pool(group.number, group.pool.base, group.pool.count)
@@ -128,28 +138,39 @@ class Residents:
         return changed
 
     def group_of_block(self, block_id: int) -> Group:
-        """The group whose pool has the block. Raises BlockNotFound."""
+        """Return the group of a block.
+
+        Raises:
+            BlockNotFound: No pool has this block.
+        """
         for group in self.groups.values():
             if group.pool.base <= block_id < group.pool.base + group.pool.count:
                 return group
         raise BlockNotFound(block_id)
 
     def step_done(self, group: Group, step_id: int) -> None:
-        """Every step of the group up to `step_id` is over."""
+        """Record that every step of the group up to `step_id` has ended."""
         group.pool.step_done(step_id)
         self.sequences.step_done(group.number, step_id)
 
     # ------------------------------------------------------------------------------------------------------- tenants
 
     def check_tenant(self, name: str, keep: int = 0) -> None:
-        """Raises InvalidRequest or CapacityExceeded where `intern` would; changes nothing."""
+        """Check that `intern` would succeed, without changes.
+
+        Raises:
+            InvalidRequest: The name is invalid.
+            CapacityExceeded: The table is full and every tenant is in use.
+        """
         self.tenants.check(name)
         if not self.tenants.has_place_for(name) and self._idle_tenant(keep) is None:
             raise CapacityExceeded("tenants", 1, 0, "raise limits.tenants_max")
 
     def intern(self, name: str, keep: int = 0) -> int:
-        """The tenant's index. If there are as many as there may be, another one, not `keep`, is forgotten for a new
-        name."""
+        """Return the tenant's index, adding the name if it is new.
+
+        If the table is full, a new name replaces an idle tenant other than `keep`.
+        """
         self.check_tenant(name, keep)
         if self.tenants.has_place_for(name):
             return self.tenants.intern(name)
@@ -160,7 +181,7 @@ class Residents:
         return self.tenants.intern(name, idle)
 
     def _idle_tenant(self, keep: int) -> int | None:
-        """A tenant that has no sequence and no living request, and that is charged for cached blocks at most."""
+        """Return a replaceable tenant: no sequences, live requests or pins, and charged only for cached blocks."""
         s, tenants = self.sequences, self.tenants
         busy = {keep, *np.unique(s.tenant[s.id != 0]).tolist(), *np.flatnonzero(tenants.requests).tolist()}
         busy |= self.pins.tenants()
@@ -171,7 +192,7 @@ class Residents:
     # ----------------------------------------------------------------------------------------------------- placement
 
     def plan_placement(self, group: Group, salt: int, tokens: Tokens, hashes: Hashes) -> Placement:
-        """What `tokens` would share with the group's pool, and need from it. Changes nothing."""
+        """Plan a placement for `tokens` in the group, without changes."""
         size, partial_tokens_min = self.blocks.block_size, self.limits.cache.partial_tokens_min
         hits = group.index.match(salt, tokens, hashes)
         partial = (-1, 0)
@@ -184,17 +205,25 @@ class Residents:
         return Placement(group, hits, partial, self.sequences.blocks_for(tokens.size) - hits.size)
 
     def plan_fork(self, group: Group, slot: int, tokens: int) -> Placement:
-        """The same for a sequence that starts with the first `tokens` tokens of `slot`, all of which have KV there."""
+        """Plan a placement for a sequence that shares the first `tokens` tokens of `slot`, which all have KV there."""
         s, size = self.sequences, self.blocks.block_size
         full, rest = divmod(tokens - 1, size)
         partial = (int(s.table[slot, full]), rest) if rest else (-1, 0)
         return Placement(group, s.blocks_of(slot)[:full], partial, s.blocks_for(tokens) - full)
 
     def with_room(self, placement: Placement, tenant: int, spare: Spare, asking: Slots) -> Placement:
-        """The placement; or the same without its partial copy, whose source has to stay as well, where that is too
-        much.
+        """Return the placement if there is room for it, or else the placement without its partial copy.
 
-        spare: blocks that are to be left over. Raises CapacityExceeded where there is no room for either.
+        The source of a partial copy must stay, which takes a further block.
+
+        Args:
+            placement: The placement to check.
+            tenant: The tenant that pays for the blocks.
+            spare: Blocks that must remain.
+            asking: Slots that must not be evicted.
+
+        Raises:
+            CapacityExceeded: There is room for neither.
         """
         group, needed = placement.group, placement.needed
         try:
@@ -207,7 +236,11 @@ class Residents:
         return placement
 
     def move_in(self, slot: int, placement: Placement) -> None:
-        """Gives a non-resident sequence its blocks. Raises CapacityExceeded (idle sequences are evicted before)."""
+        """Give a non-resident sequence its blocks, evicting idle sequences as needed.
+
+        Raises:
+            CapacityExceeded: There is no room.
+        """
         s, group = self.sequences, placement.group
         pool, tenant = group.pool, int(s.tenant[slot])
         assert s.pool[slot] == NO_POOL and not self.still_read(slot)
@@ -227,16 +260,16 @@ class Residents:
         self.indexing.shared(group, slot, placement.hits)
         if common:
             s.last_step[slot] = group.next_step
-            pool.await_step(group.next_step)  # until then it is not evicted
+            pool.await_step(group.next_step)  # the copy protects the sequence from eviction until then
         self._row_changed(slot)
 
     def release_kv(self, slot: int) -> int:
-        """Takes a sequence's blocks away; its tokens stay. Returns how many blocks nobody holds any more."""
+        """Release a sequence's blocks; its tokens stay. Return how many blocks have no holder left."""
         s = self.sequences
         if s.pool[slot] == NO_POOL:
             return 0
         group = self.groups[int(s.pool[slot])]
-        if s.computed[slot] // s.block_size > s.hashed[slot]:  # what it filled is worth more if it can be found
+        if s.computed[slot] // s.block_size > s.hashed[slot]:  # index what it filled, so that it can be reused
             self.indexing.filled_by(group, slot)
         dead = group.release(s.blocks_of(slot), int(s.last_step[slot]))
         if s.request[slot]:
@@ -247,7 +280,7 @@ class Residents:
         return dead
 
     def still_read(self, slot: int) -> bool:
-        """Whether a step under way may read the row of a sequence whose blocks were taken away."""
+        """Return whether a step in flight may read the row of a sequence that lost its blocks."""
         s = self.sequences
         group = self.groups.get(int(s.read_pool[slot]))
         return group is not None and bool(s.read_step[slot] > group.pool.done_step)
@@ -261,14 +294,14 @@ class Residents:
         s.changed_rows.append(slots)
 
     def remove(self, slot: int) -> int:
-        """Ends a sequence: every block that it alone held is back. Returns how many."""
+        """End a sequence. Return how many of its blocks have no holder left."""
         s = self.sequences
         dead = self.release_kv(slot)
         s.end(slot, int(s.read_pool[slot]), int(s.read_step[slot]) if self.still_read(slot) else 0)
         return dead
 
     def rewind(self, slot: int) -> None:
-        """The last token must be computed (again) to continue from it: its KV no longer counts."""
+        """Discard the KV of the last token, which must be computed again to continue from it."""
         s = self.sequences
         last = int(s.length[slot]) - 1
         if s.computed[slot] > last:
@@ -277,7 +310,7 @@ class Residents:
                 self.indexing.restart(slot)
 
     def trim(self, slot: int) -> None:
-        """Gives back the blocks reserved for tokens that will not come, and forgets KV not yet acknowledged."""
+        """Release blocks reserved for tokens that will not come, and discard unacknowledged KV."""
         s = self.sequences
         s.pending[slot] = 0
         s.scheduled[slot] = s.computed[slot]
@@ -289,7 +322,7 @@ class Residents:
         self._row_changed(slot)
 
     def fork(self, slot: int) -> int:
-        """A second sequence with the same tokens and the same blocks. No KV is copied until one side writes."""
+        """Create a sequence that shares the tokens and blocks of `slot`. KV is copied when one side writes."""
         s = self.sequences
         child = s.create(int(s.tenant[slot]), int(s.salt[slot]))
         length = int(s.length[slot])
@@ -312,7 +345,22 @@ class Residents:
     def check_room(
         self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int, spare: Spare = NO_SPARE
     ) -> Slots:
-        """The idle sequences to evict so that `tenant` can have `count` blocks. Raises CapacityExceeded."""
+        """Choose the idle sequences to evict so that `tenant` can have `count` blocks.
+
+        Args:
+            group: The group that must provide the blocks.
+            tenant: The tenant that pays for them.
+            count: Blocks needed.
+            keep: Blocks that must not be evicted.
+            asking: Slots that must not be evicted.
+            spare: Blocks that must remain.
+
+        Returns:
+            Slots, [n]; empty if no eviction is needed.
+
+        Raises:
+            CapacityExceeded: Evictions do not suffice.
+        """
         pool = group.pool
         if pool.has(tenant, count, keep, spare):
             return NO_BLOCKS
@@ -322,7 +370,7 @@ class Residents:
         return victims
 
     def make_room(self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int) -> None:
-        """Evicts idle sequences, least recently used first and whole, until `tenant` can have `count` blocks."""
+        """Evict whole idle sequences, least recently used first, until `tenant` can have `count` blocks."""
         for slot in self.check_room(group, tenant, count, keep, asking).tolist():
             self.release_kv(slot)
             self.evicted_sequences_total += 1

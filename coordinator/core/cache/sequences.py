@@ -1,15 +1,15 @@
-"""Sequences as struct-of-arrays: one slot each, one row of the block table each.
+"""Sequences as struct-of-arrays: one slot and one row of the block table each.
 
-A sequence is resident (it has a pool, and blocks for all its tokens) or not (its tokens are kept, its KV is not).
-For a resident one, positions [0, computed) have KV that a worker acknowledged, [computed, scheduled) have KV that steps
-under way will have written, and `pending` further tokens are being sampled by those steps. Blocks held are always
-ceil((length + pending) / block_size).
+A resident sequence has a pool and blocks for all its tokens; a non-resident sequence keeps its tokens without KV. For
+a resident sequence, positions [0, computed) have KV that a worker acknowledged. Steps in flight write the KV of
+positions [computed, scheduled) and sample `pending` further tokens. A resident sequence always holds
+ceil((length + pending) / block_size) blocks.
 
-A token that was generated here has GENERATED added to its id: some workers compute it in another way than those that
-came from outside, now and whenever it is computed again.
+GENERATED is added to the id of a token that was generated here, because some workers compute the KV of such tokens
+differently from that of prompt tokens, also in a recomputation.
 
-A slot is given out again only when every step that may read its row of the shared table is over; nor does a sequence
-whose blocks were taken away get others before that. `read_step` of pool `read_pool` is the last such step.
+A slot is reused only after every step that may read its row of the shared table has ended. A sequence that lost its
+blocks gets new ones only after the same steps: `read_step` of pool `read_pool` is the last of these.
 """
 
 from __future__ import annotations
@@ -37,20 +37,23 @@ _GENERATED = np.int32(GENERATED)
 
 
 def unmarked(tokens: Tokens) -> Tokens:
-    """The ids of tokens, some of which have GENERATED added: a copy."""
+    """Return a copy of the tokens without their GENERATED marks."""
     return tokens & _TOKEN
 
 
 def generated(tokens: Tokens) -> Tokens:
-    """Ids with GENERATED added: a copy."""
+    """Return a copy of the token ids with GENERATED added."""
     return tokens | _GENERATED
 
 
 class Sequences:
     """Every live sequence. Arrays are indexed by slot; `slot_of` maps ids to slots.
 
-    first_id: ids are larger. expiry_us: no sequence's time to live is over before that; None: none is limited. Whoever
-    uses one only puts its end off, so this is looked up again when it has come, and not in every turn.
+    `expiry_us` is a lower bound of the time when the first sequence expires; None means that no sequence has a time to
+    live. Using a sequence only postpones its expiry, so the bound is recomputed when it is reached, not in every turn.
+
+    Attributes:
+        leased: The owner's connection is gone, and the time to live is that of its lease.
     """
 
     def __init__(self, clock: Clock, limits: Limits, waits: Waits, first_id: int = 0) -> None:
@@ -81,7 +84,7 @@ class Sequences:
         self.accessed_us = np.zeros(n, np.int64)
         self.accesses = np.zeros(n, np.int64)
         self.idle_ttl_us = np.zeros(n, np.int64)
-        self.leased = np.zeros(n, np.bool_)  # its owner is gone: its time to live is not its own
+        self.leased = np.zeros(n, np.bool_)
         self.owned = np.zeros(n, np.bool_)
         self._columns = [column for column in vars(self).values() if isinstance(column, np.ndarray)]
         self.table = _rows(n, limits.bounds.blocks_per_sequence_max, np.int32)
@@ -92,7 +95,7 @@ class Sequences:
         self._free = list(range(n - 1, -1, -1))
         self._quarantine: deque[tuple[int, int, int]] = deque()
         self.changed_rows: list[Slots] = []
-        self.changed_lengths: list[Slots] = []  # of these rows nothing else
+        self.changed_lengths: list[Slots] = []  # rows with no other change than their length
         self.changed_cells: list[tuple[Slots, Slots | slice]] = []
 
     def __len__(self) -> int:
@@ -100,23 +103,31 @@ class Sequences:
 
     @property
     def slots_free(self) -> int:
-        """Slots that can be taken now."""
+        """Number of free slots."""
         return len(self._free)
 
     def find(self, sequence_id: int) -> int:
-        """The slot of a sequence. Raises SequenceNotFound."""
+        """Return the slot of a sequence.
+
+        Raises:
+            SequenceNotFound: No live sequence has this id.
+        """
         slot = self.slot_of.get(sequence_id)
         if slot is None:
             raise SequenceNotFound(sequence_id)
         return slot
 
     def need_slots(self, count: int) -> None:
-        """Raises CapacityExceeded where `count` slots cannot be taken."""
+        """Check that `count` slots are free.
+
+        Raises:
+            CapacityExceeded: Fewer slots are free.
+        """
         if count > len(self._free):
             raise CapacityExceeded("sequences", count, len(self._free), "remove sequences or raise sequences_max")
 
     def create(self, tenant: int, salt: int) -> int:
-        """A fresh, empty, non-resident sequence in a free slot."""
+        """Create an empty, non-resident sequence and return its slot."""
         slot = self._free.pop()
         self._last_id += 1
         sequence_id = self._last_id
@@ -128,9 +139,12 @@ class Sequences:
         return slot
 
     def end(self, slot: int, pool: int, quarantine_step: int) -> None:
-        """Ends the sequence in `slot`. Its blocks are gone already.
+        """End the sequence in `slot`, which has no blocks any more.
 
-        quarantine_step: the last step that may read the row, 0 where none does.
+        Args:
+            slot: The sequence's slot.
+            pool: The pool with steps that may read the row.
+            quarantine_step: The last step that may read the row, 0 for none.
         """
         assert self.used[slot] == 0 and self.id[slot] != 0 and not self.running[slot]
         del self.slot_of[int(self.id[slot])]
@@ -147,7 +161,7 @@ class Sequences:
             self._waits.wake(SLOT)
 
     def step_done(self, pool: int, step: int) -> None:
-        """Every step of `pool` up to `step` is over: slots that only they could read are free again."""
+        """Free the slots that were waiting for steps of `pool` up to `step`."""
         for _ in range(len(self._quarantine)):
             entry = self._quarantine.popleft()
             if entry[0] == pool and entry[1] <= step:
@@ -157,15 +171,22 @@ class Sequences:
                 self._quarantine.append(entry)
 
     def append(self, slots: Slots, at: Slots | int, tokens: Tokens | int) -> None:
-        """One token more for each of `slots`, [n] distinct, `at` their lengths. There is a block that each may be
-        written to. This and `extend` are how every token comes in: with GENERATED added where it was generated."""
+        """Append one token to each of `slots`. Each has a block that it may write.
+
+        Every new token enters through this method or `extend`, with GENERATED added if it was generated.
+
+        Args:
+            slots: Distinct slots, [n].
+            at: Their lengths, [n] or one value.
+            tokens: Token ids, [n] int32 or one value.
+        """
         self.tokens[slots, at] = tokens
         self.length[slots] = at + 1
         self.accessed_us[slots] = self._clock.now_us
         self.changed_lengths.append(slots)
 
     def extend(self, slot: int, tokens: Tokens, logprobs: npt.NDArray[np.float32] | None = None) -> None:
-        """Several tokens more for one sequence: [n], with their log-probabilities if they have any."""
+        """Append tokens [n] to one sequence, with log-probabilities [n] if there are any."""
         length = int(self.length[slot])
         end = length + tokens.size
         self.tokens[slot, length:end] = tokens
@@ -176,24 +197,24 @@ class Sequences:
         self.changed_lengths.append(np.array([slot]))
 
     def touch(self, slots: Slots | int) -> None:
-        """Counts an access."""
+        """Count an access."""
         self.accessed_us[slots] = self._clock.now_us
         self.accesses[slots] += 1
 
     def keep_idle(self, slot: int, ttl_us: int) -> None:
-        """The sequence is to be removed when nobody has used it for so long; 0: never."""
+        """Set the idle time after which the sequence is removed; 0 means never."""
         self.idle_ttl_us[slot] = ttl_us
         self.is_idle(slot)
 
     def is_idle(self, slot: int) -> None:
-        """No request works on the sequence (any more): its time to live counts."""
+        """Start the time to live of a sequence that no request works on."""
         ttl_us = int(self.idle_ttl_us[slot])
         if ttl_us:
             end_us = int(self.accessed_us[slot]) + ttl_us
             self.expiry_us = end_us if self.expiry_us is None else min(self.expiry_us, end_us)
 
     def collect_expired(self) -> list[int]:
-        """The sequences whose time to live is over; the caller removes them."""
+        """Return the ids of expired sequences, for the caller to remove."""
         if self.expiry_us is None or self._clock.now_us < self.expiry_us:
             return []
         limited = np.flatnonzero(self.owned & (self.idle_ttl_us > 0) & (self.request == 0))
@@ -204,28 +225,28 @@ class Sequences:
         return expired
 
     def blocks_of(self, slot: int) -> npt.NDArray[np.int64]:
-        """The block ids of a sequence, in order: [used] int64."""
+        """Return the block ids of a sequence, in order: [used] int64."""
         return self.table[slot, : self.used[slot]].astype(np.int64)
 
     def text(self, slot: int) -> npt.NDArray[np.int32]:
-        """The tokens of a sequence: [length] int32, a copy."""
+        """Return the tokens of a sequence: [length] int32, a copy."""
         return unmarked(self.tokens[slot, : self.length[slot]])
 
     def blocks_for(self, tokens: int) -> int:
-        """ceil(tokens / block_size)."""
+        """Return ceil(tokens / block_size)."""
         return -(-tokens // self.block_size)
 
     def check_invariants(self) -> None:
-        """Slots, ids and counters agree with each other."""
+        """Check that slots, ids and counters agree."""
         live = np.array(sorted(self.slot_of.values()), np.int64)
         assert live.tolist() == np.flatnonzero(self.id).tolist(), "a live slot is not mapped"
-        assert all(self.id[slot] == sequence for sequence, slot in self.slot_of.items()), "an id maps to another slot"
+        assert all(self.id[slot] == sequence for sequence, slot in self.slot_of.items()), "an id maps to the wrong slot"
         idle = self._free + [slot for _, _, slot in self._quarantine]
         assert sorted([*idle, *live.tolist()]) == list(range(self.id.size)), "a slot is lost or twice free"
         assert not self.used[np.array(idle, np.int64)].any(), "a free slot holds blocks"
         assert (self.pending >= 0).all() and (self.length >= 0).all(), "a counter is below zero"
-        assert (self.computed <= self.scheduled).all(), "KV acknowledged that was never scheduled"
-        assert (self.scheduled <= self.length + self.pending).all(), "KV scheduled beyond the tokens"
+        assert (self.computed <= self.scheduled).all(), "acknowledged KV was never scheduled"
+        assert (self.scheduled <= self.length + self.pending).all(), "KV is scheduled beyond the tokens"
         assert (self.length + self.pending <= self.context_tokens_max).all(), "a sequence outgrew its limit"
         resident = self.pool != NO_POOL
         needed = -(-(self.length + self.pending) // self.block_size)
@@ -236,6 +257,9 @@ class Sequences:
 
 
 def _rows(count: int, width: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Zeros, [count, width], a cache line apart from rows of a power of two bytes: those of one column would all fall
-    into the same few places of the processor's caches, and a decode step reads and writes one column of every row."""
+    """Return zeros [count, width], with rows padded by a cache line.
+
+    Rows of a power of two bytes would map the cells of one column to the same few cache sets, and a decode step reads
+    and writes one column of every row.
+    """
     return np.zeros((count, width + LINE_BYTES // np.dtype(dtype).itemsize), dtype)[:, :width]

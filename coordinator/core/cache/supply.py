@@ -1,4 +1,4 @@
-"""What a pool could give to whom: a trial copy of its counts."""
+"""A trial copy of a pool's counts: how many blocks each tenant could get."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from .tenants import Tenants
 
 
 class Spare(NamedTuple):
-    """Blocks to be left over: pool, for all that run there; own, within the tenant's ceiling."""
+    """Blocks that must remain after an allocation.
+
+    Attributes:
+        pool: Blocks left in the pool for the rows that run there.
+        own: Blocks left below the tenant's ceiling.
+    """
 
     pool: int = 0
     own: int = 0
@@ -21,25 +26,25 @@ NO_SPARE = Spare()
 
 
 class Supply:
-    """How many blocks each tenant could get: a trial copy that can be asked "and if this were released?"."""
+    """How many blocks each tenant could get. Hypothetical releases can be applied to this copy."""
 
     def __init__(self, tenants: Tenants, free: int, cached: dict[int, int], usage: npt.NDArray[np.int64]) -> None:
         self._tenants, self._free, self._cached, self._usage = tenants, free, cached, usage
 
     def room(self, tenant: int) -> int:
-        """Blocks until the tenant's ceiling, its own cached blocks evicted."""
+        """Return how many more blocks fit under the tenant's ceiling if it evicts its own cached blocks."""
         return int(self._tenants.ceiling[tenant] - self._usage[tenant]) + self._cached.get(tenant, 0)
 
     def available(self, tenant: int) -> int:
-        """Blocks that the tenant could get: within its ceiling, leaving every other tenant its floor."""
+        """Return how many blocks the tenant could get within its ceiling and beyond the floors of others."""
         return max(0, min(self.room(tenant), self.stock(tenant)))
 
     def has(self, tenant: int, count: int, spare: Spare) -> bool:
-        """Whether the tenant could get so many, with some left over."""
+        """Return whether the tenant could get `count` blocks and leave `spare`."""
         return self.room(tenant) >= count + spare.own and self.stock(tenant) >= count + spare.pool
 
     def stock(self, tenant: int) -> int:
-        """Blocks that the tenant could get if it had no ceiling."""
+        """Return how many blocks the tenant could get if it had no ceiling."""
         floor, usage = self._tenants.floor, self._usage
         supply = self._free + self._cached.get(tenant, 0) - self._tenants.kept_for_others(tenant, usage)
         for other, count in self._cached.items():
@@ -48,11 +53,11 @@ class Supply:
         return supply
 
     def give_up(self, owner: int) -> None:
-        """One held block of `owner` is charged to somebody else."""
+        """Stop charging `owner` for one held block, which another tenant pays for."""
         self._usage[owner] -= 1
 
     def gain(self, owner: int, indexed: bool) -> None:
-        """One more block of `owner` loses its last holder: it is cached if indexed, else freed."""
+        """Release the last holder of one block of `owner`: it is cached if indexed, else freed."""
         if indexed:
             self._cached[owner] = self._cached.get(owner, 0) + 1
         else:
@@ -60,7 +65,7 @@ class Supply:
             self._usage[owner] -= 1
 
     def gain_each(self, owners: npt.NDArray[np.int32], indexed: npt.NDArray[np.bool_]) -> None:
-        """`gain` for each of [n] blocks."""
+        """Apply `gain` to each of [n] blocks."""
         for owner, count in zip(*np.unique(owners[indexed], return_counts=True), strict=True):
             self._cached[int(owner)] = self._cached.get(int(owner), 0) + int(count)
         freed = owners[~indexed]

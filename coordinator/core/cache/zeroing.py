@@ -1,12 +1,13 @@
-"""Which blocks must be zeroed before a tenant gets them: those that another one wrote (`zero_on_tenant_change`).
+"""Blocks to zero before another tenant uses them (`zero_on_tenant_change`).
 
-A block's writer is the tenant that it was last given to. Others may come to hold it, who name the same salt: they read
-what it wrote, and write into blocks of their own. What a pool holds at first nobody knows: its memory was not cleared,
-and may be that of an earlier registration of the same process. So every block is zeroed before its first use.
+The writer of a block is the tenant it was last allocated to. Tenants that share a salt may also hold the block; they
+read it, and write only blocks of their own. The initial content of a pool is unknown: the worker does not clear its
+memory, which may come from an earlier registration of the same process. Every block is therefore zeroed before its
+first use.
 
-The whole block is zeroed, also one that a copy fills in part or in full: what a copy leaves out would stay another's.
-A block that is owed is free of every step that was sent (quarantine), and its worker zeroes it before anything else of
-the step that names it: the first one that can write or read it.
+The whole block is zeroed even if a copy fills a part, because the copy leaves the rest as it was. Quarantine
+ensures that no step in flight touches a block on the list. The worker zeroes the block before any other work of the
+first step that uses it.
 """
 
 from __future__ import annotations
@@ -21,15 +22,20 @@ ANYBODY = -1
 
 
 class Zeroing:
-    """Of one pool: blocks [base, base + count), by global id."""
+    """The blocks of one pool that must be zeroed: global ids [base, base + count)."""
 
     def __init__(self, base: int, count: int) -> None:
         self._base = base
         self._writer = np.full(count, ANYBODY, np.int32)
-        self._owed: dict[int, None] = {}  # in the order in which they were given out: the same in every process
+        self._owed: dict[int, None] = {}  # in allocation order, so that replay gives the same order
 
     def given(self, ids: BlockIds, tenant: int) -> None:
-        """The tenant may write the blocks from now on: [n] distinct."""
+        """Record that a tenant may write blocks from now on.
+
+        Args:
+            ids: Distinct block ids, [n].
+            tenant: Tenant index.
+        """
         local = ids - self._base
         foreign = self._writer[local] != tenant
         if np.count_nonzero(foreign):
@@ -37,11 +43,11 @@ class Zeroing:
             self._owed.update(dict.fromkeys(ids[foreign].tolist()))
 
     def forget_tenant(self, tenant: int) -> None:
-        """The tenant's number will be another's: what it wrote is nobody's."""
+        """Clear the tenant as a writer, because its index will be reused."""
         self._writer[self._writer == tenant] = ANYBODY
 
     def take(self) -> Int32Array:
-        """The blocks that the next step must zero first: [n] int32 distinct. They are owed no longer."""
+        """Return and clear the blocks that the next step must zero first: distinct ids, [n] int32."""
         ids = np.fromiter(self._owed, np.int32, len(self._owed))
         self._owed.clear()
         return ids

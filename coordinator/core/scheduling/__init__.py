@@ -1,9 +1,9 @@
-"""Which requests run, where, and what each step computes.
+"""The scheduler: which requests run, where, and what each step computes.
 
-Law: nobody waits for ever: requests start in the order of the queue, the oldest of a pool is never preempted, and
-whoever is blocked has written down what it waits for. A step is planned from what is known, without waiting for the
-step before. It knows requests and the cache, and nothing of who asked.
+No request waits forever: requests start in queue order, the oldest request of a pool is never preempted, and a
+blocked request records the events that can unblock it. A step is planned without waiting for the result of the step
+before. The package knows requests and the cache, not clients.
 
-From outside: `Admission` takes requests in and lets them go, `Scheduler.plan` gives a group its next step, and the
-queue and the rows may be read.
+`Admission` admits and releases requests; `Scheduler.plan` builds a group's next step. Other packages may read the
+queue and the rows.
 """

@@ -1,7 +1,7 @@
-"""Where a request could run, and what keeps it out.
+"""The choice of a group for a request, or the reason why no group can take it.
 
-It changes nothing, except that it remembers the hashes of a prompt. `Admission` starts requests, and writes down what
-the others wait for.
+Nothing changes here, except that the hashes of a prompt are kept. `Admission` starts requests and records what the
+others wait for.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ALONE_CRASHES = 2
 
 
 class Choice:
-    """Looks for a group."""
+    """Chooses a group for a request."""
 
     def __init__(self, cache: Cache, requests: RequestTable) -> None:
         self._cache, self._requests = cache, requests
         self._rows_max = cache.limits.schedule.step_rows_max
 
     def prompt_holder(self, request: Request) -> Request | None:
-        """A sibling that runs and has the KV of the whole prompt."""
+        """Return a running sibling that has the KV of the whole prompt."""
         s = self._cache.sequences
         for other in request.siblings:
             if other is not request and other.slot != NO_SLOT and s.computed[other.slot] >= request.prompt.size:
@@ -43,7 +43,12 @@ class Choice:
         return None
 
     def choose(self, request: Request, kept: Container[int]) -> Placement | Wait:
-        """The group for a request, by the longest cached prefix and then the most free blocks; or what it waits for."""
+        """Choose a group, by the longest cached prefix and then the most free blocks; else return what is missing.
+
+        Args:
+            request: The request to place.
+            kept: Numbers of groups that are reserved for requests further ahead.
+        """
         cache, s = self._cache, self._cache.sequences
         slot = s.slot_of.get(request.sequence_id, NO_SLOT)
         if slot == NO_SLOT and not s.slots_free:
@@ -75,7 +80,7 @@ class Choice:
         return _nearest(lacks, (eviction_of(request.sequence_id),) if resident else ())
 
     def _obstacle(self, group: Group, request: Request, kept: Container[int]) -> Wait | None:
-        """What keeps the request out of the group, whatever room there is."""
+        """Return what keeps the request out of the group, apart from blocks; None if nothing does."""
         if group.away:
             return Wait("away", (WORKER,), group.epoch)
         if group.number in kept:
@@ -87,7 +92,7 @@ class Choice:
         return None
 
     def plan(self, group: Group, request: Request) -> Placement:
-        """What a request that lives nowhere would share with the group's pool, and need from it."""
+        """Plan a placement in the group for a request without a resident sequence."""
         cache, s = self._cache, self._cache.sequences
         holder = self.prompt_holder(request) if not request.admitted_order else None
         if holder is not None and s.pool[holder.slot] == group.number:
@@ -104,33 +109,36 @@ class Choice:
         return cache.plan_placement(group, request.salt, tokens, request.hashes)
 
     def takes_rows(self, group: Group) -> bool:
+        """Return whether the group can take another row."""
         return group.running < self._rows_max and group.begins_bytes < sizes.BEGINS_BYTES_MAX
 
     def must_be_alone(self, request: Request) -> bool:
-        """A request with which workers died runs by itself until it is past that point: nobody else fails with it."""
+        """Return whether the request must run alone because workers died with it, until it is past that point."""
         return request.crashes >= ALONE_CRASHES and self.length(request) <= request.crash_length
 
     def runs_alone(self, group: Group) -> bool:
+        """Return whether the group runs a request that must be alone."""
         request = self._requests.live.get(group.suspect)
         return request is not None and request.state == RUNNING and self.must_be_alone(request)
 
     def length(self, request: Request) -> int:
+        """Return the tokens of the request so far, including its prompt."""
         if request.slot != NO_SLOT:
             return int(self._cache.sequences.length[request.slot])
         return request.prompt.size + request.tokens.size
 
     def could_hold(self, group: Group, request: Request) -> bool:
-        """Whether all that the request may come to need could ever be in the group's pool."""
+        """Return whether the group's pool could ever hold all that the request may need."""
         tenants = self._cache.tenants
         reserved = tenants.reserved_for_others(tenants.names[request.tenant])
         return self.most_blocks(request) <= group.pool.count - reserved
 
     def most_blocks(self, request: Request) -> int:
-        """The blocks of the request if it runs to its end."""
+        """Return how many blocks the request needs if it runs to its end."""
         return self._cache.sequences.blocks_for(request.prompt.size + request.max_tokens)
 
     def fits_when_idle(self, group: Group, request: Request) -> bool:
-        """Whether the request would find room if everything that runs in the group had ended."""
+        """Return whether the request would have room after everything that runs in the group has ended."""
         placement = self.plan(group, request)
         supply, held = self._cache.eviction.supply_when_idle(group)
         shared = int(np.count_nonzero(held[placement.hits - group.pool.base]))
@@ -139,10 +147,11 @@ class Choice:
         return supply.has(request.tenant, needed, NO_SPARE)
 
     def spare(self, group: Group, request: Request) -> Spare:
-        """Blocks that admission leaves free: one for each running row to grow into, or it would soon preempt.
+        """Return the blocks that admission leaves free, one for each running row to grow into, to avoid preemption.
 
-        Within the tenant's ceiling only its own rows count. If none of them runs, there must be room for the request's
-        first token: without it the request would hold its blocks and wait.
+        Within the tenant's ceiling, only its own rows count. If none of these runs, there must be room for the
+        request's
+        first token; otherwise it would hold blocks and wait.
         """
         s, pool = self._cache.sequences, group.running + 1 if group.running else 0
         if not self._cache.tenants.has_quotas:
@@ -153,22 +162,23 @@ class Choice:
 
 
 def lack(group: Group, error: CapacityExceeded, needed: int, events: tuple[Event, ...] = ()) -> Wait:
-    """A request finds no room in the group. The error itself is not stored: its traceback would keep alive whatever
-    it passed."""
+    """Build the wait record of a request without room in the group.
+
+    The error itself is not stored, because its traceback would keep objects alive.
+    """
     limit = TENANT_CEILING if isinstance(error, QuotaExceeded) else "blocks"
     return Wait(limit, events, group.epoch, short_of(error), needed, str(error))
 
 
 def _events(group: Group, request: Request, placement: Placement) -> tuple[Event, ...]:
-    """What may give the request room: blocks, the end of a row (and what was kept for that row), and a block that it
-    could share."""
+    """Return the events that may give the request room: freed blocks, the end of a row, and a block to share."""
     hits = int(placement.hits.size)
     shared = request.hashes[hits : hits + 1].tolist() if request.hashes is not None else []
     return (blocks_of(group.epoch), rows_of(group.epoch), *map(prefix_of, shared))
 
 
 def _nearest(lacks: list[Wait], besides: tuple[Event, ...]) -> Wait:
-    """One record for all groups: in the words of the group where the request lacks least, with the events of all."""
+    """Merge the records of all groups: the description of the group with the smallest shortage, the events of all."""
     if not lacks:
         return Wait("workers", (WORKER, *besides))
     room = [wait for wait in lacks if wait.limit == "blocks"] or [w for w in lacks if w.limit == TENANT_CEILING]

@@ -1,4 +1,4 @@
-"""How requests end: every terminal transition comes through here, and releases whatever the request held."""
+"""Request termination: every terminal transition, and the release of what the request held."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .admission import Admission
 
 
 class Endings:
-    """The only place where a request reaches a terminal state."""
+    """Moves requests to terminal states. No other code does."""
 
     def __init__(
         self, cache: Cache, requests: RequestTable, admission: Admission, streams: Streams, effects: list[Effect]
@@ -29,10 +29,18 @@ class Endings:
         error: KvforgeError | None,
         keep: int | None = None,
     ) -> None:
-        """The one idempotent release: any terminal transition comes through here.
+        """End a request and release what it holds. Every terminal transition comes through here.
 
-        keep: how many of the generated tokens count; the others are cut off. None: all.
-        Raises AlreadyFinished or InvalidTransition where the transition is not allowed, and then changes nothing.
+        Args:
+            request: The request.
+            event: The transition.
+            reason: The reason that the client gets.
+            error: The error that ended the request, if any.
+            keep: How many generated tokens to keep; the rest is cut off. None keeps all.
+
+        Raises:
+            AlreadyFinished: The request has ended; nothing has changed.
+            InvalidTransition: The transition is not allowed; nothing has changed.
         """
         request.move(event)
         if request.slot != NO_SLOT:
@@ -58,20 +66,26 @@ class Endings:
             self._admission.prompt_is_known(request)
         self._effects.append(_entry(request))
         if request.paused:
-            return  # its client is told when it reads again, and asks for what it lacks
+            return  # the client resumes reading later, and then asks for what it lacks
         if not request.stream:
             self.stream_from(request, 0)
         self._streams.add_end(request.client, ended(request, cut if request.stream else 0, request.ended_us))
 
     def stream_from(self, request: Request, offset: int) -> None:
-        """Streams to the request's client what it has generated from `offset` on."""
+        """Stream the request's generated tokens from `offset` on to its client."""
         tokens, logprobs = self._admission.answer(request, offset)
         tops = request.tops.tops(offset) if request.tops is not None else None
         self._streams.add_tokens(request.client, request.id, offset, tokens, logprobs, tops)
 
 
 def ended(request: Request, cut: int, now_us: int) -> Ended:
-    """What is told of the end of a request. cut: how many tokens that were streamed do not count."""
+    """Build the final message of a request.
+
+    Args:
+        request: The request.
+        cut: How many streamed tokens to discard.
+        now_us: Time of the end.
+    """
     return Ended(
         request_id=request.id,
         reason=request.reason,
@@ -85,7 +99,7 @@ def ended(request: Request, cut: int, now_us: int) -> Ended:
 
 
 def _entry(request: Request) -> Log:
-    """What the operator is told of the end of a request: counts, names and times; never a token of it."""
+    """Build the log entry for the end of a request: counts, names and times, but no tokens."""
     fields: dict[str, Field] = {
         "id": request.id,
         "tenant": request.tenant_name,
@@ -104,12 +118,12 @@ def _entry(request: Request) -> Log:
 
 
 def _ms(time_us: int) -> float | None:
-    """Microseconds since submission as milliseconds; None for what never happened."""
+    """Convert microseconds since submission to milliseconds; None for an event that did not happen."""
     return time_us / 1000 if time_us >= 0 else None
 
 
 def forgotten(request_id: int) -> Ended:
-    """What is told of a request that ended so long ago that nothing is known of it any more."""
+    """Build the final message of a request that the coordinator no longer remembers."""
     return Ended(
         request_id=request_id,
         reason="failed",

@@ -1,9 +1,8 @@
-"""Whom to preempt when blocks run out: whoever costs least to redo, never the oldest.
+"""The choice of a request to preempt when blocks run out: the cheapest to recompute, never the oldest.
 
-What a request costs is what must be computed again: the tokens of the blocks that it alone holds, for they are what is
-wanted of it, and what was computed again for it before, so that two requests do not preempt each other over and over.
-The oldest of those that share a pool is never preempted, so it ends, whatever the others do, and then the next oldest:
-no set of requests can keep each other from ending.
+The cost of a request is the tokens in blocks that it alone holds, which are the blocks that preemption gains, plus
+the tokens already recomputed for it, so that two requests do not preempt each other repeatedly. The oldest request of
+a pool is never preempted, so it ends, and then the next oldest: no set of requests can starve each other.
 """
 
 from __future__ import annotations
@@ -19,9 +18,14 @@ from ..requests.lifecycle import RequestTable
 def choose(
     cache: Cache, requests: RequestTable, order: npt.NDArray[np.int64], candidates: Slots, short: int
 ) -> int | None:
-    """The slot to preempt among `candidates`, all of one pool; None where only the oldest is there.
+    """Return the slot to preempt among `candidates`, or None if only the oldest is left.
 
-    order: by slot, lower is older. short: how many blocks are wanted.
+    Args:
+        cache: The cache.
+        requests: The request table.
+        order: Admission order by slot; lower is older.
+        candidates: Slots of one pool, [n].
+        short: Blocks needed.
     """
     if candidates.size < 2:
         return None
@@ -36,7 +40,7 @@ def choose(
 
 
 def _gain_and_cost(cache: Cache, slots: Slots) -> tuple[Slots, Slots]:
-    """Blocks that only this sequence holds, and the tokens computed in them: [n] each."""
+    """Return the blocks that only this sequence holds, and the tokens computed in them: [n] each."""
     s, blocks = cache.sequences, cache.blocks
     used = s.used[slots]
     columns = np.arange(int(used.max(initial=0)))

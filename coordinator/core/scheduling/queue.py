@@ -1,13 +1,13 @@
-"""The waiting queue: whose turn it is.
+"""The waiting queue: the order in which requests are tried.
 
-Requests that ran before come first, in the order of their admission: they hold work that is done already. Then tenants
-share by weight, and each tenant's requests go by the time they came, a step of priority being worth a fixed time of
-waiting: so no request is passed for ever by later ones of higher priority.
+Requests that ran before come first, in admission order, because their work would be lost. Tenants then share by
+weight. The requests of one tenant are ordered by arrival time, and one step of priority counts as a fixed waiting
+time. Later requests of higher priority can therefore not overtake a request forever.
 
-Tenants share what is computed: each has a counter of tokens computed for it, divided by its weight, and the one with
-the lowest is served next. One for which nothing waited gets no credit for that time: its counter is lifted to where the
-queue is (start-time fair queueing, Goyal et al., SIGCOMM 1996; tokens as the unit: Sheng et al., "Fairness in Serving
-Large Language Models", OSDI 2024).
+Tenants share computed tokens: each has a counter of tokens computed for it, divided by its weight, and the tenant
+with the lowest counter is served next. Idle time earns no credit: when a tenant's first request arrives, its counter
+is lifted to the queue's virtual time (start-time fair queueing, Goyal et al., SIGCOMM 1996; tokens as the unit: Sheng
+et al., "Fairness in Serving Large Language Models", OSDI 2024).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ RETRY_MS_MIN, RETRY_MS_DEFAULT, RETRY_MS_MAX = 10, 1000, 60_000
 
 
 class WaitingQueue:
-    """Every request that is pending or preempted. Iterating gives them in the order in which they will be tried.
+    """Every pending or preempted request. Iteration yields them in the order in which they are tried.
 
-    size: how many they are. Those that are parked wait for another request, and are not tried: they come last.
+    `size` counts all. Parked requests wait for another request and are not tried; iteration yields them last.
     """
 
     def __init__(self, clock: Clock, limits: Limits, tenants: Tenants) -> None:
@@ -64,11 +64,11 @@ class WaitingQueue:
         yield from self._parked.values()
 
     def by_tenant(self) -> Counter[int]:
-        """How many requests of each tenant wait."""
+        """Return the number of waiting requests of each tenant."""
         return Counter(request.tenant for request in self)
 
     def add(self, request: Request) -> None:
-        """A new request waits."""
+        """Add a new request."""
         tenant = request.tenant
         if tenant not in self._fresh:
             self.service[tenant] = max(self.service[tenant], self._virtual)
@@ -76,34 +76,34 @@ class WaitingQueue:
         self.size += 1
 
     def park(self, request: Request) -> None:
-        """A new request waits, and is not tried before another request has got further."""
+        """Add a new request that is not tried until another request has progressed."""
         self._parked[request.id] = request
         self.size += 1
 
     def unpark(self, request: Request) -> None:
-        """It takes its place in the queue: that of the time when it came."""
+        """Move a parked request to its place in the queue, by its arrival time."""
         del self._parked[request.id]
         self.size -= 1
         self.add(request)
 
     def is_parked(self, request: Request) -> bool:
-        """Whether it is not to be tried."""
+        """Return whether the request is parked."""
         return request.id in self._parked
 
     def put_back(self, request: Request) -> None:
-        """A request that ran waits again."""
+        """Add a request that ran before."""
         insort(self._returned, (request.admitted_order, request), key=_by_order)
         self.size += 1
 
     def start(self, request: Request) -> None:
-        """The request starts."""
+        """Remove a request because it starts."""
         if not request.admitted_order:
             self._virtual = max(self._virtual, float(self.service[request.tenant]))
         self.remove(request)
         self._departures.append(self._clock.now_us)
 
     def remove(self, request: Request) -> None:
-        """The request does not wait any more."""
+        """Remove a request that no longer waits."""
         if self._parked.pop(request.id, None) is not None:
             self.size -= 1
             return
@@ -117,15 +117,15 @@ class WaitingQueue:
         self.size -= 1
 
     def charge(self, tenant: int, tokens: int) -> None:
-        """So many tokens are computed for the tenant."""
+        """Charge `tokens` computed tokens to the tenant."""
         self.service[tenant] += tokens / self._tenants.weight[tenant]
 
     def charge_each(self, tenants: npt.NDArray[np.int64]) -> None:
-        """One token for each entry: [n] tenants."""
+        """Charge one token to the tenant of each entry, [n]."""
         self.service += np.bincount(tenants, minlength=self.service.size) / self._tenants.weight
 
     def retry_after_ms(self) -> int:
-        """When a place in a full queue may be free: the mean time between the latest starts, or since the last one."""
+        """Estimate when a full queue has room: the mean time between recent starts, or the time since the last one."""
         if not self._departures:
             return RETRY_MS_DEFAULT
         mean_us = (self._clock.now_us - self._departures[0]) / len(self._departures)
@@ -136,14 +136,14 @@ class WaitingQueue:
         return (request.submitted_us - request.priority * self._ageing_us, request.id, request)
 
     def check_invariants(self) -> None:
-        """The lists agree with the count, and each is in order."""
+        """Check that the lists agree with the count and are in order."""
         queued = len(self._returned) + sum(map(len, self._fresh.values()))
-        assert self.size == queued + len(self._parked), "the count of waiting requests"
+        assert self.size == queued + len(self._parked), "the count of waiting requests is wrong"
         assert all(self._fresh.values()), "an empty list of a tenant"
         for entries in self._fresh.values():
             assert entries == sorted(entries, key=_by_time), "a tenant's queue is out of order"
         assert self._returned == sorted(self._returned, key=_by_order), "returned requests are out of order"
-        assert np.isfinite(self.service).all(), "a tenant's share"
+        assert np.isfinite(self.service).all(), "a tenant's service is not finite"
 
 
 def _by_time(entry: tuple[int, int, Request]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What the scheduler knows of each running sequence."""
+"""Per-row scheduler state of running sequences."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ EOS_TOKENS_MAX = 16
 
 
 class RunningRows:
-    """Struct-of-arrays indexed by slot. reader: the client to which its tokens are streamed, 0 where none is.
+    """Struct-of-arrays indexed by slot.
 
-    fresh: has no token of this run yet; fresh_count: how many are so, mostly none. token_us: when the request's latest
-    token came, -1 where it has none.
+    Attributes:
+        reader: The client that the row's tokens are streamed to, 0 for none.
+        fresh: The row has no token of this run yet.
+        fresh_count: Number of such rows, mostly 0.
+        token_us: Arrival time of the request's latest token, -1 before the first.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -34,7 +37,7 @@ class RunningRows:
         self._runs = self._stops_most = 0
 
     def start(self, slot: int, request: Request, eos: tuple[int, ...]) -> None:
-        """The request takes the slot: another run."""
+        """Start a run of the request in the slot."""
         self._runs += 1
         self.run[slot] = self._runs
         self.base[slot] = request.prompt_tokens
@@ -50,17 +53,17 @@ class RunningRows:
         self._stops_most = max(self._stops_most, len(stops))
 
     def leave(self, slot: int) -> None:
-        """The request gives up the slot."""
+        """End the run in the slot."""
         self.run[slot] = 0
         self.set_fresh(slot, False)
 
     def set_fresh(self, slot: int, fresh: bool) -> None:
-        """Whether the next token of the row is the first of its run."""
+        """Set whether the row's next token is the first of its run."""
         self.fresh_count += fresh - int(self.fresh[slot])
         self.fresh[slot] = fresh
 
     def stopped(self, rows: Slots, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_] | None:
-        """Which of [n] tokens is a stop token of its row; None where none is."""
+        """Return which of [n] tokens are stop tokens of their rows, or None if none is."""
         if not self._stops_most:
             return None
         same = self.stops[rows, : self._stops_most] == tokens[:, None]
