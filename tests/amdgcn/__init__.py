@@ -1,26 +1,36 @@
-"""An interpreter of the AMDGCN assembly that Triton makes: kernels for AMD's GPUs, executed where there is none.
+"""Interpreter for the AMDGCN assembly that Triton emits: runs kernels for AMD GPUs on a machine without one.
 
-gfx90a, gfx942 and gfx950 (waves of 64 lanes), gfx1100 and gfx1201 (32), written from AMD's ISA manuals. A wave's lanes
-are the columns of numpy arrays. What is executed is the text from which the compiler's own assembler makes the binary;
-arguments are laid out by the metadata in that text, hidden ones included; Triton's launcher specialises and compiles as
-on the real machine (`driver`). So the worker's self-tests run as they would there, on torch's CPU tensors.
+Supported targets are gfx90a, gfx942 and gfx950 (wave64), gfx1100 and gfx1201 (wave32); the semantics follow AMD's ISA
+manuals. The lanes of a wave are the columns of numpy arrays. The interpreter executes the assembly text that the
+compiler's own assembler turns into the binary. The metadata in that text lays out the arguments, hidden ones included,
+and Triton's launcher specialises and compiles as on the real machine (`driver`). The worker's self-tests therefore run
+as they would on the GPU, on torch's CPU tensors.
 
-What it sees that a GPU would not tell: memory touched outside the storages of the arguments; LDS touched out of
-bounds; LDS read before it is written; bytes of LDS that two waves touch between two barriers, one of them changing
-them; stores that nothing has waited for when an atomic operation, after a barrier or not, tells another workgroup that
-they are done; operands of v_wmma whose halves differ. Registers, LDS and scratch begin as garbage. Waves and workgroups
-run in any order that is asked for.
+The interpreter reports these faults, which a GPU would not:
 
-What it does not see: any other s_waitcnt (everything is done at once), so whether LLVM waits long enough for what it
-loads; caches, so whether compute units see each other's stores; timing, so nothing about speed; hazards. v_exp, v_log,
-v_rcp and v_rsq of float32 are taken to be rounded right (the manuals promise one unit in the last place), subnormals
-flushed; a matrix instruction's products are summed in float64. An instruction that the kernels have not needed so far
-is an `Unsupported` that quotes it: give it a line in a table.
+- memory accesses outside the storages of the arguments, and LDS accesses out of bounds;
+- reads of uninitialised LDS;
+- LDS races: two waves access the same byte between two barriers, and at least one access changes it;
+- an atomic operation that signals another workgroup while earlier stores are still outstanding (before or after a
+  barrier);
+- operands of v_wmma with differing halves.
 
-    values      numbers as bits, and arithmetic that numpy lacks      tables     what instructions compute
-    assembly    the text in parts                                     operands   registers and constants
-    wave        registers, EXEC                                       checks     what is found wrong
+Registers, LDS and scratch start as garbage. The caller chooses the order of waves and workgroups.
+
+The interpreter cannot find these faults:
+
+- a missing s_waitcnt for a load, because every load completes at once;
+- missing cache maintenance between compute units, because caches are not modelled;
+- hazards, and anything about speed, because timing is not modelled.
+
+v_exp, v_log, v_rcp and v_rsq of float32 are assumed to be correctly rounded (the manuals promise one unit in the last
+place), with subnormals flushed to zero. Matrix instructions sum their products in float64. An instruction that no
+kernel has needed so far raises `Unsupported` with its text; add a line for it to a table.
+
+    values      bit patterns, and arithmetic that numpy lacks         tables     functions of the instructions
+    assembly    parser of the assembly text                           operands   registers and constants
+    wave        registers, EXEC                                       checks     faults and findings
     scalar, vector, wide, compare, lanes, packed, matrix, lds, memory            instructions
     machine     programs, workgroups, the order of waves              driver     Triton's driver
-    suite       the worker's own tests, on it (`make amd`)
+    suite       the worker's self-tests on the interpreter (`make amd`)
 """

@@ -1,4 +1,4 @@
-"""The text of a kernel in parts: instructions, labels, directives, and where its arguments lie."""
+"""Parser of a kernel's assembly text: instructions, labels, directives, and the layout of its arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MODIFIER = re.compile(
 )
 _FLAGS = frozenset(("clamp", "glc", "slc", "dlc", "sc0", "sc1", "nt", "offen", "idxen", "gds", "lds", "abs", "scc"))
 _FLAGS |= {"row_mirror", "row_half_mirror"}
-# Names of gfx12 for what gfx11 has under others.
+# gfx12 spellings -> gfx11 spellings of the same instructions.
 _GFX12 = (
     (re.compile(r"_num_f"), "_f"),
     (re.compile(r"^s_(add|sub)_co_([iu]32)"), r"s_\1_\2"),
@@ -26,33 +26,41 @@ _GFX12 = (
 
 @dataclass(frozen=True)
 class Isa:
-    """arch: as LLVM names it."""
+    """An instruction set, named by LLVM's architecture (`gfx942`)."""
 
     arch: str
 
     @property
     def gfx9(self) -> bool:
+        """Return whether the target is of the gfx9 family (wave64)."""
         return self.arch.startswith("gfx9")
 
     @property
     def gfx12(self) -> bool:
+        """Return whether the target is of the gfx12 family."""
         return self.arch.startswith("gfx12")
 
     @property
     def lanes(self) -> int:
+        """Return the lanes of a wave."""
         return 64 if self.gfx9 else 32
 
     @property
     def mask_bits(self) -> int:
-        """Of a register, or a pair, that holds a bit for each lane."""
+        """Return the bits of a lane mask: the width of the register, or pair of registers, that holds it."""
         return self.lanes
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """name: without an encoding's suffix on gfx12, else as written. text: all of it.
+    """One parsed instruction.
 
-    modifiers: numbers, lists of them, words, or True for a flag. second: the other half of a pair (v_dual_...).
+    Attributes:
+        name: the mnemonic as written; on gfx12, translated to its gfx11 spelling.
+        operands: the text of each operand.
+        modifiers: numbers, lists of numbers, words, or True for a flag.
+        text: the whole line.
+        second: the second instruction of a pair (v_dual_...), or None.
     """
 
     name: str
@@ -64,7 +72,13 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Argument:
-    """Of a kernel. offset, size: bytes, in the block of arguments. kind: see `.value_kind` in LLVM's AMDGPU usage."""
+    """An argument of a kernel.
+
+    Attributes:
+        offset: bytes from the start of the argument block.
+        size: bytes.
+        kind: the `.value_kind` of LLVM's AMDGPU usage guide.
+    """
 
     offset: int
     size: int
@@ -73,7 +87,16 @@ class Argument:
 
 @dataclass(frozen=True)
 class Assembly:
-    """directives: of `.amdhsa_...`, those that are numbers. labels: name -> place in `instructions`."""
+    """A parsed kernel.
+
+    Attributes:
+        name: the kernel's name.
+        isa: its instruction set.
+        instructions: in program order.
+        labels: name -> index in `instructions`.
+        directives: the numeric `.amdhsa_...` directives.
+        arguments: in the order of the metadata.
+    """
 
     name: str
     isa: Isa
@@ -84,15 +107,23 @@ class Assembly:
 
     @property
     def scratch_bytes(self) -> int:
-        """Of each lane."""
+        """Return the bytes of scratch memory per lane."""
         return self.directives.get("private_segment_fixed_size", 0)
 
 
 def parse(text: str, arch: str) -> Assembly:
-    """text: what Triton calls `amdgcn`, of one kernel."""
+    """Parse the assembly of one kernel.
+
+    Args:
+        text: the assembly, Triton's `amdgcn` stage.
+        arch: the architecture in LLVM's spelling.
+
+    Returns:
+        The parsed kernel.
+    """
     isa = Isa(arch)
     found = re.search(r"\.amdhsa_kernel (\S+)", text)
-    assert found, "no kernel"
+    assert found, "no .amdhsa_kernel directive in the assembly"
     directives = re.findall(r"\.amdhsa_(\w+) (\S+)\s*$", text, re.MULTILINE)
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
@@ -129,7 +160,15 @@ def _arguments(text: str) -> list[Argument]:
 
 
 def instruction(line: str, isa: Isa) -> Instruction:
-    """line: one instruction, or two with `::` between them, words one space apart."""
+    """Parse one instruction, or a pair joined by `::`.
+
+    Args:
+        line: the text, words one space apart.
+        isa: the instruction set.
+
+    Returns:
+        The parsed instruction; for a pair, the first one, with the other as its `second`.
+    """
     if " :: " in line:
         first, second = (instruction(part, isa) for part in line.split(" :: "))
         return Instruction(first.name, first.operands, first.modifiers, line, second)
@@ -141,7 +180,7 @@ def instruction(line: str, isa: Isa) -> Instruction:
 
 
 def _split(rest: str) -> tuple[list[str], dict[str, Any]]:
-    """Operands, and modifiers, which stand behind them without commas."""
+    """Split into operands and modifiers (modifiers follow the operands without commas)."""
     operands: list[str] = []
     modifiers: dict[str, Any] = {}
     for part in _between_commas(rest):
@@ -167,7 +206,7 @@ def _value(text: str) -> int | list[int] | str:
 
 
 def _between_commas(text: str) -> list[str]:
-    """Commas within brackets separate nothing."""
+    """Split at commas outside brackets."""
     parts, depth, part = [], 0, ""
     for character in text:
         depth += (character in "[(") - (character in ")]")

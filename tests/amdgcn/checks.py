@@ -1,4 +1,4 @@
-"""What is found wrong with a kernel: at once (`Fault`), or gathered until it has ended (`Findings`)."""
+"""Faults of a kernel: raised at once (`Fault`), or collected until the launch ends (`Findings`)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ from dataclasses import dataclass, field
 
 
 class Fault(Exception):
-    """A kernel did what may crash a GPU or gives nonsense there: the message names the instruction."""
+    """An operation that may crash a GPU or yields undefined results there; the message names the instruction."""
 
 
 class Unsupported(NotImplementedError):
-    """An instruction that the interpreter does not know: nothing is said about the kernel."""
+    """An instruction that the interpreter does not implement; the kernel may still be correct."""
 
 
 @dataclass
 class Findings:
-    """Of one launch. Each is named by the text of the instruction that shows it.
+    """The findings of one launch, each named by the text of the offending instruction.
 
-    races: in LDS. uninitialised: reads of LDS that nothing has written. unreleased: atomic operations before which
-    stores may still be under way. instructions: executed, each once for each wave.
+    Attributes:
+        races: races in LDS.
+        uninitialised: reads of LDS that no wave has written.
+        unreleased: atomic operations that run while earlier stores may be outstanding.
+        instructions: executed instructions, counted once per wave.
     """
 
     races: set[str] = field(default_factory=set)
@@ -27,6 +30,7 @@ class Findings:
     instructions: int = 0
 
     def problems(self) -> list[str]:
+        """Return one line per finding."""
         named = {
             "race in LDS": self.races,
             "uninitialised LDS": self.uninitialised,

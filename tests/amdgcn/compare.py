@@ -1,4 +1,4 @@
-"""Comparisons: a bit for each lane, in a scalar register, a pair of them, or EXEC."""
+"""Comparisons: one result bit per lane, into a scalar register, a register pair, or EXEC."""
 
 from __future__ import annotations
 
@@ -44,19 +44,35 @@ _KINDS = {"f16": HALF, "f32": SINGLE, "f64": DOUBLE, "i64": LONG, "u64": LONG}
 
 
 def mask_source(text: str, isa: Isa) -> ScalarSource:
+    """Return a reader of a lane mask operand."""
     return scalar_source(text, isa.mask_bits)
 
 
 def mask_target(text: str, isa: Isa) -> ScalarTarget:
+    """Return a writer of a lane mask operand."""
     return scalar_target(text, isa.mask_bits)
 
 
 def build(name: str, instruction: Instruction, isa: Isa, encoding: str) -> Code:
+    """Translate a v_cmp or v_cmpx instruction.
+
+    Args:
+        name: the mnemonic without `v_` and its encoding suffix.
+        instruction: the parsed instruction.
+        isa: the instruction set.
+        encoding: the encoding suffix, or "".
+
+    Returns:
+        A function that executes the instruction on a wave.
+
+    Raises:
+        Unsupported: the comparison is not implemented.
+    """
     found = re.fullmatch(r"cmp(x?)_(\w+?)_([iufb]\d+)", name)
     if found is None or found[3] not in _VIEWS:
         raise Unsupported(instruction.text)
     to_exec, test, kind = bool(found[1]), found[2], found[3]
-    # From gfx10 on v_cmpx has no register that it writes.
+    # From gfx10 on, v_cmpx writes EXEC only and has no destination operand.
     operands = instruction.operands if to_exec and not isa.gfx9 else instruction.operands[1:]
     put = None if to_exec and not isa.gfx9 else mask_target(instruction.operands[0], isa)
     a, b = _sources(operands, test, kind, encoding, instruction)

@@ -1,4 +1,4 @@
-"""These tests name kernels, and are imported before the worker's, which run kernels in the same process."""
+"""Makes kernels interpretable before the worker's modules are imported; the worker's tests run in this process too."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Triton's driver for a GPU that is not here: kernels are specialised and compiled for it, and run in `machine`.
+"""Triton driver for an absent GPU: Triton specialises and compiles kernels for it, and `machine` runs them.
 
-Not with TRITON_INTERPRET in the environment: kernels are functions of Python then.
+Unset TRITON_INTERPRET: with it, Triton makes kernels plain Python functions and never reaches the driver.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Launched:
-    """One launch of a kernel."""
+    """A finished launch of a kernel."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -52,9 +52,14 @@ class Launched:
 
 
 class Emulated:
-    """Makes Triton launch here while it is open; `launches` gets every launch.
+    """Context manager that makes Triton launch kernels on the interpreter.
 
-    order, seed: see `machine.launch`. edit: of the assembly, for faults that are planted.
+    Attributes:
+        arch: the architecture in LLVM's spelling.
+        order: the order of waves and workgroups, see `machine.launch`.
+        seed: the seed of a mixed order.
+        edit: transforms the assembly before it is parsed, to plant faults.
+        launches: every launch so far.
     """
 
     def __init__(self, arch: str, order: str = "up", seed: int = 0, edit: Callable[[str], str] = str) -> None:
@@ -72,7 +77,7 @@ class Emulated:
             compiled[kernel.metadata.hash] = kernel
 
         CompiledKernel.__init__ = remember
-        self._before = triton.runtime.driver._active  # as the property it would look for a GPU
+        self._before = triton.runtime.driver._active  # reading the public property would look for a GPU
         triton.runtime.driver.set_active(_Driver(self))
         return self
 
@@ -81,7 +86,7 @@ class Emulated:
         triton.runtime.driver._active = self._before
 
     def device(self, multiprocessors: int) -> Device:
-        """The CPU, which says that it is this GPU, with so many compute units."""
+        """Return a CPU device that reports this GPU architecture and the given number of compute units."""
         arch = self.arch
 
         class Gpu(Device):
@@ -100,6 +105,14 @@ class Emulated:
         return Gpu("cpu", torch.device("cpu"), f"emulated {arch}")
 
     def run(self, metadata: Any, types: list[str], grid: tuple[int, int, int], values: tuple[Any, ...]) -> None:
+        """Run one launch on the interpreter and record it in `launches`.
+
+        Args:
+            metadata: the metadata of the compiled kernel.
+            types: Triton's type of each value.
+            grid: workgroups in x, y and z.
+            values: the arguments, constants included.
+        """
         program = self._programs.get(metadata.hash)
         if program is None:
             assembly = self._compiled[metadata.hash].asm["amdgcn"]
@@ -119,7 +132,18 @@ def lay_out(
     grid: tuple[int, int, int],
     threads: int,
 ) -> tuple[bytes, list[tuple[int, int]]]:
-    """The block of arguments, of `size` bytes or more, and the storages that they lead to. values: (type, value)."""
+    """Lay out the argument block of a launch.
+
+    Args:
+        arguments: the slots from the kernel's metadata.
+        size: the least size of the block in bytes.
+        values: (type, value) of each argument.
+        grid: workgroups in x, y and z.
+        threads: threads of a workgroup.
+
+    Returns:
+        The block, and (address, bytes) of each storage that its pointers refer to.
+    """
     block = bytearray(max([size, *(each.offset + each.size for each in arguments)]))
     regions: list[tuple[int, int]] = []
     slots = iter([each for each in arguments if not each.kind.startswith("hidden")])
@@ -136,7 +160,7 @@ def lay_out(
             data = struct.pack(FORMATS[kind], value)
             assert slot.kind == "by_value" and len(data) == slot.size, (kind, slot)
             block[slot.offset : slot.offset + slot.size] = data
-    for slot in slots:  # scratch memory that no kernel here asks for
+    for slot in slots:  # scratch pointers: no kernel here uses them
         assert slot.kind == "global_buffer", slot
     hidden = {f"hidden_block_count_{axis}": count for axis, count in zip("xyz", grid, strict=True)}
     hidden |= {
@@ -145,14 +169,14 @@ def lay_out(
         "hidden_group_size_z": 1,
         "hidden_grid_dims": 3,
     }
-    for each in arguments:  # what HIP's runtime fills in
+    for each in arguments:  # hidden arguments, which the HIP runtime fills in
         if each.kind in hidden:
             block[each.offset : each.offset + each.size] = hidden[each.kind].to_bytes(each.size, "little")
     return bytes(block), regions
 
 
 class _Launcher:
-    """What Triton makes for each kernel that it has compiled."""
+    """The launcher object that Triton creates for each compiled kernel."""
 
     def __init__(self, emulated: Emulated, source: Any, metadata: Any) -> None:
         self._emulated, self._types, self._metadata = emulated, list(source.signature.values()), metadata
@@ -163,7 +187,7 @@ class _Launcher:
 
 class _Utils:
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
-        return 1, 1, 0, 0, 1024  # module, function, registers, spills, threads of a block
+        return 1, 1, 0, 0, 1024  # module, function, registers, spills, threads per block
 
     def __init__(self, shared_bytes: int) -> None:
         self._shared_bytes = shared_bytes
@@ -172,7 +196,8 @@ class _Utils:
         return {"max_shared_mem": self._shared_bytes, "multiprocessor_count": 1, "warpSize": 64}
 
 
-_devices = itertools.count()  # Triton keeps a kernel with its launcher for each device: no two of these share one
+# Triton caches kernels with their launcher per device, so each driver needs its own number
+_devices = itertools.count()
 
 
 class _Driver(DriverBase):  # type: ignore[misc]  # Triton has no types

@@ -1,4 +1,4 @@
-"""Checks of the suite: every code of the quantised formats, as it is written and as it is read."""
+"""Suite checks: every code of the quantised formats, written and read."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from .shapes import BF16, F16, F32, FP8, I8, MULTIPROCESSORS, Run, _name
 
 SIZE, BLOCK_SIZE = 64, 16
 SCALES = (1.0, 0.37, 3e-6, 2.0**-20)
-STEP = {BF16: 2.0**-8, F16: 2.0**-11}  # between numbers of the model's dtype, as a part of them
+STEP = {BF16: 2.0**-8, F16: 2.0**-11}  # spacing of the model dtype's numbers, relative to the number
 FORMATS = (I8, FP8)
 
 
 def written() -> Iterator[tuple[str, Run]]:
-    """Each step of a format, the middles between two, and their neighbours: bit by bit what torch gives."""
+    """Yield checks that writing rounds like torch, bit for bit.
+
+    The inputs are all steps of a format, the midpoints between them, and the neighbours of both.
+    """
     for stored in FORMATS:
         for model in (BF16, F16, F32):
             yield f"write, every step of {_name(stored)} from {_name(model)}", partial(_write, stored, model)
@@ -61,9 +64,12 @@ def _unlike(
 
 
 def _steps(stored: torch.dtype, model: torch.dtype) -> torch.Tensor:
-    """[rows, SIZE]. The last number of a row is the format's largest, so that its scale is 1; the last rows are odd."""
+    """Return [rows, SIZE] inputs; the last value of a row is the format's largest, which makes its scale 1.
+
+    The last seven rows hold special values (NaN, infinities, a subnormal) and ordinary scales.
+    """
     codes = torch.arange(256, dtype=torch.uint8).view(stored).float()
-    codes = codes[codes.isfinite()].sort().values  # 0 and -0 side by side do no harm
+    codes = codes[codes.isfinite()].sort().values  # 0 and -0 may stay side by side
     near = torch.cat([((codes[1:] + codes[:-1]) / 2).to(model), codes.to(model)])
     bits = {2: torch.int16, 4: torch.int32}[near.element_size()]
     near = torch.cat([near, (near.view(bits) + 1).view(model), (near.view(bits) - 1).view(model)])
@@ -78,7 +84,7 @@ def _steps(stored: torch.dtype, model: torch.dtype) -> torch.Tensor:
 
 
 def read() -> Iterator[tuple[str, Run]]:
-    """Each code as V, under several scales, and as K."""
+    """Yield checks that decode and prefill read each code as V, under several scales, and as K."""
     for stored in FORMATS:
         for model in (BF16, F16):
             for tokens, kernel in ((1, "decode"), (3, "prefill")):
@@ -93,7 +99,7 @@ def _codes(stored: torch.dtype) -> torch.Tensor:
 
 
 def _batch(rows: int, started: int, tokens: int, emulated: Emulated) -> PagedBatch:
-    """Rows of one block each."""
+    """Build a batch of `rows` rows with one block each."""
     device = emulated.device(MULTIPROCESSORS)
     tables = np.arange(rows, dtype=np.int32)[:, None]
     return PagedBatch.build(
@@ -102,7 +108,7 @@ def _batch(rows: int, started: int, tokens: int, emulated: Emulated) -> PagedBat
 
 
 def _values(stored: torch.dtype, model: torch.dtype, tokens: int, emulated: Emulated) -> str:
-    """All keys are equal, so what comes out is V."""
+    """Read every code as V: with equal keys, the attention output is V itself."""
     codes = _codes(stored)
     rows = torch.cat([codes, codes[: -len(codes) % SIZE]]).view(-1, SIZE)
     count = len(rows)
@@ -121,7 +127,7 @@ def _values(stored: torch.dtype, model: torch.dtype, tokens: int, emulated: Emul
 
 
 def _keys(stored: torch.dtype, emulated: Emulated) -> str:
-    """Two tokens, of which one has K = 0, V = 0 and the other one code in K, and V = 1: what comes out is a sigmoid."""
+    """Read every code as K: with two tokens, K = V = 0 and K = code, V = 1, the attention output is a sigmoid."""
     codes = _codes(stored)
     count, number = len(codes), codes.view(stored).float()
     rows, place = torch.arange(count), torch.arange(count) % SIZE

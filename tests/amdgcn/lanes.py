@@ -1,4 +1,4 @@
-"""Instructions whose lanes read each other's registers."""
+"""Instructions that read the registers of other lanes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,22 @@ from .wave import Code, Wave
 
 
 def build(name: str, instruction: Instruction) -> Code | None:
+    """Translate a cross-lane instruction, or return None if `name` is none."""
     made = _FORMS.get(name)
     return None if made is None else made(instruction)
 
 
 def build_dpp(name: str, instruction: Instruction, isa: Isa) -> Code:
-    """Data-parallel primitives: the first operand comes from another lane of a row of 16, or from a row before."""
+    """Translate a DPP instruction: the first operand comes from a lane of the same row of 16, or of an earlier row.
+
+    Args:
+        name: the mnemonic without `v_` and its encoding suffix.
+        instruction: the parsed instruction.
+        isa: the instruction set.
+
+    Returns:
+        A function that executes the instruction on a wave.
+    """
     lane = np.arange(isa.lanes)
     row, modifiers = lane // 16, instruction.modifiers
     from_lane, exists = _dpp_lanes(instruction, lane)
@@ -44,7 +54,7 @@ def build_dpp(name: str, instruction: Instruction, isa: Isa) -> Code:
 
 
 def _dpp_operation(name: str, instruction: Instruction) -> Callable[..., Array]:
-    """Of the target as it was, and the operands."""
+    """Return the operation as a function of the old destination and the operands."""
     if name == "fmac_f32":
         return lambda before, a, b: bits32(fma(as_f32(a), as_f32(b), as_f32(before)))
     if name in FLOAT32:
@@ -57,7 +67,7 @@ def _dpp_operation(name: str, instruction: Instruction) -> Callable[..., Array]:
 
 
 def _dpp_lanes(instruction: Instruction, lane: Array) -> tuple[Array, Array]:
-    """For each lane the one that it reads, and whether there is one."""
+    """Return the source lane of each lane, and whether that source exists."""
     modifiers = instruction.modifiers
     row, place = lane // 16, lane % 16
     always = np.ones(len(lane), bool)
@@ -111,7 +121,7 @@ def _write_lane(instruction: Instruction) -> Code:
 
 
 def _count_below(first: int) -> Callable[[Instruction], Code]:
-    """Bits of a mask, of which bit 0 is of lane `first`, that belong to lanes before each lane."""
+    """Count the set mask bits of the lanes before each lane; bit 0 of the mask stands for lane `first`."""
 
     def make(instruction: Instruction) -> Code:
         target, a, b = vector_register(instruction.operands[0]), *(source(x) for x in instruction.operands[1:3])
@@ -126,7 +136,7 @@ def _count_below(first: int) -> Callable[[Instruction], Code]:
 
 
 def _swap(size: int) -> Callable[[Instruction], Code]:
-    """Odd groups of `size` lanes of one register with even ones of the other."""
+    """Swap the odd groups of `size` lanes of one register with the even groups of the other."""
 
     def make(instruction: Instruction) -> Code:
         a, b = (vector_register(text) for text in instruction.operands)
@@ -143,10 +153,10 @@ def _swap(size: int) -> Callable[[Instruction], Code]:
 
 
 def _permute_rows(crosswise: int) -> Callable[[Instruction], Code]:
-    """Lanes of a row of 16 by four bits each; crosswise: of the other row of a pair."""
+    """Permute lanes within a row of 16, four bits per lane; with `crosswise`, read the other row of the pair."""
 
     def make(instruction: Instruction) -> Code:
-        if instruction.modifiers.get("op_sel", [0])[0] != 1:  # lanes that are off would not be read
+        if instruction.modifiers.get("op_sel", [0])[0] != 1:  # without op_sel[0], inactive lanes are not read
             raise Unsupported(instruction.text)
         target, a = vector_register(instruction.operands[0]), source(instruction.operands[1])
         low, high = (scalar_source(text) for text in instruction.operands[2:4])

@@ -1,4 +1,4 @@
-"""Checks of the suite: pools of more than 2^31 numbers, of which only a few blocks are ever touched."""
+"""Suite checks: pools of more than 2^31 elements, with only a few blocks touched."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ STARTS, COUNTS = np.array([17, 3], np.int32), np.array([1, 9], np.int32)
 
 
 def pools() -> Iterator[tuple[str, Run]]:
+    """Yield a check per storage dtype: write, decode and prefill at both ends of a large pool."""
     for stored in (BF16, I8):
         gib = BLOCKS * BLOCK_SIZE * KV_HEADS * SIZE * stored.itemsize / 2**30
         yield f"write, decode and prefill in a pool of {gib:.1f} GiB of {_name(stored)}", partial(_pool, stored)
@@ -47,7 +48,7 @@ def _pool(stored: torch.dtype, emulated: Emulated) -> str:
 
 
 def _layer(stored: torch.dtype) -> KvLayer:
-    """Memory is committed as it is touched."""
+    """Allocate a layer; the operating system commits its pages on first touch."""
     shape = (BLOCKS, BLOCK_SIZE, KV_HEADS)
     scales = [torch.empty(shape) for _ in range(2)] if is_quantised(stored) else []
     return KvLayer(*(torch.empty((*shape, SIZE), dtype=stored) for _ in range(2)), *scales)

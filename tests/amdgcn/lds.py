@@ -1,4 +1,4 @@
-"""Shared memory of a workgroup (LDS): what is in it, who touched it since the last barrier, and its instructions."""
+"""Local data share (LDS) of a workgroup: its contents, the accesses since the last barrier, and its instructions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .values import HIGH, I64, U8, U16, U32, Array, halves
 from .wave import Code, Wave
 from .widths import WIDTHS, Width
 
-BYTES_MAX = 160 * 1024  # gfx950 has most
+BYTES_MAX = 160 * 1024  # gfx950 has the largest LDS
 
 
 class Lds:
-    """Between two barriers the order of waves is not defined: a byte that one of them changes no other may touch.
+    """LDS with race detection: between two barriers, a byte that one wave changes must not be touched by another.
 
-    A store that leaves a byte as it is counts as no change: Triton lets several waves store the same numbers.
+    A store that leaves a byte unchanged does not count as a change: Triton lets several waves store the same values.
     """
 
     def __init__(self, size: int, findings: Findings) -> None:
@@ -28,15 +28,22 @@ class Lds:
         room = size + 64
         self._bytes = np.full(room, 0xFF, U8)
         self._views: dict[int, Array] = {1: self._bytes, 2: self._bytes.view(U16), 4: self._bytes.view(U32)}
-        self._epoch = 1  # since the last barrier
-        self._written, self._read = np.zeros(room, np.int32), np.zeros(room, np.int32)  # in which epoch last
-        self._writer, self._readers = np.zeros(room, np.int16), np.zeros(room, I64)  # the wave, a bit for each wave
+        self._epoch = 1  # incremented at each barrier
+        self._written, self._read = np.zeros(room, np.int32), np.zeros(room, np.int32)  # the epoch of the last access
+        self._writer, self._readers = np.zeros(room, np.int16), np.zeros(room, I64)  # wave number; bit per wave
 
     def barrier(self) -> None:
+        """Start a new epoch: accesses before the barrier cannot race with those after it."""
         self._epoch += 1
 
     def load(self, w: Wave, at: Array, width: Width) -> Array:
-        """[count, lanes] uint32. at: [lanes] int64 bytes."""
+        """Return the loaded values, [count, lanes] uint32, and record races and uninitialised reads.
+
+        Args:
+            w: the wave.
+            at: byte addresses, [lanes] int64.
+            width: the access width.
+        """
         loaded = np.zeros((width.count, w.lanes), U32)
         if not w.exec:
             return loaded
@@ -55,6 +62,7 @@ class Lds:
         return loaded
 
     def store(self, w: Wave, at: Array, register: int, width: Width) -> None:
+        """Store from `register` on to the byte addresses `at` ([lanes] int64), and record races."""
         if not w.exec:
             return
         first = self._checked(at[w.m], width, "write")
@@ -81,6 +89,7 @@ class Lds:
 
 
 def build(instruction: Instruction) -> Code:
+    """Translate an LDS instruction (ds_...)."""
     name, operands = instruction.name.removeprefix("ds_"), instruction.operands
     if name == "bpermute_b32":
         return _permute(instruction)
@@ -105,7 +114,7 @@ def build(instruction: Instruction) -> Code:
 
 
 def _two(instruction: Instruction, found: re.Match[str]) -> Code:
-    """Two numbers at two offsets."""
+    """Translate a load or store of two values at two offsets (read2, write2)."""
     width = Width(4, int(found[3]) // 32)
     step = width.bytes * (64 if found[2] else 1)
     offsets = [instruction.modifiers.get(name, 0) * step for name in ("offset0", "offset1")]
@@ -125,7 +134,7 @@ def _two(instruction: Instruction, found: re.Match[str]) -> Code:
 
 
 def _moved(w: Wave, register: int, lanes: Array) -> Array:
-    """Of other lanes; zeros of those that are off."""
+    """Return the register's values of other lanes; inactive lanes give zeros."""
     return np.where(w.m[lanes], w.v[register][lanes], U32(0))
 
 
@@ -141,7 +150,7 @@ def _permute(instruction: Instruction) -> Code:
 
 
 def _swizzle(instruction: Instruction) -> Code:
-    """Lanes of each 32 by a mask: and, or, xor; or of each four."""
+    """Translate ds_swizzle: lanes of each 32 by and, or, xor masks, or lanes of each quad."""
     target, data = (vector_register(text) for text in instruction.operands)
     found = re.fullmatch(r"swizzle\((\w+),\s*(.*)\)", str(instruction.modifiers.get("offset")))
     mode, rest = (found[1], found[2]) if found else ("", "")
@@ -164,7 +173,7 @@ def _swizzle(instruction: Instruction) -> Code:
 
 
 def _transposed16(instruction: Instruction) -> Code:
-    """16 lanes hold a [4, 16] of 16-bit numbers; each takes a column of it."""
+    """Translate a transposing load: 16 lanes hold a [4, 16] matrix of 16-bit values; each lane gets one column."""
     target, at = (vector_register(text) for text in instruction.operands)
     offset = instruction.modifiers.get("offset", 0)
 
@@ -179,7 +188,7 @@ def _transposed16(instruction: Instruction) -> Code:
 
 
 def _transposed8(instruction: Instruction) -> Code:
-    """16 lanes hold a [8, 16] of bytes."""
+    """Translate a transposing load: 16 lanes hold a [8, 16] matrix of bytes."""
     target, at = (vector_register(text) for text in instruction.operands)
     offset = instruction.modifiers.get("offset", 0)
 

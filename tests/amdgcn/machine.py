@@ -1,4 +1,4 @@
-"""Programs and workgroups, and the order in which waves take their turns."""
+"""Programs, workgroups, and the order in which waves run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .values import M32, U32, Array
 from .wave import Code, Wave
 
 Ids = tuple[int, int, int]
-# What changes nothing here: waits, hints, and caches that are not modelled.
+# No effect here: waits, hints, and cache operations, since caches are not modelled.
 _NOTHING = (
     *("s_nop", "s_waitcnt", "s_waitcnt_vscnt", "s_waitcnt_depctr", "s_setprio", "s_clause", "s_delay_alu", "s_sendmsg"),
     *("s_sleep", "s_inst_prefetch", "s_set_inst_prefetch_distance", "s_dcache_inv", "s_icache_inv", "s_sched_barrier"),
@@ -28,13 +28,13 @@ _NOTHING = (
     *("buffer_wbinvl1", "buffer_wbinvl1_vol"),
 )
 _NOTHING_PREFIXES = ("s_wait_", "global_inv", "global_wb", "s_barrier_signal")
-_TURN_MAX = 400  # instructions of a wave's turn, where waves take turns
-_TOGETHER = 3  # workgroups that are under way at once then
-_TURNS_MAX = 1 << 26  # instructions of a wave: more is a loop without end
+_TURN_MAX = 400  # instructions of a wave's turn in mixed order
+_TOGETHER = 3  # concurrent workgroups in mixed order
+_TURNS_MAX = 1 << 26  # instructions of a wave; a wave that runs more is in an endless loop
 
 
 class Program:
-    """A kernel's instructions as functions. `unknown`: those that are not, which fail when they are reached."""
+    """A kernel's instructions as functions; an instruction in `unknown` raises only when a wave reaches it."""
 
     def __init__(self, text: str, arch: str) -> None:
         self.assembly: Assembly = parse(text, arch)
@@ -56,7 +56,7 @@ class Program:
             return stop
 
     def _one(self, instruction: Instruction) -> Code | None:
-        """None: nothing happens."""
+        """Translate one instruction; None means that it has no effect."""
         name = instruction.name
         if _waits_for_stores(instruction):
             return _waited
@@ -76,7 +76,7 @@ class Program:
 
 
 def _waits_for_stores(instruction: Instruction) -> bool:
-    """All of them. gfx9, gfx11, gfx12."""
+    """Return whether the instruction waits for all stores (gfx9, gfx11, gfx12)."""
     text = instruction.text.replace(" ", "")
     if instruction.name == "s_waitcnt":
         return "vmcnt(0)" in text
@@ -99,7 +99,7 @@ def _barrier(w: Wave) -> None:
 
 
 def _both(first: Code | None, second: Code | None, instruction: Instruction) -> Code:
-    """A pair (v_dual_...): both read before either writes."""
+    """Pair two instructions (v_dual_...): both read before either writes."""
     assert first is not None and second is not None and instruction.second is not None
     target = vector_register(instruction.operands[0])
 
@@ -116,7 +116,10 @@ def _both(first: Code | None, second: Code | None, instruction: Instruction) -> 
 
 @dataclass
 class Workgroup:
-    """Waves that share LDS and barriers. masks: see Wave.mask, shared by all of a launch."""
+    """Waves that share LDS and barriers.
+
+    `masks` caches `Wave.mask` results; all workgroups of a launch share it.
+    """
 
     program: Program
     memory: Memory
@@ -137,7 +140,21 @@ class Workgroup:
         lds_bytes: int,
         arguments: int,
     ) -> Workgroup:
-        """arguments: the address of their block."""
+        """Create a workgroup with initialised waves.
+
+        Args:
+            program: the kernel.
+            place: the memory it may access.
+            findings: the launch's findings.
+            masks: the shared cache of lane masks.
+            ids: the workgroup's number in x, y and z.
+            threads: threads of the workgroup.
+            lds_bytes: size of its LDS.
+            arguments: the address of the argument block.
+
+        Returns:
+            The workgroup, at its first instruction.
+        """
         group = cls(program, place, findings, masks, Lds(lds_bytes, findings), [])
         lanes = program.assembly.isa.lanes
         for number in range(threads // lanes):
@@ -147,20 +164,22 @@ class Workgroup:
         return group
 
     def ready(self) -> list[Wave]:
+        """Return the waves that can run: not ended and not waiting at a barrier."""
         return [wave for wave in self.waves if not wave.done and not wave.waiting]
 
     def is_done(self) -> bool:
+        """Return whether all waves have ended."""
         return all(wave.done for wave in self.waves)
 
     def pass_barrier(self) -> None:
-        """All waves that have not ended are there."""
+        """Release the barrier; every wave that has not ended has reached it."""
         self.lds.barrier()
         for wave in self.waves:
             wave.waiting = False
 
 
 def _initialise(wave: Wave, assembly: Assembly, ids: Ids, arguments: int) -> None:
-    """Registers as the hardware hands them over: see "Initial Kernel Execution State" in LLVM's AMDGPU usage."""
+    """Set the initial registers; see "Initial Kernel Execution State" in LLVM's AMDGPU usage guide."""
     flags, at = assembly.directives, 0
     for name, registers in (
         ("private_segment_buffer", 4),
@@ -200,11 +219,25 @@ def launch(
     order: str = "up",
     seed: int = 0,
 ) -> Findings:
-    """Runs a kernel to its end.
+    """Run a kernel to its end.
 
-    arguments: their block. regions: (address, bytes) that they give access to. order: of waves and workgroups: up,
-    down, or mixed, where they take turns after random numbers of instructions.
-    Errors: Fault, Unsupported.
+    Args:
+        program: the kernel.
+        grid: workgroups in x, y and z.
+        threads: threads of a workgroup.
+        arguments: the argument block.
+        regions: (address, bytes) of the memory that the arguments give access to.
+        lds_bytes: LDS of a workgroup.
+        order: order of waves and workgroups: `up`, `down`, or `mixed`, which switches after random numbers of
+            instructions.
+        seed: the seed of the mixed order.
+
+    Returns:
+        The findings of the launch.
+
+    Raises:
+        Fault: the kernel accessed memory out of bounds or did not end.
+        Unsupported: a wave reached an instruction that is not implemented.
     """
     buffer = ctypes.create_string_buffer(len(arguments) + 64)
     at = (ctypes.addressof(buffer) + 63) & ~63
@@ -235,7 +268,7 @@ def launch(
 
 
 def _advance(wave: Wave, instructions: int) -> None:
-    """Until so many are done, or the wave waits, or ends."""
+    """Run the wave for so many instructions, or until it waits or ends."""
     code, done = wave.group.program.code, 0
     try:
         while done < instructions and not wave.done and not wave.waiting:
@@ -248,4 +281,4 @@ def _advance(wave: Wave, instructions: int) -> None:
         raise type(error)(f"{name}, instruction {wave.pc}, {wave.text()}: {error}") from None
     wave.group.findings.instructions += done
     if done == _TURNS_MAX:
-        raise Fault(f"{wave.group.program.assembly.name} does not end")
+        raise Fault(f"{wave.group.program.assembly.name} does not end: a wave ran {done} instructions")

@@ -1,6 +1,6 @@
-"""Matrix instructions: v_mfma of gfx9, v_wmma of gfx11 and gfx12. Products are summed in float64, in any order.
+"""Matrix instructions: v_mfma (gfx9), v_wmma (gfx11, gfx12); products are summed in float64, in any order.
 
-Where a lane's numbers belong in the matrices is as AMD's "Matrix Instruction Calculator" prints it.
+AMD's "Matrix Instruction Calculator" prints the mapping from lanes and registers to matrix elements used here.
 """
 
 from __future__ import annotations
@@ -18,9 +18,20 @@ from .wave import Code, Wave
 
 
 def build_mfma(name: str, instruction: Instruction, isa: Isa) -> Code:
-    """D = A B + C of [size, depth] and [depth, size].
+    """Translate v_mfma: D = A B + C with A [size, depth] and B [depth, size].
 
-    A lane holds depth x size / 64 numbers side by side of row lane % size of A, and as many of that column of B.
+    Each lane holds depth x size / 64 consecutive elements of row `lane % size` of A, and as many of that column of B.
+
+    Args:
+        name: the mnemonic without `v_`.
+        instruction: the parsed instruction.
+        isa: the instruction set.
+
+    Returns:
+        A function that executes the instruction on a wave.
+
+    Raises:
+        Unsupported: the shape or dtype is not implemented.
     """
     found = re.fullmatch(r"mfma_f32_(\d+)x\d+x(\d+)_?(f32|f16|bf16)(?:_1k)?", name)
     if found is None or instruction.modifiers:
@@ -43,14 +54,28 @@ def build_mfma(name: str, instruction: Instruction, isa: Isa) -> Code:
 
     def multiply(w: Wave) -> None:
         product = matrix(w, a) @ matrix(w, b).T
-        # Whatever EXEC is.
+        # v_mfma ignores EXEC.
         w.v[target : target + results] = (product[rows, columns] + added(w)).astype(F32).view(U32)
 
     return multiply
 
 
 def build_wmma(name: str, instruction: Instruction, isa: Isa) -> Code:
-    """16 x 16 x 16. On gfx11 both halves of a wave hold an operand, all of it; on gfx12 each a half of its depth."""
+    """Translate v_wmma 16 x 16 x 16.
+
+    On gfx11 both halves of a wave hold the whole operand; on gfx12 each half holds one half of its depth.
+
+    Args:
+        name: the mnemonic without `v_`.
+        instruction: the parsed instruction.
+        isa: the instruction set.
+
+    Returns:
+        A function that executes the instruction on a wave.
+
+    Raises:
+        Unsupported: the dtype is not implemented.
+    """
     found = re.fullmatch(r"wmma_f32_16x16x16_(bf16|f16)", name)
     if found is None or instruction.modifiers:
         raise Unsupported(instruction.text)
@@ -61,18 +86,18 @@ def build_wmma(name: str, instruction: Instruction, isa: Isa) -> Code:
     added, numbers = _added(instruction.operands[3], 8), _READ[found[1]]
 
     def matrix(w: Wave, first: int) -> Array:
-        """[rows, depth]"""
+        """Return the operand as a matrix [rows, depth]."""
         if isa.gfx12:
             held = numbers(w, first, 8)
             return np.concatenate([held[:, :16], held[:, 16:]]).T
         bits = w.v[first : first + 8]
         if not np.array_equal(bits[:, :16], bits[:, 16:]):
-            raise Fault("the halves of an operand differ")
+            raise Fault("v_wmma: the two halves of the wave hold different operands")
         return numbers(w, first, 16)[:, :16].T
 
     def multiply(w: Wave) -> None:
         if not w.full:
-            raise Fault("lanes are off")
+            raise Fault("v_wmma with inactive lanes")
         product = matrix(w, a) @ matrix(w, b).T
         w.v[target : target + 8] = (product[rows, columns] + added(w)).astype(F32).view(U32)
 
@@ -80,7 +105,7 @@ def build_wmma(name: str, instruction: Instruction, isa: Isa) -> Code:
 
 
 def _added(text: str, registers: int) -> Callable[[Wave], Array]:
-    """C as float64: [registers, lanes], or one constant."""
+    """Return a reader of C as float64: [registers, lanes], or one constant."""
     if register(text) is None:
         number = np.array(constant(text, SINGLE), U32).view(F32).astype(F64)
         return lambda w: number
@@ -100,5 +125,5 @@ def _read_bf16(w: Wave, first: int, count: int) -> Array:
     return (halves(w.v[first : first + count // 2]).astype(U32) << HIGH).view(F32).astype(F64)
 
 
-# [count, lanes] float64 of so many numbers in each lane.
+# Readers of [count, lanes] float64, with `count` elements per lane.
 _READ: dict[str, Callable[[Wave, int, int], Array]] = {"f32": _read32, "f16": _read16, "bf16": _read_bf16}

@@ -1,4 +1,4 @@
-"""Memory: that of this process, of which a kernel may touch the storages of its arguments and nothing else; scratch."""
+"""Global memory and scratch: kernels may access the storages of their arguments only, within this process's memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ _ATOMICS: dict[str, Callable[[int, int], int]] = {
 
 
 class Memory:
-    """regions: (address, bytes) of what may be touched."""
+    """Bounds-checked global memory.
+
+    Attributes:
+        regions: (address, bytes) of the accessible memory.
+    """
 
     def __init__(self, regions: Iterable[tuple[int, int]]) -> None:
         ordered = sorted({(start, size) for start, size in regions if size})
@@ -35,18 +39,29 @@ class Memory:
         span = int(self._ends.max()) - self._base
 
         def view(kind: Any, size: int) -> Array:
-            """All that lies between the regions as well: nothing reads it unchecked."""
+            """Return a view over the whole span, gaps included; every access is checked before it is made."""
             return np.ctypeslib.as_array((kind * (span // size + 1)).from_address(self._base))
 
         self._views = {1: view(ctypes.c_uint8, 1), 2: view(ctypes.c_uint16, 2), 4: view(ctypes.c_uint32, 4)}
 
     def check_one(self, address: int, size: int) -> None:
+        """Raise Fault if a scalar load of `size` bytes at `address` is outside the regions."""
         at = int(np.searchsorted(self._starts, U64(address), "right")) - 1
         if at < 0 or address + size > int(self._ends[at]):
             raise Fault(f"access outside the arguments: {size} bytes at {address:#x}")
 
     def load(self, w: Wave, addresses: Array, mask: Array, width: Width) -> Array:
-        """[count, lanes] uint32, zeros of lanes that `mask` leaves out. addresses: [lanes] uint64."""
+        """Load one value per lane.
+
+        Args:
+            w: the wave.
+            addresses: [lanes] uint64.
+            mask: bool [lanes]; the others load zeros.
+            width: the access width.
+
+        Returns:
+            [count, lanes] uint32.
+        """
         loaded = np.zeros((width.count, w.lanes), U32)
         if mask.any():
             first = self._places(addresses[mask], width, "load")
@@ -55,6 +70,7 @@ class Memory:
         return loaded
 
     def store(self, w: Wave, addresses: Array, mask: Array, register: int, width: Width) -> None:
+        """Store from `register` on to `addresses` ([lanes] uint64) for the lanes in `mask`."""
         if not mask.any():
             return
         w.stores += 1
@@ -76,6 +92,7 @@ class Memory:
 
 
 def build(instruction: Instruction) -> Code:
+    """Translate a global, flat, buffer or scratch instruction."""
     space, _, what = instruction.name.partition("_")
     kind, _, width_name = what.partition("_")
     if kind == "atomic":
@@ -87,7 +104,7 @@ def build(instruction: Instruction) -> Code:
 
 
 def _address(vector: str, scalar: str | None, offset: int) -> Source:
-    """[lanes] uint64: a pair of registers for each lane, or one and a base for all."""
+    """Return a reader of the addresses, [lanes] uint64: a register pair per lane, or a base and a register per lane."""
     if scalar is None or scalar == "off":
         whole = source64(vector)
         return lambda w: w.spread(whole(w)) + U64(offset & M64)
@@ -105,7 +122,7 @@ def _global(instruction: Instruction, width: Width, stores: bool) -> Code:
 
 
 def _atomic(instruction: Instruction, operation: str) -> Code:
-    """What it tells others must be there: stores of this workgroup before it have been waited for."""
+    """Translate an atomic operation; it reports stores of this workgroup that are still outstanding."""
     name = operation.removesuffix("_u32") if operation != "max_u32" else operation
     modifiers = instruction.modifiers
     if name not in _ATOMICS or instruction.name.startswith("buffer"):
@@ -132,7 +149,10 @@ def _atomic(instruction: Instruction, operation: str) -> Code:
 
 
 def _buffer(instruction: Instruction, width: Width, stores: bool) -> Code:
-    """By a descriptor of four scalar registers: address, bytes. Lanes past its end load zeros and store nothing."""
+    """Translate a buffer access by a descriptor of four scalar registers.
+
+    Lanes past the end of the buffer load zeros and store nothing.
+    """
     operands, modifiers = instruction.operands, instruction.modifiers
     if "idxen" in modifiers or "lds" in modifiers:
         raise Unsupported(instruction.text)
@@ -156,7 +176,7 @@ def _buffer(instruction: Instruction, width: Width, stores: bool) -> Code:
 
 
 def _scratch(instruction: Instruction, width: Width, stores: bool) -> Code:
-    """A lane's own memory."""
+    """Translate an access to scratch, the private memory of a lane."""
     operands = instruction.operands
     data = vector_register(operands[1] if stores else operands[0])
     vector, scalar = (operands[0], operands[2]) if stores else (operands[1], operands[2])
@@ -178,7 +198,7 @@ def _scratch(instruction: Instruction, width: Width, stores: bool) -> Code:
             numbers = np.stack([each[lanes].astype(kind) for each in width.registers(w, data)], 1)
             w.scratch[lanes[:, None], places] = numbers.view(U8)
         else:
-            found = w.scratch[lanes[:, None], places].view(kind).astype(U32)  # [lanes that are on, count]
+            found = w.scratch[lanes[:, None], places].view(kind).astype(U32)  # [active lanes, count]
             loaded = np.zeros((width.count, w.lanes), U32)
             loaded[:, lanes] = width.extended(found).T
             width.place(w, data, loaded)

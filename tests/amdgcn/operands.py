@@ -1,6 +1,6 @@
-"""Registers and constants: from their text to functions that read and write them.
+"""Operands: functions that read and write registers and constants, built from the operand's text.
 
-A source is read as uint32, one number for each lane (vector registers) or one for all (the rest).
+Sources read as uint32: one value per lane for vector registers, one value for everything else.
 """
 
 from __future__ import annotations
@@ -33,20 +33,25 @@ ScalarTarget = Callable[[Wave, int], None]
 NULL = 125
 _NAMED = {"ttmp7": 115, "ttmp9": 117, "vcc_lo": VCC, "vcc_hi": VCC + 1, "vcc": VCC, "m0": 124, "null": NULL}
 _ONE_OVER_TWO_PI = ("0.15915494", "0.15915494309189532")
-# How constants are to be read: as integers or as floats of 32 bits, halves, doubles, integers of 64 bits.
+# Interpretation of a constant: 32-bit integer, float32, float16, float64, 64-bit integer.
 INTEGER, SINGLE, HALF, DOUBLE, LONG = "i", "f", "h", "d", "q"
 
 
 @dataclass(frozen=True)
 class Register:
-    """file: v, s, or exec, exec_lo, exec_hi. first: the first of a range; of v, accumulators follow the others."""
+    """A register or the first of a range.
+
+    Attributes:
+        file: `v`, `s`, `exec`, `exec_lo` or `exec_hi`.
+        first: index of the (first) register; accumulators follow the vector registers in file `v`.
+    """
 
     file: str
     first: int
 
 
 def register(text: str) -> Register | None:
-    """None: it is a constant."""
+    """Parse a register operand; None means that the text is a constant."""
     found = re.fullmatch(r"([vsa])(?:(\d+)|\[(\d+):\d+\])", text)
     if found:
         number = int(found[2] or found[3])
@@ -57,21 +62,23 @@ def register(text: str) -> Register | None:
 
 
 def vector_register(text: str) -> int:
+    """Return the index of a vector register operand, or raise Unsupported."""
     found = register(text)
     if found is None or found.file != "v":
-        raise Unsupported(f"{text} where a vector register is expected")
+        raise Unsupported(f"operand {text}: expected a vector register")
     return found.first
 
 
 def scalar_register(text: str) -> int:
+    """Return the index of a scalar register operand, or raise Unsupported."""
     found = register(text)
     if found is None or found.file != "s":
-        raise Unsupported(f"{text} where a scalar register is expected")
+        raise Unsupported(f"operand {text}: expected a scalar register")
     return found.first
 
 
 def constant(text: str, kind: str) -> int:
-    """Its bits, as an operand of that kind."""
+    """Return the bits of a constant operand of the given kind."""
     if re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", text):
         number = int(text, 0)
         if kind == DOUBLE:  # an inline integer, or the upper half of a literal
@@ -80,7 +87,7 @@ def constant(text: str, kind: str) -> int:
     try:
         value = 1 / (2 * math.pi) if text in _ONE_OVER_TWO_PI else float(text)
     except ValueError:
-        raise Unsupported(f"operand {text}") from None
+        raise Unsupported(f"operand {text}: not a constant") from None
     if kind in (INTEGER, SINGLE):
         return f32_constant(value)
     return f16_constant(value) if kind == HALF else f64_constant(value)
@@ -88,7 +95,7 @@ def constant(text: str, kind: str) -> int:
 
 @dataclass(frozen=True)
 class Modified:
-    """An operand without what stands around it."""
+    """An operand with its modifiers (negation, absolute value, sign extension) split off."""
 
     text: str
     negative: bool = False
@@ -97,6 +104,7 @@ class Modified:
 
 
 def modified(text: str) -> Modified:
+    """Split the modifiers off an operand."""
     negative = absolute = extended = False
     while True:
         if text.startswith("-") and (register(text[1:]) or text[1:2] == "|"):
@@ -114,6 +122,15 @@ def modified(text: str) -> Modified:
 
 
 def source(text: str, kind: str = INTEGER) -> Source:
+    """Return a reader of a 32-bit operand, with its modifiers applied.
+
+    Args:
+        text: the operand.
+        kind: interpretation of a constant; HALF puts the sign modifiers at bit 15.
+
+    Returns:
+        A function that reads the operand as uint32.
+    """
     operand = modified(text)
     read = _plain_source(operand.text, kind)
     sign = U32(0x8000 if kind == HALF else 0x80000000)
@@ -138,7 +155,7 @@ def _plain_source(text: str, kind: str) -> Source:
 
 
 def source64(text: str, kind: str = LONG) -> Source:
-    """uint64, of a pair of registers."""
+    """Return a reader of a 64-bit operand as uint64, from a pair of registers."""
     operand = modified(text)
     read = _plain_source64(operand.text, kind)
     if operand.absolute and operand.negative:
@@ -161,15 +178,15 @@ def _plain_source64(text: str, kind: str) -> Source:
 
 
 def half(read: Source, upper: int) -> Source:
-    """One half of each number, in the lower half."""
+    """Return a reader of one half of each value, moved to the lower half."""
     return (lambda w: read(w) >> HIGH) if upper else (lambda w: read(w) & LOW)
 
 
 def selected(text: str, select: str, kind: str) -> Source:
-    """An operand of SDWA: one byte or half of each number, in the lowest bits."""
+    """Return a reader of an SDWA operand: one byte or half of each value, in the lowest bits."""
     operand = modified(text)
     if operand.negative or operand.absolute:
-        raise Unsupported(f"{text}, selected")
+        raise Unsupported(f"operand {text}: SDWA does not support source modifiers here")
     read = source(operand.text, kind)
     bits = {"B": 8, "W": 16, "D": 32}[select[0]]
     shift = U32(0 if bits == 32 else bits * int(select[-1]))
@@ -185,6 +202,7 @@ def selected(text: str, select: str, kind: str) -> Source:
 
 
 def scalar_source(text: str, bits: int = 32) -> ScalarSource:
+    """Return a reader of a scalar operand of 32 or 64 bits as a Python int."""
     found = register(text)
     if found is None:
         value = constant(text, LONG if bits == 64 else INTEGER)
@@ -197,7 +215,7 @@ def scalar_source(text: str, bits: int = 32) -> ScalarSource:
     if found.file == "exec_hi":
         return lambda w: w.exec >> 32
     if found.file != "s":
-        raise Unsupported(f"{text} where a scalar operand is expected")
+        raise Unsupported(f"operand {text}: expected a scalar register or a constant")
     if place == NULL:
         return lambda w: 0
     if bits == 64:
@@ -206,6 +224,7 @@ def scalar_source(text: str, bits: int = 32) -> ScalarSource:
 
 
 def scalar_target(text: str, bits: int = 32) -> ScalarTarget:
+    """Return a writer of a scalar destination of 32 or 64 bits; writes to `null` are dropped."""
     found = register(text)
     if found is not None and found.file in ("exec", "exec_lo"):
         return lambda w, x: w.set_exec(x)

@@ -1,4 +1,4 @@
-"""Instructions on parts of registers: pairs of halves or of float32, mixed precision, and SDWA's bytes and halves."""
+"""Instructions on parts of registers: packed 16-bit and float32 pairs, mixed precision, and SDWA."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAIRS: dict[str, Callable[..., Array]] = {
 
 
 def build(name: str, instruction: Instruction, isa: Isa) -> Code:
-    """v_pk_...: two results at once."""
+    """Translate a packed instruction (v_pk_...), which computes two results."""
     if name in _PAIRS or name == "pk_mov_b32":
         return _pair(name, instruction)
     count = len(instruction.operands) - 1
@@ -52,7 +52,7 @@ def build(name: str, instruction: Instruction, isa: Isa) -> Code:
 
 
 def _pair(name: str, instruction: Instruction) -> Code:
-    """Of float32, in two registers each."""
+    """Translate a packed float32 instruction; each operand is a pair of registers."""
     count = len(instruction.operands) - 1
     target, modifiers = vector_register(instruction.operands[0]), instruction.modifiers
     select = modifiers.get("op_sel", [0] * count), modifiers.get("op_sel_hi", [1] * count)
@@ -96,7 +96,7 @@ def _name(file: str, number: int) -> str:
 
 
 def build_mixed(name: str, instruction: Instruction, isa: Isa) -> Code:
-    """v_fma_mix...: operands of 16 or of 32 bits."""
+    """Translate v_fma_mix..., with float16 or float32 operands."""
     if "clamp" in instruction.modifiers:
         raise Unsupported(instruction.text)
     upper = instruction.modifiers.get("op_sel", [0, 0, 0])
@@ -115,7 +115,7 @@ def build_mixed(name: str, instruction: Instruction, isa: Isa) -> Code:
 
 
 def _mixed(text: str, upper: int, narrow: int) -> Source:
-    """float32."""
+    """Return a reader of one operand, widened to float32."""
     operand = modified(text)
     read = half(source(operand.text, HALF), upper) if narrow else source(operand.text, SINGLE)
 
@@ -128,7 +128,7 @@ def _mixed(text: str, upper: int, narrow: int) -> Source:
 
 
 def build_selected(name: str, instruction: Instruction) -> Code:
-    """SDWA (gfx9): operands and result are a byte or a half of their registers."""
+    """Translate an SDWA instruction (gfx9): operands and result are a byte or a half of their registers."""
     kind = SINGLE if name in FLOAT32 else INTEGER
     modifiers, texts = instruction.modifiers, [text for text in instruction.operands[1:] if text != "vcc"]
     sources = [selected(text, modifiers.get(f"src{at}_sel", "DWORD"), kind) for at, text in enumerate(texts)]

@@ -1,4 +1,4 @@
-"""Faults planted in the assembly of the worker's own kernels: the suite must see each. Prints {fault: what is seen}.
+"""Plants faults in the assembly of the worker's kernels; the suite must detect each. Prints {fault: finding}.
 
 python -m tests.amdgcn.planted
 """
@@ -26,7 +26,12 @@ TARGET = "gfx942"
 
 @dataclass(frozen=True)
 class Fault:
-    """check: of the suite, by the beginning of its name. edit: of the assembly."""
+    """A planted fault.
+
+    Attributes:
+        check: prefix of the name of the suite's check.
+        edit: transforms the assembly.
+    """
 
     check: str
     edit: Callable[[str], str]
@@ -40,13 +45,13 @@ FAULTS = {
     ),
     "no barrier between waves": Fault("sum and norm", lambda text: text.replace("s_barrier", "s_nop 0")),
     "no wait before an atomic": Fault("decode bf16/bf16", lambda text: text.replace("vmcnt(0)", "vmcnt(1)")),
-    "LDS that nobody wrote": Fault("sum and norm", lambda text: re.sub(r"\bds_write_\w+ [^\n]*", "s_nop 0", text)),
+    "LDS never written": Fault("sum and norm", lambda text: re.sub(r"\bds_write_\w+ [^\n]*", "s_nop 0", text)),
 }
 
 
 @triton.jit
 def chooses_pointers(first, second, output, slots, stride):  # type: ignore[no-untyped-def]
-    """As the KV write kernel once did."""
+    """Choose a pointer at run time, as an early KV write kernel did."""
     slot = tl.load(slots + tl.program_id(0))
     if slot >= 0:
         if tl.program_id(1) > 0:
@@ -60,7 +65,7 @@ def chooses_pointers(first, second, output, slots, stride):  # type: ignore[no-u
 
 
 def compiled(name: str) -> str:
-    """What the compiler says of pointers that a kernel chooses, as Triton's launcher marks them. "": nothing."""
+    """Return the compiler's error for run-time chosen pointers, marked as Triton's launcher marks them; "" for none."""
     types = dict.fromkeys(("first", "second", "output"), "*fp32") | {"slots": "*i32", "stride": "i32"}
     attributes = {(place,): [["tt.divisibility", 16], ["tt.pointer_range", 32]] for place in range(4)}
     source = ASTSource(chooses_pointers, types, {}, attributes)
@@ -72,6 +77,7 @@ def compiled(name: str) -> str:
 
 
 def main() -> int:
+    """Run every planted fault and print the findings as JSON."""
     seen = {}
     for name, fault in FAULTS.items():
         with Emulated(TARGET, edit=fault.edit) as emulated:

@@ -1,4 +1,4 @@
-"""Scalar instructions: one number for a whole wave, in Python's integers."""
+"""Scalar instructions: one value per wave, computed with Python integers."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ _BRANCHES: dict[str, Callable[[Wave], Any]] = {
     "cbranch_execz": lambda w: not w.exec,
     "cbranch_execnz": lambda w: w.exec,
 }
-# Result and condition of 32 bits; no condition: it stays as it is.
+# (result, SCC); an SCC of None leaves it unchanged.
 _Result = tuple[int, "int | bool | None"]
-_ARITHMETIC: dict[str, Callable[[int, int, int], _Result]] = {  # of two operands and the condition before
+_ARITHMETIC: dict[str, Callable[[int, int, int], _Result]] = {  # arguments: both operands and the old SCC
     "add_u32": lambda a, b, c: (a + b, a + b > M32),
     "addc_u32": lambda a, b, c: (a + b + c, a + b + c > M32),
     "sub_u32": lambda a, b, c: (a - b, a < b),
@@ -87,6 +87,7 @@ _FLOATS: dict[str, Callable[..., Any]] = {
 
 
 def build(instruction: Instruction, assembly: Assembly) -> Code:
+    """Translate a scalar instruction (s_...)."""
     name, operands = instruction.name.removeprefix("s_"), instruction.operands
     if name in _BRANCHES:
         test, labels, label = _BRANCHES[name], assembly.labels, operands[0]
@@ -130,7 +131,7 @@ def _compare_floats(test: Callable[[Any, Any], Any], a: Source, b: Source) -> Co
 
 
 def _float(name: str, operands: tuple[str, ...]) -> Code:
-    """float32 in scalar registers (gfx11 on)."""
+    """Translate float32 arithmetic in scalar registers (gfx11 on)."""
     kind = INTEGER if name == "cvt_f32_i32" else SINGLE
     sources = [source(text, kind) for text in operands[1:]]
     if name == "fmac_f32":
@@ -168,7 +169,7 @@ def _compare_bit(found: re.Match[str], operands: tuple[str, ...]) -> Code:
 
 
 def _short(found: re.Match[str], operands: tuple[str, ...]) -> Code:
-    """With a constant of 16 bits."""
+    """Translate an instruction with a 16-bit constant."""
     put, before, number = scalar_target(operands[0]), scalar_source(operands[0]), signed(int(operands[1], 0), 16)
 
     def move(w: Wave) -> None:
@@ -257,7 +258,7 @@ def _count(found: re.Match[str], operands: tuple[str, ...]) -> Code:
 
 
 def _find(found: re.Match[str], operands: tuple[str, ...]) -> Code:
-    """The lowest bit that is set, or zeros above the highest; -1 where none is."""
+    """Find the lowest set bit, or count the zeros above the highest; -1 if no bit is set."""
     bits, lowest = int(found[2]), found[1] in ("ff1_i32", "ctz_i32")
     put, read = scalar_target(operands[0]), scalar_source(operands[1], bits)
 
@@ -337,7 +338,7 @@ def _absolute(found: re.Match[str], operands: tuple[str, ...]) -> Code:
 def _with_condition(
     operands: tuple[str, ...], bits: int, calculate: Callable[[int, int, int], _Result], second_bits: int = 0
 ) -> Code:
-    """calculate(first, second, condition) -> result, condition."""
+    """Translate an instruction that also writes SCC: calculate(first, second, SCC) -> (result, SCC)."""
     put, a = scalar_target(operands[0], bits), scalar_source(operands[1], bits)
     b = scalar_source(operands[2], second_bits or bits)
 

@@ -1,4 +1,4 @@
-"""Checks of the suite that a worker runs itself at its start: attention, the layers' operations, sampling, copies."""
+"""Suite checks that a worker also runs at its start: attention, layer operations, sampling, copies."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .driver import Emulated
 
 Run = Callable[[Emulated], str]
 BF16, F16, F32, I8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
-# Rows of the worker's self-test are longer; here every instruction costs a thousand times as much.
+# Shorter rows than in the worker's self-test: an interpreted instruction costs a thousand times as much.
 DECODES = ((0, 0), (0, 1), (1, -1), (3, 2), (12, 5))
 PREFILLS = ((0, 0, 3), (1, -1, 2), (2, 3, 40), (0, 0, 20))
 FEW_DECODES, FEW_PREFILLS = ((0, 0), (12, 5)), ((0, 0, 3), (1, 3, 18))
-STEADY_MIN = 64  # keys of a part at least: so these are cut as longer ones are elsewhere
-MULTIPROCESSORS, FEW_MULTIPROCESSORS = 64, 4  # rows are split over many of them, and are many for few
+STEADY_MIN = 64  # minimum keys of a part, small enough that these short rows are split too
+MULTIPROCESSORS, FEW_MULTIPROCESSORS = 64, 4  # many compute units split the rows; few make the batch count as large
 KERNELS = ("write", "rotary write", "decode", "decode of many rows", "padded decode", "prefill", "mixed-batch")
-# model's and pool's dtype, query heads, KV heads, head size, options
+# model dtype, pool dtype, query heads, KV heads, head size, options
 CASES: tuple[tuple[torch.dtype, torch.dtype, int, int, int, dict[str, Any]], ...] = (
     (BF16, BF16, 8, 2, 64, {}),
     (BF16, I8, 8, 2, 64, {}),
@@ -37,13 +37,21 @@ CASES: tuple[tuple[torch.dtype, torch.dtype, int, int, int, dict[str, Any]], ...
     (F32, F32, 4, 2, 64, {}),
     (BF16, BF16, 4, 1, 128, {"softcap": 30.0}),
 )
-# tokens, dtype, inner size, with a bias, with norms of heads
+# tokens, dtype, inner size, with a bias, with head norms
 LAYERS = ((3, BF16, 384, False, False), (16, F16, 2048, True, True))
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, VOCAB = 256, 8, 2, 64, 320
 
 
 def attention(quick: bool, whole: bool) -> Iterator[tuple[str, Run]]:
-    """whole: all kernels, where it is quick, and not only two."""
+    """Yield the attention checks.
+
+    Args:
+        quick: only a selection.
+        whole: with `quick`, every kernel instead of two.
+
+    Yields:
+        The name of a check and the function that runs it.
+    """
     if not quick:
         chosen = [(case, kernel) for case in CASES for kernel in KERNELS]
     elif whole:
@@ -76,6 +84,7 @@ def _attend(
 
 
 def layers(quick: bool, whole: bool) -> Iterator[tuple[str, Run]]:
+    """Yield the checks of the layers' fused operations; `quick` and `whole` as in `attention`."""
     wanted = ("embedding norm", "gate", "sum and norm", "projection into the cache") if whole else ("sum and norm",)
     for number, (tokens, dtype, inner, biased, normed) in enumerate(LAYERS[:1] if quick else LAYERS):
         names = [name for name, _ in layers_selftest._runs(_decoder(None, dtype, inner, biased, normed), tokens)]
@@ -93,7 +102,7 @@ def _layer(case: tuple[int, torch.dtype, int, bool, bool], name: str, emulated: 
 
 
 def _decoder(operations: Any, dtype: torch.dtype, inner: int, biased: bool, normed: bool) -> Any:
-    """What the self-test of the layers reads of a FusedDecoder, with random weights."""
+    """Return the parts of a FusedDecoder that the layers' self-test reads, with random weights."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -127,6 +136,7 @@ def _decoder(operations: Any, dtype: torch.dtype, inner: int, biased: bool, norm
 
 
 def sampling(quick: bool) -> Iterator[tuple[str, Run]]:
+    """Yield the checks of sampling, token feeding and copies."""
     for vocab in (97,) if quick else (5, 97, 4097, 9000):
         yield f"sampling, vocabulary {vocab}", partial(_sample, vocab, False)
         yield f"sampling by masks, vocabulary {vocab}", partial(_sample, vocab, True)

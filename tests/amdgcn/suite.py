@@ -1,9 +1,9 @@
-"""The worker's own self-tests, and more, with its kernels interpreted for GPUs that are not here.
+"""The worker's self-tests and further checks, with its kernels interpreted for AMD GPUs.
 
     python -m tests.amdgcn.suite [--target gfx942 ...] [--only "decode bf16"] [--order mixed --seed 1] [--quick]
 
-prints a line for each check: `agrees`, or what is wrong. The exit status is 1 where anything is. All of it takes a core
-several minutes for each target; --quick is what `make test` runs. `make amd` runs all of it.
+Prints one line per check: `agrees`, or the problem. The exit status is 1 if any check fails. The whole suite (`make
+amd`) takes one core several minutes per target; `make test` runs `--quick`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from .checks import Fault, Unsupported
 from .driver import Emulated
 
 NAMES = [name for name, target in TARGETS.items() if target.backend == "hip"]
-WHOLE = ("gfx942", "gfx1100")  # --quick: more of these than of the others
-SLOWEST = {"gfx1100": ("mixed-batch ", "sampling, ")}  # --quick: left out there, and seen on gfx942
+WHOLE = ("gfx942", "gfx1100")  # --quick runs more checks for these targets
+SLOWEST = {"gfx1100": ("mixed-batch ", "sampling, ")}  # --quick skips these here; gfx942 covers them
 
 
 @dataclass(frozen=True)
 class Check:
-    """run: on a device of that kind; gives what is wrong, "" where nothing is."""
+    """A check of the suite; `run` returns the problem, or "" if there is none."""
 
     name: str
     run: Callable[[Emulated], str]
 
 
 def checks(target: str, quick: bool) -> Iterator[Check]:
-    """All of them, or a minute's worth over all targets."""
+    """Yield the checks for a target: all, or with `quick` a minute's worth over all targets."""
     left_out = SLOWEST.get(target, ()) if quick else ()
     yield from (check for check in _all(target, quick) if not check.name.startswith(left_out))
 
@@ -57,13 +57,13 @@ def _all(target: str, quick: bool) -> Iterator[Check]:
 
 
 def outcome(check: Check, emulated: Emulated) -> str:
-    """What is wrong, with its answer or with the way to it; "" where nothing is."""
+    """Run a check and return its problems, findings of the launches included; "" if there are none."""
     first = len(emulated.launches)
     try:
         problem = check.run(emulated)
     except (Fault, Unsupported) as error:
         problem = f"{type(error).__name__}: {error}"
-    except Exception as error:  # noqa: BLE001 - the compiler raises what it likes; the other checks are wanted too
+    except Exception as error:  # noqa: BLE001 - the compiler may raise anything; run the other checks too
         problem = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     launches = emulated.launches[first:]
     found = dict.fromkeys(f"{each.kernel}: {what}" for each in launches for what in each.findings.problems())
@@ -73,16 +73,17 @@ def outcome(check: Check, emulated: Emulated) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run the worker's kernels for AMD GPUs that are not here.")
+    """Run the selected checks on each target and return the exit status."""
+    parser = argparse.ArgumentParser(description="Run the worker's kernels for AMD GPUs on an interpreter.")
     parser.add_argument("--target", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--only", default="", help="checks whose names contain this text")
-    parser.add_argument("--order", choices=("up", "down", "mixed"), default="up", help="of waves and workgroups")
-    parser.add_argument("--seed", type=int, default=0, help="of a mixed order")
-    parser.add_argument("--quick", action="store_true", help="a minute's worth")
+    parser.add_argument("--only", default="", help="run only checks with this text in their name")
+    parser.add_argument("--order", choices=("up", "down", "mixed"), default="up", help="order of waves and workgroups")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the mixed order")
+    parser.add_argument("--quick", action="store_true", help="run a selection of about a minute")
     arguments = parser.parse_args()
     if len(arguments.target) == 1:
         return _run(arguments.target[0], arguments)
-    # A process for each: after gfx950, Triton 3.6 uses some of its instructions for other targets as well.
+    # One process per target: after compiling for gfx950, Triton 3.6 emits some of its instructions for other targets.
     options = ["--only", arguments.only, "--order", arguments.order, "--seed", str(arguments.seed)]
     command = [sys.executable, "-m", "tests.amdgcn.suite", *options, *["--quick"] * arguments.quick, "--target"]
     return max(subprocess.run([*command, name], check=False).returncode for name in arguments.target)

@@ -1,4 +1,4 @@
-"""What the vector instructions compute that are a function of their operands' bits: name -> (operands, function)."""
+"""Vector instructions that are pure functions of their operands' bits: name -> (operand count, function)."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ FLOAT16: Table = {
     "min_f16": (2, np.fmin),
     "fma_f16": (3, lambda a, b, c: (a.astype(F64) * b.astype(F64) + c.astype(F64)).astype(F16)),
 }
-# 16 bits in the lower half of each operand and of the result.
+# 16-bit operations, on the lower half of each operand and of the result.
 INTEGER16: Table = {
     "add_u16": (2, lambda a, b: low16(a + b)),
     "add_nc_u16": (2, lambda a, b: low16(a + b)),
@@ -208,6 +208,6 @@ COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def upper(x: Array) -> Array:
-    """The upper halves, in the lower ones."""
+    """Return the upper halves, moved to the lower halves."""
     result: Array = np.asarray(x) >> HIGH
     return result

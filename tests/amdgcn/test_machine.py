@@ -1,4 +1,4 @@
-"""The interpreter itself: what instructions compute, and that each of its checks can fail."""
+"""The interpreter itself: results of instructions, and proof that each of its checks can fail."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(
     order: str = "up",
     seed: int = 0,
 ) -> Findings:
-    """lines: behind START. arrays: the arguments, two of them at most."""
+    """Run `lines` after START with up to two arrays as arguments."""
     arguments = "\n".join(ARGUMENT.format(offset=8 * place) for place in range(2))
     text = TEXT.format(body="\n".join(f"\t{line}" for line in [*START, *lines]), arguments=arguments)
     addresses = [array.ctypes.data for array in arrays] + [0] * (2 - len(arrays))
@@ -53,7 +53,7 @@ def run(
 
 
 def computed(instruction: str, *operands: Array, arch: str = "gfx942") -> Array:
-    """v10 after `instruction`; operands [lanes] of 4 bytes in v2, v3, v4."""
+    """Return v10 after `instruction`; the operands ([lanes] of 4 bytes) are in v2, v3 and v4."""
     lanes = 64 if arch.startswith("gfx9") else 32
     given = np.stack([np.resize(each, lanes).view(np.uint32) for each in operands])
     result = np.zeros(lanes, np.uint32)
@@ -82,7 +82,7 @@ def test_memory_outside_the_arguments_is_refused() -> None:
 
 def test_a_race_in_lds_is_seen_and_a_barrier_ends_it() -> None:
     write = "ds_write_b32 v1, v0"
-    read = ["v_xor_b32_e32 v2, 0x100, v1", "ds_read_b32 v3, v2"]  # what the other wave wrote
+    read = ["v_xor_b32_e32 v2, 0x100, v1", "ds_read_b32 v3, v2"]  # reads the other wave's bytes
     for order in ("up", "down"):
         assert any("race in LDS" in each for each in run([write, *read], waves=2, lds=512, order=order).problems())
     together = run([write, "s_barrier", *read], waves=2, lds=512)
@@ -145,7 +145,7 @@ def test_a_loop_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_arithmetic_is_rounded_once_and_lanes_that_are_off_keep_theirs() -> None:
     rng = np.random.default_rng(0)
     a, b, c = (_floats(rng, 30) for _ in range(3))
-    c[:32] = -(a * b)[:32]  # what is left is the rounding error of the product
+    c[:32] = -(a * b)[:32]  # leaves the rounding error of the product
     exact = (a.astype(np.longdouble) * b + c).astype(np.float32)
     assert np.array_equal(computed("v_fma_f32 v10, v2, v3, v4", a, b, c).view(np.float32), exact)
     masked = computed("s_mov_b64 exec, 0xff\nv_add_f32_e32 v10, v2, v3\ns_mov_b64 exec, -1", a, b)
@@ -187,7 +187,7 @@ def _shifted_in_rows(a: Array) -> Array:
 
 
 def test_division_is_rounded_right() -> None:
-    """The sequence that LLVM emits, for numbers of every size."""
+    """Runs the sequence that LLVM emits, for numbers of every magnitude."""
     rng = np.random.default_rng(2)
     a, b = (_floats(rng, 60) for _ in range(2))
     lines = (
@@ -200,7 +200,7 @@ def test_division_is_rounded_right() -> None:
 
 
 def test_matrix_instructions_place_their_numbers() -> None:
-    """[16, 4] x [4, 16] of float32 on gfx9: lane l holds row l % 16 and depth l // 16."""
+    """Multiplies [16, 4] x [4, 16] in float32 on gfx9: lane l holds row l % 16 and depth l // 16."""
     rng = np.random.default_rng(3)
     a, b = (rng.integers(-8, 8, 64).astype(np.float32) for _ in range(2))
     product = a.reshape(4, 16).T @ b.reshape(4, 16)
@@ -219,7 +219,7 @@ def test_halves_of_a_wmma_operand_must_be_equal() -> None:
 
 
 def test_a_buffer_ends_where_its_descriptor_says() -> None:
-    """Lanes past its end store nothing and load zeros."""
+    """Lanes past the end of the buffer store nothing and load zeros."""
     numbers, result = np.arange(1, 65, dtype=np.uint32), np.full(64, 7, np.uint32)
     lines = [
         *("s_mov_b32 s8, s4", "s_and_b32 s9, s5, 0xffff", "s_movk_i32 s10, 0x80", "s_mov_b32 s11, 0x27000"),

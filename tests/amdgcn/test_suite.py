@@ -1,6 +1,6 @@
-"""The worker's kernels on AMD's GPUs, as far as they can be run where there is none; and that faults in them are seen.
+"""The worker's kernels, interpreted for AMD GPUs; planted faults must be detected.
 
-In processes of their own: in this one kernels are interpreted by Triton. `make amd` runs more of it.
+Each suite runs in its own process, because Triton interprets kernels in this one. `make amd` runs the whole suite.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.amdgcn.suite import NAMES, WHOLE, checks
 from tests.worker.kernels.compiled import VERSION
 from tests.worker.kernels.launches import compiler_environment
 
-# Other releases choose other instructions and registers, and refuse other code.
-known_triton = pytest.mark.skipif(version("triton") != VERSION, reason=f"interprets the code of Triton {VERSION}")
+# Other Triton releases choose other instructions and registers, and refuse other code.
+known_triton = pytest.mark.skipif(version("triton") != VERSION, reason=f"needs the code of Triton {VERSION}")
 
 
 def run(module: str, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
@@ -50,9 +50,9 @@ def test_faults_in_kernels_are_seen(tmp_path: Path) -> None:
         "store outside the arguments": "store outside the arguments",
         "no barrier between waves": "race in LDS",
         "no wait before an atomic": "stores that nothing waited for",
-        "LDS that nobody wrote": "uninitialised LDS",
+        "LDS never written": "uninitialised LDS",
     }
     for fault, word in words.items():
         assert word in seen.pop(fault), fault
-    # Pointers that are chosen in an `if`, marked as Triton's launcher marks them: refused on every target.
+    # Pointers chosen in an `if`, marked as Triton's launcher marks them, fail to compile on every target.
     assert seen == dict.fromkeys((f"chosen pointers on {name}" for name in NAMES), "PassManager::run failed")

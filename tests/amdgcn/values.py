@@ -1,6 +1,6 @@
-"""Numbers as bits, and the arithmetic of AMD's vector units that numpy lacks.
+"""Bit patterns of numbers, and arithmetic of AMD's vector units that numpy lacks.
 
-Registers hold uint32; a function here takes and gives arrays, or numpy scalars of constants, in the dtype it names.
+Registers hold uint32. Functions take and return arrays (or numpy scalars, for constants) of the dtype they name.
 """
 
 from __future__ import annotations
@@ -21,66 +21,75 @@ LOW = U32(M16)
 
 
 def f32_constant(x: float) -> int:
+    """Return the bits of a float32."""
     return int(struct.unpack("<I", struct.pack("<f", x))[0])
 
 
 def f16_constant(x: float) -> int:
+    """Return the bits of a float16."""
     return int(np.array(x, F16).view(U16))
 
 
 def f64_constant(x: float) -> int:
+    """Return the bits of a float64."""
     return int(struct.unpack("<Q", struct.pack("<d", x))[0])
 
 
 def signed(x: int, bits: int = 32) -> int:
+    """Return the lowest `bits` of x as a signed integer."""
     x &= (1 << bits) - 1
     return x - (1 << bits) if x >> (bits - 1) else x
 
 
 def as_f32(x: Array) -> Array:
+    """View the bits as float32."""
     return x.view(F32)
 
 
 def as_f64(x: Array) -> Array:
+    """View the bits as float64."""
     return np.asarray(x).view(F64)
 
 
 def as_i32(x: Array) -> Array:
+    """View the bits as int32."""
     return x.view(I32)
 
 
 def as_f16(x: Array) -> Array:
-    """The lower halves."""
+    """View the lower halves as float16."""
     return (np.asarray(x) & LOW).astype(U16).view(F16)
 
 
 def as_i16(x: Array) -> Array:
+    """View the lower halves as int16."""
     return (np.asarray(x) & LOW).astype(U16).view(I16)
 
 
 def low16(x: Array) -> Array:
+    """Return the lower halves as uint32."""
     result: Array = np.asarray(x) & LOW
     return result
 
 
 def bits32(x: Any) -> Array:
-    """Of float32."""
+    """Return the bits of float32 numbers."""
     return np.asarray(x, F32).view(U32)
 
 
 def bits16(x: Any) -> Array:
-    """Of anything as float16, in the lower halves."""
+    """Return the bits of the numbers as float16, in the lower halves."""
     return np.asarray(x).astype(F16).view(U16).astype(U32)
 
 
 def halves(registers: Array) -> Array:
-    """[n, lanes] uint32 -> [2n, lanes] uint16, the lower half first."""
+    """Split [n, lanes] uint32 into [2n, lanes] uint16, the lower half first."""
     pairs = np.stack([(registers & LOW).astype(U16), (registers >> HIGH).astype(U16)], 1)
     return pairs.reshape(-1, registers.shape[1])
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
-    """float32, rounded once: the float64 sum is made odd where it is inexact (Boldo and Melquiond, 2008)."""
+    """Return a * b + c in float32 with one rounding, by rounding the float64 sum to odd (Boldo and Melquiond, 2008)."""
     product = a.astype(F64) * b.astype(F64)
     addend = c.astype(F64)
     total = np.asarray(product + addend)
@@ -95,7 +104,10 @@ def fma(a: Array, b: Array, c: Array) -> Array:
 
 
 def fma64(a: Array, b: Array, c: Array) -> Array:
-    """float64 by exact products (Dekker, 1971) and a sum in 80 bits; where that cannot be, plainly."""
+    """Return a * b + c in float64 from exact products (Dekker, 1971) and an 80-bit sum.
+
+    Falls back to plain float64 arithmetic where the exact product overflows.
+    """
 
     def cut(x: Array) -> tuple[Array, Array]:
         scaled = x * 134217729.0
@@ -110,59 +122,64 @@ def fma64(a: Array, b: Array, c: Array) -> Array:
 
 
 def rough64(x: Array) -> Array:
-    """As many bits as v_rcp_f64 and v_rsq_f64 promise."""
+    """Round to the precision that v_rcp_f64 and v_rsq_f64 promise."""
     return (np.asarray(x, F64).view(U64) & U64(M64 << 26 & M64)).view(F64)
 
 
 def flushed(x: Any) -> Array:
-    """Subnormal float32 as zeros."""
+    """Return float32 with subnormals flushed to zero."""
     numbers = np.asarray(x, F32)
     return np.where(np.abs(numbers) < F32(2.0**-126), np.copysign(F32(0), numbers), numbers).astype(F32)
 
 
 def exp2(x: Array) -> Array:
+    """Return 2 ** x in float32 (v_exp_f32)."""
     return flushed(np.exp2(flushed(x).astype(F64)).astype(F32))
 
 
 def log2(x: Array) -> Array:
+    """Return the binary logarithm in float32 (v_log_f32)."""
     result: Array = np.asarray(np.log2(flushed(x).astype(F64)), F32)
     return result
 
 
 def reciprocal(x: Array) -> Array:
+    """Return 1 / x in float32 (v_rcp_f32)."""
     return flushed((1.0 / flushed(x).astype(F64)).astype(F32))
 
 
 def reciprocal_root(x: Array) -> Array:
+    """Return 1 / sqrt(x) in float32 (v_rsq_f32)."""
     result: Array = np.asarray(1.0 / np.sqrt(flushed(x).astype(F64)), F32)
     return result
 
 
 def exponent(x: Array) -> Array:
-    """The biased one of float32."""
+    """Return the biased exponent of float32."""
     return ((np.asarray(x).view(U32) >> U32(23)) & U32(255)).astype(I32)
 
 
 def to_i32(x: Array) -> Array:
-    """Bits of the nearest int32 towards zero; NaN is 0."""
+    """Convert to int32 towards zero, saturating, NaN to 0; return the bits."""
     whole = np.nan_to_num(np.trunc(np.asarray(x, F64)), nan=0.0)
     return np.asarray(np.clip(whole, -(2**31), 2**31 - 1), I64).astype(I32).view(U32)
 
 
 def to_u32(x: Array) -> Array:
+    """Convert to uint32 towards zero, saturating, NaN to 0."""
     whole = np.nan_to_num(np.trunc(np.asarray(x, F64)), nan=0.0)
     return np.asarray(np.clip(whole, 0, 2**32 - 1), U64).astype(U32)
 
 
 def to_bf16(bits: Array) -> Array:
-    """Bits of float32 -> of bfloat16, in the lower halves, ties to even."""
+    """Convert float32 bits to bfloat16 bits in the lower halves, ties to even."""
     x = np.asarray(bits)
     rounded = (x.astype(U64) + U64(0x7FFF) + ((x >> HIGH) & U32(1))) >> U64(16)
     return np.where(np.isnan(x.view(F32)), (x >> HIGH) | U32(0x40), rounded).astype(U32)
 
 
 def division_scale(which: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
-    """v_div_scale_f32: `which` of the two, scaled, and whether the quotient is to be scaled back."""
+    """Return v_div_scale_f32: `which` operand scaled, and whether the quotient must be scaled back."""
     shape = np.broadcast(which, denominator, numerator).shape
     s0, s1, s2 = (np.broadcast_to(x, shape) for x in (which, denominator, numerator))
     e1, e2 = exponent(s1), exponent(s2)
@@ -187,7 +204,7 @@ def division_scale(which: Array, denominator: Array, numerator: Array) -> tuple[
 
 
 def division_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """v_div_fixup: the quotient with its sign, and what division by and of zero, infinities and NaN gives."""
+    """Return v_div_fixup: the quotient with its sign, and the special results of zeros, infinities and NaN."""
     negative = np.signbit(denominator) ^ np.signbit(numerator)
 
     def with_sign(x: Array) -> Array:
@@ -203,7 +220,7 @@ def division_fixup(quotient: Array, denominator: Array, numerator: Array) -> Arr
 
 
 def classes(x: Array) -> Array:
-    """v_cmp_class: one bit for each number's class, of float16, float32 or float64."""
+    """Return v_cmp_class: one bit for the class of each float16, float32 or float64."""
     kind, exponent_bits, mantissa_bits = {F32: (U32, 8, 23), F16: (U16, 5, 10), F64: (U64, 11, 52)}[x.dtype.type]
     bits = np.asarray(x).view(kind).astype(U64)
     negative = (bits >> U64(exponent_bits + mantissa_bits)) & U64(1) == 1
@@ -222,25 +239,28 @@ def classes(x: Array) -> Array:
 
 
 def leading_zeros(x: Array) -> Array:
+    """Count leading zeros; all ones for zero."""
     return np.array([M32 if n == 0 else 32 - int(n).bit_length() for n in np.atleast_1d(x)], U32)
 
 
 def leading_signs(x: Array) -> Array:
-    """Leading bits that equal the sign."""
+    """Count the leading bits that equal the sign; all ones for 0 and -1."""
     numbers = np.atleast_1d(x).view(I32).tolist()
     return np.array([M32 if n in (0, -1) else 32 - (n if n > 0 else ~n).bit_length() for n in numbers], U32)
 
 
 def reversed_bits(x: Array) -> Array:
+    """Reverse the bits."""
     return np.array([int(f"{int(n):032b}"[::-1], 2) for n in np.atleast_1d(x)], U32)
 
 
 def set_bits(x: Array) -> Array:
+    """Count the set bits."""
     return np.array([int(n).bit_count() for n in np.atleast_1d(x)], U32)
 
 
 def signed_field(x: Array, first: Array, width: Array) -> Array:
-    """v_bfe_i32."""
+    """Return v_bfe_i32: the field of `width` bits from bit `first`, sign-extended."""
     at, n = (np.asarray(part).astype(I64) & 31 for part in (first, width))
     field = (np.asarray(x).astype(I64) >> at) & ((I64(1) << n) - 1)
     negative = (n > 0) & ((field >> np.maximum(n - 1, 0)) & 1 == 1)
@@ -248,14 +268,14 @@ def signed_field(x: Array, first: Array, width: Array) -> Array:
 
 
 def chosen_bytes(a: Array, b: Array, selector: Array) -> Array:
-    """v_perm_b32: four bytes of a:b, by the bytes of `selector`."""
+    """Return v_perm_b32: four bytes of a:b, selected by the bytes of `selector`."""
     both = (np.asarray(a).astype(U64) << U64(32)) | np.asarray(b).astype(U64)
     select = np.asarray(selector)
     result = np.zeros(np.broadcast(both, select).shape, U32)
     for byte in range(4):
         choice = (select >> U32(8 * byte)) & U32(255)
         chosen = ((both >> (np.minimum(choice, 7).astype(U64) * U64(8))) & U64(255)).astype(U32)
-        if np.any(choice > 7):  # signs of halves, 0, 255
+        if np.any(choice > 7):  # sign bytes, 0, 255
             place = (choice.astype(U64) & U64(3)) * U64(16) + U64(15)
             sign = ((both >> place) & U64(1)).astype(U32) * U32(255)
             other = np.where(choice < 12, sign, np.where(choice == 12, U32(0), U32(255)))

@@ -1,4 +1,4 @@
-"""Vector instructions of 32 and 16 bits: one number for each lane."""
+"""Vector instructions of 32 and 16 bits: one value per lane."""
 
 from __future__ import annotations
 
@@ -39,6 +39,18 @@ _SUFFIXES = ("_e64_dpp", "_e32", "_e64", "_dpp", "_sdwa")  # encodings
 
 
 def build(instruction: Instruction, assembly: Assembly) -> Code:
+    """Translate a vector instruction (v_...).
+
+    Args:
+        instruction: the parsed instruction.
+        assembly: the kernel that it belongs to.
+
+    Returns:
+        A function that executes the instruction on a wave.
+
+    Raises:
+        Unsupported: the instruction or one of its modifiers is not implemented.
+    """
     name, isa = instruction.name.removeprefix("v_"), assembly.isa
     encoding = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), "")
     name = name.removesuffix(encoding).removeprefix("dual_")
@@ -69,7 +81,7 @@ def build(instruction: Instruction, assembly: Assembly) -> Code:
 
 
 def _sources(instruction: Instruction, count: int, kind: str) -> tuple[int, list[Source]]:
-    """The register that is written, and what is read."""
+    """Return the destination register and the readers of the sources."""
     if len(instruction.operands) != count + 1:
         raise Unsupported(instruction.text)
     return vector_register(instruction.operands[0]), [source(text, kind) for text in instruction.operands[1:]]
@@ -108,7 +120,7 @@ def _integer(name: str, instruction: Instruction) -> Code:
 
 
 def _narrow(name: str, instruction: Instruction, isa: Isa) -> Code:
-    """16 bits of each number."""
+    """Translate a 16-bit instruction."""
     is_float = name in FLOAT16
     count, function = FLOAT16[name] if is_float else INTEGER16[name]
     select = instruction.modifiers.get("op_sel", [0, 0, 0, 0])
@@ -129,7 +141,7 @@ def _narrow(name: str, instruction: Instruction, isa: Isa) -> Code:
 
 
 def narrow_result(target: int, value: Source, isa: Isa, upper: int) -> Code:
-    """Writes one half. The other one stays, but for the upper one on gfx9, which is cleared."""
+    """Return code that writes one half; the other half keeps its value, but gfx9 clears the upper one."""
     if upper:
         return lambda w: w.put(target, (w.v[target] & LOW) | (value(w) << HIGH))
     if isa.gfx9:
@@ -228,7 +240,7 @@ def _pack_converted(convert: Callable[[Array], Array]) -> Callable[[Instruction,
 
 
 def _any_logic(narrow: bool) -> Callable[[Instruction, Isa], Code]:
-    """A function of three bits, as its table of eight."""
+    """Translate v_bitop3: any function of three bits, given by its truth table of eight bits."""
 
     def make(instruction: Instruction, isa: Isa) -> Code:
         if narrow and any(instruction.modifiers.get("op_sel", ())):
@@ -250,7 +262,7 @@ def _any_logic(narrow: bool) -> Callable[[Instruction, Isa], Code]:
 
 
 def _scalar_result(name: str, instruction: Instruction, isa: Isa) -> Code:
-    """v_s_...: one number, in scalar registers (gfx12)."""
+    """Translate v_s_...: one value in scalar registers (gfx12)."""
     put, read, function = (
         scalar_target(instruction.operands[0]),
         source(instruction.operands[1], SINGLE),

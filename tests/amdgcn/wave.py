@@ -1,4 +1,4 @@
-"""The state of one wave: its registers, and which of its lanes are on."""
+"""State of one wave: its registers, and its active lanes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,23 @@ if TYPE_CHECKING:
     from .machine import Workgroup
 
 VCC, EXEC_BITS = 106, 64
-ACCUMULATORS = 256  # the first of them among the vector registers
-Code = Callable[["Wave"], "int | None"]  # an instruction: carried out by a wave, gives where to go on if not behind it
+ACCUMULATORS = 256  # index of the first accumulator among the vector registers
+# executes an instruction on a wave; returns the next instruction's index, or None for the following one
+Code = Callable[["Wave"], "int | None"]
 
 
 class Wave:
-    """v: vector registers [512, lanes], of which the second half are accumulators. s: scalar registers, VCC among them.
+    """One wave.
 
-    scc: the scalar condition. exec: a bit for each lane that is on; m: the same as bool [lanes]; full: all are on.
-    stores: that nothing has waited for. unreleased: how many there were at the last barrier.
+    Attributes:
+        v: vector registers, [512, lanes]; the second half are accumulators.
+        s: scalar registers, VCC among them.
+        scc: the scalar condition code.
+        exec: the active lanes, one bit per lane.
+        m: the active lanes, bool [lanes].
+        full: whether all lanes are active.
+        stores: outstanding stores, for which no instruction has waited.
+        unreleased: outstanding stores at the last barrier.
     """
 
     def __init__(self, group: Workgroup, number: int, lanes: int, scratch_bytes: int) -> None:
@@ -38,11 +46,12 @@ class Wave:
         self.set_exec((1 << lanes) - 1)
 
     def set_exec(self, bits: int) -> None:
+        """Set the active lanes."""
         self.exec, self.m = bits, self.mask(bits)
         self.full = bits == (1 << self.lanes) - 1
 
     def mask(self, bits: int) -> Array:
-        """bool [lanes]. Few different ones come up, again and again."""
+        """Return the bits as bool [lanes]; cached, because few different masks occur."""
         found = self._masks.get(bits)
         if found is None:
             packed = np.frombuffer(bits.to_bytes(EXEC_BITS // 8, "little"), U8)
@@ -50,29 +59,31 @@ class Wave:
         return found
 
     def text(self) -> str:
-        """Of the instruction that it is at."""
+        """Return the text of the current instruction."""
         return self.group.program.assembly.instructions[self.pc].text
 
     def vcc(self) -> int:
+        """Return VCC as an integer with one bit per lane."""
         return self.s[VCC] | (self.s[VCC + 1] << 32 if self.lanes == 64 else 0)
 
     def put(self, register: int, bits: Array) -> None:
-        """bits: uint32, to the lanes that are on."""
+        """Write uint32 bits to a register of the active lanes."""
         if self.full:
             self.v[register] = bits
         else:
             np.copyto(self.v[register], bits, where=self.m)
 
     def put64(self, register: int, bits: Array) -> None:
+        """Write uint64 bits to a register pair of the active lanes."""
         both = np.asarray(bits)
         self.put(register, (both & np.uint64(M32)).astype(U32))
         self.put(register + 1, (both >> np.uint64(32)).astype(U32))
 
     def spread(self, bits: Array) -> Array:
-        """One number for each lane."""
+        """Broadcast to one value per lane."""
         return np.broadcast_to(bits, self.lanes)
 
 
 def packed(mask: Array) -> int:
-    """A bit for each lane."""
+    """Pack bool [lanes] into an integer with one bit per lane."""
     return int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")

@@ -1,4 +1,4 @@
-"""Vector instructions of 64 bits, and those with carries: pairs of registers."""
+"""Vector instructions of 64 bits and with carries, on pairs of registers."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ _SUMS_WITH_CARRY: dict[str, Callable[[Array, Array, Array], Array]] = {
 
 
 def build(name: str, instruction: Instruction, isa: Isa) -> Code | None:
+    """Translate a 64-bit or carry instruction, or return None if `name` is none."""
     if name in _DOUBLES:
         return _double(_DOUBLES[name], instruction)
     if name in _TO_DOUBLE:
@@ -97,7 +98,7 @@ def build(name: str, instruction: Instruction, isa: Isa) -> Code | None:
 
 
 def _put(w: Wave, target: int, numbers: Any) -> None:
-    """float64."""
+    """Write float64 numbers to a register pair."""
     w.put64(target, w.spread(np.asarray(numbers, F64).view(U64)))
 
 
@@ -130,7 +131,7 @@ def _scale_exponent(instruction: Instruction, isa: Isa) -> Code:
 
 
 def _division_scale(instruction: Instruction, isa: Isa) -> Code:
-    """Of numbers whose exponents are far from the ends: nothing is scaled."""
+    """Translate v_div_scale_f64 for moderate exponents, where nothing is scaled."""
     target, flag = vector_register(instruction.operands[0]), compare.mask_target(instruction.operands[1], isa)
     read = source64(instruction.operands[2], DOUBLE)
 

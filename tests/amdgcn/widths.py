@@ -1,4 +1,4 @@
-"""How wide a load or store is, and where in a register its numbers lie: by the name of the instruction."""
+"""Width of a load or store, and the position of its values in a register, by the instruction's name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from .wave import Wave
 
 @dataclass(frozen=True)
 class Width:
-    """size: bytes of one number. count: of numbers, in as many registers. is_signed: extended by its sign.
+    """The width of a memory access.
 
-    upper, lower: it is loaded into that half of its register, or stored from the upper one; the other half stays.
+    Attributes:
+        size: bytes of one value.
+        count: values, in as many registers.
+        is_signed: whether loads sign-extend.
+        upper: loads go to the upper half of the register, stores come from it; the lower half stays.
+        lower: loads go to the lower half; the upper half stays.
     """
 
     size: int
@@ -23,15 +28,16 @@ class Width:
 
     @property
     def bytes(self) -> int:
+        """Return the bytes of the whole access."""
         return self.size * self.count
 
     def registers(self, w: Wave, first: int) -> list[Array]:
-        """What is to be stored, each number in the lowest bits."""
+        """Return the values to store, each in the lowest bits."""
         held = w.v[first : first + self.count]
         return list(held >> HIGH if self.upper else held)
 
     def place(self, w: Wave, first: int, loaded: Array) -> None:
-        """loaded: [count, lanes] uint32."""
+        """Write loaded values ([count, lanes] uint32) to registers from `first` on."""
         if self.upper:
             w.put(first, (w.v[first] & LOW) | (loaded[0] << HIGH))
         elif self.lower:
@@ -41,6 +47,7 @@ class Width:
                 w.put(first + place, numbers)
 
     def extended(self, numbers: Array) -> Array:
+        """Sign-extend the loaded values if the instruction does."""
         if not self.is_signed:
             return numbers
         sign = U32(1 << (8 * self.size - 1))
