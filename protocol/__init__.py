@@ -1,7 +1,10 @@
-"""What crosses a process boundary in kvforge, and nothing else: messages, errors, tables, endpoints, exit statuses.
+"""Everything that crosses a process boundary in kvforge: messages, errors, tables, endpoints, exit statuses.
 
-Its law: it imports nothing of ours, and by relative imports alone, so that it is the same package wherever it lies;
-what comes from a peer becomes a message or a typed error, whatever it is. Nobody waits here.
+Rules of this package:
 
-From outside: all of it, as `kvforge.protocol` (`protocol/` itself is not imported: its classes would be there twice).
+- It imports no other package of kvforge, and uses relative imports only, so that it works wherever it is installed.
+- Any input from a peer becomes a message or a typed error.
+- Nothing here waits.
+
+Other code imports it as `kvforge.protocol`. Importing `protocol/` itself would load its classes twice.
 """

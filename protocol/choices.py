@@ -1,4 +1,4 @@
-"""Names that settings may have, known without torch: the command line refuses others before a process is started."""
+"""Names that settings may have, known without torch: the command line checks them before it starts a process."""
 
 from __future__ import annotations
 

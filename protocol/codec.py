@@ -1,11 +1,11 @@
-"""MessagePack bytes <-> messages. Whatever a peer sends, the outcome is a message or a typed error.
+"""Encode messages as MessagePack and decode them. Any bytes that a peer sends become a message or a typed error.
 
-A message is one or two ZeroMQ frames: its body, and its arrays one after the other. The body says under `n` how many
-items each array has, in the order of FRAMES; arrays that are left out at the end are empty. One frame for all of them,
-because ZeroMQ's cost is by the frame and not by the byte (3 to 20 us each, measured).
+A message is one or two ZeroMQ frames: its body, and its arrays one after the other. The field `n` of the body holds the
+number of items of each array, in the order of FRAMES; arrays missing at the end are empty. All arrays share one frame
+because ZeroMQ's cost is per frame and not per byte (3 to 20 us each, measured).
 
-Bytes are unpacked by msgpack with its size limits on; types, ranges and tags are checked by msgspec; arrays are
-views of the frame, neither copied nor interpreted here. Nothing is ever evaluated or unpickled.
+msgpack unpacks the bytes with its size limits on. msgspec checks types, ranges and tags. Arrays are views of the frame,
+neither copied nor interpreted here. Nothing is ever evaluated or unpickled.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FRAMES_MAX = 2
 ITEMS_MAX = 1 << 16
 RID_BODY_BYTES_MAX = 1 << 16
 DEPTH_MAX = 12
-# Packs what a message nests too, and plain values in a quarter of the time that msgpack takes.
+# Packs nested structs too, and plain values in a quarter of msgpack's time.
 _pack = msgspec.msgpack.Encoder().encode
 
 
 class InvalidMessage(InvalidRequest):
-    """A command with a valid tag and rid has a wrong field: the reply can say so to that very command."""
+    """A command with a valid tag and rid has an invalid field, so that the reply can name the command."""
 
     def __init__(self, field: str, problem: str, rid: int) -> None:
         super().__init__(field, problem)
@@ -41,7 +41,11 @@ class InvalidMessage(InvalidRequest):
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
-    """The message as ZeroMQ frames: the body, then its arrays in one frame where it has any."""
+    """Encode a message as ZeroMQ frames.
+
+    Returns:
+        The body, then one frame with all arrays where the message has any.
+    """
     cls = type(message)
     if not cls.FRAMES:
         return [_pack(message)]
@@ -55,22 +59,22 @@ def encode(message: Message) -> list[bytes | memoryview]:
         sizes.append(size)
         if size:
             sent = len(sizes)
-            # Most are of the very type: to compare two takes longer.
+            # Usually the very same object; comparing two dtypes takes longer.
             same = array.dtype is dtype or array.dtype == dtype
             parts.append(array.tobytes() if same else array.astype(dtype).tobytes())
     if not parts:
         return [_pack(body)]
-    body["n"] = sizes[:sent]  # a peer that is older than the last arrays does not know them
+    body["n"] = sizes[:sent]  # an older peer does not know the last arrays
     return [_pack(body), parts[0] if len(parts) == 1 else b"".join(parts)]
 
 
 def is_step(frames: Sequence[bytes | memoryview]) -> bool:
-    """Whether frames that `encode` made are a Step, without decoding them."""
+    """Return whether frames made by `encode` are a Step, without decoding them."""
     return bool(frames[0][1 : 1 + len(_STEP_MARK)] == _STEP_MARK)
 
 
 def rid_of(frames: Sequence[bytes | memoryview]) -> int:
-    """The number of a command that is not to be decoded, for the reply that refuses it; 0 where it is not found."""
+    """Return the rid of a command without decoding it, for the reply that refuses it; 0 if none is found."""
     if not frames or len(frames[0]) > RID_BODY_BYTES_MAX:
         return 0
     try:
@@ -82,14 +86,19 @@ def rid_of(frames: Sequence[bytes | memoryview]) -> int:
 
 
 class Decoder:
-    """Decodes one direction of one connection kind: only the messages of `union` are accepted."""
+    """Decodes one direction of one connection kind: accepts only the messages of `union`."""
 
     def __init__(self, union: types.UnionType, body_bytes_max: int = BODY_BYTES_MAX) -> None:
         self._classes: dict[str, type[Message]] = {tag_of(cls): cls for cls in typing.get_args(union)}
         self._body_bytes_max = body_bytes_max
 
     def decode(self, frames: Sequence[bytes | memoryview]) -> Message:
-        """The message in `frames`. Raises ProtocolError, or InvalidMessage when the reply can name the command."""
+        """Decode the message in `frames`.
+
+        Raises:
+            ProtocolError: The frames are not a message of this direction.
+            InvalidMessage: A field is invalid, and the reply can name the command.
+        """
         if not frames or len(frames) > FRAMES_MAX:
             raise ProtocolError(f"a message has 1 to {FRAMES_MAX} frames, this one has {len(frames)}")
         body = self._body(frames[0])
@@ -98,7 +107,7 @@ class Decoder:
         if cls is None:
             raise ProtocolError(f"unknown message tag {_shorten(tag)}; known here: {', '.join(sorted(self._classes))}")
         sizes = body.pop("n", ())
-        # Most messages hold scalars only, and lists without anything in them.
+        # Most messages hold scalars and empty lists only.
         inner = [value for value in body.values() if type(value) in _CONTAINERS and value]
         if inner and not _shallow(inner, DEPTH_MAX - 1):
             raise ProtocolError(f"a message nests at most {DEPTH_MAX} levels")
@@ -136,7 +145,7 @@ class Decoder:
 
 
 def _arrays(cls: type[Message], body: dict[str, Any], sizes: Any, frame: bytes | memoryview) -> None:
-    """Cuts the second frame into the message's arrays and adds them to its fields. Raises ProtocolError."""
+    """Cut the second frame into the message's arrays and add them to its fields. Raises ProtocolError."""
     tag, declared, given = _TAGS[cls], _ARRAYS[cls], len(frame)
     if not isinstance(sizes, list) or len(sizes) > len(declared):
         raise ProtocolError(f"{tag}: n lists the sizes of at most {len(declared)} arrays")
@@ -154,11 +163,11 @@ def _arrays(cls: type[Message], body: dict[str, Any], sizes: Any, frame: bytes |
     else:
         if start == given:
             return
-    raise ProtocolError(f"{tag}: the arrays that n lists are not the {given} bytes that came")
+    raise ProtocolError(f"{tag}: the sizes in n do not match the {given} bytes of arrays received")
 
 
 def _shallow(level: list[Any], depth: int) -> bool:
-    """Whether each of these containers nests at most `depth` levels; what is empty has none."""
+    """Return whether each of these containers nests at most `depth` levels; an empty container has none."""
     for _ in range(depth):
         below: list[Any] = []
         for value in level:
@@ -176,7 +185,7 @@ def _shorten(value: object) -> str:
 
 
 def _locate(problem: str) -> tuple[str, str]:
-    """Splits msgspec's "Expected `int`, got `str` - at `$.sampling.seed`" into its field and its problem."""
+    """Split msgspec's "Expected `int`, got `str` - at `$.sampling.seed`" into its field and its problem."""
     text, _, path = problem.partition(" - at `$")
     if "unknown field `" in text:
         field = text.split("unknown field `", 1)[1].rstrip("`")
@@ -205,8 +214,10 @@ _ARRAYS: dict[type[Message], tuple[tuple[str, np.dtype[Any]], ...]] = {
 _EMPTY = {np.dtype(dtype): none for dtype, none in (("<i4", NO_INT32), ("<i8", NO_INT64), ("<f4", NO_FLOAT32))}
 _CONTAINERS = frozenset((dict, list, tuple))
 _TEXT = frozenset((str,))
-_STEP_MARK: bytes = msgpack.packb("t") + msgpack.packb(tag_of(Step))  # the first entry of a body, after its size
+_STEP_MARK: bytes = msgpack.packb("t") + msgpack.packb(tag_of(Step))  # the first entry of a body, after the map's size
 assert len(set(_TAGS.values())) == len(_TAGS), "two messages share a tag"
 # Wide items first, so that every array in the frame starts at a multiple of its item's size.
 assert all(list(cls.FRAMES) == sorted(cls.FRAMES, key=lambda frame: -int(frame[1][2:])) for cls in _TAGS), "alignment"
-assert not any("n" in fields or "t" in fields for fields in _FIELDS.values()), "a field has a name of the codec's own"
+assert not any("n" in fields or "t" in fields for fields in _FIELDS.values()), (
+    "a field uses a name reserved for the codec"
+)

@@ -1,4 +1,4 @@
-"""From a TOML file to a frozen configuration: an error names an unknown key and the nearest known one."""
+"""Load a TOML file into a frozen configuration. An error names an unknown key and the nearest known one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,24 @@ _BYTES = re.compile(r"(^|_)bytes(_|$)")
 
 
 def load(path: Path, cls: type[T]) -> T:
-    """Read `path` into `cls`. Raises InvalidConfiguration naming the file or the key."""
+    """Read a TOML file into a configuration.
+
+    Args:
+        path: The file.
+        cls: The class of the configuration.
+
+    Raises:
+        InvalidConfiguration: Names the file or the key.
+    """
     return convert(read_toml(path), cls)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises InvalidConfiguration naming the file."""
+    """Read a TOML file.
+
+    Raises:
+        InvalidConfiguration: Names the file.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -37,8 +49,15 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def convert(values: object, cls: type[T]) -> T:
-    """Check plain values into `cls`; sizes in bytes may be texts like "4G". Raises InvalidConfiguration naming the
-    key."""
+    """Check plain values and convert them to a configuration.
+
+    Args:
+        values: The values as TOML gives them. Sizes in bytes may be texts like "4G".
+        cls: The class of the configuration.
+
+    Raises:
+        InvalidConfiguration: Names the key.
+    """
     try:
         return msgspec.convert(_sized(values), cls)
     except msgspec.ValidationError as error:
@@ -55,12 +74,12 @@ def convert(values: object, cls: type[T]) -> T:
 
 
 def expand(path: str) -> Path:
-    """A path from a configuration file, with ~ and $VARIABLES expanded, made absolute."""
+    """Return a path from a configuration file as an absolute path, with ~ and $VARIABLES expanded."""
     return Path(os.path.expandvars(path)).expanduser().absolute()
 
 
 def _sized(values: object, path: str = "") -> object:
-    """The same values with texts of sizes as numbers of bytes."""
+    """Return the same values with size texts converted to numbers of bytes."""
     if not isinstance(values, dict):
         return values
     found: dict[object, object] = {}
@@ -77,7 +96,7 @@ def _sized(values: object, path: str = "") -> object:
 
 
 def _suggestion(cls: type[msgspec.Struct], where: str, key: str) -> str:
-    """The nearest setting: in the section where the key stands, or of the same name in another one."""
+    """Suggest the nearest setting: in the section of the key, or of the same name in another section."""
     section = _section(cls, where)
     if section is None:
         return ""
@@ -90,7 +109,7 @@ def _suggestion(cls: type[msgspec.Struct], where: str, key: str) -> str:
 
 
 def _section(cls: type[msgspec.Struct], where: str) -> type[msgspec.Struct] | None:
-    """The structure at a path like `limits` or `keys[...]`."""
+    """Return the structure at a path like `limits` or `keys[...]`."""
     at: type[msgspec.Struct] | None = cls
     for part in filter(None, where.replace("[...]", "").split(".")):
         fields = {field.encode_name: field.type for field in msgspec.structs.fields(at)} if at is not None else {}
@@ -99,7 +118,7 @@ def _section(cls: type[msgspec.Struct], where: str) -> type[msgspec.Struct] | No
 
 
 def _settings(cls: type[msgspec.Struct], path: str = "") -> list[str]:
-    """The names of all settings with their sections, like limits.queue_max."""
+    """Return the names of all settings with their sections, like limits.queue_max."""
     found = []
     for field in msgspec.structs.fields(cls):
         inner = _struct_of(field.type)
@@ -111,7 +130,7 @@ def _settings(cls: type[msgspec.Struct], path: str = "") -> list[str]:
 
 
 def _struct_of(kind: Any) -> type[msgspec.Struct] | None:
-    """The structure that a field holds, by itself, in a union or as the values of a dictionary."""
+    """Return the structure that a field holds: directly, in a union or as the values of a dictionary."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return kind
     origin = get_origin(kind)

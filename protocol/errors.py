@@ -1,12 +1,12 @@
 """The error tree. Every error has a stable wire code; a peer that receives it raises the same class.
 
 KvforgeError
- ├─ ProtocolError             protocol_error         the bytes are not a message we accept
+ ├─ ProtocolError             protocol_error         the bytes are not an accepted message
  │   └─ VersionMismatch       version_mismatch       the two sides share no protocol version
  ├─ InvalidConfiguration      invalid_configuration  a setting is wrong; names the field
  ├─ InvalidRequest            invalid_request        an argument is wrong; names the field
- │   └─ MessageRefused        message_refused        coordinators ended while they handled it; carries deaths
- ├─ NotAllowed                not_allowed            whoever asks lacks a right; carries right
+ │   └─ MessageRefused        message_refused        coordinators died while handling it; carries deaths
+ ├─ NotAllowed                not_allowed            the caller lacks a right; carries right
  ├─ NotFound                  not_found
  │   ├─ SequenceNotFound      sequence_not_found     carries sequence_id
  │   ├─ BlockNotFound         block_not_found        carries block_id
@@ -19,28 +19,28 @@ KvforgeError
  │   ├─ KeyReused             key_reused             this idempotency key named another command; carries key
  │   ├─ AlreadyHolder         already_holder         this holder already holds the block
  │   ├─ NotAHolder            not_a_holder           this holder does not hold the block
- │   ├─ StateLost             state_lost             the coordinator was started anew since; carries boot
- │   ├─ BlockNotHeld          block_not_held         nobody holds the block: it cannot be freed again
+ │   ├─ StateLost             state_lost             the coordinator restarted without its journal; carries boot
+ │   ├─ BlockNotHeld          block_not_held         the block has no holder: it cannot be freed again
  │   └─ StaleGeneration       stale_generation       the block was recycled since its id was read
  ├─ CapacityExceeded          capacity_exceeded      a pool, table or limit is full; carries resource
  │   ├─ QueueFull             queue_full             carries retry_after_ms
- │   │   └─ RateExceeded      rate_exceeded          tokens a second of an entry of [access]; the same
+ │   │   └─ RateExceeded      rate_exceeded          token rate of an entry of [access]; the same
  │   └─ QuotaExceeded         quota_exceeded         the tenant's ceiling; carries tenant
- ├─ Unavailable               unavailable            nobody can serve this now
+ ├─ Unavailable               unavailable            cannot be served now
  │   ├─ CoordinatorUnavailable coordinator_unavailable
- │   ├─ CoordinatorInUse      coordinator_in_use     another coordinator serves in this runtime folder
+ │   ├─ CoordinatorInUse      coordinator_in_use     another coordinator uses this runtime folder
  │   ├─ Draining              draining               admission has stopped
  │   ├─ JournalFailed         journal_failed         the disk refuses to read or write the journal; carries path, reason
  │   ├─ StateRemoved          state_removed          the folder of the journal was removed under a coordinator
- │   ├─ JournalFull           journal_full           no room for the journal, and the process was told to stop
+ │   ├─ JournalFull           journal_full           no room for the journal when the process had to stop
  │   └─ NotReady              not_ready              no worker is ready to serve
  ├─ DeadlineExceeded          deadline_exceeded      the wait or the request ran out of time
- ├─ JournalCorrupt            journal_corrupt        what was written to state_dir is damaged; carries file, offset
+ ├─ JournalCorrupt            journal_corrupt        the journal in state_dir is damaged; carries file, offset
  ├─ UnsupportedModel          unsupported_model      refused at load, by name
  ├─ WorkerError               worker_error           a worker failed while running a request
  │   ├─ GpuError              gpu_error              the device failed (out of memory, fault)
  │   └─ KernelError           kernel_error           a kernel is wrong on this device, or does not compile for it
- └─ InternalError             internal_error         a fault of kvforge's own
+ └─ InternalError             internal_error         a bug in kvforge
 """
 
 from __future__ import annotations
@@ -51,9 +51,12 @@ Field = str | int | float | bool | None
 
 
 class KvforgeError(Exception):
-    """Base of everything kvforge raises on purpose.
+    """Base of all errors that kvforge raises deliberately.
 
-    `fields` holds what a program may want to read (ids, limits); each is an attribute too.
+    Attributes:
+        code: The stable wire code of the class.
+        message: The text for people.
+        fields: Values for programs (ids, limits). Each is an attribute too.
     """
 
     code: ClassVar[str] = "error"
@@ -74,10 +77,14 @@ class KvforgeError(Exception):
 
 
 class ProtocolError(KvforgeError):
+    """The bytes are not an accepted message."""
+
     code = "protocol_error"
 
 
 class VersionMismatch(ProtocolError):
+    """The two sides share no protocol version."""
+
     code = "version_mismatch"
 
 
@@ -91,7 +98,7 @@ class InvalidConfiguration(KvforgeError):
 
 
 class InvalidRequest(KvforgeError):
-    """An argument of a request is wrong. `field` names it; `more` are numbers that a program may want to read."""
+    """An argument of a request is wrong. `field` names it; `more` are numbers for programs."""
 
     code = "invalid_request"
 
@@ -100,17 +107,17 @@ class InvalidRequest(KvforgeError):
 
 
 class MessageRefused(InvalidRequest):
-    """Coordinators have died one after the other while they handled this message. deaths: their number."""
+    """Several coordinators in a row died while handling this message. `deaths` is their number."""
 
     code = "message_refused"
 
     def __init__(self, size: int, deaths: int) -> None:
-        problem = f"{deaths} coordinators ended while they handled this message of {size} bytes: send a smaller one"
+        problem = f"{deaths} coordinators died while handling this message of {size} bytes: send a smaller one"
         KvforgeError.__init__(self, f"message: {problem}, or restart with --fresh", field="message", deaths=deaths)
 
 
 class NotAllowed(KvforgeError):
-    """Whoever asks lacks a right, which `right` names: `connect` is that of being served at all."""
+    """The caller lacks the right that `right` names; `connect` is the right to be served at all."""
 
     code = "not_allowed"
 
@@ -119,10 +126,14 @@ class NotAllowed(KvforgeError):
 
 
 class NotFound(KvforgeError):
+    """The object does not exist."""
+
     code = "not_found"
 
 
 class SequenceNotFound(NotFound):
+    """There is no such sequence."""
+
     code = "sequence_not_found"
 
     def __init__(self, sequence_id: int, why: str = "") -> None:
@@ -131,6 +142,8 @@ class SequenceNotFound(NotFound):
 
 
 class BlockNotFound(NotFound):
+    """There is no such block."""
+
     code = "block_not_found"
 
     def __init__(self, block_id: int) -> None:
@@ -138,6 +151,8 @@ class BlockNotFound(NotFound):
 
 
 class RequestNotFound(NotFound):
+    """There is no such request."""
+
     code = "request_not_found"
 
     def __init__(self, request_id: int, why: str = "") -> None:
@@ -147,6 +162,8 @@ class RequestNotFound(NotFound):
 
 
 class ModelNotFound(NotFound):
+    """The model cannot be found."""
+
     code = "model_not_found"
 
     def __init__(self, model: str, problem: str) -> None:
@@ -154,10 +171,14 @@ class ModelNotFound(NotFound):
 
 
 class Conflict(KvforgeError):
+    """The object exists, but its state forbids the command."""
+
     code = "conflict"
 
 
 class InvalidTransition(Conflict):
+    """The request's state does not allow the event."""
+
     code = "invalid_transition"
 
     def __init__(self, request_id: int, state: str, event: str) -> None:
@@ -170,6 +191,8 @@ class InvalidTransition(Conflict):
 
 
 class AlreadyFinished(Conflict):
+    """The request has already ended."""
+
     code = "already_finished"
 
     def __init__(self, request_id: int, state: str) -> None:
@@ -177,6 +200,8 @@ class AlreadyFinished(Conflict):
 
 
 class SequenceBusy(Conflict):
+    """A request is running on the sequence."""
+
     code = "sequence_busy"
 
     def __init__(self, sequence_id: int, request_id: int) -> None:
@@ -188,6 +213,8 @@ class SequenceBusy(Conflict):
 
 
 class KeyReused(Conflict):
+    """The idempotency key belongs to another command."""
+
     code = "key_reused"
 
     def __init__(self, key: str, request_id: int) -> None:
@@ -200,6 +227,8 @@ class KeyReused(Conflict):
 
 
 class AlreadyHolder(Conflict):
+    """The holder already holds the block."""
+
     code = "already_holder"
 
     def __init__(self, block_id: int, holder: str) -> None:
@@ -207,6 +236,8 @@ class AlreadyHolder(Conflict):
 
 
 class NotAHolder(Conflict):
+    """The holder does not hold the block."""
+
     code = "not_a_holder"
 
     def __init__(self, block_id: int, holder: str) -> None:
@@ -214,23 +245,27 @@ class NotAHolder(Conflict):
 
 
 class BlockNotHeld(Conflict):
+    """The block has no holder, so it cannot be freed."""
+
     code = "block_not_held"
 
     def __init__(self, block_id: int) -> None:
-        super().__init__(f"nobody holds block {block_id}: it is free already", block_id=block_id)
+        super().__init__(f"block {block_id} has no holder: it is already free", block_id=block_id)
 
 
 class StateLost(Conflict):
-    """Whoever names a boot names another one: what it was told then is not known any more."""
+    """The boot id belongs to an earlier coordinator, and its state is lost."""
 
     code = "state_lost"
 
     def __init__(self, named: str, boot: str) -> None:
-        problem = f"the coordinator was started anew: you name boot {named[:8]!r}, this is {boot[:8]!r}"
-        super().__init__(f"{problem}; its requests, sequences and blocks of before are lost", boot=boot)
+        problem = f"the coordinator started without its earlier state: boot is {boot[:8]!r}, not {named[:8]!r}"
+        super().__init__(f"{problem}; earlier requests, sequences and blocks are lost", boot=boot)
 
 
 class StaleGeneration(Conflict):
+    """The block was recycled since its id was read."""
+
     code = "stale_generation"
 
     def __init__(self, block_id: int, generation: int, current: int) -> None:
@@ -243,7 +278,7 @@ class StaleGeneration(Conflict):
 
 
 class CapacityExceeded(KvforgeError):
-    """Something with a limit is full. `resource` names it, `needed` and `available` are counts of it."""
+    """A limited resource is full. `resource` names it; `needed` and `available` are counts."""
 
     code = "capacity_exceeded"
 
@@ -253,12 +288,14 @@ class CapacityExceeded(KvforgeError):
 
 
 class QueueFull(CapacityExceeded):
+    """The queue is full. `retry_after_ms` is when to try again."""
+
     code = "queue_full"
 
-    def __init__(self, limit: int, retry_after_ms: int, whose: str = "") -> None:
+    def __init__(self, limit: int, retry_after_ms: int, owner: str = "") -> None:
         full = (
-            f"{whose} has its limit of {limit} requests at once"
-            if whose
+            f"{owner} has its limit of {limit} requests at once"
+            if owner
             else f"the queue holds its limit of {limit} requests"
         )
         KvforgeError.__init__(
@@ -270,18 +307,22 @@ class QueueFull(CapacityExceeded):
 
 
 class RateExceeded(QueueFull):
+    """The token rate of an entry of [access] is used up."""
+
     code = "rate_exceeded"
 
-    def __init__(self, per_s: float, retry_after_ms: int, whose: str) -> None:
+    def __init__(self, per_s: float, retry_after_ms: int, owner: str) -> None:
         KvforgeError.__init__(
             self,
-            f"{whose} has used more than its {per_s:g} tokens a second; try again in {retry_after_ms} ms",
+            f"{owner} has used more than its {per_s:g} tokens a second; try again in {retry_after_ms} ms",
             limit=per_s,
             retry_after_ms=retry_after_ms,
         )
 
 
 class QuotaExceeded(CapacityExceeded):
+    """The tenant's ceiling of blocks is reached."""
+
     code = "quota_exceeded"
 
     def __init__(self, tenant: str, needed: int, ceiling: int, hint: str = "") -> None:
@@ -296,41 +337,54 @@ class QuotaExceeded(CapacityExceeded):
 
 
 class Unavailable(KvforgeError):
+    """The request cannot be served now."""
+
     code = "unavailable"
 
 
 class CoordinatorUnavailable(Unavailable):
+    """The coordinator cannot be reached."""
+
     code = "coordinator_unavailable"
 
 
 class CoordinatorInUse(Unavailable):
+    """Another coordinator uses this runtime folder."""
+
     code = "coordinator_in_use"
 
 
 class JournalFull(Unavailable):
+    """There was no room for the journal when the process had to stop."""
+
     code = "journal_full"
 
     def __init__(self, folder: str) -> None:
-        problem = f"no room for the journal in {folder}: what is written there is kept"
-        super().__init__(f"{problem}; make room, and start again", folder=folder)
+        problem = f"no room for the journal in {folder}: all records written so far are kept"
+        super().__init__(f"{problem}; free some space, then start again", folder=folder)
 
 
 class JournalFailed(Unavailable):
-    """The disk refuses to read or write the journal. path: of the file or folder; reason: in the system's words."""
+    """The journal cannot be read or written.
+
+    Attributes:
+        path: The file or folder.
+        reason: The system's error text.
+    """
 
     code = "journal_failed"
 
     def __init__(self, path: str, reason: str, remedy: str) -> None:
         super().__init__(
-            f"the journal cannot be read or written at {path}: {reason}. Nothing was answered that is not written "
-            f"there; {remedy}, then start again",
+            f"the journal cannot be read or written at {path}: {reason}. All acknowledged commands are in "
+            f"the journal; {remedy}, then start again",
             path=path,
             reason=reason,
         )
 
 
 class StateRemoved(Unavailable):
-    """The folder of the journal, or a file in it, was removed while the coordinator ran. folder: its path."""
+    """The folder of the journal, or a file in it, was removed while the coordinator ran. `folder` is its path."""
 
     code = "state_removed"
 
@@ -343,20 +397,32 @@ class StateRemoved(Unavailable):
 
 
 class Draining(Unavailable):
+    """Admission has stopped."""
+
     code = "draining"
 
 
 class NotReady(Unavailable):
+    """No worker is ready to serve."""
+
     code = "not_ready"
 
 
 class DeadlineExceeded(KvforgeError):
+    """The wait or the request ran out of time."""
+
     code = "deadline_exceeded"
 
 
 class JournalCorrupt(KvforgeError):
-    """Something in the middle of what was written is damaged. record: the number of the first one that is missing, and
-    following: of the next one that is whole; 0 where that is not it."""
+    """The journal is damaged in the middle.
+
+    Attributes:
+        file: The damaged file.
+        offset: The first damaged byte.
+        record: The number of the first missing record, 0 if none is missing.
+        following: The number of the next intact record, 0 if none is missing.
+    """
 
     code = "journal_corrupt"
 
@@ -367,8 +433,8 @@ class JournalCorrupt(KvforgeError):
         elif record:
             what += f": record {record} is missing and {following} follows"
         super().__init__(
-            f"{what}. Nothing was changed. `kvforge replay` shows what can be read; put a copy of the folder back, or "
-            "start with --fresh: then its requests are lost",
+            f"{what}. Nothing was changed. `kvforge replay` shows the readable records; restore a copy of the folder, "
+            "or start with --fresh, which loses its requests",
             file=file,
             offset=offset,
             record=record,
@@ -377,6 +443,8 @@ class JournalCorrupt(KvforgeError):
 
 
 class UnsupportedModel(KvforgeError):
+    """The model cannot be served."""
+
     code = "unsupported_model"
 
     def __init__(self, model: str, problem: str) -> None:
@@ -384,20 +452,29 @@ class UnsupportedModel(KvforgeError):
 
 
 class WorkerError(KvforgeError):
+    """A worker failed while running a request."""
+
     code = "worker_error"
 
 
 class GpuError(WorkerError):
+    """The device failed (out of memory, fault)."""
+
     code = "gpu_error"
 
 
 class KernelError(WorkerError):
-    """A new start would find the same: the message says what to set instead."""
+    """A kernel is wrong on this device or does not compile.
+
+    A restart does not help: the message names the setting that does.
+    """
 
     code = "kernel_error"
 
 
 class InternalError(KvforgeError):
+    """A bug in kvforge."""
+
     code = "internal_error"
 
 
@@ -409,7 +486,7 @@ BY_CODE: dict[str, type[KvforgeError]] = {cls.code: cls for cls in _tree(Kvforge
 
 
 def restore(code: str, message: str, fields: dict[str, Field]) -> KvforgeError:
-    """Rebuilds the error that a peer raised. A code from a newer peer becomes a plain KvforgeError that names it."""
+    """Rebuild the error that a peer raised. An unknown code of a newer peer becomes a KvforgeError that names it."""
     cls = BY_CODE.get(code)
     if cls is None:
         cls, message = KvforgeError, f"{message} [{code}]"

@@ -1,4 +1,4 @@
-"""How processes end: the exit statuses that all of kvforge's commands share, and which error means which."""
+"""Exit statuses that all kvforge commands share, and the mapping from errors to them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ OK, FAILED, USAGE, UNAVAILABLE, TIMED_OUT, DAMAGED = 0, 1, 2, 3, 4, 5
 INTERRUPTED = 128 + signal.SIGINT
 
 MEANINGS: dict[int, str] = {
-    OK: "done; for `status` and `health`: ready to serve; for `up`: stopped as asked",
+    OK: "done; for `status` and `health`: ready to serve; for `up`: stopped on request",
     FAILED: "failed, refused, or (`status`, `health`) not ready",
-    USAGE: "wrong usage or input: an argument, a setting, or a name of a model, request or file that is not there",
+    USAGE: "wrong usage or input: an argument, a setting, or an unknown model, request or file",
     UNAVAILABLE: "not available: no coordinator or worker, the runtime folder in use, a model that cannot be served "
     "here (or a kernel that it needs)",
     TIMED_OUT: "no answer in time",
-    DAMAGED: "what a coordinator had written to its state_dir is damaged: nothing was changed, somebody must look",
+    DAMAGED: "the journal in state_dir is damaged; nothing was changed: see `kvforge replay`",
     INTERRUPTED: "interrupted by Ctrl-C (128 + the signal's number; 143 for SIGTERM)",
 }
 
-# The first class in this order that an error is an instance of decides.
+# The first class in this order that matches decides.
 STATUSES: tuple[tuple[type[KvforgeError], int], ...] = (
-    (StateRemoved, FAILED),  # what starts processes again does so: the next one goes on
+    (StateRemoved, FAILED),  # a supervisor restarts the process, and the next one carries on
     (InvalidRequest, USAGE),
     (InvalidConfiguration, USAGE),
     (NotFound, USAGE),
@@ -47,10 +47,10 @@ STATUSES: tuple[tuple[type[KvforgeError], int], ...] = (
 
 
 def status_of(error: KvforgeError) -> int:
-    """The exit status for an error."""
+    """Return the exit status for an error."""
     return next(status for cls, status in STATUSES if isinstance(error, cls))
 
 
 def table() -> str:
-    """The statuses, for the help of a command."""
+    """Return the table of statuses for the help of a command."""
     return "exit status:\n" + "\n".join(f"  {status:<4} {meaning}" for status, meaning in MEANINGS.items())

@@ -1,14 +1,14 @@
-"""Steps handed over through shared memory: a word that a worker watches before it sleeps on its socket.
+"""Hands steps to workers through shared memory: a worker polls a word before it sleeps on its socket.
 
-Waking a process by a message takes 28 us on one core and about 95 us across two; seeing a word change takes less than
-one. So what the coordinator sends to a worker that watches also lies in a ring in the tables file: its frames first,
-then its head, of which the word that is watched comes last. The same step comes over ZeroMQ in any case: the ring is
-only ahead of it. Nothing is lost with a worker that sleeps, with a step that is too long for the ring, or with one that
-is overwritten before it is read.
+Waking a process by a message takes 28 us on one core and about 95 us across two; polling sees a change in less than
+one. The coordinator therefore also writes each step for a polling worker into a ring in the tables file: the frames
+first, then the head, and the polled word of the head last. The same step is always sent over ZeroMQ too; the ring is
+only faster. No step is lost if the worker sleeps, if the step is too long for the ring, or if it is overwritten before
+the worker reads it.
 
-Steps are numbered from 1 since the pool was registered (`epoch`), on both ways alike. mail_head[pool] holds for each
-place of the ring: number (0 while it is written), epoch, bytes of the body, bytes of the arrays. As in `tables`, x86-64
-shows plain stores to other cores in their order.
+Steps are numbered from 1 since the pool was registered (`epoch`), with the same numbers on both ways. mail_head[pool]
+holds for each place of the ring: number (0 during a write), epoch, bytes of the body, bytes of the arrays. As in
+`tables`, x86-64 shows plain stores to other cores in their order.
 """
 
 from __future__ import annotations
@@ -25,14 +25,26 @@ HEAD = 4
 
 
 class StepMail:
-    """The coordinator's side. heads: [pools, 4 MAIL_RING] int64; mail: [pools, MAIL_RING MAIL_BYTES] uint8."""
+    """The coordinator's side.
+
+    Args:
+        heads: [pools, 4 MAIL_RING] int64.
+        mail: [pools, MAIL_RING MAIL_BYTES] uint8.
+    """
 
     def __init__(self, heads: Int64Array, mail: npt.NDArray[np.uint8]) -> None:
         self._heads = [row.data for row in heads]
         self._mail = [row.data for row in mail]
 
     def put(self, pool: int, epoch: int, number: int, frames: Sequence[bytes | memoryview]) -> None:
-        """Shows step `number` of a registration: one or two frames. One that is too long is left to ZeroMQ."""
+        """Publish one step of a registration. A step that does not fit into the ring is left to ZeroMQ.
+
+        Args:
+            pool: The number of the pool.
+            epoch: The registration.
+            number: The number of the step, from 1.
+            frames: One or two frames.
+        """
         head, mail = self._heads[pool], self._mail[pool]
         place = number % MAIL_RING
         at, start = HEAD * place, MAIL_BYTES * place
@@ -48,9 +60,15 @@ class StepMail:
 
 
 class StepWatch:
-    """A worker's side, from one registration on. head: [4 MAIL_RING] int64; mail: [MAIL_RING MAIL_BYTES] uint8.
+    """A worker's side, from one registration on.
 
-    taken: the number of the last step that was taken, from here or from the socket.
+    Args:
+        head: [4 MAIL_RING] int64.
+        mail: [MAIL_RING MAIL_BYTES] uint8.
+        epoch: The registration.
+
+    Attributes:
+        taken: The number of the last step taken, from the ring or from the socket.
     """
 
     def __init__(self, head: Int64Array, mail: npt.NDArray[np.uint8], epoch: int) -> None:
@@ -58,7 +76,7 @@ class StepWatch:
         self.taken = 0
 
     def take(self) -> list[bytes] | None:
-        """The frames of the next step, once: where it is there and whole."""
+        """Return the frames of the next step if it is there and complete, else None."""
         head, number = self._head, self.taken + 1
         place = number % MAIL_RING
         at = HEAD * place

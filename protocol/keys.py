@@ -1,4 +1,4 @@
-"""The keys by which peers on a network know each other (CURVE): made, kept in files, read.
+"""CURVE key pairs that identify peers on a network: creating, storing and reading them.
 
 A key is 32 bytes, written as 40 characters of Z85 (https://rfc.zeromq.org/spec/32/). A key file is TOML with `public`
 and `secret`; only its owner may read it.
@@ -20,33 +20,46 @@ from .errors import InvalidConfiguration
 
 KEY_BYTES, KEY_LENGTH = 32, 40
 FILE_BYTES_MAX = 4096
-HEAD = "# Keys of {}. Whoever can read the secret can pass for it: only its owner may read this file.\n"
+HEAD = "# Keys of {}. The secret grants its access: keep this file readable by its owner only.\n"
 
 
 class KeyPair(NamedTuple):
-    """Both as text."""
+    """A public and a secret key as text."""
 
     public: str
     secret: str
 
 
 def make() -> KeyPair:
-    """A new pair."""
+    """Create a key pair."""
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode(), secret.decode())
 
 
-def write(path: Path, pair: KeyPair, whose: str) -> None:
-    """Makes the file of a pair (0600). whose: words for its first line. Raises InvalidConfiguration if it exists."""
-    write_secret(path, f'{HEAD.format(whose)}public = "{pair.public}"\nsecret = "{pair.secret}"\n')
+def write(path: Path, pair: KeyPair, owner: str) -> None:
+    """Create the file of a key pair (0600).
+
+    Args:
+        path: The file.
+        pair: The key pair.
+        owner: The owner, for the first line of the file.
+
+    Raises:
+        InvalidConfiguration: The file exists or cannot be created.
+    """
+    write_secret(path, f'{HEAD.format(owner)}public = "{pair.public}"\nsecret = "{pair.secret}"\n')
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Makes a file that is its owner's alone (0600). Raises InvalidConfiguration if it exists."""
+    """Create a file that only its owner can read (0600).
+
+    Raises:
+        InvalidConfiguration: The file exists or cannot be created.
+    """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        problem = f"{path} exists: whoever knows its key would not know the new one; remove it if that is meant"
+        problem = f"{path} exists: peers that know its key would not know a new one; remove it to replace the key"
         raise InvalidConfiguration("key_file", problem) from None
     except OSError as error:
         raise InvalidConfiguration("key_file", f"{path} cannot be made: {error.strerror}") from None
@@ -55,7 +68,15 @@ def write_secret(path: Path, text: str) -> None:
 
 
 def read(path: Path, field: str = "key_file") -> KeyPair:
-    """The pair in a file. Raises InvalidConfiguration naming `field`, also where others could read the file."""
+    """Read the key pair in a file.
+
+    Args:
+        path: The file.
+        field: The setting or argument that names it.
+
+    Raises:
+        InvalidConfiguration: The file is not a key file, or other users can read it.
+    """
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -73,23 +94,29 @@ def read(path: Path, field: str = "key_file") -> KeyPair:
         bytes_of(secret, field)
         public = zmq.curve_public(secret.encode()).decode()
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, InvalidConfiguration):
-        raise InvalidConfiguration(field, f"{path} is no key file: `kvforge keys` makes one") from None
+        raise InvalidConfiguration(field, f"{path} is not a key file: create one with `kvforge keys`") from None
     if values.get("public", public) != public:
-        raise InvalidConfiguration(field, f"the public key in {path} is not that of the secret beside it")
+        raise InvalidConfiguration(field, f"the public key in {path} does not match its secret")
     return KeyPair(public, secret)
 
 
 def bytes_of(key: str, field: str) -> bytes:
-    """A key as 32 bytes. Raises InvalidConfiguration naming `field`."""
+    """Return a key as 32 bytes.
+
+    Raises:
+        InvalidConfiguration: The text is not a key. Names `field`.
+    """
     try:
         found = z85.decode(key.encode("ascii")) if len(key) == KEY_LENGTH else b""
     except (KeyError, ValueError, struct.error):
         found = b""
     if len(found) != KEY_BYTES:
-        raise InvalidConfiguration(field, f"{key!r} is no key: {KEY_LENGTH} characters, as `kvforge keys` prints them")
+        raise InvalidConfiguration(
+            field, f"invalid key {key!r}: expected {KEY_LENGTH} characters as printed by `kvforge keys`"
+        )
     return found
 
 
 def text_of(key: bytes) -> str:
-    """A key of 32 bytes as text."""
+    """Return a key of 32 bytes as text."""
     return z85.encode(key).decode()

@@ -4,8 +4,8 @@ One file, little-endian, every array aligned to a cache line:
 
     header            magic, layout version, geometry, boot id                      one page
     gauges            version, then one int64 for each name in GAUGES               one page
-    rows_written      int64           number of the last write of rows that is over: 0, 2, 4, ...
-    row_version       [slots] int64   number of the row's last write; one less, odd, while it is being written
+    rows_written      int64           number of the last completed write of rows: 0, 2, 4, ...
+    row_version       [slots] int64   number of the row's last write; one less (odd) during a write
     row_length        [slots] int32   tokens known; may change alone, without a new version
     row_blocks        [slots] int32   used columns of block_table
     row_sequence      [slots] int64   id of the sequence in the slot, 0 = none
@@ -13,17 +13,17 @@ One file, little-endian, every array aligned to a cache line:
     block_generation  [blocks] int32
     block_owner       [blocks] int32  number of the tenant that the block is charged to, 0 = none
     block_table       [slots, blocks_per_sequence] int32   global block ids; one cache line between the rows
-    numbers           version, when they were written (ns, monotonic), one int64 for each name in GAUGES
+    numbers           version, time of writing (ns, monotonic), one int64 for each name in GAUGES
     tenants           [TENANT_ROWS + 1, TENANT_CELLS] int64    see protocol/meters.py
-    tenant_blocks     [TENANT_ROWS + 1] int64   blocks that each is charged for
+    tenant_blocks     [TENANT_ROWS + 1] int64   blocks that each tenant is charged for
     pool_counts       [pools, POOL_CELLS] int64
     facts             one record of MessagePack (meters.Facts) behind its length, int64
     mail_head         [pools, 4 MAIL_RING] int64       see protocol/handover.py
     mail              [pools, MAIL_RING MAIL_BYTES] uint8
 
-Rows of a power of two bytes, one after the other, would have their equal columns in the same few places of the
-processor's caches, and a step reads and writes one column of every row: hence the line in between. Untouched pages of
-the file take no memory, so the limits may be generous.
+Rows with a power of two bytes would map equal columns to the same few sets of the processor's caches. A step reads and
+writes one column of every row, so one cache line separates the rows. Untouched pages of the file take no memory, so the
+limits may be generous.
 """
 
 from __future__ import annotations
@@ -113,7 +113,11 @@ assert (1 + len(GAUGES)) * 8 <= PAGE_BYTES
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True):
-    """How large the tables are. Raises InvalidConfiguration naming the field."""
+    """Sizes of the tables.
+
+    Raises:
+        InvalidConfiguration: Names the field that is too small or too large.
+    """
 
     slots: int
     blocks: int
@@ -123,7 +127,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def facts_bytes(self) -> int:
-        """Room for the names of tenants and for what is known of each worker."""
+        """Return the room for the names of tenants and the facts of workers, in bytes."""
         return FACTS_BYTES + FACTS_POOL_BYTES * self.pools
 
     def __post_init__(self) -> None:
@@ -141,7 +145,14 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
-    """Where one array lies in the file, C order. strides: bytes from one item to the next along each axis."""
+    """Place of one array in the file, in C order.
+
+    Attributes:
+        offset: Bytes from the start of the file.
+        dtype: numpy's name of the type.
+        shape: The number of items along each axis.
+        strides: Bytes from one item to the next along each axis.
+    """
 
     offset: int
     dtype: str
@@ -150,13 +161,13 @@ class ArraySpec(msgspec.Struct, frozen=True):
 
     @property
     def bytes(self) -> int:
-        """From its first item to the end of its last row, with what lies between the rows."""
+        """Return the bytes from the first item to the end of the last row, with the gaps between rows."""
         return self.shape[0] * self.strides[0] if self.shape else int(self.dtype[2:])
 
 
-@lru_cache(maxsize=4)  # who opens a table asks for the same several times
+@lru_cache(maxsize=4)  # opening a table calls it several times
 def arrays(geometry: Geometry) -> Mapping[str, ArraySpec]:
-    """Every array of the file by name, in file order."""
+    """Return the place of each array of the file by name, in file order."""
     found: dict[str, ArraySpec] = {}
     offset = 2 * PAGE_BYTES
     for name, dtype, dimensions in _ARRAYS:
@@ -171,6 +182,6 @@ def arrays(geometry: Geometry) -> Mapping[str, ArraySpec]:
 
 
 def file_bytes(geometry: Geometry) -> int:
-    """Size of the whole file."""
+    """Return the size of the whole file in bytes."""
     last = list(arrays(geometry).values())[-1]
     return -(-(last.offset + last.bytes) // PAGE_BYTES) * PAGE_BYTES

@@ -1,8 +1,8 @@
-"""Where log lines go: written without waiting, bounded in memory, and limited in rate where they are about one thing.
+"""Log output that never blocks: bounded in memory, and rate-limited per kind of line.
 
-Whoever reads standard error may stop doing so (a terminal under Ctrl-S, a supervisor under Ctrl-Z), and a process whose
-log waits for that stands still, with all that it serves. What cannot be written now is kept, up to a bound; beyond it
-lines are lost, and the log says how many.
+The reader of standard error may stop reading (a terminal under Ctrl-S, a supervisor under Ctrl-Z). A blocking log
+would then stop the process with all that it serves. Lines that cannot be written now are buffered up to a bound; beyond
+it they are dropped, and the log reports how many.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUMBERS = re.compile(r"\d+")
 
 
 class LogOutput(logging.Handler):
-    """Writes to a descriptor. A line that was kept leaves with the next one, or with `flush`."""
+    """Writes to a file descriptor. A buffered line is written with the next one, or by `flush`."""
 
     def __init__(self, descriptor: int = 2, buffer_bytes_max: int = BUFFER_BYTES_MAX) -> None:
         super().__init__()
@@ -33,9 +33,10 @@ class LogOutput(logging.Handler):
         self._buffer_bytes_max = buffer_bytes_max
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write one record, or buffer it while the descriptor takes nothing."""
         try:
             line = (self.format(record) + "\n").encode(errors="backslashreplace")
-        except Exception:  # noqa: BLE001 - as logging does it: a line that cannot be made must not end the program
+        except Exception:  # noqa: BLE001 - as in logging: a line that cannot be formatted must not end the program
             self.handleError(record)
             return
         if self.kept_bytes + len(line) > self._buffer_bytes_max:
@@ -44,7 +45,7 @@ class LogOutput(logging.Handler):
             self.lost += 1
             return
         if self.lost:
-            told = f"{self.lost} lines of the log are lost: nobody read them"
+            told = f"{self.lost} log lines dropped: standard error did not take them"
             self.lost = 0
             gap = logging.LogRecord(record.name, logging.WARNING, record.pathname, record.lineno, told, (), None)
             self._keep((self.format(gap) + "\n").encode())
@@ -56,14 +57,14 @@ class LogOutput(logging.Handler):
         self.kept_bytes += len(line)
 
     def flush(self) -> None:
-        """Writes what is kept, as far as it is taken now."""
+        """Write buffered lines, as far as the descriptor takes them now."""
         while self._lines:
             try:
                 count = self._write(self._lines[0])
             except BlockingIOError:
                 return
             except OSError:
-                count = len(self._lines[0])  # nobody will ever read it
+                count = len(self._lines[0])  # the reader is gone for good
             self.kept_bytes -= count
             if count == len(self._lines[0]):
                 self._lines.popleft()
@@ -71,17 +72,18 @@ class LogOutput(logging.Handler):
                 self._lines[0] = self._lines[0][count:]
 
     def close(self) -> None:
+        """Flush, and close the descriptor."""
         self.flush()
         self._close()
         super().close()
 
 
 class Limited(logging.Filter):
-    """Lets so many warnings and errors of one kind pass in so many seconds, and tells how many more there were.
+    """Limits warnings and errors of one kind to a number per period, and reports how many were left out.
 
-    A kind is what a line says but for the numbers in it, and whom it is about (`extra={"peer": ...}`): nobody can fill
-    the log, nor have the lines about others left out. What is told for information comes once for each event that is
-    worth it, and passes.
+    A kind is the text of a line without its numbers, together with the peer that it concerns (`extra={"peer": ...}`). A
+    peer can therefore neither fill the log nor suppress lines about other peers. Info lines report single events and
+    always pass.
     """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -90,6 +92,7 @@ class Limited(logging.Filter):
         self._kinds: OrderedDict[tuple[object, str], tuple[float, int]] = OrderedDict()  # since when, and how many
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to write a record."""
         if record.levelno < logging.WARNING:
             return True
         now_s = self._clock_s()
@@ -107,10 +110,10 @@ class Limited(logging.Filter):
 
 
 def _writer(descriptor: int) -> tuple[Callable[[bytes], int], Callable[[], None]]:
-    """What writes to a descriptor without waiting, and what closes it.
+    """Return functions that write to a descriptor without blocking and that close it.
 
-    The descriptor itself may be shared with other processes, which must not find that it does not wait any more: pipes
-    and terminals are opened anew, a socket is told for each write.
+    Other processes may share the descriptor, so its own mode must stay blocking: pipes and terminals are opened again,
+    and each write to a socket sets a flag.
     """
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISSOCK(mode):
@@ -118,7 +121,7 @@ def _writer(descriptor: int) -> tuple[Callable[[bytes], int], Callable[[], None]
         return lambda data: socket.send(data, sockets.MSG_DONTWAIT), socket.close
     own = os.dup(descriptor)
     if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
-        with suppress(OSError):  # not ours to open: write to it as it is
+        with suppress(OSError):  # no permission to open it again: use the shared descriptor
             own_again = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
             os.close(own)
             own = own_again

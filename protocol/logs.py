@@ -1,13 +1,13 @@
-"""Lines of a process's log: one format for people, one for programs, each entry one line.
+"""Formats of log lines: one for people, one for programs, each entry one line.
 
-A line tells what happened, to which request or worker, and how long it took. It never holds a prompt or an answer: what
-is logged of a request are counts, times and names.
+A line states what happened, to which request or worker, and how long it took. It never contains a prompt or an answer,
+only counts, times and names.
 
 Text:  2026-11-22 04:30:00,123 coordinator INFO request ended id=4 tenant=default tokens=16 ...
 JSON:  {"time":"2026-11-22T04:30:00.123456Z","process":"coordinator","level":"info","event":"request_ended",
         "message":"request ended","id":4,"tenant":"default","tokens":16, ...}
 
-`event` is there for what programs look for; other entries have only a message.
+Entries that programs search for have an `event`; the others have only a message.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from .log_output import Limited, LogOutput
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
-# Keys of every JSON line; no field may have such a name.
+# Keys of every JSON line, which no field may use.
 RESERVED = frozenset({"time", "process", "level", "event", "message", "exception"})
 
 
 def check(level: str, log_format: str) -> None:
-    """Raises InvalidConfiguration naming `log_level` or `log_format`."""
+    """Check the logging settings.
+
+    Raises:
+        InvalidConfiguration: Names `log_level` or `log_format`.
+    """
     if level not in LEVELS:
         raise InvalidConfiguration("log_level", f"must be one of {', '.join(LEVELS)}")
     if log_format not in FORMATS:
@@ -36,9 +40,18 @@ def check(level: str, log_format: str) -> None:
 
 
 def configure(process: str, level: str, log_format: str) -> LogOutput:
-    """Sends what this process logs to standard error, from `level` on. process: its name in each line.
+    """Send the log of this process to standard error.
 
-    Nobody waits for standard error: what it does not take leaves with the next line, or with the result's `flush`.
+    Logging never waits for standard error: lines that it does not take now are written with the next line, or by
+    `flush`.
+
+    Args:
+        process: The name of the process in each line.
+        level: The lowest level to log.
+        log_format: One of FORMATS.
+
+    Returns:
+        The handler, to be flushed before the process ends.
     """
     output = LogOutput(sys.stderr.fileno())
     output.setFormatter(formatter(process, log_format))
@@ -48,39 +61,49 @@ def configure(process: str, level: str, log_format: str) -> LogOutput:
 
 
 def formatter(process: str, log_format: str) -> logging.Formatter:
-    """What turns entries into lines."""
+    """Return the formatter for a log format."""
     return JsonFormatter(process) if log_format == "json" else TextFormatter(process)
 
 
 def tell(
     log: logging.Logger, level: str, message: str, event: str = "", fields: Mapping[str, Field] | None = None
 ) -> None:
-    """Logs something that a program may look for. event: its name, in snake_case; fields: what belongs to it."""
+    """Log an event that a program may search for.
+
+    Args:
+        log: The logger.
+        level: One of LEVELS.
+        message: The text.
+        event: The event's name, in snake_case.
+        fields: The event's values.
+    """
     log.log(
         logging.getLevelNamesMapping()[level.upper()], "%s", message, extra={"event": event, "fields": fields or {}}
     )
 
 
 class TextFormatter(logging.Formatter):
-    """Lines for people: the message, then the fields as name=value."""
+    """Formats lines for people: the message, then the fields as name=value."""
 
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s {process.replace('%', '%%')} %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
+        """Return the message and the fields as one line."""
         fields: Mapping[str, Field] = getattr(record, "fields", {})
         parts = [super().formatMessage(record), *(f"{name}={_shown(value)}" for name, value in fields.items())]
         return _one_line(" ".join(parts))
 
 
 class JsonFormatter(logging.Formatter):
-    """Lines for programs: one JSON object each."""
+    """Formats lines for programs: one JSON object each."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the entry as JSON."""
         return json_line(
             self._process,
             record.levelname.lower(),
@@ -102,9 +125,19 @@ def json_line(
     at: float | None = None,
     exception: str = "",
 ) -> str:
-    """One entry as JSON. at: seconds since the epoch; None: now."""
+    """Return one entry as JSON.
+
+    Args:
+        process: The name of the process.
+        level: One of LEVELS.
+        message: The text.
+        event: The event's name, in snake_case.
+        fields: The event's values.
+        at: Seconds since the epoch; None: now.
+        exception: The traceback, if there is one.
+    """
     fields = fields or {}
-    assert not RESERVED & fields.keys(), f"a field is named as what every line has: {sorted(RESERVED & fields.keys())}"
+    assert not RESERVED & fields.keys(), f"reserved field names: {sorted(RESERVED & fields.keys())}"
     moment = datetime.now(UTC) if at is None else datetime.fromtimestamp(at, UTC)
     entry = {
         "time": moment.isoformat(timespec="microseconds").replace("+00:00", "Z"),
@@ -119,7 +152,7 @@ def json_line(
 
 
 def _shown(value: Field) -> str:
-    """A value as text, in quotes where it would not be seen to be one word."""
+    """Return a value as text, quoted unless it is clearly one word."""
     if value is None:
         return "-"
     text = f"{value:g}" if isinstance(value, float) else str(value)
@@ -127,5 +160,5 @@ def _shown(value: Field) -> str:
 
 
 def _one_line(text: str) -> str:
-    """A peer's words must not look like a line of their own."""
+    """Escape line breaks and control characters, so that a peer's text cannot imitate a log line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,13 +1,14 @@
-"""What is counted for monitors: the names, the order and the buckets of the numbers in the shared tables.
+"""Metrics in the shared tables: the names, the order and the buckets of the numbers that monitors read.
 
-A tenant has one row of int64: TENANT_COUNTS, then the cells of each of TENANT_TIMES. Its row is its number with the
-coordinator, up to TENANT_ROWS; row 0 holds all others together, those that the coordinator has forgotten too. A pool
-has one row: POOL_COUNTS, then the cells of STEP_TIME.
+A tenant has one row of int64: TENANT_COUNTS, then the cells of each of TENANT_TIMES. The row's index is the tenant's
+number with the coordinator, up to TENANT_ROWS; row 0 sums all other tenants, including those that the coordinator has
+forgotten. A pool has one row: POOL_COUNTS, then the cells of STEP_TIME.
 
-Each token of a request is its first one, or comes so long after the one before it: so FIRST_TOKEN and GAP count tokens.
+Each token of a request is either its first (FIRST_TOKEN) or follows another one after a gap (GAP), so that both
+distributions together count tokens.
 
-The cells of a distribution: how many values fell into each bucket (not into those below it), how many were larger than
-the last bound, and the sum of all. Times are in microseconds.
+The cells of a distribution are the number of values in each bucket (not cumulative), the number of values above the
+last bound, and the sum of all values. Times are in microseconds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 TENANT_ROWS = 64
-OTHERS = 0  # the row of those that have none of their own
+OTHERS = 0  # the row of tenants without a row of their own
 NAME_LENGTH_MAX = 128
 FACTS_BYTES, FACTS_POOL_BYTES = 1 << 16, 1 << 12
 
@@ -56,7 +57,13 @@ POOL_COUNTS = (
 
 
 class Distribution(NamedTuple):
-    """Values by bucket. bounds: the largest value of each, as integers; start: its first cell in a row."""
+    """A distribution of values by bucket.
+
+    Attributes:
+        name: The name of the metric.
+        bounds: The largest value of each bucket, as integers.
+        start: The index of its first cell in a row.
+    """
 
     name: str
     bounds: tuple[int, ...]
@@ -64,12 +71,12 @@ class Distribution(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The cell of the sum of all values."""
+        """Return the index of the cell with the sum of all values."""
         return self.start + len(self.bounds) + 1
 
     @property
     def end(self) -> int:
-        """The cell after its last."""
+        """Return the index after its last cell."""
         return self.total + 1
 
 
@@ -116,9 +123,16 @@ TENANT_CELLS, POOL_CELLS = TENANT_TIMES[-1].end, STEP_TIME.end
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker. state: connecting, loading, ready or away (not back yet since the coordinator was started again).
+    """One worker.
 
-    pool: the number of its row, -1 before it is ready. device_bytes: its device's memory in bytes by purpose.
+    Attributes:
+        name: Its name.
+        pid: Its process id.
+        state: connecting, loading, ready or away (not back yet since the coordinator restarted).
+        pool: The number of its row, -1 before it is ready.
+        block_bytes: The size of a block in bytes.
+        kv_dtype: The type of the KV cache.
+        device_bytes: Its device memory in bytes by purpose.
     """
 
     name: str
@@ -131,7 +145,13 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is no number, and changes rarely. tenants: the names of the rows from 1 on. model: "" for none yet."""
+    """Values that are not numbers and rarely change.
+
+    Attributes:
+        model: The model's name, "" before there is one.
+        tenants: The names of the rows from 1 on.
+        workers: The workers.
+    """
 
     model: str = ""
     tenants: tuple[str, ...] = ()

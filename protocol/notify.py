@@ -1,4 +1,4 @@
-"""Tells systemd how we are (sd_notify): one datagram, nothing where nobody asked."""
+"""Reports the state of this process to systemd (sd_notify). Without $NOTIFY_SOCKET nothing is sent."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import os
 import socket
 
 SEND_S_MAX = 1.0
-FEEDS = 4  # in the time after which systemd ends a process that fed nothing: three may be lost
+FEEDS = 4  # per watchdog period: three in a row may be lost
 
 
 def notify(*lines: str, wait_s: float = SEND_S_MAX) -> bool:
-    """Sends lines such as "READY=1" or "STATUS=loading" to $NOTIFY_SOCKET. Returns whether anyone was told.
+    """Send lines such as "READY=1" or "STATUS=loading" to $NOTIFY_SOCKET.
 
-    wait_s: so long while systemd takes nothing.
+    Args:
+        lines: The lines of one datagram.
+        wait_s: How long to wait while systemd takes nothing, in seconds.
+
+    Returns:
+        Whether systemd took the datagram.
     """
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
@@ -29,25 +34,33 @@ def notify(*lines: str, wait_s: float = SEND_S_MAX) -> bool:
 
 
 def working(status: str, for_s: float) -> bool:
-    """Something long goes on before (or between) turns of the work loop: systemd waits so long for the next word.
+    """Report long work before or between turns of the work loop, and extend systemd's timeouts by `for_s`.
 
-    It holds for the time to start and for the watchdog. Whoever works says it again and again; whoever hangs does not.
+    The extension applies to the start and to the watchdog. A busy process repeats the call; one that hangs does not.
+
+    Args:
+        status: A short text for `systemctl status`.
+        for_s: Seconds until the next report.
     """
     return notify(f"STATUS={status}", f"EXTEND_TIMEOUT_USEC={int(for_s * 1e6)}")
 
 
 class Watchdog:
-    """Fed by the work loop itself: a process that hangs does not come by, and systemd ends it and starts the next."""
+    """systemd's watchdog. The work loop feeds it; when the loop hangs, systemd restarts the process."""
 
     def __init__(self) -> None:
-        """Reads $WATCHDOG_USEC, which is meant for the process $WATCHDOG_PID. Without it `feed` does nothing."""
+        """Read $WATCHDOG_USEC, which is meant for the process $WATCHDOG_PID. Without it `feed` does nothing."""
         microseconds, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
         asked = microseconds.isdecimal() and pid in ("", str(os.getpid()))
         self.every_us = int(microseconds) // FEEDS if asked else 0
         self._due_us = 0
 
     def feed(self, now_us: int) -> None:
-        """Called in every turn of the loop; now_us: monotonic, microseconds. Never waits."""
+        """Feed the watchdog when it is due. Call it in every turn of the loop; it never waits.
+
+        Args:
+            now_us: The monotonic time in microseconds.
+        """
         if self.every_us and now_us >= self._due_us:
             self._due_us = now_us + self.every_us
             notify("WATCHDOG=1", wait_s=0)

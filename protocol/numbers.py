@@ -1,7 +1,7 @@
-"""The numbers in the shared tables: what is counted by tenant and pool (`meters`), and the gauges of the same moment.
+"""The numbers in the shared tables: counters per tenant and pool (`meters`), and the gauges of the same instant.
 
-A counter is odd while they are written; a reader that found it odd, or another one after it had copied them, copies
-them again.
+A version counter is odd during a write. A reader that finds it odd, or changed after its copy, copies the numbers
+again.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ Copied = TypeVar("Copied")
 
 
 class Numbers(NamedTuple):
-    """Everything, of one instant.
+    """All numbers as of one instant.
 
-    tenants: [TENANT_ROWS + 1, TENANT_CELLS] int64; tenant_blocks: [TENANT_ROWS + 1] int64, the blocks that each is
-    charged for; pools: [pools, POOL_CELLS] int64. age_s: how long ago the coordinator wrote them, which it does every
-    second at least.
+    Attributes:
+        gauges: The gauges by name.
+        tenants: [TENANT_ROWS + 1, TENANT_CELLS] int64.
+        tenant_blocks: [TENANT_ROWS + 1] int64, the blocks that each tenant is charged for.
+        pools: [pools, POOL_CELLS] int64.
+        facts: The names and states that are not numbers.
+        age_s: Seconds since the coordinator wrote them. The coordinator writes them at least once a second.
     """
 
     gauges: dict[str, int]
@@ -47,9 +51,10 @@ class Numbers(NamedTuple):
 
 
 class NumbersWriter:
-    """The coordinator's side. Arrays are as in `Numbers`, and written between begin() and finish().
+    """The coordinator's side: writes the arrays of `Numbers` between begin() and finish().
 
-    written_us: when that was last, on the coordinator's clock.
+    Attributes:
+        written_us: The time of the last write on the coordinator's clock, in microseconds.
     """
 
     def __init__(self, views: Views) -> None:
@@ -63,24 +68,35 @@ class NumbersWriter:
         self.finish(NEVER_US, [0] * len(GAUGES))
 
     def begin(self) -> None:
-        """From here on they are being written, until finish()."""
+        """Mark the numbers as being written until `finish`."""
         self._head[0] += 1
 
     def pool(self, number: int, counts: Sequence[int], times: Sequence[int]) -> None:
-        """A pool's row. counts: in the order of meters.POOL_COUNTS; times: the cells of its steps."""
+        """Write the row of a pool.
+
+        Args:
+            number: The number of the pool.
+            counts: Counters in the order of `meters.POOL_COUNTS`.
+            times: The cells of the distribution of its step times.
+        """
         row = self.pools[number]
         row[: len(POOL_COUNTS)] = counts
         row[len(POOL_COUNTS) :] = times
 
     def facts(self, facts: Facts) -> None:
-        """What is no number. There is room for as many workers as pools, whatever they may say of themselves."""
+        """Write the facts. Their size is bounded: there is room for as many workers as pools."""
         data = msgspec.msgpack.encode(facts)
         whole = len(data).to_bytes(LENGTH_BYTES, "little") + data
-        assert len(whole) <= self._facts.size, "facts are longer than they may be"
+        assert len(whole) <= self._facts.size, "facts exceed their area in the tables"
         self._facts[: len(whole)] = np.frombuffer(whole, np.uint8)
 
     def finish(self, now_us: int, gauges: Sequence[int]) -> None:
-        """All is written. gauges: in the order of layout.GAUGES."""
+        """Mark the numbers as completely written.
+
+        Args:
+            now_us: The time on the coordinator's clock, in microseconds.
+            gauges: Values in the order of `layout.GAUGES`.
+        """
         self._head[1] = time.monotonic_ns()
         self._head[2:] = gauges
         self.written_us = now_us
@@ -88,7 +104,7 @@ class NumbersWriter:
 
 
 class NumbersReader:
-    """Everyone else's side."""
+    """The readers' side."""
 
     def __init__(self, views: Views) -> None:
         self._head: Int64Array = views["numbers"]
@@ -96,8 +112,12 @@ class NumbersReader:
         self._facts: npt.NDArray[np.uint8] = views["facts"]
 
     def all(self) -> Numbers:
-        """Every number, of one instant. Raises DeadlineExceeded."""
-        looked_ns = time.monotonic_ns()  # before the copy: a reader that stands still after it makes nothing older
+        """Return all numbers as of one instant.
+
+        Raises:
+            DeadlineExceeded: The coordinator died during a write.
+        """
+        looked_ns = time.monotonic_ns()  # before the copy: a pause of this reader after the copy must not count as age
         (written_ns, *gauges), tenants, blocks, pools, facts = undisturbed(self._head, self._copy)
         age_s = max(0.0, (looked_ns - written_ns) / 1e9)
         named = dict(zip(GAUGES, gauges, strict=True))
@@ -111,9 +131,17 @@ class NumbersReader:
 
 
 def undisturbed(version: Int64Array, copy: Callable[[], Copied]) -> Copied:
-    """A copy of what nobody was writing meanwhile. version: [1 or more], of which the first is odd during a write.
+    """Copy data that the writer does not change during the copy.
 
-    Raises DeadlineExceeded where the writer ended, or hangs, in the middle of it.
+    Args:
+        version: [1 or more] int64; the first item is odd during a write.
+        copy: Makes the copy.
+
+    Returns:
+        The result of `copy`.
+
+    Raises:
+        DeadlineExceeded: The writer died or hangs during a write.
     """
     for _ in attempts():
         before = int(version[0])
@@ -121,11 +149,11 @@ def undisturbed(version: Int64Array, copy: Callable[[], Copied]) -> Copied:
             copied = copy()
             if int(version[0]) == before:
                 return copied
-    raise DeadlineExceeded("the gauges of the shared tables are being written without end")
+    raise DeadlineExceeded("the gauges of the shared tables stay inconsistent: their writer died or hangs")
 
 
 def attempts() -> Iterator[None]:
-    """Tries again at once while the writer is at work, then lets it have the core, until READ_WAIT_S is over."""
+    """Yield once per attempt: first at once, then after giving up the core, until READ_WAIT_S has passed."""
     deadline = steady_clock.monotonic() + READ_WAIT_S
     for attempt in itertools.count():
         yield

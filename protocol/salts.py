@@ -1,14 +1,14 @@
 """Salts of the prefix cache that belong to one tenant.
 
-A hit shows that the same text was computed before. A salt that a tenant names is therefore its own: no other tenant
-shares it, whatever it names.
+A cache hit reveals that the same text was computed before. A salt that a tenant names is therefore private: no other
+tenant shares it, even if it names the same one.
 """
 
 from __future__ import annotations
 
 from .errors import InvalidRequest
 
-OWNER_END = "\n"  # ends the tenant's name within a salt; no tenant's name has it
+OWNER_END = "\n"  # ends the tenant's name within a salt; no tenant's name contains it
 
 
 def own_salt(tenant: str, salt: str) -> str:
@@ -22,7 +22,7 @@ def own_salt(tenant: str, salt: str) -> str:
 
 
 def check_plain(salt: str) -> None:
-    """Refuse a salt that could be one of a tenant's own.
+    """Refuse a salt that could be a private salt of a tenant.
 
     Raises:
         InvalidRequest: Names `salt`.

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them: 4G, 512MiB, 2GB."""
+"""Parses numbers of bytes as people write them: 4G, 512MiB, 2GB."""
 
 from __future__ import annotations
 

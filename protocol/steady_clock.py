@@ -19,7 +19,7 @@ STANDSTILL_S, COUNTED_S = 1.5, 0.1
 
 
 class SteadyClock:
-    """One clock. Readings never decrease, also where several threads take them."""
+    """A clock with readings that never decrease, even across threads."""
 
     def __init__(self, read_ns: Callable[[], int] = time.monotonic_ns) -> None:
         """Starts the clock.

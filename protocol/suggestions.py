@@ -1,4 +1,4 @@
-"""The name that was probably meant by a misspelt one."""
+"""Suggests the known name that a misspelt one probably meant."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the known name that is most like the word, "" where none is."""
-    from difflib import get_close_matches  # only where something is misspelt
+    """Return the known name most similar to the word, "" where none is similar."""
+    from difflib import get_close_matches  # slow to import, and needed for misspelt names only
 
     names = list(known)
     exact = [name for name in names if name.replace("-", "_").lower() == word.replace("-", "_").lower()]

@@ -1,11 +1,13 @@
 """Writer and reader of the shared tables.
 
-Writes of rows are numbered. Each row carries the number of its last write, set before its content changes, and one
-counter says which write is over. A reader looks at the counter first, then at the rows, then at their numbers: a row
-whose number is not above the counter was whole all the while; any other is read again, and only that one. A length may
-change alone, without a number: one aligned 32-bit store is never torn, and every length published while the rest of the
-row stays is one that the row had. A reader maps the file read-only: it can neither change nor delay anything.
-The order of plain stores is what x86-64 guarantees to other cores; numpy adds no fence of its own.
+Row writes are numbered. Each row holds the number of its last write, which the writer sets before it changes the row's
+content, and one counter holds the number of the last completed write. A reader reads the counter, then the rows, then
+the numbers of the rows. A row is consistent if its number is not above the counter; the reader reads only the other
+rows again.
+
+A length may change alone, without a new number: one aligned 32-bit store is never torn, and each length published while
+the rest of the row stays is valid for that row. Readers map the file read-only, so that they can neither change nor
+delay anything. The order of plain stores is what x86-64 guarantees to other cores; numpy adds no fence of its own.
 """
 
 from __future__ import annotations
@@ -44,11 +46,19 @@ class TablesWriter:
     def __init__(
         self, path: Path, geometry: Geometry, boot: str, fill: Callable[[TablesWriter], None] = _nothing
     ) -> None:
-        """Creates `path` (0600, replacing a stale file of a dead boot). Raises OSError, where it has no room too.
+        """Create the file with mode 0600. It replaces a stale file of an earlier boot.
 
-        fill: writes what is known already, before anybody can see the file: a worker that goes on with its pool may
-        open it as soon as it is there.
-        Nobody else may be writing in its folder: what one that was killed right here has left is removed.
+        The caller must be the only writer of the folder: unfinished files that a killed coordinator left are removed.
+
+        Args:
+            path: The table file.
+            geometry: The sizes of the tables.
+            boot: The id of the coordinator's boot.
+            fill: Writes the initial content before the file becomes visible. A worker that keeps its pool may open the
+                file as soon as it exists.
+
+        Raises:
+            OSError: The file cannot be created, for example on a full disk.
         """
         self.path = path
         self.geometry = geometry
@@ -81,7 +91,7 @@ class TablesWriter:
 
     @staticmethod
     def _make_room(handle: int, size: int) -> None:
-        # Not ftruncate: a file with holes is killed by SIGBUS at the first write that finds the disk full.
+        # Not ftruncate: with a sparse file, the first write that finds the disk full kills the process by SIGBUS.
         os.posix_fallocate(handle, 0, size)
 
     def _look_at(self, geometry: Geometry) -> None:
@@ -101,28 +111,31 @@ class TablesWriter:
         self.mail = StepMail(views["mail_head"], views["mail"])
 
     def begin_rows(self, slots: Int64Array) -> None:
-        """Marks rows as being written, until end_rows(). [n] slots; duplicates are harmless.
+        """Mark rows as being written until `end_rows`.
 
-        Whatever of a row changes, changes in between, but for a length that changes alone.
+        All changes of a row happen between the two calls, except a length that changes alone.
+
+        Args:
+            slots: [n] int64, the slots of the rows; duplicates are harmless.
         """
         assert self._number % 2 == 0, "rows are being written already"
         self._number += 1
         self.row_version[slots] = self._number
 
     def end_rows(self, slots: Int64Array) -> None:
-        """Marks the same rows as whole again."""
+        """Mark the same rows as completely written."""
         self._number += 1
         self.row_version[slots] = self._number
         self._rows_written[()] = self._number
 
     def write_gauges(self, values: Sequence[int]) -> None:
-        """Publishes one consistent set of gauges, in the order of layout.GAUGES."""
+        """Publish one consistent set of gauges, in the order of `layout.GAUGES`."""
         self._gauges[0] += 1
-        GAUGE_VALUES.pack_into(self._map, PAGE_BYTES + 8, *values)  # numpy would make an array of them first
+        GAUGE_VALUES.pack_into(self._map, PAGE_BYTES + 8, *values)  # numpy would build an array first
         self._gauges[0] += 1
 
     def close(self) -> None:
-        """Remove the file, unless another coordinator's lies there by now. Readers that map it keep what they see."""
+        """Remove the file, unless another coordinator has replaced it. Readers that map it keep its last content."""
         try:
             status = self.path.lstat()
         except OSError:
@@ -132,10 +145,12 @@ class TablesWriter:
 
 
 class TablesReader:
-    """Everyone else's side: maps the file read-only.
+    """The readers' side: maps the file read-only.
 
-    Raises InvalidConfiguration where the file or a folder of its path is of a user who is not trusted (`trust`),
-    FileNotFoundError, or ProtocolError where the file is not a table file of this layout or of another boot.
+    Raises:
+        InvalidConfiguration: The file, or a folder of its path, belongs to a user who is not trusted (`trust`).
+        FileNotFoundError: There is no such file.
+        ProtocolError: The file is not a table file of this layout, or belongs to another boot.
     """
 
     def __init__(self, path: Path, boot: str | None = None) -> None:
@@ -163,7 +178,7 @@ class TablesReader:
             pools=int(header["pools"]),
         )
         if header["file_bytes"] != size or size != file_bytes(self.geometry):
-            raise ProtocolError(f"{path} has {size} bytes; its header says {header['file_bytes']}")
+            raise ProtocolError(f"{path} has {size} bytes; its header declares {header['file_bytes']}")
         views = _views(self._map, self.geometry)
         self._gauges = views["gauges"]
         self._numbers = NumbersReader(views)
@@ -181,14 +196,28 @@ class TablesReader:
         self.retries = 0
 
     def watch(self, pool: int, epoch: int) -> StepWatch:
-        """The steps that are handed to a pool's worker, from its registration as `epoch` on."""
+        """Return a view of the steps that the coordinator hands to a pool's worker.
+
+        Args:
+            pool: The number of the pool.
+            epoch: The registration of the worker from which the steps count.
+        """
         return StepWatch(self._mail_head[pool], self._mail[pool], epoch)
 
     def rows(self, slots: npt.NDArray[np.integer[Any]], width: int) -> Rows:
-        """The first `width` columns, the lengths and the sequence ids of `slots`, each row whole.
+        """Read several rows; each row is consistent.
 
-        Returns ([n, width] int32, [n] int32, [n] int64). Raises ValueError where the table is not so wide, IndexError
-        for an unknown slot, DeadlineExceeded where a row never comes to rest (its writer died in the middle).
+        Args:
+            slots: [n] integers, the slots of the rows.
+            width: How many columns of the block table to read.
+
+        Returns:
+            The block ids [n, width] int32, the lengths in tokens [n] int32, the sequence ids [n] int64.
+
+        Raises:
+            ValueError: The table has fewer columns.
+            IndexError: A slot does not exist.
+            DeadlineExceeded: A row stays inconsistent because its writer died during a write.
         """
         at = np.asarray(slots, np.intp)
         if width != self._width:
@@ -203,21 +232,29 @@ class TablesReader:
         return np.ndarray((at.size, width), "<i4", prefixes), lengths, sequences
 
     def _copy(self, at: npt.NDArray[np.intp]) -> Copies:
-        """What the rows hold now, torn or not; of the table one item a row: numpy copies items about twice as fast as
-        the same bytes cell by cell."""
+        """Copy the current content of the rows, torn or not.
+
+        Each row of the block table is one numpy item: numpy copies items about twice as fast as the same bytes cell by
+        cell.
+        """
         return self._prefixes[at], self._row_length[at], self._row_sequence[at]
 
     def _widen(self, width: int) -> None:
-        """Keeps a view of the first `width` columns, [slots], with one item of as many bytes for each row."""
+        """Keep a view of the first `width` columns, [slots], in which each row is one item."""
         if not 0 < width <= self.geometry.blocks_per_sequence:
             raise ValueError(f"width must be 1 to {self.geometry.blocks_per_sequence}, not {width}")
         self._width, self._prefixes = width, self._block_table[:, :width].view(f"V{4 * width}")[:, 0]
 
     def _read_again(self, at: npt.NDArray[np.intp], found: Copies, torn: npt.NDArray[np.intp], version: int) -> None:
-        """Replaces the rows at the indices `torn` of `found` until each of them is whole: together, then one by one.
+        """Replace the rows at the indices `torn` of `found` until all are consistent: first together, then one by one.
 
-        version: the highest of theirs. One row alone is read so fast that it fits in between two writes of a writer
-        that never pauses.
+        A single row is read fast enough to fit between two writes of a writer that never pauses.
+
+        Args:
+            at: [n] slots of all rows.
+            found: The copies of all rows, changed in place.
+            torn: Indices into `at` of the torn rows.
+            version: The highest version of the torn rows.
         """
         for _ in range(TOGETHER_MAX):
             torn, version = self._once_more(at, found, torn, version)
@@ -234,20 +271,25 @@ class TablesReader:
     def _once_more(
         self, at: npt.NDArray[np.intp], found: Copies, torn: npt.NDArray[np.intp], version: int
     ) -> tuple[npt.NDArray[np.intp], int]:
-        """Reads the rows at the indices `torn` of `found` again. Returns which of them are torn again, and the highest
-        version of all of them."""
+        """Read the rows at the indices `torn` of `found` again.
+
+        Returns:
+            The indices that are still torn, and the highest version of all rows read.
+        """
         self.retries += torn.size
         prefixes, lengths, sequences = found
         again = at[torn]
         over = self._over(version)
         prefixes[torn], lengths[torn], sequences[torn] = self._copy(again)
         versions = self._row_version[again]
-        newest = max(versions.tolist())  # there are so few that numpy would take longer
+        newest = max(versions.tolist())  # faster than numpy for so few rows
         return (torn[:0] if newest <= over else torn[versions > over]), newest
 
     def _over(self, version: int) -> int:
-        """Which write is over, once that of `version` is. Looked at a few times: a write takes microseconds, and rows
-        that are copied before it is over are copied for nothing."""
+        """Return the number of the last completed write, waiting briefly until the write of `version` is completed.
+
+        A write takes microseconds, and rows that are copied before it is completed would have to be copied again.
+        """
         wanted = version + (version & 1)
         for _ in range(SPINS_MAX):
             over: int = self._rows_written.item()
@@ -256,7 +298,17 @@ class TablesReader:
         return over
 
     def row(self, slot: int) -> tuple[Int32Array, int, int]:
-        """One row: its used block ids [blocks] int32, its length in tokens, its sequence id (0 = free slot)."""
+        """Read one row.
+
+        Args:
+            slot: The slot of the row.
+
+        Returns:
+            The used block ids [blocks] int32, the length in tokens, the sequence id (0 for a free slot).
+
+        Raises:
+            DeadlineExceeded: The row stays inconsistent because its writer died during a write.
+        """
         for _ in attempts():
             over = self._rows_written.item()
             table = self._block_table[slot, : self._row_blocks[slot]].copy()
@@ -267,27 +319,39 @@ class TablesReader:
         raise _unending(slot)
 
     def slots_taken(self) -> npt.NDArray[np.intp]:
-        """The slots that hold a sequence now, [n]; when their rows are read they may hold others, or none."""
+        """Return the slots that hold a sequence now, [n]. They may have changed when their rows are read."""
         # Copy first: numpy counts, then collects, and fails if the number changes in between.
         return np.flatnonzero(self._row_sequence.copy())
 
     def slot_of(self, sequence_id: int) -> int | None:
-        """The slot that holds a sequence (id above 0) now, None where none does; to be checked when its row is read."""
+        """Return the slot that holds a sequence now, or None. The caller must check the row that it reads there.
+
+        Args:
+            sequence_id: The sequence's id, above 0.
+        """
         (slots,) = (self._row_sequence == sequence_id).nonzero()
         return int(slots[0]) if slots.size else None
 
     def gauges(self) -> dict[str, int]:
-        """One consistent set of the coordinator's gauges. Raises DeadlineExceeded."""
+        """Return one consistent set of the coordinator's gauges.
+
+        Raises:
+            DeadlineExceeded: The coordinator died during a write.
+        """
         values = undisturbed(self._gauges, lambda: self._gauges[1:].tolist())
         return dict(zip(GAUGES, values, strict=True))
 
     def numbers(self) -> Numbers:
-        """Every number, of one instant. Raises DeadlineExceeded."""
+        """Return all numbers as of one instant.
+
+        Raises:
+            DeadlineExceeded: The coordinator died during a write.
+        """
         return self._numbers.all()
 
 
 def _unending(slot: int) -> DeadlineExceeded:
-    return DeadlineExceeded(f"row {slot} of the shared tables is being written without end")
+    return DeadlineExceeded(f"row {slot} of the shared tables stays inconsistent: its writer died or hangs")
 
 
 def _views(memory: mmap.mmap, geometry: Geometry) -> dict[str, npt.NDArray[Any]]:

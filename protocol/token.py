@@ -1,7 +1,7 @@
-"""The token by which a worker proves that it belongs to a coordinator: it can read the coordinator's own file.
+"""The worker token: proves that a worker can read the coordinator's own file.
 
-The file lies in the runtime folder, for the coordinator's user alone (0600), and is another one at each boot. Over a
-network a worker's key proves as much.
+The file lies in the runtime folder, readable by the coordinator's user alone (0600), and is new at each boot. Over a
+network, the worker's key replaces the token.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ TOKEN_LENGTH_MAX = 2 * TOKEN_BYTES
 
 
 def make(runtime: Path) -> str:
-    """A new token, in its file. Raises OSError.
+    """Create a new token and write its file.
 
-    Nobody else may be making one there: what one that was killed right here has left is removed.
+    The caller must be the only coordinator in the folder: unfinished files that a killed one left are removed.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     token = secrets.token_hex(TOKEN_BYTES)
     for unfinished in runtime.glob(f"{TOKEN_FILE}.*"):
@@ -36,7 +39,7 @@ def make(runtime: Path) -> str:
 
 
 def read(runtime: Path) -> str:
-    """The token of the coordinator that serves there; "" where there is none, or it cannot be read."""
+    """Return the token of the coordinator in this runtime folder; "" if there is none or it cannot be read."""
     try:
         with (runtime / TOKEN_FILE).open(encoding="ascii") as file:
             return file.read(TOKEN_LENGTH_MAX)
@@ -45,5 +48,5 @@ def read(runtime: Path) -> str:
 
 
 def same(first: str, second: str) -> bool:
-    """Compares in a time that says nothing about where they differ."""
+    """Compare two tokens in constant time."""
     return secrets.compare_digest(first.encode(), second.encode())

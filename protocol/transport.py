@@ -1,15 +1,18 @@
-"""Endpoints and socket options: the one place that knows how kvforge processes reach each other.
+"""Endpoints and socket options: the one place that defines how kvforge processes reach each other.
 
-`ipc://` sockets live in the runtime folder, which is private to its owner (0700) unless its maker decided otherwise;
-`tcp://` is in `network`.
-The coordinator speaks ZMTP itself (coordinator.peers). Clients and workers have a DEALER of ZeroMQ, made here: with a
-linger of zero, a bounded queue of what is sent, and heartbeats, so that nothing waits for a coordinator that is gone.
+`ipc://` sockets live in the runtime folder, which is private to its owner (0700) unless its maker decided otherwise.
+`network` covers `tcp://`.
 
-What comes is queued without a bound of its own: it is no more than was asked for, the answers to commands and the
-tokens of one's own requests. With a bound ZeroMQ stops reading when it is reached, and where the coordinator dies
-meanwhile the next heartbeat ends our whole process (libzmq's `!_io_error`). Answers to heartbeats are not waited for: a
-process that was stopped for a while must not end a connection that is there. A coordinator that has fallen silent is
-noticed by the lifetime (TTL) that it gave with its own last heartbeat, which counts only until the next message.
+The coordinator speaks ZMTP itself (coordinator.peers). Clients and workers use a ZeroMQ DEALER made here, with a linger
+of zero, a bounded send queue and heartbeats, so that nothing waits for a coordinator that is gone.
+
+The receive queue has no bound. It holds no more than this process asked for: answers to its commands and tokens of its
+requests. With a bound, ZeroMQ stops reading when the queue is full; if the coordinator dies then, the next heartbeat
+aborts the whole process (libzmq's `!_io_error`).
+
+A DEALER does not wait for answers to its heartbeats: a process that was stopped for a while must not end a working
+connection. It detects a silent coordinator by the lifetime (TTL) in the coordinator's last heartbeat, which counts only
+until the next message.
 """
 
 from __future__ import annotations
@@ -31,29 +34,29 @@ TABLES_FILE = "tables.shm"
 HEARTBEAT_INTERVAL_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 SEND_MESSAGES_MAX = 10_000
-NEVER_MS = 24 * 3600 * 1000  # without reconnecting at all ZeroMQ throws away what came and was not read yet
+NEVER_MS = 24 * 3600 * 1000  # with reconnecting off, ZeroMQ discards received messages that were not read yet
 # sockaddr_un.sun_path holds 108 bytes with its terminating zero.
 IPC_PATH_BYTES_MAX = 107
 
 
 def default_runtime_dir() -> Path:
-    """KVFORGE_RUNTIME_DIR, else kvforge/ under XDG_RUNTIME_DIR, else /tmp/kvforge-UID."""
+    """Return KVFORGE_RUNTIME_DIR, else kvforge/ under XDG_RUNTIME_DIR, else /tmp/kvforge-UID."""
     if configured := os.environ.get("KVFORGE_RUNTIME_DIR"):
         return Path(configured)
     if base := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(base) / "kvforge"
-    return Path(f"/tmp/kvforge-{os.getuid()}")  # noqa: S108 - made 0700 and its ownership checked below
+    return Path(f"/tmp/kvforge-{os.getuid()}")  # noqa: S108 - created 0700, and its owner is checked below
 
 
 def default_state_dir(runtime_dir: Path) -> Path:
-    """The folder of the journal where none is set.
+    """Return the default folder of the journal.
 
     Args:
         runtime_dir: The runtime folder of the coordinator.
 
     Returns:
-        kvforge/ under XDG_STATE_HOME, else under ~/.local/state, for the user's own runtime folder, which a logout or a
-        cleaner empties. `state` in the runtime folder where that was chosen, or where this user has no home.
+        For the user's own runtime folder, which a logout or a cleaner empties: kvforge/ under XDG_STATE_HOME, else
+        under ~/.local/state. For any other runtime folder, or a user without a home: `state` in the runtime folder.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     own = Path(base) / "kvforge" if base else Path(f"/tmp/kvforge-{os.getuid()}")  # noqa: S108 - as above
@@ -68,17 +71,17 @@ def default_state_dir(runtime_dir: Path) -> Path:
 
 
 def client_endpoint(runtime_dir: Path) -> str:
-    """Where clients of the coordinator in `runtime_dir` connect."""
+    """Return the endpoint for clients of the coordinator in `runtime_dir`."""
     return _ipc(runtime_dir / CLIENT_SOCKET)
 
 
 def worker_endpoint(runtime_dir: Path) -> str:
-    """Where workers of the coordinator in `runtime_dir` connect."""
+    """Return the endpoint for workers of the coordinator in `runtime_dir`."""
     return _ipc(runtime_dir / WORKER_SOCKET)
 
 
 def default_client_endpoint() -> str:
-    """KVFORGE_ENDPOINT, else the client socket of the default runtime folder."""
+    """Return KVFORGE_ENDPOINT, else the client socket of the default runtime folder."""
     return os.environ.get("KVFORGE_ENDPOINT") or client_endpoint(default_runtime_dir())
 
 
@@ -93,10 +96,12 @@ def _ipc(path: Path) -> str:
 
 
 def prepare_runtime_dir(runtime_dir: Path) -> None:
-    """Makes the folder (0700) or checks that the one that exists is ours and not writable by everyone.
+    """Create the runtime folder (0700), or check that an existing one is safe to use.
 
-    Raises InvalidConfiguration naming `runtime_dir`. A symbolic link is not followed: who made it may lead us anywhere.
-    Nor is a path accepted in which another user could replace a folder (`trust`).
+    Raises:
+        InvalidConfiguration: Names `runtime_dir`. The folder belongs to another user, is writable by everyone, is a
+            symbolic link (its owner may point it anywhere), or another user could replace a folder of its path
+            (`trust`).
     """
     try:
         if runtime_dir.is_symlink():
@@ -116,11 +121,14 @@ def prepare_runtime_dir(runtime_dir: Path) -> None:
 def dealer(
     context: zmq.Context[zmq.Socket[bytes]], proof: Proof | None = None, *, immediate: bool = True
 ) -> zmq.Socket[bytes]:
-    """A client's or worker's socket, for one connection. proof: for `tcp://`.
+    """Create the socket of a client or worker, for one connection.
 
-    immediate: nothing is queued for a coordinator that is not there: a send waits. But then what has come and is not
-    read is thrown away when the connection ends, and libzmq aborts the process where that is in the middle of a message
-    of several parts. Who knows from the monitor whether it is connected does without.
+    Args:
+        context: The ZeroMQ context.
+        proof: The keys for `tcp://`.
+        immediate: Queue nothing for a coordinator that is not connected: a send waits instead. ZeroMQ then discards
+            unread messages when the connection ends, and libzmq aborts the process if that happens within a multipart
+            message. A caller that learns from the socket's monitor whether it is connected passes False.
     """
     socket = context.socket(zmq.DEALER)
     configure_dealer(socket)
@@ -131,7 +139,7 @@ def dealer(
 
 
 def configure_dealer(socket: zmq.Socket[bytes]) -> None:
-    """Sets a DEALER's options (a zmq.asyncio socket takes the same)."""
+    """Set the options of a DEALER (a zmq.asyncio socket takes the same)."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, SEND_MESSAGES_MAX)
     socket.setsockopt(zmq.RCVHWM, 0)

@@ -1,11 +1,11 @@
 """Decides whether a path or a local peer belongs to a user who may see prompts and answers.
 
-Anyone can create `/tmp/kvforge-UID` before its user does. A client that connects to whatever it finds there gives its
-prompts away. Before a socket or a table file is used, each component of its path is checked:
+Anyone can create `/tmp/kvforge-UID` before its user does. A client that connects to any socket there gives its prompts
+away. Before a socket or a table file is used, each component of its path is checked:
 
 - Trusted users are root, the user of this process, the service's account `kvforge` (`kvforge deploy install` creates
   it), and those that `KVFORGE_TRUSTED_USERS` names.
-- A directory that others can write to vouches for nothing: what lies in it must belong to a trusted user, and it must
+- A directory that others can write to vouches for nothing: its entries must belong to trusted users, and it must
   be sticky (as /tmp is), or others could replace what lies there.
 - A directory that only trusted users can write to vouches for what it contains: a trusted user created it there. The
 owner of `/run/kvforge`, which systemd created for the service's user, is therefore trusted below that folder.
@@ -66,7 +66,7 @@ def _named(names: str) -> frozenset[int]:
 
 
 def check_path(path: Path, field: str) -> frozenset[int]:
-    """Check each component of a path that exists; what does not exist yet is not checked.
+    """Check each component of a path that exists; missing components are not checked.
 
     Args:
         path: A folder, socket or file; relative paths start at the working folder.
@@ -108,7 +108,11 @@ def check_path(path: Path, field: str) -> frozenset[int]:
 
 
 def check_endpoint(endpoint: str, field: str = "endpoint") -> frozenset[int] | None:
-    """Check the path of an `ipc://` endpoint as `check_path` does; None for all others."""
+    """Check the path of an `ipc://` endpoint as `check_path` does.
+
+    Returns:
+        The user ids that may be at the other end, or None for other endpoints.
+    """
     if not endpoint.startswith(IPC):
         return None
     return check_path(Path(endpoint.removeprefix(IPC)), field)

@@ -1,4 +1,4 @@
-"""What clients say to the coordinator. Every command carries `rid`, chosen by its sender; so does the reply to it."""
+"""Messages from clients to the coordinator. Every command has a `rid` that its sender chooses, and so has its reply."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from .shared import (
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """First message on every connection. A boot other than "" must be the coordinator's, else it answers StateLost.
+    """First message on every connection.
 
-    session: 128 bits in hex that the sender drew for itself once. A later connection that names them again is the same
-    client: it takes the place of the earlier one, whatever became of that, with all that it had. "": none.
+    Attributes:
+        rid: The number of this command.
+        version_min: The oldest protocol version that the client accepts.
+        version_max: The newest one.
+        boot: If not "", it must be the coordinator's boot id; otherwise the answer is StateLost.
+        session: 128 bits in hex that the client draws once, or "". A later connection with the same session is the same
+            client: it replaces the earlier connection and takes over all that belongs to it.
     """
 
     rid: int
@@ -30,21 +35,25 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Submit(Message, frozen=True, tag="submit"):
-    """Asks for tokens. prompt: [prompt_tokens] int32.
+    """Asks for tokens.
 
-    sequence_id: continue this client sequence (prompt is then empty or what is appended to it first); the generated
-    tokens become part of it. salt: share cached prefixes with whoever names the same salt instead of with the tenant;
-    a client that acts for one tenant shares them within that one only.
-    count: so many answers to one prompt, each a request of its own; their ids follow each other, and so do their seeds
-    (modulo 2^64). They share the blocks of the prompt.
-    priority: -100 to 100, within the tenant: each step is worth a fixed time of waiting, so that none waits for ever.
-    deadline_ms: the request expires where it has not ended so long after it came; first_token_ms: where it has no token
-    by then. 0: the coordinator's own limit, and none.
-    detached: it goes on when its connection ends, to be read with Attach; else it is cancelled, at once after a
-    Goodbye, after the coordinator's lease where the connection just ended.
-    model_defaults: names of fields of `sampling` that were not chosen: the model's own values stand in for them.
-    key: names this command within the tenant, so that sending it again after an answer was lost is the same request:
-    the same ids, streamed to the connection that asked last. "": none. Remembered as long as its requests are.
+    Attributes:
+        prompt: [prompt_tokens] int32.
+        sequence_id: The client sequence to continue, 0 for none. The prompt, which may be empty, is appended to it
+            first, and the generated tokens become part of it.
+        salt: Shares cached prefixes with all requests of the same salt instead of all of the tenant. A client that acts
+            for one tenant shares them within that tenant only.
+        count: The number of answers to the prompt. Each is a request of its own and shares the blocks of the prompt.
+            Ids and seeds (modulo 2^64) are consecutive.
+        priority: -100 to 100, within the tenant. Each step is worth a fixed time of waiting, so that no request
+            starves.
+        deadline_ms: The request expires if it has not ended by then; 0: the coordinator's own limit.
+        first_token_ms: The request expires if it has no token by then; 0: no limit.
+        detached: The request outlives its connection and can be read with Attach. Otherwise it is cancelled: at once
+            after a Goodbye, after the coordinator's lease if the connection just ended.
+        model_defaults: Names of fields of `sampling` for which the model's own defaults apply.
+        key: Idempotency key within the tenant, "" for none. Repeating the command with the same key returns the same
+            request ids and streams them to the latest connection. The key is remembered as long as its requests.
     """
 
     FRAMES = (("prompt", "<i4"),)
@@ -66,11 +75,13 @@ class Submit(Message, frozen=True, tag="submit"):
 
 
 class Attach(Message, frozen=True, tag="attach"):
-    """Streams a request to this connection, from the token at `offset` on, whoever submitted it, ended or not.
+    """Streams a request to this connection from the token at `offset` on, whether or not it has ended.
 
-    One connection at a time reads a request: it is taken from the one that had it. Whoever attaches keeps the request
-    alive in place of its first client, unless it is detached.
-    resume: go on with a stream that was paused; refused with Conflict where another connection reads it by now.
+    Only one connection reads a request at a time: it is taken from the previous one. The attached connection keeps the
+    request alive in place of its first client, unless the request is detached.
+
+    Attributes:
+        resume: Resume a paused stream. Refused with Conflict if another connection reads it by now.
     """
 
     rid: int
@@ -80,16 +91,18 @@ class Attach(Message, frozen=True, tag="attach"):
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
+    """Cancels a request."""
+
     rid: int
     request_id: int
 
 
 class FinishAt(Message, frozen=True, tag="finish_at"):
-    """Ends a request as finished, reason `stop`, after its first `tokens` generated tokens (at least 1).
+    """Ends a request with reason `stop` after its first `tokens` generated tokens (at least 1).
 
-    For a client that found a stop string in the text: the tokens that came after it do not count. Refused where fewer
-    were generated; asking twice for the same is the same answer. A client sequence that the request continued keeps
-    all that was generated: its KV is computed already, and whoever forked it meanwhile shares it.
+    Sent by a client that found a stop string in the text: later tokens do not count. It is refused if fewer tokens were
+    generated, and idempotent. A client sequence that the request continued keeps all generated tokens: their KV is
+    already computed, and forks of the sequence may share it.
     """
 
     rid: int
@@ -98,7 +111,7 @@ class FinishAt(Message, frozen=True, tag="finish_at"):
 
 
 class GetRequest(Message, frozen=True, tag="get_request"):
-    """`with_tokens` adds the generated tokens to the reply (Attach gives them with all that is known of each)."""
+    """Asks for one request. `with_tokens` adds its generated tokens to the reply."""
 
     rid: int
     request_id: int
@@ -106,25 +119,32 @@ class GetRequest(Message, frozen=True, tag="get_request"):
 
 
 class ListRequests(Message, frozen=True, tag="list_requests"):
-    """Newest first; `count_max` is bounded by the coordinator's configuration, the answer by what a message holds."""
+    """Asks for the newest requests. The coordinator's configuration and the size of a message bound `count_max`."""
 
     rid: int
     count_max: int = 100
 
 
 class GetStats(Message, frozen=True, tag="get_stats"):
+    """Asks for statistics."""
+
     rid: int
 
 
 class GetHealth(Message, frozen=True, tag="get_health"):
+    """Asks for the health of the service."""
+
     rid: int
 
 
 class FindPrefix(Message, frozen=True, tag="find_prefix"):
-    """Asks what a Submit of this prompt would find here now, and what is before it. Changes nothing.
+    """Asks how a Submit of this prompt would fare now: its cached prefix and the load before it. Changes nothing.
 
-    tenant, salt: as in Submit. key: whether this command's requests are here already; "": not asked. prompt:
-    [prompt_tokens] int32.
+    Attributes:
+        tenant: As in Submit.
+        salt: As in Submit.
+        key: The idempotency key to look for, "" for none.
+        prompt: [prompt_tokens] int32.
     """
 
     FRAMES = (("prompt", "<i4"),)
@@ -136,10 +156,12 @@ class FindPrefix(Message, frozen=True, tag="find_prefix"):
 
 
 class CreateSequence(Message, frozen=True, tag="create_sequence"):
-    """A sequence of the client's own. tokens: [length] int32, may be empty.
+    """Creates a client sequence.
 
-    idle_ttl_ms: removed after so long without access; 0: when its owner's connection ends. A sequence with a time to
-    live outlasts its owner's connection.
+    Attributes:
+        tokens: [length] int32, may be empty.
+        idle_ttl_ms: Remove the sequence after this time without access; it then outlasts its owner's connection. 0:
+            remove it when that connection ends.
     """
 
     FRAMES = (("tokens", "<i4"),)
@@ -151,9 +173,12 @@ class CreateSequence(Message, frozen=True, tag="create_sequence"):
 
 
 class Append(Message, frozen=True, tag="append"):
-    """Appends to each of n distinct sequences of one tenant, or to none of them.
+    """Appends to each of n distinct sequences of one tenant, or to none.
 
-    sequence_ids: [n] int64, counts: [n] int32 of at least 1, tokens: [sum(counts)] int32, one sequence after the other.
+    Attributes:
+        sequence_ids: [n] int64.
+        counts: [n] int32, the number of tokens of each sequence, at least 1.
+        tokens: [sum(counts)] int32, one sequence after the other.
     """
 
     FRAMES = (("sequence_ids", "<i8"), ("counts", "<i4"), ("tokens", "<i4"))
@@ -164,7 +189,7 @@ class Append(Message, frozen=True, tag="append"):
 
 
 class Fork(Message, frozen=True, tag="fork"):
-    """`count` more sequences with the same tokens, sharing every block until one side writes."""
+    """Creates `count` sequences with the same tokens. They share each block until a sequence writes to it."""
 
     rid: int
     sequence_id: int
@@ -172,19 +197,25 @@ class Fork(Message, frozen=True, tag="fork"):
 
 
 class GetSequence(Message, frozen=True, tag="get_sequence"):
+    """Asks for one client sequence."""
+
     rid: int
     sequence_id: int
 
 
 class GetTokens(Message, frozen=True, tag="get_tokens"):
-    """Reading counts as an access."""
+    """Asks for the tokens of a sequence. Counts as an access."""
 
     rid: int
     sequence_id: int
 
 
 class RemoveSequences(Message, frozen=True, tag="remove_sequences"):
-    """Removes all of them or none; a request that runs on one is cancelled. sequence_ids: [n] int64, distinct."""
+    """Removes all named sequences or none. A request that runs on one of the sequences is cancelled.
+
+    Attributes:
+        sequence_ids: [n] int64, distinct.
+    """
 
     FRAMES = (("sequence_ids", "<i8"),)
     rid: int
@@ -192,14 +223,18 @@ class RemoveSequences(Message, frozen=True, tag="remove_sequences"):
 
 
 class GetBlock(Message, frozen=True, tag="get_block"):
+    """Asks for one block."""
+
     rid: int
     block_id: int
 
 
 class RefBlock(Message, frozen=True, tag="ref_block"):
-    """Adds a named holder to a block; it is dropped when the connection ends. generation -1: whatever is current.
+    """Adds a named holder to a block until the connection ends.
 
-    tenant: is charged for the block while it has a name, within its quota.
+    Attributes:
+        generation: The expected generation of the block; -1: any.
+        tenant: The tenant charged for the block while it has named holders, within its quota.
     """
 
     rid: int
@@ -210,6 +245,8 @@ class RefBlock(Message, frozen=True, tag="ref_block"):
 
 
 class UnrefBlock(Message, frozen=True, tag="unref_block"):
+    """Removes a named holder from a block."""
+
     rid: int
     block_id: int
     holder: str
@@ -217,7 +254,7 @@ class UnrefBlock(Message, frozen=True, tag="unref_block"):
 
 
 class Explain(Message, frozen=True, tag="explain"):
-    """Asks why. Exactly one of the subjects is given: block_id or request_id or sequence_id (>= 0), or a tenant."""
+    """Asks why an object is in its state. Exactly one is named: a block, request or sequence (id >= 0), or a tenant."""
 
     rid: int
     block_id: int = -1
@@ -227,15 +264,18 @@ class Explain(Message, frozen=True, tag="explain"):
 
 
 class PurgeFinished(Message, frozen=True, tag="purge_finished"):
-    """Forgets requests that ended at least so long ago."""
+    """Forgets requests that ended at least `older_than_ms` ago."""
 
     rid: int
     older_than_ms: int = 0
 
 
 class Drain(Message, frozen=True, tag="drain"):
-    """Stops admission; what runs goes on. deadline_ms: what has not ended by then is handed back: it fails with
-    Draining, which says that it can be submitted elsewhere. 0: it may take as long as it takes.
+    """Stops admission; running requests go on.
+
+    Attributes:
+        deadline_ms: Requests that have not ended by then fail with Draining and may be submitted elsewhere. 0: no
+            limit.
     """
 
     rid: int

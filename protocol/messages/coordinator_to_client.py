@@ -1,4 +1,4 @@
-"""What the coordinator says to clients: an answer to each command, by its `rid`, and streams of tokens."""
+"""Messages from the coordinator to clients: a reply to each command, by its `rid`, and streams of tokens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from .shared import (
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """Answer to Hello. tables_path: the shared-memory file, to be mapped read-only.
+    """Reply to Hello.
 
-    resumed: the session that Hello named was known, and this connection has taken the place of its earlier one: its
-    requests, sequences and holders of blocks are its own as before. A command that is sent again with its rid has the
-    answer that it had, and is done once; streams go on with an Attach (`resume`).
+    Attributes:
+        tables_path: The shared-memory file, to be mapped read-only.
+        resumed: The session of the Hello was known, and this connection replaces the session's earlier one. Its
+            requests, sequences and block holders are kept. A repeated command (same rid) gets its earlier reply and is
+            executed once; streams continue after an Attach with `resume`.
     """
 
     rid: int
@@ -36,10 +38,11 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Accepted(Message, frozen=True, tag="accepted"):
-    """The requests `request_id` to `request_id + count - 1` are admitted: from here on the coordinator's to finish.
+    """The requests `request_id` to `request_id + count - 1` are admitted, and the coordinator is responsible for them.
 
-    seed: of the first; that of the i-th is (seed + i) modulo 2^64. repeated: an earlier Submit of the same key made
-    them.
+    Attributes:
+        seed: The seed of the first request; the i-th has (seed + i) modulo 2^64.
+        repeated: An earlier Submit with the same key created them.
     """
 
     rid: int
@@ -50,7 +53,7 @@ class Accepted(Message, frozen=True, tag="accepted"):
 
 
 class Attached(Message, frozen=True, tag="attached"):
-    """Answer to Attach: the rows from `offset` on follow as Stream messages, then the end."""
+    """Reply to Attach: the rows from `offset` on follow as Stream messages, then the end."""
 
     rid: int
     request_id: int
@@ -65,9 +68,12 @@ class Done(Message, frozen=True, tag="done"):
 
 
 class RequestInfo(Message, frozen=True, tag="request_info"):
-    """One request. state: pending, running, preempted, finished, failed, cancelled or expired.
+    """One request.
 
-    reason: length, stop, cancelled, expired, failed, or "" while it has not ended. tokens: [generated] int32.
+    Attributes:
+        state: pending, running, preempted, finished, failed, cancelled or expired.
+        reason: length, stop, cancelled, expired or failed; "" before the end.
+        tokens: [generated] int32.
     """
 
     FRAMES = (("tokens", "<i4"),)
@@ -91,9 +97,13 @@ class RequestInfo(Message, frozen=True, tag="request_info"):
 
 
 class SequenceInfo(Message, frozen=True, tag="sequence_info"):
-    """One client sequence. length, computed_tokens (those with KV) in tokens; ages on the coordinator's clock.
+    """One client sequence. Ages are on the coordinator's clock.
 
-    resident: whether it holds blocks; if not, its KV was evicted or lost with a worker and its tokens are kept.
+    Attributes:
+        length: Its tokens.
+        computed_tokens: Tokens with computed KV.
+        resident: Whether it holds blocks. If not, its KV was evicted or lost with a worker, and only its tokens are
+            kept.
     """
 
     rid: int
@@ -113,7 +123,7 @@ class SequenceInfo(Message, frozen=True, tag="sequence_info"):
 
 
 class Appended(Message, frozen=True, tag="appended"):
-    """lengths: [n] int32, in the order of the command."""
+    """Reply to Append. `lengths` are the new lengths, [n] int32, in the order of the command."""
 
     FRAMES = (("lengths", "<i4"),)
     rid: int
@@ -121,7 +131,7 @@ class Appended(Message, frozen=True, tag="appended"):
 
 
 class Forked(Message, frozen=True, tag="forked"):
-    """sequence_ids: [count] int64, the new ones."""
+    """Reply to Fork. `sequence_ids` are the new sequences, [count] int64."""
 
     FRAMES = (("sequence_ids", "<i8"),)
     rid: int
@@ -129,7 +139,7 @@ class Forked(Message, frozen=True, tag="forked"):
 
 
 class SequenceTokens(Message, frozen=True, tag="sequence_tokens"):
-    """tokens: [length] int32."""
+    """Reply to GetTokens. `tokens` is [length] int32."""
 
     FRAMES = (("tokens", "<i4"),)
     rid: int
@@ -137,14 +147,20 @@ class SequenceTokens(Message, frozen=True, tag="sequence_tokens"):
 
 
 class Removed(Message, frozen=True, tag="removed"):
-    """freed_blocks: how many blocks nobody holds any more."""
+    """Reply to RemoveSequences. `freed_blocks` counts the blocks without a holder left."""
 
     rid: int
     freed_blocks: int
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds a block: kind is sequence, request or external; id of the sequence or request, else 0."""
+    """A holder of a block.
+
+    Attributes:
+        kind: sequence, request or external.
+        id: The id of the sequence or request, else 0.
+        since_us: How long it has held the block.
+    """
 
     kind: str
     name: str
@@ -153,9 +169,12 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockInfo(Message, frozen=True, tag="block_info"):
-    """One block. state: free, referenced, quarantined or cached. since_us of a holder: how long it has held it.
+    """One block.
 
-    holders: those that have held it longest, a thousand at most; refcount says how many there are.
+    Attributes:
+        state: free, referenced, quarantined or cached.
+        refcount: The number of all holders.
+        holders: The longest holders, at most a thousand.
     """
 
     rid: int
@@ -170,7 +189,7 @@ class BlockInfo(Message, frozen=True, tag="block_info"):
 
 
 class BlockCount(Message, frozen=True, tag="block_count"):
-    """Answer to RefBlock and UnrefBlock: the count of holders and the state that followed."""
+    """Reply to RefBlock and UnrefBlock: the resulting number of holders and state."""
 
     rid: int
     block_id: int
@@ -180,7 +199,7 @@ class BlockCount(Message, frozen=True, tag="block_count"):
 
 
 class Explanation(Message, frozen=True, tag="explanation"):
-    """sentences: for people, most important first. facts: the same for programs."""
+    """Reply to Explain. `sentences` are for people, most important first; `facts` are for programs."""
 
     rid: int
     subject: str
@@ -189,12 +208,14 @@ class Explanation(Message, frozen=True, tag="explanation"):
 
 
 class Purged(Message, frozen=True, tag="purged"):
+    """Reply to PurgeFinished. `count` is the number of forgotten requests."""
+
     rid: int
     count: int
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of RequestList. first_token_us, ended_us: as in Timings."""
+    """One line of RequestList. `first_token_us` and `ended_us` are as in Timings."""
 
     request_id: int
     state: str
@@ -210,15 +231,18 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestList(Message, frozen=True, tag="request_list"):
+    """Reply to ListRequests. `total` is the number of all requests."""
+
     rid: int
     requests: tuple[RequestRow, ...]
     total: int
 
 
 class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One pool, in blocks unless the name says otherwise. free + cached + referenced + quarantined = blocks.
+    """One pool, in blocks unless the name has another unit. free + cached + referenced + quarantined = blocks.
 
-    base: the id of its first block; the others follow.
+    Attributes:
+        base: The id of its first block; ids are consecutive.
     """
 
     worker: str
@@ -276,7 +300,7 @@ class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stats(Message, frozen=True, tag="stats"):
-    """One consistent snapshot: every number was true at the same instant."""
+    """One consistent snapshot: all numbers are of the same instant."""
 
     rid: int
     boot: str
@@ -289,11 +313,17 @@ class Stats(Message, frozen=True, tag="stats"):
 
 
 class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """state: connecting, loading or ready. progress: 0 to 1 while loading.
+    """One process of a worker.
 
-    steps: how many it has done; since_step_us: how long it has worked on the oldest one it was sent, 0 where on none.
-    device_bytes: its device's memory in bytes by purpose, and kernels: what serves, as in WorkerReady; empty until it
-    is ready. rank, ranks: which process of the worker it is, where several compute one model together.
+    Attributes:
+        state: connecting, loading or ready.
+        progress: 0 to 1 while loading.
+        steps: The number of completed steps.
+        since_step_us: Time since the oldest step in flight was sent, 0 if none is in flight.
+        device_bytes: Device memory in bytes by purpose, as in WorkerReady; empty until it is ready.
+        kernels: The kernels in use, as in WorkerReady; empty until it is ready.
+        rank: The rank of this process, where several compute one model together.
+        ranks: The number of ranks.
     """
 
     name: str
@@ -310,18 +340,21 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """What people call it: its name, and which rank it is where there are several."""
+        """Return the display name: the worker's name, with the rank if there are several."""
         return self.name if self.ranks == 1 else f"{self.name} rank {self.rank}"
 
 
-LEFT = "left"  # begins what `Health.gone` has of a worker that left on purpose
+LEFT = "left"  # prefix of the reason in `Health.gone` for a worker that left on purpose
 
 
 class Health(Message, frozen=True, tag="health"):
-    """live: the loop turns (it answered). ready: a request submitted now would be served. reason: why not.
+    """Reply to GetHealth.
 
-    gone: workers that were there and are not, by name: how each worker went, and why. It begins with LEFT where the
-    worker left on purpose.
+    Attributes:
+        live: The event loop runs (it answered).
+        ready: A request submitted now would be served.
+        reason: Why it is not ready.
+        gone: The reason why each former worker left, by name; it begins with LEFT if the worker left on purpose.
     """
 
     rid: int
@@ -335,13 +368,19 @@ class Health(Message, frozen=True, tag="health"):
 
 
 class PrefixFound(Message, frozen=True, tag="prefix_found"):
-    """Answer to FindPrefix: of this instant, and not guessed.
+    """Reply to FindPrefix, exact at this instant.
 
-    ready, draining: as in Health; more is said where it is ready alone. cached_tokens: of the prompt, those whose KV is
-    there. queued_tokens: of the prompts that wait or are being computed, those not computed yet; where a waiting one
-    would find some of its tokens is not looked for. running, pending: requests that run, and that wait. rows_free:
-    how many more may run. room_tokens: for so many tokens the emptiest pool has blocks, evicting what nobody holds.
-    known: the key's requests are here.
+    Attributes:
+        ready: As in Health. The remaining fields are set only when it is true.
+        draining: As in Health.
+        cached_tokens: Tokens of the prompt with cached KV.
+        queued_tokens: Prompt tokens of waiting and running requests that are not computed yet. Cached prefixes of
+            waiting requests are not subtracted.
+        running: The number of running requests.
+        pending: The number of waiting requests.
+        rows_free: How many more requests may run.
+        room_tokens: Tokens that fit into the emptiest pool, counting blocks without a holder as free.
+        known: Requests of the idempotency key exist here.
     """
 
     rid: int
@@ -357,9 +396,10 @@ class PrefixFound(Message, frozen=True, tag="prefix_found"):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of one request, sent once to whoever streams it.
+    """The end of one request, sent once to the client that streams it.
 
-    cut_tokens: how many of the streamed tokens a FinishAt took back; they are not among generated_tokens.
+    Attributes:
+        cut_tokens: The number of streamed tokens that a FinishAt took back; generated_tokens excludes these.
     """
 
     request_id: int
@@ -373,14 +413,18 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stream(Message, frozen=True, tag="stream"):
-    """What happened to this connection's requests in one loop turn: one message, and more where it would be too large.
+    """Events of this connection's requests in one loop turn, split into several messages if too large.
 
-    Row i: request `request_ids[i]` generated token `tokens[i]` (log-probability `logprobs[i]`, nats) at `offsets[i]`
-    (0 is the first generated token). `ended` comes after all rows.
-    paused: requests whose stream to this connection has stopped, because it did not read fast enough; what it lacks,
-    the end included, comes after an Attach that names the offset. taken: requests that another connection reads now.
-    top_counts[i]: how many of the most likely tokens at that place follow in top_tokens and top_logprobs (nats), row
-    after row, most likely first; empty where no row has any. [rows] int32, [sum] int32, [sum] float32.
+    Row i means: request `request_ids[i]` generated token `tokens[i]` (log-probability `logprobs[i]`, nats) at
+    `offsets[i]` (0 is the first generated token). `ended` applies after all rows.
+
+    Attributes:
+        paused: Requests with a stream that is paused because the client reads too slowly. The rest,
+            including the end, follows after an Attach with the offset.
+        taken: Requests that another connection reads now.
+        top_counts: [rows] int32, the number of top tokens of each row. Empty if no row has any.
+        top_tokens: [sum] int32, row after row, most likely first.
+        top_logprobs: [sum] float32, in nats.
     """
 
     FRAMES = (

@@ -1,4 +1,4 @@
-"""What the coordinator says to workers: the geometry that all share, their place in it, and step after step."""
+"""Messages from the coordinator to workers: the shared geometry, the registration of a pool, and the steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ GENERATED = 1 << 30  # above every token id
 
 
 class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
-    """Answer to WorkerHello: the geometry that every pool shares, and the tables to map read-only.
+    """Reply to WorkerHello: the geometry of all pools, and the tables to map read-only.
 
-    epoch: of the registration under which the worker goes on with its pool; PoolRegistered follows, and the steps that
-    are due, each of which it may have got before. 0: whatever it holds means nothing any more.
+    Attributes:
+        epoch: The registration under which the worker keeps its pool. PoolRegistered follows, then the due steps, which
+            may include steps that the worker has already received. 0: the worker's pool content is void.
     """
 
     rid: int
@@ -29,17 +30,19 @@ class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
 
 
 class Meeting(Message, frozen=True, tag="meeting"):
-    """All ranks of a worker are connected: they meet under a name that no other ranks have had. None loads a model
-    before that."""
+    """All ranks of a worker are connected: they rendezvous under the unique name `name`, then load the model."""
 
     name: str
 
 
 class PoolRegistered(Message, frozen=True, tag="pool_registered"):
-    """The worker's blocks are [base_block, base_block + blocks) in tables and copies. Results must name `epoch`.
+    """The worker's blocks are [base_block, base_block + blocks) in tables and copies.
 
-    pool: the pool's number, by which its steps are found in shared memory. done: the last step whose result is there:
-    a worker that comes back sends again what it has of those after it, in order, before anything else.
+    Attributes:
+        epoch: The registration, to be named in all results.
+        pool: The number of the pool, by which the worker finds its steps in shared memory.
+        done: The last step with a result at the coordinator. A worker that returns first sends its results of later
+            steps again, in order.
     """
 
     rid: int
@@ -52,11 +55,14 @@ class PoolRegistered(Message, frozen=True, tag="pool_registered"):
 class RowStart(msgspec.Struct, frozen=True, kw_only=True):
     """A request takes a slot. The worker keeps this until another RowStart names the slot.
 
-    seed: unsigned 64 bit. generated: tokens that the request had generated before it came to this slot (the draw for
-    the next one is keyed by (seed, generated)). sampling: what the choice of a token needs; its seed and stop tokens
-    stay with the coordinator.
-    prompt_history, generated_history: how many tokens of the step's `history` are this row's: first those of the
-    prompt, then those of the answer so far. Both 0 where neither a penalty nor a grammar asks for them.
+    Attributes:
+        seed: Unsigned 64 bit.
+        generated: Tokens that the request had generated before it took the slot. The draw of the next token is keyed by
+            (seed, generated).
+        sampling: The sampling parameters. The seed and the stop tokens stay with the coordinator.
+        prompt_history: How many prompt tokens the step's `history` holds for this row.
+        generated_history: How many generated tokens follow these. Both are 0 where neither a penalty nor a grammar
+            needs them.
     """
 
     slot: int
@@ -71,19 +77,22 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True):
 class Step(Message, frozen=True, tag="step"):
     """One forward pass over rows of any length (prefill chunks and decodes mixed).
 
-    Carried out in this order: `zeros`, then `copies`, then KV of the new tokens is written and attention run, then the
-    rows with sample = 1 choose a token.
+    The worker executes it in this order: `zeros`, `copies`, writing the KV of the new tokens, attention, and sampling
+    for rows with sample = 1.
 
-    copies: [3 * n] int32, triples (from block, to block, tokens): the first `tokens` tokens of a block are copied.
-    Copies of one step never read what another copy of it writes.
-    slots, starts, counts, samples: [rows] int32. Row r feeds counts[r] tokens at positions starts[r]...; its block
-    table is row slots[r] of the shared tables. tokens: [sum(counts)] int32; -1 stands for the token that the worker
-    itself sampled last for that slot (it may not have reached the coordinator yet). To a worker whose WorkerReady said
-    `wants_kinds`, the id of a token that was generated comes with GENERATED added.
-    history: [sum over begins] int32, the tokens that penalties count and that grammars begin after, one row of `begins`
-    after the other. The worker adds the tokens that it samples itself.
-    zeros: [n] int32 distinct blocks, all of whose bytes are zeroed. Only a worker whose WorkerReady said `zeroes` is
-    sent any.
+    Attributes:
+        copies: [3 * n] int32, triples (from block, to block, tokens): copy the first `tokens` tokens of a block. No
+            copy of a step reads a block that another one writes.
+        slots: [rows] int32. The block table of row r is row slots[r] of the shared tables.
+        starts: [rows] int32, the position of the first token of each row.
+        counts: [rows] int32, the number of tokens of each row.
+        samples: [rows] int32, 1 for rows that sample a token.
+        tokens: [sum(counts)] int32; -1 stands for the token that the worker sampled last for the slot, which may not
+            have reached the coordinator yet. If WorkerReady set `wants_kinds`, generated tokens have GENERATED added to
+            their id.
+        history: [sum over begins] int32, the tokens for penalties and grammars, one row of `begins` after the other.
+            The worker adds the tokens that it samples.
+        zeros: [n] int32 distinct blocks to fill with zeros. Sent only after a WorkerReady with `zeroes`.
     """
 
     FRAMES = (
@@ -109,7 +118,7 @@ class Step(Message, frozen=True, tag="step"):
 
 
 class Stop(Message, frozen=True, tag="stop"):
-    """The worker finishes what it was sent, then leaves with exit status 0."""
+    """The worker finishes the steps that it has received, then exits with status 0."""
 
     reason: str = ""
 

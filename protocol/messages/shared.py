@@ -1,4 +1,4 @@
-"""What messages of several directions share: their base, arrays on the wire, sampling, errors, the model, a refusal."""
+"""Common parts of all directions: the base class, wire arrays, sampling, errors, the model, refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", eq=False):
 TOP_LOGPROBS_MAX = 20
 LOGIT_BIAS_MAX = 300
 LOGIT_BIAS_LIMIT = 100.0
-# The lowest and highest value of the numeric fields of Sampling. Where 0 would make no sense, the lowest is a bit more.
+# The lowest and highest value of the numeric fields of Sampling. Where 0 is invalid, the lowest is slightly above it.
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, (1 << 31) - 1),
     "top_p": (1e-9, 1.0),
@@ -56,11 +56,13 @@ GRAMMAR_BYTES_MAX = 1 << 17
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the text of an answer must be.
+    """A constraint on the text of an answer.
 
-    json_schema: JSON that the schema in `text` allows. json_object: any JSON object; `text` is empty. regex: what all
-    of the regular expression `text` matches. lark: what the grammar `text` derives, in the dialect of Lark that
-    llguidance reads. text: at most GRAMMAR_BYTES_MAX bytes of UTF-8.
+    Attributes:
+        kind: json_schema (JSON that the schema in `text` allows), json_object (any JSON object; `text` is empty), regex
+            (the whole answer matches the regular expression `text`), or lark (the grammar `text` in the dialect of Lark
+            that llguidance reads).
+        text: At most GRAMMAR_BYTES_MAX bytes of UTF-8.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "lark"]
@@ -68,31 +70,35 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How the next token is chosen. Applied in this order: logit_bias, penalties (repetition, then frequency and
-    presence), grammar, temperature, top_k, top_p, min_p; then one draw. Greedy (temperature 0) takes the largest after
-    the grammar: the filters keep that one always. Each default means "off"; ranges are in SAMPLING_RANGES.
+    """Sampling parameters of a request. Each default means "off"; SAMPLING_RANGES holds the ranges.
 
-    temperature: 0 is greedy; otherwise logits are divided by it (finite, 0 to 100).
-    seed: 64-bit; the same request with the same seed draws the same numbers. None: the coordinator draws one.
-    stop_tokens: token ids that end the request with reason `stop`; the stop token itself is the last token.
-    ignore_eos: do not end at the model's own end-of-sequence tokens.
-    top_k: only the k most likely tokens; of equal ones the lowest ids (0: off; more than the vocabulary: all).
-    top_p: only the fewest most likely tokens whose probabilities, of what top_k left, reach top_p together; at least
-    one (nucleus sampling: Holtzman et al., "The Curious Case of Neural Text Degeneration", ICLR 2020).
-    min_p: only tokens at least min_p times as likely as the most likely one (Nguyen et al., "Turning Up the Heat:
-    Min-p Sampling", ICLR 2025).
-    repetition_penalty: logits of tokens that the prompt or the answer so far holds are divided by it where above 0,
-    else multiplied with it (Keskar et al., "CTRL", 2019, section 4.1).
-    presence_penalty, frequency_penalty: subtracted from the logits of tokens of the answer so far, not of the prompt:
-    the one once, the other times the count (as OpenAI's API defines them).
-    logit_bias: (token id, value) pairs added to the raw logits: -100 to 100, or -inf, which bans the token. Distinct
-    ids, at most LOGIT_BIAS_MAX. A request all of whose vocabulary is banned fails.
-    logprobs: how many of the most likely tokens to report with their log-probabilities for each generated token.
-    grammar: only tokens by which the answer's text stays the beginning of one that it allows. Where that text may end,
-    the model's end-of-sequence tokens are allowed too, where it must end they alone: so it is not for ignore_eos.
+    They apply in this order: logit_bias, penalties (repetition, then frequency and presence), grammar, temperature,
+    top_k, top_p, min_p; then one draw. Greedy sampling (temperature 0) takes the largest logit after the grammar, which
+    the filters always keep.
 
-    Log-probabilities, of the chosen token too, are natural ones of the model's own float32 distribution: before bias,
-    penalties, grammar, temperature and filters.
+    Log-probabilities, including that of the chosen token, are natural logarithms of the model's own float32
+    distribution before bias, penalties, grammar, temperature and filters.
+
+    Attributes:
+        temperature: Divisor of the logits, finite, 0 to 100; 0 is greedy.
+        seed: 64-bit; the same request with the same seed draws the same numbers. None: the coordinator draws one.
+        stop_tokens: Token ids that end the request with reason `stop`; the stop token itself is the last token.
+        ignore_eos: Do not end at the model's own end-of-sequence tokens.
+        top_k: Keep the k most likely tokens; the lowest ids win ties (0: off; above the vocabulary size: all).
+        top_p: Keep the fewest most likely tokens, at least one, such that their probabilities after top_k sum to top_p
+            (nucleus sampling: Holtzman et al., "The Curious Case of Neural Text Degeneration", ICLR 2020).
+        min_p: Keep tokens at least min_p times as likely as the most likely one (Nguyen et al., "Turning Up the Heat:
+            Min-p Sampling", ICLR 2025).
+        repetition_penalty: Divides positive logits, and multiplies others, of tokens in the prompt or the answer so far
+            (Keskar et al., "CTRL", 2019, section 4.1).
+        presence_penalty: Subtracted once from the logit of each token in the answer so far (as OpenAI's API defines
+            it).
+        frequency_penalty: Subtracted once per occurrence in the answer so far (as OpenAI's API defines it).
+        logit_bias: (token id, value) pairs added to the raw logits: -100 to 100, or -inf, which bans the token.
+            Distinct ids, at most LOGIT_BIAS_MAX. A request that bans the whole vocabulary fails.
+        logprobs: How many of the most likely tokens to report with their log-probabilities for each generated token.
+        grammar: Keep tokens that leave the answer a prefix of a text that the grammar allows. End-of-sequence tokens
+            are allowed where the text may end, and required where it must end; ignore_eos is therefore not available.
     """
 
     temperature: float = 1.0
@@ -111,12 +117,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def penalises(self) -> bool:
-        """Whether tokens that occurred are less likely to."""
+        """Return whether tokens that occurred become less likely."""
         return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
 
     @property
     def counts_answer(self) -> bool:
-        """Whether the choice depends on the tokens generated so far."""
+        """Return whether sampling depends on the tokens generated so far."""
         return self.penalises or self.grammar is not None
 
 
@@ -124,7 +130,7 @@ ERROR_TEXT_MAX = 2000
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """An error on the wire; `protocol.errors.restore` makes the exception of it again."""
+    """An error on the wire; `protocol.errors.restore` rebuilds the exception."""
 
     code: str
     message: str
@@ -132,20 +138,22 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: KvforgeError) -> ErrorInfo:
+        """Return the wire form of an error, with its text cut to ERROR_TEXT_MAX characters."""
         text = error.message if len(error.message) <= ERROR_TEXT_MAX else error.message[: ERROR_TEXT_MAX - 3] + "..."
         return cls(error.code, text, error.fields)
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker serves. All workers of one coordinator must agree on it.
+    """The model that a worker serves. All workers of one coordinator must agree on it.
 
-    source: the path or name it was loaded from (a client on the same host may load its tokenizer from there).
-    sampling: what a request gets that names nothing; only fields of MODEL_DEFAULTS are not off.
-    fingerprint: hex digest of what determines the tokens (weights file or configuration, architecture, dtype).
-    dtype: what it computes in, by torch's name; "": not said. weight_dtype: the same, or int8 or int4 where most of its
-    matrices are quantised.
-    determinism: `batch-invariant` where a request's tokens and log-probabilities depend on nothing that is computed
-    beside it; else `fast`, or `not promised: ` and why; "": not said.
+    Attributes:
+        source: The path or name it was loaded from. A client on the same host may load its tokenizer from there.
+        fingerprint: Hex digest of all that determines the tokens (weights file or configuration, architecture, dtype).
+        sampling: The defaults of a request. Only fields of MODEL_DEFAULTS are set.
+        dtype: torch's name of the compute type; "": unknown.
+        weight_dtype: The same for the weights, or int8 or int4 if most matrices are quantised.
+        determinism: `batch-invariant` if a request's tokens and log-probabilities do not depend on the rest of the
+            batch; else `fast`, or `not promised: ` and the reason; "": unknown.
     """
 
     name: str
@@ -162,13 +170,19 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Microseconds since submission, on the coordinator's monotonic clock; -1 where it never happened.
+    """Microseconds since submission, on the coordinator's monotonic clock; -1 for events that have not happened.
 
-    From queue_us to recovering_us: how long it was in each phase; together they are its age (of a coordinator that does
-    not say: all 0). queue: until it started. prefill: until its first token. decode: while tokens came. preempted: from
-    each preemption to its next token, so with what was computed again. stalled: it held its place, and blocks were
-    missing. recovering: since its worker was lost, or the coordinator was, to its next token.
-    paused_us: how long its stream stood still because its client did not read, or was gone; beside the phases.
+    The fields from queue_us to recovering_us hold the time in each phase and add up to the request's age. All are 0
+    from a coordinator that does not report phases.
+
+    Attributes:
+        queue_us: Until it started.
+        prefill_us: Until its first token.
+        decode_us: While it generated tokens.
+        preempted_us: From each preemption to the next token, including recomputation.
+        stalled_us: In its slot, waiting for free blocks.
+        recovering_us: From the loss of its worker or of the coordinator to the next token.
+        paused_us: How long its stream was paused because the client was slow or gone; overlaps the phases.
     """
 
     first_scheduled_us: int = -1
@@ -195,6 +209,6 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 def tag_of(cls: type[Message]) -> str:
-    """The stable wire tag of a message class."""
+    """Return the stable wire tag of a message class."""
     config: Any = cls.__struct_config__
     return str(config.tag)

@@ -1,4 +1,4 @@
-"""What workers say to the coordinator: that they are there and load, what each step gave, that they cannot go on."""
+"""Messages from workers to the coordinator: registration, loading progress, step results, failures."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from .shared import (
 class WorkerHello(Message, frozen=True, tag="worker_hello"):
     """First message of a worker. Names are unique; a second worker of the same name is refused.
 
-    boot, epoch: of the coordinator and the registration under which it holds its pool, where it has one; then it goes
-    on with it if the coordinator does, and `watches` says again what WorkerReady said.
-    token: what it read in the coordinator's runtime folder (`protocol.token`); who comes over a network has a key.
-    rank, ranks: where several processes compute one model together over one pool, which one this is (from 0), and how
-    many; all of them have the same name. When all are connected each is sent `Meeting`.
+    Attributes:
+        boot: The boot of the coordinator for which the worker holds a pool, "" if none.
+        epoch: The registration of that pool. The worker keeps the pool if the coordinator does.
+        watches: As in WorkerReady, repeated for a pool that is kept.
+        token: The token in the coordinator's runtime folder (`protocol.token`). Over a network, a key replaces it.
+        rank: The number of this process, from 0, where several processes compute one model over one pool.
+        ranks: The number of these processes. All have the same name. Each is sent `Meeting` when all are connected.
     """
 
     rid: int
@@ -42,7 +44,7 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
 
 
 class WorkerLoading(Message, frozen=True, tag="worker_loading"):
-    """Progress of loading, for people: phase is a few words, progress 0 to 1."""
+    """Progress of loading, for people. `phase` is a few words, `progress` 0 to 1."""
 
     phase: str
     progress: float
@@ -51,14 +53,16 @@ class WorkerLoading(Message, frozen=True, tag="worker_loading"):
 class WorkerReady(Message, frozen=True, tag="worker_ready"):
     """The model is loaded and the KV pool allocated: `blocks` blocks of `bytes_per_block` bytes.
 
-    watches: it looks for its steps in shared memory too (`protocol.handover`). zeroes: it does what `Step.zeros` says.
-    device_bytes: what it holds of its device's memory, in bytes by purpose: `weights`, `pool` (K and V), `graphs` (with
-    the sampler's state) and `other` (what steps work in, compiled kernels, the driver's own). What takes nothing or is
-    not counted is left out: of a CPU's memory only weights and pool are counted. As it was when this was sent: weights,
-    pool and graphs stay as they are until the worker registers again, `other` may grow.
-    kernels: which ones serve, and why not others, by what they do (decode, prefill, layers, sampling): for people.
-    wants_kinds: it computes tokens that were generated in another way than those of prompts, whatever it computes them
-    for: steps tell it which are which, and no prefix of one kind is taken for the other.
+    Attributes:
+        watches: The worker polls shared memory for its steps too (`protocol.handover`).
+        zeroes: The worker supports `Step.zeros`.
+        device_bytes: The worker's device memory in bytes by purpose: `weights`, `pool` (K and V), `graphs` (with the
+            sampler's state) and `other` (workspace of steps, compiled kernels, the driver). Absent if zero or not
+            counted: on a CPU only weights and pool are counted. The values are of the time of sending; only `other` may
+            grow until the worker registers again.
+        kernels: The kernels in use by purpose (decode, prefill, layers, sampling), and why others are not; for people.
+        wants_kinds: The worker computes generated tokens in another way than prompt tokens. Steps then mark generated
+            tokens, and the prefix cache keeps both kinds apart.
     """
 
     rid: int
@@ -75,8 +79,12 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
 
 
 class RowError(msgspec.Struct, frozen=True):
-    """One row of a step failed; the other rows are good. again_ms: where it is more than 0, only the choice of a token
-    failed, and for a while: the row is to be computed again after so many milliseconds."""
+    """One row of a step failed; the other rows are valid.
+
+    Attributes:
+        again_ms: If above 0, only the sampling failed, and temporarily: the row is to be computed again after this
+            time.
+    """
 
     slot: int
     error: ErrorInfo
@@ -84,9 +92,12 @@ class RowError(msgspec.Struct, frozen=True):
 
 
 class StepResult(Message, frozen=True, tag="step_result"):
-    """Outcome of one step: for each row that sampled, its slot, token and log-probability. [sampled] each.
+    """Result of one step: for each row that sampled, its slot, token and log-probability, [sampled] each.
 
-    top_counts [sampled], top_tokens [sum], top_logprobs [sum]: as in Stream.
+    Attributes:
+        top_counts: [sampled] int32, as in Stream.
+        top_tokens: [sum] int32.
+        top_logprobs: [sum] float32.
     """
 
     FRAMES = (

@@ -37,7 +37,7 @@ ALICE = {"alice": {"key": A, **MAY}}
         ({"tcp": {"listen": "tcp://h:1"}, "access": {"clients": ALICE}}, "tcp.key_file", "required by tcp.listen"),
         ({"tcp": {**LISTEN, "listen": "h:1"}, "access": {"clients": ALICE}}, "tcp.listen", "not tcp://HOST:PORT"),
         ({"tcp": {"listen_clients": ""}}, "tcp.listen_clients", "no such setting"),
-        ({"access": {"clients": {"alice": {"key": "x", **MAY}}}}, "access.clients.alice.key", "is no key"),
+        ({"access": {"clients": {"alice": {"key": "x", **MAY}}}}, "access.clients.alice.key", "invalid key"),
         (
             {"access": {"clients": {"a": {"key": A, **MAY}, "b": {"key": A, **MAY}}}},
             "access.clients.b.key",

@@ -40,12 +40,12 @@ def test_a_file_that_others_can_read_is_refused_and_its_secret_not_told(tmp_path
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is no key file"),
-        ("secret = 7", "is no key file"),
-        ("secret = 'short'", "is no key file"),
-        ("secret = '" + '"' * 40 + "'", "is no key file"),
-        ("secret = '" + "#" * 40 + "'", "is no key file"),
-        ("no TOML", "is no key file"),
+        ("", "is not a key file"),
+        ("secret = 7", "is not a key file"),
+        ("secret = 'short'", "is not a key file"),
+        ("secret = '" + '"' * 40 + "'", "is not a key file"),
+        ("secret = '" + "#" * 40 + "'", "is not a key file"),
+        ("no TOML", "is not a key file"),
     ],
 )
 def test_what_is_no_key_file_is_named(tmp_path: Path, text: str, words: str) -> None:
@@ -59,7 +59,7 @@ def test_what_is_no_key_file_is_named(tmp_path: Path, text: str, words: str) -> 
 def test_a_public_key_of_another_pair_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.key"
     keys.write(path, keys.KeyPair(keys.make().public, keys.make().secret), "nobody")
-    with pytest.raises(InvalidConfiguration, match="is not that of the secret"):
+    with pytest.raises(InvalidConfiguration, match="does not match its secret"):
         keys.read(path)
 
 
@@ -75,7 +75,7 @@ def test_a_network_asks_for_keys_and_a_socket_of_this_machine_does_not(
         network.proof_for("tcp://host:1", None, path)
     with pytest.raises(InvalidConfiguration, match=r"^key_file: .* KVFORGE_KEY_FILE"):
         network.proof_for("tcp://host:1", server.public, None)
-    with pytest.raises(InvalidConfiguration, match=r"^server_key: 'x' is no key"):
+    with pytest.raises(InvalidConfiguration, match=r"^server_key: invalid key 'x'"):
         network.proof_for("tcp://host:1", "x", path)
     wanted = network.Proof(server.public, own)
     assert network.proof_for("tcp://host:1", server.public, path) == wanted

@@ -43,7 +43,7 @@ def test_a_message_that_ends_its_reader_is_refused_after_so_many_deaths(tmp_path
     for _ in range(DEATHS_MAX):
         begun(tmp_path).take(poison)  # and no more of this process
     again = begun(tmp_path)
-    with pytest.raises(MessageRefused, match=f"{DEATHS_MAX} coordinators ended while they handled this message"):
+    with pytest.raises(MessageRefused, match=f"{DEATHS_MAX} coordinators died while handling this message"):
         again.take(poison)
     again.take(frames_of(FINE))
     again.handled()

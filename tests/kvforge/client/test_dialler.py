@@ -190,7 +190,7 @@ def test_one_that_lost_our_state_fails_what_waited_and_takes_what_comes(world: W
     with world.dialler.waiting(), world.dialler.wanting():
         world.run(0.0)
         world.refuse(StateLost("b", "c"))
-        with pytest.raises(CoordinatorUnavailable, match="started anew"):
+        with pytest.raises(CoordinatorUnavailable, match="started without its earlier state"):
             pending.answer(m.Done)
         world.run(0.0)
         assert (world.line.hellos[-1].boot, world.line.hellos[-1].session != name) == ("", True)

@@ -71,7 +71,7 @@ def test_another_coordinator_in_its_place_fails_what_waits(fake: Running) -> Non
         assert next(iter(request)).token_id == 4
         fake.kill()
         fake.start()
-        with pytest.raises(CoordinatorUnavailable, match=r"is gone: .*was started anew"):
+        with pytest.raises(CoordinatorUnavailable, match=r"is gone: .*started without its earlier state"):
             request.result()
         assert kv.submit([8], max_tokens=2).result(timeout_s=5).tokens == (8, 9)
 
