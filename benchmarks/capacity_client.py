@@ -1,7 +1,7 @@
 """The load of `benchmarks.load_capacity`: one connection that sends requests when they are due, whatever comes back.
 
-It speaks the protocol itself and looks at whole messages, not at tokens, so that one core of it is no bound: a Stream
-message holds what a whole turn of the coordinator gave.
+It speaks the protocol itself and handles whole messages, not single tokens, so that one core is no bottleneck: a Stream
+message holds the tokens of a whole turn of the coordinator.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from kvforge.protocol.transport import dealer
 
 Floats = npt.NDArray[np.float64]
 SAMPLING = Sampling(temperature=0.0, seed=1, ignore_eos=True)
-LATE_S = 60e-6  # that a wait is over after its time, about
+LATE_S = 60e-6  # typical oversleep of a wait
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """due: [requests] seconds from the start; prompts: [requests, prompt_tokens] int32; answer: tokens of each."""
+    """due: [requests] seconds from the start; prompts: [requests, prompt_tokens] int32; answer: tokens of each
+    answer."""
 
     due: Floats
     prompts: npt.NDArray[np.int32]
@@ -34,8 +35,9 @@ class Load:
 
 @dataclass(kw_only=True)
 class Seen:
-    """By request, seconds from the start, NaN where it never was: sent, first token here, end here; and queued, how
-    long it waited in the coordinator for its first step. tokens_at, tokens: of each message, when and how many."""
+    """Times of each request in seconds from the start (NaN: never): sent, first token received, end received; and
+    queued, the wait in the coordinator for its first step. tokens_at, tokens: arrival time and token count of each
+    message."""
 
     sent: Floats
     first: Floats
@@ -47,7 +49,7 @@ class Seen:
 
     @classmethod
     def nothing(cls, count: int) -> Seen:
-        """Of so many requests."""
+        """Return the empty record of `count` requests."""
         sent, first, ended, queued = np.full((4, count), np.nan)
         return cls(sent=sent, first=first, ended=ended, queued=queued)
 
@@ -67,7 +69,7 @@ class Client:
         self._of: dict[int, int] = {}
 
     def run(self, end_s: float) -> Seen:
-        """Sends every request when it is due, and reads until `end_s`, or until all have ended."""
+        """Send every request when it is due, and read until `end_s` or until all requests have ended."""
         seen, due, start = self.seen, self._load.due, time.monotonic()
         sent, over, count = 0, 0, due.size
         while over < count and (now := time.monotonic() - start) < end_s:
@@ -83,7 +85,7 @@ class Client:
         return seen
 
     def close(self) -> None:
-        """Ends the connection, and what still runs of it."""
+        """Close the connection, which cancels the requests that still run."""
         self._context.destroy(linger=0)
 
     def _send(self, i: int) -> None:
@@ -91,7 +93,7 @@ class Client:
         self._socket.send_multipart(codec.encode(submit))
 
     def _read(self, start: float) -> int:
-        """Takes in what is there; how many requests it ends."""
+        """Read the pending messages; return how many requests ended."""
         over = 0
         while True:
             try:

@@ -1,12 +1,12 @@
-"""What a command costs, beside a bare ZeroMQ echo of the same messages in the same run.
+"""Cost of a command, beside a bare ZeroMQ echo of the same messages in the same run.
 
     python -m benchmarks.commands [--seconds 1] [--rounds 5] [--json FILE]
 
 A coordinator process with one stand-in pool, and an echo process that receives, unpacks with msgpack, packs and sends
-back. Servers are pinned to one core and clients to others, one each as far as there are so many, the same for both.
+back. Servers are pinned to one core and clients to others, one each where there are enough, the same for both.
 Measured: bulk append of one token to 256 client sequences, one command at a time; single appends, many under way, from
-one client and from four at once. Both servers are measured in turn, several times over; what is printed are medians
-over the rounds, of ratios too.
+one client and from four at once. Both servers are measured in turn, several times over; the printed figures, ratios
+too, are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ BULK = 256
 WINDOW = 64
 CLIENTS = 4
 BLOCKS = 1 << 19
-SEQUENCES = 16  # of each client that appends to one at a time
+SEQUENCES = 16  # per client, for single appends
 Frames = list[bytes]
-# Read before anything is pinned: what a process starts inherits its core.
+# Read before anything is pinned: child processes inherit the core of their parent.
 ALLOWED = [int(core) for core in os.environ.get("KVFORGE_BENCH_CORES", "").split(",") if core] or sorted(
     os.sched_getaffinity(0)
 )
 
 
 def pin(place: int) -> None:
-    """This process runs on one core: the servers on the first, clients on the others in turn where there are others."""
+    """Pin this process to one core: servers to the first, clients to the others in turn where there are others."""
     cores = ALLOWED
     os.sched_setaffinity(0, {cores[0] if not place or len(cores) == 1 else cores[1 + (place - 1) % (len(cores) - 1)]})
 
@@ -100,7 +100,7 @@ class Peer:
         return self._decoder.decode(self.socket.recv_multipart())
 
     def close(self) -> None:
-        """Says goodbye and closes."""
+        """Send a goodbye and close."""
         self.socket.send_multipart(codec.encode(Goodbye()))
         self.socket.close(500)
         self._context.term()
@@ -112,7 +112,7 @@ class Peer:
         return reply.sequence_id
 
     def round_trip_us(self, make: Callable[[int], Message], check: Callable[[Frames], None], seconds: float) -> float:
-        """Median microseconds of one command after the other, made and taken apart on this side too."""
+        """Return the median microseconds of one command after the other, including encoding and decoding here."""
         taken, deadline, rid = [], perf_counter() + seconds, 0
         while perf_counter() < deadline:
             rid += 1
@@ -123,7 +123,7 @@ class Peer:
         return float(np.median(taken)) * 1e6
 
     def pipelined(self, make: Callable[[int], Message], check: Callable[[Frames], None], seconds: float) -> float:
-        """Commands a second with WINDOW of them under way."""
+        """Return the commands a second with WINDOW commands in flight."""
         sent = done = 0
         started = perf_counter()
         deadline = started + seconds
@@ -183,7 +183,7 @@ def one_client(endpoint: str, real: bool, seconds: float, results: Connection, p
 
 
 def together(endpoint: str, real: bool, clients: int, seconds: float) -> float:
-    """Commands a second of so many clients at once."""
+    """Return the commands a second of `clients` clients at once."""
     pipes = [multiprocessing.Pipe() for _ in range(clients)]
     processes = [
         multiprocessing.Process(target=one_client, args=(endpoint, real, seconds, theirs, 1 + i), daemon=True)
@@ -237,10 +237,10 @@ def main() -> int:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.commands", description=__doc__)
     parser.add_argument("--json", help="write the results here too")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each of them is made")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of each measurement")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each measurement is made")
     options = parser.parse_args()
-    os.environ["KVFORGE_BENCH_CORES"] = ",".join(map(str, ALLOWED))  # for the processes that are started from here
+    os.environ["KVFORGE_BENCH_CORES"] = ",".join(map(str, ALLOWED))  # for the child processes
     pin(1)
     multiprocessing.set_start_method("spawn")
     rounds: dict[str, list[float]] = {}

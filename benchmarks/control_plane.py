@@ -1,14 +1,14 @@
-"""What a decode step costs the coordinator: the core alone, and the whole turn with messages and published tables.
+"""Cost of a decode step in the coordinator: the core alone, and the whole turn with messages and published tables.
 
     python -m benchmarks.control_plane [--sequences 16 256 1024 4096] [--steps 400] [--rounds 3] [--prompt 48]
         [--json FILE]
 
-Core: apply(step result) and apply(turn) of a machine with N decoding requests, steps of all N rows, one under way while
-the other is settled. Turn: the same through real ZeroMQ sockets in one process: the result is received and decoded, the
+Core: apply(step result) and apply(turn) of a machine with N decoding requests, steps of all N rows, one in flight while
+the other is applied. Turn: the same through real ZeroMQ sockets in one process: the result is received and decoded, the
 step planned, tables published, the next step and every client's stream encoded and sent; without a journal, and with
-one in the temporary folder, written for the process ("process") and through to the disk ("power"). Medians and p99.9
-of many steps; nothing else runs in the process. The garbage collector is frozen as in the coordinator, which collects
-when it is idle; what such a collection takes after the measured steps is printed too.
+one in the temporary folder, written for the process ("process") and through to the disk ("power"). Medians and p99.9 of
+many steps; nothing else runs in the process. The garbage collector is frozen as in the coordinator, which collects when
+it is idle; the time of such a collection after the measured steps is printed too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from . import vllm_scheduler
 from .report import report
 
 VOCABULARY = 128_000
-PROMPT_TOKENS = 48  # and vLLM's always
+PROMPT_TOKENS = 48  # fixed for vLLM
 BLOCK_SIZE = 16
 WARM_STEPS = 40
 SHOWN = ("p50_us", "mean_us", "p999_us")
@@ -66,7 +66,8 @@ SAMPLING = Sampling(temperature=0.0, seed=1, ignore_eos=True)
 
 
 def answer(sequences: int, steps: int, prompt: int) -> int:
-    """Tokens of each request: the first still decodes when the last prompt is computed and all steps were measured."""
+    """Return the tokens of each request, so that the first still decodes after the last prompt and all measured
+    steps."""
     return 4 * steps + sequences * prompt // 4096
 
 
@@ -81,7 +82,7 @@ def limits(sequences: int, steps: int, prompt: int) -> Limits:
 
 
 def ready(limits: Limits) -> WorkerReady:
-    """What the worker of the benchmark announces."""
+    """Return the announcement of the benchmark's worker."""
     return WorkerReady(
         rid=2, model=MODEL, blocks=limits.bounds.blocks_max, bytes_per_block=1, kv_dtype="float32", device="none"
     )
@@ -102,7 +103,7 @@ def submissions(sequences: int, steps: int, prompt: int) -> list[Submit]:
 
 
 class Answerer:
-    """A worker that answers at once, with tokens it drew before: what it costs is not measured."""
+    """A worker that answers at once with tokens drawn in advance, outside the measured time."""
 
     def __init__(self) -> None:
         draw = np.random.default_rng(1)
@@ -146,7 +147,7 @@ def core(sequences: int, steps: int, prompt: int = PROMPT_TOKENS) -> list[float]
         pending += [effect.message for effect in effects if isinstance(effect, ToWorker)]
         s = machine.cache.sequences
         for changed in (s.changed_rows, s.changed_lengths, s.changed_cells, machine.cache.blocks.changed):
-            changed.clear()  # what the shell publishes
+            changed.clear()  # the shell publishes these
         if step.slots.size == sequences and step.counts.max() == 1:
             warming -= 1
             if warming < 0:
@@ -191,14 +192,14 @@ class Shell:
         self.client.connect(f"ipc://{folder}/c")
         self.worker.connect(f"ipc://{folder}/w")
         while not (self.client.poll(1, zmq.POLLOUT) and self.worker.poll(1, zmq.POLLOUT)):
-            assert not self.waiting(0), "nobody has said anything yet"  # answers the handshakes
+            assert not self.waiting(0), "unexpected message before the first request"  # answers the handshakes
         self.now_us = self._due_us = 0
 
     def _number(self) -> int:
         return next(self._numbers)
 
     def turn(self) -> float:
-        """One turn, when something has arrived or it is due. Returns its microseconds."""
+        """Run one turn when a message has arrived or a timer is due; return its microseconds."""
         self.now_us += 1000
         while not self.waiting(10 if self._due_us > self.now_us else 0) and self._due_us > self.now_us:
             pass
@@ -207,9 +208,9 @@ class Shell:
         return (perf_counter_ns() - started) / 1e3
 
     def turn_until_settled(self) -> float:
-        """Turns until the worker's answer was settled. Returns the microseconds of the turn that did it.
+        """Run turns until one applies the worker's answer; return the microseconds of that turn.
 
-        What makes a turn due need not be the answer: then nothing is settled, and another turn follows.
+        Other events can make a turn due: such a turn applies no answer, and another turn follows.
         """
         before, spent = self.steps_settled, 0.0
         while self.steps_settled == before:
@@ -218,11 +219,11 @@ class Shell:
 
     @property
     def steps_settled(self) -> int:
-        """How many steps of its worker there were."""
+        """Return how many steps of its worker were applied."""
         return sum(worker.health(0).steps for worker in self.machine.workers.values())
 
     def waiting(self, timeout_s: float) -> bool:
-        """Whether something arrives within that time, as the server looks for it."""
+        """Return whether a message arrives within that time, polling as the server does."""
         for descriptor, _ in self._epoll.poll(timeout_s):
             self._stirs[descriptor]()
         return self.clients.waiting or self.workers.waiting
@@ -243,7 +244,8 @@ class Shell:
 def whole(
     sequences: int, steps: int, prompt: int = PROMPT_TOKENS, durability: str = "none"
 ) -> tuple[list[float], float]:
-    """Microseconds of each turn that settles and plans a step of all sequences, and of a collection after them."""
+    """Return the microseconds of each turn that applies and plans a step of all sequences, and of a collection after
+    them."""
     bounds, answerer = limits(sequences, steps, prompt), Answerer()
     decoder = codec.Decoder(WORKER_REPLIES)
     with tempfile.TemporaryDirectory(prefix="kvf-bench-") as folder:
@@ -282,7 +284,7 @@ def whole(
 
 
 def summary(spent: list[float]) -> dict[str, float]:
-    """p50, mean and p99.9: what is done once in several steps, as indexing is, shows in the mean only."""
+    """Return p50, mean and p99.9: work done once in several steps, such as indexing, shows in the mean only."""
     taken = np.array(spent)
     p50, p999 = np.percentile(taken, (50, 99.9))
     return {"p50_us": float(p50), "mean_us": float(taken.mean()), "p999_us": float(p999)}
@@ -311,7 +313,7 @@ def main() -> int:
                 spent[durability] += whole(sequences, options.steps, options.prompt, durability)[0]
         pooled: dict[str, Any] = {name: summary(each) for name, each in spent.items()}
         results.append({"sequences": sequences, "collection_us": statistics.median(collections)} | pooled)
-    if missing := vllm_scheduler.reason():  # vLLM comes last: what it imports is not in the process before
+    if missing := vllm_scheduler.reason():  # vLLM comes last, so that its imports do not affect the others
         print(f"vLLM's scheduler is not measured: {missing}", file=sys.stderr)
     for found in results:
         taken: list[float] = []

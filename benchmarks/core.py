@@ -1,4 +1,4 @@
-"""What the cache core costs: sequences created and removed, prefixes looked up, blocks handed out, seeds simulated.
+"""Cost of the cache core: creating and removing sequences, looking up prefixes, allocating blocks, simulating seeds.
 
     python -m benchmarks.core [--json FILE] [--seconds S]
 
@@ -81,7 +81,7 @@ def machine() -> Machine:
 
 
 def forget_changes(cache: Cache) -> None:
-    """What the publisher does after a turn."""
+    """Clear the recorded changes, as the publisher does after a turn."""
     cache.sequences.changed_rows.clear()
     cache.sequences.changed_lengths.clear()
     cache.sequences.changed_cells.clear()
@@ -89,7 +89,7 @@ def forget_changes(cache: Cache) -> None:
 
 
 def create_and_remove(seconds: float) -> float:
-    """A client sequence of 1,000 tokens is created and removed, as commands through the machine."""
+    """Create and remove a client sequence of 1,000 tokens by commands; return microseconds."""
     core, tokens = machine(), np.random.default_rng(1).integers(0, VOCABULARY, SEQUENCE_TOKENS).astype(np.int32)
 
     def once() -> None:
@@ -102,7 +102,7 @@ def create_and_remove(seconds: float) -> float:
 
 
 def fill(core: Machine, group: Group, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
-    """Indexes every full block of `tokens`, as acknowledged steps would have, and lets the sequence go."""
+    """Index every full block of `tokens`, as acknowledged steps would, and release the sequence."""
     cache, s = core.cache, core.cache.sequences
     created = core.apply(FromClient(1, CreateSequence(rid=1, tokens=tokens)), 1).effects[0].message  # type: ignore[union-attr]
     assert isinstance(created, SequenceInfo)
@@ -114,7 +114,7 @@ def fill(core: Machine, group: Group, tokens: np.ndarray[tuple[int], np.dtype[np
 
 
 def prefix_lookups(seconds: float) -> tuple[float, float]:
-    """An 8,192-token prompt hashed and looked up: all of it cached, and none of it. Returns microseconds."""
+    """Hash and look up an 8,192-token prompt, fully cached and not cached; return microseconds."""
     core, rng = machine(), np.random.default_rng(2)
     group = core.cache.groups[0]
     known = rng.integers(0, VOCABULARY, PROMPT_TOKENS + 1).astype(np.int32)
@@ -131,7 +131,7 @@ def prefix_lookups(seconds: float) -> tuple[float, float]:
 
 
 def admissions(seconds: float) -> tuple[float, float]:
-    """A prompt of 2,048 tokens from its Submit to its place in a pool, hashed: none of it cached, and all of it."""
+    """Admit a hashed prompt of 2,048 tokens, from its Submit to its blocks: not cached, and fully cached."""
     core, rng = machine(), np.random.default_rng(3)
     known = rng.integers(0, VOCABULARY, ADMITTED_TOKENS).astype(np.int32)
     fill(core, core.cache.groups[0], known)
@@ -151,13 +151,13 @@ def admissions(seconds: float) -> tuple[float, float]:
         assert request.state == "running"
         assert (request.cached_tokens > ADMITTED_TOKENS - 32) == cached
         core.apply(FromClient(1, Cancel(rid=rid, request_id=request.id)), rid)
-        core.apply(Turn(), rid)  # no step is under way: what waits for one is settled
+        core.apply(Turn(), rid)  # no step is in flight: pending work is applied
         forget_changes(core.cache)
     return float(np.median(times[False])) / 1000, float(np.median(times[True])) / 1000
 
 
 class Nobody:
-    """Where batches of KV events go: they are made, and nobody reads them or asks for any."""
+    """A sink for batches of KV events: they are encoded, but have no subscriber."""
 
     def publish(self, number: bytes, payload: bytes) -> None:
         """Forgets it."""
@@ -173,8 +173,8 @@ class Nobody:
 
 
 class Decodes:
-    """A core and a worker that answers at once: prompts of 512 tokens, then decodes of which each fills a 16th of the
-    rows' blocks. told: what enters the prefix index is told as KV events, too."""
+    """A core and a worker that answers at once: prompts of 512 tokens, then decodes that each fill a 16th of the rows'
+    blocks. told: whether changes of the prefix index are published as KV events."""
 
     def __init__(self, steps: int, told: bool) -> None:
         bounds = control_plane.limits(DECODED_ROWS, steps, DECODED_PROMPT)
@@ -193,7 +193,7 @@ class Decodes:
         return [e.message for e in effects if isinstance(e, ToWorker) and isinstance(e.message, Step)]
 
     def step(self) -> int | None:
-        """A result and the turn after it, in nanoseconds; None where the step was not all decodes."""
+        """Apply a result and the turn after it; return nanoseconds, or None unless the step has decodes only."""
         step = self._pending.popleft()
         event = FromWorker(1, self._answerer.answer(step, 1))
         self._now_us += 1000
@@ -209,8 +209,8 @@ class Decodes:
 
 
 def decodes(steps: int) -> tuple[float, float]:
-    """A decode step of 256 rows in the core, without KV events and with them, in turns. Returns mean microseconds: only
-    some steps have something to tell."""
+    """Run decode steps of 256 rows in the core, without and with KV events, in turns. Return mean microseconds, because
+    only some steps have events."""
     worlds = Decodes(steps, told=False), Decodes(steps, told=True)
     taken: tuple[list[int], list[int]] = [], []
     while len(taken[1]) < steps:
@@ -222,7 +222,8 @@ def decodes(steps: int) -> tuple[float, float]:
 
 
 def allocations(seconds: float, bulk: int) -> float:
-    """A million blocks allocated and freed, so many at a time. Returns nanoseconds for each of the two million."""
+    """Allocate and free a million blocks, `bulk` at a time; return nanoseconds for each of the two million
+    operations."""
     count, size, waits = 1 << 20, 16, Waits()
     blocks, tenants = Blocks(count, size), Tenants(Limits(bounds=Bounds(blocks_max=count)))
     index = PrefixIndex(PrefixStore(count, size), blocks, waits, BlockHasher(size, b"key", 1))
@@ -249,7 +250,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the results here too")
     parser.add_argument("--seconds", type=float, default=2.0, help="how long to repeat each measurement")
     parser.add_argument("--decodes", type=int, default=2000, help="decode steps with and without KV events")
-    parser.add_argument("--seeds", type=int, default=100, help="seeds to simulate (0: leave it out)")
+    parser.add_argument("--seeds", type=int, default=100, help="seeds to simulate (0: skip the simulator)")
     options = parser.parse_args()
     gc.disable()
     created = create_and_remove(options.seconds)
@@ -285,7 +286,7 @@ def main() -> None:
         rows.append(
             ["simulator, one core", str(results["simulator"]).split("events ")[-1].strip(), "(min) 300 seeds/min"]
         )
-    title = "cache core: what one operation costs"
+    title = "cache core: cost of one operation"
     report(title, ["operation", "median", "at most"], rows, results, options.json)
 
 

@@ -1,11 +1,11 @@
-"""What it costs on a CPU that rows of layers which transformers runs do not depend on each other.
+"""Cost of batch invariance on a CPU, for layers that transformers runs.
 
     python -m benchmarks.cpu_determinism [--models phi3,gemma2,gpt2,mixtral] [--dtype float32] [--threads 1]
         [--rounds 9] [--json FILE]
 
-The forward pass alone, of small models with random weights in these layers, each loaded twice: `determinism = "fast"`,
-in which transformers' parts stay as they are, and "batch-invariant". Both in turn, in one process; milliseconds of CPU
-time, medians: decode steps of 1 and of 8 rows behind 100 tokens, prompts of 40 and of 256 tokens.
+The forward pass alone, of small models with random weights in these layers, each loaded twice: with `determinism =
+"fast"`, which leaves transformers' modules unchanged, and with "batch-invariant". Both run in turn, in one process;
+medians in milliseconds of CPU time: decode steps of 1 and of 8 rows behind 100 tokens, prompts of 40 and of 256 tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FIELDS: dict[str, dict[str, object]] = {
     "gpt2": {"n_embd": 576, "n_layer": 12, "n_head": 9, "n_positions": 1024},
     "mixtral": {"num_local_experts": 8, "intermediate_size": 512},
 }
-# Rows, new tokens of each, tokens before them, and passes that are timed together.
+# Rows, new tokens of each, cached tokens before them, and passes timed together.
 WORK = {"decode, 1 row": (1, 1, BEFORE, 5), "8 rows": (8, 1, BEFORE, 5), "40": (1, 40, 0, 2), "256": (1, 256, 0, 1)}
 
 
@@ -71,7 +71,7 @@ def pass_ms(
     passes: int,
     clock: Callable[[], float] = time.process_time,
 ) -> float:
-    """What one pass takes, of CPU time where no other clock is given."""
+    """Return the milliseconds of one pass, in CPU time unless another clock is given."""
     width = -(-(before + count) // BLOCK_SIZE)
     tables = np.arange(rows * width, dtype=np.int32).reshape(rows, width)
     tokens, places = torch.arange(rows * count) % model.vocab_size, torch.arange(before, before + count).repeat(rows)

@@ -3,11 +3,11 @@
     python -m benchmarks.cpu_generate [--model PATH] [--tokens 64] [--repeats 3] [--rows 8] [--prompt N]
                                       [--dtype float32] [--threads N] [--json FILE]
 
-Up to eight prompts, of different lengths or all of N tokens, greedy, the end token ignored. kvforge runs twice: as it
-is, and in plain torch (kernels = "reference"). transformers runs its default way: left padding, its dynamic cache, its
-sdpa attention. Decode throughput is (tokens - 1) x prompts over the time between the first and the last token, so that
-no side's prefill counts, and prefill throughput the prompts' tokens over the time to the first. They alternate; medians
-are compared. Run it on an idle machine: torch's threads wait for each other in every layer, so a neighbour
+Up to eight prompts, of different lengths or all of N tokens, greedy, the end token ignored. kvforge runs twice: by
+default, and in plain torch (kernels = "reference"). transformers runs its default way: left padding, its dynamic cache,
+its sdpa attention. Decode throughput is (tokens - 1) x prompts over the time between the first and the last token, so
+that no side's prefill counts, and prefill throughput the prompts' tokens over the time to the first. They alternate;
+medians are compared. Run it on an idle machine: torch's threads wait for each other in every layer, so a busy process
 on one core slows all sides tenfold.
 """
 
@@ -41,7 +41,7 @@ class _Clock(transformers.LogitsProcessor):  # type: ignore[misc]
 
 
 def run_transformers(model: LoadedModel, prompts: list[list[int]], tokens: int) -> tuple[float, float, list[list[int]]]:
-    """The same of `generate`, on the left-padded batch."""
+    """Return the same figures for `generate`, on the left-padded batch."""
     width = max(map(len, prompts))
     ids = torch.zeros((len(prompts), width), dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="alternating repeats; medians are compared")
     parser.add_argument("--rows", type=int, default=len(PROMPT_TOKENS), help="prompts, up to 8")
     parser.add_argument("--prompt", type=int, help="tokens of each prompt (default: 5 to 64)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice, the cores)")
     parser.add_argument("--json", metavar="FILE", help="write the numbers here too")
     arguments = parser.parse_args()

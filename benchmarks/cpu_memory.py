@@ -1,14 +1,13 @@
-"""Resident memory of a process that has loaded a model on a CPU, and what it is.
+"""Resident memory of a process that has loaded a model on a CPU, by kind.
 
     python -m benchmarks.cpu_memory [--model PATH] [--json FILE]
 
-For each kind of weights (`dtype`, `weight_dtype`) a process of its own imports what a worker does, loads the model,
-gives back the libraries' pages as a worker does, and reads /proc/self/smaps: bytes that are its own (anonymous), and
-those of mapped files (libraries, the model's). Then it decodes 8 prompts and reads it again, the KV pool left out: what
-steps work in, and what came back of the libraries; and once more when it has given back what it worked in, as a worker
-does that nobody asks for anything. What is aimed at is 1.3 times the weights that are served plus 250 MB; a KV pool
-comes on top of both. Last it takes the time of decode steps, and of those before which the libraries' pages were given
-back. A kind that this CPU has no products for is passed over.
+For each kind of weights (`dtype`, `weight_dtype`) a separate process imports the worker's modules, loads the model,
+releases the pages of libraries as a worker does, and reads /proc/self/smaps: anonymous bytes, and bytes of mapped files
+(libraries, the model's). It then decodes 8 prompts and reads the file again, without the KV pool, for the steps'
+workspace and the library pages that came back; and once more after releasing the workspace, as an idle worker does. The
+target is 1.3 times the served weights plus 250 MB; a KV pool comes on top of both. At the end it times decode steps,
+with and without a release of library pages before them. Kinds without products on this CPU are skipped.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from benchmarks.report import report
 KINDS = (("float32", "dtype"), ("bfloat16", "dtype"), ("float32", "int8"), ("bfloat16", "auto"))
 BOUND_SHARE, BOUND_BYTES = 1.3, 250e6
 STEPS = 200
-TIMED, EVERY = 100, 10  # steps; before so many of them, libraries' pages are given back
-POOL = "/dev/zero (deleted)"  # as memory that has no file and is not private is called
+TIMED, EVERY = 100, 10  # steps, and the interval at which library pages are released
+POOL = "/dev/zero (deleted)"  # the kernel's name for shared memory without a file
 
 
 def resident() -> dict[str, int]:
-    """Bytes of this process but its pool: in all, anonymous, and of each mapped file that takes a MiB or more, by its
-    name."""
+    """Return the resident bytes of this process without its pool: total, anonymous, and by name of each mapped file of
+    a MiB or more."""
     from worker.device.file_pages import mappings
 
     found: dict[str, int] = {"all": 0, "anonymous": 0}
@@ -49,7 +48,7 @@ def resident() -> dict[str, int]:
 
 
 def measure(model: str, dtype: str, weight_dtype: str) -> dict[str, Any]:
-    """In a process of its own: before the load, after it, and after `STEPS`."""
+    """Measure in a separate process: before the load, after it, and after `STEPS`."""
     import worker.step.loop  # noqa: F401 - all that a worker imports
     from benchmarks.cpu_steps import BLOCK_SIZE, prompts_of, run_kvforge
     from kvforge.protocol.errors import InvalidConfiguration

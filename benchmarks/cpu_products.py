@@ -1,10 +1,10 @@
-"""Steps of a model on a CPU, with our kernel for its products in float32 and with oneDNN's.
+"""Steps of a model on a CPU, with float32 products by our kernel and by oneDNN.
 
     python -m benchmarks.cpu_products [--rows 1,2,4,8,16] [--prompts 40,256] [--threads 1] [--rounds 9] [--json FILE]
 
 The forward pass alone of SmolLM2-135M's shape (30 layers of 576, a head of 49,152), random weights, float32: decodes
-behind 100 tokens, and prompts of so many tokens. The model is loaded twice; both in turn, in one process; milliseconds
-by the clock, medians.
+behind 100 tokens, and prompts of the given lengths. The model is loaded twice; both run in turn, in one process;
+medians in milliseconds of wall time.
 """
 
 from __future__ import annotations

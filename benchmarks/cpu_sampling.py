@@ -1,4 +1,4 @@
-"""What choosing tokens costs a step on the CPU: by the worker's kernels and in plain torch, in alternation.
+"""Cost of sampling in a step on the CPU, by the worker's kernels and in plain torch, in alternation.
 
     python -m benchmarks.cpu_sampling [--vocab 49152] [--rows 1 8] [--repeats 15] [--json FILE]
 
@@ -31,7 +31,7 @@ KINDS = {
 
 
 class Side:
-    """Rows of one kind, chosen for as the worker's runner does."""
+    """Rows with the same sampling parameters, sampled as the worker's runner does."""
 
     def __init__(self, device: Device, sampling: Sampling, rows: int, vocab: int) -> None:
         self._state, self._slots = SamplingState(rows, vocab, device), np.arange(rows)

@@ -1,4 +1,4 @@
-"""What is served on a CPU by `kvforge up` and by llama.cpp's llama-server: the same prompts, in alternation.
+"""Serving on a CPU by `kvforge up` and by llama.cpp's llama-server: the same prompts, in alternation.
 
     python -m benchmarks.cpu_served [--model NAME] [--dtypes float32 bfloat16] [--llama-server PATH --gguf FILE ...]
                                     [--clients 1 8] [--prompt 512] [--tokens 128] [--rounds 3] [--shared 0]
@@ -7,11 +7,11 @@
 Each side is a server as its users start it: a coordinator, a worker and the client library, or llama-server and its
 HTTP streams, with a slot for each client. Every client sends one prompt of its own at the same moment and reads its
 tokens one by one; greedy, the end token ignored. In each round every side is started, warmed by a request, measured
-with each number of clients, and stopped; figures are medians over the rounds. The i-th GGUF file is what the i-th
-dtype is compared with; a checkout of kvforge in another folder is a side of its own for each dtype.
+with each number of clients, and stopped; figures are medians over the rounds. The i-th dtype is compared with the i-th
+GGUF file; a checkout of kvforge in another folder is a separate side for each dtype.
 
 Output tokens a second are all tokens over the time from the first request sent to the last token read. Run it on an
-idle machine: whoever else computes there slows what it pleases.
+idle machine: other processes slow each side differently.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Prompt = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 @dataclass
 class Answers:
-    """When each client's tokens came (monotonic seconds), and when they were asked for."""
+    """Times (monotonic seconds) of each client's tokens and of its request."""
 
     started: float
     times: list[list[float]] = field(default_factory=list)
@@ -75,7 +75,8 @@ class Answers:
 
 
 class Server:
-    """A server process on a leash, its output in a file of its own folder. Nothing of it is left in the end."""
+    """A server process that ends with this one; its output goes to a file in its folder. The exit stops it and cleans
+    up."""
 
     def __init__(self, command: list[str], folder: Path, cwd: Path) -> None:
         self._command, self.folder, self._cwd = command, folder, cwd
@@ -84,7 +85,7 @@ class Server:
     def __enter__(self) -> Self:
         self.folder.mkdir()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-        environment["PYTHONPATH"] = str(self._cwd)  # of a checkout, its own packages
+        environment["PYTHONPATH"] = str(self._cwd)  # import the checkout's packages
         with (self.folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
                 leashed(self._command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._cwd, env=environment
@@ -103,11 +104,11 @@ class Server:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def log(self) -> str:
-        """What it has written so far."""
+        """Return the server's output so far."""
         return (self.folder / "log").read_text(encoding="utf-8", errors="replace")
 
     def check(self) -> None:
-        """Raises Unavailable, with its last words, where it has ended."""
+        """Raise Unavailable with the last output line if the server has exited."""
         assert self.process is not None
         if self.process.poll() is not None:
             raise Unavailable(f"the server ended: {self.log().strip().splitlines()[-1:]}")
@@ -153,7 +154,7 @@ class Kvforge:
             return resident_mb((await kv.health()).workers[0].pid)
 
     async def connect(self, stack: AsyncExitStack, count: int) -> list[AsyncClient]:
-        """So many connections."""
+        """Open `count` connections."""
         endpoint = client_endpoint(self._runtime)
         return [await stack.enter_async_context(AsyncClient(endpoint, timeout_s=60.0)) for _ in range(count)]
 
@@ -242,7 +243,7 @@ Side = Kvforge | Llama
 
 
 def prompts_of(options: argparse.Namespace, seed: int, count: int) -> list[Prompt]:
-    """Random tokens: the work does not depend on what they mean. The first `--shared` are the same in all of them."""
+    """Random tokens: the work does not depend on what they mean. All prompts share the first `--shared` tokens."""
     rng = np.random.default_rng(seed)
     prompts = rng.integers(TOKEN_FIRST, TOKEN_LAST, (count, options.prompt)).astype(np.int32)
     prompts[:, : options.shared] = prompts[0, : options.shared]
@@ -257,12 +258,12 @@ async def ask(side: Any, clients: list[Any], prompts: list[Prompt], tokens: int)
         answers.times = await asyncio.gather(*reads)
     short = [len(times) for times in answers.times if len(times) != tokens]
     if short:
-        raise Unavailable(f"{side.name}: {tokens} tokens were asked for, and {short} came")
+        raise Unavailable(f"{side.name}: {tokens} tokens were requested, but a client received {short}")
     return answers
 
 
 async def measure(side: Side, folder: Path, options: argparse.Namespace, number: int) -> dict[str, Any]:
-    """One start of a server: by number of clients, what they saw; and its memory after that."""
+    """Start a server once; return the clients' figures by number of clients, and the memory afterwards."""
     found: dict[str, Any] = {}
     with side.start(folder):
         await side.ready()
@@ -277,7 +278,7 @@ async def measure(side: Side, folder: Path, options: argparse.Namespace, number:
 
 
 def medians(runs: list[dict[str, Any]], clients: list[int]) -> dict[str, Any]:
-    """Of one side over its rounds."""
+    """Return the medians of one side over its rounds."""
     found: dict[str, Any] = {"memory_mb": statistics.median(run["memory_mb"] for run in runs)}
     for count in map(str, clients):
         found[count] = {name: statistics.median(run[count][name] for run in runs) for name in runs[0][count]}
@@ -306,7 +307,7 @@ def rows_of(found: dict[str, Any], pairs: list[tuple[str, str]], clients: list[i
 
 
 def sides_of(options: argparse.Namespace) -> tuple[list[Side], list[tuple[str, str]]]:
-    """The sides, and which of them are compared."""
+    """Return the sides and the pairs to compare."""
     ours = [Kvforge(options, dtype, ROOT, "") for dtype in options.dtypes]
     others = [Llama(options, file.resolve()) for file in options.gguf] if options.llama_server is not None else []
     pairs = [(a.name, b.name) for a, b in zip(ours, others, strict=False)]
@@ -334,16 +335,16 @@ def main() -> int:
         default=["float32", "bfloat16"],
         help="as --dtype takes them, or DTYPE:WEIGHTS [float32 bfloat16]",
     )
-    parser.add_argument("--up", default="", help="more options of `kvforge up`, in one word")
+    parser.add_argument("--up", default="", help="more options of `kvforge up`, as one argument")
     parser.add_argument(
         "--checkout", type=Path, nargs="*", default=[], help="other checkouts of kvforge to compare with"
     )
     parser.add_argument("--llama-server", type=Path, help="the binary; without it kvforge is measured alone")
-    parser.add_argument("--llama-options", default="", help="more options of it, in one word")
-    parser.add_argument("--gguf", type=Path, nargs="*", default=[], help="its files, in the order of the dtypes")
+    parser.add_argument("--llama-options", default="", help="more options of llama-server, as one argument")
+    parser.add_argument("--gguf", type=Path, nargs="*", default=[], help="GGUF files in the order of the dtypes")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8], help="[1 8]")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt [512]")
-    parser.add_argument("--shared", type=int, default=0, help="of them, how many all prompts of a run begin with [0]")
+    parser.add_argument("--shared", type=int, default=0, help="tokens of a prefix that all prompts of a run share [0]")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of each [128]")
     parser.add_argument("--rounds", type=int, default=3, help="[3]")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Prompts, and greedy decoding of them by the runner: what several benchmarks of a CPU run."""
+"""Prompts and their greedy decoding by the runner, shared by several CPU benchmarks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ PROMPT_TOKENS = (5, 9, 14, 20, 27, 35, 48, 64)
 
 
 def default_model() -> Path:
-    """That of the cache folder, fetched if it is not there."""
+    """Return the model in the cache folder, after fetching it if it is missing."""
     return Path(pull("smollm2-135m"))
 
 
 def prompts_of(model: LoadedModel, rows: int, tokens: int | None = None) -> list[list[int]]:
-    """Random token ids: the work does not depend on what they mean. tokens: of each; None: of `PROMPT_TOKENS`."""
+    """Return random token ids, since the work does not depend on their meaning. tokens: of each; None: of
+    `PROMPT_TOKENS`."""
     rng = np.random.default_rng(0)
     counts = PROMPT_TOKENS[:rows] if tokens is None else (tokens,) * rows
     return [rng.integers(3, model.vocab_size, count).tolist() for count in counts]

@@ -1,13 +1,13 @@
-"""What weights of 16, 8 and 4 bits gain and cost on a CPU: speed and accuracy beside float32, in one process.
+"""Speed and accuracy of weights of 16, 8 and 4 bits beside float32 on a CPU, in one process.
 
     python -m benchmarks.cpu_weights [--model PATH] [--tokens 24] [--repeats 3] [--text-tokens 256] [--json FILE]
 
 Each kind of weights (`dtype`, `weight_dtype`) is the same model loaded once. Speed: greedy decode of 1 and of 8 prompts
 (as in cpu_generate) and the prefill of one prompt of 512 tokens, all kinds in turn; medians. Accuracy: next-token
-logits of two texts of this repository (LICENSE, ARCHITECTURE.md), each computed in one prefill and beside that token by
-token for its last 16: the Kullback-Leibler divergence from float32's distribution (nats, mean and the worst token), how
-often the likeliest token is the same, and the texts' perplexity. A GGUF file's own types are what `auto` keeps, so
-float32 here means the numbers that the file stands for.
+logits of two texts of this repository (LICENSE, ARCHITECTURE.md), each computed in one prefill, and its last 16 also
+token by token: the Kullback-Leibler divergence from float32's distribution (nats, mean and the worst token), how often
+the likeliest token is the same, and the texts' perplexity. `auto` keeps the types of a GGUF file, so float32 here means
+the file's dequantised numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Times:
 
 
 def logits_of(model: LoadedModel, tokens: list[int], decoded: int = 0, sampled: int = 0) -> torch.Tensor:
-    """Logits [sampled, vocab] float32 of the last tokens (0: of all), of which the last `decoded` come one by one."""
+    """Return the logits [sampled, vocab] float32 of the last tokens (0: all tokens); the last `decoded` are computed
+    one by one."""
     blocks = -(-len(tokens) // BLOCK_SIZE)
     tables = np.arange(blocks, dtype=np.int32)[None]
     pool = KvPool(model.geometry, blocks, model.device)
@@ -64,7 +65,7 @@ def logits_of(model: LoadedModel, tokens: list[int], decoded: int = 0, sampled: 
 
 
 def accuracy(exact: list[torch.Tensor], got: list[torch.Tensor], texts: list[list[int]]) -> dict[str, float]:
-    """Of all tokens of all texts."""
+    """Return the accuracy over all tokens of all texts."""
     apart, same, loss = [], [], []
     for wanted, logits, text in zip(exact, got, texts, strict=True):
         log_wanted, log_got = wanted.log_softmax(-1), logits.log_softmax(-1)
@@ -84,8 +85,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="GGUF file or folder (default: smollm2-135m from the cache folder)")
     parser.add_argument("--tokens", type=int, default=24, help="tokens to decode for each prompt")
-    parser.add_argument("--repeats", type=int, default=3, help="of each measurement; medians are compared")
-    parser.add_argument("--text-tokens", type=int, default=256, help="of each text")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats of each measurement; medians are compared")
+    parser.add_argument("--text-tokens", type=int, default=256, help="tokens of each text")
     parser.add_argument("--json", metavar="FILE", help="write the numbers here too")
     arguments = parser.parse_args()
 

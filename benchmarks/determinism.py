@@ -1,12 +1,11 @@
-"""What it costs that a request's bits depend on nothing beside it: both modes on one device, turn by turn.
+"""Cost of batch-invariant results: both modes on one device, in turns.
 
     python -m benchmarks.determinism [--model llama-3.1-8b] [--context 1024] [--rounds 2] [--json FILE]
 
-The runner alone, dummy weights, each mode in a process of its own and each of them `--rounds` times in turns; the least
-is what is told. Measured are: a decode step by the number of rows; the prefill of 8 prompts of 2048 tokens in as many
-steps as they need; and in the batch-invariant mode, how 1,000 tokens of a sequence are computed again where a prompt of
-as many tokens lies before them: as generated ones, by decode's kernels, and as those of a prompt.
---tiny: a tiny model on a CPU, to try the script.
+The runner alone, dummy weights, each mode in its own process `--rounds` times in turns; the minimum is reported.
+Measured: a decode step by the number of rows; the prefill of 8 prompts of 2048 tokens in as many steps as they need;
+and in the batch-invariant mode, the recomputation of 1,000 tokens behind a prompt of 1,000, as generated tokens by
+decode's kernels and as tokens of a prompt. --tiny: a tiny model on a CPU, to try the script.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from .step_runner import decode_steps, open_runner
 
 MODES = ("fast", "batch-invariant")
 PROMPTS, PROMPT_TOKENS = 8, 2048
-AGAIN = 1000  # tokens that are computed again, behind as many
+AGAIN = 1000  # recomputed tokens, behind a prompt of as many
 REPEATS = 5
 Part = tuple[int, int, int, bool]  # slot, first token, tokens, and whether they were generated
 
 
 def measured(plan: Plan) -> dict[str, Any]:
-    """The device's name, and milliseconds by what was measured, in this process."""
+    """Return the device's name and the milliseconds of each measurement, in this process."""
     device, _, runner = open_runner(plan, PROMPTS, PROMPT_TOKENS)
     found = {f"decode {batch}": decode_steps(runner, plan, batch)["ms"] for batch in plan.batches}
     per_step = max(1, plan.step_tokens // PROMPT_TOKENS)
@@ -55,7 +54,7 @@ def measured(plan: Plan) -> dict[str, Any]:
 
 
 def _least_ms(runner: Any, parts: list[list[Part]]) -> float:
-    """Of some repeats: what those steps take, two of them under way."""
+    """Return the minimum time of the steps over some repeats, with two steps in flight."""
     return min(_steps_ms(runner, parts) for _ in range(REPEATS))
 
 
@@ -93,7 +92,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=100, help="measured steps of each batch [100]")
     parser.add_argument("--kv-dtype", default="auto")
-    parser.add_argument("--rounds", type=int, default=2, help="of both modes [2]")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of both modes [2]")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU, to try the script")
     parser.add_argument("--part", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--json", help="write the results here too")
@@ -120,7 +119,7 @@ def main() -> int:
     report(title, ["", "fast ms", "batch-invariant ms", "speed"], rows, results, options.json)
     again, prompt = (least["batch-invariant"].get(f"{AGAIN} as {kind}") for kind in ("generated", "a prompt"))
     if again and prompt:
-        print(f"{AGAIN} generated tokens computed again: {again / prompt:.2f} x what those of a prompt take")
+        print(f"{AGAIN} generated tokens recomputed: {again / prompt:.2f} x the time of prompt tokens")
     return 0
 
 

@@ -1,12 +1,12 @@
-"""What a very long prompt does to those who are already being served: time between tokens, with and without it.
+"""Effect of a very long prompt on running requests: time between tokens, with and without it.
 
     python -m benchmarks.fairness [--prompt 100000] [--decoders 4] [--bounds 512 512:200 512:50] [--json FILE]
 
 A coordinator and one CPU worker with a tiny random model, as processes in a folder of their own, for each bound: a
 step's tokens, and after a colon the time in ms that a step beside decodes may take (`decode_gap_ms`). Steady requests
 decode alone; then the long prompt arrives and is prefilled in chunks beside them until its first token. Time between
-tokens is taken where a client takes it: when the token has arrived. A stand-in model makes the absolute numbers small;
-what carries over is that a decode waits for one chunk at most, never for a prompt.
+tokens is measured in the client, when the token arrives. A stand-in model makes the absolute numbers small; the result
+that carries over is that a decode waits for one chunk at most, never for a prompt.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Times = npt.NDArray[np.float64]
 
 
 class Steady:
-    """A request that decodes all the time, and when each of its tokens came (monotonic seconds)."""
+    """A request that decodes all the time, with the arrival time of each token (monotonic seconds)."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
         self._changed = asyncio.Event()
 
     async def run(self, request: AsyncRequest) -> None:
-        """Notes its tokens until it ends or is cancelled."""
+        """Record its tokens until it ends or is cancelled."""
         async for _ in request:
             self.times.append(monotonic())
             self._changed.set()
@@ -91,7 +91,7 @@ async def measure(endpoint_of: Installation, prompt_tokens: int, decoders: int) 
             async for _ in await kv.submit(long, max_tokens=1, sampling=greedy):
                 break
             served = monotonic()
-            for each in steady:  # the step that ended the long prompt is one of those it had to wait for
+            for each in steady:  # include the step that completed the long prompt
                 await each.reach(len(each.times) + 1)
             ended = monotonic()
             assert not any(task.done() for task in tasks), "a steady request ended before the long prompt was done"
@@ -137,7 +137,7 @@ def main() -> int:
         nargs="+",
         default=[(512, NO_GAP_MS), (512, 200.0), (512, 50.0)],
         metavar="TOKENS[:MS]",
-        help="step_tokens_max, and decode_gap_ms where there shall be one [512 512:200 512:50]",
+        help="step_tokens_max, and optionally decode_gap_ms [512 512:200 512:50]",
     )
     options = parser.parse_args()
     context = max(options.prompt, STEADY_PROMPT_TOKENS + STEADY_TOKENS_MAX) + BLOCK_SIZE

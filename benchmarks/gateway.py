@@ -1,23 +1,23 @@
-"""What one gateway process carries on one core, and what it adds to a request.
+"""Capacity of one gateway process on one core, and the latency it adds to a request.
 
     python -m benchmarks.gateway [--only NAME ...] [--vllm PYTHON] [--json benchmarks/results/gateway.json]
 
-The gateway is pinned to one core. A null server, which speaks as a coordinator does and makes tokens up, and the driver
-of the load harness have another one: the coordinator's and the workers' own time is not in this. Requests carry token
-ids and are streamed. Scenarios:
+The gateway is pinned to one core. A null server, which speaks the coordinator's protocol and invents tokens, shares
+another core with the driver of the load harness: the figures exclude the time of coordinator and workers. Requests
+carry token ids and are streamed. Scenarios:
 
 requests     answers of 16 tokens, each all at once
-streams      a stream for each of 500 requests under way, 50 tokens a second each, all of them in step
-first-token  few requests of one token: the time to it, less what the same takes over ZeroMQ, in the same minute
-asked        32 clients, each of which asks again when it has its answer of 16 tokens: as much as is carried
-read         a hundred clients, each of which reads one stream of 50 tokens a second after another, all of them in step
-million      (with --only) `asked` until a million requests are answered: what is resident; a quarter of an hour
+streams      500 concurrent streams of 50 tokens a second each, all in step
+first-token  few requests of one token: time to the first token, less that over ZeroMQ in the same minute
+asked        32 clients in a closed loop, answers of 16 tokens: the throughput limit
+read         a hundred clients in a closed loop, streams of 50 tokens a second, all in step
+million      (with --only) `asked` until a million requests are answered: resident memory; a quarter of an hour
 
 --vllm: the Python of an environment in which vLLM is installed. `asked` and `read` are then run with its API server,
-too (`benchmarks.vllm_api`: over an engine that is in its process and costs nothing), after those of the gateway.
+too (`benchmarks.vllm_api`: over an in-process engine without cost), after those of the gateway.
 
-cpu: of the gateway, in seconds a second; us/request and us/token: the same, for each. late: of the driver, which is
-what the harness judges a run by. MB: resident, before and after.
+cpu: the gateway's processor seconds a second; us/request and us/token: the same, for each. late: the driver's lateness,
+by which the harness judges a run. MB: resident, before and after.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from .report import report
 from .vllm_scheduler import MODEL as VLLM_MODEL
 
 PROMPT_TOKENS = 64
-MODEL = "smollm2-135m"  # whose tokenizer spells the tokens
+MODEL = "smollm2-135m"  # the source of the tokenizer
 HEADER = (
     "", "streams", "requests/s", "tokens/s", "first ms p50", "p99", "cpu", "us/request", "us/token", "late ms p99",
     "failed", "MB",
@@ -59,8 +59,8 @@ HEADER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A load, and how long it is. rate: requests a second; clients: as many, without a rate; pace: tokens a second of
-    each; 0: all at once. requests: again and again over one gateway, until so many were answered."""
+    """A load and its duration. rate: requests a second; clients: closed-loop clients, without a rate; pace: tokens a
+    second of each request; 0: all at once. requests: repeat over one gateway until so many were answered."""
 
     rate: float = 0
     clients: int = 0
@@ -86,7 +86,7 @@ COMPARED = ("asked", "read")
 
 @asynccontextmanager
 async def gateway(endpoint: str, core: int) -> AsyncIterator[tuple[str, int]]:
-    """One process over a coordinator: its address and its number."""
+    """Run one gateway process over a coordinator; yield its address and its process id."""
     with tempfile.TemporaryDirectory(prefix="kvforge-bench-") as folder:
         file = Path(folder) / "gateway.toml"
         file.write_text(f'endpoint = "{endpoint}"\ntokenizer = "{MODEL}"\nport = 0\nlog_level = "warning"\n')
@@ -98,7 +98,7 @@ async def gateway(endpoint: str, core: int) -> AsyncIterator[tuple[str, int]]:
         try:
             said = (await process.stdout.readline()).decode()
             found = re.search(r"http://\S+", said)
-            assert found is not None, f"the gateway did not begin: {said}"
+            assert found is not None, f"the gateway did not start: {said}"
             await served(found.group())
             yield found.group(), process.pid
         finally:
@@ -107,7 +107,7 @@ async def gateway(endpoint: str, core: int) -> AsyncIterator[tuple[str, int]]:
 
 
 async def served(url: str) -> None:
-    """Returns when a request would be served."""
+    """Wait until the server is healthy."""
     host, _, port = url.removeprefix("http://").partition(":")
     async with asyncio.timeout(60):
         while True:
@@ -123,7 +123,7 @@ async def served(url: str) -> None:
 
 @asynccontextmanager
 async def vllm_api(python: str, pace: float, core: int) -> AsyncIterator[tuple[str, int]]:
-    """vLLM's API server over an engine that makes tokens up: its address and its number."""
+    """Run vLLM's API server over an engine that invents tokens; yield its address and its process id."""
     with tempfile.TemporaryDirectory(prefix="kvforge-bench-") as folder:
         write_tokenizer(Path(folder))
         with socket.socket() as free:
@@ -141,7 +141,7 @@ async def vllm_api(python: str, pace: float, core: int) -> AsyncIterator[tuple[s
 
 
 def write_tokenizer(folder: Path) -> None:
-    """The tokenizer that the gateway spells with, and the configuration of a model that is never loaded."""
+    """Write the gateway's tokenizer and the configuration of a model that is never loaded."""
     from transformers import AutoTokenizer
 
     file = pull(MODEL)
@@ -189,7 +189,7 @@ async def run(name: str, case: Case, cores: Sequence[int]) -> dict[str, Any]:
 def result_of(
     name: str, case: Case, outcomes: Sequence[Outcome], drove: Drove, cpu: float, mb: list[int]
 ) -> dict[str, Any]:
-    """What is told of a run. cpu: of the server, in seconds a second."""
+    """Return the reported figures of a run. cpu: processor seconds of the server a second."""
     used_s = cpu * drove.wall_s
     found = row(_scenario(name, case), outcomes, drove)
     writes = sum(len(np.unique(o.tokens_s)) for o in outcomes)
@@ -208,7 +208,7 @@ def result_of(
 async def driven(
     case: Case, target: str, where: dict[str, Any], core: int, pid: int
 ) -> tuple[Sequence[Outcome], Drove, float, float]:
-    """The outcomes, how late the driver was, and the processor time of `pid` in which wall time."""
+    """Return the outcomes, the driver's lateness, and the processor time of `pid` with its wall time."""
     wall_s = case.warm_s + case.measured_s
     load = {
         **({"closed": case.clients, "requests": 50_000} if case.clients else {"arrivals": f"poisson:{case.rate:g}"}),
@@ -241,7 +241,7 @@ def _scenario(name: str, case: Case) -> Scenario:
 
 
 def first_ms(case: Case, outcomes: Sequence[Outcome]) -> tuple[float, float]:
-    """From when a request was sent to its first token, p50 and p99."""
+    """Return the time to the first token, p50 and p99."""
     taken = [o.tokens_s[0] - o.sent_s for o in outcomes if o.due_s >= case.warm_s and len(o.tokens_s)]
     p50, p99 = np.percentile(taken, (50, 99)) * 1e3 if taken else (float("nan"), float("nan"))
     return round(float(p50), 3), round(float(p99), 3)
@@ -257,12 +257,12 @@ def main() -> None:
     """Prints a table, and writes the file that was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=BRIEF)
-    parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM, measured, too")
+    parser.add_argument("--vllm", metavar="PYTHON", help="Python of an environment with vLLM, to measure it too")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        parser.error("it needs two cores: one for the gateway, one for all else")
+        parser.error("two cores required: one for the gateway, one for all else")
     rows = {}
     for name in options.only:
         rows[name] = asyncio.run(run(name, CASES[name], cores))

@@ -1,4 +1,4 @@
-"""What the benchmarks of attention share: the layer, how its K and V are stored, and what it is measured beside."""
+"""Shared parts of the attention benchmarks: the layer, the storage of its K and V, and the reference libraries."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from worker.attention.quantised import is_quantised, quantise
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16  # of Llama-3.1-8B
 SCALING = HEAD_SIZE**-0.5
-SPLIT = 4096  # blocks that are quantised at a time: float32 copies of all of them would be large
+SPLIT = 4096  # blocks quantised at a time: float32 copies of all blocks would be large
 
 
 def stored(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """numbers [blocks, ...] float as a pool of `dtype` holds them, and their scales, None where there are none."""
+    """Return numbers [blocks, ...] float as a pool of `dtype` stores them, and their scales or None."""
     if not is_quantised(dtype):
         return numbers.to(dtype), None
     parts = [quantise(part, dtype) for part in torch.split(numbers, SPLIT)]
@@ -22,7 +22,7 @@ def stored(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 
 def flashinfer_version() -> str | None:
-    """None where it is not installed or does not load."""
+    """Return FlashInfer's version, or None if it is not installed or does not load."""
     try:
         import flashinfer  # noqa: F401
 

@@ -1,13 +1,13 @@
-"""How close paged decode attention comes to the speed of the memory, beside FlashInfer where it is installed.
+"""Memory bandwidth of paged decode attention, beside FlashInfer where it is installed.
 
     python -m benchmarks.gpu_decode [--json FILE] [--repeats 20]
 
 The attention of one Llama-3.1-8B layer: 32 query heads, 8 KV heads, head size 128, blocks of 16 tokens in random order,
 random numbers. A graph holds many calls, each on the next of several pools, so that no pool is still in the L2 cache
-when its turn comes again; tables and plan are shared by all calls, as they are by a model's layers. A number is the
-median over replays of a replay's time divided by its calls.
+when its turn comes again; all calls share tables and plan, as a model's layers do. Each figure is the median over
+replays of a replay's time divided by its calls.
 
-FlashInfer runs with and without tensor cores, and the better time is shown. Its backend is the one it chooses (fa2).
+FlashInfer runs with and without tensor cores, and the better time is shown. It chooses its backend (fa2).
 
 Share: bytes of K and V (with scales, if any) / time / read bandwidth, which `gpu_roof` measures in the same
 run, as for every benchmark here. Error: greatest difference from attention in float64 over the same stored K and V, for
@@ -39,8 +39,8 @@ from .gpu_roof import read_bandwidth
 from .gpu_timing import Call, captured_in_turn, medians_us
 from .report import report
 
-POOLS_BYTES_MIN = 1 << 29  # of all pools of a case together: several times any L2
-FLASHINFER_TENSOR_CORES = (True, False)  # the better of them is reported
+POOLS_BYTES_MIN = 1 << 29  # total size of a case's pools: several times any L2
+FLASHINFER_TENSOR_CORES = (True, False)  # the better time is reported
 
 
 def mixed_lengths(rows: int = 128, low: int = 64, high: int = 16_384) -> npt.NDArray[np.int64]:
@@ -96,7 +96,7 @@ class Setup:
         return cls(lengths, pools, query, torch.from_numpy(tables).to(device), indices)
 
     def error(self, output: torch.Tensor, pool: KvLayer) -> float:
-        """Of a few rows of output [rows, heads, head_size]; see the module's text."""
+        """Return the error of a few rows of output [rows, heads, head_size], as the module's docstring defines it."""
         worst = 0.0
         ends = np.cumsum(-(-self.lengths // BLOCK_SIZE))
         for row in {0, int(self.lengths.argmax()), int(self.lengths.argmin()), len(self.lengths) - 1}:

@@ -1,12 +1,12 @@
-"""What two products wait for between them where several GPUs compute one model: the sum over all ranks, and its norm.
+"""Cost of the exchange between two products where several GPUs compute one model: the sum over all ranks and its norm.
 
     python -m benchmarks.gpu_exchange [--ranks 2] [--hidden 4096] [--tokens 1,16,64,256,2048] [--json FILE]
 
-Each rank is a process with a GPU. Calls in a graph, replayed by all ranks together; a number is the median over the
-replays, of the slowest rank. Compared are: `add_norm_of_ranks`, which reads the parts out of all ranks' memory; the
-library's (NCCL, RCCL) all-gather with the kernel that sums and norms behind it, whose bits must be the same; and its
-all-reduce alone, which adds up in an order of its own. What is exchanged is bfloat16. "the norm alone": of numbers that
-are here already. All differences to the last are what the exchange costs.
+Each rank is a process with a GPU. All ranks replay a graph of calls together; each figure is the median over the
+replays of the slowest rank. Compared are: `add_norm_of_ranks`, which reads the parts from all ranks' memory; the
+library's (NCCL, RCCL) all-gather followed by the kernel that sums and norms, which must give the same bits; and its
+all-reduce alone, which sums in another order. The exchanged numbers are bfloat16. "the norm alone" works on local
+numbers; the differences to it are the cost of the exchange.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WAYS = ("read of peers", "gathered", "all-reduce alone", "norm alone")
 
 
 def measured(rank: int, count: int, hidden: int, tokens: list[int], place: Path) -> dict[str, Any]:
-    """Microseconds of a call by number of tokens and way, of this rank."""
+    """Return this rank's microseconds of a call, by number of tokens and way."""
     import torch
     import torch.distributed as dist
 
@@ -73,7 +73,7 @@ def measured(rank: int, count: int, hidden: int, tokens: list[int], place: Path)
         ways: dict[str, Callable[[int], None]] = dict(zip(WAYS, (read, gathered, reduced, alone), strict=True))
         for name, call in ways.items():
             if name == "all-reduce alone":
-                part.zero_()  # it would grow without end
+                part.zero_()  # keep the sum bounded
 
             def run(call: Callable[[int], None] = call, calls: int = calls) -> None:
                 for index in range(calls):

@@ -1,12 +1,12 @@
-"""What a decode step is made of: each operation of a decoder layer, the vocabulary head, and the whole step, on a GPU.
+"""Times in a decode step on a GPU: each operation of a decoder layer, the vocabulary head, and the whole step.
 
     python -m benchmarks.gpu_layers [--model llama-3.1-8b] [--context 1024] [--batches 1,16,64,256] [--json FILE]
 
-Dummy weights of a known shape; every time is of a graph's replay. One operation is run with the weights of every layer
-in turn, so that none of them lies in the cache when it is read. Its share is the time its floor would take over the
-time it took; the floor is the larger of its weight bytes over the read bandwidth and its operations over the matrix
-rate, both measured in the same run. The step's floor is that of all weights together, plus its K and V over the read
-bandwidth. "torch" is the same operation through torch alone.
+Dummy weights of a known shape; every time is of a graph's replay. Each operation runs with the weights of every layer
+in turn, so that no weight is in the cache when it is read. Its share is the time its floor would take over the time it
+took; the floor is the larger of its weight bytes over the read bandwidth and its operations over the matrix rate, both
+measured in the same run. The step's floor is that of all weights together, plus its K and V over the read bandwidth.
+"torch" is the same operation through torch alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Case:
-    """One operation. run(operations) queues it once for each of `calls` weights. bytes, flops: of one call."""
+    """One operation. run(operations) queues it once for each of `calls` weights. bytes, flops: for one call."""
 
     name: str
     run: Callable[[LayerOperations], None]
@@ -47,7 +47,7 @@ class Case:
 
 
 class NoAttention(ReferenceAttention):
-    """Stands in for attention: what is left of a step is everything else."""
+    """A stand-in for attention, to time the rest of a step."""
 
     def write_rotated(self, query: torch.Tensor, *_: Any) -> torch.Tensor:
         return query
@@ -99,7 +99,7 @@ def cases(fused: FusedDecoder, batch: int) -> list[Case]:
 
 
 def decode_batch(rows: int, context: int, device: Device) -> PagedBatch:
-    """Rows whose next token is number `context`; their blocks lie one after another."""
+    """Return rows with `context` tokens each, in consecutive blocks."""
     width = -(-context // BLOCK_SIZE)
     tables = np.arange(rows * width, dtype=np.int32).reshape(rows, width)
     starts = np.full(rows, context - 1, np.int32)

@@ -1,17 +1,17 @@
-"""How fast paged prefill attention is, beside FlashInfer's fa3 backend where it is installed.
+"""Speed of paged prefill attention, beside FlashInfer's fa3 backend where it is installed.
 
     python -m benchmarks.gpu_prefill [--json FILE] [--rounds 15]
 
 The attention of one Llama-3.1-8B layer: 32 query heads, 8 KV heads, head size 128, blocks of 16 tokens in random order,
 bfloat16, random numbers, causal. "4 x 512 after 7680" are four rows with 512 new tokens each after 7,680 cached ones.
 
-Operations: 4 x head size x query heads for each pair of a query and a key that it sees, itself included; what lies
-above the diagonal is not counted, for nobody. A graph holds several calls, on two sets of tensors in turn; graphs of
-all that is compared are replayed alternately, and a number is the median over these rounds.
+Operations: 4 x head size x query heads for each pair of a query and a key that it sees, itself included; masked pairs
+above the diagonal are not counted on any side. A graph holds several calls, on two sets of tensors in turn; the
+compared graphs are replayed alternately, and each figure is the median over these rounds.
 
 Error: the largest difference from attention in float64 for some tokens and all heads, relative to the largest number.
-Quantised K and V: "copied" is with the dequantising copy into a workspace, whose time is counted. "portable" is the
-kernel that every GPU runs, on this one.
+Quantised K and V: "copied" includes the time of a dequantising copy into a workspace. "portable" is the kernel for
+every GPU, on this one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .report import report
 
 OPTIONS = AttentionOptions(SCALING)
 SETS = 2
-ROUNDS_MIN = 2  # of calls on all sets, in a graph
+ROUNDS_MIN = 2  # rounds over all sets in a graph, at least
 # (rows, new tokens, cached tokens before them)
 CASES = [(1, 2048, 0), (4, 2048, 0), (8, 2048, 0), (1, 8192, 0), (2, 8192, 0), (4, 512, 7680), (1, 2048, 30720)]
 QUANTISED_CASES = [(4, 2048, 0), (1, 8192, 0), (4, 512, 7680)]
@@ -50,7 +50,7 @@ PORTABLE_CASES = [(4, 2048, 0), (1, 8192, 0)]
 
 @dataclass(frozen=True)
 class Setup:
-    """SETS of everything that a call reads and writes; the structure is the same in all of them."""
+    """SETS of tensors that a call reads and writes, with the same structure."""
 
     starts: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
@@ -82,7 +82,7 @@ class Setup:
         return np.concatenate([[0], np.cumsum(self.counts)])
 
     def error(self) -> float:
-        """Of the first set's output, on 8 tokens of the first and of the last row."""
+        """Return the error of the first set's output, on 8 tokens of the first and of the last row."""
         layer, worst, largest = self.layers[0], 0.0, 0.0
         for row in {0, len(self.counts) - 1}:
             table = self.tables[row].long()
@@ -102,7 +102,7 @@ class Setup:
 
 
 def ours(setup: Setup, target: Target, copied: bool = False) -> Call:
-    """Of `paged_prefill`. copied: rows are dequantised into a workspace first."""
+    """Return a call of `paged_prefill`. copied: dequantise rows into a workspace first."""
     layer = setup.layers[0]
     shape = prefill_shape(HEADS, torch.bfloat16, layer, OPTIONS, target, copied)
     items = plan_prefill(setup.starts, setup.counts, setup.query_starts, shape.tokens)
@@ -121,7 +121,7 @@ def ours(setup: Setup, target: Target, copied: bool = False) -> Call:
 
 
 def flashinfers(setup: Setup) -> Call:
-    """Of FlashInfer's paged prefill, by its fa3 backend."""
+    """Return a call of FlashInfer's paged prefill, by its fa3 backend."""
     import flashinfer
 
     device = setup.tables.device

@@ -1,4 +1,4 @@
-"""The most that the device at hand can do: read its memory, multiply matrices. Other benchmarks divide by it."""
+"""Peak rates of this device for reading memory and multiplying matrices, the divisor of other benchmarks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from worker.device.device import Device
 from .gpu_timing import measure_us
 
 READ_BYTES = 8 << 30
-# Ways to cut the reading: float32 numbers that a program has in flight at a time, how often, and its warps. The best
-# of them is the roof.
+# Shapes of the read: float32 numbers that a program has in flight at a time, how often, and its warps. The best is the
+# roof.
 WAYS = ((8192, 16, 8), (8192, 4, 8), (4096, 8, 4), (4096, 4, 8), (2048, 4, 4))
 MATRIX = 8192
 
 
 @dataclass(frozen=True)
 class Roof:
-    """read_bytes: a second. flops: of bfloat16 matrix products with random data, a second."""
+    """read_bytes: bytes a second. flops: operations a second in bfloat16 matrix products with random data."""
 
     read_bytes: float
     flops: float
@@ -41,14 +41,14 @@ def _read_kernel(numbers, sums, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):  # t
 
 
 def measure_roof(device: Device) -> Roof:
-    """Takes a few seconds and READ_BYTES of device memory."""
+    """Measure the rates; this takes a few seconds and READ_BYTES of device memory."""
     roof = Roof(read_bandwidth(device), _flops(device))
     device.release_cached()
     return roof
 
 
 def read_bandwidth(device: Device) -> float:
-    """Bytes per second of a kernel that only reads: the one yardstick of everything here that memory bounds."""
+    """Return the bytes per second of a kernel that only reads, the yardstick of all memory-bound kernels here."""
     numbers = torch.rand(READ_BYTES // 4, device=device.torch_device)
     best_us = min(_read_us(device, numbers, *way) for way in WAYS)
     return READ_BYTES / best_us * 1e6

@@ -1,4 +1,4 @@
-"""What a whole decode step costs, through coordinator and client, beside what the memory and the matrix units allow.
+"""Cost of a whole decode step, through coordinator and client, beside the limits of memory and matrix units.
 
     python -m benchmarks.gpu_step [--model llama-3.1-8b] [--batches 1,16,64,256] [--context 1024] [--json FILE]
 
@@ -14,9 +14,9 @@ transformers  generate_batch of transformers' continuous batching with paged SDP
               packages of foreign kernels; time per step from its own timestamps.
 
 floor = max(weight bytes / read bandwidth, weight operations / matrix rate) + KV bytes / read bandwidth, for the mean
-context of the steps that were measured. A step reads a few rows of the embedding table only, so it is not counted among
-the weights unless it is the head too; "all weights" is the share where every byte of the model is counted.
---tiny runs the same script with a tiny model on a CPU, where nothing is to be learned from its numbers.
+context of the steps that were measured. A step reads a few rows of the embedding table only, so the weights exclude it
+unless it is the head too; "all weights" is the share with every byte of the model counted. --tiny runs the same script
+with a tiny model on a CPU; its numbers have no meaning.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PARTS: dict[str, Callable[[Plan, Save], dict[str, Any]]] = {
 
 
 def floor_ms(rates: dict[str, Any], batch: int, context: float, prefix: str = "") -> float | None:
-    """The least that a step of `batch` rows of `context` tokens can take here; None where no rates were measured.
+    """Return the minimum time of a step of `batch` rows of `context` tokens here, or None without measured rates.
 
     prefix: "all_", to count every weight.
     """
@@ -59,7 +59,7 @@ def floor_ms(rates: dict[str, Any], batch: int, context: float, prefix: str = ""
 
 
 def _run_part(part: str, plan_arguments: list[str], timeout_s: float) -> dict[str, Any]:
-    """One part in a process of its own; what it had found where it fails."""
+    """Run one part in a separate process; after a failure return its partial results."""
     with tempfile.TemporaryDirectory(prefix="kvf-step-") as folder:
         path = Path(folder) / "part.json"
         command = [sys.executable, "-m", "benchmarks.gpu_step", *plan_arguments, "--part", part, "--json", str(path)]
@@ -75,7 +75,7 @@ def _run_part(part: str, plan_arguments: list[str], timeout_s: float) -> dict[st
 
 @dataclass(frozen=True)
 class _Saving:
-    """Writes what was found so far, so that a part that fails later loses nothing of it."""
+    """Saves the results so far, so that a later failure of the part loses nothing."""
 
     path: Path
 
@@ -112,7 +112,7 @@ def main() -> int:
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--determinism", default="batch-invariant", help="batch-invariant, or fast")
-    parser.add_argument("--transformers-steps", type=int, default=24, help="of them, for transformers [24]")
+    parser.add_argument("--transformers-steps", type=int, default=24, help="measured steps for transformers [24]")
     parser.add_argument("--timeout", type=float, default=PART_S, help=f"seconds of one part [{PART_S}]")
     parser.add_argument("--parts", default="runner,served,transformers", help="which parts [all]")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
@@ -162,7 +162,7 @@ def main() -> int:
 
 
 def tiny_model(folder: Path, context_tokens_max: int = 1024) -> str:
-    """The folder, with the configuration of a tiny model in it."""
+    """Write the configuration of a tiny model into the folder; return the folder."""
     fields = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

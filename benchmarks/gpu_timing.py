@@ -1,7 +1,7 @@
-"""How the GPU benchmarks time, all of them: calls in a graph, replayed; a number is the median over the replays.
+"""Timing for all GPU benchmarks: replay a graph of calls; each figure is the median over the replays.
 
-What is compared is replayed alternately, so that a change of the clock meets all of it. Events of the device begin and
-end a replay, so that the host's time does not count. On a CPU the same functions run, for a trial of a benchmark.
+The compared graphs are replayed alternately, so that a change of the clock affects all alike. Device events begin and
+end a replay, so that the host's time does not count. On a CPU the same functions run, to try a benchmark.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from worker.device.capture import Captured
 from worker.device.device import Device
 from worker.device.queue import Mark
 
-WARM = 2  # replays that do not count
-GRAPH_MS = 4.0  # a graph of as many calls takes about so long: long beside what an event costs
+WARM = 2  # warm-up replays
+GRAPH_MS = 4.0  # duration of a graph: long beside the cost of an event
 
 Call = Callable[[int], object]  # with the number of one of several sets of tensors
 
@@ -29,7 +29,7 @@ class Replayed:
 
 
 def captured(device: Device, run: Callable[[], object], calls: int) -> Replayed:
-    """run: queues `calls` calls. It is called twice: what it compiles and allocates is there when it is captured."""
+    """Capture `run`, which queues `calls` calls. A first call of `run` compiles and allocates before the capture."""
 
     def queue() -> None:
         run()
@@ -40,7 +40,7 @@ def captured(device: Device, run: Callable[[], object], calls: int) -> Replayed:
 def captured_in_turn(device: Device, call: Call, sets: int, rounds_min: int = 1) -> Replayed:
     """Calls on each of `sets` sets in turn, `rounds_min` times at least, and for about GRAPH_MS.
 
-    So no set is still in a cache when its turn comes again, if all of them together are larger than it.
+    If the sets together exceed the cache, no set is still cached when its turn comes again.
     """
 
     def one_round() -> None:

@@ -1,12 +1,11 @@
-"""How long a step takes from the coordinator's hand to the worker's, by message and through shared memory.
+"""Latency of a step from coordinator to worker, by message and through shared memory.
 
     python -m benchmarks.handover [--steps 3000] [--json FILE]
 
 Two processes with half of the cores each, and a decode step of 64 rows. The coordinator's side encodes it and sends it
-as a turn does; the worker's side is the worker's own connection, `worker.step.link`. Measured on the one clock that
-both share: from before the step is encoded to after it is decoded. Between two steps there is a pause, so that a worker
-that sleeps is asleep. Also measured: what the coordinator spends on a step, with and without putting it into shared
-memory.
+as a turn does; the worker's side is the worker's own connection, `worker.step.link`. Measured on the clock that both
+share: from before the step is encoded to after it is decoded. A pause between two steps lets a sleeping worker fall
+asleep. Also measured: the coordinator's time for a step, with and without putting it into shared memory.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ GEOMETRY = Geometry(slots=256, blocks=4096, blocks_per_sequence=64, block_size=1
 
 
 def work(folder: str, looks: bool, steps: int, pipe: Connection, cores: set[int]) -> None:
-    """The worker's process: sends when it had each step, in nanoseconds."""
+    """Run the worker's process; send the arrival time of each step in nanoseconds."""
     os.sched_setaffinity(0, cores)
     read, _write = os.pipe()
     link = Link(worker_endpoint(Path(folder)), read)
@@ -60,7 +59,7 @@ def work(folder: str, looks: bool, steps: int, pipe: Connection, cores: set[int]
 
 
 def hand_over(looks: bool, steps: int, ours_at: set[int], theirs_at: set[int]) -> tuple[float, float, float]:
-    """Microseconds until the worker has a step, median and p99, and what the coordinator spends on it, median.
+    """Return the microseconds until the worker has a step, median and p99, and the coordinator's time for it, median.
 
     ours_at, theirs_at: the cores of this process and of the worker's.
     """
@@ -100,7 +99,7 @@ def main() -> int:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.handover", description=__doc__)
     parser.add_argument("--json", help="write the results here too")
-    parser.add_argument("--steps", type=int, default=3000, help="of each measurement")
+    parser.add_argument("--steps", type=int, default=3000, help="steps of each measurement")
     options = parser.parse_args()
     multiprocessing.set_start_method("spawn")
     whole = sorted(os.sched_getaffinity(0))

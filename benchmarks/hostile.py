@@ -1,17 +1,16 @@
-"""What an honest client notices of others: its calls alone, beside a busy neighbour, a flooding client, and a crowd.
+"""Latency of an honest client: alone, beside a busy neighbour, a flooding client, and a crowd of hostile connections.
 
     python -m benchmarks.hostile [--seconds 10] [--rounds 3] [--seed 1] [--over ipc|tcp] [--only PLACE] [--json FILE]
 
 A coordinator and a worker with a tiny model, each a process, and an honest client with two kinds of calls: it appends a
 token to a sequence, and it has a request answered with 16 tokens. The crowd is a process with one connection for each
 attack of tests/hostile/attacks.py to both sockets, all sending as fast as they are read, without a pause. The neighbour
-is a process that only counts, and talks to nobody: what it costs is what any third process costs where two cores serve.
-The flooding client breaks no rule: it is one connection that asks for lists, statistics and explanations without an
-end, as fast as they are taken, and reads the answers. All are measured in turn; ratios are those of the medians over
-the rounds.
+is a process that only counts, without a connection: it shows the cost of any third process on two cores. The flooding
+client breaks no rule: one connection requests lists, statistics and explanations without pause, as fast as the
+coordinator reads, and reads the answers. All are measured in turn; ratios are those of the medians over the rounds.
 
-The same over a network (`tcp`: the loopback device), where honest and flooding client have a key each, and all is
-encrypted; `slowed` is a flooding client whose entry in [access] allows it MESSAGES_PER_S.
+It also runs over a network (`tcp`: the loopback device), encrypted, with a key each for the honest and the flooding
+client; `slowed` is a flooding client that [access] limits to MESSAGES_PER_S.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def attack(runtime: str, seed: int, stop: Event) -> None:
     while not stop.is_set():
         if not crowd.go_on():
             crowd.wait()
-    print(f"crowd: {crowd.sent_bytes / 1e6:.1f} MB were taken from it, it was disconnected {crowd.ended} times")
+    print(f"crowd: the coordinator read {crowd.sent_bytes / 1e6:.1f} MB and disconnected it {crowd.ended} times")
     crowd.close()
 
 
@@ -75,13 +74,13 @@ def flood(runtime: str, seed: int, stop: Event) -> None:
             sent += peer.send(random.choice(said))
         elif not peer.send(b""):
             select.select([peer.socket], [peer.socket], [], 0.01)
-        peer.ended()  # which reads
-    print(f"flooding client: {sent / 1e6:.1f} MB were taken from it")
+        peer.ended()  # also reads the answers
+    print(f"flooding client: the coordinator read {sent / 1e6:.1f} MB")
     peer.close()
 
 
 class Key(NamedTuple):
-    """What a client needs to connect over the network."""
+    """A client's credentials for a network connection."""
 
     endpoint: str
     server_key: str
@@ -104,7 +103,7 @@ def flood_sealed(key: Key, _runtime: str, seed: int, stop: Event) -> None:
             with contextlib.suppress(zmq.Again):
                 while True:
                     socket.recv_multipart(zmq.NOBLOCK)
-    print(f"flooding client: {sent} messages were taken from it, or wait in its own queue")
+    print(f"flooding client: {sent} messages sent, including those in its own queue")
     socket.close(0)
     context.term()
 
@@ -118,7 +117,7 @@ def count(_runtime: str, _seed: int, stop: Event) -> None:
 
 @contextlib.contextmanager
 def beside(what: Callable[[str, int, Event], None], runtime: Path, seed: int) -> Iterator[None]:
-    """A process that does `what` until the block ends."""
+    """Run `what` in a process until the block ends."""
     stop = multiprocessing.Event()
     process = multiprocessing.Process(target=what, args=(str(runtime), seed, stop))
     process.start()
@@ -134,7 +133,7 @@ PLACES: dict[str, Beside | None] = {"alone": None, "neighbour": count, "flood": 
 
 
 def network(folder: Path) -> dict[str, dict[str, Any]]:
-    """The sections of a coordinator that listens on the loopback device, and the keys that it knows."""
+    """Return the settings of a coordinator that listens on the loopback device, with its keys."""
     clients = {}
     for name, messages_per_s in CLIENTS.items():
         pair = keys.make()
@@ -147,16 +146,16 @@ def network(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def key_of(installation: Installation, name: str) -> Key:
-    """What that client needs, of a coordinator that serves."""
+    """Return the named client's credentials for a running coordinator."""
     found = re.search(r"serving clients that \[access\] names at (tcp://\S+)", installation.log_of("coordinator"))
-    assert found is not None, "the coordinator does not say where it listens"
+    assert found is not None, "no listening address in the coordinator's log"
     return Key(found[1], keys.read(installation.folder / "server.key").public, installation.folder / f"{name}.key")
 
 
 def measured(
     side: str, kv: Client, places: dict[str, Beside | None], runtime: Path, options: argparse.Namespace
 ) -> tuple[dict[str, float], list[list[str]]]:
-    """One way to connect: figures by name, and the rows of the report."""
+    """Measure one transport; return figures by name and the rows of the report."""
     calls = {"append": appends_us, "request": requests_us}
     found: dict[str, list[float]] = {}
     for i in range(options.rounds):
@@ -179,7 +178,7 @@ def measured(
 
 
 def appends_us(kv: Client, seconds: float) -> list[float]:
-    """Microseconds of each append that was answered within that time. The answers are checked."""
+    """Return the microseconds of each append answered within `seconds`; the answers are checked."""
     sequence: CachedSequence = kv.create_sequence([1])
     taken: list[float] = []
     deadline = perf_counter() + seconds
@@ -197,7 +196,7 @@ def appends_us(kv: Client, seconds: float) -> list[float]:
 
 
 def requests_us(kv: Client, seconds: float) -> list[float]:
-    """Microseconds of each request that was answered within that time. The answers are checked."""
+    """Return the microseconds of each request answered within `seconds`; the answers are checked."""
     sampling = Sampling(temperature=0.0, ignore_eos=True)
     taken: list[float] = []
     answers: dict[int, tuple[int, ...]] = {}
@@ -215,10 +214,10 @@ def requests_us(kv: Client, seconds: float) -> list[float]:
 def main() -> int:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="how often each is made")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--over", choices=("ipc", "tcp"), help="one of the ways to connect; both if not given")
+    parser.add_argument("--over", choices=("ipc", "tcp"), help="transport [both]")
     parser.add_argument("--only", help="one of the places: neighbour, flood, crowd, slowed")
     parser.add_argument("--share-ms", type=float, default=0.5, help="limits.client_share_ms of the coordinator")
     parser.add_argument("--json", help="write the results here too")

@@ -1,13 +1,13 @@
-"""What all of kvforge serves over HTTP on one core, beside llama-server: the same small model, the same requests.
+"""HTTP serving by all of kvforge on one core, beside llama-server: the same small model, the same requests.
 
     python -m benchmarks.http_model --llama-server PATH [--rounds 3] [--json benchmarks/results/http_model.json]
 
-`benchmarks.gateway` measures the gateway alone, over a null server; llama-server's HTTP and its engine are one process.
-So here both are whole: `kvforge up --http` (a gateway, a coordinator, a worker) and llama-server, one after the other,
-with all their processes on one core, and the driver of the load harness on another one. The model, one GGUF file for
-both, has two layers of 64 and a vocabulary of bytes: an answer's cost is that of its way, and of choosing tokens, more
-than of multiplying. 32 clients, each of which asks again when it has its answer of 16 tokens, streamed, behind prompts
-of 64 token ids. Medians over the rounds.
+`benchmarks.gateway` measures the gateway alone, over a null server; llama-server has HTTP and its engine in one
+process. Here both servers are complete: `kvforge up --http` (a gateway, a coordinator, a worker) and llama-server, one
+after the other, with all their processes on one core, and the driver of the load harness on another one. The model, one
+GGUF file for both, has two layers of 64 and a vocabulary of bytes, so that transport and sampling cost more than the
+products. 32 clients in a closed loop request streamed answers of 16 tokens behind prompts of 64 token ids. Medians over
+the rounds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write_model(path: Path) -> None:
     """A file of llama's architecture with random weights, and a tokenizer of bytes."""
     rng = np.random.default_rng(1)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = ["<|endoftext|>", *alphabet, "Ġt"]  # one merge: without any, a file of this kind is refused
+    words = ["<|endoftext|>", *alphabet, "Ġt"]  # one merge: the loader refuses a file without merges
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(HIDDEN)
@@ -81,7 +81,7 @@ def write_model(path: Path) -> None:
 
 
 def commands(folder: Path, model: Path, port: int, llama: Path | None) -> dict[str, list[str]]:
-    """How each server is started. Both get a thread to compute with."""
+    """Return each server's command line. Both compute with one thread."""
     ours = [sys.executable, "-m", "kvforge", "--runtime-dir", str(folder / "r"), "up", "--model", str(model)]
     ours += ["--device", "cpu", "--http", str(port), "--blocks", "1024"]
     found = {"kvforge": ours}
@@ -99,7 +99,7 @@ async def run(command: list[str], folder: Path, port: int, name: str, cores: Seq
     with ExitStack() as stack:
         with pinned(cores[0]):
             server = stack.enter_context(Server(command, folder / name, Path.cwd()))
-        assert server.process is not None, "it was entered"
+        assert server.process is not None, "the server is not started"
         await served(f"http://127.0.0.1:{port}")
         where = {"http": {"url": f"http://127.0.0.1:{port}/v1", "model": "small"}}
         outcomes, drove, _, _ = await driven(CASE, HTTP, where, cores[1], server.process.pid)
@@ -107,7 +107,7 @@ async def run(command: list[str], folder: Path, port: int, name: str, cores: Seq
 
 
 def main() -> None:
-    """Prints a table, and writes the file that was asked for."""
+    """Print a table and write the requested file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-server", type=Path, help="the binary; without it kvforge is measured alone")
     parser.add_argument("--rounds", type=int, default=3)
@@ -115,7 +115,7 @@ def main() -> None:
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        parser.error("it needs two cores: one for the server, one for the driver")
+        parser.error("two cores required: one for the server, one for the driver")
     found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as made:
         folder = Path(made)

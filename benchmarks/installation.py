@@ -1,4 +1,4 @@
-"""A coordinator and a worker, as processes in a folder of their own; unless told otherwise with a tiny random model."""
+"""A coordinator and a worker as processes in a temporary folder, by default with a tiny random model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ CONFIG = {
 
 
 class Installation:
-    """A coordinator and a worker with a model of random weights. Nothing of it is left when the `with` block ends."""
+    """A coordinator and a worker with a model of random weights. The end of the `with` block stops the processes and
+    removes the folder."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class Installation:
         more: Callable[[Path], Mapping[str, Mapping[str, Any]]] | None = None,
         ranks: int = 1,
     ) -> None:
-        """context_tokens: the longest sequence; blocks: of the pool; schedule, limits: settings of those sections.
+        """context_tokens: the longest sequence; blocks: size of the pool; schedule, limits: settings of those sections.
         more: other sections of the coordinator's, for an installation in a folder.
 
         worker: settings of the worker in place of the tiny model's on a CPU; `blocks` is then the most it may have.
@@ -93,11 +94,11 @@ class Installation:
     def _child(self, module: str, name: str, config: str, temporary: Path) -> Child:
         file = self.folder / f"{name}.toml"
         file.write_text(config, encoding="utf-8")
-        # On a leash: it ends with this process, even where that is killed.
+        # The child ends with this process, even if this process is killed.
         return Child(name, ["-m", module, "--config", str(file)], temporary, print, self.folder / f"{name}.log")
 
     def log_of(self, name: str) -> str:
-        """What the process of that name ("coordinator", "worker", of other ranks "worker1") has written so far."""
+        """Return the log so far of the named process ("coordinator", "worker", other ranks "worker1")."""
         path = self.folder / f"{name}.log"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
@@ -122,7 +123,7 @@ class Installation:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     async def wait_ready(self, kv: AsyncClient) -> None:
-        """Waits until it serves. Raises Unavailable, with its last words, where a process has ended."""
+        """Wait until the worker is ready. Raises Unavailable with the last output line if a process has exited."""
         deadline = monotonic() + READY_S
         while True:
             try:
@@ -131,6 +132,6 @@ class Installation:
             except (CoordinatorUnavailable, DeadlineExceeded):
                 for child in self.children:
                     if child.ended() is not None:
-                        raise Unavailable(f"the {child.name} ended: {child.last_words()}") from None
+                        raise Unavailable(f"{child.name} exited: {child.last_words()}") from None
                 if monotonic() > deadline:
                     raise

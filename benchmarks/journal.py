@@ -1,10 +1,10 @@
-"""What it costs to write down one turn before anything leaves: an appended file, and SQLite in WAL mode.
+"""Cost of journaling one turn before its messages are sent: an appended file, and SQLite in WAL mode.
 
     python -m benchmarks.journal [--records 5000] [--rows 16 256 1024] [--rounds 3] [--folder DIR] [--json FILE]
 
-A record is what a decode turn of so many rows takes in: a step result and a Turn. In alternation, in the same folder:
-the coordinator's journal (`coordinator.journal.log`), and one row with the same bytes in one transaction, synchronous
-NORMAL (which outlives the process) and FULL (which outlives the host, as the journal's `durable` does).
+A record holds the input of a decode turn of N rows: a step result and a Turn. In alternation, in the same folder: the
+coordinator's journal (`coordinator.journal.log`), and one row with the same bytes in one transaction, synchronous
+NORMAL (survives a crash of the process) and FULL (survives a crash of the host, as the journal's `durable` does).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Writer = Callable[[StepResult, list[bytes | memoryview]], None]
 
 
 def result(rows: int) -> StepResult:
-    """A worker's result of so many rows."""
+    """Return a worker's result of `rows` rows."""
     slots = np.arange(rows, dtype=np.int32)
     return StepResult(step_id=1, epoch=1, slots=slots, tokens=slots + 7, logprobs=np.zeros(rows, np.float32))
 
@@ -93,8 +93,8 @@ def measure(kind: str, rows: int, records: int, folder: str | None) -> list[floa
 def main() -> int:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.journal", description=__doc__)
-    parser.add_argument("--records", type=int, default=5000, help="of each kind and round; a tenth where synced [5000]")
-    parser.add_argument("--rows", type=int, nargs="+", default=[16, 256, 1024], help="of a step [16 256 1024]")
+    parser.add_argument("--records", type=int, default=5000, help="per kind and round; a tenth if synced [5000]")
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 256, 1024], help="rows of a step [16 256 1024]")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", help="where to write [the temporary folder]")
     parser.add_argument("--json", help="write the results here too")

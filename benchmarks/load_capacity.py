@@ -1,24 +1,24 @@
-"""Which rate of requests and tokens the coordinator carries before they queue, as a curve; vLLM's scheduler beside it.
+"""Request and token rates that the coordinator carries before requests queue, beside vLLM's scheduler.
 
     python -m benchmarks.load_capacity [--table h200-8b] [--prompt 256] [--answer 128] [--seconds 8] [--json FILE]
         [--case NAME ...] [--server kvforge|vllm ...]
 
-A real coordinator with workers without a model (`loadtest.fleet`), which answer steps in the table's time, and a load
-that is an open loop of Poisson arrivals on one connection that reads every stream (`capacity_client`). Cases:
+A real coordinator with workers without a model (`loadtest.fleet`), which answer steps in the table's time, and an
+open-loop load of Poisson arrivals on one connection that reads every stream (`capacity_client`). Cases:
 
-one      one device at the table's pace: what it can do bounds the rate, and the control plane adds to each step
+one      one device at the table's pace: the device limits the rate, and the control plane adds to each step
 host     eight devices
-instant  one device whose steps take no time at all: the control plane alone
+instant  one device with steps of no duration: the control plane alone
 
-Beside it vLLM's scheduler, where vLLM is installed, as a simulation with the same arrivals and the same table
-(`vllm_replay`): of one device each; of eight it has eight schedulers, each a process with an eighth of the load.
+Where vLLM is installed, its scheduler runs as a simulation with the same arrivals and the same table (`vllm_replay`),
+one scheduler for each device; eight devices are eight processes, each with an eighth of the load.
 
-Latencies count from when a request was due. The first two fifths of the time are not counted. A rate is carried where
-the p99 of the time to the first token is below 200 ms: where requests queue it grows by the second. queue: from
-submission to the step that the request is first in; kvforge plans that one while another is under way, so that it is 0
-until all rows are taken. cpu: seconds of the coordinator, or of vLLM's scheduler, in a second; the fleet and the load
-share this machine's cores, and with what else runs there (`cpu_others` in the file): a rate is tried up to three times
-while that is more than a fifth of a core, and the try counts where it was least.
+Latencies count from a request's due time. The first two fifths of the time are not counted. A rate is carried where
+the p99 of the time to the first token is below 200 ms; once requests queue it grows by the second. queue: from
+submission to the request's first step; kvforge plans that step while another is in flight, so that it is 0 until all
+rows are taken. cpu: processor seconds a second of the coordinator, or of vLLM's scheduler. The fleet, the load and
+other programs share this machine's cores (`cpu_others` in the file): a rate is tried up to three times while others
+take more than a fifth of a core, and the try with the least interference counts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Case:
-    """workers: devices; scale: of the table's times; rates: requests a second, of all of them."""
+    """workers: devices; scale: factor of the table's times; rates: requests a second, in total."""
 
     workers: int
     scale: float
@@ -68,7 +68,7 @@ CASES = {
 
 
 def arrivals(rate: float, seconds: float, prompt: int, answer: int, vocabulary: int) -> Load:
-    """A Poisson process, and prompts of which no two begin alike; the same for every server."""
+    """Return Poisson arrivals with prompts that share no prefix, the same for every server."""
     draw = np.random.default_rng(0)
     due = np.cumsum(draw.exponential(1 / rate, round(rate * seconds)))
     prompts = draw.integers(0, vocabulary, (due.size, prompt), dtype=np.int32)
@@ -76,7 +76,7 @@ def arrivals(rate: float, seconds: float, prompt: int, answer: int, vocabulary: 
 
 
 def found(rate: float, seconds: float, load: Load, seen: Seen) -> dict[str, Any]:
-    """What of a run is shown."""
+    """Return the reported figures of a run."""
     begin = WARM_SHARE * seconds
     length = seconds - begin
     counted = load.due >= begin
@@ -106,19 +106,19 @@ def found(rate: float, seconds: float, load: Load, seen: Seen) -> dict[str, Any]
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time of a process so far."""
+    """Return the processor time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def all_cpu_s() -> float:
-    """Processor time of the whole machine so far, with what its host took."""
+    """Return the processor time of the whole machine so far, including time stolen by its host."""
     user, nice, system, _idle, _wait, *rest = map(int, Path("/proc/stat").read_text(encoding="ascii").split()[1:9])
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
 async def kvforge_curve(case: Case, table: str, seconds: float, prompt: int, answer: int) -> list[dict[str, Any]]:
-    """A row for each rate; again while other programs are in the way, and then the one where they were least."""
+    """Return a row for each rate: the try with the least interference by other programs."""
     rows, vocabulary = [], load(table).vocabulary
     for rate in case.rates:
         offered = arrivals(rate, seconds, prompt, answer, vocabulary)
@@ -131,7 +131,7 @@ async def kvforge_curve(case: Case, table: str, seconds: float, prompt: int, ans
 
 
 async def kvforge_row(case: Case, table: str, rate: float, seconds: float, offered: Load) -> dict[str, Any]:
-    """One rate, with a fleet of its own."""
+    """Measure one rate with a new fleet."""
     settings: dict[str, dict[str, str | int | float | bool]] = {
         "schedule": {"step_rows_max": ROWS, "step_tokens_max": STEP_TOKENS},
         "limits": {"queue_max": 100_000, "sequences_max": 2 * ROWS * case.workers},
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--server", nargs="*", choices=SERVERS, default=list(SERVERS))
     parser.add_argument("--json", help="write results there")
     options = parser.parse_args()
-    times, why = load(options.table), vllm_scheduler.reason() if "vllm" in options.server else "not asked for"
+    times, why = load(options.table), vllm_scheduler.reason() if "vllm" in options.server else "not requested"
     shape = options.seconds, options.prompt, options.answer
     curves: dict[str, Any] = {}
     for name in options.case:

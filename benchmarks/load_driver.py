@@ -1,10 +1,10 @@
-"""What one driver process of the load harness carries before it is late itself, on one core.
+"""Load that one driver process of the load harness carries on one core before it is late itself.
 
     python -m benchmarks.load_driver [--only NAME ...] [--json benchmarks/results/load_driver.json]
 
 The driver is pinned to one core, with all its threads; a null server, which answers at once or at a given pace, has
-another one. Late: how long after its time the driver turned to a request, or to a tick of its own clock (every 5 ms),
-in milliseconds, once as many streams are open as there will be. The CPU share is of the whole run.
+another one. Late: the driver's delay in handling a due request or a tick of its own clock (every 5 ms), in
+milliseconds, once all streams are open. The CPU share is of the whole run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEADER = ("", "streams", "requests/s", "tokens/s", "late p50", "p99", "p99.9", "
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A load. tokens_per_s: of each stream; 0: all at once. warm_s: until as many streams are open as will be."""
+    """A load. tokens_per_s: rate of each stream; 0: all at once. warm_s: time until all streams are open."""
 
     name: str
     kind: str = KVFORGE
@@ -51,7 +51,7 @@ SCENARIOS = (
     Scenario(name="zeromq-one-token", requests_per_s=5000, tokens=1, warm_s=2.0),
     Scenario(name="http-streams", kind=HTTP, requests_per_s=50, tokens=100, tokens_per_s=10, warm_s=10.0),
     Scenario(name="http-one-token", kind=HTTP, requests_per_s=5000, tokens=1, warm_s=2.0),
-    # What a gateway is asked for.
+    # Requests to a gateway.
     Scenario(name="http-gateway-requests", kind=HTTP, requests_per_s=800, tokens=16, warm_s=2.0),
     Scenario(name="http-gateway-streams", kind=HTTP, requests_per_s=50, tokens=500, tokens_per_s=50, warm_s=10.0),
 )
@@ -59,7 +59,7 @@ SCENARIOS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What was found, after `warm_s`. streams: open at once, in the mean. late_ms: p50, p99, p99.9 and the largest."""
+    """The figures after `warm_s`. streams: mean number of open streams. late_ms: p50, p99, p99.9 and the largest."""
 
     name: str
     streams: int
@@ -72,7 +72,7 @@ class Row:
 
 @contextmanager
 def pinned(core: int) -> Iterator[None]:
-    """What is started meanwhile stays on this core."""
+    """Keep processes that the block starts on this core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -99,7 +99,7 @@ async def measured(scenario: Scenario, cores: Sequence[int]) -> Row:
         http = {"url": where, "model": "null"} if scenario.kind == HTTP else {}
         spec = RunSpec(load=load, target=scenario.kind, endpoint=where, http=http, timeout_s=2 * wall_s, proof_s=0)
 
-        def began(_: float) -> None:  # the driver is there, and this process has nothing to do on its core
+        def began(_: float) -> None:  # the driver runs; this process leaves its core
             os.sched_setaffinity(0, {cores[1]})
             loop.call_later(wall_s + 0.2, stop.set)
 
@@ -112,7 +112,7 @@ async def measured(scenario: Scenario, cores: Sequence[int]) -> Row:
 
 
 def row(scenario: Scenario, outcomes: Sequence[Outcome], drove: Drove) -> Row:
-    """What is told of a run."""
+    """Return the reported figures of a run."""
     begin, end = scenario.warm_s, scenario.warm_s + scenario.measured_s
     due = [outcome for outcome in outcomes if begin <= outcome.due_s < end and outcome.awake_s >= 0]
     late_s = [outcome.awake_s - outcome.due_s for outcome in due]

@@ -1,13 +1,13 @@
-"""What the live page costs: bytes a second to a viewer, the browser's time for a frame, the gateway's processor time.
+"""Cost of the live page: bytes a second to a viewer, the browser's time for a frame, the gateway's processor time.
 
     python -m benchmarks.page [--seconds 20] [--json FILE]
     python -m benchmarks.page --pictures docs/pictures
 
 A coordinator with two workers without a model (loadtest.fleet), a load of several tenants that keeps the blocks moving,
 the page's server as a process of its own, and a headless Chromium without a GPU, all on this machine. Bytes are those
-of the stream of events as the page counts them: until a page that is opened in the middle of it has the whole map, and
-in a second after that. `draw` is the page's own time to paint a frame of the maps, `frame` the time between frames that
-the browser shows. With --pictures nothing is measured, and the README's pictures are made.
+of the event stream as the page counts them: until a page opened under load has the whole map, and for a second after
+that. `draw` is the page's own time to paint a frame of the maps, `frame` the time between displayed frames. --pictures
+renders the README's pictures without measuring.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ ONE_WAITING = (
     "document.querySelector('tr:nth-child(4) .state[data-state=pending]').closest('tr').querySelector('button')"
 )
 WAITING = "document.querySelector('#sentence').textContent.includes('ceiling')"
-PALETTE = 256  # colours of a picture: what is drawn has few
+PALETTE = 256  # colours of a picture: the page has few
 
 
 async def work(kv: AsyncClient, rng: Random, tokens: int) -> None:
-    """One user after the other: prompts that share beginnings by tenant. tokens: of a prompt, at most."""
+    """Submit one request after the other, with a shared prefix for each tenant. tokens: longest prompt."""
     names, weights = list(TENANTS), list(TENANTS.values())
     for number in count():
         tenant = rng.choices(names, weights)[0]
@@ -74,7 +74,8 @@ async def work(kv: AsyncClient, rng: Random, tokens: int) -> None:
 async def world(
     blocks: int, users: int, tokens: int, time_scale: float, ceiling: int
 ) -> AsyncIterator[tuple[Fleet, str, int]]:
-    """A fleet at work, the page's address and its server's process. blocks: of all workers. ceiling: of one tenant."""
+    """Run a fleet under load; yield the page's address and its server's process. blocks: of all workers. ceiling: of
+    one tenant."""
     quotas = {"quotas": {"batch": {"ceiling": ceiling}, "search": {"floor": blocks // WORKERS // 8}}}
     each = blocks // WORKERS
     async with Fleet(workers=WORKERS, blocks=each, time_scale=time_scale, coordinator_settings=quotas) as fleet:
@@ -97,7 +98,7 @@ async def world(
 
 
 async def measure(blocks: int, seconds: float) -> dict[str, Any]:
-    """One viewer of so many blocks."""
+    """Measure one viewer of `blocks` blocks."""
     users, tokens = (100, 1200) if blocks <= SIZES[0] else (250, 5000)
     async with world(blocks, users, tokens, 1.0, blocks) as (_, address, pid), Browser() as page:
         await page.look(1440, 1000)
@@ -129,13 +130,13 @@ async def measure(blocks: int, seconds: float) -> dict[str, Any]:
 
 
 def processor_s(pid: int) -> float:
-    """Seconds that a process has computed."""
+    """Return the processor time of a process in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def pictures(folder: Path) -> None:
-    """page-light.png, page-dark.png and page-phone.png."""
+    """Render page-light.png, page-dark.png and page-phone.png."""
     folder.mkdir(parents=True, exist_ok=True)
     async with world(10_000, 90, 1200, 2.0, 380) as (_, address, _pid), Browser() as page:
         await page.look(1440, 1060)
@@ -158,7 +159,7 @@ async def pictures(folder: Path) -> None:
 
 
 async def taken(page: Browser, path: Path) -> None:
-    """A small picture of what the window shows."""
+    """Save a small picture of the window."""
     from PIL import Image
 
     await page.picture(path)

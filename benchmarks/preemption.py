@@ -1,10 +1,10 @@
-"""What a pool that is too small costs: preemptions, what is computed again, and throughput, by the size of the pool.
+"""Cost of a pool that is too small: preemptions, recomputation and throughput, by the size of the pool.
 
     python -m benchmarks.preemption [--shares 1.0 0.6 0.4 0.25] [--json FILE]
 
 A coordinator and one CPU worker with a tiny random model serve the same open-loop load, through `kvforge loadtest`,
-with pools of a share of the blocks that the requests running at once would need together. Each request's tokens are
-computed once where there is room; what is computed again after a preemption is told as a share of all that is computed.
+with pools of a share of the blocks that the requests running at once would need together. With enough blocks each token
+is computed once; recomputation after a preemption is reported as a share of all computed tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(share: float, requests: int, rate: float) -> dict[str, Any]:
         command = f"--rate {rate} --requests {requests} --input 16:{PROMPT_TOKENS} --output 32:{ANSWER_TOKENS}"
         subprocess.run(
             [sys.executable, "-m", "loadtest", *command.split(), "--endpoint", installation.endpoint, "--out", folder],
-            check=False,  # a driver that was late for a moment is said in the document
+            check=False,  # the document reports a late driver
             timeout=RUN_S,
             stdout=subprocess.DEVNULL,
         )
@@ -76,7 +76,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.preemption", description=__doc__)
     parser.add_argument("--json", help="write the results here too")
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.6, 0.4, 0.25], help="sizes of the pool")
-    parser.add_argument("--requests", type=int, default=1500, help="of each run [1500]")
+    parser.add_argument("--requests", type=int, default=1500, help="requests of each run [1500]")
     parser.add_argument("--rate", type=float, default=200.0, help="requests a second [200]")
     options = parser.parse_args()
     results = []

@@ -1,15 +1,15 @@
-"""How long nobody hears anything: a coordinator with many live requests is killed, and started again at once.
+"""Time without tokens when a coordinator with many live requests is killed and restarted at once.
 
     python -m benchmarks.recovery [--requests 1000] [--prompt 1000] [--written 100] [--rounds 3] [--json FILE]
 
 A real coordinator process, its journal in the temporary folder, one client that reads all streams, and a worker process
-without a model (`recovery_worker`), which answers steps at once while the journal grows and nobody reads, and later as
-a device would (`--step-ms`): so what is measured is the coordinator's part, the client's, and the worker's way back.
-From SIGKILL to the first token of each stream that was computed after it, with the worker's KV kept; then with the
-worker killed as well and started again at once, which has everything computed anew. It begins when so many MB of
-records have been written, and the client has read what there was to read; what is on the disk then is printed, and when
-each part of the recovery was over. Modules are compiled when the first processes start, as they are where kvforge is
-installed, whatever this environment says of it.
+without a model (`recovery_worker`), which answers steps at once while the journal grows without a reader, and later at
+a device's speed (`--step-ms`): the result covers the coordinator, the client, and the worker's reconnection. Measured
+from SIGKILL to the first token of each stream that was computed after it, with the worker's KV kept; then with the
+worker killed as well and restarted at once, so that everything is recomputed. It begins when `--written` MB of records
+have been written and the client has caught up. It prints the size of the files and the time of each part of the
+recovery. Modules are compiled to bytecode when the first processes start, as in an installed kvforge, whatever the
+environment variables say.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from .report import report
 
 BLOCK_SIZE = 16
 ANSWER = 20_000
-VOCABULARY = 32_000  # of prompts
-BEHIND_S = 0.1  # a client that is behind by less has read what there was to read
-SETTLED_S = 2.0  # for so long: a connection that ends sooner counts as none
+VOCABULARY = 32_000  # token ids in prompts
+BEHIND_S = 0.1  # a client that lags by less has caught up
+SETTLED_S = 2.0  # a connection that ends sooner does not count
 ENDS = ("ended", "begun", "snapshot", "records", "serving", "worker back", "client back", "first step")
 
 
 class Bench:
-    """The processes, in a folder of their own."""
+    """The processes, in a temporary folder."""
 
     def __init__(self, folder: Path, requests: int, prompt: int, step_ms: float) -> None:
         self.folder, self.runtime, self._step_ms = folder, folder / "r", step_ms
@@ -74,16 +74,16 @@ class Bench:
         return subprocess.Popen(command, env=self._environment)
 
     def slow(self) -> None:
-        """The worker takes a device's time for each step from now on."""
+        """Make the worker take a device's time for each step from now on."""
         (self.folder / "steps").touch()
 
     def state_bytes(self) -> tuple[int, int]:
-        """Of records and of the snapshot."""
+        """Return the bytes of the records and of the snapshot."""
         files = {path.name: path.stat().st_size for path in (self.runtime / "state").iterdir()}
         return tuple(sum(size for name, size in files.items() if name.startswith(kind)) for kind in ("rec", "sta"))  # type: ignore[return-value]
 
     def written(self) -> int:
-        """Bytes of records so far, of all segments that were seen."""
+        """Return the bytes of records so far, in all segments seen."""
         for path in (self.runtime / "state").glob("records-*"):
             with suppress(OSError):
                 self._seen[path.name] = path.stat().st_size
@@ -109,7 +109,7 @@ class Bench:
 
 
 def submit(endpoint: str, requests: int, prompt: int) -> None:
-    """Requests that go on though nobody reads them."""
+    """Submit requests that continue without a reader."""
     draw, sampling = np.random.default_rng(0), Sampling(temperature=0.0, ignore_eos=True)
     with Client(endpoint, connect_timeout_s=30, timeout_s=60) as kv:
         for _ in range(requests):
@@ -118,7 +118,7 @@ def submit(endpoint: str, requests: int, prompt: int) -> None:
 
 
 class Reader:
-    """One client's streams, from where they are."""
+    """One client's streams, read from their current position."""
 
     def __init__(self, kv: Client, requests: int) -> None:
         handles = [kv.attach(row.request_id, row.generated_tokens) for row in kv.requests(requests).requests]
@@ -126,7 +126,7 @@ class Reader:
         self._tokens = kv.merge(*handles)
 
     def each_has(self, computed_after: float) -> list[float]:
-        """When each stream's first token came that was computed after that: both on time.monotonic."""
+        """Return when each stream's first token computed after that time arrived; both times on time.monotonic."""
         waiting, times = set(self._ids), []
         while waiting:
             request, token = next(self._tokens)
@@ -136,7 +136,7 @@ class Reader:
         return times
 
     def catch_up(self) -> None:
-        """Reads until what comes is new."""
+        """Read until the arriving tokens are new."""
         since = time.monotonic()
         while time.monotonic() - since < SETTLED_S:
             _, token = next(self._tokens)
@@ -145,7 +145,7 @@ class Reader:
 
 
 def killed(bench: Bench, reader: Reader, both: bool) -> dict[str, Any]:
-    """One kill: what was on the disk, when each part of the recovery was over, and when the streams went on."""
+    """Kill once; return the size of the files, the end of each part of the recovery, and when the streams continued."""
     records, snapshot = bench.state_bytes()
     began, began_unix = time.monotonic(), time.time()
     bench.coordinator.send_signal(signal.SIGKILL)
@@ -214,13 +214,13 @@ def main() -> int:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__)
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--prompt", type=int, default=1000, help="tokens of each [1000]")
+    parser.add_argument("--prompt", type=int, default=1000, help="tokens of each prompt [1000]")
     parser.add_argument("--written", type=float, default=100.0, help="MB of records before the first kill [100]")
     parser.add_argument("--rounds", type=int, default=3, help="kills of each kind [3]")
     parser.add_argument("--step-ms", type=float, default=30.0, help="a decode step takes so long [30]")
     parser.add_argument("--json", help="write the results here too")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and not without ending the others
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # exit in order to end the other processes
     results = measure(options.requests, options.prompt, options.rounds, int(options.written * 1e6), options.step_ms)
     sizes, streams = ("written_mb", "records_mb", "snapshot_mb"), ("first_s", "median_s", "p99_s", "last_s")
     rows: list[list[object]] = [

@@ -1,9 +1,9 @@
-"""A worker without a model, for `benchmarks.recovery`: it comes back to a coordinator as a real one does.
+"""A worker without a model, for `benchmarks.recovery`: it reconnects to a coordinator as a real one does.
 
     python -m benchmarks.recovery_worker RUNTIME BLOCKS STEP_MS STEPS
 
-Its tokens say when they were computed, in milliseconds. From the moment when there is a file STEPS a decode step takes
-STEP_MS, and the Unix time of the first step of each connection is written there.
+Each token is the time of its computation, in milliseconds. Once the file STEPS exists, a decode step takes STEP_MS, and
+the worker writes the Unix time of the first step of each connection to the file.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ MODEL = ModelInfo(
 
 
 def now_ms() -> int:
-    """On time.monotonic, as a token."""
+    """Return the time on time.monotonic as a token."""
     return int(time.monotonic() * 1000) % VOCABULARY
 
 
 def age_s(token_id: int) -> float:
-    """How long ago a token was computed."""
+    """Return the age of a token in seconds."""
     return (now_ms() - token_id) % VOCABULARY / 1e3
 
 
 class Worker:
-    """Its state is what a real one keeps of its connection."""
+    """A worker with the connection state of a real one."""
 
     def __init__(self, runtime: Path, blocks: int, step_s: float, steps: Path) -> None:
         self._runtime, self._blocks, self._step_s, self._steps = runtime, blocks, step_s, steps
@@ -59,7 +59,7 @@ class Worker:
         self._answered: deque[StepResult] = deque(maxlen=KEPT)
 
     def run(self) -> int:
-        """Until it is told to stop."""
+        """Serve until the coordinator sends a stop."""
         while True:
             self._link.wait_connected(60)
             self._link.discard()

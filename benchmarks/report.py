@@ -1,4 +1,4 @@
-"""How a benchmark reports: title, machine, versions and a table; the same as JSON where asked for."""
+"""Reports of benchmarks: title, machine, versions and a table, and the same as JSON on request."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Eight replicas without a model, and who gets a request: round robin against the router that the gateway has.
+"""Routing of requests to eight replicas without a model: round robin against the gateway's router.
 
     python -m benchmarks.routing [--seconds 60] [--seeds 0,1] [--json benchmarks/results/routing.json]
 
-Three loads through the harness (`kvforge loadtest --no-model --replicas 8 --policy P`): agents' sessions, each of whose
-turns begins with the one before; one prompt that all requests begin with; and prompts that share nothing. Coordinators,
-their clients and the router are the real ones, each replica a process of its own; steps take SLOWER times as long as on
-an H200, so that eight of them fit on two cores, and sessions are a twentieth as long, with as much less memory for
-their KV. Goodput is the harness's: requests a second that finished within the objective.
+Three loads through the harness (`kvforge loadtest --no-model --replicas 8 --policy P`): agents' sessions, where each
+turn extends the previous one; one prefix that all requests share; and prompts that share nothing. Coordinators, their
+clients and the router are the real ones, and each replica is a separate process. Steps take SLOWER times as long as on
+an H200, so that eight replicas fit on two cores; sessions and the memory for their KV are a twentieth of the real size.
+Goodput is the harness's: requests a second that finished within the objective.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvforge.routing import POLICIES
 from .report import report
 
 REPLICAS, SLOWER = 8, 8.0
-BLOCKS = 2656  # 0.05 of what an H200 has room for, as the lengths of the sessions
+BLOCKS = 2656  # 0.05 of an H200's blocks, scaled as the sessions' lengths
 OBJECTIVE = "ttft=2s,itl=200ms"
 LOADS = {
     "agents": "--trace claude-code --rate 10 --requests 96 --length-scale 0.05 --think-scale 0.05",
@@ -36,7 +36,7 @@ HEADER = ("load", "seed", "policy", "goodput/s", "finished/s", "ttft p50", "ttft
 
 
 def run(load: str, policy: str, seed: int, seconds: float) -> dict[str, Any]:
-    """One run of the harness. What its document says, in short."""
+    """Run the harness once; return a summary of its document."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "loadtest", *LOADS[load].split(), "--no-model", "h200-8b", "--policy", policy]
         command += ["--replicas", str(REPLICAS), "--time-scale", str(SLOWER), "--blocks", str(BLOCKS)]
@@ -62,7 +62,7 @@ def run(load: str, policy: str, seed: int, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs them, policy after policy for each load."""
+    """Run each load with each policy, and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seeds", default="0")

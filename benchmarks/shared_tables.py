@@ -1,11 +1,11 @@
-"""What reading block tables from shared memory costs, beside an idle writer and beside one that never pauses.
+"""Cost of reading block tables from shared memory, beside an idle writer and beside one that never pauses.
 
     python -m benchmarks.shared_tables [--seconds S] [--json FILE]
 
 One call reads 256 rows of 64 used columns with their lengths and sequence ids. The busy writer is a process of its own
 that publishes one decode step after the other, as coordinator/publish.py does: the lengths of all 256 rows and one
-table cell of every 16th of them. Rows are read where they lie side by side and where they are scattered. Reader and
-writer have a core each; with a single core they would take turns and hardly ever meet.
+table cell in every 16th row. Rows are read side by side and scattered. Reader and writer have a core each; with a
+single core they would take turns and hardly ever meet.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WARM_CALLS = 1000
 
 
 def placements() -> dict[str, Int64Array]:
-    """The slots that are read: [ROWS] each."""
+    """Return the slots to read by placement, [ROWS] each."""
     scattered = np.random.default_rng(0).permutation(GEOMETRY.slots)[:ROWS]
     return {"side by side": np.arange(ROWS), "scattered": scattered}
 
@@ -83,7 +83,7 @@ def write_steps(path: Path, slots: Int64Array, pipe: Connection) -> None:
 
 
 def take_core(number: int) -> None:
-    """Keeps this process on one of the cores that it may use."""
+    """Pin this process to one of its allowed cores."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[number % len(cores)]})
 
@@ -106,7 +106,7 @@ def busy_writer(path: Path, slots: Int64Array) -> Iterator[Connection]:
 
 
 def read(reader: TablesReader, slots: Int64Array, seconds: float) -> dict[str, float]:
-    """Reads again and again. Returns median and p99 in microseconds, and retries per 1,000 reads."""
+    """Read for `seconds`; return median and p99 in microseconds, and retries per 1,000 reads."""
     times: list[int] = []
     for _ in range(WARM_CALLS):
         reader.rows(slots, COLUMNS)

@@ -1,12 +1,11 @@
-"""What a snapshot costs: how long the loop stands still, what its turns cost meanwhile, and how long it takes to read.
+"""Cost of a snapshot: the pause of the loop, its turns meanwhile, and the time to write and read it.
 
     python -m benchmarks.snapshots [--blocks 131072 1500000] [--sequences 256 1000] [--json FILE]
 
-A machine of the default size, all of whose sequences are as long as they can be, and a larger one: blocks hold prompts,
-all of them indexed; half are held by requests that decode, half are cached ones of
-requests that have ended. One snapshot is made of it as a coordinator makes it (`coordinator.journal.keeping`): a forked
-child writes it, while this process goes on decoding, and the first write to each page copies it. Then it is read, as
-the next process does.
+A machine of the default size with sequences of the maximum length, and a larger one. All blocks hold indexed prompts:
+half belong to decoding requests, half are cached from finished requests. The snapshot is made as a coordinator makes it
+(`coordinator.journal.keeping`): a forked child writes it while this process continues to decode, and the first write to
+each page copies the page. Then it is read, as the next process does.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ TURNS = 200  # before the snapshot
 
 
 class Filled:
-    """A machine whose pool is full, driven without sockets."""
+    """A machine with a full pool, driven without sockets."""
 
     def __init__(self, blocks: int, sequences: int) -> None:
         self._rows = sequences // 2
@@ -69,7 +68,7 @@ class Filled:
 
     @property
     def decoding(self) -> bool:
-        """Whether the prompts are computed."""
+        """Return whether all prompts are computed."""
         step = self._pending[0]
         return step.slots.size == self._rows and int(step.counts.max()) == 1
 
@@ -87,12 +86,12 @@ class Filled:
         effects = self.machine.apply(Turn(), self._now_us).effects
         s = self.machine.cache.sequences
         for changed in (s.changed_rows, s.changed_lengths, s.changed_cells, self.machine.cache.blocks.changed):
-            changed.clear()  # what the shell publishes
+            changed.clear()  # the shell publishes these
         return [e.message for e in effects if isinstance(e, ToWorker) and isinstance(e.message, Step)]
 
 
 def measure(blocks: int, sequences: int) -> dict[str, Any]:
-    """One snapshot, written and read."""
+    """Write and read one snapshot."""
     filled = Filled(blocks, sequences)
     machine = filled.machine
     live = len(machine.requests.live)
@@ -106,7 +105,7 @@ def measure(blocks: int, sequences: int) -> dict[str, Any]:
         journal.note(filled.boot, 0)
         journal.commit()
         began = perf_counter_ns()
-        keeper.turned(machine, 10, 1, 1)  # beyond what may be replayed
+        keeper.turned(machine, 10, 1, 1)  # more records than may be replayed
         during, files = [], []
         while not keeper.snapshots:
             if filled.decoding:
@@ -145,7 +144,7 @@ def main() -> int:
     parser.add_argument("--json", help="write the results here too")
     options = parser.parse_args()
     results = [measure(*sizes) for sizes in zip(options.blocks, options.sequences, strict=True)]
-    header = ["blocks", "sequences", "indexed", "loop stood still, ms", "turn before, us", "turn meanwhile, us"]
+    header = ["blocks", "sequences", "indexed", "loop paused, ms", "turn before, us", "turn meanwhile, us"]
     header += ["longest, ms", "written in, s", "file, MB", "read in, s"]
     names = ("stopped_ms", "turn_before_us", "turn_during_us", "turn_during_longest_ms", "wrote_s", "file_mb", "read_s")
     rows: list[list[object]] = [

@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu_step` measures, in each of its parts alike."""
+"""The measurement plan of `benchmarks.gpu_step`, shared by all its parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 BLOCK_SIZE = 16
-VOCABULARY = 97  # of the prompts: every model knows so many tokens
+VOCABULARY = 97  # token ids in prompts: every model has at least as many
 WARM_STEPS = 12  # after the last request's first token
 
 Save = Callable[[dict[str, Any]], None]
@@ -15,7 +15,7 @@ Save = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. steps: measured ones of each batch. context: tokens of a row in the middle of them."""
+    """The plan. steps: measured steps of each batch. context: tokens of a row in the middle of these steps."""
 
     model: str
     batches: tuple[int, ...]
@@ -30,12 +30,12 @@ class Plan:
 
     @property
     def prompt_tokens(self) -> int:
-        """So that the rows have `context` tokens in the middle of the steps that are measured."""
+        """Return the prompt length that gives rows of `context` tokens in the middle of the measured steps."""
         return max(4, self.context - WARM_STEPS - self.steps // 2)
 
     @property
     def answer_tokens(self) -> int:
-        """Enough for the first request to go on while the prompts of the last ones are computed."""
+        """Return an answer length that keeps the first request decoding while the last prompts are computed."""
         prefill = -(-max(self.batches) * self.prompt_tokens // self.step_tokens)
         return 2 * prefill + 2 * WARM_STEPS + self.steps + 64
 

@@ -42,9 +42,9 @@ def measure_runner(plan: Plan, save: Save) -> dict[str, Any]:
 
 
 def open_runner(plan: Plan, rows_min: int = 0, tokens_min: int = 0) -> tuple[Any, Any, Any]:
-    """Device, model of dummy weights and runner, whose graphs for the plan's batches are captured.
+    """Return device, model with dummy weights, and runner with captured graphs for the plan's batches.
 
-    rows_min, tokens_min: for so many rows of so many tokens there is room too.
+    rows_min, tokens_min: additional capacity for this many rows of this many tokens.
     """
     import torch
 
@@ -60,18 +60,18 @@ def open_runner(plan: Plan, rows_min: int = 0, tokens_min: int = 0) -> tuple[Any
     model = load_model(
         plan.model, load_format="dummy", dtype=dtype, device=device, block_size=BLOCK_SIZE, kv_dtype=plan.kv_dtype
     )
-    print(f"{plan.determinism}: {model.unsteady or 'each row by itself'}", file=sys.stderr, flush=True)
+    print(f"{plan.determinism}: {model.unsteady or 'batch-invariant'}", file=sys.stderr, flush=True)
     width = max(plan.context_max, tokens_min) // BLOCK_SIZE
     rows = max(*plan.batches, rows_min)
     blocks = max(max(plan.batches) * plan.context_max, rows_min * tokens_min) // BLOCK_SIZE
     pool = KvPool(model.geometry, blocks, device)
     for tensor in pool.tensors():
         if tensor.is_floating_point() and tensor.element_size() > 1:
-            tensor.normal_()  # equal numbers would cost less power, and a GPU at its limit of power would be faster
+            tensor.normal_()  # equal numbers would use less power, and a GPU at its power limit would run faster
         else:
             tensor.view(torch.int8).random_(-100, 100)
     limits = _Limits(rows, plan.step_tokens, rows, width)
-    runner = make_runner(model, pool, limits, rows)  # type: ignore[arg-type]  # as much of a welcome as it reads
+    runner = make_runner(model, pool, limits, rows)  # type: ignore[arg-type]  # the fields of a welcome that it reads
     started = monotonic()
     if runner.graphs is not None:
         for batch in plan.batches:
@@ -82,7 +82,7 @@ def open_runner(plan: Plan, rows_min: int = 0, tokens_min: int = 0) -> tuple[Any
 
 
 def _rates(device: Any) -> dict[str, float]:
-    """Measured last: what was captured before would slow the runner's graphs (see NOTES.md)."""
+    """Measure the rates; call this last, because earlier captures slow the runner's graphs (see NOTES.md)."""
     from .gpu_roof import measure_roof
 
     roof = measure_roof(device)
@@ -125,7 +125,7 @@ def _steps_of(plan: Plan, batch: int, width: int) -> tuple[Any, Callable[[int], 
 
 
 def decode_steps(runner: Any, plan: Plan, batch: int) -> dict[str, Any]:
-    """What steps of `batch` rows of one token take, two of them under way as in a worker."""
+    """Time steps of `batch` rows of one token, with two steps in flight as in a worker."""
     width = plan.context_max // BLOCK_SIZE
     tables, step = _steps_of(plan, batch, width)
     under_way = [runner.launch(step(0), tables)]
@@ -148,7 +148,7 @@ def decode_steps(runner: Any, plan: Plan, batch: int) -> dict[str, Any]:
 
 
 def _profiles(runner: Any, plan: Plan, width: int) -> dict[str, list[dict[str, Any]]]:
-    """Kernels by device time, of batches 1, 16 and 64 as far as they are measured: microseconds and calls of a step."""
+    """Kernels by device time, of the measured batches among 1, 16 and 64: microseconds and calls of a step."""
     from torch.profiler import ProfilerActivity, profile
 
     found = {}

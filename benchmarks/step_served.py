@@ -35,12 +35,13 @@ def measure_served(plan: Plan, save: Save) -> dict[str, Any]:
 
 
 def open_served(plan: Plan, ranks: int = 1, tokens_min: int = 0) -> Installation:
-    """Coordinator and worker for a plan; the worker of so many ranks. tokens_min: sequences may be so long."""
+    """Return a coordinator and a worker of `ranks` ranks for a plan. tokens_min: length that sequences may have at
+    least."""
     rows = max(plan.batches)
     schedule: dict[str, float] = {
         "step_rows_max": rows,
         "step_tokens_max": plan.step_tokens,
-        "decode_gap_ms": 10_000.0,  # prompts as fast as they go: what is measured comes after them
+        "decode_gap_ms": 10_000.0,  # prompts at full speed: the measurement starts after them
     }
     worker: dict[str, Any] = {"model": plan.model, "kv_dtype": plan.kv_dtype, "attention": plan.attention}
     worker["determinism"] = plan.determinism
@@ -58,7 +59,7 @@ def open_served(plan: Plan, ranks: int = 1, tokens_min: int = 0) -> Installation
 
 
 def wait_ready(kv: Any, installation: Installation) -> None:
-    """Returns when it serves. Raises RuntimeError where it does not come to that."""
+    """Wait until the worker is ready. Raises RuntimeError if a process exits or the time runs out."""
     from kvforge.protocol.errors import KvforgeError
 
     deadline = monotonic() + READY_S
@@ -69,12 +70,12 @@ def wait_ready(kv: Any, installation: Installation) -> None:
         except KvforgeError:
             for child in installation.children:
                 if child.ended() is not None:
-                    raise RuntimeError(f"the {child.name} ended: {child.last_words()}") from None
-    raise RuntimeError("the worker does not become ready")
+                    raise RuntimeError(f"{child.name} exited: {child.last_words()}") from None
+    raise RuntimeError("the worker did not become ready")
 
 
 def served_batch(kv: Any, installation: Installation, plan: Plan, batch: int) -> dict[str, Any]:
-    """What steps of so many rows take, as the client sees them."""
+    """Time steps of `batch` rows as the client sees them."""
     from kvforge import Sampling
 
     rng = np.random.default_rng(batch)
@@ -96,11 +97,11 @@ def served_batch(kv: Any, installation: Installation, plan: Plan, batch: int) ->
                 waiting.discard(request)
             if not waiting:
                 break
-        # From here on one request is read token by token, which takes in what comes for the others too.
+        # From here on one request is read token by token, which also receives the tokens of the others.
         begun = took = 0.0
         counts: list[list[int]] = []
         last = requests[-1]
-        first = len(last.tokens) + 2  # a token that has not come yet
+        first = len(last.tokens) + 2  # a token that has not arrived yet
         for token in last:
             if token.offset == first:
                 begun, counts = monotonic(), [[len(request.tokens) for request in requests]]
@@ -129,7 +130,7 @@ def served_batch(kv: Any, installation: Installation, plan: Plan, batch: int) ->
 
 
 def _worker_lines(installation: Installation, start: int) -> list[str]:
-    """The meter's lines that the worker wrote once it was idle."""
+    """Return the meter's lines in the idle worker's log."""
     deadline = monotonic() + 6.0
     while monotonic() < deadline:
         lines = [line for line in installation.log_of("worker")[start:].splitlines() if "host us/step" in line]

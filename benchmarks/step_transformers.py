@@ -1,4 +1,4 @@
-"""The part of `benchmarks.gpu_step` that it compares with: transformers' continuous batching."""
+"""The reference of `benchmarks.gpu_step`: transformers' continuous batching."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def measure_transformers(plan: Plan, save: Save) -> dict[str, Any]:
         started = monotonic()
         try:
             outputs = model.generate_batch(prompts, generation_config=generation, record_timestamps=True)
-        except Exception as error:  # noqa: BLE001 - a comparison that does not run is told as such
+        except Exception as error:  # noqa: BLE001 - a failed comparison is reported
             print(f"transformers {batch}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             continue
         times = [np.asarray(output.timestamps) for output in outputs.values() if len(output.timestamps) > 1]

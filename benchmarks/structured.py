@@ -1,13 +1,13 @@
-"""What answers with a grammar cost: their masks, and tokens a second beside those without, at 64 rows.
+"""Cost of answers with a grammar: their masks, and tokens a second beside answers without, at 64 rows.
 
     python -m benchmarks.structured [--rows 64] [--steps 300] [--tokenizer smollm2-135m] [--json FILE]
     python -m benchmarks.structured --runner llama-3.1-8b [--context 1024] ...      # on a GPU: the worker's own runner
 
-Masks: each row walks at random through what its grammar allows, by a real tokenizer; a row that ends begins again. A
-row alone, and all of them in one call, as a step does it. Compiling: each grammar, the first time.
-Pace: steps follow each other at the pace of a table of an 8B (`loadtest/fleet`), each launched before the one before it
-has ended, as the worker does: the host learns the tokens, follows them and makes the masks while the next pass runs;
-what does not fit holds up the device. Waiting is real, the device is not.
+Masks: each row is a random walk through its grammar with a real tokenizer; a row that ends restarts. Measured for a
+row alone, and for all rows in one call, as in a step. Compiling: the first compilation of each grammar.
+Pace: steps run at the pace of an 8B table (`loadtest/fleet`), each launched before the previous one ends, as in the
+worker: the host receives the tokens, advances the grammars and computes the masks while the next pass runs; host work
+that does not fit delays the device. Waiting is real, the device is simulated.
 Runner: a model with random weights on this machine's device, with a grammar in each row and in none.
 """
 
@@ -43,12 +43,12 @@ OTHERS = {
     "a date and a sentence": Grammar(kind="regex", text=r"\d{4}-\d\d-\d\d: [A-Za-z ,]{10,200}\."),
     "arithmetic": Grammar(kind="lark", text='start: e\ne: t (("+" | "-") t)*\nt: /[0-9]+/ | "(" e ")"'),
 }
-FREE_STEPS = 200  # of an answer, before it is led to its end
+FREE_STEPS = 200  # steps of an answer before it is forced to end
 WARM_STEPS = 20
 
 
 class Rows:
-    """Rows of several grammars, each of which takes any token that it may."""
+    """Rows with several grammars that choose any allowed token."""
 
     def __init__(self, grammars: list[Grammar], rows: int, tokens: GrammarTokens, vocab: int, seed: int = 0) -> None:
         assert tokens.tokens is not None, tokens.problem
@@ -63,7 +63,7 @@ class Rows:
         self.compile_ms = self._compile()
 
     def fill(self, *slots: int) -> float:
-        """Makes the masks of these rows, or of all. Seconds."""
+        """Compute the masks of these rows, or of all; return seconds."""
         rows = [self._all.row(slot) for slot in slots or range(len(self.masks))]
         began = time.perf_counter()
         problems = self._all.fill(rows, self.masks[: len(rows)])
@@ -72,7 +72,7 @@ class Rows:
         return took
 
     def choose(self) -> list[int]:
-        """A token of each row's mask: the end where an answer is old enough, else any."""
+        """Return a token of each row's mask: the end token once the answer is long enough, else any."""
         bits = np.unpackbits(self.masks.view(np.uint8), axis=1, bitorder="little")[:, : self._vocab]
         shifted = np.roll(self._keys, int(self._rng.integers(self._vocab)), axis=1)
         tokens: list[int] = (shifted * bits).argmax(axis=1).tolist()
@@ -81,7 +81,7 @@ class Rows:
         return tokens
 
     def accept(self, tokens: list[int]) -> float:
-        """Each row takes its token. Seconds; that of rows that begin again is not counted."""
+        """Advance each row by its token; return seconds, without those of rows that restart."""
         rows = [self._all.row(slot) for slot in range(len(self.masks))]
         began = time.perf_counter()
         for row, token in zip(rows, tokens, strict=True):
@@ -104,7 +104,7 @@ class Rows:
 
 
 def masks(grammar: Grammar, rows: int, steps: int, tokens: GrammarTokens, vocab: int) -> dict[str, float]:
-    """Milliseconds: to compile, a row's mask alone, and a step's masks and tokens for all rows."""
+    """Return milliseconds: compiling, a row's mask alone, and a step's masks and tokens for all rows."""
     walk, alone, together, followed = Rows([grammar], rows, tokens, vocab), list[float](), list[float](), list[float]()
     for step in range(steps):
         if step >= WARM_STEPS:
@@ -124,11 +124,12 @@ def masks(grammar: Grammar, rows: int, steps: int, tokens: GrammarTokens, vocab:
 
 
 def pace(step_s: float, rows: int, steps: int, host: Callable[[], object]) -> float:
-    """Tokens a second of a device that takes `step_s` for a pass, where `host` must be done before a pass chooses."""
+    """Return the tokens a second of a device with passes of `step_s`, where `host` must finish before a pass
+    samples."""
     free_at = began = time.perf_counter() + step_s
     for _ in range(steps):
         _wait_until(free_at)
-        passed = time.perf_counter() + step_s  # the next pass was queued: it has begun
+        passed = time.perf_counter() + step_s  # the queued next pass has started
         host()
         free_at = max(passed, time.perf_counter())
     _wait_until(free_at)
@@ -162,7 +163,7 @@ def beside(grammars: list[Grammar], rows: int, steps: int, tokens: GrammarTokens
         found["free"].append(pace(step_s, rows, steps // 5, lambda: None))
         for _ in range(steps // 5):
             found["shaped"].append(pace(step_s, rows, 1, shaped))
-            chosen[:] = [walk.choose()]  # what the device would do, beside the clock
+            chosen[:] = [walk.choose()]  # the device's work, which costs no time here
     free, with_grammar = (statistics.fmean(found[name]) for name in ("free", "shaped"))
     return {
         "step_ms": step_s * 1e3,
@@ -176,14 +177,14 @@ def beside(grammars: list[Grammar], rows: int, steps: int, tokens: GrammarTokens
 
 @contextmanager
 def model_folder(model: str, tokenizer: str) -> Iterator[Path]:
-    """The shape of a model with another one's tokenizer."""
+    """Write a folder with the shape of a model and another model's tokenizer; yield it."""
     from worker.loading.source import MODEL_CONFIGS
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = Path(model) if Path(model).exists() else MODEL_CONFIGS / f"{model}.json"
         spoken = Tokenizer.load(tokenizer)
-        # The tokenizer's own end: that of the model's vocabulary may be beyond it.
+        # The tokenizer's own end token: the model's may be outside the tokenizer's vocabulary.
         end = max(spoken.special_tokens.values())
         shape = {**json.loads(config.read_text(encoding="utf-8")), "eos_token_id": end}
         (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
@@ -216,7 +217,7 @@ def by_runner(model: str, tokenizer: str, rows: int, steps: int, context: int) -
     grammars = runner.shaping.grammars
     grammars.begin(0, grammar, np.zeros(0, np.int32))
     grammars.submit([0])
-    grammars.wait(120.0)  # rows are put off before the answer is known
+    grammars.wait(120.0)  # rows are deferred until compiled
     grammars.forget()
 
     def run(given: Grammar | None) -> float:
@@ -272,7 +273,7 @@ def main() -> None:
     tokenizer = Tokenizer.load(options.tokenizer)
     vocab = tokenizer.vocab_size
     with model_folder("llama-3.1-8b", options.tokenizer) as folder:
-        tokens = GrammarTokens(grammar_tokens(str(folder), vocab, (0,)).tokens)  # compiled at once, without a trial
+        tokens = GrammarTokens(grammar_tokens(str(folder), vocab, (0,)).tokens)  # no trial process
     grammars = chosen_grammars()
     by_grammar = {name: masks(each, rows, steps, tokens, vocab) for name, each in grammars.items()}
     together = beside(list(grammars.values()), rows, steps, tokens, vocab)

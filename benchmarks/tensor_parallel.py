@@ -7,12 +7,12 @@ its workers and a client of its own, one after the other.
 
 decode     as the served part of `benchmarks.gpu_step`: the tokens that come while all requests of the batch decode
 prefill    8 prompts of 2048 tokens at once, one token each: from the first submission to the last token
-burst      256 requests of 512 tokens in and 128 out at once: tokens that came, by the time until the last one did
+burst      256 requests of 512 tokens in and 128 out at once: tokens a second until the last token
 exchange   the sum over the ranks with its norm, alone in a graph (`benchmarks.gpu_exchange`)
 
-floor = a rank's weights and its part of K and V, at the bandwidth that one GPU is measured to read with, and two
-exchanges a layer, and one more for the head, each taking what it takes alone.
---tiny runs it with a tiny model on CPU ranks, where nothing is to be learned from its numbers.
+floor = a rank's weights and its part of K and V, at the measured read bandwidth of one GPU, and two exchanges a layer
+and one more for the head, each with its time alone. --tiny runs it with a tiny model on CPU ranks; its numbers have no
+meaning.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIDE_S = 200
 
 
 def measured(plan: Plan, ranks: int, only_decode: bool) -> dict[str, Any]:
-    """All that is measured with so many ranks."""
+    """Measure all parts with `ranks` ranks."""
     from kvforge import Client
 
     tokens = max(PREFILL[1] + 2, BURST[1] + BURST[2] + 1, plan.context_max)
@@ -83,7 +83,7 @@ def _burst_s(kv: Any, requests: int, prompt_tokens: int, answer_tokens: int, see
 
 
 def _other(command: list[str], timeout_s: float) -> dict[str, Any]:
-    """The JSON that another benchmark writes, empty where it fails."""
+    """Run another benchmark; return its JSON, or an empty object if it fails."""
     with tempfile.TemporaryDirectory(prefix="kvf-tp-") as folder:
         path = Path(folder) / "found.json"
         try:
@@ -95,14 +95,15 @@ def _other(command: list[str], timeout_s: float) -> dict[str, Any]:
 
 
 def floor_ms(shape: dict[str, Any], ranks: int, batch: int, context: float, exchange_us: float) -> float:
-    """The least that a step of `batch` rows of `context` tokens can take."""
+    """Return the minimum time of a step of `batch` rows of `context` tokens."""
     read = shape["weight_bytes"] + batch * context * shape["kv_bytes_per_token"]
     exchanges = 2 * shape["layers"] + 1 if ranks > 1 else 0
     return float(read / ranks / shape["read_bytes_per_s"] * 1e3 + exchanges * exchange_us / 1e3)
 
 
 def shape_of(model: str, kv_dtype: str) -> dict[str, Any]:
-    """Bytes that a step reads of a model whose embedding is not its head, and what one GPU here reads a second."""
+    """Return the bytes that a step reads, for a model with separate embedding and head, and one GPU's read
+    bandwidth."""
     from worker.device.device import open_device
     from worker.loading import find_source
 

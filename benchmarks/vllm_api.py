@@ -1,16 +1,15 @@
-"""vLLM's API server over an engine that costs nothing: the yardstick of `benchmarks.gateway`, where vLLM is installed.
+"""vLLM's API server over an engine without cost: the reference for `benchmarks.gateway` where vLLM is installed.
 
     PYTHON -m benchmarks.vllm_api --port PORT --model FOLDER [--pace TOKENS_PER_S]
 
 Source: vllm 0.33.0. All before the engine is vLLM's own, started as `vllm serve` starts one API process: its argument
 parser, its application on uvicorn with uvloop, its protocol, its input processor, its output processor and detokenizer,
-its streams. In the place of the client of its engine's process is one that makes tokens up as the load harness's null
-server does: all at once, or with --pace one for each request in step. It is in the same process, so neither sockets
-nor the engine's encoding is in what it costs, which both are in kvforge's gateway. Statistics and the log of each
-request are off, as for a contest; a server has the first on.
+its streams. The client of its engine process is replaced by one that invents tokens as the load harness's null
+server does: all at once, or with --pace one for each request in step. It runs in the same process, so the figures
+exclude sockets and the engine's encoding, which kvforge's gateway pays for. Statistics and the log of each request are
+off; a server has statistics on by default.
 
-vLLM is no dependency: it is imported only inside functions. On a machine without a GPU its package for CUDA is told
-to take the CPU.
+vLLM is no dependency: it is imported only inside functions. Without a GPU, vLLM's CUDA package is set to the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ CONTEXT_TOKENS_MAX = 4096
 
 
 class NullCore:
-    """What vLLM's API process sees of its engine. pace: tokens a second of each request, in step; 0: all at once."""
+    """The engine as vLLM's API process sees it. pace: tokens a second of each request, in step; 0: all at once."""
 
     def __init__(self, pace: float, vocabulary: int) -> None:
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -80,11 +79,11 @@ class NullCore:
         return self._output(request_id=request_id, new_token_ids=tokens, finish_reason=reason)
 
     async def get_output_async(self) -> Any:
-        """What has become of requests since."""
+        """Return the new outputs of all requests."""
         return await self._ready.get()
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
-        """Lets them go."""
+        """Drop the requests."""
         for request_id in request_ids:
             self._running.pop(request_id, None)
 
@@ -93,10 +92,10 @@ class NullCore:
         return ("generate",)
 
     async def reset_mm_cache_async(self) -> None:
-        """It has none."""
+        """Do nothing: there is no such cache."""
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources to release."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

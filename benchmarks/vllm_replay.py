@@ -1,10 +1,10 @@
-"""vLLM's own scheduler under a load, as a simulation: the device's time is a table's, the scheduler's is measured.
+"""vLLM's own scheduler under a load, as a simulation: device times come from a table, the scheduler's are measured.
 
-Requests come when they are due on a clock of its own. A step costs what `schedule` and `update_from_output` take here,
-in wall time, and what the table says of the device: one after the other, as its engine does it with asynchronous
-scheduling off; or ("ahead") a step is scheduled as soon as the one before it has begun, and waits for its end, as with
-asynchronous scheduling on; its scheduler then has a little more to do than the one that is timed here. What surrounds
-the scheduler in a server costs nothing: sockets, encoding, hashing of prompts, detokenising, the API's process.
+Requests arrive at their due times on a simulated clock. A step costs the measured wall time of `schedule` and
+`update_from_output` plus the table's device time: one after the other, as with asynchronous scheduling off; or
+("ahead") a step is scheduled as soon as the previous one has begun and waits for its end, as with asynchronous
+scheduling on (vLLM's scheduler then has a little more work than the one timed here). Everything around the scheduler
+is free: sockets, encoding, hashing of prompts, detokenising, the API's process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from loadtest.fleet.step_times import StepTimes
 from .capacity_client import Load, Seen
 from .vllm_scheduler import make_request, make_scheduler
 
-TOKEN = 7  # of every answer
+TOKEN = 7  # every answer token
 
 
 class Replay:
-    """One run. scale: of the table's times."""
+    """One run. scale: factor of the table's times."""
 
     def __init__(self, load: Load, table: StepTimes, scale: float, rows: int, step_tokens: int, *, ahead: bool) -> None:
         self._load, self._table, self._scale, self._ahead = load, table, scale, ahead
@@ -35,11 +35,11 @@ class Replay:
         self.seen = Seen.nothing(count)
         self._device_free_at = 0.0
         self._busy_s = 0.0
-        self.busy_share = 0.0  # of the time, once it has run
+        self.busy_share = 0.0  # set by `run`
         self.steps = 0
 
     def run(self, end_s: float) -> Seen:
-        """Until all requests have ended or the clock shows `end_s`."""
+        """Simulate until all requests have ended or the clock reaches `end_s`."""
         due, count, now, came, over = self._load.due, self._load.due.size, 0.0, 0, 0
         gc.collect()
         gc.freeze()  # as its engine does
@@ -62,7 +62,7 @@ class Replay:
         return self.seen
 
     def _step(self, now: float) -> tuple[float, int]:
-        """Schedules a step: when the next one is scheduled, and how many requests this one ends."""
+        """Schedule a step; return when the next one is scheduled and how many requests this one ends."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         began = perf_counter_ns()

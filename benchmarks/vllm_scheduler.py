@@ -1,11 +1,11 @@
-"""What a decode step costs vLLM's own scheduler: the yardstick of `benchmarks.control_plane`, where vLLM is installed.
+"""Cost of a decode step in vLLM's own scheduler: the reference for `benchmarks.control_plane`, where vLLM is installed.
 
 Source: vllm 0.33.0, `Scheduler` of vllm/v1/core/sched/scheduler.py, driven as `EngineCore` of vllm/v1/engine/core.py
-builds and steps it: `schedule()`, then `update_from_output()`. All in it is vLLM's own: the configs, the KV-cache
-manager, the prefix cache with its default hash, the structured-output manager. What is made up is a config.json (one
-Llama layer: the scheduler asks of a model only its kind and its context) and the worker, whose outputs are made before.
-Statistics are off (a server has them on), and so is asynchronous scheduling (a server's is on where it can be). Not in
-it: sockets, encoding and publishing, so it compares with the column "core" there, not with "turn".
+builds and steps it: `schedule()`, then `update_from_output()`. Configs, KV-cache manager, prefix cache with its default
+hash and structured-output manager are vLLM's own. Stand-ins are a config.json (one Llama layer: the scheduler reads
+only a model's type and context length) and the worker, with outputs made in advance. Statistics are off (a server has
+them on), and so is asynchronous scheduling (a server has it on where possible). Sockets, encoding and publishing are
+excluded, so it compares with the column "core" there, not with "turn".
 
 vLLM is no dependency: it is imported only inside functions.
 """
@@ -41,17 +41,17 @@ MODEL = {
 
 
 def reason() -> str:
-    """Why nothing can be measured here; empty where it can."""
+    """Return why vLLM cannot be measured here, or an empty string."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         import vllm.v1.core.sched.scheduler  # noqa: F401
-    except (ImportError, OSError) as error:  # OSError: a shared library it was built for is not here
+    except (ImportError, OSError) as error:  # OSError: a missing shared library
         return f"vllm cannot be imported: {error}"
     return ""
 
 
 def _config(sequences: int, blocks: int, step_tokens: int, context_tokens_max: int) -> Any:
-    """A VllmConfig with vLLM's defaults, but for these bounds."""
+    """Return a VllmConfig with vLLM's defaults and these limits."""
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
@@ -80,7 +80,7 @@ def _config(sequences: int, blocks: int, step_tokens: int, context_tokens_max: i
 
 
 def make_scheduler(sequences: int, blocks: int, step_tokens: int, context_tokens_max: int) -> tuple[Any, Any]:
-    """A scheduler of so many sequences and tokens in a step, and what hashes its requests' blocks."""
+    """Return a scheduler with these limits, and the hasher of its requests' blocks."""
     import torch
     from vllm import envs
     from vllm.utils.hashing import get_hash_fn_by_name
@@ -116,7 +116,7 @@ def make_scheduler(sequences: int, blocks: int, step_tokens: int, context_tokens
 
 
 def make_request(name: str, prompt: list[int], answer: int, hasher: Any) -> Any:
-    """A greedy request that generates so many tokens."""
+    """Return a greedy request that generates `answer` tokens."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -127,7 +127,7 @@ def make_request(name: str, prompt: list[int], answer: int, hasher: Any) -> Any:
 
 
 def _busy_scheduler(sequences: int, steps: int) -> Any:
-    """A scheduler with N waiting requests, all of whose prefill fits one step, and blocks enough for all."""
+    """Return a scheduler with N waiting requests that prefill in one step, and enough blocks for all."""
     blocks = sequences * ((PROMPT_TOKENS + WARM_STEPS + steps) // BLOCK_SIZE + 3) + 1  # one is vLLM's null block
     step_tokens = max(8192, sequences * (PROMPT_TOKENS + BLOCK_SIZE))
     scheduler, hasher = make_scheduler(sequences, blocks, step_tokens, CONTEXT_TOKENS_MAX)
