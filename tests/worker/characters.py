@@ -25,7 +25,7 @@ def characters_json() -> str:
 
 
 def write_characters(folder: Path) -> None:
-    """Gives a model's folder this tokenizer."""
+    """Write this tokenizer to a model's folder."""
     (folder / "tokenizer.json").write_text(characters_json())
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -36,5 +36,5 @@ def encoded(text: str) -> list[int]:
 
 
 def text_of(tokens: list[int]) -> str:
-    """Without what ends it."""
+    """Return the text without the end token."""
     return "".join(CHARACTERS[token - len(SPECIAL)] for token in tokens if token != EOS)

@@ -1,4 +1,4 @@
-"""What the worker's tests share: the CPU device, and tiny random-weight models of any architecture."""
+"""Shared fixtures of the worker's tests: the CPU device, and tiny random-weight models of any architecture."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TINY = {
 
 @pytest.fixture
 def grammars_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every grammar's trial is over when a step asks for it."""
+    """Finish every grammar's trial before a step needs the result."""
     ask = GrammarTrials.problem
 
     def known(self: GrammarTrials, grammar: str) -> str | None:
@@ -54,17 +54,17 @@ def grammars_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_torch_thread() -> None:
-    torch.set_num_threads(1)  # tests run beside each other
+    torch.set_num_threads(1)  # tests run in parallel
 
 
 @pytest.fixture
 def alone_on_gpu() -> None:
-    """For tests that take most of the GPU's memory or read the driver's own figure of it: see `_share_gpu`."""
+    """For tests that take most of the GPU's memory or read its use from the driver: see `_share_gpu`."""
 
 
 @pytest.fixture(autouse=True)
 def _share_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests of several processes run on one GPU side by side, but for those that ask for `alone_on_gpu`."""
+    """Run tests of several processes in parallel on one GPU, except those that request `alone_on_gpu`."""
     if request.node.get_closest_marker("gpu") is None or not torch.cuda.is_available():
         yield
         return
@@ -134,8 +134,8 @@ def eager_logits() -> Callable[..., torch.Tensor]:
 def paged_logits() -> Callable[..., list[torch.Tensor]]:
     """paged_logits(model, sequences, chunks) -> each sequence's logits [tokens, vocab].
 
-    chunks: one list per pass with the token count that each sequence feeds in it (0: it sits this pass out). Blocks
-    are handed out at random and the pool starts full of NaN.
+    chunks: one list per pass with the token count that each sequence feeds in it (0: it skips this pass). Blocks are
+    allocated at random and the pool starts full of NaN.
     """
 
     def run(model: LoadedModel, sequences: list[Any], chunks: list[list[int]]) -> list[torch.Tensor]:

@@ -1,9 +1,9 @@
-"""Triton's interpreter, fit for these tests: it runs with the numpy that is installed, and does its own work once.
+"""Triton's interpreter, patched for these tests to run with the installed numpy and to replace functions only once.
 
-Triton 3.6's interpreter replaces the functions of `triton.language` by ones that compute with numpy. It does so for
-each launch of a kernel and undoes that, but also for every call of one @triton.jit function by another, which finds
-nothing left to replace and leaves the names of `triton.language.core` replaced for good. Here a launch replaces all of
-it once. What a kernel computes is the same: the functions that are put in place are the interpreter's own.
+Triton 3.6's interpreter replaces the functions of `triton.language` by numpy versions. It does so for each launch of a
+kernel and restores them afterwards, but repeats this for every call of one @triton.jit function by another, which finds
+nothing to replace and leaves the names of `triton.language.core` replaced. Here a launch replaces all functions once. A
+kernel computes the same, because the replacements are the interpreter's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 
 def prepare() -> None:
-    """Changes the interpreter of this process. Once, before a kernel runs."""
+    """Patch the interpreter of this process. Call once, before a kernel runs."""
     patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
     of_pointers, of_numbers = interpreter._get_np_dtype(pointer_type(int8)), cache(interpreter._get_np_dtype)
     everything = SimpleNamespace(__globals__={"tl": language, "core": language.core})
@@ -31,7 +31,7 @@ def prepare() -> None:
 
     def patch_once(_function: object) -> Any:
         if launched:
-            return interpreter._LangPatchScope()  # nothing to undo
+            return interpreter._LangPatchScope()  # nothing to restore
         scope = patch_language(everything)
         undo = scope.restore
 

@@ -1,4 +1,4 @@
-"""A worker's share of the cores, and how its threads wait."""
+"""A worker's share of the cores, and the wait policy of its threads."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_no_control_group_bounds_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    """Of a worker that is alone."""
+    """Return the place of a worker without neighbours."""
     with closing(Place(tmp_path, "a")) as found:
         yield found
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A process of 4 cores that has not loaded torch, nobody else on them."""
+    """A process on 4 idle cores that has not loaded torch."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(cores, "usable", lambda: 4)
     monkeypatch.setattr(cores, "used_by_others", lambda: 0.1)

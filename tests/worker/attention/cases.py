@@ -1,4 +1,4 @@
-"""Steps of random rows in a pool whose unreachable slots hold NaN, and dense attention in float64 over them."""
+"""Steps of random rows in a pool with NaN in unreachable slots, and dense attention in float64 over them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worker.attention.quantised import is_quantised
 from worker.attention.reference import write_kv
 from worker.device.device import Device
 
-# How far attention over normally distributed K and V may be from float64's, by the dtype that is the coarser one.
+# Largest error of attention over normally distributed K and V against float64, by the coarser dtype.
 TOLERANCE = {
     torch.float32: 1e-5,
     torch.float16: 2e-3,
@@ -37,7 +37,7 @@ HEADS = {"MHA": (4, 4), "GQA": (6, 2), "MQA": (4, 1)}
 
 
 class Case:
-    """One step. dtype: of the model. kv_dtype: of the pool, None: the same."""
+    """One step. dtype: the model's. kv_dtype: the pool's; None: the same."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Case:
         return attention.attend(self.query, self.layer, self.batch, options)
 
     def dense(self, options: AttentionOptions) -> torch.Tensor:
-        """[tokens, heads, head_size] float64, from K and V as they were before they were stored."""
+        """Return [tokens, heads, head_size] float64, from K and V before they were stored."""
         group = self.query.shape[1] // self.keys.shape[2]
         outputs, place = [], 0
         for row, (start, count) in enumerate(zip(self.starts.tolist(), self.counts.tolist(), strict=True)):
@@ -104,7 +104,7 @@ class Case:
 
 
 def broken_layer(shape: tuple[int, int, int, int], dtype: torch.dtype, device: Device) -> KvLayer:
-    """A layer in which every slot reads back as NaN. shape: [blocks, block_size, kv_heads, head_size]."""
+    """Return a layer with NaN in every slot. shape: [blocks, block_size, kv_heads, head_size]."""
     nan = float("nan")
     if not is_quantised(dtype):
         keys, values = (torch.full(shape, nan, dtype=dtype, device=device.torch_device) for _ in range(2))
@@ -116,7 +116,7 @@ def broken_layer(shape: tuple[int, int, int, int], dtype: torch.dtype, device: D
 
 
 def compare(case: Case, options: AttentionOptions, attention: PagedAttention) -> None:
-    """Paged against dense, within what the dtypes allow."""
+    """Compare paged with dense attention, within the tolerance of the dtypes."""
     got, want = case.paged(options, attention), case.dense(options)
     assert got.dtype == case.query.dtype
     assert got.shape == case.query.shape

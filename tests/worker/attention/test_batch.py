@@ -1,4 +1,4 @@
-"""What a static batch keeps on the device: filled anew for each step, in one copy, at addresses that never change."""
+"""Device buffers of a static batch: each step refills them in one copy, at constant addresses."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_step_goes_to_the_device_in_one_copy(cpu: Device, monkeypatch: pytest.
 
 
 def test_batches_that_share_memory_lay_it_out_each_for_itself(cpu: Device) -> None:
-    """As captured graphs do, of which one at a time is under way: what is filled last is whole."""
+    """As for captured graphs, which run one at a time: the batch that was filled last is complete."""
     large = PagedBatch.static(4, WIDTH, BLOCK_SIZE, cpu, extra=EXTRA)
     small = PagedBatch.static(1, WIDTH, BLOCK_SIZE, cpu, large, EXTRA)
     for _ in range(2):

@@ -20,7 +20,7 @@ from worker.device.device import Device, open_device
 from worker.device.target import Target
 from worker.device.targets import current_target
 
-# Against dense attention over what is stored: what quantising itself costs is the business of its own tests.
+# Against dense attention over the stored numbers; the error of quantisation has its own tests.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 TOLERANCE |= {torch.int8: 4e-3, torch.float8_e4m3fn: 4e-3}  # weights, queries and results are float16 here
 KV_DTYPES = list(TOLERANCE)
@@ -35,9 +35,9 @@ def device() -> Device:
 
 @dataclass
 class Case:
-    """Random rows in a pool whose unreachable slots hold NaN.
+    """Random rows in a pool with NaN in unreachable slots.
 
-    k, v: of each row, [tokens, kv_heads, head_size] float64, as they are stored.
+    k, v: for each row [tokens, kv_heads, head_size] float64, as stored.
     """
 
     query: torch.Tensor
@@ -107,7 +107,7 @@ class Case:
         return decode_planner(max(rows, rows_max), heads, kv_heads, head_size, dtype, window, self.target)
 
     def paged(self, options: AttentionOptions, planner: DecodePlanner | None = None) -> torch.Tensor:
-        """Runs twice in one workspace: the second time shows that the first one left it as it was."""
+        """Run twice in one workspace: the second run shows that the first left it unchanged."""
         planner = planner or self.planner(options.window)
         _, heads, head_size = self.query.shape
         workspace = DecodeWorkspace.allocate(planner, heads, head_size, self.query.device)
@@ -144,7 +144,7 @@ def compare(case: Case, options: AttentionOptions, planner: DecodePlanner | None
     assert float((got.double() - want).abs().max()) <= TOLERANCE[case.layer.keys.dtype] * size
 
 
-# behaviour 37, every axis of it at least once
+# behaviour 37, every axis at least once
 @pytest.mark.parametrize(
     ("heads", "head_size", "block_size", "dtype"),
     [
@@ -167,7 +167,7 @@ def test_paged_equals_dense(heads: str, head_size: int, block_size: int, dtype: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_window_and_softcap(window: int, softcap: float, dtype: torch.dtype, device: Device) -> None:
     case = Case.make(device, LENGTHS, HEADS["GQA"], 64, 16, dtype)
-    for row, length in enumerate(LENGTHS):  # blocks that the window has left may be gone
+    for row, length in enumerate(LENGTHS):  # blocks behind the window may be freed
         if window:
             case.tables[row, : max(length - window, 0) // 16] = 2**31 - 1
     compare(case, AttentionOptions(0.2, window, softcap))
@@ -183,7 +183,7 @@ def test_full_grid(head_size: int, dtype: torch.dtype, device: Device) -> None:
     grid = itertools.product([(8, 8), (32, 8), (8, 1), (71, 1)], [8, 16, 32, 64, 128])
     for number, (heads, block_size) in enumerate(grid):
         case = Case.make(device, lengths, heads, head_size, block_size, dtype)
-        if number % 2:  # the tiles and plans of many rows
+        if number % 2:  # use the tiles and plans of many rows
             case.target = replace(case.target, multiprocessors=7)
         for window, softcap in [(0, 0.0), (100, 0.0), *([(0, 30.0), (64, 5.0)] if block_size == 16 else [])]:
             compare(case, AttentionOptions(head_size**-0.5, window, softcap))
@@ -192,7 +192,7 @@ def test_full_grid(head_size: int, dtype: torch.dtype, device: Device) -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("size", [1e-6, 3e4])
 def test_scales_of_any_size(dtype: torch.dtype, size: float, device: Device) -> None:
-    """Values far outside float16's range keep their precision: their scales never meet it."""
+    """Values far outside float16's range keep their precision, because their scales are never float16."""
     case = Case.make(device, [70, 200], (4, 2), 64, 16, dtype, size)
     case.query = case.query.to(torch.float32) / size
     got, want = case.paged(AttentionOptions(0.125)).double(), case.dense(AttentionOptions(0.125))
@@ -213,7 +213,7 @@ def test_rows_of_zeros_and_broken_rows(device: Device) -> None:
 
 
 def test_many_groups_and_parts(device: Device) -> None:
-    """More query heads of one KV head than a program takes, and as many parts as there can be."""
+    """More query heads of one KV head than a program takes, and the maximum number of parts."""
     case = Case.make(device, [700, 3, 90], (70, 1), 256, 16, torch.bfloat16)
     planner = replace(case.planner(), programs=11, steady=False)
     assert parts_of(planner.plan(case.lengths))["parts"].max() > 4
@@ -221,7 +221,7 @@ def test_many_groups_and_parts(device: Device) -> None:
 
 
 def parts_of(plan: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
-    """The parts of a plan, as many as its head says; behind them there must be nothing."""
+    """Return the parts of a plan, as many as its header counts; the rest must be empty."""
     count = int(named(plan[:FIELDS], DECODE_HEAD)["items"][0])
     assert not plan[FIELDS * (1 + count) :].any()
     return named(plan[FIELDS : FIELDS * (1 + count)], DECODE_PART)
@@ -276,7 +276,7 @@ def test_a_steady_plan_cuts_a_row_by_its_own_length() -> None:
 
 
 def test_plan_is_balanced() -> None:
-    """The last to finish ends soon after the average one, whatever the lengths: items go to whoever is free."""
+    """The last program finishes soon after the average one, whatever the lengths: free programs take the next item."""
     rng = np.random.default_rng(0)
     for lengths in ([4096] * 16, [1024] * 64, [4096] * 256, np.exp(rng.uniform(4.2, 9.7, 128)).astype(np.int64)):
         planner = DecodePlanner(len(lengths), 66, key_tile=64)

@@ -1,4 +1,4 @@
-"""The CPU's attention, compiled by Numba: dense attention's numbers, and bits that depend on a row alone."""
+"""The CPU's attention, compiled by Numba: dense attention's numbers, and batch-invariant bits."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_broken_number_shows_in_its_row_alone(cpu: Device) -> None:
 def test_bits_depend_on_the_row_alone(
     dtype: torch.dtype, options: AttentionOptions, cpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not on what is beside it, how a prompt was cut, how many threads there are and who does which part."""
+    """Not on other rows, the chunks of a prompt, the number of threads or their parts."""
     case = Case(LONG, (6, 2), 64, 16, cpu, dtype)
     want = case.paged(options, HostAttention())
 
@@ -109,5 +109,5 @@ def test_bits_depend_on_the_row_alone(
         monkeypatch.setattr(host_attention, "_splits", lambda *_, splits=splits: splits)
         case.batch.plans.clear()
         attention = HostAttention()
-        for _ in range(2):  # the counters are as they were
+        for _ in range(2):  # the counters are restored
             assert torch.equal(attention.attend(case.query, case.layer, case.batch, options), want)

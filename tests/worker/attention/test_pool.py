@@ -172,7 +172,7 @@ def test_close_returns_memory(cpu: Device) -> None:
 
 
 def test_only_the_device_asks_which_it_is() -> None:
-    """Everything else asks what it can do."""
+    """Other code queries its capabilities."""
     asking = re.compile(r"torch\.cuda|torch\.version\.(hip|cuda)|\bdevice\.kind\b|\bis_gpu\b|\.queues\b")
     package = Path(worker.__file__).parent
     found = {str(path.relative_to(package)) for path in package.rglob("*.py") if asking.search(path.read_text())}

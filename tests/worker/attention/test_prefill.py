@@ -1,4 +1,4 @@
-"""Behaviour 37 for paged prefill: the kernels against dense attention in float64, with NaN wherever nothing may look.
+"""Behaviour 37 for paged prefill: the kernels against dense attention in float64, with NaN in all unreachable memory.
 
 Without a GPU the portable kernel runs in Triton's interpreter, on a part of the grid; with one, the whole grid runs.
 """
@@ -29,8 +29,8 @@ from worker.device.target import Target
 from worker.device.targets import TARGETS, current_target
 
 F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
-# Largest error of a number, and of all of them by the Euclidean norm, relative. Numbers of the output are below 5.
-# Quantised K and V are compared with attention to what they read back as: the same bounds hold.
+# Largest relative error of a number, and of all numbers by the Euclidean norm. Numbers of the output are below 5.
+# Quantised K and V are compared with attention over the dequantised numbers, within the same bounds.
 TOLERANCES = {F32: (1e-5, 2e-6), F16: (4e-3, 6e-4), BF16: (4e-2, 5e-3)}
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or HIP device")]
 HEADS = {"mha": (4, 4), "gqa": (8, 2), "gqa3": (6, 2), "mqa": (8, 1)}
@@ -65,7 +65,7 @@ class Case:
 
 
 class Made:
-    """Random inputs. What a row cannot reach is NaN: other blocks, slots past its end or before its window."""
+    """Random inputs. Memory that a row cannot reach is NaN: other blocks, slots past its end or before its window."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         generator, random = torch.Generator().manual_seed(1), np.random.default_rng(1)
@@ -84,7 +84,7 @@ class Made:
             self.tables[row, : blocks[row]] = order[first : first + blocks[row]]
             low = max(0, self.starts[row] - case.window + 1) if case.window else 0
             slots = self.slots(row)[low:length]
-            self.tables[row, : low // case.block_size] = 2**31 - 1  # blocks that the window has left may be gone
+            self.tables[row, : low // case.block_size] = 2**31 - 1  # blocks behind the window may be freed
             for cache in (k, v):
                 numbers = torch.randn(length - low, *shape[2:], generator=generator)
                 cache.view(-1, *shape[2:])[slots] = numbers
@@ -185,7 +185,7 @@ def test_equals_dense_in_the_interpreter(case: Case) -> None:
 @pytest.mark.parametrize("stored", [I8, FP8], ids=str)
 @pytest.mark.parametrize("query", [F16, F32], ids=str)
 def test_numbers_whose_bits_are_put_together_are_the_same(query: torch.dtype, stored: torch.dtype) -> None:
-    """For GPUs that cannot convert them, or whose compiler does not know the dtype: to the bit what the others have."""
+    """For GPUs without a conversion, or with a compiler that lacks the dtype: the same bits as elsewhere."""
     case, device = Case("short", "gqa", 80, 8, query, stored, 9), torch.device("cpu")
     bitwise = replace(TARGETS["cpu"], bitwise=(I8, FP8))
     check(case, bitwise, device)
@@ -253,7 +253,7 @@ def test_copies_are_what_is_stored(stored: torch.dtype) -> None:
             stored_numbers = want.view(-1, *want.shape[2:])[made.slots(row)[:length]]
             assert torch.equal(mine[:length], stored_numbers.to(F16))
             pages = -(-length // PAGE) * PAGE
-            assert (mine[length:pages] == 0).all()  # not what was there: it is multiplied by weights of 0
+            assert (mine[length:pages] == 0).all()  # overwritten, since it is multiplied by weights of 0
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 32, 128])
@@ -322,8 +322,8 @@ print(ptx.count("wgmma.mma_async"), ptx.count("cp.async.bulk.tensor"))
 
 
 def test_hopper_kernel_multiplies_in_groups_of_warps_and_copies_by_the_copy_engine(tmp_path: Path) -> None:
-    """What it needs of a device: `test_aot`, in every configuration. A process of its own: here kernels belong to the
-    interpreter."""
+    """`test_aot` checks the device limits in every configuration. A separate process, because kernels are interpreted
+    here."""
     command = [sys.executable, "-c", COMPILE_FOR_HOPPER]
     environment = compiler_environment(tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)

@@ -1,4 +1,4 @@
-"""int8 and fp8 storage: the accuracy that is promised, and rows that are out of the ordinary."""
+"""int8 and fp8 storage: the documented accuracy, and unusual rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_rows_out_of_the_ordinary(dtype: torch.dtype) -> None:
     x[0] = 0.0
     x[1, 3] = math.nan
     x[2, 0] = -math.inf
-    x[3] = 1e-44  # a scale that is not a normal number
+    x[3] = 1e-44  # a subnormal scale
     x[4] = 3e38
     stored, scales = quantise(x, dtype)
     back = dequantise(stored, scales)

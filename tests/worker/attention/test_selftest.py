@@ -1,4 +1,4 @@
-"""The self-test at a worker's start: right kernels pass and are remembered, a wrong one is refused by name."""
+"""The self-test at a worker's start: correct kernels pass and are remembered, a wrong one is refused by name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_right_kernels_pass_and_are_remembered(
     run(tmp_path / "new", None, dtype, kv_dtype)
     (kept,) = (tmp_path / "new").iterdir()
     assert "4 query heads, 2 KV heads of 64, window 20, soft cap 9" in kept.read_text()
-    monkeypatch.setattr(selftest, "_checks", lambda *_: pytest.fail("what has passed is run again"))
+    monkeypatch.setattr(selftest, "_checks", lambda *_: pytest.fail("a passed check ran again"))
     run(tmp_path / "new", None, dtype, kv_dtype)
 
 
@@ -55,14 +55,14 @@ def test_the_reference_has_nothing_to_prove(tmp_path: Path) -> None:
 
 
 class Scaled(TritonAttention):
-    """Attends with a scaling that is a little off."""
+    """Attention with a slightly wrong scaling."""
 
     def attend(self, query: torch.Tensor, *arguments: Any) -> torch.Tensor:
         return super().attend(query * 1.01, *arguments)
 
 
 class Leaking(TritonAttention):
-    """Attends one token too many, in decodes."""
+    """Attention to one token too many, in decodes."""
 
     def _decode_plan(self, shape: Any, number: int, batch: Any) -> Any:
         plan = super()._decode_plan(shape, number, batch)
@@ -72,7 +72,7 @@ class Leaking(TritonAttention):
 
 
 class Careless(TritonAttention):
-    """Gives padding the slot 0."""
+    """Assigns slot 0 to padding."""
 
     def write(self, key: Any, value: Any, layer: Any, batch: Any) -> None:
         if batch.is_static:

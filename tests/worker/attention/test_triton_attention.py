@@ -1,6 +1,6 @@
 """The dispatch of steps to Triton's kernels, against dense attention in float64.
 
-On the CPU the kernels run in Triton's interpreter, on a selection of the grid; with a GPU on all of it.
+On the CPU the kernels run in Triton's interpreter, on a selection of the grid; with a GPU on the whole grid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from worker.device.targets import TARGETS
 DEVICE = open_device("auto")
 pytestmark = [
     pytest.mark.skipif(not DEVICE.runs_kernels and not is_interpreted(), reason="needs a GPU or the interpreter"),
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*"),  # numpy, of rows that are padding
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*"),  # numpy, for padding rows
 ]
 F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
 DTYPES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, I8), (F16, FP8), (F32, I8), (BF16, FP8), (F16, I8), (BF16, F32)]
@@ -38,7 +38,7 @@ OPTIONS = [
     AttentionOptions(0.1, 5, 9.0),
 ]
 HEAD_SIZES, BLOCK_SIZES = [64, 80, 96, 128, 256], [8, 16, 32, 64, 128]
-# Short, for the interpreter: decodes that lie together, decodes that do not, and longer rows over cached ones.
+# Short, for the interpreter: adjacent decodes, scattered decodes, and longer rows over cached tokens.
 SMALL = [[(17, 1), (0, 1), (40, 1)], [(17, 1), (0, 9), (20, 3), (3, 1), (15, 2)], [(0, 5), (33, 1), (7, 1)]]
 
 
@@ -65,7 +65,7 @@ def test_selection_of_the_grid(number: int) -> None:
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_whole_grid(heads: tuple[int, int], head_size: int, block_size: int) -> None:
-    """Every shape with every step; dtypes and options take turns, so that each meets every shape of some kind."""
+    """Every shape with every step; dtypes and options alternate, so that each meets every kind of shape."""
     shape = HEAD_SIZES.index(head_size) * 5 + BLOCK_SIZES.index(block_size) + sum(heads)
     for number, rows in enumerate([*STEPS.values(), *SMALL]):
         dtype, kv_dtype = DTYPES[(shape + 2 * number) % 9]
@@ -74,10 +74,10 @@ def test_whole_grid(heads: tuple[int, int], head_size: int, block_size: int) -> 
 
 
 def test_heads_may_begin_anywhere() -> None:
-    """Kernels are compiled for strides that HEAD_UNIT divides: what a model hands over in another way is copied."""
+    """Kernels are compiled for strides that HEAD_UNIT divides: other inputs of a model are copied."""
 
     def apart(numbers: torch.Tensor) -> torch.Tensor:
-        """The same numbers, in rows of odd length that begin at an odd place."""
+        """Return the same numbers in rows of odd length at an odd offset."""
         tokens, heads, head_size = numbers.shape
         row = heads * (head_size + 3) + 2
         strided = torch.zeros(1 + tokens * row, dtype=numbers.dtype, device=numbers.device)[1:].as_strided(
@@ -106,7 +106,7 @@ def test_plans_of_the_last_step_are_made_ahead_and_no_others() -> None:
         after.append(set(step.batch._device_arrays))
     assert before[0] == {"tables", "kv_slots"}
     assert before[1] == after[1] == after[0]
-    assert before[2] == after[0]  # these layers have another window: one plan is made that was not foreseen
+    assert before[2] == after[0]  # these layers have another window: one additional plan is made
     forgotten = before[2] - before[3]
     assert len(forgotten) == len(after[2] - before[2]) == 1
     assert before[3] == after[3] == after[2] - forgotten
@@ -117,7 +117,7 @@ def test_plans_of_the_last_step_are_made_ahead_and_no_others() -> None:
 def test_long_quantised_rows_are_dequantised_first(
     dtype: torch.dtype, kv_dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As for a Hopper, whose own kernel the portable one stands for here: over the same workspace, in pages of 128."""
+    """As on Hopper, with the portable kernel in place of Hopper's: over the same workspace, in pages of 128."""
     sizes: list[tuple[int, int]] = []
 
     def prefill(
@@ -158,9 +158,9 @@ def test_long_quantised_rows_are_dequantised_first(
     attention._target = replace(TARGETS["cpu"], hopper=True)
     # Sixteen heads share a KV head, so that twelve tokens (OPERATIONS_MIN) are enough to copy a row.
     rows = [(17, 1), (0, 15), (250, 13), (3, 2), (0, 12), (0, 11), (520, 15), (100, 38)]
-    for _ in range(2):  # the second step finds plans made ahead, and the workspace
+    for _ in range(2):  # the second step reuses the plans and the workspace
         compare(Case(rows, (16, 1), 64, 16, DEVICE, dtype, kv_dtype), AttentionOptions(0.1, window), attention)
-    # Of 1, 3, 1 and 2 pages; (520, 15) has 5, more than there is room for.
+    # 1, 3, 1 and 2 pages; (520, 15) has 5, more than the workspace holds.
     assert sizes == [(4, 4), (3, 4)] * 2
     short = Case([(17, 1), (0, 9), (0, 12)], (16, 1), 64, 16, DEVICE, dtype, kv_dtype)
     compare(short, AttentionOptions(0.1, window), attention)
@@ -174,7 +174,7 @@ def test_head_sizes_without_a_kernel_take_the_reference() -> None:
 
 @pytest.mark.parametrize("kv_dtype", [F32, I8], ids=str)
 def test_static_batch_is_filled_again_and_again(kv_dtype: torch.dtype) -> None:
-    """Steps of falling and rising size through one place, two layers of different windows each."""
+    """Steps of falling and rising size through one static batch, with two layers of different windows each."""
     attention = TritonAttention(DEVICE)
     large = PagedBatch.static(6, 7, 16, DEVICE)
     small = PagedBatch.static(3, 7, 16, DEVICE, shared=large)

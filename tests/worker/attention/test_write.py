@@ -68,7 +68,7 @@ def test_stores_what_the_reference_stores(shape: tuple[int, int, int, int], kv_d
         turned = key if cos is None or sin is None else rotate(key.float(), cos, sin)
         kept = slots >= 0
         write_kv_reference(turned[kept], value[kept], layers[1], slots[kept])
-        if kv_dtype in TOP:  # bit by bit, wherever float32 arithmetic gave the same number: a tie may fall either way
+        if kv_dtype in TOP:  # bit by bit where float32 arithmetic gave the same number: a tie may round either way
             for field in fields(KvLayer):
                 got, want = (getattr(layer, field.name).float() for layer in layers)
                 differs = ~torch.isclose(got, want, rtol=1e-5, atol=0.0, equal_nan=True)
@@ -85,7 +85,7 @@ def test_stores_what_the_reference_stores(shape: tuple[int, int, int, int], kv_d
 
 @pytest.mark.parametrize("kv_dtype", TOP, ids=["int8", "fp8"])
 def test_every_number_of_a_format_is_rounded_as_torch_does(kv_dtype: torch.dtype) -> None:
-    """Every number of the format, both neighbours' midpoints, and what lies beside them."""
+    """Every number of the format, both neighbours' midpoints, and the numbers next to these."""
     every = torch.arange(-128, 128, dtype=torch.int8).view(kv_dtype).float()
     every = every[every.abs() <= TOP[kv_dtype]].sort().values  # neither NaN nor -128
     middles = (every[1:] + every[:-1]) / 2

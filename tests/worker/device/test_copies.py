@@ -1,4 +1,4 @@
-"""What goes to the device once a step, and what comes back, arrives whole and in order."""
+"""Inputs and results of a step arrive complete and in order on both sides of the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device that a worker opens is the one that everything of it runs on, whichever torch would take by itself."""
+"""All work of a worker runs on the device that it opens, whatever torch's default."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK_SIZE, WIDTH, ROWS = 8, 4, 3
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A torch that sees two GPUs. The list gets the devices that become current, in turn."""
+    """Patch torch to see two GPUs. The list records the devices that become current."""
     made_current: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -59,7 +59,7 @@ def test_a_worker_serves_on_the_second_gpu(
     write_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Self-tests, prefill, graphs and sampling, with the tokens of the first GPU."""
-    monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))  # nothing is remembered: the self-tests run on both
+    monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))  # an empty cache: the self-tests run on both
     model = write_config("llama")
     welcome = WorkerWelcome(
         rid=0, version=1, boot="b", tables_path="", slots_max=8, blocks_per_sequence_max=WIDTH, step_tokens_max=64,
@@ -85,7 +85,7 @@ def test_a_worker_serves_on_the_second_gpu(
 
 
 def tokens_of(engine: Engine) -> list[list[int]]:
-    """Of a prefill and four decodes, of a greedy row, one that draws, and one that is filtered."""
+    """Return the tokens of a prefill and four decodes, for a greedy, a sampled and a filtered row."""
     samplings = (Sampling(temperature=0.0), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=5))
     begins = tuple(RowStart(slot=s, request_id=s, sampling=each, seed=s) for s, each in enumerate(samplings))
     slots = np.arange(ROWS, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""What is given back of mapped files, and what is not, as it would be lost."""
+"""Release of mapped file pages: read pages are released, written ones are kept."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def mapped(path: Path) -> list[Mapping]:
 
 @contextmanager
 def library(path: Path) -> Iterator[tuple[mmap.mmap, mmap.mmap]]:
-    """A file of two pages, mapped as a loader does: the first can be executed; the second was written, and is then
-    made read-only."""
+    """A file of two pages, mapped as by a loader: the first is executable; the second was written and then made
+    read-only."""
     path.write_bytes(b"c" * PAGE + b"n" * PAGE)
     with path.open("rb") as file:
         code = mmap.mmap(file.fileno(), PAGE, flags=mmap.MAP_PRIVATE, prot=CODE)
@@ -48,7 +48,7 @@ def library(path: Path) -> Iterator[tuple[mmap.mmap, mmap.mmap]]:
 
 
 def test_what_was_written_before_it_became_read_only_stays(tmp_path: Path) -> None:
-    """A library's addresses are relocated and then protected: who drops them ends in a segmentation fault."""
+    """A library's addresses are relocated and then protected: releasing them causes a segmentation fault."""
     path = tmp_path / "library.so"
     with library(path) as (code, numbers):
         assert [(each.permissions, each.resident, each.own) for each in sorted(mapped(path), key=lambda m: m.own)] == [
@@ -86,7 +86,7 @@ def test_torch_computes_as_before(cpu: Device) -> None:
     before = x @ x.t()
     assert cpu.release_libraries() > 1 << 20
     assert torch.equal(x @ x.t(), before)
-    assert cpu.release_libraries() > 0  # what that used came back
+    assert cpu.release_libraries() > 0  # the used pages came back
 
 
 def test_nothing_is_released_where_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

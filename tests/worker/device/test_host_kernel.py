@@ -1,4 +1,4 @@
-"""What the CPU's kernels are made of, and how they are compiled, kept and run."""
+"""Source, compilation, cache and execution of the CPU's kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_
 
 
 def forget() -> None:
-    """The folders are looked at anew."""
+    """Clear the cache of checked folders."""
     host_kernel._kept_in.cache_clear()
     code_cache._private.cache_clear()
 
@@ -34,7 +34,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def convert(arguments: int) -> None:
-    """Every number alone and by vectors, as float32; and back, of a float."""
+    """Convert every number to float32, alone and by vectors; and a float back."""
     source, code, wide, single, back, count = (
         read_integer(arguments + 16),
         read_integer(arguments + 24),
@@ -83,7 +83,7 @@ def test_rounding_is_to_nearest_ties_to_even(dtype: torch.dtype) -> None:
     back = torch.zeros(len(source) + 16, dtype=dtype)
     kernel = HostKernel(round_row, "4q")
     want = source.to(dtype)
-    for count in (len(source), 21, 5):  # by vectors, with a last one that reaches back, and number by number
+    for count in (len(source), 21, 5):  # by vectors, with a last one that overlaps, and number by number
         back[:] = -1
         kernel(1, source[-count:].data_ptr(), back.data_ptr(), CODES[dtype], count)
         got, wanted = back[:count], want[-count:]
@@ -163,7 +163,7 @@ def test_what_is_compiled_is_kept_where_that_is_possible(tmp_path: Path, monkeyp
 
 
 class Planted:
-    """A pickle that runs code when it is read, as another user would leave it."""
+    """A pickle that runs code when it is loaded, as another user might plant it."""
 
     def __init__(self, trace: Path) -> None:
         self._trace = trace
@@ -208,7 +208,7 @@ def test_what_others_can_write_is_not_read_and_the_users_own_folder_is_used(
 def test_what_is_kept_and_damaged_is_made_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, left: float
 ) -> None:
-    """As a machine leaves it that lost its power."""
+    """As after a power failure."""
     monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))
     forget()
     counts = torch.zeros(1, dtype=torch.int64)

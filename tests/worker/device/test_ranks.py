@@ -1,4 +1,4 @@
-"""The end of a process that computes with others: it waits for none of them."""
+"""The exit of a rank: it waits for no other rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ leave(7)
 
 @pytest.mark.parametrize(("backend", "said"), [("nccl", ["closed"]), ("gloo", ["closed", "farewell"])])
 def test_ranks_on_gpus_leave_without_farewell(backend: str, said: list[str], tmp_path: Path) -> None:
-    """What is registered for the end may wait for the others; the status is told all the same."""
+    """Exit handlers may wait for the other ranks; the exit status is reported nevertheless."""
     place = tmp_path / "meeting"
     ended = subprocess.run(
         [sys.executable, "-c", MET, str(place), backend], capture_output=True, text=True, timeout=END_S, check=False
@@ -62,12 +62,12 @@ try:
     ranks.gather(torch.zeros(3))
 except WorkerError as error:
     print(error)
-leave(0)  # as a worker does: where Python just ends, gloo's threads abort the process now and then
+leave(0)  # as a worker does: at a normal exit of Python, gloo's threads sometimes abort the process
 """
 
 
 def test_who_lost_another_rank_says_so_and_blames_no_model(tmp_path: Path) -> None:
-    """A trial of the model takes other errors for the model's, and then nobody would start it again."""
+    """A trial of the model attributes other errors to the model, and then the worker would not be restarted."""
     folder = tmp_path / "meeting"
     command = [sys.executable, "-c", LOST, str(folder)]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -80,7 +80,7 @@ def test_who_lost_another_rank_says_so_and_blames_no_model(tmp_path: Path) -> No
 
 
 def test_memory_is_handed_over_where_all_ranks_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """systemd gives each service a folder for temporary files of its own (PrivateTmp)."""
+    """systemd gives each service a private folder for temporary files (PrivateTmp)."""
     seen = []
 
     def exchange(*_: object) -> object:
@@ -115,7 +115,7 @@ with _ending_at_once():
 
 
 def test_a_rank_that_waits_for_another_ends_when_it_is_told_to() -> None:
-    """While it loads: it may wait for one that is stopped."""
+    """While it loads: it may wait for a stopped rank."""
     with subprocess.Popen([sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:

@@ -1,4 +1,4 @@
-"""Every GPU gets tiles that fit it: what it is asked for comes before what others of its name have."""
+"""Every GPU gets tiles that fit it: its queried limits take precedence over those of its chip's name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from worker.loading import load
 
 KIB = 1024
 F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
-CHIPS = {  # compute capability, shared memory of a block in KiB, multiprocessors, whose tiles
+CHIPS = {  # compute capability, shared memory of a block in KiB, multiprocessors, source of the tiles
     "T4": ((7, 5), 64, 40, "sm_75"),
     "A100": ((8, 0), 163, 108, "sm_80"),
     "A10": ((8, 6), 99, 72, "sm_86"),
@@ -43,7 +43,7 @@ CHIPS = {  # compute capability, shared memory of a block in KiB, multiprocessor
 
 @pytest.fixture
 def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Device]:
-    """chip(capability, shared KiB, multiprocessors) -> a device that torch says this of."""
+    """chip(capability, shared KiB, multiprocessors) -> a device with these properties in torch."""
 
     def make(capability: tuple[int, int], shared_kib: int, multiprocessors: int = 20) -> Device:
         properties = SimpleNamespace(
@@ -130,7 +130,7 @@ def test_it_is_refused_before_a_weight_is_loaded(
 def test_what_other_chips_run_is_right_on_this_one(
     name: str, dtypes: tuple[torch.dtype, torch.dtype], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their tiles, and their ways to convert and to multiply, where this chip has them too."""
+    """Tiles, conversions and products of other chips, where this chip supports them."""
     device, row = open_device("cuda"), TARGETS[name]
     here = current_target(device)
     if row.shared_bytes > here.shared_bytes or (row.hopper and not here.hopper):

@@ -1,15 +1,13 @@
-"""What the compiler makes of every kernel in every configuration, kept in tests/data/compiled, so that only what has
-changed is compiled again.
+"""Compile results of every kernel in every configuration, stored in tests/data/compiled to recompile only changes.
 
-    python -m tests.worker.kernels.compiled [--target gfx942 ...]    # compiles what is missing, writes the files anew
+    python -m tests.worker.kernels.compiled [--target gfx942 ...]    # compiles missing results, rewrites the files
     python -m tests.worker.kernels.compiled --print --target gfx942 ...  # a line of JSON each: for the tests
 
-To compile all of them takes a core three minutes for each target. So a result is kept under a *fingerprint*, which
-covers all that it depends on: Triton's version, the target, what the launcher says of the arguments, the code of the
-kernel and of every function it calls (without comments), and the code that reads the assembly. A result whose
-fingerprint is not in the file is compiled on the spot: a file that is out of date makes the tests slow, never wrong.
-That what is kept is true is seen by compiling a share of it again each time (`anew`), another one whenever anything
-changes.
+Compiling all kernels takes a core three minutes for each target. Each result is therefore stored under a *fingerprint*,
+which covers all its inputs: Triton's version, the target, the launcher's specialisation of the arguments, the code of
+the kernel and of every function it calls (without comments), and the code that reads the assembly. A missing
+fingerprint is compiled on the spot: an outdated file makes the tests slow, never wrong. Each run verifies the stored
+results by recompiling a share (`anew`), and another share after every change.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ from worker.kernels import aot
 from worker.kernels.aot import Compiled, Configuration, compile_one
 from worker.kernels.registry import KERNELS
 
-VERSION = "3.6.0"  # of Triton, which made the files; others compile other code, within other bounds
+VERSION = "3.6.0"  # Triton's version for the files; others compile other code, within other bounds
 FOLDER = Path(__file__).parents[2] / "data" / "compiled"
 GLUON = ("worker.attention.prefill_hopper", "worker.attention.gluon_names")
-SHARE = 0.2  # of the kernels of each target: one configuration of each is compiled again each time
-UNTIDY = "gfx950"  # after it, Triton 3.6 uses some of its instructions for other targets as well: it comes last
+SHARE = 0.2  # share of each target's kernels that is verified in each run, one configuration each
+UNTIDY = "gfx950"  # compiled last: after it, Triton 3.6 uses some of its instructions for other targets as well
 READING = (aot.compile_one, aot._hip_usage, aot._cuda_usage, aot._unordered_stores)
 
 
@@ -54,9 +52,9 @@ def every(target: Target) -> list[Configuration]:
 
 
 def fingerprint(configuration: Configuration, target: Target) -> str:
-    """Equal where the compiler and what is read from its work would be equal."""
+    """Return a fingerprint that is equal exactly for equal inputs of the compiler and of the assembly's reader."""
     made = configuration.specialisation
-    options = {name: value for name, value in made.options.items() if name != "extern_libs"}  # paths of this machine
+    options = {name: value for name, value in made.options.items() if name != "extern_libs"}  # local paths
     parts = (
         *(triton.__version__, target.backend, target.arch, target.warp_size, target.matrix, code_of(made.kernel)),
         *(made.types, made.constants, made.attributes, options, [_plain(function) for function in READING]),
@@ -65,7 +63,7 @@ def fingerprint(configuration: Configuration, target: Target) -> str:
 
 
 def code_of(kernel: Any) -> str:
-    """The code of a kernel and of every function of ours that it calls, and the constants that they read."""
+    """Return the code of a kernel and of every function of ours that it calls, with the constants that they read."""
     return _modules(kernel.fn) if isinstance(kernel, GluonJITFunction) else _functions(kernel.fn)
 
 
@@ -88,12 +86,12 @@ def _functions(function: Any) -> str:
                 done[f"{here.__module__}.{used}"] = f"{used} = {found.value!r}"
             elif isinstance(found, (int, float, str)):
                 done[f"{here.__module__}.{used}"] = f"{used} = {found!r}"
-    return repr(sorted(done.values()))  # a kernel that moves to another module stays what it is
+    return repr(sorted(done.values()))  # independent of the kernel's module
 
 
 @cache
 def _modules(function: Any) -> str:
-    """Of a Gluon kernel, part of whose code is in classes: the Gluon modules that it consists of, whole."""
+    """Return the whole Gluon modules of a Gluon kernel, because part of its code is in classes."""
     found, waiting = set(), {function.__module__}
     while waiting:
         found.add(name := waiting.pop())
@@ -104,7 +102,7 @@ def _modules(function: Any) -> str:
 
 @cache
 def _plain(function: Any) -> str:
-    """Its code without comments, docstring and decorators."""
+    """Return a function's code without comments, docstring and decorators."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     definition = tree.body[0]
     assert isinstance(definition, ast.FunctionDef)
@@ -127,7 +125,7 @@ def kept(target: Target) -> dict[str, Compiled]:
 
 
 def by_fingerprint(target: Target) -> dict[str, Configuration]:
-    """Every configuration; no two have the same fingerprint."""
+    """Return every configuration by its unique fingerprint."""
     configurations = every(target)
     found = {fingerprint(configuration, target): configuration for configuration in configurations}
     assert len(found) == len(configurations), "two configurations have one fingerprint"
@@ -135,7 +133,7 @@ def by_fingerprint(target: Target) -> dict[str, Configuration]:
 
 
 def results(target: Target, configurations: dict[str, Configuration]) -> Iterator[tuple[str, Compiled, bool]]:
-    """(fingerprint, result, whether it was kept and not compiled now) of each configuration."""
+    """Yield (fingerprint, result, whether the result was stored) of each configuration."""
     before = kept(target)
     for key, configuration in configurations.items():
         if key in before:
@@ -146,7 +144,7 @@ def results(target: Target, configurations: dict[str, Configuration]) -> Iterato
 
 
 def anew(target: Target, configurations: dict[str, Configuration]) -> Iterator[tuple[Compiled, Compiled]]:
-    """Of one configuration of each of some kernels what is kept, and what the compiler makes of it now."""
+    """Return the stored and the newly compiled result of one configuration of each selected kernel."""
     before = kept(target)
     random = Random("".join(before))
     kernels: dict[str, list[str]] = {}
@@ -159,7 +157,7 @@ def anew(target: Target, configurations: dict[str, Configuration]) -> Iterator[t
 
 
 def numbers(result: Compiled) -> tuple[int, ...]:
-    """What is kept of it."""
+    """Return the stored numbers of a result."""
     return tuple(int(number) for number in astuple(result)[2:9])
 
 

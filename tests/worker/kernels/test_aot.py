@@ -1,7 +1,7 @@
-"""Every kernel, in every configuration, compiles for GPUs that are not here, fits in what a block may have there, keeps
-its numbers in registers, and uses matrix instructions; and no launch of attention asks for another configuration.
+"""Every kernel configuration compiles for absent GPUs within their limits, and attention launches no other one.
 
-No GPU is needed. The compiler runs in a process of its own: in this one kernels are interpreted.
+Each kernel fits into a block's shared memory, keeps its numbers in registers, and uses matrix instructions. No GPU is
+needed. The compiler runs in a separate process, because kernels are interpreted in this one.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ COMPILED = [name for name, target in TARGETS.items() if target.backend != "cpu"]
 ATTENTION = [kernel for kernel in KERNELS if kernel.module.startswith("worker.attention.")]
 KIB = 1024
 SHARED_KIB = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
-# Bytes of private memory that a thread may have. gfx9 has 512 registers and needs none. RDNA has 256: too few for heads
-# of more than 128 on gfx1100, whose matrix instructions take every operand twice, and for float32, which has no matrix
+# Limit of a thread's private memory in bytes. gfx9 has 512 registers and needs none. RDNA has 256: too few for heads
+# of more than 128 on gfx1100, where matrix instructions take every operand twice, and for float32, which has no matrix
 # instructions there.
 LOCAL_BYTES_MAX = {"gfx90a": 0, "gfx942": 0, "gfx950": 0, "gfx1100": 96, "gfx1201": 0}
 LOCAL_BYTES_MAX_LARGE = LOCAL_BYTES_MAX | {"gfx1100": 384, "gfx1201": 96}
 LOCAL_BYTES_MAX_FLOAT32 = LOCAL_BYTES_MAX | {"gfx1100": 640, "gfx1201": 640}
-# NVIDIA's have 255: a few numbers go to memory where heads are large, or a tile was tuned on a device ("": elsewhere).
+# NVIDIA GPUs have 255: a few numbers spill where heads are large, or a tile was tuned on a device ("": elsewhere).
 NVIDIA_LOCAL_BYTES_MAX = {
-    "decode": {"sm_90": 232, "": 96},  # the most in float32, and of 32 query heads of a quantised KV head
+    "decode": {"sm_90": 232, "": 96},  # the maximum is float32, and 32 query heads of a quantised KV head
     "prefill": {"sm_90": 72, "": 32},
-    "hopper": {"": 48},  # of the copying warp, which has few registers
+    "hopper": {"": 48},  # the copying warp has few registers
     "write": {"": 16},
-    "rotary": {"": 32},  # digits of pi, for cos and sin of large angles
+    "rotary": {"": 32},  # digits of pi for cos and sin of large angles
     "sum of 4": {"sm_120": 16},  # 16 numbers of 16,384 a thread
-    "exchange": {"": 40},  # the same in float32, with what it says to the other ranks
+    "exchange": {"": 40},  # the same in float32, with the flags for the other ranks
     "linear": {"": 16},
     "choice: scan": {"": 8},
 }
@@ -65,7 +65,7 @@ REGISTERS = {32: 256, 64: 512}
 @pytest.mark.skipif(version("triton") != VERSION, reason=f"compiled code is kept and bounded for Triton {VERSION}")
 @pytest.mark.parametrize("backend", ["cuda", "hip"])
 def test_every_configuration_compiles_within_bounds(backend: str, tmp_path: Path) -> None:
-    """Of attention, layers, sampling and copies. What has not changed is not compiled again: see `compiled`."""
+    """Attention, layers, sampling and copies. Unchanged kernels are not compiled again: see `compiled`."""
     names = [name for name in COMPILED if TARGETS[name].backend == backend]
     within = _within_amds if backend == "hip" else _within_nvidias
     result = subprocess.run(
@@ -87,13 +87,13 @@ def test_every_configuration_compiles_within_bounds(backend: str, tmp_path: Path
     anew = [line for line in told if line[0] == "anew"]
     assert {name for *_, name, _ in anew} == set(names)
     for _, kept, now, name, label in anew:
-        assert kept == now, f"{name}, {label}: what is kept is not what the compiler makes"
+        assert kept == now, f"{name}, {label}: the stored result differs from the compiler's"
 
 
 def _within_amds(compiled: Compiled, target: Target) -> None:
     local_bytes_max = _local_bytes_max(compiled)
     assert compiled.local_bytes <= local_bytes_max, compiled.line()
-    assert compiled.spills <= local_bytes_max // 4 + 16, compiled.line()  # a few go to accumulators, not to memory
+    assert compiled.spills <= local_bytes_max // 4 + 16, compiled.line()  # a few go to accumulators
     assert compiled.unordered == 0, compiled.line()
     assert compiled.scalar_spills <= SCALAR_SPILLS_MAX, compiled.line()
     assert compiled.registers <= REGISTERS[target.warp_size], compiled.line()
@@ -118,7 +118,7 @@ def _local_bytes_max(compiled: Compiled) -> int:
 
 
 def test_a_result_is_kept_for_what_it_was_compiled_from_alone() -> None:
-    """Whatever the compiler could see changes the fingerprint."""
+    """Every input of the compiler changes the fingerprint."""
     target = TARGETS["gfx942"]
     configurations = every(target)
     first, second, *_ = configurations
@@ -134,7 +134,7 @@ def test_a_result_is_kept_for_what_it_was_compiled_from_alone() -> None:
     found = {fingerprint(replace(first, specialisation=each), target) for each in (made, *changed)}
     assert len(found) == 5 and fingerprint(first, target) in found
     assert fingerprint(first, TARGETS["gfx90a"]) not in prints
-    code = code_of(write.write_kernel)  # its own, that of functions behind functions, and constants that they read
+    code = code_of(write.write_kernel)  # its own code, that of transitively called functions, and their constants
     assert (
         all(word in code for word in ("gdc_wait", "def _to_e4m3", "12582912.0")) and "As of `decode_kernel`" not in code
     )
@@ -153,12 +153,11 @@ def test_stores_that_nothing_waits_for_are_found(wait: str) -> None:
     assert aot._unordered_stores("\n".join([store, barrier])) == 0
 
 
-# The others launch what one of these does.
+# The other targets launch the same kernels as one of these.
 @pytest.mark.parametrize("name", [name for name in COMPILED if name not in ("sm_89", "sm_100", "gfx942", "gfx950")])
 def test_whatever_is_launched_was_compiled(name: str) -> None:
-    """Launches of random shapes, as Triton's launcher specialises them; of every one of those that were compiled there
-    is a launch (on Hopper, which has many, of most).
-    """
+    """Launches of random shapes, specialised by Triton's launcher, cover every compiled configuration (on Hopper
+    most)."""
     target, random = TARGETS[name], Random(7)
     with recorded(target) as made:
         for _ in range(2000):
@@ -174,7 +173,7 @@ def test_whatever_is_launched_was_compiled(name: str) -> None:
 
 
 def launch(target: Target, random: Random) -> None:
-    """A write and an attention of every kind, as TritonAttention would have them, of a model that it supports."""
+    """Launch a write and an attention of every kind as TritonAttention does, for a supported model."""
     model, stored = random.choice(DTYPES)
     head_size, kv_heads = random.choice((64, 128, 256, 8 * random.randint(1, 32))), random.choice((1, 2, 8, 10))
     heads = kv_heads * random.choice((1, 2, 3, 4, 7, 8, 12, 16, 32, 71))
@@ -206,7 +205,7 @@ def launch(target: Target, random: Random) -> None:
 
 
 def launch_on_hopper(target: Target, random: Random) -> None:
-    """A prompt of a model of 16 bits, with K and V as they lie, or quantised and copied to a workspace first."""
+    """Launch a prompt of a 16-bit model, with K and V in place, or quantised and copied to a workspace first."""
     model = random.choice((torch.bfloat16, torch.float16))
     stored = random.choice((model, torch.int8, torch.float8_e4m3fn))
     kv_heads, head_size = random.choice((1, 2, 8)), random.choice((64, 128, 256, 8 * random.randint(1, 32)))
@@ -229,13 +228,13 @@ def launch_on_hopper(target: Target, random: Random) -> None:
         prefill.paged_prefill(query, layer, table, items, output, options, target, copies, workspace)
 
 
-@pytest.mark.parametrize("name", ["sm_75", "sm_90", "gfx942"])  # which kernels a target runs is as for one of these
+@pytest.mark.parametrize("name", ["sm_75", "sm_90", "gfx942"])  # the other targets run the kernels of one of these
 def test_every_declared_kernel_has_its_configurations(name: str) -> None:
     target = TARGETS[name]
     for kernel in KERNELS:
         runs = target.hopper or not kernel.hopper
         if kernel.name in ("linear_kernel", "project_kernel"):
-            runs = bool(target.matrix)  # products without matrix instructions are torch's
+            runs = bool(target.matrix)  # without matrix instructions torch computes the products
         made = kernel.configurations(target)
         assert bool(made) == runs, f"{kernel.module}.{kernel.name} for {name}"
         assert {each.specialisation.kernel.fn for each in made} <= {kernel.function.fn}

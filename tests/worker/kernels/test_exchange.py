@@ -1,4 +1,4 @@
-"""What ranks on GPUs read of each other: the kernels, with all ranks' memory in one process; and what two GPUs do."""
+"""The exchange between ranks on GPUs: the kernels with all ranks' memory in one process, and on two GPUs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ interpreted = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """NaN lies behind it."""
+    """Return random numbers with NaN behind them."""
     numbers = torch.full((shape[0] + 2, *shape[1:]), float("nan"), dtype=dtype, device=PLACE)
     numbers[: shape[0]].normal_()
     return numbers[: shape[0]]
@@ -57,7 +57,7 @@ def test_all_ranks_parts_are_added_up_in_their_order(count: int, tokens: int) ->
         assert torch.equal(residual, wanted_residual), "sums are rounded as plain torch rounds them"
         torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
         programs = min(tokens, 4)
-        assert pretended.flags[:, :programs, rank].eq(1).all(), "every rank was told by every program"
+        assert pretended.flags[:, :programs, rank].eq(1).all(), "a program did not signal a rank"
         assert pretended.flags[:, programs:, rank].max() <= 0, "and by no other"
         assert pretended.peers.meetings[:programs].eq(1).all()
 
@@ -66,7 +66,7 @@ def test_all_ranks_parts_are_added_up_in_their_order(count: int, tokens: int) ->
 @interpreted
 @pytest.mark.parametrize("meeting", [7, (1 << 31) - 1, -(1 << 31), -(1 << 31) + 1])
 def test_meetings_are_counted_beyond_the_largest_number(meeting: int) -> None:
-    """After a day and a half of steps."""
+    """The counter wraps after a day and a half of steps."""
     parts = [random(1, 64) for _ in range(2)]
     before = (meeting - 1 + (1 << 31)) % (1 << 32) - (1 << 31)
     pretended = Pretended(parts, 0)
@@ -82,12 +82,12 @@ def test_meetings_are_counted_beyond_the_largest_number(meeting: int) -> None:
 @runs_kernels
 @interpreted
 def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said() -> None:
-    """At a start; while it serves the coordinator ends a worker whose step takes too long."""
+    """During the start; later the coordinator ends a worker with a step that takes too long."""
     parts = [random(1, 64) for _ in range(2)]
     pretended = Pretended(parts, 0)
-    pretended.flags[0, :, 1] = 0  # it has met us never
+    pretended.flags[0, :, 1] = 0  # it never arrived
     summed(pretended.peers, torch.zeros((1, 64), device=PLACE), torch.ones(64, device=PLACE))
-    assert int(pretended.flags[1, 0, 0]) == 1, "it was told nevertheless"
+    assert int(pretended.flags[1, 0, 0]) == 1, "the missing rank was not signalled"
 
 
 @runs_kernels
@@ -117,7 +117,7 @@ def test_a_place_has_room_for_what_it_was_made_for_and_no_more(monkeypatch: pyte
 
 
 def exchange(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int]) -> Exchange:
-    """With one rank, on the CPU."""
+    """An exchange with one rank, on the CPU."""
     from torch.distributed import _symmetric_memory as symmetric
 
     def rendezvous(memory: torch.Tensor, group: Any) -> Any:
@@ -134,7 +134,7 @@ def exchange(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int]) -> Ex
 
 
 class Ranks:
-    """Two ranks as one of them sees them. said: what the other says to each question in turn."""
+    """Two ranks as seen by one. said: the other rank's answers in turn."""
 
     def __init__(self, unshared: str = "", said: tuple[str, ...] = ("", "")) -> None:
         self.count, self.rank, self.unshared, self._said = 2, 0, unshared, list(said)
@@ -178,8 +178,8 @@ def test_who_is_told_to_use_the_library_does(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.gpu
 @two_gpus
 def test_two_gpus_say_what_one_says_and_company_changes_no_bit(wide_folders: dict[str, Path], tmp_path: Path) -> None:
-    """In random company, with ranks that read each other's memory, and with ranks that use the library: the same bits
-    in any company, and the same from both."""
+    """In random batches, with ranks that read each other's memory and with ranks that use the library: always the same
+    bits."""
     models = [(folder, "bfloat16", "dtype") for folder in wide_folders.values()]
     told = {
         how: several(2, models, tmp_path / how, device="cuda", collectives=how, company=60) for how in ("auto", "nccl")
@@ -195,7 +195,7 @@ def test_two_gpus_say_what_one_says_and_company_changes_no_bit(wide_folders: dic
 
 @pytest.fixture
 def wide_folders(tmp_path: Path, write_config: Callable[..., Path]) -> dict[str, Path]:
-    """Configurations wide enough for each kind of product; weights are random."""
+    """Configurations wide enough for each kind of product, with random weights."""
     from tests.worker.step.company import SHAPE
 
     made = {}

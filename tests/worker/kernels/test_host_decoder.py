@@ -1,4 +1,4 @@
-"""Steps of a few decodes on the CPU: bit by bit what the same layers give one operation at a time."""
+"""Steps of a few decodes on the CPU: the same bits as the layers give one operation at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK_SIZE, WIDTH, LENGTH_MAX = 4, 8, 30
 
 
 class Beside:
-    """Sees every decode of `HostDecoder` beside the operations one by one, on the same pool."""
+    """Compares every decode of `HostDecoder` with the single operations, on the same pool."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
@@ -48,7 +48,7 @@ class Beside:
 
 
 def step(model: LoadedModel, pool: KvPool, lengths: list[int], counts: list[int]) -> torch.Tensor:
-    """The logits of rows that have so many tokens already and get so many new ones, each in blocks of its own."""
+    """Return the logits of rows with the given old and new tokens, each row in its own blocks."""
     rows = np.arange(len(lengths), dtype=np.int32)
     tables = rows[:, None] * WIDTH + np.arange(WIDTH, dtype=np.int32)
     starts, news = np.array(lengths, np.int32), np.array(counts, np.int32)
@@ -92,7 +92,7 @@ def test_decodes_have_the_bits_of_the_operations_one_by_one(
         logits = step(model, pool, lengths[:rows], [1] * rows)
         assert logits.isfinite().all()
     step(model, other, lengths[:3], [1] * 3)
-    step(model, pool, lengths[:3], [1, 2, 1])  # a prompt among them
+    step(model, pool, lengths[:3], [1, 2, 1])  # includes a prompt
     assert beside.rows == [*counts[:-1], 3]
 
 
@@ -126,6 +126,6 @@ def test_calls_are_filled_by_name_one_by_one_or_all() -> None:
     want = torch.nn.functional.silu(x[:, :2]) * x[:, 2:]
     assert torch.allclose(found, want)
     found.zero_()
-    calls.renew()  # else there are no tickets left
+    calls.renew()  # otherwise no tickets are left
     calls.run(1, 2, source=x[2].data_ptr())
     assert torch.allclose(found[2], want[2]) and not found[:2].any()

@@ -20,7 +20,7 @@ from worker.kernels.host import HostOperations
 
 pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Of the largest number: 32 bits may differ in the last ones, 16 bits in the last one.
+# Relative to the largest number: 32 bits may differ in the last bits, 16 bits in the last one.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 

@@ -1,4 +1,4 @@
-"""No launch of a decoder's layers asks for a configuration that `test_aot` does not compile."""
+"""Decoder layers launch only configurations that `test_aot` compiles."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from worker.kernels.specialise import recorded
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LAYERS = [kernel for kernel in KERNELS if kernel.module.startswith("worker.kernels.")]
-# The others launch what one of these does.
+# The other targets launch the same kernels as one of these.
 COMPILED = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx1100", "gfx1201")
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_whatever_is_launched_was_compiled(name: str, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations of random shapes. Some sums of many parts are compiled that only a GPU of another size would have."""
+    """Operations of random shapes. Some compiled sums of many parts occur only on GPUs of another size."""
     declared = [configuration for kernel in LAYERS for configuration in kernel.configurations(TARGETS[name])]
     compiled = {each.kind(): each.label for each in declared}
     both = []
@@ -51,7 +51,7 @@ def test_whatever_is_launched_was_compiled(name: str, cpu: Device, monkeypatch: 
 
 
 def operate(operations: FusedOperations, random: Random) -> None:
-    """Every operation once, as FusedDecoder has them, on the default device."""
+    """Launch every operation once as FusedDecoder does, on the default device."""
     dtype = random.choice((torch.bfloat16, torch.float16, torch.float32))
     hidden = 8 * random.randint(1, random.choice((64, 256, HIDDEN_MAX)) // 8)
     inner = 8 * random.randint(1, random.choice((4000, 9000)))
@@ -90,7 +90,7 @@ def operate(operations: FusedOperations, random: Random) -> None:
 
 
 class _Places:
-    """An exchange's, on the default device."""
+    """The buffers of an exchange, on the default device."""
 
     bytes = 0
 

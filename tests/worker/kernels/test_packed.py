@@ -1,4 +1,4 @@
-"""Weights that oneDNN has laid out: the same numbers as plain torch, and the unpacked ones are given back."""
+"""Weights packed by oneDNN: the same numbers as plain torch, and the unpacked weights are freed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = [(1, 1, 1), (1, 7, 5), (3, 97, 33), (8, 64, 64), (17, 130, 72), (100, 3
 
 CPU = Device("cpu", torch.device("cpu"), "CPU")
 pytestmark = pytest.mark.skipif(bool(packing_problem(CPU, torch.float32)), reason=packing_problem(CPU, torch.float32))
-# A CPU may multiply packed float32 and no bfloat16: it is tested with what it packs.
+# Some CPUs multiply packed float32 but not bfloat16: each is tested with the dtypes that it packs.
 narrow = pytest.mark.skipif(bool(packing_problem(CPU, torch.bfloat16)), reason=packing_problem(CPU, torch.bfloat16))
 DTYPES = (torch.float32, pytest.param(torch.bfloat16, marks=narrow))
 NAMES = ("float32", pytest.param("bfloat16", marks=narrow))
@@ -49,7 +49,7 @@ def test_packed_products_are_the_plain_ones(
 ) -> None:
     torch.manual_seed(0)
     ops, plain, tolerance = PackedOperations(cpu), PlainOperations(), TOLERANCE[dtype]
-    x, weight = torch.randn(2 * rows, k).to(dtype)[::2], torch.randn(2 * n, k).to(dtype)  # rows that are apart
+    x, weight = torch.randn(2 * rows, k).to(dtype)[::2], torch.randn(2 * n, k).to(dtype)  # non-contiguous rows
     bias = torch.randn(2 * n).to(dtype) if biased else None
     laid_out = ops.pack(weight)
     assert laid_out.is_mkldnn and torch.equal(laid_out.to_dense(), weight)
@@ -64,7 +64,7 @@ def test_packed_products_are_the_plain_ones(
 
 @pytest.fixture
 def quickly_collected() -> Iterator[None]:
-    """What there was before the test is not looked through at each collection."""
+    """Exclude objects from before the test from each collection."""
     gc.collect()
     gc.freeze()
     yield
@@ -77,8 +77,8 @@ def quickly_collected() -> Iterator[None]:
 def test_what_was_packed_is_given_back(
     tied: bool, dtype: str, tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One by one: when a weight is packed, that before it is gone. In the end there is the embedding, and where it
-    is tied to the head not even that."""
+    """One by one: the previous weight is freed before the next is packed. At the end only the embedding is left, or
+    nothing if it is tied to the head."""
     unpacked: list[StorageWeakRef] = []
     alive: list[int] = []
     pack, verify = PackedOperations.pack, load.verify
@@ -110,7 +110,7 @@ def test_what_was_packed_is_given_back(
 def test_the_head_of_a_tied_model_is_packed_beside_it_where_it_is_small(
     tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fusion, "table_of", lambda *_: None)  # it lies in no way that is known
+    monkeypatch.setattr(fusion, "table_of", lambda *_: None)  # an unknown layout
     share = 97 * 64 / (97 * 64 + 2 * 480 * 64 + 5 * 64)
     for limit, is_packed in ((share + 1e-3, True), (share - 1e-3, False)):
         monkeypatch.setattr(fusion, "TIED_HEAD_SHARE_MAX", limit)
@@ -173,7 +173,7 @@ def test_a_product_that_is_wrong_is_refused(
 def test_what_serves_is_compared_with_transformers_unpacked_weights(
     tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault in the packed weights themselves, which unpacking them would show to both sides."""
+    """A fault in the packed weights themselves, which would affect both sides if they were unpacked."""
     pack = PackedOperations.pack
     monkeypatch.setattr(PackedOperations, "pack", lambda self, weight: pack(self, weight.flip(0).contiguous()))
     with pytest.raises(KernelError, match=r"with packed weights: .* differs .*; set kernels = 'reference'"):
@@ -185,7 +185,7 @@ def test_logits_of_a_few_rows_are_computed_for_no_others(
     paged_logits: Callable[..., list[torch.Tensor]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Plain products of 5 to 15 rows are those of 16."""
+    """Plain products of 5 to 15 rows compute 16 rows."""
     sequences = [np.arange(3, 10)]
     for kernels, computed in ((True, 7), (False, 16)):
         model = tiny("llama", kernels=kernels)

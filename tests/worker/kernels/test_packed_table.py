@@ -1,4 +1,4 @@
-"""The embedding of a tied model is read out of the packed head: every number, or it stays."""
+"""The embedding of a tied model is read from the packed head if every number matches; otherwise it is kept."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_every_row_is_found_in_the_packed_weight(n: int, k: int, dtype: torch.dt
     assert found.is_contiguous() and torch.equal(found.view(integer), weight[ids].view(integer))
     assert torch.equal(look_up(ids[:1], table).view(integer), look_up(ids[:1], weight).view(integer))
     assert torch.equal(table.dense().view(integer), weight.view(integer))
-    del packed  # the table holds it
+    del packed  # the table keeps a reference
     assert torch.equal(look_up(ids, table).view(integer), weight[ids].view(integer))
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_weight_that_lies_as_it_was_or_turned_is_found(turned: bool) -> None:
-    """So oneDNN leaves some on other chips."""
+    """oneDNN uses these layouts on other chips."""
     weight = random(97, 33, torch.float32)
     laid_out = weight.t().contiguous() if turned else weight
     guesses = list(packed_table._guesses(laid_out.flatten(), weight))

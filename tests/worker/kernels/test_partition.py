@@ -52,5 +52,5 @@ def test_the_comparison_finds_an_unaligned_function() -> None:
 def test_the_shape_stays(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     torch.testing.assert_close(apply_aligned(torch.nn.functional.silu, x), torch.nn.functional.silu(x))
-    wide = torch.randn(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]  # half of a joined product
+    wide = torch.randn(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]  # half of a fused product
     torch.testing.assert_close(apply_aligned(torch.nn.functional.silu, wide), torch.nn.functional.silu(wide))

@@ -1,4 +1,4 @@
-"""Projection, rotation and the KV write in one kernel give what the three give one after another."""
+"""Projection, rotation and KV write in one kernel give the results of the three operations in sequence."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check(device: Device, dtype: torch.dtype, tolerance: float, case: Case, bias
     torch.manual_seed(0)
     n = (heads + 2 * kv_heads) * head_size
     x = torch.full((tokens + 2, k + 8), float("nan"), dtype=dtype, device=device.torch_device)[:tokens, :k]
-    x.normal_().mul_(k**-0.5)  # tokens are apart, and NaN is between and behind them
+    x.normal_().mul_(k**-0.5)  # tokens are not contiguous, with NaN between and behind them
     weight, bias = random(device, dtype, n, k), random(device, dtype, n) if biased else None
     positions = torch.randint(2000, (tokens,), device=device.torch_device)
     frequencies = 1 / 10000 ** (torch.arange(0, head_size, 2, device=device.torch_device) / head_size)
@@ -99,7 +99,7 @@ def test_project_on_a_gpu(dtype: torch.dtype, tolerance: float, case: Case) -> N
 @interpreted
 @pytest.mark.parametrize("quantity", ["dtype", "scales", "head size", "rotated", "depth", "tall tiles"])
 def test_what_it_is_not_made_for(quantity: str, cpu: Device) -> None:
-    """Then the three operations are called, as `test_a_model_uses_it` sees it done."""
+    """The three operations run instead, as `test_a_model_uses_it` shows."""
     layer, tiles = cache_of(cpu, torch.float16, 4, 1, 64), CASES[0][-1]
     weight, cos = torch.zeros((192, 128), dtype=torch.float16), torch.zeros((1, 64))
     assert can_project(weight, cos, layer, tiles)

@@ -1,4 +1,5 @@
-"""No kernel is launched undeclared, every declared one is checked at start, and there is a way without any."""
+"""No kernel is launched undeclared, every declared one is checked at the start, and a worker can run without
+kernels."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
 
 
 def jitted(tree: ast.Module) -> set[str]:
-    """Functions that Triton or Gluon compiles."""
+    """Return the functions that Triton or Gluon compiles."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
@@ -67,19 +68,19 @@ def jitted(tree: ast.Module) -> set[str]:
 
 
 def launched(tree: ast.Module) -> set[str]:
-    """Names in `name[grid](...)`."""
+    """Return the names in `name[grid](...)`."""
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return names([call.value for call in calls if isinstance(call, ast.Subscript)])
 
 
 def names(nodes: Sequence[ast.AST]) -> set[str]:
-    """Of what is read."""
+    """Return the names that are read."""
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     return read | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
 def test_every_kernel_is_declared() -> None:
-    """What is launched is in the registry, under the module that launches it; what is not launched is part of one."""
+    """Every launched kernel is in the registry under its launching module; other functions are called by a kernel."""
     every, functions, helpers = set(), set(), set()
     for name, tree in modules():
         functions |= jitted(tree)
@@ -92,7 +93,7 @@ def test_every_kernel_is_declared() -> None:
 
 
 def test_every_kernel_of_the_cpu_is_declared() -> None:
-    """They are declared where they are written, and nothing else makes one."""
+    """They are declared where they are defined, and nothing else creates one."""
     made = {
         (name, node.name)
         for name, tree in modules()
@@ -117,7 +118,7 @@ def test_every_kernel_has_a_reference_without_kernels() -> None:
 
 
 class Spoilt:
-    """Stands for a kernel: what it changes is changed once more."""
+    """A stand-in for a kernel that corrupts the kernel's output."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.launches = kernel, 0
@@ -140,7 +141,7 @@ class Spoilt:
 
 
 class Refused:
-    """Stands for a kernel that does not compile."""
+    """A stand-in for a kernel that does not compile."""
 
     def __getitem__(self, grid: Any) -> Any:
         def launch(*arguments: Any, **options: Any) -> None:
@@ -167,7 +168,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LoadedMo
 def serving(
     loaded: Callable[[str], LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Serving]:
-    """Of a model whose layers, attention and sampling are kernels, also where they are interpreted."""
+    """Return a model that uses kernels for layers, attention and sampling, also where they are interpreted."""
 
     def make(model_type: str = "llama") -> Serving:
         from worker.kernels.fused import FusedOperations
@@ -239,12 +240,12 @@ def test_a_kernel_of_the_cpu_that_is_wrong_or_does_not_compile_is_refused_at_sta
         if this is not right:
             called(this, *arguments)
         elif compiles:
-            skipped.append(this.name)  # what it was to write is what lay there
+            skipped.append(this.name)  # its output stays unchanged
         else:
             raise RuntimeError("LLVM ERROR: Cannot select")
 
     folder = write_config("qwen3", **SHAPE)
-    plain = replace(CPU, kernels=False)  # its weights are not packed yet, as at a start
+    plain = replace(CPU, kernels=False)  # unpacked weights, as at a start
     fused = load_model(folder, load_format="dummy", dtype="float32", device=plain, block_size=8).fused
     assert fused is not None
     fused = replace(fused, operations=choose_operations(CPU, torch.float32))
@@ -266,12 +267,12 @@ def test_a_kernel_of_the_cpu_that_is_wrong_or_does_not_compile_is_refused_at_sta
     assert bool(skipped) == compiles
 
 
-DEVICE_FAILURES: list[Exception] = [  # a new start may find a device that is well, or has memory
+DEVICE_FAILURES: list[Exception] = [  # a restart may find a healthy device or free memory
     torch.OutOfMemoryError("CUDA out of memory"),
     torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
 ]
-KERNEL_FAILURES: list[Exception] = [  # every start would find these again
+KERNEL_FAILURES: list[Exception] = [  # every restart would fail again
     torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
     torch.AcceleratorError("CUDA error: misaligned address"),
     RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
@@ -292,7 +293,7 @@ def test_what_the_device_itself_fails_at_stays_its_failure(error: Exception, cpu
 
 
 def test_a_kernel_that_does_not_compile_after_the_check_is_told_alike(cpu: Device) -> None:
-    """As in a trial of the largest step, whose tiles may be others."""
+    """As in a trial of the largest step, which may use other tiles."""
     with pytest.raises(KernelError, match=r"shared memory.*; set kernels = 'reference'"), cpu.errors("trying"):
         raise OutOfResources(140288, 101376, "shared memory")
     with (
@@ -317,7 +318,7 @@ def test_a_compilers_quotation_is_left_out(cpu: Device) -> None:
 
 @pytest.fixture
 def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every launch fails, whatever kernel it is of."""
+    """Make the launch of every kernel fail."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
@@ -326,7 +327,7 @@ def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for kind in (JITFunction, InterpretedFunction):
         monkeypatch.setattr(kind, "run", launch)
-    if not DEVICE.runs_kernels:  # a device that would run them
+    if not DEVICE.runs_kernels:  # pretend that the device runs kernels
         monkeypatch.setattr(Device, "runs_kernels", property(lambda device: device.kernels))
 
 
@@ -346,12 +347,12 @@ def engine(folder: Path, **fields: Any) -> Engine:
 @pytest.mark.usefixtures("no_launches")
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_the_way_out_launches_no_kernel(kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the start to sampled, filtered and copied rows. Without it the first kernel of the start is refused."""
-    monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))  # nothing is remembered
+    """From the start to sampled, filtered and copied rows. Without this setting the first kernel of the start fails."""
+    monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))  # an empty cache
     with pytest.raises(KernelError, match=r"AssertionError: .* was launched; .* kernels = 'reference'"):
         engine(tmp_path, kv_dtype=kv_dtype)
     with pytest.raises(KernelError, match=r"AssertionError: .* was launched; set kernels = 'reference'"):
-        engine(tmp_path, kv_dtype=kv_dtype, attention="reference")  # leaves the others to kernels
+        engine(tmp_path, kv_dtype=kv_dtype, attention="reference")  # the other parts use kernels
     made = engine(tmp_path, kv_dtype=kv_dtype, kernels="reference")
     assert [len(tokens) for tokens in tokens_of(made)] == [ROWS] * 5
     made.close()

@@ -1,4 +1,4 @@
-"""oneDNN keeps what it has compiled for each number of rows: a worker that serves grows by few of them only."""
+"""oneDNN keeps a compiled product for each number of rows: a serving worker uses few row counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worker.kernels.packed import PackedOperations, packing_problem, quantising_
 from worker.kernels.row_counts import padded, row_count
 
 ROWS_MAX = 160
-GROWTH_BYTES_MAX = 6 << 20  # what is compiled for all numbers of rows takes 16 MB and more
+GROWTH_BYTES_MAX = 6 << 20  # compiling all row counts takes 16 MB and more
 CPU = Device("cpu", torch.device("cpu"), "CPU")
 
 
@@ -44,7 +44,7 @@ def test_rows_of_zeros_stand_behind_those_that_are_wanted() -> None:
 def test_plain_products_of_16_bits_have_few_numbers_of_rows(
     dtype: torch.dtype, stored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of every number of tokens up to 512 took 1.3 GB that stayed. float32 is not compiled: it is not padded."""
+    """Steps of all token counts up to 512 took 1.3 GB without release. float32 is not compiled, so it is not padded."""
     x, weight = torch.randn(512, 8).to(dtype), torch.randn(16, 8).to(dtype)
     whole, computed = torch.nn.functional.linear(x, weight), set()
 

@@ -1,4 +1,4 @@
-"""What the log and `kvforge health` say of the kernels that serve: which, and why not others."""
+"""The log and `kvforge health` name the kernels in use, and the reason against others."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def test_a_model_tells_what_serves_it(tiny: Callable[..., LoadedModel], monkeypa
     assert ours == {not problem and torch.backends.cpu.get_cpu_capability() == "AVX2"}
     by = "Numba in oneDNN's tiles" if True in ours else "oneDNN"
     assert serving_kernels(model) == others | {"layers": f"{by}, weights packed at load{between}"}
-    with monkeypatch.context() as other:  # for some weights oneDNN's layout is not known
+    with monkeypatch.context() as other:  # an unknown oneDNN layout for some weights
         found = iter((None, None))
         other.setattr("worker.loading.serving_kernels.own_product", lambda each: next(found, own_product(each)))
         some = "Numba in oneDNN's tiles and oneDNN" if True in ours else "oneDNN"
         assert serving_kernels(model)["layers"].startswith(f"{some}, weights packed")
-    monkeypatch.setattr("worker.loading.fusion.table_of", lambda *_: None)  # oneDNN's layout is not known
-    wide = {"tie_word_embeddings": True, "vocab_size": 997}  # most of the model: it is not held twice
+    monkeypatch.setattr("worker.loading.fusion.table_of", lambda *_: None)  # an unknown oneDNN layout
+    wide = {"tie_word_embeddings": True, "vocab_size": 997}  # most of the model, so it is not stored twice
     head = f"{by}, weights packed at load; the head, which is the embedding, in plain torch{between}"
     assert serving_kernels(tiny("llama", **wide))["layers"] == head
     assert serving_kernels(tiny("llama", dtype="float16"))["layers"] == "plain torch: float16 is not packed"

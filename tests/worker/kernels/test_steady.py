@@ -1,4 +1,4 @@
-"""The check at a worker's start finds products whose bits depend on how many rows they have."""
+"""The check at a worker's start finds products with bits that depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_products_that_keep_to_it_pass(model: LoadedModel) -> None:
 def test_one_bit_of_one_row_is_found(
     model: LoadedModel, operation: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a product has so many rows, its last one is a little larger."""
+    """At one row count the last row of a product is slightly larger."""
     assert model.fused is not None
     real = getattr(model.fused.operations, operation)
 
@@ -56,7 +56,8 @@ def test_one_bit_of_one_row_is_found(
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
 def test_few_results_of_a_token_are_never_the_librarys(name: str) -> None:
-    """Which has another kernel for each number of rows there; of a gate of one number a trial sees too few to tell."""
+    """The library has another kernel for each row count there, and a gate of one number gives a trial too little
+    data."""
     target = replace(TARGETS[name], steady=True)
     for n in (1, 8, FEW):
         tiles = [choose_tiles(rows, n, 1024, target, divisible=False, gated=False) for rows in (1, 17, 431, 4096)]
@@ -68,7 +69,7 @@ def test_few_results_of_a_token_are_never_the_librarys(name: str) -> None:
 def test_where_no_kernel_is_ours_few_results_are_made_of_as_many_rows_each(
     steady: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a T4, in 16 bits."""
+    """The case of a T4 in 16 bits."""
     target = replace(TARGETS["sm_75"], steady=steady)
     assert choose_tiles(3, 1, 64, target, divisible=False, gated=False) is None
     monkeypatch.setattr(fused, "current_target", lambda _: target)

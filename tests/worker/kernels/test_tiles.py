@@ -1,4 +1,4 @@
-"""Products by tiles: plain torch's numbers, each row's by itself, whatever its place and how many there are."""
+"""Products by tiles: plain torch's numbers, independent of a row's position and of the number of rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker.kernels.steady import same_bits
 from worker.kernels.tiles import TICKET_ROWS, Tiles
 
 pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
-# n, k: tiles of 64 and of 16 rows, whole and not; one block of k, a few, and a part of one.
+# n, k: full and partial tiles of 64 and of 16 rows; one block of k, a few, and a partial one.
 SHAPES = [(64, 64), (576, 576), (192, 576), (130, 1100), (20, 36), (40, 3000), (600, 1025), (1, 700), (96, 2048)]
 ROWS = (1, 2, 3, 4, 5, 6, 7, 11, 12, 17, 40, TICKET_ROWS, TICKET_ROWS + 1, 200)
 
@@ -33,7 +33,7 @@ def numbers(*shape: int) -> torch.Tensor:
 
 
 def laid_out(weight: torch.Tensor, width: int) -> tuple[torch.Tensor, Tiles]:
-    """By hand, NaN in the rows that are not there; the memory, and where it is."""
+    """Lay out a weight by hand, with NaN in missing rows; return the memory and its address."""
     n, k = weight.shape
     count = -(-n // width)
     whole = torch.cat((weight, torch.full((count * width - n, k), torch.nan)))
@@ -63,7 +63,8 @@ def test_a_row_has_the_same_bits_among_any_others(
 
 
 def test_sums_have_the_order_that_is_said() -> None:
-    """Each product and sum rounded once, anew after 1024: as 64 bits, in which a product is exact, have it."""
+    """Each product and sum is rounded once and the sum restarts after 1024, compared in float64, where products are
+    exact."""
     n, k = 90, 1500
     weight, x, bias = numbers(n, k), numbers(7, k), numbers(n)
     memory, own = laid_out(weight, 64)
@@ -92,7 +93,7 @@ def test_nothing_behind_the_rows_is_read_or_written(cpu: Device) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_packed_weights_products_are_ours_and_have_onednns_bits(shape: tuple[int, int], cpu: Device) -> None:
-    """So a worker without Numba says the same."""
+    """A worker without Numba therefore gives the same tokens."""
     n, k = shape
     weight, operations = numbers(n, k), HostOperations(cpu)
     packed = operations.pack(weight)
@@ -128,7 +129,7 @@ def test_a_layout_that_is_not_known_is_onednns(cpu: Device, monkeypatch: pytest.
 
 
 def test_each_weight_of_a_shape_has_its_own_tiles(cpu: Device) -> None:
-    """Which are looked for once."""
+    """The tiles are searched once."""
     operations, x = HostOperations(cpu), numbers(3, 128)
     weights = [numbers(64, 128), numbers(64, 128).flip(0).contiguous()]
     for packed, weight in [(operations.pack(weight), weight) for weight in weights]:

@@ -1,4 +1,4 @@
-"""Every Triton that `torch>=2.9` brings has what the kernels use, and those that Hopper's is for what that uses."""
+"""Every Triton version of `torch>=2.9` has the names that the kernels use, also those of Hopper's kernel."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_installed_one_is_as_the_table_says() -> None:
 
 
 def test_the_range_that_is_published_begins_where_the_table_does() -> None:
-    """torch 2.9 brings Triton 3.5; 2.8 has 3.4, whose compiler refuses the dependent launches of decode on sm_90."""
+    """torch 2.9 brings Triton 3.5; 2.8 has 3.4, which refuses the dependent launches of decode on sm_90."""
     project = Path(__file__).parents[3] / "pyproject.toml"
     assert re.findall(r'"torch>=([\d.]+)"', project.read_text()) == ["2.9"]
     assert VERSIONS[0].startswith("3.5.")

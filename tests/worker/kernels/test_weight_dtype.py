@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits: which numbers they stand for, that products are of these, and who may have them."""
+"""Weights of 8 and 4 bits: their dequantised numbers, products with these, and which weights are eligible."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_products_are_those_of_the_numbers_that_are_kept(
     assert weight_kind(weight) == (kind if n % 64 == 0 and k % GROUP == 0 else "int8")
     ops, bias = PackedOperations(cpu), torch.randn(n).to(dtype)
     for rows in (1, 3, 130):
-        x = torch.randn(2 * rows, k).to(dtype)[::2]  # rows that are apart
+        x = torch.randn(2 * rows, k).to(dtype)[::2]  # non-contiguous rows
         got, want = ops.linear(x, weight, bias), weight.seen(x) @ weight.widened().t() + bias
         assert got.dtype == dtype and got.shape == (rows, n)
         tolerance = max(TOLERANCE[kind], 1e-2 if dtype == torch.bfloat16 else 0.0)
@@ -116,7 +116,7 @@ def test_groups_of_a_file_are_its_numbers(type_name: str) -> None:
     octets = rng.integers(0, 256, (6, 512 // block, size), dtype=np.uint8)
     scale_bytes = 2 if type_name == "Q4_0" else 4
     scales = rng.normal(size=(6, 512 // block, scale_bytes // 2)).astype(np.float16)
-    octets[..., :scale_bytes] = scales.view(np.uint8)  # any bytes may be levels, but not any are finite numbers
+    octets[..., :scale_bytes] = scales.view(np.uint8)  # any byte is a valid level, but not every scale is finite
     octets = octets.reshape(6, -1)
     assert np.array_equal(read_groups(octets, type_name).widened().numpy(), gguf.dequantize(octets, kind))
 
@@ -153,7 +153,7 @@ def test_a_gguf_file_stays_as_it_is(
     ours, theirs = got.module.state_dict(), exact.module.state_dict()
     assert ours.keys() == theirs.keys()
     apart = max(float((ours[each] - theirs[each]).norm() / theirs[each].norm()) for each in ours)
-    if name == "int4" and stored != "Q8_0":  # the head alone has other levels, all else only rounded scales
+    if name == "int4" and stored != "Q8_0":  # only the head has other levels, all others only rounded scales
         apart = max(float((ours[each] - theirs[each]).norm() / theirs[each].norm()) for each in ours if "proj" in each)
         assert 0 < apart < 4e-3
     else:
@@ -163,7 +163,7 @@ def test_a_gguf_file_stays_as_it_is(
 def test_groups_that_are_not_the_weight_are_not_taken(
     tiny: Callable[..., LoadedModel], tmp_path: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the file says other numbers than the model has, its weights are quantised as any others."""
+    """If the file's numbers differ from the model's, the weights are quantised like any others."""
     path = write_gguf(
         tiny("llama", kernels=False).module, tmp_path / "tiny.gguf", stored=gguf.GGMLQuantizationType.Q4_0
     )

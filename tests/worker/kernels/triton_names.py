@@ -1,10 +1,10 @@
-"""What `worker` uses of Triton, looked up in the wheels that torch's releases bring along.
+"""Triton names that `worker` uses, looked up in the wheels of torch's releases.
 
     python -m tests.worker.kernels.triton_names FOLDER     (or: make triton-versions)
 
-fetches each into FOLDER, imports everything that imports Triton with it, and writes `triton_names.json` beside this
-file: what was looked up, and what each version lacks. The test reads that table, so that it needs none of the wheels; a
-name that is not in it yet fails the test until the table is made anew.
+fetches each wheel into FOLDER, imports every module that uses Triton with it, and writes `triton_names.json` beside
+this file: the names, and those that each version lacks. The test reads that table and needs no wheels; a name that is
+missing from the table fails the test until the table is regenerated.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import worker
 
-VERSIONS = ("3.5.1", "3.6.0", "3.7.0", "3.8.0", "3.9.0")  # of torch 2.9, 2.10 and 2.11, 2.12, 2.14, 2.15
+VERSIONS = ("3.5.1", "3.6.0", "3.7.0", "3.8.0", "3.9.0")  # in torch 2.9, 2.10 and 2.11, 2.12, 2.14, 2.15
 TABLE = Path(__file__).with_suffix(".json")
 PACKAGE = Path(worker.__file__).parent
-# Of which one is enough: see `attention.gluon_names`.
+# Alternatives; one is enough: see `attention.gluon_names`.
 GLUON = "triton.experimental.gluon."
 EITHER = (
     (f"{GLUON}language.barrier", f"{GLUON}language.thread_barrier"),
@@ -31,11 +31,11 @@ EITHER = (
 
 
 def names_used() -> dict[str, set[str]]:
-    """Full names of what is imported from Triton or read off it -> the modules of ours that do."""
+    """Return the full names imported or read from Triton -> the modules of ours that use them."""
     used: dict[str, set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text())
-        known: dict[str, str] = {}  # names of this module -> what of Triton they are
+        known: dict[str, str] = {}  # names in this module -> Triton names
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "triton":
                 known |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
@@ -50,7 +50,7 @@ def names_used() -> dict[str, set[str]]:
 
 
 def _full_name(node: ast.AST, known: dict[str, str]) -> str:
-    """Of `tl.extra.cuda.gdc_wait`, for example; "" where it is nothing of Triton's."""
+    """Return the full name of `tl.extra.cuda.gdc_wait`, for example; "" if it is not Triton's."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.insert(0, node.attr)
@@ -61,7 +61,7 @@ def _full_name(node: ast.AST, known: dict[str, str]) -> str:
 
 
 def is_there(name: str) -> bool:
-    """Whether the Triton that is installed here has it. What a class or a function has of its own is not asked."""
+    """Return whether the installed Triton has the name, without looking into classes and functions."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -77,7 +77,7 @@ def is_there(name: str) -> bool:
 
 
 def importing() -> list[str]:
-    """Modules of ours that do not import here, and why."""
+    """Return the modules of ours that fail to import, with the reason."""
     failed = []
     for path in sorted({path for path in PACKAGE.rglob("*.py") if "triton" in path.read_text()}):
         name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
@@ -89,7 +89,7 @@ def importing() -> list[str]:
 
 
 def look(version: str, folder: Path) -> dict[str, list[str]]:
-    """Fetches one version and asks it, in a process of its own."""
+    """Fetch one version and look the names up in a separate process."""
     target = folder / version
     if not target.exists():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]

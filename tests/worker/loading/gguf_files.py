@@ -1,4 +1,4 @@
-"""GGUF files of tiny models, as llama.cpp's converter writes them: names, orders and offsets of its own."""
+"""GGUF files of tiny models as llama.cpp's converter writes them, with its names, orders and offsets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_gguf(
     change: Callable[[Tensors], object] = lambda _: None,
     stored: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
 ) -> Path:
-    """A file of a transformers model.
+    """Write a file of a transformers model.
 
     metadata: keys to add ("rope.freq_base" gets the architecture in front; None: the key is left out). change: may
     alter the tensors, by their names in the file. stored: how its matrices are; all else is float32.
@@ -58,7 +58,7 @@ def write_gguf(
 
 
 def converted(module: Any, architecture: str) -> Tensors:
-    """The model's tensors under their names in a GGUF file, float32."""
+    """Return the model's tensors as float32 under their names in a GGUF file."""
     config = module.config
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -88,7 +88,7 @@ def converted(module: Any, architecture: str) -> Tensors:
 
 
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The order in which a GGUF file keeps the rows of q and k of Llama models."""
+    """Return the rows of a Llama model's q or k in the order of a GGUF file."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 

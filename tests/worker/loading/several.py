@@ -1,9 +1,10 @@
-"""One of several ranks, as a process: loads each of some models with the others, and tells what it says.
+"""A rank process that loads models together with the other ranks and prints each model's answers.
 
     python -m tests.worker.loading.several RANK COUNT MEETING ASKED DEVICE/COLLECTIVES/COMPANY MODEL ...
 
-MODEL is DTYPE/WEIGHT_DTYPE/FOLDER. Prints one line of JSON for each: what it said, or the error. Of a folder without
-weights they are random. COMPANY: so many requests run in random company too, and each is compared with itself alone.
+MODEL is DTYPE/WEIGHT_DTYPE/FOLDER. Prints one line of JSON for each model: its answers, or the error. A folder without
+weights gets random ones. COMPANY: number of requests that also run in random batches and are compared with themselves
+alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
 
 ASKED = 3
-COMPANY_TOKENS, COMPANY_ROWS = 256, 24  # of a step
+COMPANY_TOKENS, COMPANY_ROWS = 256, 24  # limits of a step
 WAIT_S = 240
 
 
@@ -42,7 +43,7 @@ def say(
     device: Device | None = None,
     company: int = 0,
 ) -> dict[str, Any]:
-    """What a model answers to some prompts: tokens, and the bits of their log-probabilities; and what it is."""
+    """Return a model's answers to some prompts (tokens and the bits of their log-probabilities) and its properties."""
     device = open_device("cpu") if device is None else device
     load_format = "auto" if any(folder.glob("*.safetensors")) else "dummy"
     try:
@@ -73,7 +74,7 @@ def say(
     finally:
         alone.close()
         if ranks is not None:
-            ranks.shared, ranks.unshared = None, unshared  # those were of this model
+            ranks.shared, ranks.unshared = None, unshared  # these belonged to this model
     held = sum(each.numel() for each in model.module.parameters())
     return {
         "said": said,
@@ -88,8 +89,8 @@ def say(
 
 
 def in_company(model: LoadedModel, alone: Alone, count: int) -> str:
-    """The first difference between requests in random company and each of them alone; "": none. The ranks of one model
-    draw the same company: what is random of it depends on nothing that they compute."""
+    """Return the first difference between requests in random batches and alone; "": none. The ranks of one model draw
+    the same batches, because the random choices depend on no computed numbers."""
     random = Random(1)
     prefixes = [[random.randrange(model.vocab_size) for _ in range(random.randint(20, 120))] for _ in range(3)]
     requests = [draw(random, number, prefixes, 700, model.vocab_size) for number in range(count)]
@@ -111,8 +112,8 @@ def several(
     collectives: str = "auto",
     company: int = 0,
 ) -> list[list[dict[str, Any]]]:
-    """Of each rank, what `say` returns of each model. models: folder, dtype and weight_dtype. device: "cuda": each rank
-    has a GPU of its own."""
+    """Return the result of `say` for each rank and model. models: folder, dtype and weight_dtype. device: "cuda": one
+    GPU for each rank."""
     command = [sys.executable, "-m", __name__]
     named = [f"{dtype}/{weight_dtype}/{folder}" for folder, dtype, weight_dtype in models]
     ranks = [
@@ -147,7 +148,7 @@ def main() -> None:
             told = say(Path(folder), dtype, weight_dtype, ranks, int(asked), device, int(company))
             print(json.dumps(told), flush=True)
         status = 0
-    except Exception:  # noqa: BLE001 - told, and the process has yet to leave as a worker does
+    except Exception:  # noqa: BLE001 - printed; the process still has to exit as a worker does
         traceback.print_exc()
     ranks.close()
     leave(status)

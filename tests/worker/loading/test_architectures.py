@@ -1,7 +1,7 @@
 """Any decoder that transformers builds: paged logits of ragged, chunked, batched runs against its own eager attention.
 
-Weights are random and tiny; what is tested is every architecture's path through our attention: positions, windows,
-caps, scaling, head grouping.
+Weights are random and tiny; the tests cover every architecture's path through our attention: positions, windows, caps,
+scaling, head grouping.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 LENGTHS = (41, 1, 23, 8)
-# Four ways to run the same sequences; each pass feeds so many tokens of each.
+# Four ways to run the same sequences: the tokens that each pass feeds for each sequence.
 SCHEDULES = {
     "at once": [[41, 1, 23, 8]],
     "one by one": [[41, 0, 0, 0], [0, 1, 0, 0], [0, 0, 23, 0], [0, 0, 0, 8]],
@@ -110,7 +110,7 @@ def test_layers_may_differ_in_shape(tiny: Callable[..., LoadedModel]) -> None:
     assert model.geometry.bytes_per_block == 2 * 3 * 4 * 8 * 4 * 4
 
 
-# As the cards of Qwen2.5 and Qwen3 say it: everything else in the configuration stays as it is.
+# As in the model cards of Qwen2.5 and Qwen3: everything else in the configuration stays unchanged.
 QWEN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LINEAR = {"rope_type": "linear", "factor": 2.0, **ROTARY}
 LLAMA3 = {

@@ -1,4 +1,4 @@
-"""Models of images and text: the text part is served, and computes what the whole computes of text alone."""
+"""Models of images and text: the text part is served, and computes what the whole model computes for text."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ MINISTRAL3_ROPE = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
-# model type, and perhaps more to distinguish it -> (text, the rest, what serves)
+# model type, perhaps with a suffix -> (text, the rest, serving architecture)
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "mistral3": (
         {"model_type": "mistral", "sliding_window": None},
@@ -137,7 +137,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-# Why the text decoder of the others is refused; it is the same where it is a model of its own.
+# Reasons against the text decoders of the others; a stand-alone decoder is refused for the same reason.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "llama4": (
         {"intermediate_size_mlp": 96, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 8},
@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 def whole(kind: str) -> Any:
-    """The model of images and text, with random weights."""
+    """Return the model of images and text, with random weights."""
     text, rest, _ = FAMILIES[kind] if kind in FAMILIES else REFUSED[kind]
     config = AutoConfig.for_model(kind.partition(" ")[0], text_config={**TEXT, **text}, **rest)
     torch.manual_seed(0)
@@ -268,6 +268,6 @@ def test_random_weights_have_no_towers(tmp_path: Path, cpu: Device) -> None:
 def test_several_ranks_are_refused_by_name(tmp_path: Path, cpu: Device) -> None:
     whole("mistral3").save_pretrained(tmp_path)
     source = find_source(tmp_path, "auto")
-    ranks = Ranks(0, 2, cpu, "gloo")  # not met: it is refused before
+    ranks = Ranks(0, 2, cpu, "gloo")  # no rendezvous: the model is refused before it
     with pytest.raises(UnsupportedModel, match="its text part is served by one rank alone"):
         build(source, read_config(source), torch.float32, cpu, lambda _phase, _done: None, 0, ranks)

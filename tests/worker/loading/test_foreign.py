@@ -1,4 +1,4 @@
-"""Odd values of files, and whatever foreign code raises: a refusal with its reason, never another error."""
+"""Odd values in files, and any error of foreign code, lead to a refusal with a reason, never to another error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 @pytest.fixture
 def saved(tiny: Callable[..., LoadedModel], tmp_path: Path) -> Path:
-    """A folder with weights and config.json."""
+    """Return a folder with weights and config.json."""
     folder = tmp_path / "saved"
     model = tiny("llama", kernels=False, **SMALL)
     model.module.save_pretrained(folder)

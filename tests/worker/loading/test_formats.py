@@ -23,7 +23,7 @@ Weights = dict[str, torch.Tensor]
 def folder(
     path: Path, kind: str, quantisation: dict[str, Any], change: Callable[[Weights], Weights], **more: Any
 ) -> Any:
-    """Write a model with weights that `change` has packed. Return the model before that."""
+    """Write a model with weights packed by `change`; return the unpacked model."""
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**TINY, **more})).float()
     made.save_pretrained(path)
@@ -93,7 +93,7 @@ def test_fp8_is_dequantised(kind: str, tmp_path: Path, cpu: Device) -> None:
 def test_scales_are_those_of_the_blocks(
     change: Callable[[Weights], Weights], word: str, tmp_path: Path, cpu: Device
 ) -> None:
-    """transformers takes the size of a block from the grid of scales: 96 rows in 2 blocks for 3 of 32."""
+    """transformers derives the block size from the grid of scales: 96 rows in 2 blocks instead of 3 of 32."""
     folder(tmp_path, "qwen3", BLOCKS, lambda weights: change(in_blocks(weights, 32)), head_dim=16)
     with pytest.raises(UnsupportedModel, match=word):
         load_model(tmp_path, dtype="float32", device=cpu, block_size=4)

@@ -59,7 +59,7 @@ def sequences_of(model: LoadedModel) -> list[Any]:
 
 
 def with_random_biases(model: LoadedModel) -> LoadedModel:
-    """Biases and norms are zeros and ones at first, which hides mistakes. The same for models of one configuration."""
+    """Randomise biases and norms, because zeros and ones hide mistakes; equal for models of one configuration."""
     torch.manual_seed(4)
     for name, weight in model.module.named_parameters():
         if name.endswith("bias") or "norm" in name:
@@ -78,7 +78,7 @@ def test_fused_layers_are_transformers_layers(
     packed = with_random_biases(tiny(model_type, **fields))
     model = with_random_biases(tiny(model_type, kernels=False, **fields))
     assert model.fused is not None
-    # With packed weights transformers' layers unpack them, and compute the same.
+    # transformers' layers unpack packed weights and compute the same.
     fused = [model, packed, replace(packed, fused=None)]
     if knobs.runtime.interpret:
         fused.append(replace(model, fused=replace(model.fused, operations=FusedOperations(model.device))))
@@ -118,7 +118,7 @@ def test_decode_gives_the_logits_of_every_row(
     model = tiny("llama")
 
     class Decode:
-        """A model whose every pass goes through `decode`."""
+        """A model that runs every pass through `decode`."""
 
         geometry, device = model.geometry, model.device
 
@@ -264,7 +264,7 @@ def check_product(
     x, weight, bias = (
         torch.randn(shape, device=device.torch_device).to(dtype) for shape in ((tokens, k + 8), (2 * n, k), (2 * n,))
     )
-    x = x[:, :k] / k**0.5  # tokens may be apart
+    x = x[:, :k] / k**0.5  # tokens may be non-contiguous
     wide = x.double(), weight.double(), bias.double()
     want = torch.nn.functional.linear(wide[0], wide[1][:n], wide[2][:n])
     parts = linear_parts(x, weight[:n], bias[:n], tiles, torch.float32, overlap=overlap)

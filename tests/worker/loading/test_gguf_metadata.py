@@ -1,6 +1,5 @@
-"""What a GGUF file says of its model is what the model does: against transformers' own models of the same weights,
-whose configuration says it in transformers' words.
-"""
+"""The metadata of a GGUF file determines the model, compared with transformers' models of the same weights and
+settings."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from tests.worker.loading.gguf_files import Tensors, write_gguf
 from worker.device.device import Device
 from worker.loading import build, find_source, read_config
 
-HALF = 8  # frequencies of a head of 16
+HALF = 8  # frequencies in a head of 16
 TOKENS = torch.arange(3, 103)[None] % TINY["vocab_size"]
 ROTARY = {"rope_theta": 10000.0}
 WIDE = {"max_position_embeddings": 128}
@@ -50,7 +49,7 @@ def fill(path: Path, device: Device) -> Any:
 
 
 def assert_same(path: Path, wanted: Any, other: Any, device: Device) -> None:
-    """Not only equal to what is wanted, also unlike what is not: else the reference would prove nothing."""
+    """Compare with the expected model and check that others differ, or the comparison would prove nothing."""
     got, right, wrong = logits(fill(path, device)), logits(wanted), logits(other)
     scale = float(right.abs().max())
     assert float((got - right).abs().max()) <= 1e-4 * scale
@@ -58,7 +57,7 @@ def assert_same(path: Path, wanted: Any, other: Any, device: Device) -> None:
 
 
 def llama3_divisors(factor: float, low: float, high: float, original: int) -> np.ndarray:
-    """As llama.cpp's converter writes them (conversion of Llama 3)."""
+    """Return the divisors as llama.cpp's converter writes them (conversion of Llama 3)."""
     divisors = []
     for index in range(HALF):
         length = 2 * math.pi * 10000.0 ** (index / HALF)
@@ -85,7 +84,7 @@ LLAMA3 = {
     **ROTARY,
 }
 FREQS = {"rope_freqs.weight": llama3_divisors(8.0, 1.0, 4.0, 32)}
-# What transformers is told, what the file says, and tensors that it has besides.
+# transformers' settings, the file's metadata, and additional tensors.
 SCALINGS: dict[str, tuple[Values, Values, Tensors]] = {
     "linear": (LINEAR, {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {}),
     "linear as it was": (LINEAR, {"rope.scale_linear": 4.0}, {}),
@@ -117,7 +116,7 @@ def test_rotary_scaling(
 
 
 def test_longrope(tmp_path: Path, cpu: Device) -> None:
-    """Up to the length of training; beyond it every frequency changes, and that length is the context."""
+    """Up to the training length; beyond it every frequency changes, so that length is the context."""
     short, long = np.linspace(1, 3, HALF, dtype=np.float32), np.linspace(2, 9, HALF, dtype=np.float32)
     rope = {"rope_type": "longrope", "short_factor": short.tolist(), "long_factor": long.tolist(), "factor": 4.0}
     fields = {"original_max_position_embeddings": 104, "rope_scaling": rope | ROTARY | {"attention_factor": 1.2}}
@@ -217,7 +216,7 @@ FORMS: dict[str, tuple[str, str, Values, Values]] = {
 def test_forms_that_are_not_the_usual_ones(
     model_type: str, architecture: str, fields: Values, metadata: Values, tmp_path: Path, cpu: Device
 ) -> None:
-    """None of these numbers is the default of its class."""
+    """All of these numbers differ from the defaults of their class."""
     wanted = reference(model_type, **fields)
     path = write_gguf(wanted, tmp_path / "tiny.gguf", architecture, metadata)
     got, right = logits(fill(path, cpu)), logits(wanted)
@@ -225,7 +224,7 @@ def test_forms_that_are_not_the_usual_ones(
 
 
 def test_a_file_without_key_value_heads_and_rotation(tmp_path: Path) -> None:
-    """GPT-2's, as it is found."""
+    """GPT-2 as published."""
     writer = gguf.GGUFWriter(tmp_path / "gpt2.gguf", "gpt2")
     for key, value in (("context_length", 128), ("embedding_length", 64), ("feed_forward_length", 200)):
         writer.add_uint32(f"gpt2.{key}", value)
@@ -272,7 +271,7 @@ def test_what_cannot_be_applied_is_refused_by_name(
     metadata: Values, tensors: Tensors, words: str | None, tmp_path: Path, cpu: Device
 ) -> None:
     path = write_gguf(reference("llama"), tmp_path / "tiny.gguf", "llama", metadata, lambda f: f.update(tensors))
-    if words is None:  # a factor of nothing is none
+    if words is None:  # a factor without a base is omitted
         fill(path, cpu)
         return
     with pytest.raises(UnsupportedModel) as caught:
@@ -304,7 +303,7 @@ KEYS = (
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("key", KEYS)
 def test_hostile_values_end_in_a_typed_error(key: str, tmp_path: Path, cpu: Device) -> None:
-    """Any value of any type: refused, or a configuration that is like the file."""
+    """Any value of any type is refused, or gives a configuration equal to the file."""
     module = reference("llama")
     refused = 0
     for value in HOSTILE:

@@ -1,4 +1,4 @@
-"""What a load leaves in memory of transformers and of a GGUF file's header."""
+"""Memory of transformers and of a GGUF file's header that remains after a load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNUSED = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "trito
 
 
 def run(code: str) -> str:
-    """What a process of its own prints last."""
+    """Run the code in a separate process; return its last output line."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
@@ -122,7 +122,7 @@ def test_of_a_vocabulary_only_the_size_is_read(tiny: Callable[..., LoadedModel],
 
 
 def test_a_build_for_a_gpu_has_transformers_import_what_it_wants() -> None:
-    """One whose transformers used the compiler beyond its decorators did not start: half of it had been imported."""
+    """A transformers version that used the compiler beyond its decorators did not start, half imported."""
     code = """
 import torch
 torch.version.cuda = "13.0"

@@ -1,4 +1,4 @@
-"""Sources: GGUF, safetensors folders, dummy weights; what a user gets wrong."""
+"""Sources: GGUF, safetensors folders, dummy weights; mistakes of users."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_config_file_alone_is_a_dummy_source(write_config: Callable[..., Path], 
 
 @pytest.fixture
 def saved(tiny: Callable[..., LoadedModel], tmp_path: Path) -> tuple[LoadedModel, Path]:
-    """A tiny model and the folder with its safetensors."""
+    """Return a tiny model and the folder with its safetensors."""
     model = tiny("llama")
     folder = tmp_path / "saved"
     model.module.save_pretrained(folder)
@@ -97,7 +97,7 @@ def test_without_a_dtype_in_the_configuration_that_of_the_weights_is_taken(
     del values["dtype"]
     (folder / "config.json").write_text(json.dumps(values))
     weights = {name: tensor.to(kind) for name, tensor in load_file(folder / "model.safetensors").items()}
-    weights["model.norm.weight"] = weights["model.norm.weight"].float()  # a few are often kept as float32
+    weights["model.norm.weight"] = weights["model.norm.weight"].float()  # often stored as float32
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     source = find_source(folder, "auto")
     config = read_config(source)
@@ -248,7 +248,7 @@ def test_settings_are_refused_by_name(
 
 
 class WrongAttention:
-    """The reference, but for what it stores: every key is a little too large."""
+    """The reference with a wrong write: every stored key is slightly too large."""
 
     def __init__(self) -> None:
         self._right = ReferenceAttention()
@@ -263,12 +263,12 @@ class WrongAttention:
 def test_kernels_are_tried_before_anything_is_served(
     write_config: Callable[..., Path], cpu: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The worker does not start with a kernel that is wrong here, and says which one, and what to do."""
+    """With a wrong kernel the worker does not start, and its error names the kernel and the remedy."""
     monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(load_module, "choose_attention", lambda *_: WrongAttention())
     with pytest.raises(WorkerError, match=r"the write kernel is wrong for 4 query heads.*attention = 'reference'"):
         load(write_config("llama"), cpu, load_format="dummy")
-    assert not (tmp_path / "selftest").exists(), "what has failed is remembered"
+    assert not (tmp_path / "selftest").exists(), "a failure was remembered"
 
 
 def test_the_attention_that_is_asked_for_is_used_or_refused_by_name(

@@ -1,4 +1,4 @@
-"""What several ranks say is what one process says, whatever the plan; and no rank holds more than its part."""
+"""Several ranks answer as one process does, whatever the plan, and no rank holds more than its part."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ BASE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-# Each for a style of its plan, or what is special of it.
+# One model for each style of plan or special case.
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True, "mlp_bias": True},  # columns, rows, gathered head; biases of sums are added once
-    "qwen2": {"num_key_value_heads": 1},  # fewer K and V heads than ranks: both hold the one
-    "qwen3": {"tie_word_embeddings": True, "head_dim": 16},  # a head that is rows of the embedding, norms of heads
+    "llama": {"attention_bias": True, "mlp_bias": True},  # columns, rows, gathered head; biases of sums added once
+    "qwen2": {"num_key_value_heads": 1},  # fewer K and V heads than ranks: both ranks hold the same head
+    "qwen3": {"tie_word_embeddings": True, "head_dim": 16},  # a tied head, norms of heads
     "phi3": {},  # gathered outputs, split inputs
     "mixtral": {"num_local_experts": 4},  # experts, stored one by one under other names
     "qwen3_moe": {"head_dim": 16, **EXPERTS},
     "gemma2": {"head_dim": 16},
     "olmo2": {},  # norms over all heads
-    "odd": {"vocab_size": 255},  # a head that two cannot divide
+    "odd": {"vocab_size": 255},  # a head that two ranks cannot divide
 }
 FUSED = ("llama", "qwen2", "qwen3", "odd")
 NO_INT8 = quantising_problem(open_device("cpu"), torch.float32, "int8")
-ON_GPUS = ("llama", "qwen2", "phi3", "mixtral", "odd")  # what a GPU does otherwise than a CPU: each way to exchange
+ON_GPUS = ("llama", "qwen2", "phi3", "mixtral", "odd")  # where GPUs differ from CPUs: each way to exchange
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of each kind a model with weights."""
+    """Return a model with weights for each kind."""
     made = {}
     for kind, fields in MODELS.items():
         model_type = "llama" if kind == "odd" else kind
@@ -65,7 +65,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def of_two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By kind, what each of two ranks says. One pair of processes loads them all: starting them takes the longest."""
+    """Return by kind the answers of two ranks. One pair of processes loads all models, because its start is slow."""
     models = {kind: (folder, "float32", "dtype") for kind, folder in folders.items()}
     models |= {name: (folder, "float32", "dtype") for name, folder in hopeless(folders, tmp_path_factory).items()}
     models |= {"bfloat16": (folders["qwen3"], "bfloat16", "dtype")}
@@ -76,7 +76,7 @@ def of_two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def hopeless(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models that two ranks cannot load."""
+    """Return models that two ranks cannot load."""
     fields = {**BASE, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
     odd_heads = tmp_path_factory.mktemp("odd_heads")
     config = transformers.AutoConfig.for_model("llama", **fields)
@@ -121,7 +121,7 @@ def of_two_gpus(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
 def test_two_gpus_say_what_one_says(
     kind: str, folders: dict[str, Path], of_two_gpus: dict[str, list[dict[str, Any]]]
 ) -> None:
-    """The fused through each other's memory, those that transformers runs by the library."""
+    """Fused layers exchange through each other's memory, transformers' layers by the library."""
     alone, (first, second) = say(folders[kind], "float32", "dtype", device=open_device("cuda")), of_two_gpus[kind]
     assert "error" not in first, first
     assert first["said"] == second["said"], "both draw the same tokens, with the same bits"
@@ -142,7 +142,7 @@ def test_a_rank_holds_its_part_alone(
         each.numel() for name, each in load(folders[kind]).named_parameters() if "norm" in name or "embed" in name
     )
     for rank in of_two[kind]:
-        if not rank["fused"]:  # packed weights are none of the module's
+        if not rank["fused"]:  # packed weights are not in the module
             assert rank["numbers"] <= shared + (whole - shared) // 2 + 4 * BASE["hidden_size"] * 4
     expected = MODELS[kind].get("num_key_value_heads", 2) // 2
     assert {rank["kv_heads"] for rank in of_two[kind]} == {expected}
@@ -182,7 +182,7 @@ def test_what_cannot_be_split_is_named(kind: str, why: str, of_two: dict[str, li
 def test_a_real_model_of_three_ranks(smollm2_path: Path, tmp_path: Path) -> None:
     """SmolLM2-135M has 9 heads and 3 of K and V, its head is its embedding."""
     folder = tmp_path / "safetensors"
-    plain = open_device("cpu", kernels=False)  # nothing is packed
+    plain = open_device("cpu", kernels=False)  # without packing
     module = load_model(smollm2_path, dtype="float32", device=plain, block_size=16).module
     kept = {name: each.bfloat16() for name, each in module.state_dict().items() if name != "lm_head.weight"}
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""What takes the place of a transformers model's parts computes what they did, and the trial finds what does not."""
+"""Replacements for a transformers model's modules compute the same, and the trial finds those that do not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FUSED = ("llama", "llama MQA", "llama yarn", "qwen2", "qwen2 windows", "qwen3", 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in FUSED])
 def test_every_architecture_is_steady(name: str, tiny: Callable[..., LoadedModel]) -> None:
-    """Those that transformers runs."""
+    """All architectures that transformers runs."""
     model_type, fields = ARCHITECTURES[name]
     model = tiny(model_type, **fields)
     assert model.fused is None
@@ -47,7 +47,7 @@ def test_fast_is_what_transformers_has(write_config: Callable[..., Path]) -> Non
 
 
 def test_a_row_that_depends_on_others_is_found_and_nothing_promised(tiny: Callable[..., LoadedModel]) -> None:
-    """Where there are 17 tokens, one number of one of them is a little larger."""
+    """With 17 tokens, one number of one token is slightly larger."""
     model = tiny("phi3")
     operations = choose_operations(model.device, model.dtype)
     assert made_steady(model, operations) == ""
@@ -78,7 +78,7 @@ def test_a_model_that_cannot_be_tried_is_promised_nothing(
 
 
 def test_layers_of_one_kind_are_tried_once(tiny: Callable[..., LoadedModel]) -> None:
-    """And come back in their order."""
+    """The results keep the layers' order."""
     model = tiny("olmo2", num_hidden_layers=4)
     before = list(model.module.model.layers)
     ran = []
@@ -114,8 +114,7 @@ def test_experts_give_what_transformers_do(dtype: torch.dtype) -> None:
 def test_experts_are_separate_where_nothing_else_is_steady(
     dtype: torch.dtype, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU where torch has no kernel for all of them. transformers 5.17 has modules without the last
-    of the fields that are looked at."""
+    """As on a GPU without a grouped torch kernel. Modules of transformers 5.17 lack the last field that is read."""
     config = MixtralConfig(hidden_size=64, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2)
     config._experts_implementation = "grouped_mm"
     part = MixtralExperts(config).to(dtype)
@@ -123,7 +122,7 @@ def test_experts_are_separate_where_nothing_else_is_steady(
     module = torch.nn.Sequential(part)
     gpu: Any = SimpleNamespace(computes_on_cores=False, architecture=(architecture, 1))
     make_rows_steady(module, PlainOperations(), gpu)
-    part.has_post_expert_norm = False  # this transformers' own asks for it
+    part.has_post_expert_norm = False  # the installed transformers reads it
     weights, chosen = torch.full((3, 2), 0.5).to(dtype), torch.tensor([[0, 1], [1, 2], [3, 0]])
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     ran = []
@@ -154,13 +153,13 @@ def test_an_embedding_of_any_class_reads_a_packed_table() -> None:
 
 
 def test_no_weight_is_held_twice(tiny: Callable[..., LoadedModel]) -> None:
-    """Of a tied head, of a head that is not, and of experts; all are counted."""
+    """With a tied head, an untied head, and experts; all weights are counted."""
     for name, tied in (("gemma2", True), ("phi3", False), ("mixtral", False)):
         model_type, fields = ARCHITECTURES[name]
         model = tiny(model_type, **{**fields, "tie_word_embeddings": tied, "vocab_size": 512})
         plain = tiny(model_type, kernels=False, **{**fields, "tie_word_embeddings": tied, "vocab_size": 512})
         numbers = sum(each.numel() for each in plain.module.parameters())
         assert 4 * numbers <= weight_bytes(plain) < 4.2 * numbers
-        assert weight_bytes(model) <= 1.25 * weight_bytes(plain), name  # blocks are filled up, in a tiny model
+        assert weight_bytes(model) <= 1.25 * weight_bytes(plain), name  # padding of blocks matters in a tiny model
         linears = [part for part in model.module.modules() if isinstance(part, (PackedLinear, SteadyLinear))]
         assert len(linears) > 4

@@ -1,4 +1,4 @@
-"""The comparison at load: what is nearer to float32 than transformers is accepted, what is wrong is not."""
+"""The comparison at load accepts results nearer to float32 than transformers', and refuses wrong ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEQUENCES = [np.random.default_rng(0).integers(0, TINY["vocab_size"], 7)]
 
 
 def like_qwen(folder: Path, dtype: torch.dtype) -> Path:
-    """A tiny Qwen2 whose scores are large and differ little, through biases of Q and K in their slowest dimension."""
+    """Return a tiny Qwen2 with large, similar scores, through biases of Q and K in their slowest dimension."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model("qwen2", **TINY)
     module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -61,7 +61,7 @@ def test_a_model_that_16_bits_round_hard_is_served(
 
 
 def test_weights_that_are_widened_for_a_moment_give_float32(tmp_path: Path, cpu: Device) -> None:
-    """Exactly what the same weights give that are float32 from the start; then all is as it was."""
+    """The logits equal those of weights loaded as float32; afterwards the model is unchanged."""
     folder = like_qwen(tmp_path, torch.bfloat16)
     narrow = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="eager"
@@ -80,7 +80,7 @@ def test_weights_that_are_widened_for_a_moment_give_float32(tmp_path: Path, cpu:
 def test_a_wrong_answer_in_16_bits_is_refused(
     kind: str, tmp_path: Path, cpu: Device, tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of the model with which transformers itself is far from float32: the distance is not a free pass."""
+    """Also for the model where transformers itself is far from float32: that distance excuses no error."""
     forward = LoadedModel.forward
 
     def wrong(self: LoadedModel, token_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -97,10 +97,10 @@ def test_a_wrong_answer_in_16_bits_is_refused(
 @pytest.mark.parametrize(
     ("ours", "theirs", "right", "accepted"),
     [
-        (0.44, 0.43, True, True),  # seen: random weights of Mixtral's, whose router rounding decides
+        (0.44, 0.43, True, True),  # observed with random Mixtral weights, where rounding decides the routing
         (0.44, 0.43, False, False),
         (0.44, 0.21, True, False),  # not alike
-        (0.51, 0.50, True, False),  # so far, nothing is proved
+        (0.51, 0.50, True, False),  # at this distance the comparison proves nothing
         (float("nan"), 0.43, True, False),
         (0.44, float("nan"), True, False),
     ],
@@ -129,7 +129,7 @@ def test_where_chance_decides_which_is_nearer_float32_has_to_agree(
 
 
 def test_numbers_that_a_dtype_cannot_hold_are_said(tmp_path: Path, cpu: Device) -> None:
-    """Every weight is finite, what is computed with them is not."""
+    """Every weight is finite, but the computed numbers are not."""
     torch.manual_seed(0)
     module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **TINY))
     module.lm_head.weight.data *= 60_000 / module.lm_head.weight.abs().max()

@@ -1,5 +1,6 @@
-"""A served model is the model that was asked for: every class of tensor in turn is dropped, renamed, given another
-shape, or broken, and each time the load is refused by that tensor's name. One load that goes through is the fault.
+"""Loads with wrong tensors are refused: each class of tensor in turn is dropped, renamed, reshaped, or broken.
+
+Each refusal must name the tensor; a load that succeeds is a fault.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ METADATA: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """modules(name) -> one of MODELS with random weights that nothing has packed, made once."""
+    """modules(name) -> one of MODELS with random unpacked weights, built once."""
     from tests.worker.conftest import TINY
 
     made: dict[str, LoadedModel] = {}
@@ -64,7 +65,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 
 
 def fill(path: Path, device: Device) -> Any:
-    """The load as far as the weights: what comes after it has tests of its own."""
+    """Run the load up to the weights; the later parts have their own tests."""
     source = find_source(path, "auto")
     return build(source, read_config(source), torch.float32, device, lambda _phase, _done: None, 0)
 
@@ -76,13 +77,13 @@ def refusal(path: Path, device: Device) -> str:
 
 
 def classes(names: Any) -> list[str]:
-    """One name of each class of tensors: those of the last layer and the last expert, and those of no layer."""
+    """Return one name of each class of tensors: in the last layer and expert, and outside the layers."""
     numbered = {name for name in names if ".0." in name}
     return sorted(name for name in names if name not in numbered and ".experts.1." not in name)
 
 
 def changed(weights: Weights, name: str, how: str) -> tuple[Weights, str]:
-    """The weights with one of them changed, and the name that has to be said."""
+    """Return the weights with one tensor changed, and the name that the error must contain."""
     tensor = weights[name]
     others = {key: value for key, value in weights.items() if key != name}
     match how:
@@ -137,7 +138,7 @@ def test_no_tensor_of_a_gguf_file_may_be_changed(
     assert len(classes(names)) >= 12
     for name in classes(names):
         if how == "dropped" and name == "output.weight":
-            continue  # the format's way to say that the embedding is also the head
+            continue  # in this format a missing head means a tied head
         word = ""
 
         def change(tensors: Tensors, name: str = name) -> None:
@@ -184,7 +185,7 @@ def test_a_wrong_shape_in_the_configuration_names_the_tensor(
 
 
 def test_experts_are_not_moved_up(modules: Callable[[str], Any], tmp_path: Path, cpu: Device) -> None:
-    """transformers joins what it finds in order: with number 1 called 3, expert 2 would answer for 1."""
+    """transformers joins the experts in order: with number 1 named 3, expert 2 would replace expert 1."""
     modules("qwen3_moe").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     moved = {name.replace(".experts.1.", ".experts.3."): tensor for name, tensor in load_file(path).items()}
@@ -250,7 +251,7 @@ def test_what_a_gguf_file_lacks_is_refused_before_a_tensor_is_read(
 def test_what_the_model_declares_ignorable_is_ignored(
     modules: Callable[[str], Any], tmp_path: Path, cpu: Device
 ) -> None:
-    """Old checkpoints carry the frequencies of the rotary embedding, of each layer."""
+    """Old checkpoints contain the rotary frequencies of each layer."""
     modules("llama").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
@@ -262,7 +263,7 @@ def test_what_the_model_declares_ignorable_is_ignored(
 def test_one_tensor_for_embedding_and_head(
     tied: bool, modules: Callable[[str], Any], tmp_path: Path, cpu: Device
 ) -> None:
-    """Without a head of its own, a model has one only where its configuration says whose it is."""
+    """A checkpoint without a head is accepted only if the configuration ties the head to the embedding."""
     modules("llama").save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": tied}))
@@ -302,7 +303,7 @@ def test_every_bit_of_what_was_loaded_is_in_the_fingerprint(modules: Callable[[s
 
 
 def test_a_device_sums_as_a_cpu_does() -> None:
-    """Also a last piece that is not full, a word that is not, and nothing at all."""
+    """Also with a partial last piece, a partial word, and no data."""
     for octets in (0, 1, 7, 4 * PIECE_WORDS, 4 * PIECE_WORDS * 300 + 10):
         tensor = torch.randint(0, 256, (octets,), dtype=torch.uint8, generator=torch.Generator().manual_seed(octets))
         words = np.zeros(-(-octets // (4 * PIECE_WORDS)) * PIECE_WORDS, "<u4")

@@ -23,7 +23,7 @@ def i4(values: Any) -> Any:
 
 
 def kept(scores: Any, sampling: Sampling) -> Any:
-    """The reference: which tokens the filters leave, one row at a time, by sorting. scores: [vocab] tempered."""
+    """Return the tokens that the filters keep, one row at a time, by sorting. scores: [vocab] tempered."""
     order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
     if sampling.top_k:
         order = order[: sampling.top_k]
@@ -64,7 +64,7 @@ def expected_token(
 
 
 def random_sampling(rng: np.random.Generator) -> Sampling:
-    """Each field on or off by chance."""
+    """Return sampling parameters with each field set or not at random."""
 
     def maybe(value: Any, off: Any) -> Any:
         return value if rng.random() < 0.5 else off
@@ -127,7 +127,7 @@ def test_a_nucleus_found_among_the_likeliest_is_that_of_the_whole_vocabulary(
     top_k, top_p = torch.zeros(40, dtype=torch.int64), torch.linspace(0.01, 0.999, 40).double()
     kept = most_likely_mask(scores, top_k, top_p, 5000)
     alone = [most_likely_mask(scores[row : row + 1], top_k[:1], top_p[row : row + 1], 5000) for row in range(40)]
-    monkeypatch.setattr("worker.sampling.filters.NARROW", 5000)  # all are put in order
+    monkeypatch.setattr("worker.sampling.filters.NARROW", 5000)  # sort all tokens
     assert torch.equal(kept, most_likely_mask(scores, top_k, top_p, 5000))
     assert torch.equal(torch.cat(alone), kept)
     assert (kept[:1].sum() < 1024) and (spread > 1.0 or kept[-1:].sum() > 1024)
@@ -139,7 +139,7 @@ def test_a_row_is_the_same_bit_for_bit_alone_and_in_any_batch(cpu: Device) -> No
     samplings = [random_sampling(rng) for _ in range(rows)]
     logits = torch.from_numpy(rng.normal(0, 3, (rows, vocab)).astype(np.float32)).round(decimals=1)  # with many ties
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)  # where floating-point sums of one long row are split and those of many rows are not
+    torch.set_num_threads(2)  # floating-point sums of one long row are split, those of many rows are not
     try:
         together, alone = SamplingState(rows, vocab, cpu), SamplingState(rows, vocab, cpu)
         for state in (together, alone):
@@ -193,7 +193,7 @@ def masked(scores: list[float], top_k: int = 0, top_p: float = 1.0) -> list[int]
 
 
 def test_each_row_keeps_its_own_number_of_tokens_beside_any_other() -> None:
-    """top_k of 1 above all: whoever asks for it is greedy, whatever else is in the batch."""
+    """Above all top_k = 1, which is greedy whatever else is in the batch."""
     top_k = torch.arange(VOCAB + 1)
     scores = torch.randn((VOCAB + 1, VOCAB), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     mask = most_likely_mask(scores, top_k, torch.ones(VOCAB + 1, dtype=torch.float64), VOCAB)
@@ -202,7 +202,7 @@ def test_each_row_keeps_its_own_number_of_tokens_beside_any_other() -> None:
 
 
 def test_edges_of_the_filters() -> None:
-    assert masked([1.0, 5.0, 5.0, 5.0, 0.0], top_k=2) == [1, 2]  # of equal ones the lowest ids
+    assert masked([1.0, 5.0, 5.0, 5.0, 0.0], top_k=2) == [1, 2]  # the lowest ids among equals
     assert masked([1.0, 5.0, 2.0], top_p=1e-9) == [1]
     assert masked([1.0, 1.0, 1.0, 1.0], top_p=0.5) == [0, 1]
     assert masked([1.0, 1.0, 1.0, 1.0], top_p=0.51) == [0, 1, 2]

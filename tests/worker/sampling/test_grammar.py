@@ -1,4 +1,4 @@
-"""A slot's matcher and its masks: what may follow, where an answer may end, and the same after any of its tokens."""
+"""A slot's matcher and its masks: allowed tokens, possible ends, and the same state after any of its tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_only_what_continues_is_allowed_and_the_end_where_it_may_be(grammars: Gr
         row.accept(ID_OF[digit])
     assert allowed(grammars, 3) == [[EOS]]
     row.accept(EOS)
-    row.accept(EOS)  # of a step that was on its way
+    row.accept(EOS)  # from a step in flight
     assert allowed(grammars, 3) == [[EOS]]
 
 

@@ -1,4 +1,4 @@
-"""The CPU's kernel that chooses tokens: those of plain torch, row by row, greedy and drawn."""
+"""The CPU's sampling kernel chooses the tokens of plain torch, row by row, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_of_equal_logits_the_first_is_the_likeliest(cpu: Device) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_row_has_the_same_bits_beside_others_that_are_filtered(temperature: float, cpu: Device) -> None:
-    """By way of the runner's rule: rows that `sample_simple` can do are never done by `sample`."""
+    """By the runner's rule that `sample` never handles rows that `sample_simple` can."""
     state = state_of(cpu, 3, 400)
     for slot, more in enumerate(({}, {"top_p": 0.5}, {"logprobs": 2})):
         sampling = Sampling(temperature=temperature, **more)

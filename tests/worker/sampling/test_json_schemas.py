@@ -1,4 +1,4 @@
-"""Hundreds of real schemas: whatever is drawn under one of them is valid, or the schema was refused by a keyword."""
+"""Hundreds of real schemas: every sampled answer is valid, or the schema was refused with a keyword."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SCHEMAS = Path(__file__).parents[2] / "data" / "json_schemas" / "schemas.jsonl.x
 EOS, BYTES = 0, 1  # token BYTES + n is byte n
 VOCAB = BYTES + 256
 FREE_STEPS, STEPS_MAX = 120, 800
-# Once an answer is to come to its end: the first of these that may follow, outside strings and inside.
+# To end an answer: the first allowed token of these, outside strings and inside.
 CLOSING, QUOTE = b'}],:ntf0123456789"', b'"'
 ENFORCED_MIN, UNFINISHED_MAX = 300, 5
-WHOLE = ("Invalid type", "Unsatisfiable schema", "min/maxProperties")  # what is no single keyword's fault
+WHOLE = ("Invalid type", "Unsatisfiable schema", "min/maxProperties")  # refusals without a single keyword
 
 
 class Real(NamedTuple):
@@ -48,7 +48,7 @@ def real_schemas() -> list[Real]:
 
 @cache
 def sorted_out() -> tuple[list[Real], list[tuple[Real, str]]]:
-    """Those that can be enforced, and why each of the others cannot."""
+    """Return the enforceable schemas, and the reason against each of the others."""
     enforced, refused = [], []
     for real in real_schemas():
         try:
@@ -62,7 +62,7 @@ def sorted_out() -> tuple[list[Real], list[tuple[Real, str]]]:
 
 @cache
 def byte_tokens() -> GrammarTokens:
-    """A token for each byte, and the end."""
+    """Return a token for each byte, and the end token."""
     letters = pre_tokenizers.ByteLevel.alphabet()
     of_byte = {byte: letter for letter in letters for byte in _byte_of(letter)}
     vocabulary = {"<end>": EOS, **{of_byte[byte]: BYTES + byte for byte in range(256)}}
@@ -74,7 +74,7 @@ def byte_tokens() -> GrammarTokens:
 
 
 def _byte_of(letter: str) -> bytes:
-    """GPT-2's alphabet: what can be printed stands for itself, the rest was put behind the first 256."""
+    """Decode GPT-2's alphabet: printable characters stand for themselves, the others follow the first 256."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     place = ord(letter)
@@ -82,7 +82,7 @@ def _byte_of(letter: str) -> bytes:
 
 
 def drawn(enforced: list[Real], seed: int) -> list[bytes | None]:
-    """For each schema what was drawn under it, by its masks alone; None where it did not come to an end."""
+    """Return for each schema an answer sampled by its masks alone; None if the answer did not end."""
     grammars, rng = Grammars(len(enforced), VOCAB, byte_tokens), np.random.default_rng(seed)
     for slot, real in enumerate(enforced):
         grammars.begin(slot, real.grammar, NO_INT32)
@@ -145,4 +145,4 @@ def test_all_others_are_refused_by_a_keyword_that_they_hold() -> None:
             keywords = problem.partition(": ")[0].split(", ")
             assert all(f'"{keyword}' in json.dumps(real.schema) for keyword in keywords), (real.name, problem)
     unknown = [problem for _, problem in refused if problem.startswith(WHOLE)]
-    assert len(unknown) <= len(refused) // 20, "nearly always it is a keyword's fault, and the keyword is told"
+    assert len(unknown) <= len(refused) // 20, "too many refusals without the name of a keyword"

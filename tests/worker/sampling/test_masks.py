@@ -49,7 +49,7 @@ def state_of(device: Device, vocab: int, **more: Any) -> SamplingState:
 
 
 def masks_of(vocab: int, seed: int, share: float) -> npt.NDArray[np.int32]:
-    """Random masks, each with at least one token, and with bits behind the vocabulary that are nobody's."""
+    """Random masks, each with at least one token, and with unused bits behind the vocabulary."""
     rng = np.random.default_rng(seed)
     bits = rng.random((ROWS, -(-vocab // 32) * 32)) < share
     bits[np.arange(ROWS), rng.integers(0, vocab, ROWS)] = True
@@ -102,7 +102,7 @@ def test_a_mask_of_everything_changes_nothing(vocab: int, device: Device, by_tri
 
 
 def test_rows_of_wider_masks_and_ties(device: Device, by_triton: bool) -> None:
-    """The lowest id wins a tie, of those that are allowed; rows of masks may lie apart."""
+    """The lowest allowed id wins a tie; rows of masks need not be contiguous."""
     vocab = 5000
     logits = torch.zeros((ROWS, vocab), device=device.torch_device)
     wide = torch.zeros((ROWS, 200), dtype=torch.int32, device=device.torch_device)
@@ -154,7 +154,7 @@ def test_filters_and_penalties_choose_among_what_is_allowed(more: dict[str, Any]
 
 
 def test_a_filter_counts_what_is_allowed_alone(cpu: Device) -> None:
-    """top_k = 1 of the allowed ones is the greedy choice among them, however unlikely they are."""
+    """top_k = 1 is the greedy choice among the allowed tokens, however unlikely these are."""
     logits = torch.arange(97.0).repeat(ROWS, 1)
     masks = torch.zeros((ROWS, 4), dtype=torch.int32)
     masks[:, 0] = 0b1110

@@ -1,4 +1,4 @@
-"""A request that names nothing is sampled as the model's own files say."""
+"""A request without sampling parameters uses the defaults of the model's files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_a_gguf_file_says(tmp_path: Path) -> None:
         for name, value in values.items():
             add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
             add(f"general.sampling.{name}", value)
-        writer.add_tensor("token_embd.weight", np.zeros((1, 1), np.float32))  # without any it is no model
+        writer.add_tensor("token_embd.weight", np.zeros((1, 1), np.float32))  # a model needs a tensor
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -129,7 +129,7 @@ def test_distribution(temperature: float, cpu: Device) -> None:
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-310, 7e-46])
 def test_a_temperature_below_the_smallest_float32_is_greedy(temperature: float, cpu: Device) -> None:
-    """Divided by the smaller two, the first three logits would all be infinite."""
+    """Division by the two smaller temperatures would make the first three logits infinite."""
     slots = np.arange(2)
     state = SamplingState(2, 4, cpu)
     begin(state, *(start(slot, temperature, seed=slot) for slot in range(2)))
@@ -140,7 +140,7 @@ def test_a_temperature_below_the_smallest_float32_is_greedy(temperature: float, 
 
 
 def test_a_temperature_is_what_float32_makes_of_it(cpu: Device) -> None:
-    """Shown by draws of two tokens that float64's 0.7 would decide otherwise: a window of 2e-8 of the logit."""
+    """Draws of two tokens that float64's 0.7 would decide differently show it: a window of 2e-8 of the logit."""
     exact, rounded = 0.7, float(np.float32(0.7))
     seeds, logits, expected = [], [], []
     for seed in range(400):

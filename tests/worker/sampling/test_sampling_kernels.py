@@ -1,4 +1,4 @@
-"""The kernels that choose tokens against plain torch; compiled for every GPU that is not here."""
+"""The sampling kernels against plain torch, and compiled for every supported GPU."""
 
 from __future__ import annotations
 

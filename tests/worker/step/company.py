@@ -1,6 +1,7 @@
-"""Requests in random company: with whatever else runs, cut into chunks, thrown out and computed again, behind what
-another one computed, forked from another one, and on a worker that dies. What each says must be, bit by bit, what it
-says alone.
+"""Requests in random batches must give the same bits as alone.
+
+They run beside others, in chunks, after preemption and recomputation, behind cached prefixes, as forks, and on a worker
+that crashes.
 
     python -m tests.worker.step.company --requests 10000 [--seed 0] [--dtype bfloat16] [--kv-dtype auto]
         [--model-type llama] [--window 0] [--block-size 16]
@@ -28,7 +29,7 @@ from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
 from worker.step.runner import Runner
 
-# Wide enough for every kind of product and attention: parts of rows, tiles of our kernels and torch's own.
+# Wide enough for every kind of product and attention: parts of rows, tiles of our kernels and torch's products.
 SHAPE = {
     "model_type": "llama",
     "vocab_size": 4000,
@@ -46,7 +47,7 @@ SHAPE = {
 }
 MIXED = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 104}
-# Of a kind of model, beside the above.
+# Additional settings by model type.
 FIELDS: dict[str, dict[str, object]] = {
     "mistral": {"sliding_window": 48},
     "gemma3_text": MIXED | {"num_hidden_layers": 2},
@@ -59,8 +60,8 @@ Said = list[tuple[int, int]]  # each token, and the bits of its log-probability
 
 @dataclass(eq=False)
 class Request:
-    """said: so far, the first `inherited` of them by another one. computed: tokens whose KV is there. blocks: of its
-    table. story: of each of its steps, for whoever looks for a difference."""
+    """said: generated tokens, the first `inherited` by the parent of a fork. computed: tokens with KV in the pool.
+    blocks: its block table. story: a log of its steps, to analyse a difference."""
 
     number: int
     prompt: list[int]
@@ -76,16 +77,16 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """All that is known of it."""
+        """Return all tokens of prompt and answer."""
         return self.prompt + [token for token, _ in self.said]
 
     def marked(self, mark: int) -> list[int]:
-        """The same as a worker is told them."""
+        """Return the tokens as the coordinator sends them to a worker."""
         return self.prompt + [token + mark for token, _ in self.said]
 
     @property
     def start(self) -> RowStart:
-        """What a worker is told when it takes its slot."""
+        """Return the start message for its slot."""
         return RowStart(
             slot=self.slot,
             request_id=self.number,
@@ -96,7 +97,7 @@ class Request:
 
 
 def draw(random: Random, number: int, prefixes: Sequence[list[int]], longest: int, vocabulary: int) -> Request:
-    """A request, every other one behind one of the prefixes."""
+    """Draw a request, every other one behind one of the prefixes."""
     prompt = list(random.choice(prefixes)) if random.random() < 0.5 else []
     prompt += [random.randrange(vocabulary) for _ in range(1 + int(random.random() ** 3 * longest))]
     temperature = random.choice((0.0, 0.0, 0.7, 1.3))
@@ -104,7 +105,7 @@ def draw(random: Random, number: int, prefixes: Sequence[list[int]], longest: in
 
 
 class Company:
-    """One runner. `play` lets requests run beside each other."""
+    """A runner in which `play` runs requests in random batches."""
 
     def __init__(self, model: LoadedModel, random: Random, rows_max: int, tokens_max: int, graph_rows_max: int) -> None:
         self._random, self.rows_max, self.tokens_max = random, rows_max, tokens_max
@@ -116,7 +117,7 @@ class Company:
         self._start()
 
     def _start(self) -> None:
-        """A worker's life: nothing is in its pool, which is worse than nothing."""
+        """Start a worker process with a pool full of NaN."""
         for tensor in self.pool.tensors():
             if tensor.is_floating_point() and tensor.element_size() > 1:
                 tensor.fill_(float("nan"))
@@ -126,7 +127,7 @@ class Company:
         self._slots = list(range(self.rows_max))
         self._holders = [0] * self.pool.blocks
         self._begins: list[Request] = []
-        self._owed: list[int] = []  # copies of blocks
+        self._owed: list[int] = []  # pending copies of blocks
         self.runner = Runner(
             self._model,
             self.pool,
@@ -137,10 +138,10 @@ class Company:
         )
 
     def play(self, requests: list[Request], forks: int = 0, deaths: int = 0) -> list[Request]:
-        """Runs them all to their end, in random company, order and pieces; and so many forks of them, which are
-        returned. deaths: of the worker."""
+        """Run all requests to their end in random batches, order and chunks; return the forks. deaths: worker
+        crashes."""
         waiting, running, forked = list(requests), [], list[Request]()
-        dues = [len(requests) * (death + 1) // (deaths + 1) for death in range(deaths)]  # of how many that have ended
+        dues = [len(requests) * (death + 1) // (deaths + 1) for death in range(deaths)]  # finished at each
         ended = 0
         while waiting or running:
             while waiting and self._slots and self._random.random() < 0.5 and self._room(waiting[-1]):
@@ -171,7 +172,7 @@ class Company:
         return len(self._free) >= -(-(len(request.prompt) + request.wanted) // self._block_size)
 
     def _die(self, running: list[Request]) -> None:
-        """The worker, and all KV with it."""
+        """Crash the worker, which loses all KV."""
         self.runner.close()
         self._start()
         for request in running:
@@ -179,7 +180,7 @@ class Company:
         self.deaths += 1
 
     def _fork(self, running: list[Request], number: int) -> Request | None:
-        """Of one that has said something: over the same blocks, with draws of its own from here on."""
+        """Fork a request with generated tokens: the same blocks, but its own random draws from here on."""
         here = [one for one in running if one.said and one.computed >= len(one.prompt) and one not in self._begins]
         parents = [one for one in here if len(one.said) < one.wanted]
         if not parents or not self._slots:
@@ -189,13 +190,13 @@ class Company:
         fork.inherited = len(fork.said)
         if not self._room(fork):
             return None
-        # The last token is computed once more: from there on it goes its own way.
+        # The last token is recomputed: the fork diverges from there.
         self._take(fork, parent, min(parent.computed, len(fork.tokens) - 1))
         self.forks += 1
         return fork
 
     def _begin(self, request: Request, beside: list[Request]) -> None:
-        """Takes a slot and blocks, the first ones from another prompt where that has computed them."""
+        """Allocate a slot and blocks; reuse the blocks of a computed common prefix."""
         donors = [(self._common(request, other), other) for other in beside if other is not request]
         best, donor = max(donors, default=(0, request), key=lambda each: each[0])
         if best and self._random.random() < 0.7:
@@ -207,9 +208,9 @@ class Company:
             self._take(request, request, 0)
 
     def _take(self, request: Request, donor: Request, tokens: int) -> None:
-        """A slot, the donor's blocks for the first `tokens` tokens, copied where one of them is not whole, and others
-        for the rest."""
-        if self._owed:  # one copy a step: two might be of each other
+        """Allocate a slot, share the donor's blocks for the first `tokens` tokens (copying a partial block), and add
+        new blocks."""
+        if self._owed:  # one copy a step: two copies might depend on each other
             tokens = tokens // self._block_size * self._block_size
         request.slot, request.computed = self._slots.pop(), tokens
         whole, rest = divmod(tokens, self._block_size)
@@ -227,8 +228,8 @@ class Company:
         self._begins.append(request)
 
     def _common(self, request: Request, other: Request) -> int:
-        """Tokens of both prompts that are the same and computed, with one token at least left to compute. Of those that
-        another one was only given, nothing: it may be owed a copy itself."""
+        """Return the length of the computed common prefix, with at least one token left to compute. Blocks that the
+        other request only received do not count, because their copy may be pending."""
         if other in self._begins:
             return 0
         most = min(len(request.prompt) - 1, len(other.prompt), other.computed)
@@ -244,7 +245,7 @@ class Company:
         self._begins = [one for one in self._begins if one is not request]
 
     def _step(self, running: list[Request]) -> None:
-        """Some of them, in any order: what is left of a prompt or of what is computed again in pieces."""
+        """Run a step of random requests in random order, with prompts and recomputation in chunks."""
         random, room = self._random, self.tokens_max
         chosen = random.sample(running, random.randint(1, len(running))) if random.random() < 0.5 else list(running)
         rows: list[tuple[Request, int]] = []
@@ -289,9 +290,9 @@ class Company:
             by_slot[slot].said.append((token, logprob))
 
     def told(self) -> str:
-        """What happened, for people."""
+        """Return a readable summary."""
         return (
-            f"{self._steps} steps, {self.evictions} thrown out and computed again, {self.hits} behind what another one "
+            f"{self._steps} steps, {self.evictions} preempted and recomputed, {self.hits} behind what another one "
             f"computed, {self.copies} copies of a part of a block, {self.forks} forks, {self.deaths} deaths"
         )
 
@@ -301,13 +302,13 @@ class Company:
 
 
 class Alone(Company):
-    """A runner in which each request runs by itself: its prompt at once, then token by token."""
+    """A runner in which each request runs alone: its prompt at once, then token by token."""
 
     def __init__(self, model: LoadedModel, graph_rows_max: int = 0) -> None:
         super().__init__(model, Random(0), 4, model.info.context_tokens_max, graph_rows_max)
 
     def say(self, request: Request) -> Said:
-        """What it says, behind what it inherited."""
+        """Return the generated tokens behind the inherited ones."""
         again = Request(request.number, request.prompt, request.wanted, request.seed, request.temperature)
         again.said = request.said[: request.inherited]
         self._begin(again, [])
@@ -322,7 +323,7 @@ class Alone(Company):
 
 
 class _Never(Random):
-    """Everything at once."""
+    """A scheduler stand-in without chunks."""
 
     def random(self) -> float:
         return 0.0
@@ -336,7 +337,7 @@ def _int32(numbers: list[int]) -> npt.NDArray[np.int32]:
 
 
 def compare(alone: Alone, requests: list[Request]) -> str:
-    """The first difference; "" where there is none."""
+    """Return the first difference, or ""."""
     for request in requests:
         expected = alone.say(request)
         if request.said != expected:
@@ -357,7 +358,7 @@ def wide_model(
     block_size: int = 16,
     **fields: object,
 ) -> LoadedModel:
-    """A model of random weights in SHAPE."""
+    """Return a model of SHAPE with random weights."""
     (folder / "config.json").write_text(json.dumps(SHAPE | fields))
     return load_model(
         folder,
@@ -402,7 +403,7 @@ def main() -> None:
     tokens = sum(len(request.said) for request in requests)
     print(f"{len(requests)} requests, {tokens} tokens: {time.monotonic() - began:.1f} s; {company.told()}", flush=True)
     problem = compare(alone, requests)
-    print(problem or "each says what it says alone, bit by bit", f"{time.monotonic() - began:.1f} s")
+    print(problem or "all requests have the same bits as alone", f"{time.monotonic() - began:.1f} s")
     raise SystemExit(1 if problem else 0)
 
 

@@ -21,7 +21,7 @@ LIMITS = StepLimits(
 
 
 def random_rows(rng: np.random.Generator, faults: float, decodes: bool) -> Rows:
-    """Rows of which each is wrong in some way with probability `faults`. Slots differ unless that is the fault."""
+    """Return rows that are each wrong in some way with probability `faults`. Slots differ unless that is the fault."""
     count = int(rng.integers(1, 19))
     slots = rng.permutation(LIMITS.slots_max)[:count].astype(np.int32)
     counts = np.ones(count, np.int32) if decodes else rng.integers(1, 9, count).astype(np.int32)

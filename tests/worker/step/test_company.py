@@ -1,4 +1,4 @@
-"""What a request says is bit by bit what it says alone, whatever ran beside it and whatever became of its KV."""
+"""A request's answer has the same bits as alone, whatever ran beside it and whatever happened to its KV."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ ON_CPU = [
     ("qwen2", "float32", "auto", "auto"),
     ("mistral", "float32", "auto", "auto"),
 ]
-# Layers that transformers runs: joined products, embeddings that scale, Conv1D, experts, a gate of one number, layer
-# norms; and inner sizes that no vector divides.
+# Layers that transformers runs: fused products, scaled embeddings, Conv1D, experts, a gate of one number, layer norms;
+# and inner sizes that are no multiple of a vector.
 BY_TRANSFORMERS = [
     ("phi3", "float32", "auto", "auto"),
     ("gemma3_text", "bfloat16", "int8", "auto"),
@@ -62,12 +62,12 @@ BY_TRANSFORMERS_ON_GPU = [
 
 
 def on_a_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks it, and skips it where there is none."""
+    """Mark a GPU test, and skip it without a GPU."""
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test))
 
 
 def difference(model: LoadedModel, count: int, seed: int, rows_max: int, longest: int) -> tuple[str, Company]:
-    """The first one between company and solitude, "" if there is none; and what happened."""
+    """Return the first difference between batched and alone ("" if none), and a summary."""
     random = Random(seed)
     vocabulary = model.vocab_size
     prefixes = [[random.randrange(vocabulary) for _ in range(random.randint(20, 120))] for _ in range(3)]
@@ -84,7 +84,7 @@ def difference(model: LoadedModel, count: int, seed: int, rows_max: int, longest
 
 
 def served(folder: Path, device: Device, case: tuple[str, str, str, str], **fields: object) -> LoadedModel:
-    """The case's model. Skips where this CPU does not take it; a GPU takes all of them."""
+    """Return the case's model. Skip if this CPU does not support it; a GPU supports all."""
     model_type, dtype, kv_dtype, weight_dtype = case
     try:
         fields = FIELDS.get(model_type, {}) | fields
@@ -109,7 +109,7 @@ def test_company_changes_no_bit(tmp_path: Path, case: tuple[str, str, str, str])
 def test_company_changes_no_bit_of_layers_that_transformers_runs(
     tmp_path: Path, case: tuple[str, str, str, str]
 ) -> None:
-    """Whatever has been replaced in them holds the promise, or nothing is promised."""
+    """The replaced modules are deterministic, or the worker claims no determinism."""
     fields = NARROW | {"intermediate_size": 700, "num_key_value_heads": 2, "max_position_embeddings": 1024}
     model = served(tmp_path, open_device("cpu"), case, **fields | FIELDS.get(case[0], {}))
     assert model.fused is None
@@ -123,7 +123,7 @@ def test_company_changes_no_bit_of_layers_that_transformers_runs(
 @on_a_gpu
 @pytest.mark.parametrize("block_size", [32, 128])
 def test_windows_over_large_blocks_change_no_bit(tmp_path: Path, block_size: int) -> None:
-    """The window's first token lies anywhere in its block, and no row's lies where another's does."""
+    """The window's first token has a different position in its block for every row."""
     case = ("mistral", "bfloat16", "auto", "auto")
     model = served(tmp_path, open_device("auto"), case, block_size=block_size, sliding_window=block_size + 37)
     assert not model.unsteady, "the promise is made for this model"
@@ -162,8 +162,8 @@ def test_fast_is_said_to_be_fast(tmp_path: Path) -> None:
 
 @pytest.mark.model
 def test_the_held_prompts_have_one_answer_in_bfloat16(smollm2_path: Path) -> None:
-    """A real model's, in 16 bits: alone, in company, thrown out, forked, on a worker that dies. One of the two long
-    prompts, which begin alike: a CPU without instructions for bfloat16 takes half a minute for the other."""
+    """A real model in 16 bits: alone, batched, preempted, forked, on a worker that crashes. Only one of the two long
+    prompts with a common prefix: a CPU without bfloat16 instructions takes half a minute for the other."""
     model = load_model(smollm2_path, dtype="bfloat16", device=open_device("cpu"), block_size=16)
     if model.unsteady:
         pytest.skip(f"not promised here: {model.unsteady}")

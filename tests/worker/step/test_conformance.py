@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct: the greedy continuations that transformers gives in float32, token for token."""
+"""SmolLM2-135M-Instruct gives the greedy float32 continuations of transformers, token for token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def smollm2(smollm2_path: Path, cpu: Device) -> LoadedModel:
 
 
 def generate(model: LoadedModel, cases: list[dict[str, Any]], steps: int) -> list[list[int]]:
-    """All cases in one batch; block tables interleaved and shuffled."""
+    """Generate all cases in one batch with interleaved, shuffled block tables."""
     rows = len(cases)
     lengths = np.array([len(case["prompt_tokens"]) for case in cases], np.int32)
     width = -(-(int(lengths.max()) + steps) // BLOCK_SIZE)
@@ -56,7 +56,7 @@ def generate(model: LoadedModel, cases: list[dict[str, Any]], steps: int) -> lis
 
 
 def agree(case: dict[str, Any], tokens: list[int]) -> int:
-    """Compares up to the first divergence, which must be a near tie. Returns how many steps matched."""
+    """Compare up to the first divergence, which must be a near tie; return the number of matching steps."""
     for index, (got, want) in enumerate(zip(tokens, case["tokens"], strict=False)):
         if got != want:
             assert case["margin"][index] < SAMPLE["min_margin"], f"{case['id']}: step {index} gave {got}, not {want}"

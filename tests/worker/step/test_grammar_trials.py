@@ -1,4 +1,4 @@
-"""A grammar is tried in another process: its row is put off, and the steps of the others go on."""
+"""A trial process compiles a grammar: its row is deferred, and the steps of other rows continue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker.loading.model import LoadedModel
 from worker.sampling.grammar_tokens import GrammarTokens, grammar_tokens
 from worker.step import shaping
 
-# Each mask computes anew what is forced: within the bounds of a grammar, and seconds of a core.
+# Each mask recomputes the forced tokens: a valid grammar that takes seconds of a core.
 COSTLY = Grammar(kind="lark", text="start: a{1000}\na: /x{1000}/")
 STEPS_MAX = 20_000
 
@@ -37,7 +37,7 @@ def helper() -> Iterator[GatedHelper]:
 
 @pytest.fixture
 def trials(model: LoadedModel, helper: GatedHelper, monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarTrials]:
-    """The trials of each runner that is made after this fixture."""
+    """Collect the trials of each runner created after this fixture."""
     made = trials_of(helper)
     tokens = grammar_tokens(model.info.source, model.vocab_size, model.info.eos_tokens).tokens
     monkeypatch.setattr(shaping, "grammar_tokens", lambda *_: GrammarTokens(tokens, trials=made))

@@ -1,4 +1,4 @@
-"""Decode steps from captured graphs give what steps without them give. On a CPU a graph is the function itself."""
+"""Decode steps from captured graphs give the results of eager steps. On a CPU a graph is the function itself."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Decoding:
         flat = i4(*[token for part in tokens for token in part])
         step = Step(0, slots=i4(*slots), starts=starts, counts=counts, samples=i4(*samples), tokens=flat, **fields)
         tables = np.array([range(WIDTH * slot, WIDTH * (slot + 1)) for slot in slots], np.int32)
-        tables[:, -(-int(self.lengths[list(slots)].max()) // self.pool.block_size) :] = -7  # never to be read
+        tables[:, -(-int(self.lengths[list(slots)].max()) // self.pool.block_size) :] = -7  # must not be read
         return self.runner.launch(step, tables)
 
     def start(self, slots: list[int], sampling: Sampling | None = None) -> StepOutcome:
@@ -82,7 +82,7 @@ def model(device: Device, write_config: Callable[..., Path]) -> LoadedModel:
 
 @pytest.fixture
 def pair(model: LoadedModel) -> Iterator[tuple[Decoding, Decoding]]:
-    """With graphs, and without."""
+    """Return a runner with graphs, and one without."""
     both = Decoding(model, graph_rows_max=32), Decoding(model, graph_rows_max=0)
     yield both
     for each in both:
@@ -152,7 +152,7 @@ def test_padding_writes_nowhere(pair: tuple[Decoding, Decoding]) -> None:
 
 
 def test_what_a_larger_step_left_is_not_read_by_a_smaller_one(pair: tuple[Decoding, Decoding]) -> None:
-    """The same bucket, first full, then with padding where rows were."""
+    """The same bucket, first full, then with padding in place of rows."""
     graphed, eager = pair
     slots = list(range(8))
     for each in pair:
@@ -196,7 +196,7 @@ def test_rows_that_are_not_sampled_and_chunks(pair: tuple[Decoding, Decoding]) -
     graphed, eager = pair
     for each in pair:
         each.start([0, 1, 2])
-    rows = [(0, [-1], 1), (5, [9], 0), (1, [-1], 1)]  # one token of a prompt that is not yet whole
+    rows = [(0, [-1], 1), (5, [9], 0), (1, [-1], 1)]  # one token of an incomplete prompt
     begins = (begin(5),)
     same(
         graphed.runner.finish(graphed.launch(rows, begins=begins)),
@@ -244,7 +244,7 @@ def test_capturing_without_memory_leaves_fewer_graphs(
     graphs.capture()
     assert graphs.captured == len(graphs.sizes) == 6
     assert "no memory for the graph of 32 decodes" in caplog.text
-    slots = list(range(30))  # more than any graph takes
+    slots = list(range(30))  # more rows than any graph
     same(graphed.start(slots), eager.start(slots))
     same(graphed.decode(slots), eager.decode(slots))
     same(graphed.decode(slots[:20]), eager.decode(slots[:20]))
@@ -276,7 +276,7 @@ def test_nothing_is_captured_when_time_is_up(pair: tuple[Decoding, Decoding]) ->
 
 @pytest.fixture
 def wide(write_config: Callable[..., Path]) -> LoadedModel:
-    """Two layers of a real model's width in bfloat16, on the GPU."""
+    """Return two layers of a real model's width in bfloat16, on the GPU."""
     shape = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 128}
     fields = TINY | shape | {"vocab_size": 32_000, "max_position_embeddings": 4096, "initializer_range": 0.02}
     device = gpu()
@@ -287,7 +287,7 @@ def wide(write_config: Callable[..., Path]) -> LoadedModel:
 
 @pytest.mark.gpu
 def test_what_copies_from_the_host_is_never_captured(wide: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
-    """The reference makes its plans on the host: captured, it would attend to the first step's tokens for ever."""
+    """The reference plans on the host: captured, it would attend to the first step's tokens in every replay."""
     assert wide.fused is not None
     reference = replace(wide, fused=replace(wide.fused, attention=ReferenceAttention()))
     graphed, eager = Decoding(reference, graph_rows_max=32), Decoding(reference, graph_rows_max=0)
@@ -302,7 +302,7 @@ def test_what_copies_from_the_host_is_never_captured(wide: LoadedModel, caplog: 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("alone_on_gpu")
 def test_nothing_else_settles_in_a_pools_memory() -> None:
-    """Torch would give the megabyte and a half behind this tensor to the next one, and then keep all of it."""
+    """Torch would give the megabyte and a half behind this tensor to another one, and could then free neither."""
     device = gpu()
     device.release_cached()
     free, mib = device.free_bytes(), 1 << 20
@@ -311,7 +311,7 @@ def test_nothing_else_settles_in_a_pools_memory() -> None:
     assert free - device.free_bytes() >= 1024 * mib
     del large
     device.release_cached()
-    assert free - device.free_bytes() <= 64 * mib  # what torch takes for a small one
+    assert free - device.free_bytes() <= 64 * mib  # torch's allocation for a small tensor
     assert int(small.sum()) == 0
 
 
@@ -335,7 +335,7 @@ def test_graphs_give_their_memory_back(wide: LoadedModel) -> None:
     device = wide.device
     pool = KvPool(wide.geometry, 64, device)
     limits = {"slots_max": SLOTS, "step_tokens_max": 512, "step_rows_max": 32}
-    for _ in range(2):  # what the first round leaves is compiled code, and the attention's workspace
+    for _ in range(2):  # the first round leaves compiled code and the attention's workspace
         gc.collect()
         device.release_cached()
         allocated, free = torch.cuda.memory_allocated(device.torch_device), device.free_bytes()
@@ -380,7 +380,7 @@ def test_real_lack_of_memory_fails_rows_not_the_process(wide: LoadedModel) -> No
 
 
 class OtherRank:
-    """What two ranks agree in, as one of them sees it. says: the other's part, question by question."""
+    """Agreement of two ranks as seen by one. says: the other rank's answers in order."""
 
     def __init__(self, *says: bool) -> None:
         self.says = deque(says)
@@ -390,7 +390,7 @@ class OtherRank:
 
 
 def graphs_beside(other: OtherRank, problems: dict[int, Exception]) -> DecodeGraphs:
-    """Of 2, 4 and 8 rows, without a model. problems: what the capture of a size ends with."""
+    """Return graphs of 2, 4 and 8 rows, without a model. problems: error raised by the capture of a size."""
     graphs = DecodeGraphs.__new__(DecodeGraphs)
     model: Any = SimpleNamespace(ranks=other, device=SimpleNamespace(release_cached=lambda: None))
     graphs._model, graphs._sizes, graphs._buckets = model, [2, 4, 8], {}
@@ -408,17 +408,17 @@ def graphs_beside(other: OtherRank, problems: dict[int, Exception]) -> DecodeGra
     ("says", "problems", "left"),
     [
         ((True, True) * 3, {}, [2, 4, 8]),
-        # The other has no memory for 8 rows, but for those of the others.
+        # The other rank lacks the memory for 8 rows only.
         ((True, False, True, *(True, True) * 2), {}, [2, 4]),
         # It runs without graphs from then on, as 8 rows cannot be captured there at all.
         ((True, False, False, True, True), {}, []),
         ((True, True, True, True, True), {8: RuntimeError("it waits")}, []),
         ((True, True, True, *(True, True) * 2), {8: torch.OutOfMemoryError("planted")}, [2, 4]),
-        ((False,), {}, [2, 4, 8]),  # its time is up: they are captured when they are needed
+        ((False,), {}, [2, 4, 8]),  # out of time: captured on demand
     ],
 )
 def test_ranks_have_the_same_graphs(says: tuple[bool, ...], problems: dict[int, Exception], left: list[int]) -> None:
-    """A step of 7 rows that is one of 8 on one rank alone would have it wait for the other for ever."""
+    """If only one rank padded a step of 7 rows to 8, it would wait for the other rank forever."""
     graphs = graphs_beside(OtherRank(*says), problems)
     graphs.capture()
     assert graphs._sizes == left

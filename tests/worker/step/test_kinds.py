@@ -1,4 +1,4 @@
-"""Tokens of prompts and generated ones are told apart, and each generated one is a row of its own."""
+"""Prompt tokens and generated tokens are distinguished, and each generated token is a separate row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def int32(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 
 def rows_of(*rows: tuple[int, list[int], int]) -> Rows:
-    """Of (first position, tokens as a step has them, whether it samples) each: slot and block table by their place."""
+    """Return rows from (first position, tokens as in a step, whether it samples), with slot and block table by
+    index."""
     counts = int32(*(len(tokens) for _, tokens, _ in rows))
     tokens, generated = told_apart(int32(*(token for _, row, _ in rows for token in row)), counts, marked=True)
     starts, samples = int32(*(start for start, _, _ in rows)), int32(*(wanted for _, _, wanted in rows))
@@ -27,7 +28,7 @@ def rows_of(*rows: tuple[int, list[int], int]) -> Rows:
 
 
 def pieces(rows: Rows) -> list[tuple[int, int, int, int, bool]]:
-    """(slot, first position, tokens, whether it samples, whether it is a decode) of each."""
+    """Return (slot, first position, tokens, whether it samples, whether it is a decode) of each piece."""
     cut, decodes = by_kind(rows)
     assert (cut.tables[:, 0] == cut.slots * 100).all() and cut.tokens is rows.tokens
     return list(

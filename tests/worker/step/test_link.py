@@ -1,4 +1,4 @@
-"""A worker's connection: its steps come over the socket and through shared memory, and each is taken once, in order."""
+"""A worker's connection: steps arrive by socket and shared memory, and each is taken once, in order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 300
 
 
 class Coordinator:
-    """Its side of one connection."""
+    """The coordinator's side of one connection."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -43,12 +43,12 @@ class Coordinator:
         self._socket.bind(worker_endpoint(self._folder))
 
     def greeted(self) -> list[bytes]:
-        """Waits for a worker's first message, and returns it."""
+        """Wait for a worker's first message and return it."""
         self._identity, *frames = self._socket.recv_multipart()
         return frames
 
     def hang_up(self) -> None:
-        """Ends every connection, as one that is killed, and is there again."""
+        """Drop every connection like a killed coordinator, and listen again."""
         self._socket.close(0)
         self._context.term()
         self._listen()
@@ -114,7 +114,7 @@ def test_a_step_is_taken_before_its_message_and_the_message_is_thrown_away(ends:
 def test_whichever_way_is_faster_every_step_is_taken_once_and_in_order(
     ends: tuple[Coordinator, Link], seed: int
 ) -> None:
-    """Messages lag behind shared memory or are ahead of it; some steps are too long for it."""
+    """Messages lag behind shared memory or run ahead; some steps are too long for shared memory."""
     coordinator, link = ends
     watching(coordinator, link)
     random = Random(seed)
@@ -152,7 +152,7 @@ def test_a_new_registration_starts_from_one(ends: tuple[Coordinator, Link]) -> N
     coordinator.send(step(1))
     link.watch(None, 0)
     message = receive(link)
-    assert isinstance(message, Step), "without shared memory, what comes by message counts"
+    assert isinstance(message, Step), "without shared memory, the step must come by message"
     link.watch(TablesReader(coordinator.tables.path).watch(POOL, EPOCH + 1), 500)
     assert link.receive(1) is None, "the step of the registration before"
     coordinator.tables.mail.put(POOL, EPOCH + 1, 1, step(9))
@@ -164,7 +164,7 @@ def test_a_new_registration_starts_from_one(ends: tuple[Coordinator, Link]) -> N
 def test_what_was_meant_for_one_coordinator_does_not_reach_the_next_ahead_of_a_hello(
     ends: tuple[Coordinator, Link],
 ) -> None:
-    """It was started again while a model was loaded: on that connection nobody knows who tells of its progress."""
+    """The coordinator restarted during a model load: the new connection does not know the sender of the progress."""
     coordinator, link = ends
     before = link.connections
     coordinator.hang_up()
@@ -182,7 +182,7 @@ def test_what_was_meant_for_one_coordinator_does_not_reach_the_next_ahead_of_a_h
 
 
 def test_a_worker_that_stood_still_waits_for_its_coordinator_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator comes after the standstill, and within the time that the worker has watched for it."""
+    """The coordinator returns after the standstill, within the time that the worker actually waited."""
     standstill = Standstill(monkeypatch)
     read, write = os.pipe()
     with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as name:

@@ -1,4 +1,4 @@
-"""The worker's loop over steps, with a runner whose steps end when the test says so."""
+"""The worker's loop over steps, with a runner that completes steps on the test's command."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class FakeRunner:
         return pending.result
 
     def end(self, index: int) -> Callable[[], None]:
-        """What ends the step that was launched as number `index`."""
+        """Complete the step launched as number `index`."""
 
         def now() -> None:
             self.launched[index].over = True
@@ -80,7 +80,7 @@ class FakeRunner:
 
 
 class FakeLink:
-    """Gives out what it holds, one at a time: messages, and functions that are called instead."""
+    """Delivers queued messages one at a time; queued functions are called instead."""
 
     connected, connections = True, 1
 
@@ -99,7 +99,7 @@ class FakeLink:
         pass
 
     def send(self, message: Message) -> bool:
-        assert self.connected, "what was given to nobody is lost"
+        assert self.connected, "a message sent without a connection is lost"
         self.sent.append(message)
         return True
 
@@ -169,7 +169,7 @@ def test_it_sleeps_only_where_nothing_is_under_way() -> None:
 
 
 def test_once_no_step_has_come_for_a_while_the_engine_rests() -> None:
-    """Once: not again before there was another step."""
+    """It rests once, and not again before another step."""
     runner, rested = FakeRunner(), list[int]()
     worker = worker_of(runner, FakeLink())
     worker._engine.rest = lambda: rested.append(runner.meter.steps)  # type: ignore[method-assign, union-attr]
@@ -183,7 +183,7 @@ def test_once_no_step_has_come_for_a_while_the_engine_rests() -> None:
 
 def test_the_loop_feeds_the_watchdog_whether_steps_come_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Ear(tmp_path / "notify", monkeypatch)) as ear:
-        ear.watch(4)  # a microsecond's pause: every turn feeds
+        ear.watch(4)  # a microsecond's pause: every turn counts
         fed: list[int] = []
         runner, link = FakeRunner(), FakeLink()
         link.script += [lambda: fed.append(len(ear.heard())), step(1), lambda: fed.append(len(ear.heard()))]
@@ -223,7 +223,7 @@ def test_the_log_of_a_step_names_its_requests(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_step_that_comes_again_is_not_done_again() -> None:
-    """A coordinator that is another process sends again what it has no result of."""
+    """A restarted coordinator resends steps without a result."""
     runner = FakeRunner()
     link = FakeLink(step(1), step(2), step(1), runner.end(0), step(2), runner.end(1), step(1), step(2), step(3))
     serve(runner, link)
@@ -232,7 +232,7 @@ def test_a_step_that_comes_again_is_not_done_again() -> None:
 
 
 def test_what_ends_while_nobody_is_connected_is_sent_first_to_who_comes_next() -> None:
-    """Results leave in the order of the steps, whatever ends meanwhile."""
+    """Results are sent in the order of the steps, whatever completes meanwhile."""
     runner = FakeRunner()
     link = FakeLink(step(1), step(2))
 
@@ -274,7 +274,7 @@ def test_results_that_are_no_longer_kept_are_missed(done: int) -> None:
 
 
 def test_rows_whose_writer_died_in_the_middle_are_left_to_its_successor() -> None:
-    """The coordinator was killed in the middle of a row, which never comes to rest; the step comes again."""
+    """The coordinator was killed while writing a row, so the row stays torn; the step is resent."""
     runner = FakeRunner()
     link = FakeLink(step(1))
     worker = worker_of(runner, link)
@@ -297,7 +297,7 @@ def test_rows_whose_writer_died_in_the_middle_are_left_to_its_successor() -> Non
 
 
 def welcome_to(folder: Path) -> WorkerWelcome:
-    """Of a coordinator with its tables in this folder."""
+    """Return the welcome of a coordinator with its tables in this folder."""
     return WorkerWelcome(
         rid=1,
         version=1,
@@ -312,7 +312,7 @@ def welcome_to(folder: Path) -> WorkerWelcome:
 
 
 def test_tables_that_are_gone_with_their_coordinator_are_no_fault(tmp_path: Path) -> None:
-    """A model loads for long: meanwhile the coordinator may have ended, and removed its tables."""
+    """During a long model load the coordinator may exit and remove its tables."""
     link = FakeLink()
     worker = worker_of(FakeRunner(), link)
     assert not worker._map_tables(welcome_to(tmp_path)), (

@@ -1,4 +1,4 @@
-"""How large the pool becomes, and what the device's memory is said to be for."""
+"""The size of the pool, and the reported use of the device's memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_blocks_are_what_is_configured(model: LoadedModel) -> None:
 def test_the_largest_step_is_tried_within_all_limits(
     fields: dict[str, int], model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU: that it runs. A device that counts down shows that all of it is counted."""
+    """On a CPU the trial runs. A device with a shrinking count of free memory shows that all memory is counted."""
     counts = iter(range(10**9, 0, -(1 << 20)))
     monkeypatch.setattr(Device, "free_bytes", lambda _: next(counts) if model is not None else 0)
     limits = welcome(**fields)
@@ -84,7 +84,7 @@ def test_why_the_largest_step_failed_decides_whether_a_new_start_may_help(
 
 @pytest.mark.parametrize(("rows_max", "step_rows_max"), [(1, 8), (2, 8), (8, 8), (64, 20), (300, 512)])
 def test_the_graphs_that_are_tried_tell_what_all_will_take(rows_max: int, step_rows_max: int) -> None:
-    """The largest graph brings the places that all share, each further one its own nodes."""
+    """The largest graph allocates the shared buffers, each further graph only its own nodes."""
     free, captured = [10**9], []
 
     def capture_one(rows: int) -> None:
@@ -167,7 +167,7 @@ def test_the_pool_takes_what_steps_and_graphs_leave(folder: Path) -> None:
     if not device.runs_kernels:
         pytest.skip("no GPU here")
     device.synchronize()
-    others = device.total_bytes() - device.free_bytes()  # what idle processes hold is not ours to account for
+    others = device.total_bytes() - device.free_bytes()  # memory of idle processes does not count
     engine = Engine(config(model=str(folder), load_format="dummy", dtype="bfloat16"), limits, lambda *_: None)
     found = engine.device_bytes()
     parts = found.weights + found.pool + found.graphs + found.other
@@ -182,7 +182,7 @@ def test_the_pool_takes_what_steps_and_graphs_leave(folder: Path) -> None:
 
 
 def test_more_than_all_memory_is_refused_by_name(tiny: Callable[..., LoadedModel], cpu: Device) -> None:
-    """Before a model is loaded where bytes are given, before the pool is made where blocks are."""
+    """Refused before the model load for a size in bytes, before the pool's allocation for a number of blocks."""
     total = cpu.total_bytes()
     memory.check_kv_bytes(config(kv_bytes=total), cpu)
     with pytest.raises(InvalidConfiguration, match=f"^kv_bytes: {total + 1} is more than all {total} bytes"):

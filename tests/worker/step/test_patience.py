@@ -22,7 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def settled(clock: Clock, step_ms: float) -> Patience:
-    """After many steps of that length, two of them always under way; one has just begun."""
+    """Return the state after many steps of that length with two in flight, just after the start of one."""
     found = Patience()
     found.begin(1)
     for _ in range(50):

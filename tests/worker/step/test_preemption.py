@@ -1,4 +1,4 @@
-"""A request that is preempted at any position gives the tokens that it gives alone, whatever the sampling."""
+"""A request preempted at any position gives the same tokens as alone, whatever its sampling parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAMPLINGS = {
 
 
 def start(slot: int, sampling: Sampling, prompt: list[int], answer: list[int]) -> tuple[RowStart, list[int]]:
-    """The start of a row and its history, as the coordinator sends them."""
+    """Return the start and history of a row as the coordinator sends them."""
     counts = sampling.counts_answer
     begin = RowStart(
         slot=slot,
@@ -71,7 +71,7 @@ def test_preempted_at_every_position(sampling: Sampling, tiny: Callable[..., Loa
 
 
 def test_penalties_without_their_history_would_differ(tiny: Callable[..., LoadedModel]) -> None:
-    """What keeps the test above from proving nothing."""
+    """Shows that the test above can fail."""
     bench, prompt, sampling = Bench(tiny("llama", block_size=BLOCK_SIZE)), PROMPTS[3], SAMPLINGS["penalties"]
     begin, history = start(0, sampling, prompt, [])
     whole = bench.run([(0, 0, prompt, 1)], begins=(begin,), history=i4(*history)).tokens.tolist()

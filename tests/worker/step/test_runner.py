@@ -57,7 +57,7 @@ class Bench:
         return self.runner.run(self.step(rows, **fields), tables)
 
     def generate(self, slot: int, prompt: list[int], count: int, start: RowStart | None = None) -> list[int]:
-        """Prefill at once, then decodes fed with -1."""
+        """Prefill at once, then decode rows fed with -1."""
         outcome = self.run([(slot, 0, prompt, 1)], begins=(start or begin(slot),))
         tokens = outcome.tokens.tolist()
         for index in range(count - 1):
@@ -270,7 +270,7 @@ def test_a_bad_start_is_refused_by_name(changes: dict[str, Any], named: str, ben
 
 
 def break_forward(bench: Bench, monkeypatch: pytest.MonkeyPatch, token: int) -> None:
-    """A forward pass that fails whenever `token` is in the batch."""
+    """Make the forward pass fail whenever `token` is in the batch."""
     model = bench.runner.model
 
     def forward(token_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -444,7 +444,7 @@ def test_a_step_that_finds_no_memory_runs_row_by_row(
     assert outcome.tokens.tolist() == whole.tokens[1:].tolist()
 
 
-@pytest.mark.parametrize("filtered", [False, True])  # those that are not may have a kernel of their own
+@pytest.mark.parametrize("filtered", [False, True])  # unfiltered rows may use a separate kernel
 def test_sampling_that_finds_no_memory_goes_row_by_row(
     filtered: bool, bench: Bench, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,7 +480,7 @@ def test_a_step_that_finds_no_memory_for_its_own_arrays_fails_all_rows(
         planted.setattr(bench.runner._state, "upload_starts", fault)
         outcome = bench.run([(0, 0, [1, 2], 1), (1, 0, [3], 0)], begins=(begin(0), begin(1)))
     assert {error.slot: error.error.code for error in outcome.errors} == {0: "gpu_error", 1: "gpu_error"}
-    outcome = bench.run([(0, 0, [1, 2], 1), (2, 0, [5], 1)], begins=(begin(2),))  # its start was never carried out
+    outcome = bench.run([(0, 0, [1, 2], 1), (2, 0, [5], 1)], begins=(begin(2),))  # its start never ran
     assert [(error.slot, error.error.code) for error in outcome.errors] == [(0, "gpu_error")]
     assert bench.run([(0, 0, [1, 2], 1)], begins=(begin(0),)).errors == ()
 
@@ -510,7 +510,7 @@ def test_the_time_of_a_step_that_waited_for_the_one_before_it_begins_when_that_o
     assert bench.runner.finish(first).duration_us == 10_000
     clock.now_ns += 2_000_000
     assert bench.runner.finish(second).duration_us == 2_000
-    clock.now_ns += 5_000_000  # nothing was under way: that time is nobody's
+    clock.now_ns += 5_000_000  # nothing was in flight: idle time counts for no step
     third = launch(bench, [(0, 3, [-1], 1)])
     clock.now_ns += 3_000_000
     assert bench.runner.finish(third).duration_us == 3_000

@@ -1,4 +1,4 @@
-"""Rows with grammars in a runner: their masks wait for the token before, and nothing else waits for them."""
+"""Rows with grammars in a runner: their masks wait for the previous token, and other rows do not wait."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def answers(outcomes: list[StepOutcome]) -> dict[int, list[int]]:
 
 
 def alternate(bench: Bench, starts: list[RowStart], steps: int, behind: bool) -> dict[int, list[int]]:
-    """All rows step by step. behind: each step is launched before the one before it has been finished."""
+    """Run all rows step by step. behind: launch each step before the previous one has finished."""
     rows = [(each.slot, 0, PROMPTS[each.slot % 4], 1) for each in starts]
     under_way, outcomes = [launch(bench, rows, begins=tuple(starts))], list[StepOutcome]()
     for index in range(steps - 1):
@@ -133,7 +133,7 @@ def test_steps_launched_ahead_choose_the_same(model: LoadedModel) -> None:
     assert ahead == alternate(Bench(model), starts, 10, behind=False)
     assert re.fullmatch("([a-f][0-9])*", text_of(ahead[2]))
     alone = alternate(Bench(model), [starts[1]], 10, behind=True)
-    assert ahead[1] == alone[1], "a row without a grammar is what it is without neighbours"
+    assert ahead[1] == alone[1], "a row without a grammar changed beside others"
 
 
 def test_rows_without_a_grammar_choose_before_those_with_one_know_theirs(bench: Bench) -> None:
@@ -221,7 +221,7 @@ def graphed(request: pytest.FixtureRequest, write_config: Callable[..., Any]) ->
 
 
 def test_from_graphs_and_without_rows_choose_the_same(graphed: LoadedModel) -> None:
-    """Behind a graph as behind a pass of its own, with steps launched ahead, whatever is beside a row."""
+    """After a graph replay as after an eager pass, with steps launched ahead, whatever is beside a row."""
     starts = [shaped(0, WORD), shaped(1, None), shaped(2, LONG, top_k=20), shaped(3, SCHEMA, temperature=0.0)]
     found = []
     for rows_max in (0, 8):

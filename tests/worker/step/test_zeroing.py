@@ -1,4 +1,4 @@
-"""Blocks that come from another tenant: zero in every byte before anything of the step that names them."""
+"""Blocks from another tenant are zeroed in every byte before the step that names them runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(tiny: Callable[..., LoadedModel]) -> LoadedModel:
 
 @pytest.fixture
 def bench(model: LoadedModel) -> Iterator[Bench]:
-    """Its pool is full of what another tenant left there: NaN."""
+    """Return a runner with a pool full of another tenant's data: NaN."""
     bench = Bench(model)
     yield bench
     bench.pool.close()
@@ -44,7 +44,7 @@ def test_nothing_is_left_behind_the_tokens_of_a_block_that_was_zeroed(bench: Ben
 
 
 def test_a_copy_comes_after_it(bench: Bench) -> None:
-    """Of the target what the copy does not fill is zero."""
+    """The part of the target outside the copy is zero."""
     bench.run([(0, 0, PROMPT, 1)], begins=(begin(0),))
     outcome = bench.run([(1, 9, [7], 1)], begins=(begin(1),), copies=i4(0, 8, 4, 1, 9, 4, 2, 10, 1), zeros=i4(8, 9, 10))
     assert outcome.errors == ()
@@ -59,7 +59,7 @@ def test_a_copy_comes_after_it(bench: Bench) -> None:
 def test_a_decode_into_a_new_block_finds_it_zeroed(
     on: str, graph_rows_max: int, write_config: Callable[..., Path]
 ) -> None:
-    """From a captured graph too: on a CPU that is the function itself, and the order is the same."""
+    """Also from a captured graph: on a CPU this is the function itself, in the same order."""
     device = gpu() if on == "gpu" else open_device("cpu")
     model = load_model(
         write_config("llama"), load_format="dummy", dtype="float32", device=device, block_size=BLOCK_SIZE
@@ -80,7 +80,7 @@ def test_a_decode_into_a_new_block_finds_it_zeroed(
 
 
 def test_what_could_not_be_zeroed_is_zeroed_before_the_next_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator takes a block that it named once for zeroed, whatever became of the step."""
+    """The coordinator regards a block that it named once as zeroed, even if the step failed."""
 
     def no_memory(_ids: Any) -> None:
         raise RuntimeError("no memory for the ids")
@@ -112,7 +112,7 @@ def test_a_block_outside_the_pool_fails_the_step_and_touches_nothing(bench: Benc
 
 
 def test_a_worker_makes_global_ids_its_own(bench: Bench) -> None:
-    """Zeroes of a step name blocks of all pools, as copies do."""
+    """A step's blocks to zero belong to all pools, as copies do."""
     step = bench.step([(0, 0, PROMPT, 1)], copies=i4(100, 101, 2), zeros=i4(103, 104))
     local = pool_local(step, 100)
     assert (local.copies.tolist(), local.zeros.tolist()) == ([0, 1, 2], [3, 4])
