@@ -1,14 +1,14 @@
-"""A step's way through the worker: the loop and its connection, checks, the batch, graphs, and what came of it.
+"""Step execution: the worker's loop and connection, input checks, the model runner, decode graphs, and results.
 
 loop.py         the only loop: messages and shared memory in, steps to the runner, results out; patience.py: its sleep
 link.py         the connection to the coordinator
-engine.py       what is made once: model, pool, runner; memory.py: how large the pool may be, and what memory is for
-checks.py, starts.py   everything that is wrong with a step is found before any of it is carried out
-runner.py       a step becomes tensors, a forward pass and sampled rows, queued on the device without waiting
-shaping.py      rows whose next token a grammar restricts: their choice waits for their masks
+engine.py       objects made once: model, pool, runner; memory.py: the pool's size and the memory accounts
+checks.py, starts.py   validation of a whole step before it runs
+runner.py       turns a step into tensors, a forward pass and sampled rows, queued on the device without waiting
+shaping.py      rows under a grammar: their sampling waits for their token masks
 graphs.py       decode steps from captured graphs
-pending.py      a step under way, and its outcome; meter.py: what steps cost
+pending.py      a step in flight, and its outcome; meter.py: the cost of steps
 
-Law: a step is queued and never waited for; only `Runner.finish` waits. A row's fault is that row's alone. From
-outside, `loop.Worker` is started by `worker.__main__`; benchmarks and tests drive `engine.Engine` and `runner.Runner`.
+Law: launching a step never waits for the device; only `Runner.finish` does. A faulty row fails alone. Entry points:
+`worker.__main__` starts `loop.Worker`; benchmarks and tests drive `engine.Engine` and `runner.Runner`.
 """

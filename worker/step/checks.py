@@ -1,7 +1,7 @@
-"""Checks of a step before anything of it is carried out.
+"""Validation of a whole step before the worker runs it.
 
-A step of good rows passes in a fixed number of array operations, whatever the number of its rows; Python looks at the
-rows only where one of them is bad.
+A valid step passes in a fixed number of array operations, whatever its number of rows. Python visits single rows only
+when at least one is invalid.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Bounds of a step. slots are [0, slots_max). blocks: of the pool. Counts, except block_size in tokens."""
+    """Bounds of a step. All are counts, except `block_size` in tokens. Slots are [0, slots_max)."""
 
     slots_max: int
     step_tokens_max: int
@@ -36,8 +36,17 @@ class StepLimits:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a step. slots, starts, counts, samples: [rows] int32; tokens: [sum(counts)] int32, row after row;
-    tables: [rows, width] int32, pool-local. generated: [sum(counts)], which tokens are of no prompt (see `kinds`)."""
+    """The rows of a step, as host arrays.
+
+    Attributes:
+        slots: [rows] int32.
+        starts: [rows] int32, position of each row's first token.
+        counts: [rows] int32, tokens of each row.
+        samples: [rows] int32, 1 for rows that sample a token.
+        tokens: [sum(counts)] int32, row after row.
+        tables: [rows, width] int32, pool-local block ids.
+        generated: [sum(counts)] bool, tokens that were generated rather than part of a prompt (see `kinds`).
+    """
 
     slots: Int32Array
     starts: Int32Array
@@ -51,7 +60,7 @@ class Rows:
         return len(self.slots)
 
     def pick(self, keep: BoolArray) -> Rows:
-        """Those that `keep` [rows] names."""
+        """Return the rows that the mask `keep` [rows] selects."""
         if keep.all():
             return self
         inside = np.repeat(keep, self.counts)
@@ -67,7 +76,7 @@ class Rows:
 
 
 def malformed(step: Step, tables: npt.NDArray[Any], limits: StepLimits) -> InvalidRequest | None:
-    """Faults that leave no row readable."""
+    """Return the first fault that makes the whole step unreadable, or None."""
     rows = step.slots.size
     for name in ("slots", "starts", "counts", "samples", "tokens", "copies", "history", "zeros"):
         array = getattr(step, name)
@@ -90,12 +99,12 @@ def malformed(step: Step, tables: npt.NDArray[Any], limits: StepLimits) -> Inval
     if len(step.copies) % 3:
         return InvalidRequest("copies", f"holds {len(step.copies)} numbers, not triples")
     if (step.begins or len(step.history)) and split_history(step) is None:
-        return InvalidRequest("history", f"its {len(step.history)} tokens are not what `begins` says")
+        return InvalidRequest("history", f"its {len(step.history)} tokens do not match the counts in `begins`")
     return None
 
 
 def bad_copies(copies: npt.NDArray[np.int32], limits: StepLimits) -> BoolArray:
-    """Which of `copies` [n, 3] cannot be made: [n] bool."""
+    """Return a mask [n] of the entries of `copies` [n, 3] that are out of bounds."""
     blocks, tokens = copies[:, :2], copies[:, 2]
     bad = ((blocks < 0) | (blocks >= limits.blocks)).any(axis=1)
     return np.asarray(bad | (tokens < 0) | (tokens > limits.block_size))
@@ -104,9 +113,17 @@ def bad_copies(copies: npt.NDArray[np.int32], limits: StepLimits) -> BoolArray:
 def check_rows(
     rows: Rows, has_sampled: BoolArray, bad_targets: frozenset[int], limits: StepLimits, errors: dict[int, KvforgeError]
 ) -> BoolArray:
-    """Which rows may run: [rows] bool. Each of the others gets its error, unless it has one in `errors` already.
+    """Select the rows that may run, and record an error for each of the others.
 
-    has_sampled: [slots_max] bool, slots for which -1 stands for a token. bad_targets: blocks that hold nothing good.
+    Args:
+        rows: The step's rows.
+        has_sampled: [slots_max] bool, slots that have sampled a token for which -1 may stand.
+        bad_targets: Blocks that a failed copy left without valid content.
+        limits: Bounds of a step.
+        errors: Errors by slot; an existing entry is kept.
+
+    Returns:
+        [rows] bool.
     """
     if not len(rows):
         return np.ones(0, np.bool_)
@@ -128,7 +145,7 @@ def check_rows(
         slot = int(rows.slots[row])
         problem: KvforgeError | None = errors.get(slot)
         if problem is None and slot in repeated:
-            problem = InvalidRequest("slots", f"slot {slot} is named twice in one step")
+            problem = InvalidRequest("slots", f"slot {slot} occurs twice in one step")
         if problem is None:
             tokens = rows.tokens[ends[row] - rows.counts[row] : ends[row]]
             problem = _row_problem(rows, row, tokens, has_sampled, bad_targets, limits)
@@ -139,7 +156,7 @@ def check_rows(
 
 
 def _suspects(rows: Rows, has_sampled: BoolArray, limits: StepLimits) -> BoolArray:
-    """Rows for which `_row_problem` would find a problem that shows in the row alone: [rows] bool."""
+    """Return a mask [rows] of rows in which `_row_problem` would find a problem of the row itself."""
     slots, starts, width = rows.slots, rows.starts, rows.tables.shape[1]
     ends = starts.astype(np.int64) + rows.counts
     outside = (slots < 0) | (slots >= limits.slots_max)
@@ -151,7 +168,7 @@ def _suspects(rows: Rows, has_sampled: BoolArray, limits: StepLimits) -> BoolArr
         lowest, highest = np.minimum.reduceat(rows.tokens, first), np.maximum.reduceat(rows.tokens, first)
     suspect |= (lowest < NO_TOKEN) | (highest >= limits.vocab_size)
     suspect |= (lowest == NO_TOKEN) & ~has_sampled[np.where(outside, 0, slots)]
-    # As unsigned numbers the negative ones are large; what lies past a row's last block is not read.
+    # Viewed as unsigned, negative ids are large. Entries past a row's last block are not read.
     impossible = rows.tables.view(np.uint32) >= limits.blocks
     impossible &= np.arange(width) < -(-ends // limits.block_size)[:, None]
     suspect |= impossible.any(axis=1)
@@ -170,24 +187,24 @@ def _row_problem(
     start, end = int(rows.starts[row]), int(rows.starts[row]) + int(rows.counts[row])
     width, block_size = rows.tables.shape[1], limits.block_size
     if not 0 <= slot < limits.slots_max:
-        return InvalidRequest("slots", f"slot {slot} is not below slots_max = {limits.slots_max}")
+        return InvalidRequest("slots", f"slot {slot} must be less than slots_max = {limits.slots_max}")
     if start < 0:
-        return InvalidRequest("starts", f"{start} is not a position")
+        return InvalidRequest("starts", f"start position {start} is negative")
     if end > width * block_size:
-        return InvalidRequest("tables", f"{width} blocks of {block_size} are fewer than the row's {end} tokens")
+        return InvalidRequest("tables", f"{width} blocks of {block_size} tokens cannot hold the row's {end} tokens")
     if end > limits.context_tokens_max:
         return InvalidRequest("starts", f"{end} tokens exceed the context of {limits.context_tokens_max}")
     if rows.samples[row] not in (0, 1):
-        return InvalidRequest("samples", f"{rows.samples[row]} is neither 0 nor 1")
+        return InvalidRequest("samples", f"must be 0 or 1, not {rows.samples[row]}")
     if tokens.min() < NO_TOKEN or tokens.max() >= limits.vocab_size:
         worst = int(tokens.min() if tokens.min() < NO_TOKEN else tokens.max())
-        return InvalidRequest("tokens", f"token id {worst} is not below the vocabulary of {limits.vocab_size}")
+        return InvalidRequest("tokens", f"token id {worst} is outside the vocabulary of {limits.vocab_size}")
     if tokens.min() == NO_TOKEN and not has_sampled[slot]:
-        return InvalidRequest("tokens", f"-1 stands for the token sampled last, and slot {slot} has sampled none")
+        return InvalidRequest("tokens", f"-1 stands for the last sampled token, but slot {slot} has sampled none")
     blocks = rows.tables[row, : -(-end // block_size)]
     if blocks.min() < 0 or blocks.max() >= limits.blocks:
         worst = int(blocks.min() if blocks.min() < 0 else blocks.max())
         return InvalidRequest("tables", f"block {worst} is not one of the pool's {limits.blocks}")
     if bad_targets and not bad_targets.isdisjoint(blocks.tolist()):
-        return InvalidRequest("copies", "a block of this row was to be copied from or to an impossible place")
+        return InvalidRequest("copies", "a copy for a block of this row is out of bounds")
     return None

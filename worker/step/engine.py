@@ -1,6 +1,6 @@
-"""What a worker holds on its device: the model, the KV pool, and the runner with its graphs.
+"""The engine: everything a worker holds on its device, namely the model, the KV pool, and the runner with its graphs.
 
-The model is loaded and the pool made once, for the first coordinator; a runner is made for each set of limits.
+The model and the pool are made once, for the first coordinator. A runner is made for each set of limits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("worker")
 
 
 class Engine:
-    """Made once in a worker's life, when the first coordinator has said its limits."""
+    """The worker's model, KV pool and runner, made once when the first coordinator has sent its limits."""
 
     def __init__(
         self,
@@ -44,8 +44,19 @@ class Engine:
         cores: Cores | None = None,
         meeting: str = "",
     ) -> None:
-        """Loads the model and makes the pool; `progress` is told. meeting: the name under which several ranks meet.
-        Errors: those of load_model, KvPool and Runner, WorkerError where a rank does not come."""
+        """Load the model and allocate the pool.
+
+        Args:
+            config: The worker's configuration.
+            welcome: The coordinator's limits.
+            progress: Called with each phase and its fraction.
+            cores: This worker's cores and threads.
+            meeting: Name of the rendezvous of several ranks.
+
+        Raises:
+            KvforgeError: As raised by load_model, KvPool and Runner.
+            WorkerError: A rank did not arrive.
+        """
         if cores is not None or config.threads:
             torch.set_num_threads(config.threads if cores is None else cores.threads)
         self.config, self._cores = config, cores
@@ -87,17 +98,22 @@ class Engine:
             log.debug("kernels: %s by %s", what, kernel)  # `kvforge health` lists them
         self.runner: Runner = self._make_runner(welcome)
         self._limits = _limits(welcome)
-        # Steps would stand still for a second when the first grammar comes.
+        # Otherwise steps would stall for a second when the first grammar arrives.
         problem = self.runner.shaping.grammars.prepare()
         if problem:
-            log.info("no grammar can be served: %s", problem)
-        log.debug("%d MB of libraries were needed by loading alone", self.device.release_libraries() // 1_000_000)
+            log.info("grammars are disabled: %s", problem)
+        log.debug("released %d MB of libraries that only loading needed", self.device.release_libraries() // 1_000_000)
 
     def adopt(self, welcome: WorkerWelcome) -> None:
-        """Another coordinator is in charge: no slot means anything any more. Errors: ProtocolError, those of Runner."""
+        """Serve another coordinator: forget every slot, and make a new runner if the limits changed.
+
+        Raises:
+            ProtocolError: The coordinator's block size differs from the pool's.
+            KvforgeError: As raised by Runner.
+        """
         if self.model.geometry.block_size != welcome.block_size:
             raise ProtocolError(
-                f"the coordinator's block size is now {welcome.block_size}, this worker's pool was made for "
+                f"the coordinator's block size is {welcome.block_size}, but this worker's pool was made for "
                 f"{self.model.geometry.block_size}: restart the worker"
             )
         if _limits(welcome) == self._limits:
@@ -108,27 +124,30 @@ class Engine:
             self._limits = _limits(welcome)
 
     def rest(self) -> None:
-        """No step has come for a while: on a CPU, what steps worked in goes back to the machine, which others use too.
+        """Release cached memory on a CPU after a period without steps, because other processes share that memory.
 
-        It takes 4 ms. A GPU's is nobody else's, and its steps would wait for it.
+        It takes 4 ms. A GPU's memory belongs to this worker alone, and releasing it would delay steps.
         """
         if self.device.computes_on_cores:
             self.device.release_cached()
 
     def kernels(self) -> dict[str, str]:
-        """Which kernels serve, by what they do: for people."""
+        """Describe the kernels in use, by purpose, for people."""
         told = serving_kernels(self.model)
         if self._cores is not None and self.device.computes_on_cores:
             told["threads"] = self._cores.describe()
         return told
 
     def device_bytes(self) -> DeviceBytes:
-        """What the device's memory is for, now."""
+        """Return the current use of the device's memory by purpose."""
         return self._accounts.report(self.pool)
 
     def close(self) -> None:
-        """Gives all memory but the weights' back. A device that is lost gives nothing; nor does that of one of several
-        ranks, which may be waiting for another one that has ended: the process's end does."""
+        """Release all memory except the weights.
+
+        Nothing is released on a lost device. With several ranks that capture graphs, this rank may be waiting for one
+        that has ended: the end of the process releases the memory.
+        """
         if self.ranks is None or not self.ranks.capturable:
             with contextlib.suppress(RuntimeError):
                 self.runner.close()
@@ -137,19 +156,25 @@ class Engine:
             self.ranks.close()
 
     def _meet(self, meeting: str) -> Ranks | None:
-        """The other processes of the group, once all are here. Errors: WorkerError, InvalidConfiguration."""
+        """Return the process group once all ranks have joined.
+
+        Raises:
+            WorkerError: A rank did not arrive.
+            InvalidConfiguration: The collectives cannot be used here.
+        """
         config = self.config
         if config.ranks == 1:
             return None
         ranks = Ranks(config.rank, config.ranks, self.device, config.collectives)
         self._progress("meeting the other ranks", 0.0)
-        # Of the user's own: the runtime folder is the coordinator's, and under systemd nobody else writes there.
+        # In the user's own cache folder: the coordinator owns the runtime folder, and systemd forbids others to write
+        # there.
         folder = default_cache_dir() / "meetings"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         ours = hashlib.sha256(f"{config.runtime_path}\n{config.name}".encode()).hexdigest()[:16]
         place = folder / f"{ours}-{meeting}"
         for left in folder.glob(f"{ours}-*") if config.rank == 0 else ():
-            if left != place:  # of ranks that were killed; the others may be at this one already
+            if left != place:  # left by killed ranks; other ranks may already wait at `place`
                 left.unlink(missing_ok=True)
         ranks.meet(place)
         return ranks
@@ -174,5 +199,5 @@ class Engine:
 
 
 def _limits(welcome: WorkerWelcome) -> tuple[int, ...]:
-    """What a runner is made for."""
+    """Return the limits that a runner depends on."""
     return (welcome.slots_max, welcome.step_tokens_max, welcome.step_rows_max, welcome.blocks_per_sequence_max)

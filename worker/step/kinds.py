@@ -1,8 +1,8 @@
-"""Which of a step's tokens are of a prompt, and which were generated: each kind has a way of its own through attention.
+"""Prompt tokens and generated tokens of a step: each kind takes its own path through attention.
 
-A token that was generated is computed again in the very way in which it was computed first, as a row of one token
-behind all before it, whatever is recomputed with it; a prompt's tokens always go as they would in a prefill, be it a
-single one that is left of a chunk. The two ways round differently. So recomputing gives the same bits as computing did.
+The two paths round differently, so recomputation must choose the path of the first computation to give the same bits.
+A generated token is always computed as a decode: a row of one token after all earlier ones, whatever else is
+recomputed with it. Prompt tokens always take the prefill path, even when a chunk leaves a single one.
 """
 
 from __future__ import annotations
@@ -15,24 +15,31 @@ from kvforge.protocol.messages import GENERATED, Int32Array
 
 from .checks import BoolArray, Rows
 
-CELLS_MAX = 1 << 22  # of the block tables of one pass: each generated token has a row of its own
+CELLS_MAX = 1 << 22  # limit of the block tables of one pass, in entries: each generated token has its own row
 
 
 def told_apart(tokens: Int32Array, counts: Int32Array, marked: bool) -> tuple[Int32Array, BoolArray]:
-    """Token ids without marks, and which of them were generated: [sum(counts)] each.
+    """Strip the marks from token ids.
 
-    marked: the coordinator says which; else a row of a single token is taken for a generated one.
+    Args:
+        tokens: [sum(counts)] int32 ids, marked or not.
+        counts: [rows] int32, tokens of each row.
+        marked: Whether the coordinator marks generated tokens. Otherwise a row of a single token counts as generated.
+
+    Returns:
+        The ids without marks, and a mask of the generated tokens: [sum(counts)] each.
     """
     if not marked:
         return tokens, np.repeat(counts == 1, counts)
-    generated = tokens.view(np.uint32) >= GENERATED  # as NO_TOKEN is, taken as unsigned
+    generated = tokens.view(np.uint32) >= GENERATED  # NO_TOKEN, viewed as unsigned, counts as generated too
     return np.where(tokens >= GENERATED, tokens - GENERATED, tokens), generated
 
 
 def by_kind(rows: Rows) -> tuple[Rows, BoolArray]:
-    """The rows cut into stretches of a prompt and generated tokens, each a row of its own; and which of them are those.
+    """Split rows into runs of prompt tokens and single generated tokens. The last part of a row samples for it.
 
-    What a row samples, its last part does.
+    Returns:
+        The parts as rows, and a mask [parts] of the generated tokens.
     """
     alone = rows.generated
     if len(alone) == len(rows) or not alone.any():
@@ -60,8 +67,10 @@ def by_kind(rows: Rows) -> tuple[Rows, BoolArray]:
 
 
 def passes(rows: Rows, decodes: BoolArray) -> Iterator[tuple[Rows, BoolArray]]:
-    """All rows, or some after the other where their tables would take too much memory together. A row's own parts stay
-    in their order, so each finds the keys and values of those before it."""
+    """Split rows into passes so that the block tables of one pass stay within CELLS_MAX.
+
+    The parts of one row keep their order, so each finds the keys and values of the earlier ones.
+    """
     size = max(1, CELLS_MAX // max(1, rows.tables.shape[1]))
     if len(rows) <= size:
         yield rows, decodes

@@ -1,7 +1,7 @@
-"""The worker's connection to its coordinator: messages in, messages out, and noticing that it is gone.
+"""The worker's connection to its coordinator: sending, receiving, and detecting its loss.
 
-Where cores are free, a worker that has just had something to do looks for its next step in shared memory for a while
-before it sleeps on its socket (`protocol.handover`): waking takes longer than a small step.
+If cores are free, a worker that was just active polls shared memory for its next step before it sleeps on its socket
+(see `protocol.handover`): waking up takes longer than a small step.
 """
 
 from __future__ import annotations
@@ -20,24 +20,32 @@ from kvforge.protocol.steady_clock import WAIT_S_MAX, monotonic
 from kvforge.protocol.transport import dealer
 
 SEND_WAIT_MS = 1000
-# Between two attempts at a connection; each pause is a tenth longer than the one before, so that one who is there again
-# after t seconds is noticed a fraction of t later.
+# Pause between two connection attempts. Each is a tenth longer than the last, so a coordinator that returns after t
+# seconds is noticed a fraction of t later.
 RETRY_S, RETRY_GROWTH, RETRY_S_MAX = 0.05, 1.1, 2.0
-LOOKS = 64  # at the word in memory for each one at the socket, which takes as long as several of them
+LOOKS = 64  # polls of shared memory per poll of the socket, which is several times slower
 STEP_BYTES_MAX = 16 << 20  # each row that starts may bring LOGIT_BIAS_MAX biases of 15 bytes
 
 
 class Link:
-    """A DEALER socket with its monitor for each connection, one after the other, and a wake-up descriptor for signals.
+    """A DEALER socket with its monitor, replaced for each connection, and a wake-up descriptor for signals.
 
-    connected: whether there is a connection now. connections: how many there were.
+    Attributes:
+        connected: Whether there is a connection now.
+        connections: Number of connections so far.
     """
 
     def __init__(self, endpoint: str, wakeup_fd: int, proof: network.Proof | None = None) -> None:
-        """Begins to connect. Raises InvalidConfiguration where the endpoint's path is of a user who is not trusted.
+        """Start to connect; `wait_connected` waits for the connection.
 
-        `wait_connected` waits for the connection. proof: of who we are, for a coordinator that is reached over a
-        network."""
+        Args:
+            endpoint: The coordinator's endpoint.
+            wakeup_fd: Descriptor that becomes readable on a signal.
+            proof: Key pair to present to a coordinator behind a network.
+
+        Raises:
+            InvalidConfiguration: An untrusted user owns the endpoint's path.
+        """
         self.endpoint, self._proof = endpoint, proof
         trust.check_endpoint(endpoint, "runtime_dir")  # before there is anything to close
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -51,8 +59,8 @@ class Link:
         self._open()
 
     def _open(self) -> None:
-        """Begins an attempt at a connection."""
-        self._over = False  # it came to nothing, or has ended
+        """Start a connection attempt."""
+        self._over = False  # the attempt failed, or the connection ended
         self._trusted = trust.check_endpoint(self.endpoint, "runtime_dir")
         self._socket = dealer(self._context, self._proof, immediate=False)
         self._socket.setsockopt(zmq.SNDTIMEO, SEND_WAIT_MS)
@@ -70,13 +78,13 @@ class Link:
         self._socket.connect(self.endpoint)
 
     def _close(self) -> None:
-        """What it had not handed out yet is lost, as it was meant for a connection that is no more."""
+        """Close the socket. Undelivered messages are dropped: they belong to a connection that has ended."""
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)
 
     def send(self, message: Message) -> bool:
-        """Sends on this connection; False where it has ended."""
+        """Send a message on this connection; return False if the connection has ended."""
         self.look()
         if not self.connected:
             return False
@@ -87,19 +95,23 @@ class Link:
         return True
 
     def discard(self) -> None:
-        """Throws away what has come. Nobody has said anything to a worker that has not said hello: it is left from an
-        earlier connection."""
+        """Drop received messages. They belong to an earlier connection: the coordinator waits for the hello."""
         while self._socket.poll(0):
             self._socket.recv_multipart(zmq.NOBLOCK)
 
     def watch(self, steps: StepWatch | None, watch_us: int) -> None:
-        """From now on steps are looked for in shared memory too: for so long after each message. None: no more."""
+        """Poll shared memory for steps too, for `watch_us` after each message. With None, stop polling."""
         self._watch, self._watch_ns, self._steps = steps, watch_us * 1000, 0
 
     def receive(self, timeout_ms: int) -> Message | None:
-        """The next message; None where the time is over, a signal came, or the connection changed.
+        """Return the next message; None after the timeout, on a signal, or if the connection changed.
 
-        Raises ProtocolError for bytes that are no message, NotAllowed where the coordinator does not know our key.
+        Args:
+            timeout_ms: Longest wait in milliseconds.
+
+        Raises:
+            ProtocolError: The bytes received are not a valid message.
+            NotAllowed: The coordinator does not know this worker's key.
         """
         frames = self._next_frames()
         if frames is None and self._watch is not None and timeout_ms > 0:
@@ -114,7 +126,7 @@ class Link:
         return self._decoder.decode(frames)
 
     def _next_frames(self) -> Sequence[bytes] | None:
-        """What is there now. Of a step that was taken from shared memory the message is thrown away."""
+        """Return the frames available now. Drop the message of a step that was already read from shared memory."""
         if self._watch is None:
             return self._socket.recv_multipart(zmq.NOBLOCK) if self._socket.poll(0) else None
         if (frames := self._watch.take()) is not None:
@@ -130,7 +142,7 @@ class Link:
         return None
 
     def _look_for_steps(self, steps: StepWatch, timeout_ms: int) -> Sequence[bytes] | None:
-        """Looks without sleeping, until something is there or it has been quiet for long enough."""
+        """Poll without sleeping until frames arrive or the quiet period is over."""
         until_ns = min(self._active_ns + self._watch_ns, time.monotonic_ns() + timeout_ms * 1_000_000)
         while time.monotonic_ns() < until_ns:
             for _ in range(LOOKS):
@@ -141,8 +153,15 @@ class Link:
         return None
 
     def wait_connected(self, timeout_s: float) -> None:
-        """Waits for the coordinator, where there is no connection to it. Raises CoordinatorUnavailable, NotAllowed;
-        returns early on a signal."""
+        """Wait until the coordinator is connected, or a signal arrives.
+
+        Args:
+            timeout_s: Longest wait in seconds.
+
+        Raises:
+            CoordinatorUnavailable: No coordinator answered in time.
+            NotAllowed: The coordinator does not know this worker's key.
+        """
         now = monotonic()
         deadline, retry_s, retry_at = now + timeout_s, RETRY_S, now
         while not self.connected:
@@ -180,7 +199,7 @@ class Link:
             self.connections += self.connected
 
     def close(self, goodbye: bool) -> None:
-        """Says goodbye where that makes sense, and closes."""
+        """Close the connection, with a goodbye message if `goodbye` and if still connected."""
         if goodbye and self.connected:
             self.send(Goodbye())
         self._socket.disable_monitor()

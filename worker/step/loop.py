@@ -1,11 +1,11 @@
-"""The worker's life: connect, load, register the pool, run steps, leave.
+"""The worker's main loop: connect, load, register the pool, run steps, leave.
 
-One thread. While a model loads, ZeroMQ's own thread answers heartbeats. When the coordinator goes away the model
-stays loaded, steps under way go on, and what they give is kept: the next process goes on with it where it knows the
-pool, else the worker registers again.
+The worker has one thread. While a model loads, ZeroMQ's own thread answers heartbeats. If the coordinator goes away,
+the model stays loaded, steps in flight run to their end, and their results are kept. A recovered coordinator that knows
+the pool continues with it; for any other the worker registers again.
 
-Two steps may be under way: the second is queued on the device before the first has ended, and results leave in the
-order in which steps came. While a step runs, the loop looks for its end and for messages in turn (`Patience`).
+Two steps may be in flight: the second is queued on the device before the first has ended, and results leave in the
+order of the steps. While a step runs, the loop polls its end and the messages in turn (see `Patience`).
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ from .patience import Patience
 from .runner import STEPS_UNDER_WAY_MAX, OutOfStep, PendingStep, Runner
 
 REPLY_WAIT_S = 10.0
-TABLES_GONE_S = 1.0  # for the end of a connection to be heard of, after the tables of who was there are gone
+TABLES_GONE_S = 1.0  # grace for the disconnect to be noticed after the coordinator's tables are gone
 IDLE_WAIT_MS = 1000
-ANSWERS_KEPT = 16  # results, each of which may not have reached the coordinator: as many as steps may be under way
+ANSWERS_KEPT = 16  # results that may not have reached the coordinator: at least the steps in flight
 NO_POOL = PoolRegistered(rid=0, epoch=0, base_block=0)
 PROGRESS_EVERY_S = 0.2
-# Between two words of a model that loads: kernels are compiled without one, on a slow machine for minutes.
+# Longest silence of a loading model: compiling kernels reports no progress and takes minutes on a slow machine.
 LOADING_S_MAX = 900.0
 IDLE_NS = 900_000_000
 REPORT_STEPS_MIN = 100  # shorter bursts are not worth a line in the log
@@ -80,9 +80,15 @@ class Worker:
     """One worker process."""
 
     def __init__(self, config: WorkerConfig, cores: Cores, place: Place) -> None:
-        """Connects lazily. cores: its share when it started; place: among those with whom it shares.
+        """Prepare the connection; `run` connects.
 
-        Raises InvalidConfiguration.
+        Args:
+            config: The worker's configuration.
+            cores: This worker's share of the cores at start.
+            place: Its registration among the workers that share the cores.
+
+        Raises:
+            InvalidConfiguration: The endpoint or a key is invalid.
         """
         self.config, self._cores, self._place = config, cores, place
         endpoint, proof = config.coordinator()
@@ -92,10 +98,10 @@ class Worker:
         self._link = Link(endpoint, self._read_wakeup.fileno(), proof)
         self._rid = 0
         self._engine: Engine | None = None
-        self._request_of: dict[int, int] = {}  # by slot; kept only where steps are logged
+        self._request_of: dict[int, int] = {}  # by slot; filled only if steps are logged
         self._under_way: deque[tuple[int, PendingStep]] = deque()
-        self._answered: deque[StepResult] = deque(maxlen=ANSWERS_KEPT)  # of this registration
-        self._last_step = 0  # that was launched under it
+        self._answered: deque[StepResult] = deque(maxlen=ANSWERS_KEPT)  # in this registration
+        self._last_step = 0  # last step launched in this registration
         self._patience = Patience()
         self._watchdog = Watchdog()
         self._tables: TablesReader | None = None
@@ -104,7 +110,11 @@ class Worker:
         self._progress_at = 0.0
 
     def run(self) -> None:
-        """Serves until stopped. Raises typed errors where it cannot start."""
+        """Serve until stopped.
+
+        Raises:
+            KvforgeError: The worker cannot start, or failed.
+        """
         try:
             while not self._stopping:
                 welcome = self._greet()
@@ -122,7 +132,7 @@ class Worker:
                     self._serve()
         finally:
             notify("STOPPING=1")
-            self._link.close(goodbye=self._stopping)  # one that ends by a fault has died, and says nothing
+            self._link.close(goodbye=self._stopping)  # a worker that fails sends no goodbye
             if self._engine is not None:
                 self._engine.close()
             signal.set_wakeup_fd(-1)
@@ -132,7 +142,7 @@ class Worker:
     # ----------------------------------------------------------------------------------------------------- connecting
 
     def _greet(self) -> WorkerWelcome | None:
-        """Says hello to whichever coordinator is there. None where a signal or a disconnection came first."""
+        """Exchange the handshake. Return None if a signal or a disconnection came first."""
         working("waiting for a coordinator", self.config.coordinator_wait_s + REPLY_WAIT_S)
         self._link.wait_connected(self.config.coordinator_wait_s)
         if not self._link.connected:
@@ -146,7 +156,7 @@ class Worker:
             boot=self._boot,
             epoch=self._pool_at.epoch,
             watches=self._watches,
-            token=token.read(self.config.runtime_path),  # another one after each start of the coordinator
+            token=token.read(self.config.runtime_path),  # it changes with each start of the coordinator
             rank=self.config.rank,
             ranks=self.config.ranks,
         )
@@ -154,7 +164,7 @@ class Worker:
         return reply if isinstance(reply, WorkerWelcome) else None
 
     def _ask(self, message: Message) -> Message | None:
-        """Sends a command and waits for its reply. None where the connection ended or we are to stop."""
+        """Send a command and return its reply; None if the connection ended or the worker is stopping."""
         return self._next_reply() if self._link.send(message) else None
 
     def _next_reply(self) -> Message | None:
@@ -183,8 +193,7 @@ class Worker:
     # -------------------------------------------------------------------------------------------------------- loading
 
     def _prepare(self, welcome: WorkerWelcome) -> bool:
-        """Loads the model once, makes the pool once, maps this coordinator's tables. False where it went away
-        meanwhile."""
+        """Make the engine if needed, and map the coordinator's tables. Return False if the coordinator left."""
         self._under_way.clear()
         self._answered.clear()
         self._last_step, self._pool_at = 0, NO_POOL
@@ -193,24 +202,26 @@ class Worker:
             if meeting is None:
                 return False
             working(f"loading {self.config.model}", LOADING_S_MAX)
-            cores = replace(self._cores, others=self._place.others())  # others may have started meanwhile
+            cores = replace(self._cores, others=self._place.others())  # others may have started since
             with _ending_at_once() if meeting else nullcontext():
                 self._engine = Engine(self.config, welcome, self._report_progress, cores, meeting)
             if not self._engine.device.computes_on_cores:
                 self._place.close()
         elif self.config.ranks > 1:
-            # Another one may stand in the middle of a step that this one will never get.
+            # Another rank may be in the middle of a step that this one will never receive.
             raise WorkerError(
-                f"rank {self.config.rank} of {self.config.ranks}: the coordinator knows nothing of this worker's pool, "
-                "and ranks begin anew together"
+                f"rank {self.config.rank} of {self.config.ranks}: the coordinator does not know this worker's pool,"
+                " and ranks must restart together"
             )
         else:
             self._engine.adopt(welcome)
         return self._map_tables(welcome)
 
     def _wait_for_ranks(self) -> str | None:
-        """Where the ranks of this worker meet, once all are there, however long that takes. None where the connection
-        ended or we are to stop."""
+        """Return the name of the ranks' rendezvous once all have arrived, without a time limit.
+
+        Returns None if the connection ended or the worker is stopping.
+        """
         log.info("rank %d of %d: waiting for the others", self.config.rank, self.config.ranks)
         while self._same_connection():
             working("waiting for the other ranks", LOADING_S_MAX)
@@ -223,9 +234,11 @@ class Worker:
         return None
 
     def _map_tables(self, welcome: WorkerWelcome) -> bool:
-        """False where the coordinator that named them went away, and its tables with it.
+        """Map the coordinator's tables; return False if the coordinator went away and its tables with it.
 
-        Raises Unavailable where it is there and they are not, ProtocolError where they are none of its own.
+        Raises:
+            Unavailable: The coordinator is there but its tables cannot be read.
+            ProtocolError: The tables belong to another coordinator.
         """
         try:
             self._tables, self._boot = TablesReader(Path(welcome.tables_path), welcome.boot), welcome.boot
@@ -245,8 +258,10 @@ class Worker:
         return self.config.watched_us > 0 and self.config.ranks == 1
 
     def _come_back(self, welcome: WorkerWelcome) -> bool:
-        """The coordinator's process is another one and knows the pool: what is in it counts, and steps under way go on.
-        False where the connection ended meanwhile."""
+        """Resume with a recovered coordinator that knows the pool: its contents stay valid and steps in flight go on.
+
+        Returns False if the connection ended.
+        """
         if not self._map_tables(welcome):
             return False
         self._link.watch(None, 0)
@@ -255,7 +270,7 @@ class Worker:
             return False
         self._go_on_at(reply)
         self._answer_again(reply.done)
-        log.info("the coordinator is back: going on after step %d", self._last_step)
+        log.info("the coordinator is back: resuming after step %d", self._last_step)
         return True
 
     def _report_progress(self, phase: str, fraction: float) -> None:
@@ -264,12 +279,12 @@ class Worker:
             return
         self._progress_at = now
         working(f"{phase} {100 * fraction:.0f} %", LOADING_S_MAX)
-        self._link.receive(0)  # reads the monitor; nothing is sent to a worker that has no pool
+        self._link.receive(0)  # reads the monitor; a worker without a pool receives no message
         if self._link.connected:
             self._link.send(WorkerLoading(phase=phase, progress=fraction))
 
     def _register(self) -> bool:
-        """Announces the pool. False where the coordinator went away meanwhile."""
+        """Register the pool. Return False if the coordinator went away."""
         assert self._engine is not None
         model, pool = self._engine.model, self._engine.pool
         ready = WorkerReady(
@@ -303,23 +318,23 @@ class Worker:
     # -------------------------------------------------------------------------------------------------------- serving
 
     def _serve(self) -> None:
-        """Runs steps in the order in which they come, until told to stop or the coordinator is gone."""
+        """Run steps in the order of their arrival until stopped or disconnected."""
         while self._same_connection():
             self._feed()
             message = self._link.receive(self._wait_ms())
             if isinstance(message, Step):
                 self._take(message)
             elif isinstance(message, Stop):
-                log.info("told to stop: %s", message.reason)
+                log.info("stopping: %s", message.reason)
                 self._stopping = True
             elif isinstance(message, Refused):
                 raise restore(message.error.code, message.error.message, message.error.fields)
             while self._under_way and self._under_way[0][1].done():
                 self._answer()
         while self._stopping and self._link.connected and self._under_way:
-            self._answer()  # it finishes what it was sent
+            self._answer()  # finish the steps already received
         if not self._stopping:
-            log.warning("the coordinator is gone; waiting for the next one")
+            log.warning("the coordinator is gone; waiting for another")
 
     @property
     def _runner(self) -> Runner:
@@ -327,7 +342,7 @@ class Worker:
         return self._engine.runner
 
     def _wait_ms(self) -> int:
-        """How long to wait for a message now."""
+        """Return how long to wait for a message now, in milliseconds."""
         if self._under_way:
             return self._patience.wait_ms()
         meter = self._runner.meter
@@ -343,25 +358,23 @@ class Worker:
         self._watchdog.feed(time.monotonic_ns() // 1000)
 
     def _take(self, step: Step) -> None:
-        """Does a step, unless it came before: a coordinator whose process is another one sends anew what is due."""
+        """Run a step unless it came before: a recovered coordinator sends unanswered steps again."""
         if step.step_id > self._last_step:
             if len(self._under_way) == STEPS_UNDER_WAY_MAX:
                 self._answer()
             self._launch(step)
 
     def _answer_again(self, done: int) -> None:
-        """Sends the results that the process before did not write down: those after step `done`."""
+        """Send again the results after step `done`, which the crashed coordinator did not record."""
         lacking = [result for result in self._answered if result.step_id > done]
         under_way = len(self._under_way)
         if len(lacking) + under_way < self._last_step - done:
-            raise ProtocolError(
-                f"the result of step {done + 1} is not kept any more, the last step is {self._last_step}"
-            )
+            raise ProtocolError(f"the result of step {done + 1} is no longer kept; the last step is {self._last_step}")
         for result in lacking:
             self._link.send(result)
 
     def _launch(self, step: Step) -> None:
-        """Queues a step on the device, unless its coordinator has ended: the next one sends it again."""
+        """Queue a step on the device, unless its coordinator has ended: the next one sends it again."""
         runner, base = self._runner, self._pool_at.base_block
         started_ns = time.monotonic_ns()
         tables = self._tables_of(step)
@@ -382,14 +395,18 @@ class Worker:
             self._tell_step(step)
 
     def _tell_step(self, step: Step) -> None:
-        """A step's line in the log: which requests it serves, and how many of their tokens it computes."""
+        """Log a step: the requests that it serves, and how many tokens it computes for each."""
         self._request_of.update((start.slot, start.request_id) for start in step.begins)
         rows = zip(step.slots.tolist(), step.counts.tolist(), strict=True)
         told = ", ".join(f"request {self._request_of.get(slot, 0)}: {count}" for slot, count in rows)
         log.debug("step %d: %d rows, %d tokens (%s)", step.step_id, step.slots.size, step.tokens.size, told)
 
     def _answer(self) -> None:
-        """Waits for the oldest step under way and sends its result. Raises GpuError where the device is lost."""
+        """Wait for the oldest step in flight and send its result.
+
+        Raises:
+            GpuError: The device is lost.
+        """
         step_id, pending = self._under_way.popleft()
         outcome = self._runner.finish(pending)
         self._patience.end(len(self._under_way))
@@ -408,7 +425,7 @@ class Worker:
         )
         self._answered.append(result)
         self._link.look()
-        if self._still_connected():  # another process of the coordinator asks for it when it knows us
+        if self._still_connected():  # a recovered coordinator requests it after the handshake
             self._link.send(result)
         self._runner.meter.send_ns += time.monotonic_ns() - started_ns
         lost = [error for error in outcome.errors if error.error.code == GpuError.code]
@@ -419,9 +436,9 @@ class Worker:
             raise error
 
     def _tables_of(self, step: Step) -> Int32Array | None:
-        """The block tables of the step's rows, global ids, from shared memory.
+        """Read the block tables of the step's rows from shared memory; ids are global.
 
-        None where the coordinator ended while it wrote them. One that was stopped there is waited for.
+        Returns None if the coordinator ended while it wrote them. A suspended coordinator is waited for.
         """
         assert self._tables is not None
         if not step.slots.size:
@@ -453,8 +470,10 @@ class Worker:
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """A signal to stop ends the process: it may be waiting, in a library, for a rank that is stopped itself and will
-    not come. There is nothing yet that would be lost."""
+    """Let a stop signal end the process at once.
+
+    The worker may be waiting inside a library for a rank that is suspended, and it has no state to lose yet.
+    """
     kept = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
@@ -464,7 +483,7 @@ def _ending_at_once() -> Iterator[None]:
 
 
 def pool_local(step: Step, base: int) -> Step:
-    """The step with ids of the worker's own pool, which begins at block `base`."""
+    """Translate the step's block ids to those of the worker's own pool, which begins at block `base`."""
     if step.copies.size:
         local = step.copies.reshape(-1, 3) - np.array([base, base, 0], np.int32)
         step = msgspec.structs.replace(step, copies=local.reshape(-1))

@@ -1,7 +1,7 @@
-"""Device memory by purpose, and the size of the KV pool: what is left after weights, graphs and the largest step.
+"""Device memory by purpose, and the size of the KV pool: the memory left by weights, graphs and the largest step.
 
-What a step and the graphs take is not guessed but tried: with a pool of just the blocks of the trial, the largest step
-that the coordinator may send is run, and the two largest decode graphs are captured; a KV pool then gets the rest.
+The memory that a step and the graphs need is measured: with a pool just large enough for the trial, the worker runs
+the largest step that the coordinator may send and captures the two largest decode graphs. The KV pool gets the rest.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ log = logging.getLogger("worker")
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """What this worker's device memory is for, in bytes. total, free: of the whole device, as its driver says.
+    """Use of the device's memory by this worker, in bytes.
 
-    weights: the model. pool: K and V. graphs: captured graphs with their places, and the sampler's state. other: what
-    steps work in (kept by torch's allocator for the next one), compiled kernels, the driver's own. On a CPU, whose
-    memory everyone shares, graphs and other are not counted: 0.
+    Attributes:
+        weights: The model.
+        pool: K and V.
+        graphs: Captured graphs with their inputs, and the sampling state. 0 on a CPU, which other processes share.
+        other: Workspaces of steps (cached by torch's allocator), compiled kernels, the driver's own. 0 on a CPU.
+        free: Free memory of the whole device, as the driver reports it.
+        total: Memory of the whole device.
     """
 
     weights: int
@@ -45,37 +49,37 @@ class DeviceBytes:
     total: int
 
     def by_purpose(self) -> dict[str, int]:
-        """What is held, in bytes by purpose, without what is 0: for WorkerReady."""
+        """Return the bytes in use by purpose, without zeros, for WorkerReady."""
         held = {"weights": self.weights, "pool": self.pool, "graphs": self.graphs, "other": self.other}
         return {purpose: size for purpose, size in held.items() if size}
 
     def line(self) -> str:
-        """For the log."""
+        """Return a line for the log."""
         parts = {"weights": self.weights, "graphs": self.graphs, "KV pool": self.pool, "other": self.other}
         held = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in parts.items())
         return f"device memory: {held}; {self.free / MIB:.0f} of {self.total / MIB:.0f} MiB free"
 
 
 class Accounts:
-    """Notes what each purpose took as it takes it."""
+    """Records how much memory each purpose takes."""
 
     def __init__(self, device: Device) -> None:
-        """Call it before anything is on the device."""
+        """Record the free memory. Call it before anything is on the device."""
         self._device = device
         self._free_at_first = device.free_bytes()
         self.weights = self.graphs = 0
 
     def report(self, pool: KvPool) -> DeviceBytes:
-        """As it is now."""
+        """Return the current use of the device's memory."""
         free = self._device.free_bytes()
-        # What all other processes of the machine took meanwhile would count as ours on a CPU.
+        # On a CPU, memory taken by other processes would count as ours.
         taken = self._free_at_first - free if self._device.owns_memory else 0
         other = max(0, taken - self.weights - self.graphs - pool.bytes)
         return DeviceBytes(self.weights, pool.bytes, self.graphs, other, free, self._device.total_bytes())
 
 
 def weight_bytes(model: LoadedModel) -> int:
-    """Bytes of the model's parameters and buffers, each once however many layers share it, and of packed weights."""
+    """Return the bytes of parameters, buffers and packed weights. A tensor that layers share counts once."""
     tensors = chain(model.module.parameters(), model.module.buffers())
     plain = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
     return plain + sum(map(stored_bytes, model.packed_weights()))
@@ -94,7 +98,19 @@ def check_kv_bytes(config: WorkerConfig, device: Device) -> None:
 
 
 def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int) -> int:
-    """Blocks of the pool: as configured, else what fits. Errors: InvalidConfiguration, GpuError, KernelError."""
+    """Return the number of blocks of the pool: as configured, or as many as fit.
+
+    Args:
+        config: The worker's configuration.
+        model: The loaded model.
+        welcome: The coordinator's limits.
+        graph_rows_max: Rows of the largest decode graph; 0: no graphs.
+
+    Raises:
+        InvalidConfiguration: The configured size does not fit the device.
+        GpuError: No memory is left for K and V.
+        KernelError: A kernel failed in the trial step.
+    """
     device = model.device
     if config.blocks:
         needed, total = config.blocks * model.geometry.bytes_per_block, device.total_bytes()
@@ -116,19 +132,24 @@ def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome
     if left < model.geometry.bytes_per_block:
         share = f" (memory_share = {config.memory_share:g} leaves {max(0, usable)})" if config.memory_share else ""
         raise GpuError(
-            f"{device.name} has {free} bytes free{share}; steps and graphs need {needed}, which leaves none for K and V"
+            f"{device.name} has {free} bytes free{share}; steps and graphs need {needed}, leaving no KV pool"
         )
     return model.geometry.blocks_for(left)
 
 
 def _trial_bytes(model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int) -> int:
-    """Bytes that the largest step and all graphs will take beside the pool. Errors: GpuError, KernelError."""
+    """Return the bytes that the largest step and all graphs take beside the pool.
+
+    Raises:
+        GpuError: There is not enough memory.
+        KernelError: A kernel failed.
+    """
     device, block_size = model.device, model.geometry.block_size
     row_tokens = min(
         welcome.step_tokens_max, model.info.context_tokens_max, welcome.blocks_per_sequence_max * block_size
     )
     rows_max = min(welcome.step_rows_max, welcome.slots_max)
-    # As many rows as may be sampled, one of them with all the rest of the tokens.
+    # As many rows as may be sampled, one with all the remaining tokens.
     long_row = max(1, min(row_tokens, welcome.step_tokens_max - rows_max + 1))
     counts = np.ones(min(rows_max, welcome.step_tokens_max), np.int32)
     counts[0] = long_row
@@ -156,7 +177,7 @@ def _trial_bytes(model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int
 
 
 def _graph_bytes(runner: Runner, rows_max: int) -> int:
-    """Bytes of all graphs: of the largest, and of each further one as much as the second takes beyond it."""
+    """Estimate the bytes of all graphs: the largest, plus the growth caused by the second for each further one."""
     assert runner.graphs is not None
     device = runner.model.device
     took = []
@@ -169,7 +190,7 @@ def _graph_bytes(runner: Runner, rows_max: int) -> int:
 
 
 def _largest_step(counts: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Step:
-    """Every row is sampled in the way that takes the most memory."""
+    """Build a full step in which every row samples in the way that takes the most memory."""
     rows = len(counts)
     sampling = Sampling(temperature=1.0, top_p=0.9)
     return Step(
@@ -186,7 +207,12 @@ def _largest_step(counts: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Step:
 def make_runner(
     model: LoadedModel, pool: KvPool, welcome: WorkerWelcome, graph_rows_max: int, trials: TrialLimits | None = None
 ) -> Runner:
-    """A runner within the coordinator's limits. Errors: InvalidConfiguration, GpuError."""
+    """Make a runner within the coordinator's limits.
+
+    Raises:
+        InvalidConfiguration: A limit is invalid.
+        GpuError: There is not enough memory.
+    """
     with model.device.errors("making room for steps"):
         return Runner(
             model,

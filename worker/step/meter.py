@@ -1,4 +1,4 @@
-"""What steps cost: where the host's time and the device's time go. Sums only; a line for the log."""
+"""The cost of steps on the host and on the device, as sums and as a line for the log."""
 
 from __future__ import annotations
 
@@ -12,12 +12,23 @@ from .pending import PendingStep
 
 @dataclass
 class Meter:
-    """Sums since the last `reset`. Times of the host in nanoseconds, of the device in milliseconds.
+    """Sums since the last `reset`. Host times are in nanoseconds, device times in milliseconds.
 
-    read: reading block tables. launch: from the arrays to the queue. wait: for the device. gather: from what came back
-    to the outcome. send: encoding and sending. busy: of decode graphs from their first kernel to their last;
-    busy_of_rows: by the number of rows, how many and their sum. idle: between two decode graphs of which the second was
-    queued before the first had ended; `pairs` of them. last_ns: when a step was launched last, on the monotonic clock.
+    Attributes:
+        last_ns: Launch time of the last step on the monotonic clock.
+        steps: Steps launched.
+        rows: Rows of these steps.
+        launch_ns: Time from the step's arrays to the device's queue.
+        wait_ns: Time waiting for the device.
+        gather_ns: Time from the fetched results to the outcome.
+        read_ns: Time reading block tables.
+        send_ns: Time encoding and sending results.
+        graphs: Decode graphs finished.
+        busy_ms: Time of decode graphs from their first kernel to their last.
+        busy_of_rows: Number of graphs and sum of their times in milliseconds, by number of rows.
+        pairs: Consecutive decode graphs where the second was queued before the first had ended.
+        pair_busy_ms: Busy time of the second graph of these pairs.
+        idle_ms: Time between the two graphs of these pairs.
     """
 
     last_ns: int = 0
@@ -37,14 +48,14 @@ class Meter:
     _last_end: Mark | None = field(default=None, repr=False)
 
     def launched(self, rows: int, took_ns: int) -> None:
-        """A step was queued."""
+        """Record a queued step."""
         self.last_ns = time.monotonic_ns()
         self.steps += 1
         self.rows += rows
         self.launch_ns += took_ns
 
     def finished(self, pending: PendingStep, wait_ns: int, gather_ns: int) -> None:
-        """A step has ended; its marks are passed."""
+        """Record a finished step; its device events have passed."""
         self.wait_ns += wait_ns
         self.gather_ns += gather_ns
         last, self._last_end = self._last_end, None
@@ -64,12 +75,12 @@ class Meter:
 
     @property
     def idle_share(self) -> float:
-        """Of the device's time between steps that follow each other."""
+        """Idle share of the device between consecutive steps, 0 to 1."""
         total = self.idle_ms + self.pair_busy_ms
         return self.idle_ms / total if total else 0.0
 
     def line(self) -> str:
-        """For the log: per step, in microseconds."""
+        """Return a line for the log: times per step, in microseconds."""
 
         def each(total_ns: float, count: int) -> float:
             return total_ns / 1e3 / max(count, 1)
@@ -89,7 +100,7 @@ class Meter:
         )
 
     def reset(self) -> None:
-        """Begins anew; the end of the last step is remembered."""
+        """Clear the sums, but keep the end of the last step."""
         last = self._last_end
         self.__init__()  # type: ignore[misc]  # every field has a default
         self._last_end = last

@@ -1,4 +1,4 @@
-"""A step that was queued on the device, and what came of it."""
+"""A step that was queued on the device, and its outcome."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from worker.sampling.sampler import HostRows
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """slots, tokens: [sampled] int32; logprobs: [sampled] float32, nats; all host, in the step's row order.
+    """The results of a step, on the host, in the step's row order.
 
-    top_counts [sampled] (empty where no row wants any), top_tokens, top_logprobs: as in StepResult, in the same order.
-    errors: one for each row that failed. duration_us: from `launch`, or the end of the step before it where that was
-    later, to the end of `finish`; on the monotonic clock.
+    Attributes:
+        slots: [sampled] int32.
+        tokens: [sampled] int32.
+        logprobs: [sampled] float32, nats.
+        errors: One for each failed row.
+        duration_us: Time from `launch`, or from the end of the step before if that was later, to the end of `finish`.
+        top_counts: [sampled] int32; empty if no row wants top log-probabilities.
+        top_tokens: As in StepResult.
+        top_logprobs: As in StepResult.
     """
 
     slots: Int32Array
@@ -35,10 +41,14 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Sampled rows on their way to the host. slots: [n] int32. top_counts: [n] int32.
+    """Sampled rows on their way to the host.
 
-    fetched: [any] int32, as SampledRows.packed. bucket: how many rows it holds, n or more. chosen: [n] int64, which of
-    them are ours; None: all.
+    Attributes:
+        slots: [n] int32.
+        fetched: [any] int32 in the format of SampledRows.packed.
+        top_counts: [n] int32.
+        bucket: Rows in `fetched`, n or more.
+        chosen: [n] int64, indices of our rows in `fetched`; None: all.
     """
 
     slots: Int32Array
@@ -48,7 +58,7 @@ class Sampled:
     chosen: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None
 
     def rows(self) -> HostRows:
-        """Call it once the step's end has been passed."""
+        """Return the rows. Call it after the step's end has passed."""
         packed = self.fetched.array()
         if self.chosen is not None:
             packed = packed.reshape(3, self.bucket)[:, self.chosen].reshape(-1)
@@ -57,26 +67,41 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Rows that are to choose. logits: [n, vocab] float32 device. slots: [n] int32. rows: of the slots."""
+    """Rows that wait to sample.
+
+    Attributes:
+        logits: [n, vocab] float32 on the device.
+        slots: [n] int32.
+        rows: Grammar state of each slot.
+    """
 
     logits: torch.Tensor
     slots: Int32Array
     rows: tuple[Shaped, ...]
 
     def pick(self, keep: list[int], device_index: torch.Tensor) -> Waiting:
-        """Those at these places, which are also on the device."""
+        """Return the rows at these indices, given on the host and on the device."""
         return Waiting(self.logits[device_index], self.slots[keep], tuple(self.rows[place] for place in keep))
 
 
 @dataclass(eq=False)
 class PendingStep:
-    """A step under way. Steps are finished in the order of their launch.
+    """A step in flight. Steps are finished in the order of their launch.
 
-    slots: [rows] int32, of all the step's rows. fed: those whose tokens hold -1. begun: those that changed hands.
-    errors: by slot, known so far. spoiled: rows fed with a token that turned out not to be there. end: where all of its
-    work on the device is done. busy: where a decode graph begins and ends. queued_behind: launched before the one
-    before it had ended. waiting: rows that choose when it is known what a grammar allows them. shaped: those of them
-    that have chosen, by slot.
+    Attributes:
+        number: Number of the launch.
+        slots: [rows] int32, all slots of the step.
+        fed: Slots with -1 among their tokens.
+        begun: Slots that the step assigns to a new request.
+        errors: Errors known so far, by slot.
+        sampled: Sampled rows on their way to the host.
+        started_ns: Time of the launch on the monotonic clock.
+        end: Device event after all of the step's work.
+        busy: Device events before and after a decode graph.
+        queued_behind: Whether the step was launched before the one before it had ended.
+        spoiled: Rows that were fed a token of a failed row, by slot.
+        waiting: Rows that sample once their grammar masks are known.
+        shaped: Grammar state of those that have sampled, by slot.
     """
 
     number: int
@@ -94,24 +119,30 @@ class PendingStep:
     shaped: dict[int, Shaped] = field(default_factory=dict)
 
     def done(self) -> bool:
-        """True once `Runner.finish` will not wait."""
+        """Return True once `Runner.finish` will not wait."""
         if self.waiting:
             return False
         try:
             return self.end is None or self.end.passed()
-        except RuntimeError:  # `Runner.finish` says what failed
+        except RuntimeError:  # `Runner.finish` reports the failure
             return True
 
 
 def joined(sampled: list[tuple[Int32Array, HostRows]], pending: PendingStep, duration_us: int) -> StepOutcome:
-    """What was sampled (slots and rows) as one, in row order, without the rows that failed."""
+    """Join the sampled parts of a step in row order, without the rows that failed.
+
+    Args:
+        sampled: Slots and rows of each part.
+        pending: The step.
+        duration_us: Duration of the step in microseconds.
+    """
     errors = tuple(RowError(slot, ErrorInfo.of(error), _again_ms(error)) for slot, error in pending.errors.items())
     if not sampled:
         return StepOutcome(NO_INT32, NO_INT32, NO_FLOAT32, errors, duration_us, NO_INT32, NO_INT32, NO_FLOAT32)
     slots = np.concatenate([slots for slots, _ in sampled])
     rows = HostRows.joined([rows for _, rows in sampled])
     kept = np.arange(len(slots))
-    if len(sampled) > 1:  # what was sampled together is in order
+    if len(sampled) > 1:  # rows sampled together are in order
         order = {slot: place for place, slot in enumerate(pending.slots.tolist())}
         kept = np.argsort([order[slot] for slot in slots.tolist()], kind="stable")
     if errors:

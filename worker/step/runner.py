@@ -1,15 +1,20 @@
-"""One step: from the coordinator's arrays to tokens.
+"""The model runner: executes one step, from the coordinator's arrays to sampled tokens.
 
-Order: blocks that come from another tenant are zeroed, slots change hands (`begins`), blocks are copied, then K and V
-of the new tokens are written and attention runs (in one forward pass), then the rows with sample = 1 choose a token.
-`launch` queues all of that on the device and does not wait for it; the next step may be launched before `finish` has
-told this one's tokens, because the token that a slot samples stays on the device for the row that is fed with -1.
+Order of a step:
 
-A poison row never takes the others with it. What can be checked beforehand is, and such a row is left out of the
-batch; when the pass itself fails, rows are run again one by one (writing K and V twice gives the same bytes) and
-those that fail alone are the ones reported. Nothing a slot remembers changes before its token is chosen. A row whose
-token turns out to be missing (logits that are not finite) fails, and so does its row in the step behind, which was
-queued with a token that never was.
+1. Blocks that come from another tenant are zeroed.
+2. Slots are assigned to new requests (`begins`).
+3. Blocks are copied.
+4. One forward pass writes K and V of the new tokens and runs attention.
+5. Rows with sample = 1 sample a token.
+
+`launch` queues all of this on the device without waiting. The next step may be launched before `finish` has returned
+the tokens, because a sampled token stays on the device for the row that is fed -1.
+
+A poison row fails alone. Rows that fail a check are left out of the batch. If the pass itself fails, rows run again one
+by one (writing K and V twice gives the same bytes), and only those that fail alone are reported. The state of a slot
+changes only when its token is sampled. A row with non-finite logits fails, and so does its row in the next step, which
+was queued with that missing token.
 """
 
 from __future__ import annotations
@@ -45,15 +50,24 @@ __all__ = ["STEPS_UNDER_WAY_MAX", "PendingStep", "Runner", "StepOutcome"]
 
 
 class OutOfStep(WorkerError):
-    """One of several ranks failed where the others did not: all of them have to begin anew."""
+    """A rank failed a step that other ranks completed: all ranks must restart."""
 
 
 class Runner:
     """Runs steps of one model over one pool. Not thread-safe: a worker has one thread.
 
-    slots_max: slots are [0, slots_max). step_tokens_max, step_rows_max: limits of one step. table_width: most blocks of
-    a row. graph_rows_max: decode steps of up to so many rows run from captured graphs (0: none do).
-    trials: limits of grammars. Errors: InvalidConfiguration names the limit.
+    Args:
+        model: The loaded model.
+        pool: Its KV pool.
+        slots_max: Slots are [0, slots_max).
+        step_tokens_max: Most tokens of a step.
+        step_rows_max: Most rows of a step.
+        table_width: Most blocks of a row; 0: as many as the context needs.
+        graph_rows_max: Largest decode step, in rows, that runs from a captured graph; 0: none.
+        trials: Limits of grammars.
+
+    Raises:
+        InvalidConfiguration: Names the invalid limit.
     """
 
     def __init__(
@@ -83,15 +97,15 @@ class Runner:
             block_size=pool.block_size,
         )
         self._state = SamplingState(slots_max, model.vocab_size, model.device)
-        # Tokens, their positions, the slots they belong to; then the places of the tokens that are sampled after.
+        # Tokens, positions and slots of a step, then the indices of the tokens to sample after.
         self.shaping = Shaping(model, slots_max, step_rows_max, trials or TrialLimits())
         self._inputs = Staging(model.device, 3 * step_tokens_max + step_rows_max)
-        # What the host must know of a slot without asking the device.
+        # Slot state that the host needs without asking the device.
         self._has_sampled = np.zeros(slots_max, np.bool_)
-        self._sampled_in = np.zeros(slots_max, np.int64)  # the number of the step that did last
-        self._refused: dict[int, KvforgeError] = {}  # slots whose start was wrong, until a right one comes
+        self._sampled_in = np.zeros(slots_max, np.int64)  # number of the step that sampled last
+        self._refused: dict[int, KvforgeError] = {}  # slots with an invalid start, until a valid one comes
         self._under_way: deque[PendingStep] = deque()
-        self._unzeroed = np.zeros(0, np.int32)  # blocks of which it is not known that they were
+        self._unzeroed = np.zeros(0, np.int32)  # blocks that still have to be zeroed
         self._launched = 0
         self._finished_ns = 0
         self.graphs: DecodeGraphs | None = None
@@ -102,18 +116,26 @@ class Runner:
             self.graphs = DecodeGraphs(model, pool, self._state, rows, width)
 
     def run(self, step: Step, tables: npt.NDArray[np.int32]) -> StepOutcome:
-        """`launch` and `finish` in one."""
+        """Launch and finish a step."""
         return self.finish(self.launch(step, tables))
 
     @torch.inference_mode()
     def launch(self, step: Step, tables: npt.NDArray[np.int32]) -> PendingStep:
-        """Queues one step on the device.
+        """Queue one step on the device.
 
-        step: as its docstring says, except that `copies` and `zeros` name pool-local blocks. tables: [rows, width]
-        int32, row r the block table of step row r, pool-local ids; entries past a row's tokens are not read.
-        Never raises for what a step holds: every fault becomes the RowError of the rows it concerns. Raises OutOfStep
-        where several ranks compute together and this one's pass failed: none of them can go on.
-        At most STEPS_UNDER_WAY_MAX steps may be launched and not finished.
+        Invalid contents of a step never raise: each fault becomes the RowError of its rows. At most STEPS_UNDER_WAY_MAX
+        steps may be in flight.
+
+        Args:
+            step: The step, with pool-local block ids in `copies` and `zeros`.
+            tables: [rows, width] int32, the block table of each row, pool-local ids. Entries past a row's tokens are
+                not read.
+
+        Returns:
+            The step in flight.
+
+        Raises:
+            OutOfStep: The pass failed on this rank of several: no rank can continue.
         """
         assert len(self._under_way) < STEPS_UNDER_WAY_MAX, "finish a step before launching another"
         started_ns = time.monotonic_ns()
@@ -162,14 +184,14 @@ class Runner:
         self._compile(pending)
 
     def _compile(self, pending: PendingStep) -> None:
-        """Compiles the grammars of rows that have begun, while the device computes."""
+        """Compile the grammars of rows that have begun, while the device computes."""
         problems = self.shaping.compile(pending)
         if problems:
             pending.errors.update(problems)
             self._refused |= problems
 
     def _complete(self, pending: PendingStep) -> None:
-        """Queues what is still to be chosen, and marks the end of the step's work."""
+        """Queue the remaining sampling, and record the end of the step's work."""
         for waiting in pending.waiting:
             try:
                 self._choose_shaped(waiting, pending)
@@ -189,9 +211,11 @@ class Runner:
             self._sample(chosen.logits, chosen.slots, pending, masks)
 
     def _zero(self, blocks: Int32Array) -> None:
-        """Zeroes blocks before anything else of the step, whatever else is wrong with it. If that fails the step does,
-        and so does each one after it until these are zeroed too: their tenant may get them again, and is not to see
-        what another one left there."""
+        """Zero blocks before the rest of the step, even if the rest is invalid.
+
+        If it fails, the step fails, and so does each later one until these blocks are zeroed: their new tenant must
+        not see the data of the previous one.
+        """
         if not blocks.size and not self._unzeroed.size:
             return
         self._unzeroed = np.union1d(self._unzeroed, blocks)
@@ -199,14 +223,14 @@ class Runner:
         self._unzeroed = self._unzeroed[:0]
 
     def _end(self, pending: PendingStep) -> None:
-        """Marks the end of the step's work."""
+        """Record a device event at the end of the step's work."""
         try:
             pending.end = Mark(self.model.device)
         except RuntimeError as error:
             self._lost(pending, error)
 
     def reset(self) -> None:
-        """Forgets every slot: another coordinator is in charge. Steps under way are waited for and dropped."""
+        """Forget every slot for another coordinator. Wait for the steps in flight and drop them."""
         while self._under_way:
             self.finish(self._under_way[0])
         self._has_sampled[:] = False
@@ -214,7 +238,7 @@ class Runner:
         self.shaping.grammars.forget()
 
     def close(self) -> None:
-        """Gives up what was captured. The pool stays its owner's."""
+        """Drop the captured graphs. The caller keeps the pool."""
         self.reset()
         if self.graphs is not None:
             self.graphs.close()
@@ -248,7 +272,7 @@ class Runner:
             raise
 
     def _checked(self, rows: Rows, copies: npt.NDArray[np.int32], errors: dict[int, KvforgeError]) -> Rows:
-        """The rows that may run, after the copies that may be made; the others get their error."""
+        """Make the valid copies, and return the rows that may run. Record an error for the others."""
         bad_targets: frozenset[int] = frozenset()
         if len(copies):
             bad = bad_copies(copies, self.limits)
@@ -263,13 +287,13 @@ class Runner:
     # --------------------------------------------------------------------------------------------------------- queueing
 
     def _queue(self, rows: Rows, pending: PendingStep) -> None:
-        """Queues the rows, from a graph where they are decodes that one takes."""
+        """Queue the rows: from a graph if they are all decodes and fit one, else as a pass."""
         if self.graphs is None or not rows.generated.all() or not self.graphs.can_run(rows):
             self._queue_pass(rows, pending)
             return
         try:
             launched = self.graphs.launch(rows)
-        except Exception as error:  # noqa: BLE001 - what was queued cannot be taken back
+        except Exception as error:  # noqa: BLE001 - queued work cannot be rolled back
             self._keep_in_step(error)
             failure = as_worker_error(error, "a decode graph", self.model.device)
             pending.errors.update((slot, failure) for slot in rows.slots.tolist())
@@ -281,7 +305,7 @@ class Runner:
             self._sample(self.graphs.logits_of(launched.others), rows.slots[launched.others], pending)
 
     def _queue_pass(self, rows: Rows, pending: PendingStep) -> None:
-        """Queues the rows together; if that fails, one by one, so that only the faulty ones fail."""
+        """Queue the rows together. If that fails, queue them one by one, so that only the faulty ones fail."""
         try:
             logits, sampled = self._forward(rows)
         except Exception as error:  # noqa: BLE001 - any failure of foreign model code must spare the other rows
@@ -301,21 +325,21 @@ class Runner:
             self._sample(logits, sampled, pending)
 
     def _keep_in_step(self, error: Exception) -> None:
-        """A rank that has not made a pass that others have made exchanges other numbers than they do from then on."""
+        """Raise OutOfStep with several ranks: after a skipped pass, a rank would exchange the wrong numbers."""
         ranks = self.model.ranks
         if ranks is not None:
             told = f"{type(error).__name__}: {error}"
-            raise OutOfStep(f"rank {ranks.rank} of {ranks.count} could not do its part of a step: {told}") from error
+            raise OutOfStep(f"rank {ranks.rank} of {ranks.count} failed its part of a step: {told}") from error
 
     def _forward(self, rows: Rows) -> tuple[torch.Tensor, Int32Array]:
-        """Logits [sampled, vocab] float32 device, and the slots [sampled] int32 host they belong to."""
+        """Return logits [sampled, vocab] float32 on the device, and their slots [sampled] int32 on the host."""
         found = [self._pass(*part) for part in passes(*by_kind(rows))]
         if len(found) == 1:
             return found[0]
         return torch.cat([logits for logits, _ in found]), np.concatenate([slots for _, slots in found])
 
     def _pass(self, rows: Rows, generated: BoolArray) -> tuple[torch.Tensor, Int32Array]:
-        """The same of rows that are decodes where `generated` says so."""
+        """Run one pass over rows. generated: [rows] bool, the rows that are decodes. Return as `_forward` does."""
         device = self.model.device
         batch = PagedBatch.build(rows.tables, rows.starts, rows.counts, self.pool.block_size, device, generated)
         samples = rows.samples == 1
@@ -331,16 +355,20 @@ class Runner:
         inputs = self._inputs.on_device[: 3 * count + wanted].long()
         token_ids, places, slots = inputs[: 3 * count].view(3, count).unbind()
         if (rows.tokens == NO_TOKEN).any():
-            # What a step that fails left behind may be NO_TOKEN itself: that row fails when the failure is known.
+            # A failed step may have left NO_TOKEN. Clamp it: the row fails once the failure is known.
             token_ids = torch.where(token_ids == NO_TOKEN, self._state.last_token[slots].clamp_(min=0), token_ids)
         return self.model.forward(token_ids, places, inputs[3 * count :], batch, self.pool), rows.slots[samples]
 
     def _sample(
         self, logits: torch.Tensor, slots: Int32Array, pending: PendingStep, masks: torch.Tensor | None = None
     ) -> None:
-        """Queues the choice of tokens for all rows; if that fails, one by one. Rows with a grammar wait for masks.
+        """Queue the sampling of all rows, or of single rows if that fails. Rows with a grammar wait for masks.
 
-        logits: [n, vocab]; slots: [n] host; masks: [n, words] int32 device, of rows that all have a grammar.
+        Args:
+            logits: [n, vocab].
+            slots: [n] on the host.
+            pending: The step.
+            masks: [n, words] int32 on the device, if all rows have a grammar.
         """
         device, state = self.model.device, self._state
         if masks is None and self.shaping.grammars:
@@ -385,8 +413,8 @@ class Runner:
     # -------------------------------------------------------------------------------------------------------- finishing
 
     def finish(self, pending: PendingStep) -> StepOutcome:
-        """Waits for the end of the oldest step under way. Never raises for what it holds or what the device does."""
-        assert self._under_way[0] is pending, "steps are finished in the order of their launch"
+        """Wait for the oldest step in flight, and return its outcome. Row and device failures do not raise."""
+        assert self._under_way[0] is pending, "finish steps in the order of their launch"
         waiting_ns = time.monotonic_ns()
         try:
             if pending.end is not None:
@@ -398,10 +426,10 @@ class Runner:
             rows = sampled.rows()
             read.append((sampled.slots, rows))
             if rows.banned.any():
-                problem = InvalidRequest("sampling.logit_bias", "bans every token that may be chosen")
+                problem = InvalidRequest("sampling.logit_bias", "bans every token that may be sampled")
                 pending.errors.update((slot, problem) for slot in sampled.slots[rows.banned].tolist())
             if not rows.finite.all():
-                broken = WorkerError("the model gave logits that are not finite")
+                broken = WorkerError("the model returned logits that are not finite")
                 pending.errors.update((slot, broken) for slot in sampled.slots[~rows.finite].tolist())
         for slot, spoiled in pending.spoiled.items():
             pending.errors.setdefault(slot, spoiled)
@@ -419,14 +447,14 @@ class Runner:
         return outcome
 
     def _lost(self, pending: PendingStep, error: Exception) -> None:
-        """Something failed that is no row's own: no row of the step can be told from another."""
+        """Fail all rows of a step after a failure that cannot be attributed to one row."""
         failure = as_worker_error(error, "a step", self.model.device)
         for slot in pending.slots.tolist():
             pending.errors.setdefault(slot, failure)
         pending.sampled, pending.waiting = [], []
 
     def _spoil(self, pending: PendingStep) -> None:
-        """Rows of this step have failed: what was launched behind it and fed with their tokens fails too."""
+        """Fail the rows of later steps that were fed a token of a failed row of this step."""
         for slot in pending.errors:
             if 0 <= slot < len(self._has_sampled) and self._sampled_in[slot] == pending.number:
                 self._has_sampled[slot] = False
@@ -437,7 +465,7 @@ class Runner:
 
 
 def _tokens_of(read: list[tuple[Int32Array, HostRows]], pending: PendingStep) -> dict[int, int]:
-    """What the step's slots have chosen, without those that failed."""
+    """Return the sampled token of each slot that did not fail."""
     chosen: dict[int, int] = {}
     for slots, rows in read:
         chosen.update(zip(slots.tolist(), rows.tokens.tolist(), strict=True))

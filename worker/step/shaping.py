@@ -1,8 +1,8 @@
-"""Rows whose next token a grammar restricts: what each step does beside the device's work.
+"""Rows under a grammar (guided decoding): the work of each step beside the device's.
 
-A mask follows from the token before, which only the device knows while its step is under way. So the forward pass of
-such a row is queued like any other's, and its choice waits until the step before has been finished; the masks are made
-while the device computes. Rows without a grammar wait for nothing: their choice is queued with the pass.
+A token mask depends on the previous token, which only the device knows while its step runs. The forward pass of such a
+row is queued like any other, but its sampling waits until the previous step has been finished; the host computes masks
+while the device runs. Rows without a grammar are sampled right after the pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALONE_WAIT_S = 0.05
 
 
 class Shaping:
-    """The grammars of a runner's slots, and the place of their masks."""
+    """The grammars of a runner's slots, and the buffer of their token masks."""
 
     def __init__(self, model: LoadedModel, slots_max: int, step_rows_max: int, trials: TrialLimits) -> None:
         info = model.info
@@ -37,20 +37,24 @@ class Shaping:
         self._masks: Staging | None = None
 
     def begin(self, start: RowStart, generated: Int32Array) -> None:
-        """A slot changes hands."""
+        """Assign a slot to a new request."""
         if self.grammars or start.sampling.grammar is not None:
             self.grammars.begin(start.slot, start.sampling.grammar, generated)
 
     def wait(self, pending: PendingStep, logits: torch.Tensor, slots: Int32Array) -> None:
-        """These rows of the step have a grammar; `ready` and `masked` are asked once the whole step is queued."""
+        """Defer the sampling of rows with a grammar. Call `ready` and `masked` once the whole step is queued."""
         pending.waiting.append(Waiting(logits, slots, tuple(self.grammars.row(slot) for slot in slots.tolist())))
 
     def ready(self, pending: PendingStep) -> bool:
-        """Whether the tokens before those that the step is to choose are known."""
+        """Return whether the tokens before those that the step samples are known."""
         return not any(row.awaited for waiting in pending.waiting for row in waiting.rows)
 
     def masked(self, waiting: Waiting, pending: PendingStep) -> tuple[Waiting, torch.Tensor]:
-        """The rows that can choose, and what from: [n, words] int32 device. The others' errors are told to the step."""
+        """Compute masks for the deferred rows, and record an error for rows that fail.
+
+        Returns:
+            The rows that can sample, and their masks: [n, words] int32 on the device.
+        """
         lost = pending.errors.keys() | pending.spoiled.keys()
         kept = [place for place, slot in enumerate(waiting.slots.tolist()) if slot not in lost]
         if len(kept) < len(waiting.rows):
@@ -75,19 +79,19 @@ class Shaping:
 
     @staticmethod
     def known(pending: PendingStep, tokens: dict[int, int]) -> None:
-        """A step has ended. tokens: what its slots have chosen, without those that failed."""
+        """Advance the grammars after a step. tokens: sampled tokens by slot, without rows that failed."""
         for slot, row in pending.shaped.items():
             row.awaited -= 1
             if slot in tokens:
                 row.accept(tokens[slot])
 
     def submit(self, pending: PendingStep) -> None:
-        """Have the grammars of rows that have begun tried while the step is queued."""
+        """Start the trial of new grammars in another process while the step is queued."""
         if self.grammars:
             self.grammars.submit(pending.slots.tolist())
 
     def compile(self, pending: PendingStep) -> dict[int, KvforgeError]:
-        """Compile the grammars of rows that have begun. Return the error of each bad grammar, by slot."""
+        """Compile the grammars of rows that have begun, and return the errors of bad grammars by slot."""
         if not self.grammars:
             return {}
         slots = pending.slots.tolist()

@@ -1,4 +1,4 @@
-"""Checks of what a RowStart says, before anything is remembered of it."""
+"""Validation of a RowStart before any state is changed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ Histories = tuple[tuple[Int32Array, Int32Array], ...]
 
 
 def split_history(step: Step) -> Histories | None:
-    """For each of the step's begins, the tokens of its prompt and of its answer so far that penalties count.
+    """Split the step's history among its begins.
 
-    None where the counts do not add up to the length of `history`.
+    Returns:
+        For each begin, the tokens of its prompt and of its answer so far that penalties count. None if the counts do
+        not add up to the length of `history`.
     """
     counts = [count for start in step.begins for count in (start.prompt_history, start.generated_history)]
     if min(counts, default=0) < 0 or sum(counts) != len(step.history):
@@ -28,16 +30,16 @@ def split_history(step: Step) -> Histories | None:
 def problem_of(
     start: RowStart, history: tuple[Int32Array, Int32Array], slots_max: int, vocab_size: int
 ) -> InvalidRequest | None:
-    """What is wrong with a start, naming the field; None where nothing is."""
+    """Return the first fault of a start, naming the field; None if it is valid."""
     if not 0 <= start.slot < slots_max:
-        return InvalidRequest("slot", f"{start.slot} is not below slots_max = {slots_max}")
+        return InvalidRequest("slot", f"{start.slot} must be less than slots_max = {slots_max}")
     if not 0 <= start.seed <= SEED_MAX:
         return InvalidRequest("seed", f"{start.seed} is not an unsigned 64-bit number")
     if not 0 <= start.generated < 1 << 31:
         return InvalidRequest("generated", f"{start.generated} is out of range")
     for tokens in history:
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-            return InvalidRequest("history", f"a token id is not below the vocabulary of {vocab_size}")
+            return InvalidRequest("history", f"a token id is outside the vocabulary of {vocab_size}")
     return _sampling_problem(start.sampling, vocab_size)
 
 
@@ -51,7 +53,7 @@ def _sampling_problem(sampling: Sampling, vocab_size: int) -> InvalidRequest | N
     if len(ids) > LOGIT_BIAS_MAX or len(set(ids)) != len(ids):
         return InvalidRequest("sampling.logit_bias", f"more than {LOGIT_BIAS_MAX} entries, or a token id twice")
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        return InvalidRequest("sampling.logit_bias", f"a token id is not below the vocabulary of {vocab_size}")
+        return InvalidRequest("sampling.logit_bias", f"a token id is outside the vocabulary of {vocab_size}")
     if any(not value < math.inf for _, value in sampling.logit_bias):
-        return InvalidRequest("sampling.logit_bias", "a value is neither a number nor -inf")
+        return InvalidRequest("sampling.logit_bias", "a value must be a finite number or -inf")
     return None

@@ -266,7 +266,7 @@ def test_results_that_are_no_longer_kept_are_missed(done: int) -> None:
     link.sent.clear()
     link.connected = True
     if done == 0:
-        with pytest.raises(ProtocolError, match="the result of step 1 is not kept any more"):
+        with pytest.raises(ProtocolError, match="the result of step 1 is no longer kept"):
             worker._answer_again(done)
     else:
         worker._answer_again(done)
