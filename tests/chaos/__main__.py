@@ -1,8 +1,10 @@
-"""python -m tests.chaos --minutes 10 --seed 1: real processes that are killed and stopped; nothing is lost.
+"""Kill and stop real processes for some minutes, and check that no work is lost.
 
-A coordinator, two workers with a tiny model, a gateway, twenty clients in five processes, four of them over
-HTTP. The same seed draws the same misfortunes and requests; when what meets what is the machine's. Prints a report as
-JSON, and exits with 1 where it has faults.
+    python -m tests.chaos --minutes 10 --seed 1
+
+Runs a coordinator, two workers with a tiny model, a gateway, and twenty clients in five processes, four clients over
+HTTP. A seed fixes the faults and the requests; their relative timing depends on the machine. Prints a report as JSON
+and exits with status 1 if the report has faults.
 """
 
 from __future__ import annotations
@@ -17,22 +19,28 @@ from loadtest.machine import machine, versions
 from .driver import Driver
 from .planted import FAULTS
 
-TITLE = "chaos: what was lost, doubled, changed or left behind while processes were killed and stopped"
+TITLE = "chaos: requests lost, duplicated, changed or left behind while processes were killed and stopped"
 
 
 def main() -> int:
-    """Exit status 1 where anything was lost, doubled, changed or left behind."""
+    """Run the chaos test; return exit status 1 if it found a fault."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=1.0, help="of misfortunes; about half a minute comes on top")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the report there too")
-    parser.add_argument("--quiet", action="store_true", help="say nothing of each misfortune")
-    parser.add_argument("--plant", choices=sorted(FAULTS), default="", help="a fault of the product, to see it found")
-    parser.add_argument("--device", default="cpu", help="of the workers: cpu, cuda, hip or auto [cpu]")
     parser.add_argument(
-        "--dtype", default="float32", help="in which they compute: the promise is one for all [float32]"
+        "--minutes", type=float, default=1.0, help="minutes of process faults; start and end add half a minute"
     )
-    parser.add_argument("--ranks", action="store_true", help="the workers are the ranks of one, each with its part")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="also write the report to this file")
+    parser.add_argument("--quiet", action="store_true", help="do not log each process fault")
+    parser.add_argument(
+        "--plant", choices=sorted(FAULTS), default="", help="plant this bug in the product; the run must detect it"
+    )
+    parser.add_argument("--device", default="cpu", help="the workers' device: cpu, cuda, hip or auto [cpu]")
+    parser.add_argument(
+        "--dtype", default="float32", help="the workers' dtype; tokens must match for every dtype [float32]"
+    )
+    parser.add_argument(
+        "--ranks", action="store_true", help="run the worker processes as ranks of one worker (tensor parallel)"
+    )
     options = parser.parse_args()
     tell = _silent if options.quiet else _say
     computing = (options.device, options.dtype)

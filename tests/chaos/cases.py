@@ -1,7 +1,7 @@
-"""What is asked of the model in a chaos run, and what it answers: computed once, undisturbed, before anything dies.
+"""Test cases of a chaos run: prompts, and their answers, computed once before the first process fault.
 
-A request is known again by its `max_tokens` alone: no two turns of all cases have the same. So what the coordinator
-tells of a request that no client lived to write down can be compared, too.
+`max_tokens` identifies a request: no two turns of all cases share a value. The ledger can therefore also check a
+request that no surviving client recorded.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 from kvforge import Client, Sampling
 
 CASES = 24
-SHARED_TOKENS = 48  # of the prompts of every second case: prefixes that are found cached
+SHARED_TOKENS = 48  # length of the prompt prefix that every second case shares, for prefix cache hits
 VOCABULARY = range(3, 250)
 TOGETHER = 4
-SAMPLES_MAX = 3  # answers that one command asks for
+SAMPLES_MAX = 3  # maximum answers of one command (n)
 FOLLOW_TOKENS = 4
 ANSWERS_S = 120.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt and how its answer is drawn; follow: what a second turn adds to both."""
+    """A prompt with its sampling parameters; `follow` holds the prompt tokens of a second turn."""
 
     number: int
     prompt: tuple[int, ...]
@@ -33,7 +33,7 @@ class Case:
     follow_max_tokens: int
 
     def drawn(self, index: int = 0) -> Sampling:
-        """Of the answer `index` of several, which have seeds that follow each other."""
+        """Return the sampling parameters of answer `index`; the answers of one command have consecutive seeds."""
         sampling = dict(self.sampling)
         if "seed" in sampling:
             sampling["seed"] += index
@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """The known end of a request."""
+    """The expected tokens and finish reason of a request."""
 
     tokens: tuple[int, ...]
     reason: str
@@ -50,19 +50,19 @@ class Answer:
 
 @dataclass(frozen=True)
 class Known:
-    """A case with its answers: one for each of the seeds that follow each other, and that of the second turn."""
+    """A case with its expected answers: one per consecutive seed, and the answer of the second turn."""
 
     case: Case
     answers: tuple[Answer, ...]
     second: Answer
 
     def as_json(self) -> dict[str, Any]:
-        """For a client process."""
+        """Return a JSON value for a client process."""
         return asdict(self)
 
     @classmethod
     def of_json(cls, value: dict[str, Any]) -> Known:
-        """What `as_json` gave."""
+        """Return the case that `as_json` encoded."""
         case = value["case"]
         made = Case(**{**case, "prompt": tuple(case["prompt"]), "follow": tuple(case["follow"])})
         return cls(made, tuple(_answer(each) for each in value["answers"]), _answer(value["second"]))
@@ -73,7 +73,7 @@ def _answer(value: dict[str, Any]) -> Answer:
 
 
 def draw(seed: int) -> list[Case]:
-    """The cases of a seed: greedy and drawn answers, short and long, half of them over a common beginning."""
+    """Return the cases of a seed: greedy and sampled, short and long; every second one has the shared prefix."""
     rng = random.Random(f"cases {seed}")
     tokens = list(VOCABULARY)
     shared = rng.choices(tokens, k=SHARED_TOKENS)
@@ -95,7 +95,7 @@ def draw(seed: int) -> list[Case]:
 
 
 def answered(kv: Client, cases: list[Case]) -> list[Known]:
-    """Has everything computed once, a few cases side by side."""
+    """Compute the answers of all cases once, a few cases at a time."""
     return [known for at in range(0, CASES, TOGETHER) for known in _answered(kv, cases[at : at + TOGETHER])]
 
 

@@ -1,9 +1,15 @@
-"""A process of several clients: `python -m tests.chaos.client FILE`. It ends when its input does.
+"""A process with several clients; it ends when its standard input closes.
 
-FILE is JSON: endpoint, cases (a file), notes (a file), name, clients (how many), wait_s (for
-anything), and `before`: intents of
-the process that was killed in this one's place, which it takes up: those with a key by asking again, detached ones by
-reading them.
+    python -m tests.chaos.client FILE
+
+FILE is a JSON object:
+
+- endpoint: the coordinator's endpoint;
+- cases, notes: paths of files;
+- name, clients: the process's name and its number of clients;
+- wait_s: the timeout of every wait;
+- before: unfinished intents of the killed process that this one replaces. The clients repeat commands with an
+  idempotency key, and attach to detached requests.
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ class Process:
         self._over = False
 
     async def run(self) -> None:
-        """All clients, until the input ends."""
+        """Run all clients until standard input closes."""
         loop = asyncio.get_running_loop()
         loop.add_reader(sys.stdin.fileno(), self._end)
         async with AsyncExitStack() as stack:

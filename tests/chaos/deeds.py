@@ -1,7 +1,7 @@
-"""What one client of a chaos run does, one deed after the other, and how it looks at each token it gets.
+"""One client of a chaos run: it runs one operation after the other and checks each token it receives.
 
-It does what any user would, with no code of its own for connections that are lost; what it asked for and what came of
-it, it writes down before it goes on.
+The client does what any user would, without code for lost connections. It records each request and each result before
+it goes on.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from kvforge.client.sequences import CachedSequence
 from .cases import SAMPLES_MAX, Answer, Case, Known
 from .notes import ACCEPTED, ASKED, BROKEN, CANCELLING, ENDED, FAULT, LEFT, REFUSED, UNKNOWN, Notes
 
-THINK_S = 0.3  # between two deeds, on average
+THINK_S = 0.3  # mean pause between two operations
 CANCELLED = "cancelled"
 FIRST, SECOND = 1, 2  # turns
 
 
 class Doer:
-    """One client, by its name. Errors are written down: whether one may be is for whoever knows what was done to us."""
+    """A client, identified by its name.
+
+    It records every error; the ledger decides whether the process faults excuse it.
+    """
 
     def __init__(self, kv: AsyncClient, notes: Notes, known: Sequence[Known], name: str) -> None:
         self._kv, self._notes, self._known, self._name = kv, notes, known, name
@@ -40,7 +43,7 @@ class Doer:
         ]
 
     async def run(self, over: Callable[[], bool]) -> None:
-        """Until told that it is over, and the deed under way is done."""
+        """Run operations until `over()` returns True; finish the current one first."""
         weights, deeds = zip(*self._deeds, strict=True)
         while not over():
             (deed,) = self._rng.choices(deeds, weights)
@@ -51,7 +54,7 @@ class Doer:
             await asyncio.sleep(self._rng.expovariate(1 / THINK_S))
 
     async def take_up(self, before: Sequence[dict[str, Any]]) -> None:
-        """Goes on with what a client that was killed had begun: intents with a key, and detached ones with their id."""
+        """Resume the intents of a killed client: repeat those with a key, attach to the detached ones."""
         for intent in before:
             known = self._known[intent["case"]]
             try:
@@ -63,14 +66,14 @@ class Doer:
             except KvforgeError as error:
                 self._notes.write(BROKEN, what="take_up", code=error.code, message=error.message)
 
-    # ---------------------------------------------------------------------------------------------------------- deeds
+    # --------------------------------------------------------------------------------------------------- operations
 
     async def _plain(self, known: Known) -> None:
         for request in await self._submit(known):
             await self.read(request, known.answers[0])
 
     async def _keyed(self, known: Known) -> None:
-        """The same call twice: while it runs, or after it."""
+        """Submit with a key twice: while the first request runs, or after it."""
         name = self._new_name()
         first = await self._submit(known, name, key=name)
         at_once = self._rng.random() < 0.5
@@ -80,7 +83,7 @@ class Doer:
         await self._all((*first, *again) if at_once else again, known.answers)
 
     async def _detached(self, known: Known) -> None:
-        """Left alone after some tokens; read on by another call, or by whoever finds it."""
+        """Abandon a detached request, or read a part and attach again for the rest."""
         for request in await self._submit(known, detached=True):
             if self._rng.random() < 0.5:
                 self._notes.write(LEFT, id=request.id)
@@ -108,11 +111,15 @@ class Doer:
         came: dict[int, list[int]] = {request.id: [] for request in requests}
         async for request, token in self._kv.merge(*requests):
             if token.offset != len(came[request.id]):
-                self._fault(f"request {request.id}: token {token.offset} came after {len(came[request.id])}")
+                self._fault(
+                    f"request {request.id}: token {token.offset} arrived, expected offset {len(came[request.id])}"
+                )
             came[request.id].append(token.token_id)
         for request, other in zip(requests, others, strict=True):
             if tuple(came[request.id]) != request.tokens:
-                self._fault(f"request {request.id}: merge gave {came[request.id]}, the request {request.tokens}")
+                self._fault(
+                    f"request {request.id}: merge yielded {came[request.id]}, but the request has {request.tokens}"
+                )
             await self.read(request, other.answers[0])
 
     async def _cancelled(self, known: Known) -> None:
@@ -123,7 +130,7 @@ class Doer:
                 await self.read(request, known.answers[0])
 
     async def _conversation(self, known: Known) -> None:
-        """Two turns on a sequence of the client's; the second on a fork of it, too."""
+        """Run two turns on a sequence; the second one also on a fork."""
         case, answer = known.case, known.answers[0]
         sequence = await self._kv.create_sequence(case.prompt)
         held = [sequence]
@@ -138,16 +145,16 @@ class Doer:
     async def _second(self, sequence: CachedSequence, known: Known) -> None:
         before = (*known.case.prompt, *known.answers[0].tokens)
         if (tokens := await self._kv.tokens(sequence)) != before:
-            self._fault(f"sequence {sequence.id} has {tokens}, not {before}")
+            self._fault(f"sequence {sequence.id} has {tokens}, expected {before}")
         for request in await self._turn(sequence, known.case.follow, known.case, SECOND):
             await self.read(request, known.second)
 
-    # -------------------------------------------------------------------------------------------------------- asking
+    # --------------------------------------------------------------------------------------------------- submitting
 
     async def _submit(
         self, known: Known, name: str = "", *, key: str = "", detached: bool = False
     ) -> tuple[AsyncRequest, ...]:
-        """One request of the first turn; none where it was not accepted."""
+        """Submit a first turn; return no request if it was not accepted."""
         name, case = name or self._new_name(), known.case
         self._note_asked(name, case, FIRST, 1, "key" if key else "detached" if detached else "plain")
         call = self._kv.submit(
@@ -181,22 +188,33 @@ class Doer:
         self._notes.write(ACCEPTED, name=name, ids=[request.id for request in requests])
         return requests
 
-    # -------------------------------------------------------------------------------------------------------- reading
+    # ------------------------------------------------------------------------------------------------------- reading
 
     async def _all(self, requests: Sequence[AsyncRequest], answers: Sequence[Answer]) -> None:
-        """Reads them side by side. answers: as many, or the same for all."""
+        """Read requests concurrently; `answers` has one entry per request, or one for all."""
         several = answers if len(requests) > 1 and len({request.id for request in requests}) > 1 else [answers[0]] * 2
         await asyncio.gather(*(self.read(*each) for each in zip(requests, several, strict=False)))
 
     async def read(self, request: AsyncRequest, answer: Answer, most: int | None = None) -> str:
-        """Looks at each token, up to so many. Returns how it ended, "" where it has not, or not for us."""
+        """Check up to `most` tokens of a request.
+
+        Args:
+            request: the request.
+            answer: the expected answer.
+            most: maximum tokens to read, or None for all.
+
+        Returns:
+            The finish reason, or "" if the request has not ended or this client cannot see its end.
+        """
         at = request.start
         try:
             if most != 0:
                 async for token in request:
                     due = answer.tokens[at] if at < len(answer.tokens) else None
                     if (token.offset, token.token_id) != (at, due):
-                        self._fault(f"request {request.id}: {token.offset} {token.token_id} for {at} {due}")
+                        self._fault(
+                            f"request {request.id}: got {token.token_id} at {token.offset}, expected {due} at {at}"
+                        )
                     at += 1
                     if most is not None and at >= most:
                         break
@@ -210,7 +228,7 @@ class Doer:
         if done.tokens != due_end or (done.reason != CANCELLED and _end(request, done.tokens) != len(answer.tokens)):
             self._fault(f"request {request.id} ended with {done.tokens}, not {answer.tokens[request.start :]}")
         if done.reason not in (answer.reason, CANCELLED):
-            self._fault(f"request {request.id} ended by {done.reason}, not {answer.reason}")
+            self._fault(f"request {request.id} ended by {done.reason}, expected {answer.reason}")
         self._notes.write(ENDED, id=request.id, reason=done.reason, tokens=_end(request, done.tokens))
         return done.reason
 
@@ -219,7 +237,7 @@ class Doer:
 
 
 def _end(request: AsyncRequest, tokens: tuple[int, ...]) -> int:
-    """How many tokens the request has generated, for one that is read from an offset on."""
+    """Return how many tokens the request has generated, also if it was read from an offset on."""
     return request.start + len(tokens)
 
 

@@ -1,6 +1,6 @@
-"""A chaos run: real processes, one misfortune after the other, then calm, and the books are compared.
+"""Driver of a chaos run: starts real processes, strikes them with faults, waits for calm, and compares the ledgers.
 
-The workload is of client processes (`client`); here is who kills and stops, who starts again, and who looks.
+The workload comes from client processes (`client`). The driver kills, stops, restarts and measures processes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .misfortunes import COORDINATOR, GATEWAY
 from .processes import CLIENT_END_S, Processes
 
 WORKERS = ("w0", "w1")
-CLIENTS = ("p0", "p1", "p2", "p3", "h0")  # the last over HTTP
+CLIENTS = ("p0", "p1", "p2", "p3", "h0")  # the last process uses HTTP
 CLIENTS_EACH = 4
 BLOCKS = 128
 SILENCE_S, PEER_SILENCE_S = 2.0, 10.0
 LEASE_S = 3.0
-WAIT_S = 60.0  # for anything: far longer than any misfortune takes
-CALM_S = 8.0  # at the end, so that all processes are warm when they are measured last
+WAIT_S = 60.0  # timeout of every wait, far longer than any process fault
+CALM_S = 8.0  # calm at the end, so that every process is warm at the last measurement
 TEND_S, LOOK_S, MEASURE_S = 0.02, 2.0, 1.0
 LOOK_TIMEOUT_S = 5.0
 ATTACHED_AT_END = 20
@@ -44,31 +44,30 @@ BYTES_MAX = {
     "w": 64 << 20,
     "p": 12 << 20,
     "h": 12 << 20,
-}  # that a process may grow, by its name's first letter
+}  # maximum memory growth of a process, by the first letter of its name
 CONFIG = f"""
 on_stop = "keep"
 [limits]
 silence_s = {SILENCE_S}
 lease_s = {LEASE_S}
-# What is kept of what is over, as little as is enough: reached long before the end, so that memory can be flat.
+# Keep few finished requests, so that the limits are reached early and memory can be flat.
 finished_max = 2048
 answers_kept_max = 128
 [schedule]
 step_timeout_s = 8
-# Prompts come in several steps; and few different numbers of rows are computed, each of which a CPU's products are
-# compiled for when it first comes.
+# Prompts take several steps. Few distinct row counts occur, because a CPU compiles its products for each one.
 step_tokens_max = 64
-# Workers die all the time here, and not because of what they run.
+# Workers crash all the time here, and not because of their requests.
 crashes_max = 100
 [journal]
-# Many snapshots.
+# Make snapshots frequent.
 bytes_max = 1000000
 replay_ms_max = 300
 """
 
 
 class Driver:
-    """One run. `faults`: all that must not be, in words."""
+    """A chaos run; `faults` describes every violation that it found."""
 
     def __init__(
         self,
@@ -81,8 +80,17 @@ class Driver:
         *,
         together: bool = False,
     ) -> None:
-        """minutes: of misfortunes. tell: gets each in words. fault: one of `planted`, to see that it is found. device,
-        dtype: the workers'. together: they are the ranks of one worker."""
+        """Create a run.
+
+        Args:
+            minutes: duration of the process faults.
+            seed: the seed of faults and requests.
+            tell: called with a description of each process fault.
+            fault: the bug to plant (see `planted`), or "".
+            device: the workers' device.
+            dtype: the workers' dtype.
+            together: run the workers as ranks of one worker.
+        """
         self._minutes, self._seed, self._tell = minutes, seed, tell
         self._computing = {"device": device, "dtype": dtype}
         self._planted = fault
@@ -93,7 +101,7 @@ class Driver:
         self._report: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
-        """Returns the report; what went wrong is in its `faults`."""
+        """Run to the end and return the report, with all violations in its `faults`."""
         ranks = len(WORKERS) if self._together else 1
         with self._cluster_of(blocks=BLOCKS, coordinator=CONFIG, ranks=ranks, **self._computing) as cluster:
             tokenizer.write(cluster.model)
@@ -116,18 +124,18 @@ class Driver:
             try:
                 asyncio.run(self._run())
             except (KvforgeError, AssertionError, subprocess.TimeoutExpired) as error:
-                self.faults.append(f"it could not be brought to its end: {error!r}")
+                self.faults.append(f"the run did not finish: {error!r}")
             finally:
                 self._processes.close()
                 if self.faults:
                     kept = shutil.copytree(cluster.folder, f"{cluster.folder}-failed", ignore=_no_sockets)
-                    self._tell(f"logs, notes and journal: {kept}")
+                    self._tell(f"kept logs, notes and journal in {kept}")
         return {**self._computing, "ranks_of_one": self._together, **self._report, "faults": self.faults}
 
     def _cluster_of(self, **options: Any) -> Cluster:
         return planted.PlantedCluster(self._planted, **options) if self._planted else Cluster(**options)
 
-    # -------------------------------------------------------------------------------------------------------- the run
+    # --------------------------------------------------------------------------------------------------------- the run
 
     async def _run(self) -> None:
         began = time.monotonic()
@@ -155,7 +163,7 @@ class Driver:
                 task.cancel()
             for error in await asyncio.gather(*background, return_exceptions=True):
                 if not isinstance(error, asyncio.CancelledError):
-                    self.faults.append(f"what looked on has ended: {error!r}")
+                    self.faults.append(f"a monitoring task failed: {error!r}")
             processes.measure()
             await self._settle(kv)
         self._check_sizes()
@@ -182,7 +190,7 @@ class Driver:
         self._processes.measure()
 
     async def _look(self, kv: AsyncClient) -> None:
-        with suppress(KvforgeError, TimeoutError):  # it is killed and stopped just now
+        with suppress(KvforgeError, TimeoutError):  # the coordinator may be dead or stopped
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 await self._ledger.look(kv)
                 workers = (await kv.health()).workers
@@ -197,16 +205,16 @@ class Driver:
         health = await kv.health()
         return sum(worker.state == "ready" for worker in health.workers) == len(WORKERS)
 
-    # ---------------------------------------------------------------------------------------------------------- the end
+    # ----------------------------------------------------------------------------------------------------- the end
 
     async def _settle(self, kv: AsyncClient) -> None:
-        """Everything comes to its end, and the books are compared."""
+        """Wait until all work has ended, then compare the ledgers."""
         processes, ledger = self._processes, self._ledger
         processes.end_clients()
         if not await self._until("the clients have ended", self._clients_ended, CLIENT_END_S):
             processes.clients_ended(late=True)
         if (status := processes.end_gateway()) != 0:
-            self.faults.append(f"{GATEWAY} ended with status {status}")
+            self.faults.append(f"{GATEWAY} exited with status {status}")
         await self._until("all requests have ended", lambda: self._ended(kv), WAIT_S)
         stories = processes.stories()
         await self._attach(kv, stories)
@@ -218,7 +226,7 @@ class Driver:
         self._check_empty(stats)
         for request_id in sorted(ledger.records)[-ATTACHED_AT_END:]:
             if not (await kv.explain(request=request_id)).sentences:
-                self.faults.append(f"nothing explains request {request_id}")
+                self.faults.append(f"explain returns nothing for request {request_id}")
 
     async def _clients_ended(self) -> bool:
         return self._processes.clients_ended(late=False)
@@ -231,36 +239,38 @@ class Driver:
         return (await kv.stats()).clients == 1
 
     async def _attach(self, kv: AsyncClient, stories: list[Any]) -> None:
-        """Detached requests that nobody read to their end are there to be read."""
-        listed = {row.request_id for row in (await kv.requests(LIST_MAX)).requests}  # others may be forgotten by now
+        """Attach to detached requests that no client read to the end, and compare their tokens."""
+        listed = {row.request_id for row in (await kv.requests(LIST_MAX)).requests}  # older requests may be evicted
         left = sorted({request_id for story in stories for request_id in story.left} & listed)
         for request_id in random.Random(self._seed).sample(left, min(len(left), ATTACHED_AT_END)):
             done = await (await kv.attach(request_id)).result()
             record = self._ledger.records.get(request_id)
             if record is None or done.tokens != record.tokens:
-                self.faults.append(f"request {request_id} gives {done.tokens} to who attaches, and is {record}")
+                self.faults.append(f"request {request_id} returns {done.tokens} on attach, but its record is {record}")
 
     def _check_empty(self, stats: Stats) -> None:
         self.faults += remains.not_given_back(stats)
         requests = stats.requests
-        # Those that were computed before anything died are listed, too.
+        # The reference answers are counted, too.
         if requests.accepted_total != len(self._ledger.records):
-            self.faults.append(f"{requests.accepted_total} were accepted, {len(self._ledger.records)} have ended")
+            self.faults.append(
+                f"accepted {requests.accepted_total} requests, but {len(self._ledger.records)} have ended"
+            )
 
     async def _end_all(self) -> None:
-        """The journal makes a machine that is whole, and all processes end as they are told to, leaving nothing."""
+        """Recover the journal and check the machine, then end all processes and check that nothing is left."""
         cluster = self._cluster
         cluster.kill(COORDINATOR)
         found = recover(cluster.runtime / "state")
         if found is None or found.torn is not None:
-            self.faults.append(f"the journal is no whole one: {found}")
+            self.faults.append(f"the journal does not recover cleanly: {found}")
         else:
             try:
                 found.machine.check_invariants()
             except AssertionError as error:
-                self.faults.append(f"the journal makes a machine that cannot be: {error}")
+                self.faults.append(f"the recovered machine violates an invariant: {error}")
             if found.machine.requests.live:
-                self.faults.append(f"the journal has {len(found.machine.requests.live)} requests that have not ended")
+                self.faults.append(f"the recovered machine has {len(found.machine.requests.live)} unfinished requests")
         cluster.start_coordinator()
         with cluster.client() as kv:
             cluster.wait_workers(kv, len(WORKERS))
@@ -268,7 +278,7 @@ class Driver:
         for member in (COORDINATOR, *WORKERS):
             cluster.signal(member, signal.SIGTERM)
             if (status := cluster.end(member)) != 0:
-                self.faults.append(f"{member} ended with status {status}")
+                self.faults.append(f"{member} exited with status {status}")
         self.faults += remains.orphans(cluster.folder)
         self.faults += remains.files(cluster.runtime)
         for member in (COORDINATOR, GATEWAY, *WORKERS, *CLIENTS):
@@ -277,11 +287,13 @@ class Driver:
     def _check_last(self, kv: Client) -> None:
         stats = kv.stats()
         if stats.requests.accepted_total != self._stats.requests.accepted_total:
-            self.faults.append(f"{stats.requests} after the last start, before it {self._stats.requests}")
+            self.faults.append(
+                f"request counts changed over the last restart: {self._stats.requests}, then {stats.requests}"
+            )
         self._check_empty(stats)
         kv.purge_finished(0)
 
-    # ------------------------------------------------------------------------------------------------------ the report
+    # -------------------------------------------------------------------------------------------------- the report
 
     def _check_sizes(self) -> None:
         for member, lives in self._processes.lives.items():
@@ -329,7 +341,7 @@ class Driver:
                 if await ready():
                     return True
             await asyncio.sleep(TEND_S)
-        self.faults.append(f"not within {wait_s:g} s: {what}")
+        self.faults.append(f"timed out after {wait_s:g} s: {what}")
         return False
 
 

@@ -1,4 +1,4 @@
-"""Both sides of the books of a chaos run: what the coordinator says became of each request, and what its client saw."""
+"""The ledger of a chaos run: compares the coordinator's record of each request with what its client observed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .processes import Absence
 LIST_MAX = 1000
 FINISHED = "finished"
 ENDED_STATES = (FINISHED, CANCELLED, "failed", "expired")
-NO_ROOM = "capacity_exceeded"  # pools are small here, and may be used up by what runs
-EXCUSED_S = 60.0  # so long after an absence its consequences may still be found
+NO_ROOM = "capacity_exceeded"  # expected: the pools are small and running requests may fill them
+EXCUSED_S = 60.0  # errors may show up this long after an absence
 
 
 @dataclass(frozen=True)
 class Record:
-    """What the coordinator says of a request that has ended."""
+    """The coordinator's record of a finished request."""
 
     state: str
     reason: str
@@ -36,8 +36,13 @@ class Record:
 
 
 class Ledger:
-    """records: by the id of each request that has ended; `before`: those that ended before anything happened.
-    faults: what cannot be."""
+    """Collected records and the violations found in them.
+
+    Attributes:
+        records: request id -> the record of a finished request.
+        before: ids of requests that finished before the first process fault.
+        faults: descriptions of violations.
+    """
 
     def __init__(self, known: Sequence[Known]) -> None:
         self.records: dict[int, Record] = {}
@@ -51,12 +56,12 @@ class Ledger:
             self._answers[each.case.follow_max_tokens] = (each.second,)
 
     async def begin(self, kv: AsyncClient) -> None:
-        """What has ended so far is nobody's."""
+        """Set aside the requests that have finished so far: no client of the run owns them."""
         await self.look(kv)
         self.before = frozenset(self.records)
 
     async def look(self, kv: AsyncClient) -> None:
-        """Asks for the newest requests, and for what became of those that have ended since."""
+        """List the newest requests and fetch the status of those that finished since the last call."""
         listed = await kv.requests(LIST_MAX)
         self.running = sum(row.state not in ENDED_STATES for row in listed.requests)
         for row in listed.requests:
@@ -65,7 +70,7 @@ class Ledger:
                 if row.state in ENDED_STATES:
                     self._settle(await kv.status(row.request_id, with_tokens=True))
             elif (row.state, row.reason, row.generated_tokens) != (record.state, record.reason, len(record.tokens)):
-                self._fault(f"request {row.request_id} was {record}, and is {row} now")
+                self._fault(f"request {row.request_id} changed after its end: {record}, now {row}")
 
     def _settle(self, info: RequestInfo) -> None:
         tokens = tuple(info.tokens.tolist())
@@ -75,11 +80,17 @@ class Ledger:
             self._fault(f"request {info.request_id} is {info.state}: {info.error}")
         elif not any(_fits(answer, info.state, tokens) for answer in answers):
             self._fault(
-                f"request {info.request_id} is {info.state} with {tokens}, none of {[a.tokens for a in answers]}"
+                f"request {info.request_id} is {info.state} with {tokens}, not one of {[a.tokens for a in answers]}"
             )
 
     def account(self, stories: Sequence[Story], absences: Sequence[Absence], killed: Collection[str]) -> None:
-        """Compares with what the clients wrote. killed: names of client processes."""
+        """Compare the records with the client processes' notes.
+
+        Args:
+            stories: the notes of each client process.
+            absences: when processes were stopped long enough to be dropped.
+            killed: names of killed client processes.
+        """
         self.faults += [fault for story in stories for fault in story.faults]
         owners: dict[int, tuple[Intent, int]] = {}
         names = {intent.name for story in stories for intent in story.intents.values() if intent.settled}
@@ -89,14 +100,14 @@ class Ledger:
                 for index, request_id in enumerate(intent.ids):
                     known = owners.setdefault(request_id, (intent, index))
                     if known[0].name != intent.name:
-                        self._fault(f"request {request_id} is both {known[0].name} and {intent.name}")
+                        self._fault(f"request {request_id} belongs to both {known[0].name} and {intent.name}")
                 if intent.name not in names:
                     open_ends[self._max_tokens(intent)] += intent.count
         for request_id, record in self.records.items():
             if request_id not in owners and request_id not in self.before:
                 open_ends[record.max_tokens] -= 1
                 if open_ends[record.max_tokens] < 0:
-                    self._fault(f"request {request_id} is one more than was asked for: {record}")
+                    self._fault(f"request {request_id} was never submitted: {record}")
         for request_id, (intent, index) in owners.items():
             self._compare(request_id, intent, index)
         for story in stories:
@@ -106,32 +117,34 @@ class Ledger:
         self._cancels(stories, owners, absences, killed)
 
     def _compare(self, request_id: int, intent: Intent, index: int) -> None:
-        """A request that was accepted is there, and has the tokens of its own seed."""
+        """Check that an accepted request exists and has the tokens of its own seed."""
         record = self.records.get(request_id)
         if record is None:
-            self._fault(f"request {request_id} ({intent.name}) is lost: the coordinator does not know it")
+            self._fault(f"request {request_id} ({intent.name}) is lost: the coordinator has no record")
             return
         known = self._known[intent.case]
         answer = known.answers[index] if intent.turn == FIRST else known.second
         if not _fits(answer, record.state, record.tokens):
-            self._fault(f"request {request_id} ({intent.name}) is {record}, due was {answer}")
+            self._fault(f"request {request_id} ({intent.name}) is {record}, expected {answer}")
 
     def _read(self, story: Story, absences: Sequence[Absence], killed: bool) -> None:
-        """What a client process saw is what the coordinator says, and it saw all of it."""
+        """Check that a client process saw the same ends as the coordinator, and missed none."""
         for request_id, note in story.ended.items():
             record = self.records.get(request_id)
             if record is not None and (note["reason"], note["tokens"]) != (record.reason, len(record.tokens)):
-                self._fault(f"request {request_id} ended as {note} for {story.process}, and as {record}")
+                self._fault(
+                    f"request {request_id} ended as {note} for {story.process}, but the coordinator has {record}"
+                )
         for note in story.broken:
             if note["code"] not in (NO_ROOM, LOST) and not any(
                 a.since <= note["at"] <= a.until + EXCUSED_S for a in absences
             ):
-                self._fault(f"{story.process}, which was never away, got {note}")
+                self._fault(f"{story.process} got an unexcused error (no absence): {note}")
         broken = {note.get("id") for note in story.broken}
         for intent in story.intents.values() if not killed else ():
             for request_id in intent.ids:
                 if request_id not in story.ended and request_id not in story.left and request_id not in broken:
-                    self._fault(f"request {request_id} ({intent.name}) never ended for its client")
+                    self._fault(f"request {request_id} ({intent.name}) has no end in its client's notes")
 
     def _cancels(
         self,
@@ -140,7 +153,10 @@ class Ledger:
         absences: Sequence[Absence],
         killed: Collection[str],
     ) -> None:
-        """Who was cancelled, was so on purpose, or with its client; a detached one on purpose only."""
+        """Check that each cancelled request was cancelled by a client, or ended with its client's connection.
+
+        Only a client can cancel a detached request.
+        """
         wanted = {request_id for story in stories for request_id in story.cancelling}
         away = {absence.member for absence in absences} | set(killed)
         excused = {
@@ -155,7 +171,7 @@ class Ledger:
             if record.state != CANCELLED or request_id in wanted or request_id not in owners:
                 continue
             if owners[request_id][0].how == "detached" or request_id not in excused:
-                self._fault(f"request {request_id} ({owners[request_id][0].name}) was cancelled, and nobody wanted it")
+                self._fault(f"request {request_id} ({owners[request_id][0].name}) was cancelled without a cause")
 
     def _max_tokens(self, intent: Intent) -> int:
         case = self._known[intent.case].case

@@ -1,4 +1,4 @@
-"""What happens to the processes of a chaos run: drawn from its seed, one misfortune after the other."""
+"""Process faults of a chaos run, drawn from its seed."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from dataclasses import dataclass
 
 COORDINATOR, GATEWAY = "coordinator", "gateway"
 KILL, STOP, TERM = "kill", "stop", "term"
-PAUSE_S = 2.5  # between two misfortunes, on average
+PAUSE_S = 2.5  # mean pause between two faults
 PAUSE_S_MIN = 0.5
-AGAIN_S_MAX = 1.2  # how soon a process that was just started again dies again: imports, recovery, others coming back
+AGAIN_S_MAX = 1.2  # delay of a second kill after a restart: covers imports, recovery, and reconnecting peers
 SHORT_STOP_S = (0.05, 1.0)
-DOWN_S = (1.0, 4.0)  # so long a worker may be dead while the coordinator dies and comes back
+DOWN_S = (1.0, 4.0)  # how long a worker may stay dead while the coordinator dies and recovers
 
 
 @dataclass(frozen=True)
 class Misfortune:
-    """One thing that is done to some processes at once.
+    """A fault that strikes some processes at once.
 
-    for_s: of a stop. again_s: so long after each of them was started again it is killed again; None: it is not.
-    down_s: so long those that are not the coordinator stay dead before they are started again.
+    Attributes:
+        kind: `kill`, `stop` or `term`.
+        members: the processes.
+        for_s: duration of a stop.
+        again_s: delay after the restart of each process until it is killed again, or None.
+        down_s: how long processes other than the coordinator stay dead before their restart.
     """
 
     kind: str
@@ -39,10 +43,14 @@ class Misfortune:
 def draw(
     seed: int, workers: Sequence[str], clients: Sequence[str], gone_s: float, silent_s: float
 ) -> Iterator[tuple[float, Misfortune]]:
-    """Endless: after so many seconds this. Each kind that is not rare comes once before any comes twice.
+    """Yield (pause in seconds, fault) without end; each common kind occurs once before any occurs twice.
 
-    gone_s: after so long a worker or client that was stopped is taken for gone by the coordinator; silent_s: after so
-    long the coordinator, by the others, and by then a dead worker is given up.
+    Args:
+        seed: the run's seed.
+        workers: names of the worker processes.
+        clients: names of the client processes.
+        gone_s: idle timeout after which the coordinator drops a stopped worker or client.
+        silent_s: idle timeout after which its peers drop the coordinator; by then it has given up a dead worker.
     """
     rng = random.Random(f"misfortunes {seed}")
     everybody = (COORDINATOR, GATEWAY, *workers, *clients)
@@ -70,7 +78,8 @@ def draw(
         (1, lambda: Misfortune(STOP, (rng.choice(clients),), gone_s * rng.uniform(1.2, 2.2))),
         (1, lambda: Misfortune(STOP, (GATEWAY,), gone_s * rng.uniform(1.2, 2.2))),
         (0.2, lambda: Misfortune(KILL, (COORDINATOR, rng.choice(workers)), down_s=silent_s * rng.uniform(1.05, 1.3))),
-        # Longer than workers and clients wait, and than step_timeout_s: this time may not count against them.
+        # Longer than the peers' idle timeout and step_timeout_s: the coordinator must not count this time against its
+        # peers.
         (0.5, lambda: Misfortune(STOP, (COORDINATOR,), silent_s * rng.uniform(1.05, 1.3))),
     )
     first = [kind for weight, kind in kinds if weight >= 1]

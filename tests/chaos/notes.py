@@ -1,4 +1,4 @@
-"""What client processes write down as it happens, one line each, in files that outlive them: the ledger's one side."""
+"""Notes: client processes append each event to a file that outlives them; the client's side of the ledger."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from typing import Any
 
 ASKED, ACCEPTED, REFUSED, UNKNOWN = "asked", "accepted", "refused", "unknown"
 CANCELLING, ENDED, BROKEN, LEFT, FAULT = "cancelling", "ended", "broken", "left", "fault"
-# How a request without a key is asked for over HTTP, and the code of one that ended with its connection.
+# The `how` of HTTP requests without a key, and the code of requests that ended with their connection.
 HTTP, LOST = "http", "connection_lost"
 
 
 class Notes:
-    """Appends lines. Each is in the file when the call returns, whatever then becomes of the process."""
+    """Appends notes to a file.
+
+    A note is in the file when the call returns, whatever happens to the process afterwards.
+    """
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def write(self, kind: str, **facts: Any) -> None:
-        """One thing that happened, at the time of all processes of this host."""
+        """Append an event with the host's monotonic time."""
         line = json.dumps({"kind": kind, "at": monotonic(), **facts})
         os.write(self._descriptor, line.encode() + b"\n")
 
     def close(self) -> None:
-        """No more of them."""
+        """Close the file."""
         os.close(self._descriptor)
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """What was written so far, but for a last line that is not whole."""
+    """Yield the notes written so far, without an incomplete last line."""
     if path.exists():
         for line in path.read_bytes().split(b"\n")[:-1]:
             yield json.loads(line)
@@ -41,10 +44,16 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Intent:
-    """One command that asks for requests, and what is known of them.
+    """A command that submits requests, and its outcome.
 
-    name: unique in the run, but that who repeats a key repeats the name. max_tokens: by which its requests are known.
-    settled: whether it is known which requests it made: `ids`, in the order of their seeds.
+    Attributes:
+        name: unique in the run; a repeated idempotency key repeats the name.
+        case: number of the case.
+        turn: first or second.
+        count: number of requests.
+        how: `plain`, `key`, `detached`, `samples` or `http`.
+        settled: whether `ids` is known.
+        ids: the accepted requests, in the order of their seeds.
     """
 
     name: str
@@ -58,7 +67,7 @@ class Intent:
 
 @dataclass
 class Story:
-    """What one client process wrote."""
+    """The notes of one client process."""
 
     process: str
     intents: dict[str, Intent] = field(default_factory=dict)
@@ -70,7 +79,7 @@ class Story:
 
     @classmethod
     def of(cls, process: str, path: Path) -> Story:
-        """What its file says so far."""
+        """Read the notes of a process."""
         story = cls(process)
         for note in read(path):
             story._take(note)
@@ -84,7 +93,7 @@ class Story:
         elif kind == ACCEPTED:
             intent = self.intents[note["name"]]
             if intent.ids and intent.ids != note["ids"]:
-                self.faults.append(f"{intent.name} was accepted as {intent.ids}, then as {note['ids']}")
+                self.faults.append(f"{intent.name} was accepted as requests {intent.ids}, then as {note['ids']}")
             intent.settled, intent.ids = True, note["ids"]
         elif kind == REFUSED:
             self.intents[note["name"]].settled = True
@@ -95,9 +104,9 @@ class Story:
             self.cancelling.add(note["id"])
         elif kind == ENDED:
             if self.ended.setdefault(note["id"], note)["reason"] != note["reason"]:
-                self.faults.append(f"request {note['id']} ended twice, and not the same way")
+                self.faults.append(f"request {note['id']} ended twice with different reasons")
         elif kind == LEFT:
             self.left.add(note["id"])
         else:
-            assert kind == FAULT, f"a note of kind {kind}"
+            assert kind == FAULT, f"unknown kind of note: {kind}"
             self.faults.append(note["what"])

@@ -1,6 +1,6 @@
-"""Faults that are planted in the product, to see that a chaos run finds them: `python -m tests.chaos --plant NAME`.
+"""Bugs to plant in the product, to prove that a chaos run finds them: `python -m tests.chaos --plant NAME`.
 
-`python -m tests.chaos.planted NAME MODULE ARGUMENTS` is `python -m MODULE ARGUMENTS` with the fault in it.
+`python -m tests.chaos.planted NAME MODULE ARGUMENTS` runs `python -m MODULE ARGUMENTS` with the bug planted.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import msgspec
 
 from tests.integration.cluster import Cluster
 
-EVERY = 200  # so seldom, where each time would be too easy
+EVERY = 200  # period of rare bugs; one that occurs every time would be too easy to find
 LEAK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Fault:
-    """module: whose. plant: changes its code."""
+    """A bug; `module` is the process it belongs to, `plant` patches the code."""
 
     module: str
     plant: Callable[[], None]
 
 
 class PlantedCluster(Cluster):
-    """A cluster in which the processes of one kind have a fault."""
+    """A cluster with a planted bug in the processes of one module."""
 
     def __init__(self, fault: str, **options: Any) -> None:
         super().__init__(**options)
@@ -50,7 +50,7 @@ class PlantedCluster(Cluster):
 
 
 def _every(count: int) -> Callable[[], bool]:
-    """Says True each `count`th time."""
+    """Return a function that returns True on each `count`th call."""
     asked = 0
 
     def ask() -> bool:
@@ -62,12 +62,12 @@ def _every(count: int) -> Callable[[], bool]:
 
 
 def _changed_token() -> None:
-    """Now and then a worker samples another token."""
+    """Make a worker sample a wrong token now and then."""
     _at_each_result(_every(EVERY), lambda result: msgspec.structs.replace(result, tokens=result.tokens ^ 1))
 
 
 def _patch(owner: type, name: str, changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """A method becomes what `changed` makes of it. Raises AttributeError where there is none."""
+    """Replace a method by `changed(method)`; raise AttributeError if the method does not exist."""
     setattr(owner, name, changed(getattr(owner, name)))
 
 
@@ -86,14 +86,14 @@ def _at_each_result(due: Callable[[], bool], change: Callable[[Any], Any]) -> No
 
 
 def _done_twice() -> None:
-    """A command with a key that stands for requests makes others."""
+    """Make the coordinator ignore idempotency keys, so that a repeated command creates new requests."""
     from coordinator.core.requests.idempotency import IdempotencyKeys
 
     _patch(IdempotencyKeys, "find", lambda _find: lambda _self, _tenant, _message: None)
 
 
 def _not_written() -> None:
-    """Now and then a request is accepted that is not in the journal."""
+    """Make the coordinator accept a request now and then without a journal record."""
     from coordinator.core.events import FromClient
     from coordinator.journal.log import Journal
     from kvforge.protocol.messages import Submit
@@ -111,7 +111,7 @@ def _not_written() -> None:
 
 
 def _held_block() -> None:
-    """Now and then a block gets a holder that nobody is."""
+    """Leak a reference to a block now and then."""
     from coordinator.core.cache.pool import Pool
 
     due = _every(EVERY)
@@ -128,7 +128,7 @@ def _held_block() -> None:
 
 
 def _grown_memory() -> None:
-    """A worker keeps something of each step."""
+    """Leak memory in a worker at each step."""
     kept: list[bytearray] = []
 
     def keep(result: Any) -> Any:
@@ -139,7 +139,7 @@ def _grown_memory() -> None:
 
 
 def _open_descriptors() -> None:
-    """A coordinator leaves a file open for now and then an event."""
+    """Leak a file descriptor in the coordinator now and then."""
     from coordinator.core.machine import Machine
 
     due = _every(5)
@@ -156,7 +156,7 @@ def _open_descriptors() -> None:
 
 
 def _orphan() -> None:
-    """A worker has a child that outlives it."""
+    """Start a child of a worker that outlives it."""
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], stdin=subprocess.DEVNULL)
 
 

@@ -1,4 +1,4 @@
-"""The processes of a chaos run: killed and stopped by it, started again as `kvforge up` would, measured, and ended."""
+"""The processes of a chaos run: strikes them, restarts them as `kvforge up` would, measures and ends them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,24 @@ from .sizes import Sample, Span, sample
 CLIENT_END_S = 90.0
 GATEWAY_END_S = 20.0
 LEFT_TAKEN_UP_MAX = 5
-ENDS_WITH_S = 30.0  # at most so long after one rank the others end
-# A process that has served so long has all that it needs, by its name's first letter: what a worker computes with is
-# compiled when it is needed first.
+ENDS_WITH_S = 30.0  # after one rank ends, the others end within this time
+# Serving time after which a process has allocated all it needs (a worker compiles kernels on first use), by the first
+# letter of its name.
 WARM_S = {"c": 5.0, "g": 15.0, "h": 5.0, "w": 10.0, "p": 5.0}
 GATEWAY_CONFIG = "drain_s = 3\n"
 
 
 @dataclass
 class Life:
-    """One process in a member's place. serves_since: None where it does not yet; ended_by_us: the signals that were
-    sent to end it."""
+    """One process of a member.
+
+    Attributes:
+        pid: its process id.
+        serves_since: when it started to serve, or None.
+        ended_by_us: signals sent to end it.
+        warm: its size once warm.
+        last: its latest size.
+    """
 
     pid: int
     serves_since: float | None
@@ -46,7 +53,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Absence:
-    """A process was stopped for so long that others took it for gone."""
+    """A period for which a process was stopped, long enough that its peers dropped it."""
 
     member: str
     since: float
@@ -54,7 +61,7 @@ class Absence:
 
 
 class Processes:
-    """Coordinator and workers of a cluster, and client processes. `faults`: ends that nobody asked for."""
+    """Coordinator, workers, gateway and client processes; `faults` lists unexpected exits."""
 
     def __init__(
         self,
@@ -64,8 +71,15 @@ class Processes:
         client: dict[str, Any],
         together: bool = False,
     ) -> None:
-        """client: the options of each client process, as `client` has them. together: the workers are the ranks of one:
-        where one of them was struck, the others end too."""
+        """Create the records; `begin` adds running processes.
+
+        Args:
+            cluster: coordinator and workers.
+            workers: names of the worker processes.
+            clients: names of the client processes.
+            client: options of each client process, see `client`.
+            together: the workers are ranks of one worker; when one is struck, the others exit too.
+        """
         self._together, self._struck = together, float("-inf")
         self.cluster, self.workers, self.clients = cluster, workers, clients
         self._client = client
@@ -74,23 +88,23 @@ class Processes:
         self.lives: dict[str, list[Life]] = {}
         self.stopped: dict[str, tuple[float, float]] = {}  # since, until
         self.absences: list[Absence] = []
-        self.killed_clients: set[str] = set()  # processes' names
+        self.killed_clients: set[str] = set()  # process names
         self.faults: list[str] = []
         self._again: dict[str, float] = {}
         self._down_until: dict[str, float] = {}
         self._kill_at: list[tuple[float, str]] = []
         self._gone_s: float = client["gone_s"]
-        # It outlives each gateway: who connects while there is none waits for the next.
+        # The socket outlives each gateway: connections made while none runs wait for the next one.
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
 
-    # ---------------------------------------------------------------------------------------------------------- lives
+    # ------------------------------------------------------------------------------------------------- life cycle
 
     def begin(self, member: str) -> None:
-        """The process that the cluster has started in this place."""
+        """Record the process that the cluster has started for this member."""
         self.lives.setdefault(member, []).append(Life(self._pid(member), None))
 
     async def gateway_serves(self) -> int | None:
-        """The gateway's process where it says that it serves a model: it has read a tokenizer and all that it takes."""
+        """Return the gateway's process id once it serves a model, that is, has loaded a tokenizer; else None."""
         pid = self.lives[GATEWAY][-1].pid
         reader, writer = await asyncio.open_connection(*self._listener.getsockname()[:2])
         try:
@@ -101,7 +115,7 @@ class Processes:
         return pid if b" 200 " in answer else None
 
     def start_gateway(self) -> None:
-        """The first one, and the next in its place."""
+        """Start the gateway, or its replacement."""
         config, listener = self.cluster.folder / "gateway.toml", self._listener.fileno()
         config.write_text(f'runtime_dir = "{self.cluster.runtime}"\n{GATEWAY_CONFIG}')
         command = [sys.executable, "-m", "gateway", "--config", str(config), "--listen", str(listener)]
@@ -117,7 +131,7 @@ class Processes:
         self.begin(GATEWAY)
 
     def start_client(self, member: str) -> None:
-        """The next process in a client's place, which takes up what the one before left."""
+        """Start the next process of a client; it resumes the unfinished intents of the previous one."""
         before = self._left_behind(member)
         if member in self._popen:
             _close(self._popen[member])
@@ -139,21 +153,23 @@ class Processes:
         self.lives.setdefault(member, []).append(Life(self._popen[member].pid, None))
 
     def process_name(self, member: str) -> str:
-        """Of the present client process in this place."""
+        """Return the name of the member's current client process."""
         return f"{member}.{self._incarnations[member]}"
 
     def notes(self, name: str) -> Path:
-        """What a client process writes."""
+        """Return the path of a client process's notes."""
         return self.cluster.folder / f"{name}.notes"
 
     def stories(self) -> list[Story]:
-        """What all client processes wrote, also those that were killed."""
+        """Return the notes of all client processes, killed ones included."""
         names = [f"{member}.{i}" for member in self.clients for i in range(1, self._incarnations[member] + 1)]
         return [Story.of(name, self.notes(name)) for name in names]
 
     def _left_behind(self, member: str) -> list[dict[str, Any]]:
-        """Intents that the process before did not bring to an end, and the last of those that it left alone on purpose:
-        earlier ones may be forgotten by now."""
+        """Return the intents that the previous process did not finish, and the latest ones that it left detached.
+
+        The coordinator may have evicted earlier detached requests.
+        """
         if not self._incarnations[member]:
             return []
         name = self.process_name(member)
@@ -166,10 +182,10 @@ class Processes:
                 left.append({"name": intent.name, "case": intent.case, "how": intent.how, "ids": intent.ids})
         return left
 
-    # ----------------------------------------------------------------------------------------------------- misfortunes
+    # -------------------------------------------------------------------------------------------------- misfortunes
 
     def strike(self, misfortune: Misfortune) -> None:
-        """Does it. A stopped process goes on, a dead one is started again, by `tend`."""
+        """Apply a fault; `tend` later resumes stopped processes and restarts dead ones."""
         now = monotonic()
         if any(member in self.workers for member in misfortune.members):
             self._struck = now
@@ -196,7 +212,7 @@ class Processes:
         return True
 
     def tend(self) -> None:
-        """Does what is due: stopped processes go on, those that have ended are started again."""
+        """Resume stopped processes in time, make the scheduled kills, and restart ended processes."""
         now = monotonic()
         for member, (since, until) in list(self.stopped.items()):
             if now >= until:
@@ -211,7 +227,7 @@ class Processes:
                 self._revive(member, status)
 
     def resume(self, member: str, since: float) -> None:
-        """A stopped process goes on."""
+        """Resume a stopped process."""
         del self.stopped[member]
         self._signal(member, signal.SIGCONT)
         now = monotonic()
@@ -224,10 +240,10 @@ class Processes:
         since, _ = self.stopped.pop(member, (None, None))
         asked = {-number for number in life.ended_by_us} | ({0} if signal.SIGTERM in life.ended_by_us else set())
         if since is not None or any(absence.member == member for absence in self.absences[-3:]):
-            asked.add(-signal.SIGKILL)  # one from which nothing came is replaced
+            asked.add(-signal.SIGKILL)  # an unresponsive process is killed and replaced
         with_others = self._together and member in self.workers and monotonic() - self._struck < ENDS_WITH_S
         if status not in asked and not with_others:
-            self.faults.append(f"{member} (process {life.pid}) ended by itself, status {status}")
+            self.faults.append(f"{member} (process {life.pid}) exited unexpectedly with status {status}")
         if member == COORDINATOR:
             self.cluster.start_coordinator()
         elif member in self.workers:
@@ -254,10 +270,10 @@ class Processes:
         with suppress(ProcessLookupError):
             os.kill(self.lives[member][-1].pid, number)
 
-    # ------------------------------------------------------------------------------------------------------- measuring
+    # -------------------------------------------------------------------------------------------------------- measuring
 
     def measure(self) -> None:
-        """Looks at the size of each process that runs."""
+        """Sample the size of each running process."""
         now = monotonic()
         for member, lives in self.lives.items():
             life = lives[-1]
@@ -268,12 +284,12 @@ class Processes:
                 life.warm = size
 
     def spans(self, member: str) -> list[Span]:
-        """The sizes of the processes in a member's place that lived long enough to be warm."""
+        """Return the sizes of the member's processes that lived long enough to be warm."""
         lives = self.lives[member]
         return [Span(life.warm, life.last) for life in lives if life.warm is not None and life.last is not None]
 
     def serving(self, pids: Collection[int]) -> None:
-        """These processes serve; and client processes that have asked for something do what they are there for."""
+        """Record that these processes serve; a client process serves once it has submitted a request."""
         now = monotonic()
         for member, lives in self.lives.items():
             asks = member in self.clients and self._has_asked(member)
@@ -284,10 +300,10 @@ class Processes:
         notes = self.notes(self.process_name(member))
         return notes.exists() and notes.stat().st_size > 0
 
-    # ---------------------------------------------------------------------------------------------------------- the end
+    # --------------------------------------------------------------------------------------------------------- the end
 
     def calm(self) -> None:
-        """Nothing happens to anybody any more."""
+        """Cancel all scheduled kills and delayed restarts."""
         self._kill_at.clear()
         self._again.clear()
         self._down_until.clear()
@@ -295,26 +311,26 @@ class Processes:
             self.resume(member, since)
 
     def end_clients(self) -> None:
-        """Tells the clients to end; who has not ended by its time hangs, and says in its log where."""
+        """Close the clients' input, which ends them; a client that misses its deadline logs where it hangs."""
         for member in self.clients:
             _close(self._popen[member])
 
     def end_gateway(self) -> int:
-        """When no client is left. Returns its exit status."""
+        """Terminate the gateway after the last client and return its exit status."""
         self._popen[GATEWAY].terminate()
         return self._popen[GATEWAY].wait(GATEWAY_END_S)
 
     def clients_ended(self, late: bool) -> bool:
-        """Whether all have. late: those that have not are killed."""
+        """Return whether all clients have ended; with `late`, kill the others."""
         running = {member: self._popen[member] for member in self.clients if self._popen[member].poll() is None}
         if late:
             for member, process in running.items():
                 process.send_signal(signal.SIGUSR1)
-                self.faults.append(f"{member} hangs: what it waits for is in its log")
+                self.faults.append(f"{member} hangs: its log shows the stack")
         return not running
 
     def close(self) -> None:
-        """Kills the client processes that are left; the cluster ends the others."""
+        """Kill the remaining client processes; the cluster ends the others."""
         for process in self._popen.values():
             process.kill()
             process.wait()
@@ -323,6 +339,6 @@ class Processes:
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:
-    """Its input ends."""
+    """Close the process's input."""
     if process.stdin is not None:
         process.stdin.close()

@@ -1,4 +1,4 @@
-"""How large the processes of a chaos run are, and whether one of them grows."""
+"""Sizes of the processes of a chaos run, and the check that none grows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# All connections of a coordinator take 42, four clients' 28: they may just be made anew when a process is looked at.
+# A coordinator with all its connections has 42 descriptors, four clients have 28; a process may be sampled while it
+# reconnects.
 DESCRIPTORS_MAX = 64
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A process's size: resident memory that is no file's, and open descriptors."""
+    """Size of a process: anonymous resident memory in bytes, and open descriptors."""
 
     bytes: int
     descriptors: int
@@ -21,14 +22,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Span:
-    """One process: its size once it had all that it needs, and its last one."""
+    """Sizes of one process: once warm, and last."""
 
     warm: Sample
     last: Sample
 
 
 def sample(pid: int) -> Sample | None:
-    """As it is now; None where there is no such process any more."""
+    """Return the current size, or None if the process does not exist."""
     with suppress(OSError, StopIteration):
         proc = Path(f"/proc/{pid}")
         lines = (proc / "status").read_text(encoding="ascii").splitlines()
@@ -38,8 +39,10 @@ def sample(pid: int) -> Sample | None:
 
 
 def growth(spans: Sequence[Span]) -> Sample:
-    """Of the processes in one place, one after the other: how much the one that grew most has grown, or by how much the
-    last one, which begins with what the others wrote down, is larger than the first."""
+    """Return the largest growth among the successive processes of a member.
+
+    The last process, which starts from the state that the others saved, is also compared with the first one.
+    """
     pairs = [(span.warm, span.last) for span in spans] + [(span.warm, spans[-1].last) for span in spans[:1]]
     return Sample(
         max((last.bytes - warm.bytes for warm, last in pairs), default=0),
@@ -48,7 +51,7 @@ def growth(spans: Sequence[Span]) -> Sample:
 
 
 def too_large(member: str, spans: Sequence[Span], bytes_max: int) -> list[str]:
-    """What is wrong with the growth of the processes in a member's place."""
+    """Return a problem per growth above the limits."""
     grown, faults = growth(spans), []
     if grown.bytes > bytes_max:
         faults.append(f"{member} has grown by {grown.bytes} bytes, more than {bytes_max}")

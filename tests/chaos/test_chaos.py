@@ -1,4 +1,4 @@
-"""Real processes are killed and stopped for a while, and nothing is lost, doubled, changed or left behind."""
+"""Real processes are killed and stopped; no request is lost, duplicated, changed or left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever can be killed or stopped is, soon, and the same seed draws the same."""
+"""Every process is killed and stopped early in a run, and a seed always draws the same faults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import islice
 from .misfortunes import COORDINATOR, KILL, STOP, TERM, draw
 
 WORKERS, CLIENTS = ("w0", "w1"), ("p0", "p1", "p2")
-KINDS = 18  # that are not rare: each comes once before any comes twice
+KINDS = 18  # common kinds; each occurs once before any occurs twice
 
 
 def test_each_kind_of_process_soon_dies_and_is_stopped() -> None:
@@ -18,7 +18,7 @@ def test_each_kind_of_process_soon_dies_and_is_stopped() -> None:
             *((kind, member) for kind in (KILL, STOP) for member in "cgwp"),
             *((TERM, member) for member in "cgw"),
         }
-        # A coordinator that is started again while a worker is dead.
+        # The coordinator restarts while a worker is dead.
         assert any(misfortune.down_s and COORDINATOR in misfortune.members for misfortune in first)
 
 

@@ -1,4 +1,4 @@
-"""What a chaos run is tried with by hand can still be planted: the code that it changes is there."""
+"""The bugs of `planted` still apply: the code that they patch exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left when a chaos run is over is found: blocks, grown processes, orphans, files, complaints, wrong tokens."""
+"""Leftovers of a chaos run are found: blocks, grown processes, orphans, files, complaints, wrong tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HELD = "import sys; print(flush=True); sys.stdin.read()"
 
 
 def stats(*, free: int = 6, cached: int = 2, referenced: int = 0, quarantined: int = 0, running: int = 0) -> Stats:
-    """Of a pool of 8 blocks."""
+    """Return the statistics of a pool of 8 blocks."""
     zeros = dict.fromkeys(PoolStats.__struct_fields__, 0)
     texts = {"worker": "w0", "state": "ready", "kv_dtype": "float32"}
     counts = {"blocks": 8, "free": free, "cached": cached, "referenced": referenced, "quarantined": quarantined}
@@ -74,12 +74,12 @@ def test_a_process_that_stays_as_it_is_has_not_grown() -> None:
     [
         ([Span(Sample(300 * MB, 17), Sample(340 * MB, 17))], "w0 has grown by 41943040 bytes"),
         ([Span(Sample(300 * MB, 17), Sample(300 * MB, 82))], "w0 has grown by 65 descriptors"),
-        # Killed when it was large: the next one, which is not, hides nothing.
+        # Killed while large; the next, smaller process must not hide that.
         (
             [Span(Sample(300 * MB, 17), Sample(340 * MB, 17)), Span(Sample(300 * MB, 17), Sample(301 * MB, 17))],
             "w0 has grown by 41943040 bytes",
         ),
-        # Each as large as it was at its start, which is larger than the one's before.
+        # Each is flat, but starts larger than its predecessor.
         (
             [Span(Sample(size * MB, 17), Sample(size * MB, 17)) for size in (300, 320, 340)],
             "w0 has grown by 41943040 bytes",
@@ -93,7 +93,7 @@ def test_growth_is_found(spans: list[Span], found: str) -> None:
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that grows by 64 MB and 80 descriptors at the first line that it gets, and ends at the next."""
+    """A process that grows by 64 MB and 80 descriptors on its first input line and ends on the next."""
     code = (
         "import os, sys\nprint(flush=True)\nsys.stdin.readline()\nkept = bytearray(b'x' * (64 << 20))\n"
         "files = [os.open(os.devnull, os.O_RDONLY) for _ in range(80)]\nprint(flush=True)\nsys.stdin.readline()\n"
@@ -141,7 +141,7 @@ def test_an_orphan_is_found_and_ended(how: str, tmp_path: Path) -> None:
     assert orphan.stdout is not None
     orphan.stdout.readline()
     found = list(remains.orphans(tmp_path, wait_s=0.0))
-    assert len(found) == 1 and found[0].startswith(f"process {orphan.pid} is left: ")
+    assert len(found) == 1 and found[0].startswith(f"process {orphan.pid} is still running: ")
     orphan.communicate()
     assert orphan.returncode == -9
 
@@ -163,7 +163,7 @@ def test_files_and_complaints_are_found(tmp_path: Path) -> None:
     assert list(remains.files(tmp_path)) == []
     (tmp_path / "state").mkdir()
     os.mkfifo(tmp_path / "state" / "pipe")
-    assert list(remains.files(tmp_path)) == ["files are left: ['state', 'state/pipe']"]
+    assert list(remains.files(tmp_path)) == ["leftover files: ['state', 'state/pipe']"]
     log = "INFO fine\nTraceback (most recent call last):\n  File\n    go()\nOSError: no\nWARNING 1 no handshake\n"
     assert list(remains.complaints("w0", log)) == [
         "w0 wrote: Traceback (most recent call last): | File | go() | OSError: no",
@@ -171,12 +171,12 @@ def test_files_and_complaints_are_found(tmp_path: Path) -> None:
     ]
 
 
-# ------------------------------------------------------------------------------------- what a client sees of a stream
+# ----------------------------------------------------------------------------------- what a client sees of a stream
 
 
 @dataclass
 class Read:
-    """A request that gives these tokens by their offsets, and has that end."""
+    """A request with a given stream of (offset, token) and a given end."""
 
     streamed: list[tuple[int, int]]
     tokens: tuple[int, ...]
@@ -198,7 +198,7 @@ STREAM = [(0, 5), (1, 6), (2, 7)]
 
 
 def seen(request: Read, folder: Path) -> Story:
-    """What a client writes down that reads it."""
+    """Return the notes of a client that reads the request."""
     notes = Notes(folder / "notes")
     doer = Doer(SimpleNamespace(), notes, [], "p0-0")  # type: ignore[arg-type]
     asyncio.run(doer.read(request, ANSWER))  # type: ignore[arg-type]
@@ -214,14 +214,14 @@ def test_a_stream_as_it_is_due_is_no_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("request_", "found"),
     [
-        (Read([(0, 5), (1, 9), (2, 7)], (5, 9, 7)), "1 9 for 1 6"),
-        (Read([(0, 5), (0, 5), (1, 6), (2, 7)], (5, 6, 7)), "0 5 for 1 6"),
-        (Read([(0, 5), (2, 7)], (5, 6, 7)), "2 7 for 1 6"),
-        (Read([*STREAM, (3, 8)], (5, 6, 7, 8)), "3 8 for 3 None"),
+        (Read([(0, 5), (1, 9), (2, 7)], (5, 9, 7)), "got 9 at 1, expected 6 at 1"),
+        (Read([(0, 5), (0, 5), (1, 6), (2, 7)], (5, 6, 7)), "got 5 at 0, expected 6 at 1"),
+        (Read([(0, 5), (2, 7)], (5, 6, 7)), "got 7 at 2, expected 6 at 1"),
+        (Read([*STREAM, (3, 8)], (5, 6, 7, 8)), "got 8 at 3, expected None at 3"),
         (Read(STREAM, (5, 6)), "ended with (5, 6), not (5, 6, 7)"),
-        (Read(STREAM, (5, 6, 7), reason="stop"), "ended by stop, not length"),
+        (Read(STREAM, (5, 6, 7), reason="stop"), "ended by stop, expected length"),
     ],
-    ids=["changed", "doubled", "left out", "too many", "short end", "other end"],
+    ids=["changed", "duplicated", "missing", "too many", "short end", "other end"],
 )
 def test_a_wrong_stream_is_written_down(request_: Read, found: str, tmp_path: Path) -> None:
     story = seen(request_, tmp_path)

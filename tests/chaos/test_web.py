@@ -1,4 +1,4 @@
-"""The HTTP clients of a chaos run see what a gateway must not do, and go on behind the last event that came."""
+"""The HTTP clients of a chaos run detect a gateway's errors, and resume after the last event that arrived."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Handler = Callable[[httpx.Request], httpx.Response]
 
 
 class Broken(httpx.AsyncByteStream):
-    """A body whose connection is lost at its end."""
+    """A response body that breaks the connection at its end."""
 
     def __init__(self, body: bytes) -> None:
         self._body = body
@@ -39,7 +39,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def event(model: Path, start: int, end: int, tokens: tuple[int, ...] = TOKENS) -> bytes:
-    """Tokens [start, end) as the gateway would say them: text that is whole, and a reason at the end."""
+    """Return the gateway's event for tokens [start, end): complete text, and a finish reason at the end."""
     text = decode(model, tokens[:end]).removeprefix(decode(model, tokens[:start]))
     reason = "length" if end == len(TOKENS) else None
     choice = {"token_ids": tokens[start:end], "text": text, "finish_reason": reason}
@@ -47,7 +47,7 @@ def event(model: Path, start: int, end: int, tokens: tuple[int, ...] = TOKENS) -
 
 
 def story(model: Path, handler: Handler, *, key: bool = True) -> Story:
-    """What a client writes of one request."""
+    """Return the notes of a client for one request."""
     notes = Notes(model / "notes")
 
     async def ask() -> None:
@@ -67,7 +67,7 @@ def story(model: Path, handler: Handler, *, key: bool = True) -> Story:
 
 
 def answers(*bodies: bytes | httpx.AsyncByteStream, asked: list[str] | None = None) -> Handler:
-    """One after the other. asked: gets where each was to go on."""
+    """Return a handler that gives one answer after the other; `asked` collects the resume position of each."""
     left = list(bodies)
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -91,8 +91,8 @@ def test_an_answer_that_breaks_off_is_gone_on_with_behind_its_last_whole_event(m
 
 @pytest.mark.parametrize(
     ("second", "words"),
-    [(slice(1, 4), "due was"), (slice(3, 4), "due was")],
-    ids=["a token comes twice", "a token is left out"],
+    [(slice(1, 4), "expected"), (slice(3, 4), "expected")],
+    ids=["a duplicate token", "a missing token"],
 )
 def test_what_comes_twice_or_not_is_a_fault(model: Path, second: slice, words: str) -> None:
     told = story(model, answers(Broken(event(model, 0, 2)), event(model, second.start, second.stop)))

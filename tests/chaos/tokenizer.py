@@ -1,4 +1,4 @@
-"""A tokenizer for the tiny model: its tokens are bytes, so that a character is often several, and often none at all."""
+"""Tokenizer for the tiny model: tokens are bytes, so a character often takes several tokens or is incomplete."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOKENS = 256
 
 
 def write(model: Path) -> None:
-    """Into the model's folder."""
+    """Write the tokenizer into the model's folder."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: TOKENS - len(SPECIAL)]
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *alphabet))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -22,5 +22,5 @@ def write(model: Path) -> None:
 
 
 def decode(model: Path, tokens: tuple[int, ...]) -> str:
-    """The text of an answer."""
+    """Return the text of an answer."""
     return str(Tokenizer.from_file(str(model / "tokenizer.json")).decode(list(tokens)))

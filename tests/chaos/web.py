@@ -1,7 +1,8 @@
-"""A process of several HTTP clients: `python -m tests.chaos.web FILE`, as `client` is one of clients over ZeroMQ.
+"""A process with several HTTP clients: `python -m tests.chaos.web FILE`, the counterpart of `client` (ZeroMQ).
 
-FILE has `url`, too. A request with a key is sent again until its answer is whole, whoever was killed meanwhile, and
-must be one request: its tokens and its text come once, in order. One without a key ends with its connection.
+FILE also has `url`. A client repeats a request with a key until its answer is complete, whichever process was killed.
+The answer must come from one request, with each token and each piece of text once and in order. A request without a key
+ends with its connection.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .cases import Known
 from .notes import ACCEPTED, ASKED, BROKEN, ENDED, FAULT, HTTP, LOST, REFUSED, Notes
 from .tokenizer import decode
 
-THINK_S = 0.3  # between two deeds, on average
+THINK_S = 0.3  # mean pause between two requests
 AGAIN_S = 0.1
 BUSY = (429, 503)
 UNAVAILABLE = ("coordinator_unavailable", "unavailable", "deadline_exceeded")
@@ -32,7 +33,16 @@ UNAVAILABLE = ("coordinator_unavailable", "unavailable", "deadline_exceeded")
 
 @dataclass
 class Came:
-    """What has come of an answer. at: tokens, as the last event with text had it. broken: whether it has failed."""
+    """The received part of an answer.
+
+    Attributes:
+        tokens: received tokens.
+        text: received text.
+        reason: the finish reason, or "".
+        at: token offset of the last event with text.
+        broken: whether the answer violates the protocol.
+        request_id: the request, once known.
+    """
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -43,7 +53,7 @@ class Came:
 
 
 class Web:
-    """One client, by its name."""
+    """A client, identified by its name."""
 
     def __init__(self, http: httpx.AsyncClient, options: dict[str, Any], known: Sequence[Known], name: str) -> None:
         self._http, self._known, self._name = http, known, name
@@ -53,7 +63,7 @@ class Web:
         self._asked = 0
 
     async def run(self, over: Callable[[], bool]) -> None:
-        """Until told that it is over, and the deed under way is done."""
+        """Send requests until `over()` returns True; finish the current one first."""
         while not over():
             known = self._rng.choice(self._known)
             self._asked += 1
@@ -66,7 +76,7 @@ class Web:
             await asyncio.sleep(self._rng.expovariate(1 / THINK_S))
 
     async def take_up(self, before: Sequence[dict[str, Any]]) -> None:
-        """Goes on with what a process that was killed had begun, from the beginning: it took with it what had come."""
+        """Repeat the unfinished requests of a killed process from their start, because its received tokens are lost."""
         for intent in before:
             known = self._known[intent["case"]]
             self._ask(known, intent["name"], "key")
@@ -76,11 +86,11 @@ class Web:
         self._notes.write(ASKED, name=name, case=known.case.number, turn=1, count=1, how=how)
 
     async def _with_key(self, known: Known, name: str, *, stream: bool) -> None:
-        """Asks until it is whole."""
+        """Repeat a request until its answer is complete."""
         came, deadline = Came(), monotonic() + self._wait_s
         while not (came.reason or came.broken):
             if monotonic() > deadline:
-                self._fault(f"{name} has not ended within {self._wait_s:g} s: {len(came.tokens)} tokens came")
+                self._fault(f"{name} has not ended within {self._wait_s:g} s: received {len(came.tokens)} tokens")
                 return
             headers = {"idempotency-key": name} | ({"last-event-id": str(came.at)} if came.at else {})
             try:
@@ -98,7 +108,7 @@ class Web:
             self._lost(came, str(error))
             return
         if not came.reason and not came.broken:
-            self._lost(came, "busy, or without its coordinator")
+            self._lost(came, "gateway busy or without a coordinator")
             return
         self._compare(known, name, came)
 
@@ -107,7 +117,7 @@ class Web:
         self._notes.write(BROKEN, code=LOST, message=message, **which)
 
     async def _once(self, known: Known, name: str, came: Came, headers: dict[str, str], *, stream: bool) -> None:
-        """One call. Raises httpx.TransportError where the connection is lost."""
+        """Make one call; raise httpx.TransportError if the connection breaks."""
         case = known.case
         body = {
             **case.sampling,
@@ -147,18 +157,18 @@ class Web:
             came.reason = choice["finish_reason"] or ""
         due = known.answers[0].tokens[: len(came.tokens)]
         if tuple(came.tokens) != due:
-            self._fault(f"{name} (request {came.request_id}) has {came.tokens}, due was {due}")
+            self._fault(f"{name} (request {came.request_id}) has {came.tokens}, expected {due}")
 
     def _compare(self, known: Known, name: str, came: Came) -> None:
         if came.broken:
             return
         answer = known.answers[0]
         if tuple(came.tokens) != answer.tokens:
-            self._fault(f"{name} (request {came.request_id}) ended with {came.tokens}, not {answer.tokens}")
+            self._fault(f"{name} (request {came.request_id}) ended with {came.tokens}, expected {answer.tokens}")
         if came.text != (due := decode(self._model, answer.tokens)):
-            self._fault(f"{name} (request {came.request_id}) reads {came.text!r}, not {due!r}")
+            self._fault(f"{name} (request {came.request_id}) reads {came.text!r}, expected {due!r}")
         if (came.reason == "length") != (answer.reason == "length"):
-            self._fault(f"{name} (request {came.request_id}) ended by {came.reason}, not {answer.reason}")
+            self._fault(f"{name} (request {came.request_id}) ended by {came.reason}, expected {answer.reason}")
         self._notes.write(ENDED, id=came.request_id, reason=answer.reason, tokens=len(came.tokens))
 
     def _fault(self, what: str) -> None:
@@ -170,8 +180,10 @@ def _told(error: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-    """The events of a stream: how many tokens the answer has by then, and the document. One whose end did not come is
-    none."""
+    """Yield the events of a stream: the answer's token count after the event, and its document.
+
+    Incomplete events are dropped.
+    """
     at, data = 0, ""
     async for line in response.aiter_lines():
         if line.startswith("id: "):
@@ -185,7 +197,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[tuple[int, dict[str
 
 
 async def run(options: dict[str, Any]) -> None:
-    """All clients, until the input ends."""
+    """Run all clients until standard input closes."""
     known = [Known.of_json(value) for value in json.loads(Path(options["cases"]).read_text())]
     options["notes"] = Notes(Path(options["notes"]))
     over = asyncio.Event()

@@ -1,4 +1,4 @@
-"""What hostile peers do: seeded, bounded, each a generator of what one connection sends next."""
+"""Attacks of hostile peers: seeded, bounded generators of the bytes that a connection sends next."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ GOOD: tuple[Message, ...] = (
 
 
 def garbage(random: Random) -> Iterator[bytes]:
-    """Bytes that are no ZMTP, after a greeting that is."""
+    """Yield bytes that are not ZMTP, after a valid greeting."""
     while True:
         yield random.randbytes(random.randrange(1, 4000))
 
 
 def no_messages(random: Random) -> Iterator[bytes]:
-    """Whole frames with nothing in them that means anything."""
+    """Yield valid frames with random contents."""
     while True:
         yield part(random.randbytes(random.randrange(0, 200)), more=False)
 
 
 def mutated(random: Random) -> Iterator[bytes]:
-    """Messages with some bytes changed: the frames stay whole."""
+    """Yield valid frames of messages with some bytes changed."""
     yield HELLO
     while True:
         body = [bytearray(frame) for frame in codec.encode(random.choice(GOOD))]
@@ -60,7 +60,7 @@ def mutated(random: Random) -> Iterator[bytes]:
 
 
 def truncated(random: Random) -> Iterator[bytes]:
-    """A part of a message, then nothing more."""
+    """Yield a part of a message, then nothing."""
     yield HELLO
     data = frames(GOOD[5])
     yield data[: random.randrange(1, len(data))]
@@ -69,14 +69,14 @@ def truncated(random: Random) -> Iterator[bytes]:
 
 
 def endless_parts(random: Random) -> Iterator[bytes]:
-    """A message whose parts never end."""
+    """Yield a message with infinitely many parts."""
     yield HELLO
     while True:
         yield part(random.randbytes(8192))
 
 
 def oversized(random: Random) -> Iterator[bytes]:
-    """Announces more than anyone may send, or less and keeps it back."""
+    """Yield a frame that announces more than the limit, or less and withholds the rest."""
     yield HELLO
     yield b"\x02" + random.choice([1 << 20, 1 << 26, 1 << 40, (1 << 64) - 1]).to_bytes(8, "big")
     while True:
@@ -84,7 +84,7 @@ def oversized(random: Random) -> Iterator[bytes]:
 
 
 def nested(_random: Random) -> Iterator[bytes]:
-    """Bodies that are deep, or claim to be large."""
+    """Yield deeply nested bodies, and bodies that claim to be large."""
     yield HELLO
     while True:
         yield part(b"\x91" * 3000, more=False)
@@ -93,21 +93,21 @@ def nested(_random: Random) -> Iterator[bytes]:
 
 
 def busy(random: Random) -> Iterator[bytes]:
-    """Correct questions without end, whose answers are never read."""
+    """Yield valid commands without end, never reading an answer."""
     yield HELLO
     while True:
         yield frames(random.choice(GOOD[:3])) * 16
 
 
 def pings(_random: Random) -> Iterator[bytes]:
-    """Heartbeats without end."""
+    """Yield heartbeats without end."""
     yield HELLO
     while True:
         yield b"\x04\x07\x04PING\x00\x64" * 64
 
 
 def ghosts(random: Random) -> Iterator[bytes]:
-    """A worker that says hello again and again."""
+    """Yield the handshake of a worker again and again."""
     hello = WorkerHello(rid=1, name=f"ghost-{random.randrange(1000)}", pid=random.randrange(2, 1 << 22))
     while True:
         yield frames(hello) * 9

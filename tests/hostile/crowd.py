@@ -1,4 +1,4 @@
-"""Hostile connections to both sockets of a coordinator: each follows its attack, and comes back when it is ended."""
+"""Hostile connections to both sockets of a coordinator; each runs its attack and reconnects when dropped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.hostile.raw import RawPeer
 
 
 class Crowd:
-    """One connection for each attack. Seeded: the same seed sends the same bytes, as far as they are taken."""
+    """A hostile connection per attack; the same seed sends the same bytes, as far as the coordinator reads them."""
 
     def __init__(self, runtime: Path, seed: int) -> None:
         self._random = Random(seed)
@@ -23,23 +23,23 @@ class Crowd:
 
     @property
     def sent_bytes(self) -> int:
-        """All that was taken from them."""
+        """Return the bytes that the coordinator's sockets accepted."""
         return sum(member.sent_bytes for member in self._members)
 
     @property
     def ended(self) -> int:
-        """How often one of them was disconnected."""
+        """Return how often a hostile peer was disconnected."""
         return sum(member.ended for member in self._members)
 
     def go_on(self) -> bool:
-        """Each sends a little more, if what it sent before was taken. Returns whether anything was taken."""
+        """Let each peer with no unsent bytes send more; return whether any byte was accepted."""
         before = self.sent_bytes
         for member in self._members:
             member.go_on()
         return self.sent_bytes > before
 
     def wait(self) -> None:
-        """Until something more is taken, for a moment at most."""
+        """Wait a moment until a socket accepts more bytes."""
         waiting = [member.peer.socket for member in self._members if member.peer.waits]
         select.select([], waiting, [], 0.01)
 
@@ -49,7 +49,7 @@ class Crowd:
 
 
 class Member:
-    """One hostile peer."""
+    """A hostile peer."""
 
     def __init__(self, path: str, attack: Attack, random: Random) -> None:
         self._path, self._attack, self._random = path, attack, random
@@ -61,7 +61,7 @@ class Member:
         self._data: Iterator[bytes] = self._attack(self._random)
 
     def go_on(self) -> None:
-        """Sends what comes next. It reads nothing; only whether it was disconnected is of interest."""
+        """Send the next bytes without reading; check only whether the peer was disconnected."""
         sent = self.peer.send(b"" if self.peer.waits else next(self._data))
         self.sent_bytes += max(0, sent)
         if sent < 0 or self._hung_up():

@@ -1,4 +1,4 @@
-"""A peer that speaks ZMTP by hand: whatever bytes a hostile one may send. It never waits to be read."""
+"""A raw ZMTP peer that can send arbitrary bytes and never blocks on an unread send."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ READY = zmtp.ready().replace(b"ROUTER", b"DEALER")
 
 
 def frames(message: Message) -> bytes:
-    """The bytes of a message."""
+    """Encode a message as ZMTP frames."""
     return b"".join(zmtp.message(codec.encode(message)))
 
 
 def part(body: bytes, more: bool = True) -> bytes:
-    """The bytes of one part."""
+    """Encode one part of a message as a ZMTP frame."""
     return b"".join(zmtp.message([body, b""] if more else [body]))[: -2 if more else None]
 
 
 class RawPeer:
-    """One connection of a hostile peer."""
+    """A connection of a hostile peer."""
 
     def __init__(self, path: str, shake: bool = True) -> None:
-        """Connects; shake: greets as it should."""
+        """Connect; with `shake`, send a valid greeting."""
         self.socket = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
-        self.socket.connect(path)  # waits where others are waiting to be accepted
+        self.socket.connect(path)  # blocks while the listen backlog is full
         self.socket.setblocking(False)
         self._left = b""
         if shake:
             self.send(zmtp.GREETING + READY)
 
     def send(self, data: bytes) -> int:
-        """Sends what is taken now, behind what was left over. Returns how much; -1: the connection was ended."""
+        """Send unsent and new bytes without blocking; return the count sent, or -1 if the connection was closed."""
         self._left += data
         sent = 0
         try:
@@ -53,11 +53,11 @@ class RawPeer:
 
     @property
     def waits(self) -> bool:
-        """Whether something was not taken yet."""
+        """Return whether unsent bytes are left."""
         return bool(self._left)
 
     def ended(self) -> bool:
-        """Reads all that is there. Returns whether the connection was ended."""
+        """Read all available bytes; return whether the connection was closed."""
         try:
             while self.socket.recv(1 << 16):
                 pass
@@ -68,10 +68,10 @@ class RawPeer:
         return True
 
     def wait_ended(self) -> None:
-        """Waits until the connection was ended."""
+        """Wait until the connection is closed."""
         deadline = monotonic() + WAIT_S
         while not self.ended():
-            assert monotonic() < deadline, f"the connection was not ended within {WAIT_S} s"
+            assert monotonic() < deadline, f"the connection is still open after {WAIT_S} s"
             self.send(b"")
             select.select([self.socket], [], [], 0.05)
 

@@ -1,4 +1,4 @@
-"""A worker without a model: it registers a pool and does no step, so that sequences have blocks to be kept in."""
+"""A worker without a model: it registers a pool, so that sequences have blocks, and runs no step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCKS = 1024
 
 
 class StandIn:
-    """One worker, while entered."""
+    """Context manager of one worker."""
 
     def __init__(self, endpoint: str, name: str = "honest", pid: int = 1) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -38,7 +38,7 @@ class StandIn:
         self._name, self._pid = name, pid
 
     def __enter__(self) -> Self:
-        assert self._socket.poll(WAIT_MS, zmq.POLLOUT), "no coordinator"
+        assert self._socket.poll(WAIT_MS, zmq.POLLOUT), "no coordinator accepts the connection"
         hello = WorkerHello(rid=1, name=self._name, pid=self._pid, token=token.read(self._runtime))
         assert isinstance(self._ask(hello), WorkerWelcome)
         model = ModelInfo(

@@ -1,5 +1,7 @@
-"""Hostile peers beside an honest client, who must not notice: the same answers, the same connection, the same number of
-messages. How long it takes is measured by `python -m benchmarks.hostile`, and not asserted here."""
+"""An honest client next to hostile peers gets the same answers, over the same connection, in as many messages.
+
+`python -m benchmarks.hostile` measures the latency; no test asserts it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ GROWTH_BYTES_MAX = 64 << 20
 
 
 class Coordinator:
-    """A coordinator process of its own."""
+    """A coordinator process."""
 
     def __init__(self, folder: Path, config: str = "", descriptors: int | None = None) -> None:
         self.runtime = folder / "r"
@@ -59,7 +61,7 @@ class Coordinator:
         return Client(client_endpoint(self.runtime), timeout_s=WAIT_S, connect_timeout_s=WAIT_S)
 
     def wait_listening(self) -> None:
-        """Waits until it accepts connections."""
+        """Wait until it accepts connections."""
         with self.client() as kv:
             kv.health()
 
@@ -87,12 +89,12 @@ def started() -> Iterator[list[Coordinator]]:
 
 
 def honest_round(kv: Client, tokens: list[int], sequence: int) -> None:
-    """What an honest client does and what it must be answered."""
+    """Run the operations of an honest client and check each answer."""
     added = [len(tokens) % 97, len(tokens) % 89]
     kv.append([sequence], [added])
     tokens += added
     assert list(kv.tokens(sequence)) == tokens
-    # A ghost that has said its first hello is there, until it is looked at again.
+    # A ghost worker stays registered after its first handshake, until the next sweep.
     assert [name for name in workers(kv) if not name.startswith("ghost-")] == ["honest"]
 
 
@@ -105,7 +107,7 @@ def test_an_honest_client_does_not_notice(folder: Path, started: list[Coordinato
     coordinator = Coordinator(folder, "drain_s = 0\n")
     started.append(coordinator)
     with coordinator.client() as kv, ExitStack() as stack:
-        assert kv.health().live, "it is there to be connected to"
+        assert kv.health().live, "the coordinator must accept new connections"
         stack.enter_context(StandIn(worker_endpoint(coordinator.runtime)))
         tokens = [1, 2, 3]
         sequence = kv.create_sequence(tokens)
@@ -125,7 +127,7 @@ def test_an_honest_client_does_not_notice(folder: Path, started: list[Coordinato
         assert workers(kv) == ["honest"]
     assert coordinator.process.poll() is None
     assert "Traceback" not in coordinator.log
-    assert len(coordinator.log) < 200_000  # lines about one peer are limited
+    assert len(coordinator.log) < 200_000  # log lines per peer are limited
     assert coordinator.end() == 0
 
 
@@ -134,10 +136,10 @@ def clients(kv: Client) -> int:
 
 
 def until_clients(kv: Client, count: int) -> None:
-    """Waits until those that are gone are forgotten."""
+    """Wait until `count` clients are left."""
     deadline = monotonic() + WAIT_S
     while clients(kv) != count:
-        assert monotonic() < deadline, f"{clients(kv)} clients are left, not {count}"
+        assert monotonic() < deadline, f"{clients(kv)} clients are left, expected {count}"
         select.select([], [], [], 0.02)
 
 
@@ -206,7 +208,7 @@ def test_one_client_more_than_are_admitted_is_told_so(folder: Path, started: lis
 
 
 def test_a_log_that_nobody_reads_stops_nobody(folder: Path) -> None:
-    """As under a `kvforge up` that was stopped by Ctrl-Z: the pipe is full, and stays so."""
+    """As under a `kvforge up` stopped by Ctrl-Z: the log's pipe is full and stays full."""
     file = folder / "c.toml"
     file.write_text(f'runtime_dir = "{folder / "r"}"\nlog_level = "debug"\n')
     read_end, write_end = os.pipe()

@@ -1,4 +1,4 @@
-"""python -m tests.scenarios [--update]: plays every story; with --update writes down what really follows."""
+"""python -m tests.scenarios [--update]: plays every scenario; --update rewrites the recorded results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.scenarios.runner import play_text, scenario_files
 
 
 def main() -> int:
-    """Exit status 1 where a story goes another way than it is written."""
+    """Play all scenarios; return exit status 1 if a result differs from the recorded one."""
     parser = argparse.ArgumentParser(prog="python -m tests.scenarios", description=__doc__)
     parser.add_argument("--update", action="store_true")
     update = parser.parse_args().update

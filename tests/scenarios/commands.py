@@ -1,4 +1,4 @@
-"""The commands of a scenario that are messages of a client."""
+"""Scenario commands that are client messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Build = Callable[[int, list[str], Options, Names], Message]
 
 
 def tokens(text: str) -> Any:
-    """`1,2,3` or `-` as [n] int32."""
+    """Parse `1,2,3` or `-` into [n] int32."""
     return np.array([int(part) for part in text.split(",")] if text != "-" else [], np.int32)
 
 

@@ -1,24 +1,25 @@
-"""Plays a scenario file on the real core and writes what happened under each command.
+"""Plays a scenario file on the real core and writes the results under each command.
 
-A file is a story: `# ` lines say what it is about, a line is a command, `=> ` lines below it are what followed. The
-runner checks the core's invariants after every command. Commands:
+In a scenario file, `# ` lines are comments, `=> ` lines are the results of the command above them, and every other line
+is a command. The runner checks the core's invariants after every command. Commands:
 
     limits NAME=VALUE ...            first, once; a quota is quota.TENANT=FLOOR:CEILING
-    worker NAME BLOCKS               a worker connects, ready with so many blocks
+    worker NAME BLOCKS               a worker connects and is ready with this many blocks
     worker NAME dies
-    client NAME [tenant= rights=RIGHT,... requests_max=]   one that may do less than everything connects
+    client NAME [tenant= rights=RIGHT,... requests_max=]   a client with restricted rights connects
     client NAME leaves
     create S TOKENS [tenant= salt= ttl_ms=]
     append S TOKENS; fork S T ...; remove S ...; info S; tokens S
     submit R TOKENS [max= tenant= on= stop= stream=no salt=]
     cancel R; request R; purge MS; drain; stats
     ref BLOCK HOLDER [generation=]; unref BLOCK HOLDER [generation=]; block BLOCK; explain KIND=WHAT
-    turn                             the core plans and streams
-    result NAME [R=TOKEN ...]        the worker's result of its oldest step; `error=R` fails a row
-    again NAME                       the same result once more
+    turn                             the core schedules and streams
+    result NAME [R=TOKEN ...]        the worker returns the result of its oldest step; `error=R` fails a row
+    again NAME                       the worker returns the same result once more
     wait MS; show
 
-Tokens are written 1,2,3. By default request number n samples 100n, 100n + 1, ... A trailing `by=NAME` names the client.
+TOKENS are written 1,2,3. By default, request number n samples 100n, 100n + 1, ... A trailing `by=NAME` names the client
+that sends the command.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ MODEL = ModelInfo(
 
 
 class Player:
-    """One scenario being played."""
+    """A scenario in progress."""
 
     def __init__(self) -> None:
         self.names = Names()
@@ -88,7 +89,7 @@ class Player:
 
     @property
     def machine(self) -> Machine:
-        """The core; made with the limits given so far when it is first needed."""
+        """Return the core, created on first use with the limits given so far."""
         if self._machine is None:
             quotas = {
                 name[6:]: Quota(floor=int(floor), ceiling=int(ceiling))
@@ -101,7 +102,7 @@ class Player:
         return self._machine
 
     def play(self, line: str) -> list[str]:
-        """One command; what followed, a line each."""
+        """Run one command and return its results, one per line."""
         verb, *words = line.split()
         self.now_us += 1000
         handler = getattr(self, f"_{verb}", None)
@@ -129,7 +130,7 @@ class Player:
     # ------------------------------------------------------------------------------------------------------- commands
 
     def _limits(self, words: list[str]) -> list[str]:
-        assert self._machine is None, "limits come first"
+        assert self._machine is None, "`limits` must be the first command"
         for word in words:
             name, _, value = word.partition("=")
             self._settings[name] = int(value) if value.isdigit() else value
@@ -211,7 +212,7 @@ class Player:
 
 
 def play_text(text: str) -> str:
-    """The same scenario with what really follows each command."""
+    """Return the scenario with the actual results under each command."""
     player = Player()
     lines: list[str] = []
     for line in text.splitlines():
@@ -219,10 +220,10 @@ def play_text(text: str) -> str:
             continue
         lines.append(line)
         if line.strip() and not line.startswith("#"):
-            lines += [f"=> {told}" for told in player.play(line)]
+            lines += [f"=> {result}" for result in player.play(line)]
     return "\n".join(lines) + "\n"
 
 
 def scenario_files() -> list[Path]:
-    """Every story."""
+    """Return the paths of all scenarios."""
     return sorted(Path(__file__).parent.glob("*.txt"))

@@ -1,4 +1,4 @@
-"""Messages and states as lines for people, with the names that a scenario gave to things."""
+"""Formats messages and states as text, with the names that a scenario gave to sequences and requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvforge.protocol.messages import (
 
 
 class Names:
-    """Which number each name of the scenario turned out to be, and the other way round."""
+    """Two-way mapping between a scenario's names and the core's ids."""
 
     def __init__(self) -> None:
         self._sequences: dict[str, int] = {}
@@ -42,56 +42,56 @@ class Names:
         self._sampled: dict[str, int] = {}
 
     def expect_sequences(self, names: list[str]) -> None:
-        """The next answer tells the numbers of these."""
+        """Assign these names to the sequence ids in the next answer."""
         self._awaited = names
 
     def expect_request(self, name: str) -> None:
-        """The next answer tells its number."""
+        """Assign this name to the request id in the next answer."""
         self._awaited = [name]
 
     def learn_sequences(self, numbers: list[int]) -> None:
-        """The answer came."""
+        """Record the ids of the awaited sequences."""
         self._sequences.update(zip(self._awaited, numbers, strict=True))
         self._awaited = []
 
     def learn_request(self, number: int) -> None:
-        """The answer came."""
+        """Record the id of the awaited request."""
         self._requests[self._awaited[0]] = number
         self._awaited = []
 
     @property
     def awaits(self) -> bool:
-        """Whether an answer is to name something."""
+        """Return whether the next answer assigns a name."""
         return bool(self._awaited)
 
     def sequence(self, name: str) -> int:
-        """Number of a sequence; a number stands for itself."""
+        """Return the id of a sequence; digits stand for themselves."""
         return self._sequences[name] if name in self._sequences else int(name)
 
     def request(self, name: str) -> int:
-        """Number of a request; a number stands for itself."""
+        """Return the id of a request; digits stand for themselves."""
         return self._requests[name] if name in self._requests else int(name)
 
     def sequence_name(self, number: int) -> str:
-        """Name of a sequence, or what it is."""
+        """Return the name of a sequence, or its number in parentheses if it has none."""
         return next((name for name, n in self._sequences.items() if n == number), f"(sequence {number})")
 
     def request_name(self, number: int) -> str:
-        """Name of a request."""
+        """Return the name of a request, or its number in parentheses if it has none."""
         return next((name for name, n in self._requests.items() if n == number), f"(request {number})")
 
     def begin(self, step: Step) -> None:
-        """Remembers who took which slot."""
+        """Record the request in each slot that the step begins."""
         for row in step.begins:
             self._slots[row.slot] = row.request_id
 
     def in_slot(self, step: Step, slot: int) -> str:
-        """The request that a row of a step is for."""
+        """Return the name of the request in a slot."""
         self.begin(step)
         return self.request_name(self._slots[slot])
 
     def next_token(self, request: str) -> int:
-        """What a request samples where the scenario does not say: 100n, 100n + 1, ..."""
+        """Return the next default token of a request: 100n, 100n + 1, ..."""
         count = self._sampled.get(request, 0)
         self._sampled[request] = count + 1
         return 100 * self._requests[request] + count
@@ -128,7 +128,7 @@ def _stream(stream: Stream, names: Names) -> list[str]:
 
 
 def tell(message: Message, names: Names) -> list[str]:
-    """One message, in a line or a few."""
+    """Format a message as one or more lines."""
     m: Any = message
     match message:
         case Accepted():
@@ -147,7 +147,7 @@ def tell(message: Message, names: Names) -> list[str]:
         case RequestInfo():
             return [f"{names.request_name(m.request_id)} is {m.state} {m.reason}: {_list(m.tokens)}"]
         case BlockInfo():
-            held = ", ".join(holder.name for holder in m.holders) or "nobody"
+            held = ", ".join(holder.name for holder in m.holders) or "none"
             return [f"block {m.block_id} is {m.state}, generation {m.generation}, held by {held}"]
         case Stats():
             r = m.requests
@@ -159,9 +159,9 @@ def tell(message: Message, names: Names) -> list[str]:
     short: dict[type[Message], Callable[[], str]] = {
         Appended: lambda: f"lengths {_list(m.lengths)}",
         SequenceTokens: lambda: f"tokens {_list(m.tokens)}",
-        Removed: lambda: f"removed, {m.freed_blocks} blocks given back",
+        Removed: lambda: f"removed, {m.freed_blocks} blocks freed",
         BlockCount: lambda: f"block {m.block_id} is {m.state}, {m.refcount} holders, generation {m.generation}",
-        Purged: lambda: f"{m.count} forgotten",
+        Purged: lambda: f"{m.count} purged",
         PoolRegistered: lambda: f"pool registered from block {m.base_block} on, epoch {m.epoch}",
         Done: lambda: "done",
     }
@@ -171,7 +171,7 @@ def tell(message: Message, names: Names) -> list[str]:
 
 
 def tell_state(machine: Machine, names: Names) -> list[str]:
-    """Pools, blocks that are not free, sequences, and the queue."""
+    """Format the pools, the blocks that are not free, the sequences, and the queue."""
     cache, lines = machine.cache, []
     for group in cache.groups.values():
         pool = group.pool

@@ -1,4 +1,4 @@
-"""Every story goes as it is written. `python -m tests.scenarios --update` rewrites what follows the commands."""
+"""Every scenario gives its recorded results; `python -m tests.scenarios --update` rewrites them."""
 
 from __future__ import annotations
 
