@@ -1,4 +1,4 @@
-"""What the tests of both clients share."""
+"""Shared fixtures of both clients' tests."""
 
 from __future__ import annotations
 

@@ -1,13 +1,16 @@
 """A coordinator for client tests: real sockets and messages, scripted behaviour, no model.
 
-As a program (`fake_coordinator.py ENDPOINT`) it prints `listening`, then the tag of every message it takes.
-What happens to a request is chosen by its tenant; see `Fake.submit`. The token at offset i is the sum of the prompt
-plus i. `Running` starts and stops the program for a test and waits, with a deadline, for what it prints.
+As a program (`fake_coordinator.py ENDPOINT`) it prints `listening`, then the tag of every received message.
+A request's tenant selects its behaviour; see `Fake.submit`. The token at offset i is the sum of the prompt plus i.
+`Running` starts and stops the program for a test and waits, with a deadline, for its output.
 
-A coordinator that was killed and started again with all that it knew is played by one that closes its socket, and with
-it every connection, and opens it anew: at SIGUSR1; at SIGUSR2, when it has forgotten the sessions of its clients as
-well; at a submit of the tenant "dropped", instead of the answer to it. Requests go on meanwhile. SIGHUP: it is away
-until the next SIGHUP.
+To simulate a coordinator that was killed and recovered, it closes its socket with every connection and opens it again:
+
+- at SIGUSR1;
+- at SIGUSR2, which also drops the sessions of its clients;
+- at a submit of the tenant "dropped", instead of the answer.
+
+Requests continue meanwhile. SIGHUP: it is unreachable until the next SIGHUP.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ ASKED = ("count", "priority", "deadline_ms", "first_token_ms", "detached", "key"
 
 @dataclass
 class Known:
-    """A session: its present connection, and what its commands were answered, by their rids."""
+    """A session: its current connection, and the answers to its commands by rid."""
 
     peer: bytes
     answers: dict[int, m.Message] = field(default_factory=dict)
@@ -46,7 +49,7 @@ class Known:
 
 @dataclass
 class Job:
-    """A request that runs: tokens are sent one a turn, up to `limit`, then `end` (None: it just hangs)."""
+    """A running request: it sends one token a turn up to `limit`, then `end` (None: it hangs)."""
 
     peer: bytes
     request_id: int
@@ -70,7 +73,7 @@ class Job:
 
 @dataclass
 class Fake:
-    """The program's state: what it was told, and the jobs that run."""
+    """The program's state: received commands and running jobs."""
 
     endpoint: str
     boot: str = field(default_factory=lambda: os.urandom(4).hex())
@@ -87,7 +90,7 @@ class Fake:
     version_min: int = field(default_factory=lambda: int(os.environ.get("KVFORGE_FAKE_VERSION", "1")))
 
     def serve(self) -> None:
-        """Answers until killed."""
+        """Answer messages until killed."""
         self.open()
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             signal.signal(number, lambda number, _: self.signals.append(number))
@@ -120,7 +123,7 @@ class Fake:
             print("away" if self.away else "back", flush=True)
 
     def hang_up(self) -> None:
-        """All connections end; requests go on."""
+        """Drop all connections; requests continue."""
         self.context.destroy(linger=0)  # waits until they are closed
         self.greeted.clear()
         for job in self.jobs.values():
@@ -199,7 +202,7 @@ class Fake:
         known = self.sessions.get(message.session)
         if known is not None:
             known.peer = peer
-            for job in self.jobs.values():  # tokens go on at once, not where they stopped
+            for job in self.jobs.values():  # tokens continue at once, without a pause
                 job.peer = job.peer or peer
         elif message.session:
             self.sessions[message.session] = Known(peer)
@@ -208,7 +211,7 @@ class Fake:
         self.send(peer, reply)
 
     def answered(self, peer: bytes, message: m.Message) -> m.Message | None:
-        """What a command of this session was answered before."""
+        """Return the earlier answer to a repeated command of this session."""
         rid = getattr(message, "rid", 0)
         found = [known.answers[rid] for known in self.sessions.values() if known.peer == peer and rid in known.answers]
         return found[0] if found else None
@@ -237,7 +240,7 @@ class Fake:
             return self.open()
         if message.tenant != "late":
             return self.send(peer, accepted)
-        # Answered only when the client has given up on it: after its next command.
+        # Answered only after the client has given up: after its next command.
         for request_id in range(accepted.request_id, accepted.request_id + accepted.count):
             self.jobs[request_id].reason = "late"
         self.late = accepted
@@ -245,7 +248,7 @@ class Fake:
 
     def accept(self, peer: bytes, message: m.Submit) -> m.Accepted:
         first, seed = self.last_id + 1, message.sampling.seed or 7
-        count = 1 if message.tenant == "old" else message.count  # a coordinator that knows of no count
+        count = 1 if message.tenant == "old" else message.count  # a coordinator without support for count
         for number in range(count):
             self.last_id += 1
             job = Job(peer, self.last_id, message.prompt.tolist(), message.max_tokens, message.tenant)
@@ -256,10 +259,10 @@ class Fake:
         return m.Accepted(rid=message.rid, request_id=first, seed=seed, count=count)
 
     def script(self, job: Job) -> None:
-        """What the tenant asks for, after two tokens."""
+        """Run the tenant's behaviour after two tokens."""
         ends: dict[str, Callable[[], None]] = {
             "hang": lambda: None,
-            "waits": lambda: None,  # for the end of the connection
+            "waits": lambda: None,  # until the connection ends
             "garbage": lambda: self.garbage(job),
             "gap": lambda: self.rows(job, (job.sent + 1,)),
             "slow": lambda: self.pause(job),
@@ -283,7 +286,7 @@ class Fake:
         return None
 
     def pause(self, job: Job) -> None:
-        """The client reads too slowly, it seems: nothing more until it attaches; meanwhile the rest is generated."""
+        """Pause the stream as for a slow consumer until the client attaches; meanwhile generate the rest."""
         self.send(job.peer, m.Stream(paused=(job.request_id,)))
         job.paused, job.end, job.limit = True, None, job.max_tokens
         job.sent = job.max_tokens - 1
@@ -299,7 +302,7 @@ class Fake:
         return None
 
     def stream_to(self, job: Job, peer: bytes, offset: int) -> None:
-        """Whoever read it reads it no more; what there is from `offset` on goes to `peer` at once."""
+        """Detach the previous reader; send all tokens from `offset` on to `peer` at once."""
         if job.peer != peer:
             self.send(job.peer, m.Stream(taken=(job.request_id,)))
         job.peer, job.paused = peer, False
@@ -407,7 +410,7 @@ class Fake:
         )
 
     def explain(self, peer: bytes, message: m.Explain) -> None:
-        """The same of every subject; a request above 1000 is not there."""
+        """Give the same explanation for every subject; requests above 1000 do not exist."""
         if message.request_id > 1000:
             self.refuse(peer, message.rid, errors.RequestNotFound(message.request_id))
             return
@@ -420,7 +423,7 @@ class Fake:
         self.send(peer, told)
 
     def health(self, peer: bytes, rid: int) -> None:
-        """Ready, or with KVFORGE_FAKE_READY=third at the third question, or never."""
+        """Report ready: always, from the third query on (KVFORGE_FAKE_READY=third), or never."""
         self.health_asked += 1
         if hasattr(self, "late"):
             self.send(peer, self.late)
@@ -441,7 +444,7 @@ class Fake:
 
 
 def sample_stats(rid: int, running: int, total: int) -> m.Stats:
-    """Statistics of one pool of 64 blocks."""
+    """Return statistics of one pool of 64 blocks."""
     return m.Stats(
         rid=rid,
         boot="b",
@@ -498,7 +501,7 @@ def sample_stats(rid: int, running: int, total: int) -> m.Stats:
 
 
 class Running:
-    """The program, started. Endpoint and process belong to the test."""
+    """The running program. Endpoint and process belong to the test."""
 
     def __init__(self, folder: Path, *, ready: bool = True, loads: bool = False, version_min: int = 1) -> None:
         self.endpoint = f"ipc://{folder}/clients.sock"
@@ -515,7 +518,7 @@ class Running:
         self.expect("listening")
 
     def expect(self, word: str) -> None:
-        """Waits until the program prints this line; consumes the output up to it."""
+        """Wait until the program prints this line, and consume the output up to it."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + DEADLINE_S
         line = word.encode() + b"\n"
@@ -530,12 +533,12 @@ class Running:
         self._text = self._text[at + len(line) :]
 
     def signal(self, number: int, word: str) -> None:
-        """Sends a signal, and waits until the program says that it was heard."""
+        """Send a signal, and wait until the program confirms it."""
         self.process.send_signal(number)
         self.expect(word)
 
     def seen(self) -> str:
-        """What it has printed and nobody has expected, up to where it stands now."""
+        """Return the output that no `expect` has consumed so far."""
         assert self.process.stdout is not None
         while select.select([self.process.stdout], [], [], 0)[0]:
             self._text += self.process.stdout.read(4096)

@@ -29,7 +29,7 @@ def test_the_names_of_the_package_are_found_where_they_are() -> None:
 
 
 def test_a_type_checker_sees_every_name_where_it_is_loaded_from() -> None:
-    """Names are loaded when they are asked for: a type checker reads the block that never runs."""
+    """Names are loaded lazily: a type checker reads the block that never runs."""
     tree = ast.parse(Path(kvforge.__file__).read_text())
     (block,) = (one for one in tree.body if isinstance(one, ast.If))
     assert isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"

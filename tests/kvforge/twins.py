@@ -1,8 +1,13 @@
-"""Makes the blocking client of the one for asyncio: `python -m tests.kvforge.twins` (why: see `kvforge.client.aio`).
+"""Generate the blocking client from the asyncio client: `python -m tests.kvforge.twins` (see `kvforge.client.aio`).
 
-Four rules: `async def` becomes `def`; an operation that is awaited (`await self._calls. ...`) is driven to its end, any
-other `await` falls away; a name loses its `Async`, a dunder method its `a`; paragraphs of docstrings that begin with
-"In asyncio:" are left out. Comments, types and the order of things stay as they are; ruff formats the result.
+Rules:
+
+- `async def` becomes `def`;
+- an awaited operation (`await self._calls. ...`) runs to its end, any other `await` is dropped;
+- a name loses its `Async`, a dunder method its `a`;
+- paragraphs of docstrings that begin with "In asyncio:" are dropped.
+
+Comments, types and order stay unchanged; ruff formats the result.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ HEAD = '"""Made of `aio/{}` by `python -m tests.kvforge.twins`: change it there.
 
 
 def blocking(name: str) -> str:
-    """The text of a file of the blocking client."""
+    """Return the text of a file of the blocking client."""
     source = (CLIENT / "aio" / name).read_text(encoding="utf-8")
     head = ast.parse(source).body[0]
     edits = [(head.lineno, head.col_offset, head.end_lineno, head.end_col_offset, HEAD.format(name))]
@@ -33,7 +38,7 @@ def blocking(name: str) -> str:
             )
             edits.append((node.end_lineno, node.end_col_offset, node.end_lineno, node.end_col_offset, ")" * driven))
     lines = source.splitlines(keepends=True)
-    for line, start, end_line, end, text in sorted(edits, reverse=True):  # from the end: what is before stays in place
+    for line, start, end_line, end, text in sorted(edits, reverse=True):  # from the end: positions stay valid
         after = lines[end_line - 1][end:]
         lines[line - 1 : end_line] = [lines[line - 1][:start] + text + after]
     made = said("".join(lines))
@@ -55,7 +60,7 @@ def blocking(name: str) -> str:
 
 
 def said(text: str) -> str:
-    """Code or words for asyncio, as they are for the blocking client."""
+    """Translate code or prose for asyncio to the blocking client."""
     text = re.sub(r"\n\n *In asyncio:[^\n]*(\n(?! *\"\"\")[^\n]+)*", "", text)
     text = re.sub(r"\b_?Async(?=[A-Z])", "", text)
     return re.sub(r"\b__a(?=(iter|enter|exit)__)", "__", text)

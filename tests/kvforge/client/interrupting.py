@@ -1,9 +1,9 @@
-"""The handler of a signal that raises at a chosen step of Python, and what must still hold behind it.
+"""A signal handler that raises at a chosen Python step, and the guarantees that must still hold afterwards.
 
     python -m tests.kvforge.client.interrupting WHAT FOLDER STRIDE
 
-At each STRIDE-th step of WHAT, counted in the files of the client and the protocol and in ZeroMQ's own Python, one run
-raises. Prints how many steps there were. A client that waits for ever ends the program with a traceback.
+One run raises at each STRIDE-th step of WHAT, counted in the files of the client and the protocol and in ZeroMQ's
+Python code. Prints the number of steps. A client that hangs ends the program with a traceback.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from tests.kvforge.fake_coordinator import Running
 
 PLACES = tuple(str(Path(str(each.__file__)).parent) for each in (kvforge.client, kvforge.protocol, zmq.sugar))
 HANG_S = 60
-TOKENS = tuple(range(4, 13))  # of the fake's, for the prompt [4]
+TOKENS = tuple(range(4, 13))  # the fake's answer to the prompt [4]
 
 
 def interrupted(call: Callable[[], Any], at: int) -> tuple[bool, BaseException | None]:
-    """Whether the call was over before; and what was raised. Finalisers are let alone: they swallow it."""
+    """Return whether the call finished first, and the raised exception. Finalisers are skipped, because they swallow
+    it."""
     left = at
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -55,7 +56,7 @@ def interrupted(call: Callable[[], Any], at: int) -> tuple[bool, BaseException |
 
 
 def of_a_link(what: str, folder: Path) -> Callable[[int], bool]:
-    """One of its steps, then another connection, and the end. The exception holds by its traceback what was made."""
+    """Interrupt one step of a link, then connect again and close. The traceback keeps the created objects alive."""
 
     def run(at: int) -> bool:
         link = Link(Session(f"ipc://{folder}/nobody.sock"), 5.0)
@@ -74,10 +75,10 @@ def of_a_link(what: str, folder: Path) -> Callable[[int], bool]:
 
 
 def of_a_call(what: str, kv: Client, fake: Running) -> Callable[[int], bool]:
-    """One call of a client, which goes on with the next as if nothing had been."""
+    """Interrupt one call of a client; the next call must work."""
 
     def run(at: int) -> bool:
-        fake.seen()  # its output is read, else it would stand still
+        fake.seen()  # read its output, or the fake would block
         request = kv.submit([4], max_tokens=len(TOKENS))
         call = {"submit": lambda: kv.submit([4], max_tokens=9), "result": request.result, "stats": kv.stats}[what]
         over, _held = interrupted(call, at)

@@ -1,4 +1,4 @@
-"""The client for asyncio, against a coordinator that is played."""
+"""The client for asyncio, against a fake coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connection of a client: nobody there, a coordinator that dies, restarts or talks nonsense, closing, fork."""
+"""The connection of a client: no coordinator, one that crashes, restarts or sends garbage, closing, fork."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_nobody_is_there(folder: Path) -> None:
 
 
 def test_a_coordinator_that_takes_the_connection_and_says_nothing(fake: Running, folder: Path) -> None:
-    os.kill(fake.process.pid, 19)  # SIGSTOP: the kernel still takes connections
+    os.kill(fake.process.pid, 19)  # SIGSTOP: the kernel still accepts connections
     with Client(fake.endpoint, timeout_s=0.3) as kv, pytest.raises(CoordinatorUnavailable, match="does not answer"):
         kv.stats()
 
@@ -81,7 +81,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 
 def test_clients_that_are_dropped_without_closing_are_collected(fake: Running) -> None:
-    """In a fork of their process, too. None of ZeroMQ's threads is left."""
+    """Also in a fork of their process. No ZeroMQ thread remains."""
     command = [sys.executable, "-W", "ignore", "-c", DROPPED, fake.endpoint]
     run = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert (run.returncode, run.stdout) == (0, "0\n"), run.stderr
@@ -128,7 +128,7 @@ def test_the_coordinator_dies_while_a_stream_is_read(fake: Running) -> None:
             other.result(timeout_s=5)
         fake.start()
         assert kv.submit([8], max_tokens=2).result(timeout_s=5).tokens == (8, 9)
-        fake.expect("Hello")  # with the boot of the one that died: refused
+        fake.expect("Hello")  # with the boot of the crashed coordinator: refused
         fake.expect("Hello")
 
 
@@ -173,7 +173,7 @@ def test_a_link_that_gets_writable_just_before_the_wait_is_noticed(fake: Running
         link.open()
         assert link.socket is not None
         assert link.socket.poll(10_000, zmq.POLLOUT)
-        answers = iter((False, True))  # it was not when asked, and is when the wait begins
+        answers = iter((False, True))  # false when polled, true when the wait begins
         started = time.monotonic()
         assert drive(kv._calls._until(lambda: next(answers), (), started + 60, for_room=True))
         assert time.monotonic() - started < 30

@@ -1,4 +1,4 @@
-"""When a connection is tried again, and for how long, on a clock of the test's own."""
+"""Times and limits of connection retries, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GONE = CoordinatorUnavailable("gone")
 
 
 class Line:
-    """Sockets of a link whose coordinator is a variable of the test: there or not."""
+    """Sockets of a link; a variable of the test decides whether the coordinator is reachable."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -40,13 +40,13 @@ class Line:
         self.hellos.append(hello)
 
     def wake(self) -> None:
-        """Nobody waits here."""
+        """Do nothing: there is no waiting thread."""
 
     dialler: Dialler
 
 
 class World:
-    """A session, its line and its dialler, and a command that waits."""
+    """A session with its line, its dialler and a waiting command."""
 
     def __init__(self, reconnect_s: float) -> None:
         self.session, self.line = Session("ipc:///x"), Line()
@@ -75,7 +75,7 @@ class World:
         self.dialler.step()
 
     def run(self, seconds: float) -> None:
-        """Lets time pass from one due time to the next, as a wait does."""
+        """Advance time from one due time to the next, as a wait does."""
         end = self.line.now + seconds
         self.dialler.step()
         for _ in range(10_000):
@@ -161,7 +161,7 @@ def test_connections_that_do_not_last_are_one_loss(world: World) -> None:
                 world.line.now += 0.01
                 world.lose()
     assert isinstance(pending.error, CoordinatorUnavailable)
-    # One that lasts begins anew.
+    # A connection that lasts resets the pauses.
     world.connect()
     world.line.now += 2
     again = world.asked()

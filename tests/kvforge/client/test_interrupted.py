@@ -1,4 +1,4 @@
-"""Ctrl-C at any step of Python: the next connection can be made, the next call goes on, the client can be closed."""
+"""After Ctrl-C at any Python step the client can connect, make the next call, and close."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ PROMPT = np.array([1, 2], np.int32)
 
 
 class One:
-    """A stream and what was told of it."""
+    """A stream and its events."""
 
     def __init__(self, streams: AsyncStreams, tenant: str = "default", max_tokens: int = 4) -> None:
         self.told: list[int] = []

@@ -1,4 +1,4 @@
-"""Who stops wanting a request's tokens ends the request: `cancel`, and tasks that are cancelled while they read."""
+"""Cancellation of requests: by `cancel`, and by cancelling a task while it reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kvforge.fake_coordinator import DEADLINE_S, Running
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[Running]:
-    """One for all of these tests: they do it no harm."""
+    """One fake shared by all of these tests, which leave it intact."""
     with tempfile.TemporaryDirectory(prefix="kvf", dir="/tmp") as folder, Running(Path(folder)) as running:
         yield running
 
@@ -33,7 +33,7 @@ def test_a_request_is_cancelled_by_its_handle(kv: Client) -> None:
 
 def test_cancelling_one_that_has_ended_unseen_changes_nothing(kv: Client) -> None:
     request = kv.submit([1], max_tokens=2)
-    kv._calls.session._tracks.clear()  # its end is never seen here
+    kv._calls.session._tracks.clear()  # the client never sees its end
     with Client(kv.endpoint) as other:
         assert other.attach(request.id).result(timeout_s=5).reason == "length"
     request.cancel()
@@ -74,11 +74,11 @@ Reader = Callable[[AsyncClient, AsyncRequest], Awaitable[None]]
 
 
 async def cancelled_while(kv: AsyncClient, reader: Reader, *requests: AsyncRequest) -> None:
-    """Runs a reader of the first request until it has its tokens, then cancels its task."""
+    """Run a reader of the first request until it has its tokens, then cancel its task."""
     task = asyncio.ensure_future(reader(kv, requests[0]))
-    await asyncio.sleep(0)  # it begins: one that never did has read nothing
+    await asyncio.sleep(0)  # let it start: a task that never started has read nothing
     async with asyncio.timeout(DEADLINE_S):
-        while len(requests[0].tokens) < 2:  # all that come of a request that hangs
+        while len(requests[0].tokens) < 2:  # all tokens of a request that hangs
             await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -90,7 +90,7 @@ def run(fake: Running, main: Callable[[AsyncClient], Awaitable[Any]]) -> None:
         async with AsyncClient(fake.endpoint, timeout_s=5, stream_timeout_s=10) as kv:
             await main(kv)
 
-    gc.disable()  # what must be noticed at once may not wait for the collector
+    gc.disable()  # an immediate effect must not depend on the collector
     try:
         asyncio.run(inside())
     finally:
@@ -120,7 +120,7 @@ def test_what_can_be_asked_for_again_goes_on(fake: Running, reader: Reader, how:
             waiting = [asyncio.ensure_future(request.result())] if how == "two readers" else []
             await asyncio.sleep(0)
             await cancelled_while(other if how == "attached" else kv, reader, request)
-            await other.health()  # anything that was sent before has been answered
+            await other.health()  # all earlier commands have been answered
             assert (await other.status(request.id)).reason != "cancelled"
             await other.cancel(request.id)
             for task in waiting:
@@ -136,7 +136,7 @@ def test_leaving_the_loop_is_not_cancelling(fake: Running) -> None:
         async for _ in request:
             break
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):  # of something else
+            async with asyncio.timeout(0):  # an unrelated timeout
                 await asyncio.Event().wait()
         assert (await kv.status(request.id)).reason != "cancelled"
         await request.cancel()

@@ -1,4 +1,4 @@
-"""The coordinator is killed and comes back, or its connections end: what callers see of it, which is nothing."""
+"""Restarts of the coordinator and lost connections are invisible to callers."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_what_is_abandoned_while_there_is_no_connection_is_cancelled_on_the_next
         fake.expect("Submit")
         fake.signal(ANEW, "back")
         kv.stats()
-        fake.expect("Submit")  # to hear what became of it
+        fake.expect("Submit")  # to learn its fate
 
 
 def test_closing_while_there_is_no_connection(fake: Running) -> None:

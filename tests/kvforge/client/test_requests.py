@@ -1,4 +1,4 @@
-"""Requests of the blocking client, against a coordinator that is played: options, samples, keys, attaching, time."""
+"""Requests of the blocking client, against a fake coordinator: options, samples, keys, attaching, time."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_samples_are_several_answers_to_one_prompt(fake: Running, kv: Client) ->
 
 
 def test_samples_whose_caller_gave_up_are_all_cancelled(fake: Running, kv: Client) -> None:
-    kv.health()  # connected: the tenth of a second is for the samples alone
+    kv.health()  # connected: only the samples use the tenth of a second
     with pytest.raises(DeadlineExceeded):
         kv.samples([1], 2, tenant="late", timeout_s=0.1)
     kv.health()
@@ -246,10 +246,10 @@ def test_a_full_queue_is_tried_again_only_where_that_is_asked_for(fake: Running,
     with pytest.raises(QueueFull) as full:
         kv.samples([1], 2, tenant="refused", retry_s=0.6)
     assert full.value.retry_after_ms == 250
-    for _ in range(5):  # one; one and its repetition; the first and a later try
+    for _ in range(5):  # the original; its repetition; the first and a later try
         fake.expect("Submit")
     with pytest.raises(ProtocolError):
-        kv.submit([1], tenant="odd", retry_s=20)  # only a full queue is worth another try
+        kv.submit([1], tenant="odd", retry_s=20)  # only a full queue is retried
 
 
 def test_another_client_reads_a_detached_request_on(fake: Running, kv: Client) -> None:
@@ -258,14 +258,14 @@ def test_another_client_reads_a_detached_request_on(fake: Running, kv: Client) -
         left = other.submit([10], max_tokens=9, tenant="hang")
         for one in (request, left):
             assert len([token for _, token in zip(range(2), one, strict=False)]) == 2
-    # Its goodbye comes by another connection than the question.
+    # Its goodbye uses another connection than the request.
     deadline = monotonic() + 10
     while kv.status(left.id).reason != "cancelled":
         assert monotonic() < deadline, "the other client's goodbye was not heard"
     again = kv.attach(request.id)
     assert (again.id, again.seed, again.start) == (request.id, 3, 0)
     assert next(iter(again)).token_id == 10
-    rest = kv.attach(request.id, 1)  # the stream is here already
+    rest = kv.attach(request.id, 1)  # the stream is already buffered
     token = next(iter(rest))
     assert (token.offset, token.token_id) == (1, 11)
     fake.expect("offset=0")
@@ -325,9 +325,9 @@ def test_the_same_key_is_the_same_request(fake: Running, kv: Client) -> None:
 def test_a_command_with_a_key_outlives_its_caller_and_one_without_does_not(fake: Running, kv: Client) -> None:
     with pytest.raises(DeadlineExceeded):
         kv.submit([1], tenant="late", key="k", timeout_s=0.1)
-    kv.health()  # the answer comes now
+    kv.health()  # the answer arrives now
     again = kv.submit([1], tenant="late", key="k")
-    assert kv.status(again.id).reason == "late"  # as the fake calls it: it was not cancelled
+    assert kv.status(again.id).reason == "late"  # the fake's reason: the request was not cancelled
     with pytest.raises(DeadlineExceeded):
         kv.submit([1], tenant="late", detached=True, timeout_s=0.1)
     kv.health()

@@ -1,4 +1,4 @@
-"""What a session sends on a new connection, and what becomes of everything that waited."""
+"""Resumption of a session on a new connection, and the fate of all waiting commands."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_streams_go_on_where_they_stopped_and_rows_of_the_old_place_are_skipped(
     session.interrupt()
     messages = reconnected(session, resumed=resumed)
     assert attaches(messages) == [(7, 2, resumed)]
-    take(session, rows((7, 5, 15), (7, 6, 16), ended=(end(7, 7),)))  # what comes before the answer is old
+    take(session, rows((7, 5, 15), (7, 6, 16), ended=(end(7, 7),)))  # rows before the answer are outdated
     assert (track.tokens, track.done) == ([10, 11], False)
     take(session, attached(messages[0]))
     take(session, rows((7, 2, 12), (7, 3, 13), ended=(end(7, 4),)))
@@ -117,7 +117,7 @@ def test_the_streams_of_a_submit_whose_answer_was_lost_are_read_from_their_first
     assert reconnected(session, resumed=True) == [pending.sent]
     replies = take(session, m.Accepted(rid=pending.rid, request_id=4, seed=1, count=2))
     assert attaches(replies) == [(4, 0, True), (5, 0, True)]
-    take(session, rows((4, 2, 12)))  # the first two were sent to the connection that was lost
+    take(session, rows((4, 2, 12)))  # the first two were sent on the lost connection
     for reply in replies:
         take(session, attached(reply))
     take(session, rows((4, 0, 10), (4, 1, 11), (4, 2, 12), ended=(end(4, 3), end(5, 0))))
@@ -169,7 +169,7 @@ def test_a_submit_that_was_given_up_is_asked_for_again_and_cancelled(session: Se
     (cancel,) = take(session, m.Accepted(rid=pending.rid, request_id=4, seed=1))
     assert isinstance(cancel, m.Cancel)
     assert cancel.request_id == 4
-    # Until it has its answer, a cancel is sent again too.
+    # An unanswered cancel is resent too.
     session.interrupt()
     assert reconnected(session, resumed=True) == [cancel]
     take(session, m.Refused(rid=cancel.rid, error=m.ErrorInfo.of(AlreadyFinished(4, "finished"))))

@@ -1,4 +1,4 @@
-"""The shape of an answer as a caller says it, and the message that is made of it."""
+"""Sampling parameters given by a caller, and the resulting message."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def take(session: Session, message: m.Message) -> list[m.Message]:
 
 
 def rows(*items: tuple[int, int, int], ended: tuple[m.Ended, ...] = ()) -> m.Stream:
-    """Rows of (request_id, offset, token)."""
+    """Build rows from (request_id, offset, token)."""
     ids, offsets, tokens = zip(*items, strict=True) if items else ((), (), ())
     return m.Stream(
         ended=ended,
@@ -115,7 +115,7 @@ def test_welcome_is_remembered(session: Session) -> None:
     assert session.welcome is not None
     session.lost(CoordinatorUnavailable("gone"))
     assert session.welcome is None
-    assert session.boot == "abc"  # to be told to the next one
+    assert session.boot == "abc"  # sent on the next connection
 
 
 def test_tokens_of_each_request_are_kept_apart(session: Session) -> None:

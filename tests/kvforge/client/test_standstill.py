@@ -1,4 +1,4 @@
-"""A client process that stood still during a call: that time does not count against the coordinator."""
+"""A client process that was suspended during a call: the time does not count against the coordinator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALLS = 3
 
 
 class Later:
-    """Becomes true a few looks after the process stood still."""
+    """A condition that becomes true a few polls after the suspension."""
 
     def __init__(self, standstill: Standstill) -> None:
         self._standstill, self.looks = standstill, 0

@@ -84,7 +84,7 @@ def test_however_the_text_is_split_it_is_cut_at_the_first_stop_string() -> None:
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(6)))
         pieces = [text[i:j] for i, j in itertools.pairwise([0, *cuts, len(text)])]
         shown, found = watched(pieces, stops)
-        # The first to be complete counts, as the text comes: that is where the request is ended.
+        # The first completed stop string in the stream counts: the request ends there.
         complete = [n for n in range(len(text) + 1) if any(stop in text[:n] for stop in stops)]
         assert found == bool(complete)
         if not found:
@@ -221,7 +221,7 @@ def test_generate_stops_before_the_string_and_ends_the_request(fake: Running, kv
 def test_tokens_after_the_stop_string_do_not_count(fake: Running, kv: Client) -> None:
     text = kv.generate_stream("A", raw=True, max_tokens=9, tenant="hang", stop="A")
     for _ in zip(range(2), text.request, strict=False):
-        pass  # both tokens are here before the text is looked at
+        pass  # both tokens arrive before the text is checked
     assert list(text) == []
     fake.expect("FinishAt")
     done = text.result()

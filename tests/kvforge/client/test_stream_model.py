@@ -1,4 +1,4 @@
-"""Streams against a coordinator that does at random what one may do: pause, take, begin anew, cut, end."""
+"""Streams against a coordinator with random valid actions: pause, take over, restart, cut, end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def session() -> Session:
 
 
 class Coordinator:
-    """One request and its stream to one connection. What is sent waits in `out` until it is delivered.
+    """One request and its stream to one connection. Sent messages wait in `out` until delivery.
 
-    As in the real one, answers leave at once and everything else at the end of a turn, in one message: rows that were
-    collected before an Attach come after its answer. A message may be lost to a full connection; that is noticed
-    before the next one is sent.
+    As in the real coordinator, answers are sent at once and everything else at the end of a turn, in one message: rows
+    collected before an Attach follow its answer. A full connection may lose a message; the coordinator notices before
+    it sends the next one.
     """
 
     def __init__(self, made: int) -> None:

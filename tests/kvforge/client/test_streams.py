@@ -1,4 +1,4 @@
-"""Who reads which stream from where: samples, attaching, repeated commands, streams that pause or are taken."""
+"""Readers and offsets of streams: samples, attaching, repeated commands, streams that pause or are taken over."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def submit(session: Session, count: int = 1, key: bool = False) -> Pending:
 
 
 def attach(session: Session, request_id: int, offset: int) -> Track:
-    """What a caller gets for an Attach that is answered at once."""
+    """Return the caller's result of an Attach that is answered at once."""
     pending = session.expect(session.new_rid(), m.Attached, "Attach")
     assert take(session, m.Attached(rid=pending.rid, request_id=request_id, seed=5, offset=offset)) == []
     (track,) = pending.tracks
@@ -42,7 +42,7 @@ def attach(session: Session, request_id: int, offset: int) -> Track:
 
 
 def attaches(replies: list[m.Message]) -> list[tuple[int, int]]:
-    """(request_id, offset) of what the session sent of its own."""
+    """Return (request_id, offset) of the Attach messages that the session sent by itself."""
     assert all(isinstance(reply, m.Attach) for reply in replies)
     return [(reply.request_id, reply.offset) for reply in replies if isinstance(reply, m.Attach)]
 
@@ -132,7 +132,7 @@ def test_tokens_that_a_stop_took_back_are_taken_from_what_was_attached(session: 
 
 @pytest.mark.parametrize(("again", "cut"), [(0, 0), (2, 0), (3, 0), (4, 1)])
 def test_tokens_taken_back_before_the_stream_began_anew_are_not_missed(session: Session, again: int, cut: int) -> None:
-    """Whoever asks for a request again by its key, or from an earlier offset, is not streamed what is cut by then."""
+    """A repeated submit by key, or an earlier offset, does not stream tokens that were rolled back meanwhile."""
     track = accepted(session, 7)
     take(session, rows(*[(7, offset, 10 + offset) for offset in range(5)]))
     attach(session, 7, again)
@@ -144,7 +144,7 @@ def test_tokens_taken_back_before_the_stream_began_anew_are_not_missed(session: 
 
 @pytest.mark.parametrize("again", [None, 0])
 def test_an_end_before_what_was_streamed_is_a_gap_all_the_same(session: Session, again: int | None) -> None:
-    """Where the stream did not begin anew, or came less far since than the end says."""
+    """If the stream did not restart, or its rows since then stop before the offset of the end."""
     track = accepted(session, 7)
     take(session, rows(*[(7, offset, 10 + offset) for offset in range(5)]))
     if again is not None:
@@ -170,7 +170,7 @@ def test_what_this_connection_reads_already_needs_no_command(session: Session) -
     assert session.tracked(8, 5) is late
     assert session.tracked(8, 4) is None
     take(session, rows(ended=(end(7, 0),)))
-    assert session.tracked(7, 0) is None  # ended: the coordinator still has it
+    assert session.tracked(7, 0) is None  # ended here, but the coordinator still has it
 
 
 def test_an_earlier_offset_is_a_stream_of_its_own(session: Session) -> None:
@@ -192,7 +192,7 @@ def test_a_later_offset_that_was_under_way_does_not_tear_the_stream(session: Ses
     moved = take(session, m.Attached(rid=second.rid, request_id=7, seed=5, offset=4))
     assert attaches(moved) == [(7, 1)]
     assert first.tracks == second.tracks
-    assert take(session, rows((7, 4, 14), ended=(end(7, 5),))) == []  # sent before the stream was moved back
+    assert take(session, rows((7, 4, 14), ended=(end(7, 5),))) == []  # sent before the stream's offset was reset
     (track,) = first.tracks
     assert (track.tokens, track.done) == ([10], False)
     take(session, m.Attached(rid=getattr(moved[0], "rid", 0), request_id=7, seed=5, offset=1))
@@ -259,7 +259,7 @@ def test_a_connection_that_ends_while_a_stream_is_paused(session: Session) -> No
     session.lost(CoordinatorUnavailable("gone"))
     with pytest.raises(CoordinatorUnavailable):
         finished(track)
-    again = accepted(session, 7)  # nothing is left of the Attach, for a coordinator that was started anew
+    again = accepted(session, 7)  # a restarted coordinator knows nothing of the Attach
     take(session, rows((7, 0, 10), ended=(end(7, 1),)))
     assert finished(again).tokens == (10,)
 
@@ -295,7 +295,7 @@ def test_a_repeated_command_reads_the_stream_that_is_there(session: Session) -> 
     again = submit(session, 2, key=True)
     take(session, m.Accepted(rid=again.rid, request_id=7, seed=5, count=2, repeated=True))
     assert again.tracks[0] is first.tracks[0]
-    assert again.tracks[1] is not first.tracks[1]  # that one had ended: it comes anew
+    assert again.tracks[1] is not first.tracks[1]  # the first had ended: a new track
     take(session, rows((7, 0, 10), (7, 1, 11), ended=(end(7, 2), end(8, 0))))
     assert [finished(track).tokens for track in again.tracks] == [(10, 11), ()]
 

@@ -1,4 +1,4 @@
-"""The shared tables as clients read them: whole rows, who wrote them, and what is said where there are none."""
+"""The shared tables as clients read them: consistent rows, the writer's identity, and errors without tables."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tables(writer: TablesWriter) -> Tables:
 
 
 def fill(writer: TablesWriter, slot: int, blocks: list[int], length: int, sequence: int) -> None:
-    """What changes of a row while it is marked."""
+    """Change the fields of a row while it is marked."""
     writer.block_table[slot, : len(blocks)] = blocks
     writer.row_blocks[slot], writer.row_length[slot], writer.row_sequence[slot] = len(blocks), length, sequence
 
@@ -83,7 +83,7 @@ def shown(tables: Tables) -> list[tuple[int, int]]:
 def test_what_the_coordinator_published(writer: TablesWriter, tables: Tables) -> None:
     assert shown(tables) == []
     write_row(writer, 3, [5, 9, 7], 11, 42)
-    write_row(writer, 6, [], 2, 43)  # its blocks were taken away
+    write_row(writer, 6, [], 2, 43)  # its blocks were evicted
     writer.block_refcount[9], writer.block_generation[9], writer.block_owner[9] = 2, 7, 1
     writer.write_gauges(range(len(GAUGES)))
     assert shown(tables) == [(42, 11), (43, 2)]
@@ -143,7 +143,7 @@ def test_the_slots_of_sequences(writer: TablesWriter) -> None:
 
 
 def after(tables: Tables, name: str, action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs `action` once, after the reader's method `name` has returned."""
+    """Run `action` once, after the reader's method `name` has returned."""
     method, pending = getattr(tables._reader, name), [action]
 
     def interrupted(*arguments: Any) -> Any:
@@ -177,7 +177,7 @@ def test_a_row_in_the_middle_of_a_write_is_waited_for(
 def test_a_row_that_never_comes_to_rest_is_given_up(
     writer: TablesWriter, tables: Tables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the coordinator was killed in the middle of a write."""
+    """As after the coordinator was killed in the middle of a write."""
     monkeypatch.setattr("kvforge.protocol.numbers.READ_WAIT_S", 0.0)
     write_row(writer, 2, [1, 2], 8, 7)
     write_row(writer, 3, [4], 4, 8)
@@ -220,7 +220,7 @@ def test_a_list_holds_neither_free_slots_nor_lengths_of_others(
     assert shown(tables) == [(20, 7), (12, 3)]
 
 
-# A row of k blocks holds 4k tokens in blocks that are all k, and k changes with every write. Ids follow each other.
+# A row of k blocks holds 4k tokens, all its block ids are k, and k changes with every write. Ids are consecutive.
 BUSY = """
 import sys
 import numpy as np
@@ -252,14 +252,14 @@ def test_rows_of_a_busy_coordinator_are_whole(tmp_path: Path) -> None:
             tables = Tables(tmp_path)
             assert tables.alive
             ids, found, deadline = set(), 0, monotonic() + DEADLINE_S
-            while found < 2000 or len(ids) <= 8:  # more ids than slots: they changed hands
+            while found < 2000 or len(ids) <= 8:  # more ids than slots: slots were reused
                 assert monotonic() < deadline, (found, len(ids))
                 for sequence, length in shown(tables):
                     ids.add(sequence)
                     assert length in range(4, 4 * 13 + 1, 4)
                     try:
                         row = tables.sequence(sequence)
-                    except SequenceNotFound:  # another has its slot now
+                    except SequenceNotFound:  # another sequence has its slot now
                         continue
                     assert row.blocks.tolist() == [row.length // 4] * (row.length // 4)
                     found += 1
@@ -278,10 +278,10 @@ def test_the_end_of_the_process_that_wrote_is_seen(writer: TablesWriter, tables:
         other = Tables(writer.path.parent)
         assert other.alive
         process.kill()
-        assert other.ended(DEADLINE_S)  # before anybody has waited for it
+        assert other.ended(DEADLINE_S)  # before a wait
         assert not other.alive
     assert not other.alive
-    assert other.gauges() == tables.gauges()  # what it wrote last can still be read
+    assert other.gauges() == tables.gauges()  # its last values remain readable
 
 
 def test_a_later_start_in_the_same_folder_is_another_object(writer: TablesWriter, tables: Tables) -> None:
@@ -332,7 +332,7 @@ def test_the_tables_of_a_welcome(writer: TablesWriter) -> None:
 
 
 def test_both_clients_connect_for_it_and_refuse_what_is_not_here() -> None:
-    """The fake coordinator names a file that does not exist, as one on another machine does."""
+    """The fake coordinator names a missing file, as a coordinator on another machine does."""
 
     async def ask(endpoint: str) -> None:
         async with AsyncClient(endpoint, timeout_s=10) as kv:
@@ -355,7 +355,7 @@ def test_a_coordinator_that_goes_on_in_a_new_file_is_read_from_there(writer: Tab
     writer.write_gauges([1] * len(GAUGES))
     assert set(tables.gauges().values()) == {1}
     writer.path.unlink()
-    assert set(tables.gauges().values()) == {1}  # killed, and not started yet
+    assert set(tables.gauges().values()) == {1}  # killed and not yet restarted
     again = TablesWriter(writer.path, GEOMETRY, "boot-1")
     again.write_gauges([2] * len(GAUGES))
     write_row(again, 3, [7, 9], 6, 44)

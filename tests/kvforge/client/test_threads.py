@@ -1,4 +1,4 @@
-"""A client belongs to the thread, or to the event loop, that used it first; another one is told so at once."""
+"""A client belongs to the first thread or event loop that uses it; others get an error at once."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_two_threads_that_come_at_once_do_not_both_get_it(kv: Client) -> None:
         except Conflict:
             start.wait(DEADLINE_S)
             return False
-        start.wait(DEADLINE_S)  # nobody ends before all have tried
+        start.wait(DEADLINE_S)  # no thread ends before all have tried
         return True
 
     with ThreadPoolExecutor(8) as pool:
@@ -86,7 +86,7 @@ def test_closing_is_refused_only_while_the_other_thread_waits(fake: Running, kv:
         with Client(fake.endpoint) as third:
             third.cancel(request.id)
         assert waiting.result(DEADLINE_S).reason == "cancelled"
-        kv.close()  # it waits for nothing now
+        kv.close()  # nothing is pending now
     with pytest.raises(Conflict, match="closed"):
         kv.health()
 

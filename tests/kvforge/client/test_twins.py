@@ -1,4 +1,4 @@
-"""The blocking client and the one for asyncio: the same calls, arguments and words, from one description."""
+"""The blocking client and the one for asyncio have the same calls, arguments and docstrings, from one source."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PAIRS = (
 
 @pytest.mark.parametrize("name", twins.FILES)
 def test_the_blocking_client_is_what_the_description_says(name: str) -> None:
-    pytest.importorskip("ruff", reason="formats what is made; it is in the extra dev")
+    pytest.importorskip("ruff", reason="formats the generated code; install the extra dev")
     committed = (twins.CLIENT / "blocking" / name).read_text(encoding="utf-8")
     assert committed == twins.blocking(name), "run `python -m tests.kvforge.twins`"
 
 
 def calls(cls: type) -> dict[str, str]:
-    """What can be called, each with its arguments, their kinds, defaults and types."""
+    """Return the public callables with their arguments, kinds, defaults and types."""
     members = inspect.getmembers(cls, lambda member: inspect.isfunction(member) or isinstance(member, property))
     return {
         name: str(inspect.signature(member)) if inspect.isfunction(member) else "property"
@@ -44,12 +44,12 @@ def test_both_have_the_same_calls_with_the_same_arguments_and_types(blocking: ty
 @pytest.mark.parametrize(("blocking", "asynchronous"), PAIRS)
 def test_both_say_the_same_of_each_call(blocking: type, asynchronous: type) -> None:
     for name in ("__doc__", *calls(blocking)):
-        if name == "__init__":  # the class says what its arguments are
+        if name == "__init__":  # the class documents the arguments
             continue
         mine, theirs = (getattr(cls, name) for cls in (blocking, asynchronous))
         if name != "__doc__":
             mine, theirs = inspect.getdoc(mine), inspect.getdoc(theirs)
-        assert mine, f"{blocking.__name__}.{name} says nothing"
+        assert mine, f"{blocking.__name__}.{name} has no docstring"
         assert mine.split() == twins.said(theirs).split()
         assert "asyncio" not in mine
 
@@ -64,7 +64,7 @@ def test_every_argument_and_result_has_a_type_that_can_be_looked_up(cls: type) -
 
 
 def test_only_what_waits_in_asyncio_is_awaited() -> None:
-    """What looks at what is there already needs no `await`: `text`, `merge`, and iterating itself."""
+    """Calls that only read local data need no `await`: `text`, `merge`, and iterating itself."""
     at_once = {
         name
         for _, cls in PAIRS

@@ -1,6 +1,6 @@
-"""Numbers of any type are taken, wherever a method of a client takes one; what is none is named, and never sent.
+"""Client methods accept numbers of any type; errors name other values, which are never sent.
 
-The methods and their arguments are read from the signatures: one that is added later is tried too.
+The methods and their arguments come from the signatures, so that later additions are tested too.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvforge.protocol.codec import Decoder, encode
 
 WHOLE: list[Callable[[int], Any]] = [np.int64, np.int32, np.uint8, np.uint64, lambda value: np.array([value])[0]]
 NO_WHOLE = [1.0, np.float32(1), "1", True, np.True_, None, -(1 << 70)]
-# What else a call needs; arguments that are numbers are given by the tests.
+# Other arguments of a call; the tests pass the numbers.
 ALSO: dict[str, Any] = {"prompt": [1], "tokens": [1], "holder": "h"}
-# Methods that send something else first, or nothing.
+# Methods that send another message first, or none.
 APART = {"generate", "generate_stream", "encode", "wait_ready", "merge", "close", "tables"}
 
 
 class Sent(Exception):
-    """Stands for the answer: what was sent, as bytes."""
+    """Replaces the answer; holds the sent bytes."""
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def numbers_of(method: str) -> list[tuple[str, inspect.Parameter]]:
-    """The arguments of a method that may be integers."""
+    """Return the arguments of a method that may be integers."""
     parameters = inspect.signature(getattr(Client, method)).parameters.items()
     return [(name, p) for name, p in parameters if {"int", "SequenceRef"} & set(str(p.annotation).split(" | "))]
 
@@ -55,7 +55,7 @@ def numeric() -> list[tuple[str, str]]:
 
 
 def call(method: str, name: str, value: Any) -> bytes:
-    """What a method sends when one of its arguments is `value`."""
+    """Return the bytes that a method sends when one of its arguments is `value`."""
     arguments = {name: value}
     for other, parameter in inspect.signature(getattr(Client, method)).parameters.items():
         if other != "self" and other != name and parameter.default is inspect.Parameter.empty:

@@ -1,4 +1,4 @@
-"""What the tests of the commands share."""
+"""Shared fixtures of the command tests."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.kvforge.fake_coordinator import Running
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Running]:
-    """One fake coordinator for the tests that do it no harm."""
+    """One fake coordinator for the tests that leave it intact."""
     with tempfile.TemporaryDirectory(prefix="kvf", dir="/tmp") as folder, Running(Path(folder)) as running:
         yield running
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Runs a command line in this process: its status, standard output and standard error."""
+    """Run a command line in this process; return its status, standard output and standard error."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         status = cli.main(arguments)

@@ -1,4 +1,4 @@
-"""kvforge chat: its commands, what it sends, and how it ends."""
+"""kvforge chat: its commands, its messages and its exit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Answer:
 
 
 class Model:
-    """Answers with what it is given; keeps what it was asked."""
+    """Gives scripted answers and records the questions."""
 
     def __init__(self, *answers: list[Any]) -> None:
         self.answers, self.asked = [Answer(pieces) for pieces in answers], []

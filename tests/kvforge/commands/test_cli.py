@@ -1,4 +1,4 @@
-"""How a command ends: each exit status that `kvforge --help` documents, one sentence, signals, a reader that leaves."""
+"""Exit of a command: each status that `kvforge --help` documents, one sentence, signals, a closed pipe."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_what_there_is_of_an_answer_is_printed_though_it_ended_badly(
     command = ("--endpoint", shared.endpoint, "generate", "--prompt-tokens", "1", "--tenant", tenant, *arguments)
     for shown in ([], ["--stream"], ["--json"]):
         if shown == ["--stream"] and tenant == "hang":
-            continue  # it is told at the next token, which never comes here
+            continue  # noticed at the next token, which never comes here
         got, out, err = run(*command, *shown)
         assert (got, words in err) == (status, True)
         one_sentence(err)
@@ -163,7 +163,7 @@ def test_leaving_a_detached_request_says_that_it_goes_on(run: Any, shared: Runni
 def test_a_signal_while_it_is_imported_ends_it_without_a_word(
     tmp_path: Path, entry: list[str], number: signal.Signals, when: str
 ) -> None:
-    # Python imports sitecustomize first: it sends the signal in the middle of the imports of the command.
+    # Python imports sitecustomize first, which sends the signal during the imports of the command.
     (tmp_path / "sitecustomize.py").write_text(f"""
 import os, sys
 class Interrupts:
@@ -184,7 +184,7 @@ def test_version_is_an_option_too(run: Any) -> None:
 
 
 def parsers(parser: Parser, *names: str) -> list[tuple[tuple[str, ...], Parser]]:
-    """Every command and subcommand with its names."""
+    """Yield every command and subcommand with its names."""
     inner = [found for name, one in parser.commands().items() for found in parsers(one, *names, name)]
     return [*([(names, parser)] if names else []), *inner]
 
@@ -325,7 +325,7 @@ def test_a_signal_cancels_the_request(folder: Path, number: signal.Signals, stat
         assert command.stdout.read(4) == "1 2 "
         command.send_signal(number)
         out, err = command.communicate(timeout=20)
-        assert (command.returncode, out, err) == (status, "\n", "")  # the line is ended
+        assert (command.returncode, out, err) == (status, "\n", "")  # the line is terminated
         fake.expect("Goodbye")
 
 

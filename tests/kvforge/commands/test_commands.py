@@ -1,4 +1,4 @@
-"""The commands: what each prints, for people and as JSON."""
+"""Output of each command, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_health_for_probes(folder: Path, run: Any) -> None:
         reason = "kvforge: not ready: no worker is ready: w0 is loading\n"
         assert run(*base, "--live") == (0, "live\n", "")
         assert run(*base, "--ready") == (exits.FAILED, "", reason)
-        status, out, err = run(*base)  # the third question: from now on it is ready
+        status, out, err = run(*base)  # the third query: ready from now on
         assert (status, err) == (0, "")
         assert out == (
             "live: yes\nready: yes\n  w0  pid 1  ready  17 steps, 2.5 s on the one it works on\n"
@@ -277,7 +277,7 @@ def test_what_cannot_be_explained_is_named(run: Any, shared: Running, arguments:
 
 
 def test_every_command_that_documents_and_alerts_name_exists() -> None:
-    """`kvforge WORD` in a page, an alert, a unit or an error: WORD is a command, with its subcommands and options."""
+    """`kvforge WORD` in a page, an alert, a unit or an error names an existing command, subcommands and options."""
     commands = cli.parser().commands()
     named = re.compile(r"`kvforge ([a-z]+)((?: [^`]*)?)`")
     root = Path(__file__).parents[3]

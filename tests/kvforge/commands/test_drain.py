@@ -1,4 +1,4 @@
-"""`kvforge drain --wait`, against a coordinator that is played by hand."""
+"""`kvforge drain --wait`, against a scripted coordinator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvforge.protocol.exits import OK, TIMED_OUT, UNAVAILABLE
 
 
 class Played:
-    """Answers `stats` with these counts of requests, one after the other, then with the last for ever."""
+    """Answers `stats` with these counts of requests in turn, then always with the last."""
 
     def __init__(self, *running: int) -> None:
         self.running = list(running)

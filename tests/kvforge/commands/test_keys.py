@@ -1,4 +1,4 @@
-"""`kvforge keys`: a file that is its owner's alone, and lines that the configuration takes as they are."""
+"""`kvforge keys`: a file readable only by its owner, and lines ready for the configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvforge loadtest` is the harness itself: what is written behind the name is its own."""
+"""`kvforge loadtest` is the harness itself: all arguments behind the name are the harness's."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def kvforge(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_its_options_and_its_help_are_those_of_the_harness(tmp_path: Path) -> None:
-    # A module of the user's own, of the same name, is not what runs.
+    # A user's module of the same name does not run.
     (tmp_path / "loadtest.py").write_text("raise SystemExit('the user runs')")
     helped = kvforge("loadtest", "--help", cwd=tmp_path)
     assert helped.returncode == 0 and "--arrivals" in helped.stdout
-    # --timeout is an option of both: here it is the harness's.
+    # Both have an option --timeout: here it is the harness's.
     wrong = kvforge("loadtest", "--timeout", "never", cwd=tmp_path)
     assert wrong.returncode == 2 and "usage" in wrong.stderr and "never" in wrong.stderr
 

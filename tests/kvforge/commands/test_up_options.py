@@ -1,4 +1,4 @@
-"""What `kvforge up` refuses before a process is started, in the option's own words; and what its file reaches."""
+"""Options that `kvforge up` refuses before it starts a process, named in the errors; and the settings of its file."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_names_are_those_that_workers_know() -> None:
 def settings(
     folder: Path, text: str, *arguments: str, runtime: tuple[str, ...] | None = None
 ) -> tuple[argparse.Namespace, Settings]:
-    """What `up` makes of a file and of options beside it."""
+    """Return the settings of `up` from a file and options."""
     path = folder / "up.toml"
     path.write_text(text)
     where = ("--runtime-dir", str(folder)) if runtime is None else runtime
@@ -133,7 +133,7 @@ def settings(
 
 
 def test_every_setting_of_coordinator_and_worker_is_reached(tmp_path: Path) -> None:
-    """Taken from the structures themselves, so that a setting that is added is reached too."""
+    """The settings come from the structures, so that new settings are covered too."""
     from coordinator.config import CoordinatorConfig
     from worker.config import WorkerConfig
 
@@ -179,7 +179,7 @@ def test_every_setting_of_coordinator_and_worker_is_reached(tmp_path: Path) -> N
         assert getattr(coordinator, name) == sections[name]
 
 
-# For each option with a value: another one than its default, as the command line has it.
+# For each option with a value: a value other than its default, as on the command line.
 VALUES: dict[str, str] = {
     "runtime_dir": "/tmp/elsewhere",
     "state_dir": "/tmp/state",
@@ -211,7 +211,7 @@ WITH_HTTP = ("http_processes", "gateway", "name", "api_key")
 
 
 def up_actions() -> list[argparse.Action]:
-    """Every option of `kvforge up`, but those that say where the file or the model is, and help."""
+    """Return every option of `kvforge up`, except help and the paths of the file and the model."""
     chosen = argparse.ArgumentParser()
     up_options.declare(chosen)
     parsing.global_options(chosen, top=False, connects=False)
@@ -221,7 +221,7 @@ def up_actions() -> list[argparse.Action]:
 @pytest.mark.parametrize("action", up_actions(), ids=lambda action: action.dest)
 @pytest.mark.parametrize("hyphens", [False, True])
 def test_the_file_takes_every_option_by_its_name(tmp_path: Path, action: argparse.Action, hyphens: bool) -> None:
-    """Whatever the command line makes of an option, the file makes of the same name."""
+    """A setting in the file has the same effect as the option of the same name."""
     value = VALUES.get(action.dest, "2")
     given = [action.option_strings[0], *([] if action.nargs == 0 else [value])]
     more = "port = 8000" if action.dest in WITH_HTTP else ""
@@ -237,7 +237,7 @@ def test_the_file_takes_every_option_by_its_name(tmp_path: Path, action: argpars
 
 
 def _plain(value: str) -> str:
-    """As TOML has it: numbers bare, lists in brackets."""
+    """Format a value as TOML: bare numbers, lists in brackets."""
     if value == "2,3":
         return "[2, 3]"
     return value if value.replace(".", "", 1).isdecimal() else f'"{value}"'
@@ -278,7 +278,7 @@ def test_http_is_named_in_one_piece_or_two(tmp_path: Path) -> None:
     assert http("") is None
     assert http("", "--http", "8000") == http("", "--port", "8000") == http("http = 8000") == ("127.0.0.1", 8000)
     assert http("", "--host", "10.0.0.1") == ("10.0.0.1", up.HTTP_PORT)
-    assert http("http = '10.0.0.1:81'", "--port", "82") == ("10.0.0.1", 82)  # the option goes before the file
+    assert http("http = '10.0.0.1:81'", "--port", "82") == ("10.0.0.1", 82)  # the option takes precedence over the file
 
 
 def test_api_keys_reach_the_gateway_as_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What `kvforge deploy check` finds in a system that was spoilt in one way."""
+"""Findings of `kvforge deploy check` in a system with one defect."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Spoil = Callable[[Places], None]
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
-    """A system in which all is good, as far as it can be without a service that runs."""
+    """Return a correct system, as far as possible without a running service."""
     made = Places(tmp_path)
     install(made, Wishes(("cpu",)), lambda _: None, dry_run=False)
     python = made.of("/opt/kvforge/.venv/bin/python")
@@ -56,7 +56,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
 
 
 def answers(python: Path, user: Account | None, *arguments: str) -> Outcome:
-    """What coordinator and worker say with --check."""
+    """Return the output of coordinator and worker with --check."""
     from kvforge import __version__
 
     if "-c" in arguments:

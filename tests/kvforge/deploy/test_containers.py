@@ -1,4 +1,4 @@
-"""The Dockerfile: what its linter says, and that what it installs is there to be installed."""
+"""The Dockerfile passes its linter, and its packages exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments that are made one beside the other, and the link by which services find the newest."""
+"""Environments side by side, and the link by which services find the newest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ During = Callable[[], None]
 
 
 class Wheel:
-    """Of a kvforge that is at some version."""
+    """A wheel of some kvforge version."""
 
     version = digest = "1"
 
@@ -31,12 +31,12 @@ class Wheel:
 
 
 class Service:
-    """A system whose environment is made without a network. during: called while packages are installed."""
+    """A system that creates its environment without a network. during: called during the installation of packages."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.places, self.wheel, self.python = Places(root), Wheel(), Python(Path(sys.executable))
         self.during: During = lambda: None
-        self.installed: list[str] = []  # the arguments of the last `pip install`
+        self.installed: list[str] = []  # arguments of the last `pip install`
         monkeypatch.setattr(environments, "must", self._must)
         monkeypatch.setattr(environments, "Wheel", lambda: self.wheel)
 
@@ -57,7 +57,7 @@ class Service:
         (made / "pyvenv.cfg").touch()
 
     def install(self) -> list[str]:
-        """What was done, without what follows the folder's name."""
+        """Install; return the actions, cut after the folder's name."""
         said = []
         for step in environment(self.places, self.python, Record(self.places)):
             assert step.act is not None
@@ -71,7 +71,7 @@ class Service:
 
     @property
     def started(self) -> str:
-        """Which version what is started now is of."""
+        """Return the version that a new process runs."""
         (found,) = (self.places.venv / "lib").glob("python*/site-packages/version")
         return found.read_text()
 
@@ -142,7 +142,7 @@ def test_programs_of_a_system_that_is_made_in_a_folder_name_their_interpreter_wh
 
 
 def test_what_runs_imports_from_the_environment_that_it_was_started_from(tmp_path: Path) -> None:
-    """Also where the link leads to another one meanwhile; and a process of it uses it."""
+    """Also if the link points elsewhere meanwhile; a running process counts as a user of its environment."""
     link = tmp_path / ".venv"
     for name in ("1", "2"):
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / name], check=True)
@@ -156,7 +156,7 @@ def test_what_runs_imports_from_the_environment_that_it_was_started_from(tmp_pat
     )
     running = subprocess.Popen([link / "bin" / "python", "-c", script], stdin=-1, stdout=-1, text=True)
     assert running.stdout is not None
-    running.stdout.readline()  # it has started
+    running.stdout.readline()  # wait for its start
     link.with_name("part").symlink_to("2")
     link.with_name("part").replace(link)
     out, _ = running.communicate("\n", timeout=DEADLINE_S)

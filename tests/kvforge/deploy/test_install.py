@@ -1,4 +1,4 @@
-"""What `kvforge deploy install` puts into a system that is being made in a folder, and what it leaves alone."""
+"""Files that `kvforge deploy install` writes to a system in a folder, and files that it leaves alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WISHES = Wishes(("gpu0", "cpu"))
 
 
 class System:
-    """A system in a folder, and what installations say."""
+    """A system in a folder, with the messages of installations."""
 
     def __init__(self, root: Path) -> None:
         self.places = Places(root)
@@ -36,7 +36,7 @@ class System:
         return said
 
     def files(self) -> dict[str, tuple[int, bytes]]:
-        """Everything in it, with modes."""
+        """Return all files with their modes."""
         found = {}
         for path in sorted(self.places.root.rglob("*")):
             mode = path.lstat().st_mode
@@ -189,7 +189,7 @@ def test_an_instance_is_a_device(system: System, instance: str) -> None:
         ([], ("cpu",)),
         (["nvidia0", "nvidia1", "nvidiactl"], ("gpu0", "gpu1")),
         (["kfd", "dri/renderD128", "dri/renderD129"], ("gpu0", "gpu1")),
-        (["dri/renderD128"], ("cpu",)),  # a screen's, that computes nothing
+        (["dri/renderD128"], ("cpu",)),  # a display device without compute
     ],
 )
 def test_each_gpu_has_a_worker(shown: list[str], found: tuple[str, ...], tmp_path: Path) -> None:

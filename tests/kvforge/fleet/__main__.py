@@ -1,7 +1,7 @@
-"""Kills parts of a fleet on Ray, under load, for as long as you want: `python -m tests.kvforge.fleet --minutes 10`.
+"""Kill parts of a fleet on Ray under load, for the given time: `python -m tests.kvforge.fleet --minutes 10`.
 
-What it kills follows from the seed; when, from how long the fleet takes to be whole again. It ends with the first token
-that is another one, the first request that fails, or a fleet that does not come back.
+The seed determines the killed parts, the fleet's recovery their times. The run ends at the first wrong token, the first
+failed request, or a fleet that does not recover.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .raylets import RayCluster
 from .story import FLEET, Story, kill
 
 LIMITS = "sequences_max = 1"  # so that requests wait for each other
-CORES = 5  # of a node: two replicas of two, and a gateway
+CORES = 5  # per node: two replicas with two cores each, and a gateway
 
 
 async def run(story: Story, seconds: float, seed: int, clients: int) -> Counter[str]:
-    """Returns what was done how often."""
+    """Run the kills; return the number of each action."""
     rng, done = random.Random(seed), Counter[str]()
     story.cluster.ask("up", story.write(limits=LIMITS))
     await story.until(lambda status: status.serves)
@@ -54,7 +54,7 @@ async def run(story: Story, seconds: float, seed: int, clients: int) -> Counter[
             story.note(load, f"{what} of {one.name}")
             await load.more(clients)
             await story.until(lambda status: status.serves)
-        # Whoever waits a moment waits too long; and nobody waits when nobody asks.
+        # Any wait counts as too long, so the fleet scales up; without requests nothing waits, so it scales down.
         rule = "replicas_min = 1\nreplicas_max = 4\nqueue_up_s = 1e-4\nqueue_down_s = 0.0\nup_after_s = 1.0"
         scale = f"[autoscale]\n{rule}\ndown_after_s = 2.0\npause_s = 1.0"
         story.cluster.ask("up", story.write(scale=scale, limits=LIMITS))
@@ -62,13 +62,13 @@ async def run(story: Story, seconds: float, seed: int, clients: int) -> Counter[
         story.note(load, "a fourth replica, by how long requests wait")
     assert not load.faults, load.faults
     await story.until(lambda status: status.serves and status.count == 1)
-    story.note(load, "one replica, when nobody waits")
+    story.note(load, "one replica, without waiting requests")
     await story.command("down", "--name", FLEET)
     return done + load.counts
 
 
 def main() -> int:
-    """Returns the exit status: 0 where nothing was lost and nothing changed."""
+    """Return the exit status: 0 if nothing was lost or changed."""
     parser = argparse.ArgumentParser(prog="python -m tests.kvforge.fleet", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)

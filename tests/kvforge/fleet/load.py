@@ -1,4 +1,4 @@
-"""Requests that never stop, over several gateways, each compared token by token with what an undisturbed one said."""
+"""Continuous requests over several gateways, each compared token by token with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def body(case: int, tokens: int = TOKENS) -> dict[str, Any]:
 
 
 async def streamed(http: httpx.AsyncClient, url: str, asked: dict[str, Any], key: str = "") -> AsyncIterator[list[int]]:
-    """The tokens of an answer as they come. Raises httpx.TransportError, AssertionError."""
+    """Yield the tokens of an answer as they arrive. Raises httpx.TransportError, AssertionError."""
     headers = {"idempotency-key": key} if key else {}
     async with http.stream("POST", f"{url}/v1/completions", json=asked, headers=headers) as stream:
         assert stream.status_code == 200, (await stream.aread()).decode()
@@ -35,8 +35,8 @@ async def streamed(http: httpx.AsyncClient, url: str, asked: dict[str, Any], key
 
 
 class Load:
-    """counts: requests that were whole ("done"), their tokens, and requests that were asked again because their gateway
-    was gone ("again"), which is what a client does. faults: what may never be."""
+    """counts: completed requests ("done"), their tokens, and requests retried after their gateway was gone ("again"),
+    as a client does. faults: violations."""
 
     def __init__(self, urls: Callable[[], Sequence[str]], clients: int) -> None:
         self._urls, self._clients = urls, clients
@@ -49,7 +49,7 @@ class Load:
 
     async def __aenter__(self) -> Self:
         self._http = httpx.AsyncClient(timeout=DEADLINE_S)
-        for case in range(CASES):  # before anything happens to anybody
+        for case in range(CASES):  # before any disturbance
             answer: list[int] = []
             async for tokens in streamed(self._http, self._urls()[0], body(case)):
                 answer += tokens
@@ -63,7 +63,7 @@ class Load:
         await self._http.aclose()
 
     async def more(self, requests: int) -> None:
-        """Returns when so many more are whole."""
+        """Wait until `count` more requests are complete."""
         wanted = self.counts["done"] + requests
         async with asyncio.timeout(DEADLINE_S):
             while self.counts["done"] < wanted:

@@ -1,7 +1,7 @@
-"""A Ray cluster of several nodes on this machine, in a process of its own: `python -m tests.kvforge.fleet.raylets`.
+"""A Ray cluster of several nodes on this machine, in a separate process: `python -m tests.kvforge.fleet.raylets`.
 
-It is told what to do by lines of JSON and answers each with one: so that tests import nothing of Ray, whose threads,
-warnings and ends are its own. `RayCluster` is the tests' side.
+It reads commands as lines of JSON and answers each with one line, so that the tests need not import Ray with its
+threads, warnings and exit handlers. `RayCluster` is the tests' side.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tests.integration.running import wait_gone
 
 ROOT = Path(__file__).parents[3]
 ANSWER_S, END_S = 120.0, 60.0
-MARK = "KVFORGE_TESTED_IN"  # in the environment of all that is started here, and of their children
+MARK = "KVFORGE_TESTED_IN"  # in the environment of all started processes and their children
 STORE_BYTES = 80_000_000
-# A node that is lost is noticed within two seconds, and not within a quarter of a minute.
+# A lost node is noticed within two seconds instead of a quarter of a minute.
 SYSTEM = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
@@ -39,7 +39,7 @@ SYSTEM = {
 
 
 class RayCluster:
-    """Is gone when the `with` block ends, with all that ran in it. cpus: of each node but the head, which has none."""
+    """A cluster that ends with its `with` block, including all its processes. cpus: per node; the head has none."""
 
     def __init__(self, folder: Path, *cpus: int) -> None:
         self._folder = folder
@@ -52,8 +52,8 @@ class RayCluster:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=ROOT,
-                bufsize=0,  # what is read is here, and not where `select` does not look
-                # All that Ray writes is below the folder, the address of its newest cluster too.
+                bufsize=0,  # no data in a buffer that `select` does not see
+                # Ray writes everything below the folder, also the address of its newest cluster.
                 env={
                     **os.environ,
                     MARK: str(folder),
@@ -63,7 +63,7 @@ class RayCluster:
                 },
             )
         self.address = ""
-        self._read = b""  # of what it said, and nobody has heard yet
+        self._read = b""  # received, but not yet parsed
 
     def __enter__(self) -> Self:
         self.address = str(self._heard())
@@ -90,17 +90,17 @@ class RayCluster:
         assert error is not None or not left, left
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """What a method of `_Cluster` returns."""
+        """Call a method of `_Cluster`; return its result."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([what, *arguments]).encode() + b"\n")
         return self._heard()
 
     def status(self, fleet: str) -> Status:
-        """How a fleet is."""
+        """Return the status of a fleet."""
         return msgspec.convert(self.ask("status", fleet), Status)
 
     def processes(self) -> dict[int, str]:
-        """All that were started in it and run, by their marks."""
+        """Return the running processes of the cluster, by their marks."""
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -121,7 +121,7 @@ class RayCluster:
                 self._read += more
                 continue
             self._read = rest
-            if line.startswith(b"@"):  # else it is Ray's
+            if line.startswith(b"@"):  # other lines are Ray's
                 said = json.loads(line[1:])
                 assert "error" not in said, said["error"]
                 return said["answer"]
@@ -133,7 +133,7 @@ class RayCluster:
 
 
 class _Cluster:
-    """The process's own side."""
+    """The cluster in its process."""
 
     def __init__(self, temporary: str, *cpus: str) -> None:
         from ray.cluster_utils import Cluster
@@ -152,23 +152,23 @@ class _Cluster:
         return str(self._cluster.address)
 
     def add_node(self, cpus: int) -> str:
-        """Returns what Ray calls it."""
+        """Add a node; return its Ray id."""
         self._nodes.append(self._cluster.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES, wait=True))
         return str(self._nodes[-1].node_id)
 
     def kill_node(self, node: str) -> None:
-        """kill -9 of its raylet."""
+        """Kill the node's raylet with SIGKILL."""
         victim = next(each for each in self._nodes if each.node_id == node)
         raylet = victim.all_processes["raylet"][0].process
         raylet.kill()
-        raylet.wait(END_S)  # its workers look whether it is there, and one that nobody has waited for is
+        raylet.wait(END_S)  # reap it, because its workers poll for it and a zombie still exists
 
     def raylet_of_head(self) -> int:
-        """Its process. What is asked here goes through it."""
+        """Return the head's raylet, which handles all calls from here."""
         return int(self._cluster.head_node.all_processes["raylet"][0].process.pid)
 
     def __getattr__(self, name: str) -> Any:
-        """Of a fleet: its name first."""
+        """Return a call of a fleet's controller, with the fleet's name as the first argument."""
         from kvforge.fleet.cluster.fleet import Fleet
 
         def call(fleet: str, *arguments: Any) -> Any:
@@ -190,7 +190,7 @@ class _Cluster:
 
 
 def main() -> None:
-    """Until its input ends."""
+    """Serve until the input ends."""
     cluster = _Cluster(*sys.argv[1:])
     _say({"answer": cluster.address()})
     for line in sys.stdin:
@@ -198,7 +198,7 @@ def main() -> None:
         try:
             answer = getattr(cluster, what)(*arguments)
             _say({"answer": msgspec.to_builtins(answer)})
-        except Exception as error:  # noqa: BLE001 - the test is told
+        except Exception as error:  # noqa: BLE001 - reported to the test
             traceback.print_exc()
             _say({"error": f"{type(error).__name__}: {error}"})
     cluster.end()

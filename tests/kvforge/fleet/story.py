@@ -1,4 +1,4 @@
-"""A fleet that is tested: its file, how it is, and who asks it."""
+"""A fleet under test: its file, its status, and its load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLEET = "tested"
 
 
 class Story:
-    """A fleet, a cluster of two nodes with 5 cores each, and who asks the fleet."""
+    """A fleet on a cluster of two nodes with 5 cores each, and its load."""
 
     def __init__(self, folder: Path, cluster: RayCluster) -> None:
         self.folder, self.cluster = folder, cluster
@@ -34,7 +34,7 @@ class Story:
         self._began = monotonic()
 
     def note(self, load: Load, what: str) -> None:
-        """For people, with `pytest -s`."""
+        """Print progress for `pytest -s`."""
         print(f"{monotonic() - self._began:6.1f} s  {what}; {dict(load.counts)}", flush=True)
 
     def write(
@@ -47,7 +47,7 @@ class Story:
         limits: str = "",
         names: str = '["tiny"]',
     ) -> str:
-        """The file; returns its name. scale: [autoscale] in place of `count`."""
+        """Write the fleet's file; return its name. scale: [autoscale] in place of `count`."""
         size = "" if scale else f"count = {count}"
         self.file.write_text(
             f'name = "{FLEET}"\n[replicas]\n{size}\nfolder = "{self.folder}/nodes"\n{replicas}\n'
@@ -58,18 +58,18 @@ class Story:
         return str(self.file)
 
     def urls(self) -> list[str]:
-        """Of gateways that serve, as far as is known."""
+        """Return the URLs of the gateways known to serve."""
         return self._last
 
     async def command(self, *arguments: str) -> str:
-        """`kvforge fleet`, to its end."""
+        """Run `kvforge fleet` to its end."""
         with Process("fleet", *arguments, RAY_ADDRESS=self.cluster.address) as process:
             status = await asyncio.to_thread(process.end)
             assert status == 0, process.text
             return process.text
 
     async def until(self, wanted: Callable[[Status], bool]) -> Status:
-        """Looks until it is so."""
+        """Poll until the condition holds."""
         deadline = monotonic() + DEADLINE_S
         while True:
             self.status = await asyncio.to_thread(self.cluster.status, FLEET)
@@ -80,7 +80,7 @@ class Story:
             await asyncio.sleep(0.1)
 
     def ready(self) -> list[Seen]:
-        """Replicas that serve."""
+        """Return the number of serving replicas."""
         return [one for one in self.status.replicas if one.told.phase == READY]
 
 

@@ -1,4 +1,4 @@
-"""`kvforge fleet` where there is no Ray, no cluster, or no such file: one sentence, and the exit status for it."""
+"""`kvforge fleet` without Ray, a cluster, or the file: one sentence, and its exit status."""
 
 from __future__ import annotations
 

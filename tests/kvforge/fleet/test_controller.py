@@ -25,7 +25,7 @@ model = "/model"
 
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]:
-    """Makes its controller. look: in place of the one at the cluster."""
+    """Create the fleet's controller. look: replaces the query of the cluster."""
     monkeypatch.setattr(controller, "FIRST_S", 0.2)
     monkeypatch.setattr(controller.store, "get", lambda _: controller.Spec(text=TEXT, public="p", secret="s"))
 
@@ -49,7 +49,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_who_asks_a_controller_that_has_just_begun_hears_what_it_finds(answers: bool, fleet: Any) -> None:
-    """And not that there are 0 of 0 replicas, which is what it knows. A cluster that says nothing is not waited for."""
+    """It does not report 0 of 0 replicas, its initial state. An unresponsive cluster is not awaited."""
 
     async def look() -> View:
         await asyncio.sleep(0.05 if answers else 60.0)

@@ -1,4 +1,4 @@
-"""What is to be done with a fleet: single decisions, and whole ways of it from any state, in a world that is played."""
+"""Decisions for a fleet: single ones, and whole sequences from any state in a simulated world."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ OLD = file_of(model="old")
 
 
 def actions(file: FleetFile, *there: Replica, **wanted: Any) -> list[Any]:
-    """What is decided of these."""
+    """Return the decided actions for these members."""
     return decided(file, *there, **wanted)[0]
 
 
 def decided(file: FleetFile, *there: Replica, **wanted: Any) -> tuple[list[Any], str]:
-    """The same, and what is said."""
+    """Return the decided actions and the message."""
     gateways = tuple(one for one in there if isinstance(one, Gateway))
     replicas = tuple(one for one in there if not isinstance(one, Gateway))
     decision, _ = decide(Wanted(file, **wanted), View(replicas, gateways), Memory(), 0.0, NAMES)
@@ -152,7 +152,7 @@ def test_no_old_one_leaves_before_every_gateway_knows_the_new_one() -> None:
     assert done == [] and "n, which not all gateways know yet" in said
     assert actions(file, *there, g, replace(h, told=g.told)) == [Drain("a", 600.0)]
     unready = gateway("h", UNREADY, file=file)
-    assert actions(file, *there, g, unready) == [Drain("a", 600.0)], "it asks nobody, and finds all when it does"
+    assert actions(file, *there, g, unready) == [Drain("a", 600.0)], "an unready gateway blocks no drain"
 
 
 def test_an_update_that_cannot_start_stands_still_and_a_third_revision_goes_past_it() -> None:
@@ -161,7 +161,7 @@ def test_an_update_that_cannot_start_stands_still_and_a_third_revision_goes_past
     done, said = decided(bad, *there)
     assert done == [] and "n cannot start: no such model" in said and "the update stands still" in said
     assert actions(FILE, *there) == [Stop(REPLICA, "n")]
-    assert actions(OLD, *there) == [Stop(REPLICA, "n")], "back to what was"
+    assert actions(OLD, *there) == [Stop(REPLICA, "n")], "back to the old revision"
 
 
 def test_without_surge_an_old_one_leaves_before_its_successor_comes() -> None:
@@ -212,7 +212,7 @@ SCALED += "up_after_s = 10.0\ndown_after_s = 100.0\npause_s = 60.0"
 
 
 class Scaling:
-    """Replicas that all serve, and what is decided of them as time goes by."""
+    """Serving replicas, and the scaling decisions over time."""
 
     def __init__(self, count: int) -> None:
         self.file = file_of("", rest=SCALED)
@@ -266,8 +266,8 @@ def test_nothing_is_scaled_while_somebody_starts_and_bounds_that_change_hold_at_
 def test_a_number_that_was_said_stays_until_a_file_says_another() -> None:
     two, three, scaled = file_of(), file_of("count = 3"), file_of("", rest=SCALED)
     assert carried(two, 5, file_of(model="other")) == 5 and carried(two, None, two) is None
-    assert carried(two, 5, three) is None, "the file says it"
-    assert carried(two, 5, scaled) == 5 and carried(three, None, scaled) == 3, "it begins with those that are there"
+    assert carried(two, 5, three) is None, "the file sets the number"
+    assert carried(two, 5, scaled) == 5 and carried(three, None, scaled) == 3, "it begins with the existing replicas"
     assert carried(scaled, 4, file_of("", rest=SCALED, model="other")) == 4
     assert carried(scaled, 4, two) is None
 
@@ -276,7 +276,7 @@ def test_a_number_that_was_said_stays_until_a_file_says_another() -> None:
 
 
 class World:
-    """Played: what is decided happens, in some order and some time, and what must never be is looked for."""
+    """A simulation: decided actions happen in random order and time, and invariants are checked."""
 
     def __init__(self, file: FleetFile, ones: list[Replica], draw: Callable[[int], int]) -> None:
         self.file, self.draw, self.now_s = file, draw, 0.0
@@ -296,7 +296,7 @@ class World:
         served = [one for one in drained if one.phase == READY]
         if served:
             least = self.file.count - (1 - self.file.replicas.surge)
-            assert before - len(served) >= least, "somebody is missed"
+            assert before - len(served) >= least, "too few serving members"
         for action in decision.actions:
             if isinstance(action, Stop) and isinstance(self.ones[action.name], Replica):
                 assert not self.ones[action.name].told.running, "its requests run"
@@ -322,7 +322,7 @@ class World:
         self.ones[name] = replace(one, told=msgspec.structs.replace(one.told, **told), silent_s=0.0)
 
     def pass_time(self) -> None:
-        """One of those on their way gets further; all gateways hear of all replicas."""
+        """Advance one pending action; update all gateways with all replicas."""
         self.now_s += 1.0
         further = {PLACING: STARTING, STARTING: READY, UNREADY: READY, SILENT: READY, FAILED: FAILED}
         moving = [one for one in self.ones.values() if one.phase != READY]
@@ -374,7 +374,7 @@ def test_from_any_state_a_fleet_becomes_what_is_wanted_and_nobody_is_missed_on_t
         if not world.step() and world.settled:
             break
     assert world.settled, world.ones
-    assert world.step() == [], "and stays so"
+    assert world.step() == [], "the state must be stable"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the programs on a node stand on: their link, their folder, their port, how long requests wait."""
+"""Foundations of the programs on a node: link, folder, port, and queue delay."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_orders_that_come_with_the_first_are_not_lost() -> None:
         link.tell(told)
         assert told_of(ours.recv(1 << 16)) == told
         for _ in range(100_000):
-            link.tell(told)  # nobody listens, and it does not wait
+            link.tell(told)  # there is no listener, and it does not wait
         link.close()
 
 
@@ -118,10 +118,10 @@ def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
 def test_a_port_is_kept_for_the_coordinator_and_given_to_nobody_else() -> None:
     held, port = reserve(LOCAL, 0)
     with held:
-        with socket.create_server((LOCAL, port)) as coordinator:  # as it says that others may be bound there, too
+        with socket.create_server((LOCAL, port)) as coordinator:  # with SO_REUSEADDR, as the coordinator binds
             other, another = reserve(LOCAL, port)
             other.close()
-            assert another != port, "somebody listens there"
+            assert another != port, "the port is in use"
             with socket.create_connection(coordinator.getsockname()):
                 pass
         with socket.create_server((LOCAL, port)):
@@ -160,7 +160,7 @@ def test_a_replica_is_reached_over_the_network_by_the_gateways_alone(tmp_path: P
 
 def test_the_wait_is_that_of_those_that_began_within_the_window() -> None:
     queue = QueueTime()
-    assert queue.look(0.0, 10, 50_000_000, 0) == 0.0, "what was before is not known of"
+    assert queue.look(0.0, 10, 50_000_000, 0) == 0.0, "earlier waits must not count"
     assert queue.look(1.0, 12, 56_000_000, 0) == 3.0
     assert queue.look(5.0, 16, 58_000_000, 0) == pytest.approx(8 / 6)
     assert queue.look(WINDOW_S + 1.0, 16, 58_000_000, 0) == 0.5, "the first ones are over"
@@ -180,7 +180,7 @@ def test_where_nobody_begins_the_wait_is_as_long_as_that_lasts() -> None:
 
 
 def test_a_real_coordinator_counts_what_is_looked_at() -> None:
-    """One place, and three who want it: all begin, and two of them have waited."""
+    """One slot and three requests: all begin, and two have waited."""
     with Cluster(coordinator="[limits]\nsequences_max = 1\n") as cluster:
         kv = cluster.start("w0")
         assert begun_and_waited(kv.tables().numbers()) == (0, 0)

@@ -1,4 +1,4 @@
-"""A fleet in a Ray cluster on this machine, whose every part is killed under load: nothing is lost, nothing changes."""
+"""A fleet in a Ray cluster on this machine: every part is killed under load, and no token is lost or changed."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def test_every_part_of_a_fleet_is_killed_under_load_and_nothing_is_lost(folder: 
     with RayCluster(folder, 5, 5) as cluster:
         story = Story(folder, cluster)
         asyncio.run(told(story))
-        assert not (folder / "nodes").exists(), "nothing is left of it"
-        # The checkout, and the environment in it, may lie in a folder that is named kvforge.
+        assert not (folder / "nodes").exists(), "leftover files of the fleet"
+        # The checkout with its environment may be in a folder named kvforge.
         lines = {pid: line.replace(sys.prefix, "").replace(HERE, "") for pid, line in cluster.processes().items()}
         left = {pid: line for pid, line in lines.items() if "kvforge" in line and "raylets" not in line}
         assert not left
 
 
 async def told(story: Story) -> None:
-    """The story: each part is killed, then the fleet shrinks, changes, cannot change, and ends."""
+    """Run the whole sequence: each part is killed, then the fleet shrinks, changes, fails to change, and ends."""
     with pytest.raises(AssertionError, match="the cluster has no node with 1 GPU and 2 CPUs for a replica"):
         story.cluster.ask("up", story.write(replicas="rank_gpus = 1"))
     story.cluster.ask("up", story.write())
@@ -66,7 +66,7 @@ async def told(story: Story) -> None:
 
 
 async def what_dies_is_replaced(story: Story, load: Load) -> None:
-    """Four replicas' and gateways' parts, and the controller; while one is away the others are killed."""
+    """Kill parts of four replicas and gateways, and the controller, some while others are still down."""
     await load.more(4)
     victim = story.ready()[0]
     kill(victim.told.pids["coordinator"], victim.told.pids["worker-0"])
@@ -95,7 +95,7 @@ async def what_dies_is_replaced(story: Story, load: Load) -> None:
 
 
 async def a_node_dies(story: Story, load: Load) -> None:
-    """What was on it is placed elsewhere, as far as there is room."""
+    """Kill a node; its members are placed elsewhere, as far as there is room."""
     nodes = {one.told.node for one in story.status.replicas}
     assert len(nodes) == 2, "5 cores hold two replicas of two cores"
     lost = story.status.replicas[0].told.node
@@ -109,7 +109,7 @@ async def a_node_dies(story: Story, load: Load) -> None:
 
 
 async def it_shrinks(story: Story) -> None:
-    """With long requests on every replica: those that leave end them first."""
+    """Shrink the fleet with long requests on every replica: leaving replicas finish them first."""
     async with httpx.AsyncClient(timeout=DEADLINE_S) as http:
         url, begun = story.urls()[0], asyncio.Event()
 
@@ -130,11 +130,11 @@ async def it_shrinks(story: Story) -> None:
 
 
 async def it_changes(story: Story, load: Load) -> None:
-    """A replica of another revision takes the place of the one that is there; one that cannot start does not."""
+    """A replica of another revision replaces the current one, unless it cannot start."""
     (before,) = story.status.replicas
     await story.command("up", story.write(count=3, limits="queue_max = 999"))
     await story.until(lambda status: status.serves)
-    assert len(story.status.replicas) == 1, "the number that was said stays"
+    assert len(story.status.replicas) == 1, "the configured number must stay"
     assert before.revision != story.status.replicas[0].revision == story.status.revision
     await load.more(4)
     story.note(load, "another revision has taken its place")
@@ -157,7 +157,7 @@ async def it_changes(story: Story, load: Load) -> None:
 
 
 async def its_gateways_change(story: Story, load: Load) -> None:
-    """They take other settings where they are, at their ports."""
+    """Gateways take new settings in place, at their ports."""
     urls = story.urls()
     story.cluster.ask("up", story.write(limits="queue_max = 999", names='["tiny", "small"]'))
     async with asyncio.timeout(DEADLINE_S):
@@ -171,13 +171,13 @@ async def its_gateways_change(story: Story, load: Load) -> None:
 
 
 async def names_at(url: str) -> list[str]:
-    """By a connection of its own: one that is kept ends with its process."""
+    """Query by a new connection, because a kept one ends with its process."""
     async with httpx.AsyncClient(timeout=DEADLINE_S) as http:
         return [model["id"] for model in (await http.get(f"{url}/v1/models")).json()["data"]]
 
 
 async def the_heads_raylet_dies(story: Story, load: Load) -> None:
-    """No replica was on that node, nor a gateway; maybe its controller. It can be asked as before."""
+    """Kill the head's raylet: the node has no replica or gateway, perhaps the controller, which must still answer."""
     again = load.counts["again"]
     kill(story.cluster.ask("raylet_of_head"))
     await load.more(8)
@@ -189,7 +189,7 @@ async def the_heads_raylet_dies(story: Story, load: Load) -> None:
 
 
 def nothing_secret_is_logged(story: Story) -> None:
-    """Not in Ray's logs either, where all that is said comes together."""
+    """Also not in Ray's logs, which collect all output."""
     keys = list(story.folder.glob("nodes/*/*/own.key"))
     secrets = {str(tomllib.loads(key.read_text())["secret"]) for key in keys}
     assert len(keys) == 3 and len(secrets) == 2, "a replica's own, and one for both gateways"

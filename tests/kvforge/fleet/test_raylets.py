@@ -1,4 +1,4 @@
-"""The tests' side of a cluster hears every answer, whatever Ray says beside it."""
+"""The tests' side of a cluster receives every answer, whatever Ray prints beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAID = (
 
 
 def test_an_answer_that_comes_with_what_ray_says_is_heard(tmp_path: Path) -> None:
-    """In one piece: as when an actor was killed that is asked for something."""
+    """In one read, as when a queried actor was killed."""
     (tmp_path / "said").write_bytes(SAID[0])
     (tmp_path / "rest").write_bytes(SAID[1])
     script = f"cat {tmp_path}/said; sleep 0.2; cat {tmp_path}/rest; exec sleep 60"

@@ -1,4 +1,4 @@
-"""fleet.toml: what may be in it, what is refused and by which name, and what of it makes other replicas."""
+"""fleet.toml: valid settings, refusals by name, and settings that change the replicas' revision."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_only_what_makes_other_replicas_makes_another_revision() -> None:
     for text in (f"{UP}[up.limits]\nqueue_max = 9", '[up]\nmodel = "n"', f"[replicas]\nrank_cpus = 2\n{UP}"):
         assert parse(text).revision != base.revision
         assert parse(text).gateway_revision == base.gateway_revision
-    assert parse(f"{UP}[gateway]\nnames = ['a']").gateway_revision == base.gateway_revision, "taken by those that are"
+    assert parse(f"{UP}[gateway]\nnames = ['a']").gateway_revision == base.gateway_revision, "taken in place"
 
 
 def test_what_the_page_shows_is_a_file() -> None:

@@ -1,4 +1,4 @@
-"""A child that does not stay: when it is started again, and when no more."""
+"""Restarts of a child process that exits, and their limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ END_S = 30.0
 
 
 class Clock:
-    """Stands still unless it is told to go on."""
+    """A clock that advances only on request."""
 
     def __init__(self) -> None:
         self.now = 1000.0

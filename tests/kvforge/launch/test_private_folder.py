@@ -1,4 +1,4 @@
-"""The folder that `kvforge up` works in: nothing goes that it did not put there."""
+"""The working folder of `kvforge up`: it removes only its own files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def names(folder: Path) -> list[str]:
 
 
 def use(folder: PrivateFolder) -> None:
-    """What a supervisor puts there."""
+    """Write a supervisor's files."""
     folder.claim()
     for name in ("coordinator.toml", "worker-0.toml", "worker-12.toml", "tmp/cache"):
         (folder.path / name).write_text("x")

@@ -1,4 +1,4 @@
-"""A hub on this machine, as huggingface_hub asks one: repositories of files, revisions, tokens. No network."""
+"""A local hub for huggingface_hub: repositories of files, revisions, tokens. No network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMIT, OLD = "a" * 40, "b" * 40
 
 
 class FakeHub:
-    """files: of each repository and commit. private: repositories that want this token. asked: every path, in order."""
+    """files: by repository and commit. private: repositories that require this token. asked: every path, in order."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -29,7 +29,7 @@ class FakeHub:
         self.files[repo, commit] = files
 
     def fetched(self) -> set[str]:
-        """Names of the files that were downloaded."""
+        """Return the names of the downloaded files."""
         return {path.rpartition("/")[2] for path in self.asked if path.startswith("GET ") and "/resolve/" in path}
 
 

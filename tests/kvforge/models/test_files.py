@@ -1,4 +1,4 @@
-"""What `kvforge pull`, `kvforge up` and a worker take for a model: every file that is not whole is refused by name."""
+"""Model files of `kvforge pull`, `kvforge up` and a worker: every incomplete file is refused by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_gguf(path: Path, add: Callable[[gguf.GGUFWriter], object] = lambda _: 
 
 
 def write_folder(folder: Path, files: dict[str, tuple[str, ...]], index: dict[str, str] | None = None) -> Path:
-    """A folder with a config.json and safetensors files. files: which of TENSORS each holds."""
+    """Write a folder with a config.json and safetensors files. files: the TENSORS in each."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     for file, names in files.items():
@@ -51,7 +51,7 @@ INDEX = {name: file for file, names in SHARDS.items() for name in names}
 
 
 def refused(path: Path, *words: str, error: type[KvforgeError] = UnsupportedModel) -> None:
-    """By `pull` and by `find`, which `kvforge up` and a worker call."""
+    """Check the refusal by `pull` and by `find`, which `kvforge up` and a worker call."""
     for ask in (pull, find):
         with pytest.raises(error) as caught:
             ask(str(path))
@@ -74,7 +74,7 @@ def test_whole_models_are_found_where_they_are(tmp_path: Path) -> None:
 
 
 def test_the_header_says_where_each_tensor_lies(tmp_path: Path) -> None:
-    """Against the bytes themselves, and against the table of types in gguf."""
+    """Compared with the bytes, and with the table of types in gguf."""
     path = write_gguf(tmp_path / "a.gguf")
     content = path.read_bytes()
     header = read_header(path)
@@ -121,7 +121,7 @@ def test_random_bytes_are_no_model(tmp_path: Path) -> None:
 
 
 def test_every_byte_of_a_gguf_tensor_table_counts(tmp_path: Path) -> None:
-    """Any byte of it may be wrong: the file is refused, or the table says something else that is consistent."""
+    """After a change of any byte the file is refused, or the table is different but consistent."""
     path = write_gguf(tmp_path / "a.gguf")
     content = path.read_bytes()
     whole = read_header(path)
@@ -235,7 +235,7 @@ def test_adapters_are_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_up_says_it_once_before_a_process_is_started(tmp_path: Path) -> None:
-    """In the very place where a coordinator's folder would be made first."""
+    """In the folder where a coordinator's folder would be created first."""
     path = write_gguf(tmp_path / "half.gguf")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     command = [sys.executable, "-m", "kvforge", "--runtime-dir", str(tmp_path / "run"), "up", "--model", str(path)]
@@ -251,7 +251,7 @@ def test_a_worker_says_it_before_it_imports_torch(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-200])
     config = tmp_path / "worker.toml"
     config.write_text(f'name = "w"\nmodel = "{path}"\nruntime_dir = "{tmp_path}"\n')
-    # Whoever imports the loop, and torch with it, fails otherwise.
+    # Importing the loop, and torch with it, fails.
     program = "import sys; sys.modules['worker.step.loop'] = None; from worker.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "--config", str(config)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -50,7 +50,7 @@ def served() -> Iterator[FakeHub]:
 
 
 def pulled(hub: FakeHub, name: str, home: Path, **environment: str) -> str:
-    """Return the path of `pull`, or its error, in a process of its own: the library reads its settings once."""
+    """Return the path of `pull`, or its error, in a separate process, because the library reads its settings once."""
     outer = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     mine = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_XET": "1"}
     process = subprocess.run(
@@ -79,7 +79,7 @@ def test_a_revision_is_that_revision(served: FakeHub, tmp_path: Path) -> None:
 
 
 def test_one_gguf_file_of_several(served: FakeHub, tmp_path: Path) -> None:
-    header = b"GGUF" + bytes(20)  # refused as a model, once it is here
+    header = b"GGUF" + bytes(20)  # refused as a model after the download
     files = {f"model-{kind}.gguf": header for kind in ("Q4_K_M", "Q8_0")} | {"mmproj-F16.gguf": header}
     served.put("org/gguf", files | {"config.json": json.dumps(LLAMA).encode()})
     said = pulled(served, "org/gguf", tmp_path)
@@ -145,7 +145,7 @@ def test_what_cannot_be_served_is_named_before_weights(
 
 
 def test_an_interrupted_download_is_not_found(served: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of its files are in the cache, and no name leads to them."""
+    """Some of its files are in the cache, but no name refers to them."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -154,7 +154,7 @@ def test_an_interrupted_download_is_not_found(served: FakeHub, tmp_path: Path, m
     served.put("org/name", folder(LLAMA))
     del served.files["org/name", COMMIT]["tokenizer.json"]
     served.files["org/name", COMMIT]["extra.json"] = b"{}"
-    served.revisions.pop(COMMIT)  # the files cannot be asked for
+    served.revisions.pop(COMMIT)  # the files are no longer available
     said = pulled(served, "org/name", tmp_path)
     assert "config.json: " in said
     assert models_hub.find(wanted) is None

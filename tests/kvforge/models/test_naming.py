@@ -1,4 +1,4 @@
-"""A served model has one name, however its files were found."""
+"""A served model has one name, whatever the source of its files."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ print(store.pull({name!r}, progress=progress, cache_dir=Path(sys.argv[1])))
 
 
 def make_wheel(folder: Path, content: bytes) -> None:
-    """A wheel with nothing but the model file and the metadata that pip insists on."""
+    """Build a wheel with only the model file and the metadata that pip requires."""
     info = "kvforge_tiny_model-1.0.dist-info"
     files = {
         TINY.member: content,
@@ -56,7 +56,7 @@ def make_wheel(folder: Path, content: bytes) -> None:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder that is the only place where pip looks, and the tiny model in the registry."""
+    """Make an empty folder pip's only source, and register the tiny model."""
     folder = tmp_path / "index"
     folder.mkdir()
     for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -82,7 +82,7 @@ def pulling(cache: Path) -> list[str]:
 
 
 def only_index(server: socket.socket) -> dict[str, str]:
-    """The environment in which pip asks this server and nobody else."""
+    """Return an environment in which pip uses this server only."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     url = f"http://127.0.0.1:{server.getsockname()[1]}/simple"
     environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": url, "PIP_DEFAULT_TIMEOUT": "600"}
@@ -111,7 +111,7 @@ def test_a_good_file_is_used_again_and_a_bad_one_replaced(index: Path, tmp_path:
     assert set(seen) == {"checking"}
     assert path.stat().st_mtime_ns == before
 
-    path.write_bytes(CONTENT[:-1] + b"x")  # same size: only the sha256 tells
+    path.write_bytes(CONTENT[:-1] + b"x")  # same size: only the sha256 differs
     assert pull(NAME, cache_dir=tmp_path).read_bytes() == CONTENT
     path.write_bytes(CONTENT[:100])
     with pytest.raises(ModelNotFound, match=f"kvforge pull {NAME}"):
@@ -179,7 +179,7 @@ def test_interrupted_anywhere_leaves_nothing(index: Path, tmp_path: Path, phase:
 
 
 def test_ctrl_c_during_a_download_ends_pip_too(index: Path, tmp_path: Path) -> None:
-    """pip hangs on an index that accepts and never answers; a signal must end both processes and leave no file."""
+    """pip hangs on an index that never answers; a signal must end both processes and leave no file."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
         environment = only_index(server)
@@ -201,7 +201,7 @@ def test_ctrl_c_during_a_download_ends_pip_too(index: Path, tmp_path: Path) -> N
 
 
 def test_ctrl_c_while_pip_is_started_ends_it_too(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signal comes when the process is there and nobody has noted it yet."""
+    """The signal arrives after the process has started and before its handle is stored."""
     make_wheel(index, CONTENT)
     started: list[subprocess.Popen[bytes]] = []
     real = subprocess.Popen
@@ -299,7 +299,7 @@ def test_what_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
             ask(str(text))
         with pytest.raises(ModelNotFound, match=r"no config\.json"):
             ask(str(tmp_path))
-        with pytest.raises(ModelNotFound, match="smollm2-135m"):  # names what there is
+        with pytest.raises(ModelNotFound, match="smollm2-135m"):  # lists the known models
             ask("no-such-model")
         with pytest.raises(ModelNotFound):
             ask("x" * 5000)
@@ -318,7 +318,7 @@ def test_find_needs_no_network_and_names_the_command(tmp_path: Path, monkeypatch
 
 
 def test_a_package_that_carries_the_model_is_used(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither pip nor a network is needed then, and nothing of the package is run."""
+    """This needs neither pip nor a network, and runs no code of the package."""
     package = tmp_path / "site" / "kvforge_tiny_model"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise AssertionError('imported')")
@@ -356,5 +356,5 @@ def test_the_real_model_is_the_one_we_know(smollm2_path: Path) -> None:
     known = store.KNOWN_MODELS["smollm2-135m"]
     assert hashlib.sha256(smollm2_path.read_bytes()).hexdigest() == known.sha256
     assert smollm2_path.stat().st_size == known.file_bytes
-    found = find("smollm2-135m")  # in the cache folder, else in the environment
+    found = find("smollm2-135m")  # in the cache folder or the environment
     assert found.name == smollm2_path.name and found.stat().st_size == known.file_bytes

@@ -1,4 +1,4 @@
-"""The command that adds an extra, for each way in which an installation was made."""
+"""The command that adds an extra, for each kind of installation."""
 
 from __future__ import annotations
 

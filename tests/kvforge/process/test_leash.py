@@ -1,4 +1,4 @@
-"""Whatever hangs on a leash ends with whoever holds it."""
+"""A process on a leash ends with the process that holds the leash."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.running import wait_gone
 
-# A child that hears nothing, as one that loads a model or waits for a device; it says its id when it has begun.
+# A child that ignores signals, as during a model load or a wait for a device; it prints its id at the start.
 DEAF = """
 import os, signal
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -41,6 +41,6 @@ def test_a_command_whose_starter_is_gone_is_not_begun() -> None:
     from kvforge.process.leash import leashed
 
     command = leashed([sys.executable, "-c", "print('begun')"])
-    command[command.index(str(os.getpid()))] = "1"  # another one is its parent now
+    command[command.index(str(os.getpid()))] = "1"  # it has another parent now
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout) == (1, "")

@@ -1,4 +1,4 @@
-"""The router alone: whom it chooses, what it remembers, and what becomes of a hot prefix."""
+"""The router alone: its choices, its memory, and the handling of a hot prefix."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_whoever_is_chosen_is_ready_and_was_not_tried(
     able = {name for name, one in said.items() if one.ready} - tried
     assert chosen in able if able else chosen is None
     if knowing := {name for name in able if said[name].known}:
-        assert chosen in knowing, "who has the key's request already is the only one that may get it"
+        assert chosen in knowing, "only the replica that has the key's request may get it"
 
 
 @given(answers, st.integers(1, 9000))
@@ -120,7 +120,7 @@ def test_a_prefix_is_followed_until_it_costs_more_than_it_saves() -> None:
 
 
 def test_a_hot_prefix_is_held_by_all_before_anybody_is_overrun() -> None:
-    """Requests that never end, all with one prefix: as bad as it can be."""
+    """Requests that never end, all with one prefix: the worst case."""
     router, load, holds = Router(NAMES), Counter(), set()
     for _ in range(2000):
         said = {

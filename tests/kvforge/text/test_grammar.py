@@ -1,4 +1,4 @@
-"""What is said of a grammar before anybody waits for it: what cannot be enforced is named, too much is refused."""
+"""Early checks of a grammar: unsupported parts are named, and excessive ones are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tagged(kind: str) -> dict[str, Any]:
 
 
 def chain(count: int) -> dict[str, Any]:
-    """A schema in which each definition leads to the next."""
+    """Return a schema in which each definition refers to the next."""
     definitions: dict[str, Any] = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(count)}
     return {"$ref": "#/$defs/a0", "$defs": {**definitions, f"a{count}": {}}}
 
@@ -122,7 +122,7 @@ def test_what_is_no_grammar_or_too_much_is_refused(words: str, grammar: Grammar)
 
 
 def test_what_would_need_more_stack_than_there_is_never_reaches_the_compiler() -> None:
-    """llguidance recurses from rule to rule: three thousand of them end the process."""
+    """llguidance recurses from rule to rule: three thousand rules crash the process."""
     rules = "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(20_000)) + 'a20000: "x"'
     groups = "start: a0\n" + "".join(f"a{i}: {'(' * 10}a{i + 1}{')' * 10}\n" for i in range(500)) + 'a500: "x"'
     for text in (rules[:GRAMMAR_BYTES_MAX], groups):

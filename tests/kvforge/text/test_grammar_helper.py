@@ -1,4 +1,4 @@
-"""Grammars are tried in a process of their own, within limits of time and memory."""
+"""A separate process tries grammars, within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_grammar_that_takes_memory_is_refused() -> None:
 
 
 def test_text_that_is_forced_for_long_is_refused(helper: GrammarHelper) -> None:
-    """Each mask computes it anew: the first one is quick."""
+    """Each mask recomputes the forced text; only the first is quick."""
     assert "takes longer" in helper.problem(LLMatcher.grammar_from_lark("start: a{1000}\na: /x{1000}/"))
 
 

@@ -1,4 +1,4 @@
-"""Trials of grammars beside the loop that asks for them."""
+"""Trials of grammars beside the loop that requests them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEADLINE_S = 30.0
 
 
 class GatedHelper:
-    """Gives verdicts once its gate is open, as the text of the grammar asks."""
+    """Gives the verdict named in the grammar's text once its gate is open."""
 
     def __init__(self, waiting_max: int = 2) -> None:
         self.limits = TrialLimits(waiting_max=waiting_max)

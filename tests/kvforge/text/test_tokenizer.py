@@ -34,7 +34,7 @@ def string(text: str) -> bytes:
 
 
 def gguf(values: dict[str, Any]) -> bytes:
-    """A GGUF file with metadata and no tensors."""
+    """Write a GGUF file with metadata and no tensors."""
     out = b"GGUF" + struct.pack("<IQQ", 3, 0, len(values))
     for key, value in values.items():
         out += string(key)
@@ -82,7 +82,7 @@ def smollm2(smollm2_path: Path) -> Tokenizer:
 
 
 def sentencepiece() -> Tokenizer:
-    """A vocabulary as Llama 2's: a replaced space, byte fallback, a dropped first space."""
+    """Return a vocabulary like Llama 2's: a replaced space, byte fallback, a dropped first space."""
     pieces = [
         "<unk>",
         "<s>",
@@ -130,7 +130,7 @@ def test_prompts_get_exactly_the_reference_ids(smollm2: Tokenizer, case: dict[st
 @pytest.mark.model
 @pytest.mark.parametrize("text", ["a  1", "  42", "x   2024 y", "a 1", "12345", "no digits", "²  ½  ٣", "\n\n7\t8"])
 def test_digits_are_split_as_the_pre_tokenizer_name_says(smollm2: Tokenizer, smollm2_path: Path, text: str) -> None:
-    """Against the pipeline written out: split off each digit, then GPT-2's split, then bytes, then the merges."""
+    """Compared with the explicit pipeline: split off each digit, then GPT-2's split, then bytes, then the merges."""
     metadata = read_metadata(smollm2_path)
     vocabulary = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
@@ -144,7 +144,7 @@ def test_digits_are_split_as_the_pre_tokenizer_name_says(smollm2: Tokenizer, smo
 
 @pytest.mark.model
 def test_spaces_before_a_digit_stay_together(smollm2: Tokenizer) -> None:
-    """Each digit is a token of its own and the spaces before it are one: llama.cpp splits on \\p{N} first."""
+    """Each digit is a separate token and the spaces before it are one token: llama.cpp splits on \\p{N} first."""
     one, two, three = (id_of(smollm2, piece) for piece in ("Ġ", "ĠĠ", "ĠĠĠ"))
     digit = {character: id_of(smollm2, character) for character in "0123456789"}
     assert smollm2.encode("a  1") == [id_of(smollm2, "a"), two, digit["1"]]
@@ -192,7 +192,7 @@ def test_no_half_character_is_ever_shown(smollm2: Tokenizer) -> None:
 
 @pytest.mark.model
 def test_loading_needs_no_torch(smollm2_path: Path) -> None:
-    """In a process where torch cannot be imported, as in an environment that has only the text extra."""
+    """In a process without torch, as in an environment with only the text extra."""
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "from kvforge.text.tokenizer import Tokenizer\n"
@@ -266,7 +266,7 @@ def test_what_is_no_text_and_no_token_is_refused(tiny: Tokenizer) -> None:
 def test_a_finished_stream_takes_nothing_more(tiny: Tokenizer) -> None:
     stream = tiny.stream()
     assert stream.push(tiny.encode("é")[:1]) == ""
-    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"  # its second byte never came
+    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"  # its second byte is missing
     with pytest.raises(InvalidRequest, match="finished"):
         stream.push([1])
 
@@ -341,7 +341,7 @@ def test_files_without_a_usable_tokenizer_are_refused(tmp_path: Path) -> None:
 
 
 def test_hostile_metadata_ends_in_a_typed_error(tmp_path: Path) -> None:
-    """Any bytes after the magic: read or refused, nothing else, and no memory taken on a length's word."""
+    """Any bytes after the magic are read or refused, and no memory is allocated from an unchecked length."""
     generator = random.Random(2)
     whole = bytearray(tiny_gguf())
     path = tmp_path / "fuzzed.gguf"
@@ -389,7 +389,7 @@ def test_streams_that_keep_the_same_tokens_share_their_pieces(smollm2: Tokenizer
 
 
 def test_what_follows_a_kept_token_keeps_its_space_as_decode_has_it() -> None:
-    """Of a sentencepiece vocabulary the text's first space is dropped, and a token that is seen is the first."""
+    """A sentencepiece vocabulary drops the text's first space, and a visible special token counts as first."""
     tokenizer = sentencepiece()
     ids = [id_of(tokenizer, piece) for piece in ("<s>", "▁Paris", "▁is", "<s>", "▁Paris")]
     keep = frozenset({"<s>"})

@@ -23,8 +23,8 @@ def write_gguf(
 ) -> Path:
     """Write a file of a transformers model.
 
-    metadata: keys to add ("rope.freq_base" gets the architecture in front; None: the key is left out). change: may
-    alter the tensors, by their names in the file. stored: how its matrices are; all else is float32.
+    metadata: keys to add ("rope.freq_base" gets the architecture in front; None: omit the key). change: may alter the
+    tensors, by their names in the file. stored: type of the matrices; all other tensors are float32.
     """
     config = module.config
     writer = gguf.GGUFWriter(path, architecture)

@@ -1,4 +1,4 @@
-"""The full screen's lines: what they say, at every size."""
+"""Contents of the full screen's lines at every size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WHY = "it waits for 12 blocks: tenant b holds 40 of its share of 32, and nothing
 
 
 def columns(count: int) -> BlockColumns:
-    """Blocks that are free, cached, used, shared, free, ..."""
+    """Return blocks that are free, cached, used, shared, free, ..."""
     kind = np.arange(count, dtype=np.int32) % 4
     refcount = np.array([0, 0, 1, 3], np.int32)[kind]
     return BlockColumns(refcount, np.zeros(count, np.int32), np.minimum(kind, 1))
@@ -69,7 +69,7 @@ def test_everything_is_on_a_screen_of_the_usual_size() -> None:
         assert words in text
     assert "·o█#" * 16 in text
     order = [next(at for at, line in enumerate(lines) if line.startswith(f"  {number} ")) for number in (2, 3, 1)]
-    assert order == sorted(order) or order[0] > order[1]  # both that wait come before the one that runs
+    assert order == sorted(order) or order[0] > order[1]  # both waiting requests come before the running one
     assert order[2] == max(order)
     assert not any(line.startswith("  4 ") for line in lines)  # it has ended
     assert any("preempted for request 1" in line for line in lines)
@@ -155,7 +155,7 @@ def test_wide_characters_keep_the_columns() -> None:
 
 
 class Explaining:
-    """A coordinator with requests in given states, which counts the explanations of each."""
+    """A coordinator with requests in given states that counts the explanations of each."""
 
     def __init__(self, **states: str) -> None:
         self.states, self.explained = states, [0] * 9
@@ -185,7 +185,7 @@ def test_no_stale_reason_is_shown() -> None:
         assert set((await asking._round()).why) == {1, 2, 3}  # each in turn
         kv.states["r1"] = "running"
         assert set((await asking._round()).why) == {2, 3}
-        kv.states["r1"] = "preempted"  # what it waited for before is not what it waits for now
+        kv.states["r1"] = "preempted"  # the old explanation no longer applies
         now[0] = 2.0
         before = kv.explained[1]
         told = await asking._round()
@@ -195,6 +195,6 @@ def test_no_stale_reason_is_shown() -> None:
         now[0] = 2.0 + STALE_S
         asking.selected = 3
         kv.states |= {"r4": "pending", "r5": "pending"}
-        assert 1 not in (await asking._round()).why  # too old, and it was the turn of others
+        assert 1 not in (await asking._round()).why  # outdated, and others had their turn
 
     asyncio.run(run())
