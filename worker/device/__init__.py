@@ -1,13 +1,13 @@
-"""One face for CPU, CUDA and HIP, and what a kernel may ask of the chip. The lowest room: it knows none of the others.
+"""Devices: one interface for CPU, CUDA and HIP, with the properties that kernels ask for. The lowest package.
 
-device.py       Device: memory, what runs there, typed errors
-queue.py        points in the device's queue, the way in and the way out
-capture.py      graphs: work that is queued again in one call
-target.py       what an architecture is to a kernel; targets.py: the table of them, with the tile sizes chosen for each
-file_pages.py   pages of libraries that only loading needed
-check.py        how a kernel is judged at a worker's start
-host_kernel.py  kernels for the CPU, by Numba, on torch's threads; vector.py, rows.py: what they are made of
-overlap.py      kernels that start before the one before them has ended; copies.py: small copies, as a kernel
+device.py       Device: memory, capabilities, typed errors
+queue.py        events in the device's queue, asynchronous copies to and from it
+capture.py      graphs: work that is queued again with one call
+target.py       an architecture as kernels see it; targets.py: the table of architectures, with their tile sizes
+file_pages.py   releases pages of libraries that only loading needed
+check.py        judges a kernel at a worker's start
+host_kernel.py  CPU kernels, compiled by Numba, on torch's threads; vector.py, rows.py: their building blocks
+overlap.py      kernels that start before the previous one has ended; copies.py: small copies, as a kernel
 
-Law: nobody outside asks which kind of device it is, only what it can do. All of it may be used from any other room.
+Law: code outside never asks for the kind of device, only for its capabilities. Every package may use all of this one.
 """

@@ -1,4 +1,4 @@
-"""Work that is captured once and replayed in one call: graphs on a GPU, and the memory that they share."""
+"""Captured work that is replayed with one call: graphs on a GPU, and the memory that they share."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ import torch
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """What graphs share: the memory of their intermediate results, and the stream on which they are captured (torch's
-    libraries keep a workspace for each stream)."""
+    """Resources that graphs share.
+
+    Attributes:
+        pool: Memory of their intermediate results.
+        stream: The stream of their capture (torch's libraries keep a workspace for each stream).
+    """
 
     pool: Any
     stream: torch.cuda.Stream
 
     @classmethod
     def of(cls, device: torch.device) -> GraphMemory:
-        """New memory on a GPU, and its one stream."""
+        """Return new memory on a GPU, with the process's one capture stream."""
         return cls(torch.cuda.graph_pool_handle(), _capture_stream(device))
 
 
 class Place:
-    """Memory on a GPU, as the protocol that torch and others share describes it (`__cuda_array_interface__`)."""
+    """GPU memory described by `__cuda_array_interface__`, the protocol that torch and other libraries share."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         assert tensor.dtype == torch.float32 and tensor.is_contiguous()
@@ -39,16 +43,16 @@ class Place:
 
 
 class Captured:
-    """Work that was queued once and can be queued again in one call, reading and writing the same places.
+    """Work that was queued once and can be queued again with one call, reading and writing the same memory.
 
-    A captured graph on a GPU; on a CPU the function itself.
+    On a GPU this is a captured graph, on a CPU the function itself.
     """
 
     def __init__(self, run: Callable[[], None], graph: torch.cuda.CUDAGraph | None) -> None:
         self._run, self._graph = run, graph
 
     def replay(self) -> None:
-        """Queues the work."""
+        """Queue the work."""
         if self._graph is None:
             self._run()
         else:
@@ -56,19 +60,19 @@ class Captured:
 
 
 def captured_on(device: torch.device, run: Callable[[], None], memory: GraphMemory) -> Captured:
-    """See `Device.capture`."""
+    """Capture on a GPU; see `Device.capture`."""
     current, side = torch.cuda.current_stream(device), memory.stream
     side.wait_stream(current)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.stream(side):
-            run()  # compiles, tunes and allocates what stays
+            run()  # compiles, tunes and allocates lasting memory
             torch.cuda.synchronize(device)
             graph.capture_begin(pool=memory.pool, capture_error_mode="thread_local")
             try:
                 run()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # a capture that was broken says so again when it ends
+                with contextlib.suppress(RuntimeError):  # ending a broken capture raises once more
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -79,6 +83,9 @@ def captured_on(device: torch.device, run: Callable[[], None], memory: GraphMemo
 
 @lru_cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures of a process: a GPU on which more streams have ever worked is slower between two kernels of
-    any graph (H200: 70 us a decode step of 290 kernels; see benchmarks/NOTES.md)."""
+    """Return the one stream for all captures of the process.
+
+    Every stream that has ever worked on a GPU slows the gap between kernels of any graph (H200: 70 us for a decode
+    step of 290 kernels; see benchmarks/NOTES.md).
+    """
     return torch.cuda.Stream(device)

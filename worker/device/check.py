@@ -1,7 +1,7 @@
-"""How a kernel is judged at a worker's start: beside its plain-torch reference, and refused by name where it is wrong.
+"""Self-tests at a worker's start: each kernel is compared with its plain-torch reference and rejected by name if wrong.
 
-A compiler can refuse a kernel for one chip, or ask more of the chip than it has, as well as compile it wrongly. What
-then comes out of it says little to whoever starts a worker: here it becomes one sentence, with what to do.
+A compiler may reject a kernel for one chip, request more resources than the chip has, or miscompile it. The resulting
+errors rarely help the operator: this module turns them into one sentence with a remedy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvforge.protocol.errors import GpuError, KernelError, KvforgeError
 
 from .device import Device, as_worker_error, compilers_words
 
-# What a kernel that is wrong makes a GPU report: a new start would end in the same way.
+# Errors that a wrong kernel causes on a GPU: a restart would end in the same way.
 KERNEL_FAULTS = (
     "illegal memory access",
     "illegal address",
@@ -24,10 +24,18 @@ KERNEL_FAULTS = (
 
 
 def require_right(device: Device, kernel: str, configuration: str, check: Callable[[], str], way_out: str) -> None:
-    """Runs `check`, which says what is wrong ("" where nothing is).
+    """Run a kernel's self-test.
 
-    kernel, configuration: for people. way_out: what to do. Errors: KernelError names all of them where the kernel is
-    wrong, or does not compile, or cannot be launched; GpuError where the device itself fails.
+    Args:
+        device: The device under test.
+        kernel: Name of the kernel, for people.
+        configuration: Configuration of the kernel, for people.
+        check: Returns a description of the fault; "" if there is none.
+        way_out: The remedy that the error suggests.
+
+    Raises:
+        KernelError: The kernel is wrong, does not compile, or cannot be launched.
+        GpuError: The device itself fails.
     """
     try:
         problem = check()

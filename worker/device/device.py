@@ -1,6 +1,6 @@
-"""One face for CPU, CUDA and HIP. Nothing outside this room asks which of them it runs on.
+"""One interface for CPU, CUDA and HIP. No code outside this package asks which one it runs on.
 
-torch names both CUDA and HIP devices "cuda"; `Device.kind` tells them apart where a person reads it.
+torch names both CUDA and HIP devices "cuda"; `Device.kind` distinguishes them for people.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ from .products import sum_in_one_go
 
 KINDS = ("cpu", "cuda", "hip", "auto")
 WAY_OUT = "set kernels = 'reference' to serve without Triton's kernels"
-KERNEL_COPY_MAX = 1 << 18  # numbers; more go by a copy engine. Where that is the faster one was not measured
-# Of torch's caching allocator (kMinLargeAlloc, kRoundLarge): from the one on, each allocation has a segment of its own,
-# a multiple of the other.
+KERNEL_COPY_MAX = 1 << 18  # in numbers; larger copies use a copy engine. The break-even was not measured
+# torch's caching allocator (kMinLargeAlloc, kRoundLarge): allocations from OWN_SEGMENT_BYTES up have a segment of their
+# own, rounded up to a multiple of SEGMENT_BYTES.
 OWN_SEGMENT_BYTES, SEGMENT_BYTES = 10 << 20, 2 << 20
 # MKL multiplies 16 rows by a large vocabulary matrix in half the time it takes for 8 (49152 x 576 float32, 2 cores:
 # 9.8 ms against 18.1 ms).
 CPU_PRODUCT_ROWS = 16
-PACKING_CAPABILITIES = ("AVX2", "AVX512")  # of a CPU, as torch calls them
+PACKING_CAPABILITIES = ("AVX2", "AVX512")  # CPU capabilities by torch's names
 
 
 @dataclass(frozen=True)
 class Device:
-    """A place where tensors live.
+    """The device that holds a worker's tensors.
 
-    kind: cpu, cuda or hip. torch_device: what torch calls it. name: for people ("NVIDIA H200"). kernels: False where
-    none of Triton's kernels may run, whatever the device can. steady: what is computed of a row is to depend on that
-    row alone, bit by bit, and not on how many others are beside it.
+    Attributes:
+        kind: cpu, cuda or hip.
+        torch_device: torch's device.
+        name: Name for people ("NVIDIA H200").
+        kernels: False if no Triton kernel may run, whatever the device can do.
+        steady: Whether the result of a row must depend on that row alone, bit by bit, and not on the size of the batch.
     """
 
     kind: str
@@ -55,27 +58,27 @@ class Device:
 
     @property
     def described(self) -> dict[str, str]:
-        """kind and name, for whoever reads."""
+        """Kind and name, for people."""
         return {"kind": self.kind, "device": self.name}
 
     @property
     def queues(self) -> bool:
-        """Whether what is called is queued and done later, as on every GPU."""
+        """Whether calls are queued and run later, as on every GPU."""
         return self.kind != "cpu"
 
     @property
     def computes_on_cores(self) -> bool:
-        """Whether a model's computing takes the cores of the host, and not a GPU."""
+        """Whether the model computes on the host's cores rather than on a GPU."""
         return not self.queues
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether Triton's kernels run here, and Triton is installed, and they are wanted."""
+        """Whether Triton kernels can run here, are installed, and are enabled."""
         return self.kernels and self.queues and importlib.util.find_spec("triton") is not None
 
     @property
     def widens_products(self) -> bool:
-        """Whether torch has products of 16-bit numbers that are never rounded to 16 bits (CUDA, from torch 2.8 on)."""
+        """Whether torch multiplies 16-bit numbers without rounding the result to 16 bits (CUDA, from torch 2.8 on)."""
         return self.kind == "cuda" and "dtype_out" in torch.ops.aten.mm.overloads()
 
     @property
@@ -85,18 +88,18 @@ class Device:
 
     @property
     def owns_memory(self) -> bool:
-        """Whether its memory is its own, so that what is free tells what a pool may take; a CPU's is everyone's."""
+        """Whether the device has its own memory. Its free memory then bounds the pool; a CPU's memory is shared."""
         return self.queues
 
     @property
     def half_dtype(self) -> torch.dtype:
-        """The 16 bits to serve in where nobody says which: bfloat16, unless this GPU only emulates it."""
+        """The default 16-bit dtype: bfloat16, or float16 if this GPU only emulates bfloat16."""
         emulated = self.kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.float16 if emulated else torch.bfloat16
 
     @property
     def multiplies_bfloat16(self) -> bool:
-        """Whether it has instructions for products of bfloat16: of CPUs those with avx512_bf16 or amx alone."""
+        """Whether the device multiplies bfloat16 natively. CPUs need avx512_bf16 or amx."""
         if self.queues:
             return self.half_dtype == torch.bfloat16
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
@@ -114,7 +117,7 @@ class Device:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that one block of a kernel may use, as its driver says; 0 where it does not say."""
+        """Shared memory of one block in bytes, as the driver reports it; 0 if it does not."""
         if self.kind != "cuda":
             return 0
         properties = torch.cuda.get_device_properties(self.torch_device)
@@ -126,17 +129,17 @@ class Device:
         return str(torch.version.hip or torch.version.cuda or "")
 
     def product_rows(self, rows: int) -> int:
-        """How many rows a product with a large matrix takes the least time for, of those that hold `rows`."""
+        """Return the row count, at least `rows`, for which a product with a large matrix is fastest."""
         return CPU_PRODUCT_ROWS if not self.queues and CPU_PRODUCT_ROWS // 4 < rows < CPU_PRODUCT_ROWS else rows
 
     @contextlib.contextmanager
     def random_state(self) -> Iterator[None]:
-        """What is drawn from torch's own generators inside does not show in what is drawn outside."""
+        """Isolate torch's random generators: draws inside do not affect draws outside."""
         with torch.random.fork_rng(devices=[self.torch_device] if self.queues else []):
             yield
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Copies a host array here: same shape and dtype. Never shares memory with `array`."""
+        """Copy a host array to the device, with the same shape and dtype. The copy never shares its memory."""
         host = torch.from_numpy(np.ascontiguousarray(array))
         if not self.queues:
             return host.clone()
@@ -144,7 +147,12 @@ class Device:
         return host.pin_memory().to(self.torch_device, non_blocking=True)
 
     def copy_numbers(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queues target = source, both [n] int32, contiguous, one here and one a `host_buffer` that stays."""
+        """Queue target = source.
+
+        Args:
+            target: [n] int32, contiguous, on the device, or a lasting `host_buffer`.
+            source: Likewise; exactly one of the two is on the device.
+        """
         if self.runs_kernels and source.numel() <= KERNEL_COPY_MAX:
             from .copies import copy_numbers  # imports triton
 
@@ -153,12 +161,13 @@ class Device:
             target.copy_(source, non_blocking=True)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor of unspecified contents, whose memory goes back when the last reference to it does (on a
-        GPU, with the next `release_cached`).
+        """Allocate a contiguous tensor of unspecified contents.
 
-        On the CPU it is a mapping of its own: pages are committed as they are written, and the C allocator, which
-        keeps freed memory for later, is not asked. On a GPU it fills its segment of torch's allocator, which gives
-        what is left of one to others, and cannot return it as long as they hold that.
+        Its memory is released with the last reference (on a GPU, at the next `release_cached`). On the CPU it is a
+        separate
+        mapping: pages are committed as they are written, and the C allocator, which keeps freed memory, is bypassed.
+        On a GPU it fills its segment of torch's allocator. Otherwise other tensors would take the rest of the segment
+        and keep it from being released.
         """
         size = math.prod(shape) * dtype.itemsize
         if self.queues:
@@ -172,29 +181,30 @@ class Device:
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """[size] in host memory that the device copies from and to without waiting; unspecified contents."""
+        """Allocate [size] in host memory that the device copies asynchronously; unspecified contents."""
         return torch.empty(size, dtype=dtype, pin_memory=self.queues)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory, but this does not keep it: for what lies in the memory of graphs, which outlives its owner.
+        """Return a tensor on the same memory that does not keep it alive, for tensors in the memory of graphs.
 
-        On a CPU: the tensor itself.
+        On a CPU, return the tensor itself.
         """
         return torch.as_tensor(Place(tensor), device=self.torch_device) if self.queues else tensor
 
     def graph_memory(self) -> GraphMemory | None:
-        """What several `capture` calls pass to share memory; None on a CPU.
+        """Return memory that several `capture` calls can share; None on a CPU.
 
-        Work captured with the same one must not be replayed at the same time, and keeps nothing between replays.
+        Graphs captured with the same memory must not be replayed at the same time, and keep nothing between replays.
         """
         if not self.queues:
             return None
         return GraphMemory.of(self.torch_device)
 
     def capture(self, run: Callable[[], None], memory: GraphMemory | None) -> Captured:
-        """Calls `run` twice, the second time only noting what it queues. It must not wait for the device.
+        """Call `run` twice; the second call only records the work that it queues. `run` must not wait for the device.
 
-        Errors: what torch raises; nothing stays behind then.
+        Raises:
+            RuntimeError: torch failed to capture; nothing is left behind.
         """
         if memory is None:
             run()
@@ -202,12 +212,16 @@ class Device:
         return captured_on(self.torch_device, run, memory)
 
     def refuse_capture(self, what: str) -> None:
-        """A graph must not hold a copy from the host: it would copy the same again at every replay. RuntimeError."""
+        """Reject a copy from the host inside a graph, which would copy the same data at every replay.
+
+        Raises:
+            RuntimeError: A capture is running.
+        """
         if self.queues and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{what} cannot be part of a graph")
 
     def survives(self) -> bool:
-        """False where the device answers every call with an error from now on: only a new process helps."""
+        """Return False if the device fails every call from now on, so that only a new process helps."""
         try:
             self.synchronize()
         except RuntimeError:
@@ -215,12 +229,12 @@ class Device:
         return True
 
     def synchronize(self) -> None:
-        """Waits until everything queued on the device is done."""
+        """Wait until everything queued on the device is done."""
         if self.queues:
             torch.cuda.synchronize(self.torch_device)
 
     def free_bytes(self) -> int:
-        """Bytes that could still be allocated here (CPU: memory the kernel calls available)."""
+        """Return the bytes that can still be allocated (CPU: available memory as the kernel reports it)."""
         if self.queues:
             return int(torch.cuda.mem_get_info(self.torch_device)[0])
         with open("/proc/meminfo", encoding="ascii") as meminfo:  # noqa: PTH123
@@ -228,31 +242,31 @@ class Device:
         return int(fields["MemAvailable"].split()[0]) * 1024
 
     def total_bytes(self) -> int:
-        """Bytes of the whole device (CPU: all memory of the machine)."""
+        """Return the bytes of the whole device (CPU: all memory of the machine)."""
         if self.queues:
             return int(torch.cuda.mem_get_info(self.torch_device)[1])
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def release_cached(self) -> None:
-        """Returns memory that the allocator keeps but nobody uses: torch's on a GPU, the C library's on a CPU."""
+        """Release unused memory that the allocator caches: torch's on a GPU, the C library's on a CPU."""
         if self.queues:
             torch.cuda.empty_cache()
-        elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc alone has it
+        elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # only in glibc
             trim(0)
 
     def release_libraries(self) -> int:
-        """Unmaps what was touched of libraries, which comes back where it is used; how many bytes. Of a GPU: none."""
+        """Unmap resident library pages, which return on use. Return the number of bytes; 0 on a GPU."""
         return 0 if self.queues else release_library_pages()
 
     @property
     def host_kernels_problem(self) -> str:
-        """Why kernels that Numba compiles for a CPU are not for this device; "" where they are."""
+        """Why Numba's CPU kernels cannot run on this device; "" if they can."""
         if self.queues:
-            return f"{self.name} is no CPU"
+            return f"{self.name} is not a CPU"
         return host_kernel_problem() if self.kernels else "kernels = 'reference'"
 
     def packing_problem(self, dtype: torch.dtype) -> str:
-        """Why oneDNN's products with packed weights of `dtype` are not for this device; "" where they are."""
+        """Return why oneDNN's products with packed weights of `dtype` cannot run on this device; "" if they can."""
         if self.queues:
             return f"{self.name} runs no kernels"
         if not torch.backends.mkldnn.is_available():
@@ -261,22 +275,22 @@ class Device:
         if capability not in PACKING_CAPABILITIES:
             return f"packed products were not measured on {capability} CPUs"
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return f"oneDNN has no products of bfloat16 for {self.name}"
+            return f"oneDNN has no bfloat16 products for {self.name}"
         return ""
 
     def quantising_problem(self, kind: str) -> str:
-        """Why products with weights of "int8" or "int4" are not for this CPU; "" where they are."""
+        """Return why products with "int8" or "int4" weights cannot run on this CPU; "" if they can."""
         if self.queues:
-            return f"weights are quantised on CPUs alone, and this is {self.name}"
-        if kind == "int8" and not torch.cpu._is_vnni_supported():  # without, sums of two products overflow 16 bits
-            return f"{self.name} has no instructions for exact products of 8 bits (avx512_vnni)"
+            return f"quantised weights are for CPUs, and this is {self.name}"
+        if kind == "int8" and not torch.cpu._is_vnni_supported():  # otherwise sums of two products overflow 16 bits
+            return f"{self.name} has no instructions for exact 8-bit products (avx512_vnni)"
         if kind == "int4" and not (torch.cpu._is_avx512_supported() and self.multiplies_bfloat16):
-            return f"{self.name} has no instructions for products of bfloat16 (avx512_bf16)"
+            return f"{self.name} has no instructions for bfloat16 products (avx512_bf16)"
         return ""
 
     @contextlib.contextmanager
     def errors(self, doing: str) -> Iterator[None]:
-        """Turns a failure of torch or of Triton while `doing` something into what `as_worker_error` says."""
+        """Convert failures of torch or Triton while `doing` something, as `as_worker_error` does."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -288,41 +302,51 @@ class Device:
 
 
 def as_worker_error(error: BaseException, doing: str, device: Device) -> WorkerError:
-    """The typed error for what torch or Triton raised: GpuError for a device's own failures, KernelError for a kernel
-    that does not compile, else WorkerError."""
+    """Return the typed error for an exception of torch or Triton.
+
+    Returns:
+        GpuError for a failure of the device, KernelError for a kernel that does not compile, else WorkerError.
+    """
     if _is_tritons(error):
         return KernelError(f"{doing} failed on {device.name}: {compilers_words(error)}; {WAY_OUT}")
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     message = f"{doing} failed on {device.name}: {type(error).__name__}: {first_line}"
     accelerator_error: type[BaseException] = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
     device_failed = isinstance(error, (torch.OutOfMemoryError, accelerator_error))  # a CPU raises neither
-    no_memory = first_line.startswith("Triton Error [") and "out of memory" in first_line  # to load a kernel into
+    no_memory = first_line.startswith("Triton Error [") and "out of memory" in first_line  # no memory to load a kernel
     return GpuError(message) if device_failed or no_memory else WorkerError(message)
 
 
 def compilers_words(error: BaseException) -> str:
-    """Its class, and its last line: a compiler quotes the source first, and then says what is wrong with it."""
+    """Return the error's class and last line: a compiler quotes the source before it names the fault."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" \t^")]
     return ": ".join([type(error).__name__, *lines[-1:]])
 
 
 def _is_tritons(error: BaseException) -> bool:
-    """What its compiler raises, and a launch that asks for more than the device has."""
+    """Return whether the error comes from Triton: its compiler, or a launch beyond the device's resources."""
     return type(error).__module__.partition(".")[0] == "triton"
 
 
 def built_for_gpus() -> bool:
-    """Whether this build of torch has a GPU's part, be there a GPU or not."""
+    """Return whether this build of torch supports GPUs, with or without a GPU present."""
     return torch.version.cuda is not None or torch.version.hip is not None
 
 
 def open_device(kind: str = "auto", index: int = 0, kernels: bool = True, steady: bool = True) -> Device:
-    """Opens the device: "cpu", "cuda", "hip", or "auto" (a GPU if this torch sees one, else the CPU).
+    """Open a device.
 
-    kernels, steady: see Device; torch's products in this process are told of `steady`. `index` picks among several
-    GPUs. The GPU becomes the process's current device and has to stay it, as streams, graphs and Triton's launches
-    follow that: a process works with the GPU that it opened last.
-    Errors: InvalidConfiguration names `device` when this torch has no such device, `device_index` past the last one.
+    A GPU becomes the process's current device and must stay it, because streams, graphs and Triton's launches use the
+    current device.
+
+    Args:
+        kind: "cpu", "cuda", "hip", or "auto" (a GPU if this torch sees one, else the CPU).
+        index: Which of several GPUs.
+        kernels: See Device.
+        steady: See Device; it also configures torch's products in this process.
+
+    Raises:
+        InvalidConfiguration: Names `device` if this torch has no such device, `device_index` past the last one.
     """
     if kind not in KINDS:
         raise InvalidConfiguration("device", f"{kind!r} is not one of {', '.join(KINDS)}")
@@ -335,8 +359,8 @@ def open_device(kind: str = "auto", index: int = 0, kernels: bool = True, steady
     if kind not in ("auto", gpu_kind):
         raise InvalidConfiguration("device", f"torch {torch.__version__} is built for {gpu_kind}, not {kind}")
     if not 0 <= index < gpu_count:
-        problem = f"{index} is not below the number of devices, {gpu_count}: each worker takes one of its own"
-        raise InvalidConfiguration("device_index", f"{problem}; start fewer, or say which device each one takes")
+        problem = f"{index} must be less than the number of devices, {gpu_count}: each worker needs its own"
+        raise InvalidConfiguration("device_index", f"{problem}; start fewer workers, or set the device of each")
     torch.cuda.set_device(index)  # Triton launches on the current device, wherever the tensors are
     sum_in_one_go(steady)
     return Device(gpu_kind, torch.device("cuda", index), torch.cuda.get_device_name(index), kernels, steady)

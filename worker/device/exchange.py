@@ -1,11 +1,10 @@
-"""Memory of one rank that the kernels of all others read: what is exchanged between two products, without a library.
+"""Memory of one rank that the kernels of all ranks read: direct exchange between two products, without a library.
 
-Three places, each written by its owner and read by all: behind attention, behind the inner layers, and of the logits.
-They take turns, and that is all that keeps them apart: whoever meets the others at one place (see
-`kernels.exchange`) knows that they have read what stood at the place before, which may be written again then. So no
-place may be used twice in a row.
+There are three buffers, each written by its owner and read by all ranks: after attention, after the inner layers, and
+for the logits. They are used in turn. When the ranks have synchronised at one buffer (see `kernels.exchange`), each has
+read the previous buffer, which may then be overwritten. No buffer may therefore be used twice in a row.
 
-The memory is torch's symmetric memory: allocated by each rank, mapped by every other of the same host.
+The memory is torch's symmetric memory: allocated by each rank, mapped by all other ranks of the same host.
 """
 
 from __future__ import annotations
@@ -17,19 +16,24 @@ from typing import Any, Protocol
 import torch
 
 ATTENTION, INNER, LOGITS = PLACES = range(3)
-PROGRAMS_MAX = 1024  # of a kernel that exchanges: each has flags of its own
+PROGRAMS_MAX = 1024  # programs of an exchanging kernel; each has its own flags
 RANKS_MAX = 16
 ALIGNED = 256  # bytes
 
 
 @dataclass(frozen=True)
 class Peers:
-    """What a kernel is given of one place.
+    """One buffer of all ranks, as a kernel receives it.
 
-    addresses: [ranks] int64 device, of the place in each rank's memory. flags: [ranks] int64 device, of each rank's
-    flags [PROGRAMS_MAX, RANKS_MAX] int32, which the others write. meetings: [PROGRAMS_MAX] int32 device, how often each
-    program of this rank has met the others. polls_max: so often it looks for them before it goes on without; 0: as long
-    as it takes, which a coordinator ends.
+    Attributes:
+        rank: This rank.
+        count: Number of ranks.
+        addresses: [ranks] int64 on the device, addresses of the buffer in each rank's memory.
+        flags: [ranks] int64 on the device, addresses of each rank's flags [PROGRAMS_MAX, RANKS_MAX] int32, which the
+            other ranks write.
+        meetings: [PROGRAMS_MAX] int32 on the device, synchronisations of each program of this rank.
+        polls_max: Polls for the other ranks before a program continues without them; 0: no limit (the coordinator ends
+            a rank that hangs).
     """
 
     rank: int
@@ -41,7 +45,7 @@ class Peers:
 
 
 class Sharing(Protocol):
-    """What kernels do with an `Exchange` (see `kernels.exchange`). bytes: of each rank's memory."""
+    """Operations of kernels on an `Exchange` (see `kernels.exchange`). bytes: size of each rank's memory."""
 
     bytes: int
 
@@ -49,18 +53,38 @@ class Sharing(Protocol):
         """See `Exchange`."""
 
     def add_norm(self, which: int, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """residual [tokens, hidden] += what all ranks have written at that place; returns the norm of that, new."""
+        """Add all ranks' parts of a buffer to the residual, and normalise the sum.
+
+        Args:
+            which: The buffer.
+            residual: [tokens, hidden], changed in place.
+            weight: Weight of the norm.
+            epsilon: Epsilon of the norm.
+
+        Returns:
+            The normalised rows, a new tensor.
+        """
 
     def join(self, which: int, output: torch.Tensor) -> torch.Tensor:
-        """output [tokens, ranks x share], returned: what all ranks have written at that place, side by side."""
+        """Write all ranks' parts of a buffer side by side to output [tokens, ranks x share], and return it."""
 
 
 class Exchange:
-    """This rank's places and those of the others. Errors of the constructor: RuntimeError where peers' memory cannot be
-    had, on any rank."""
+    """This rank's buffers and those of the other ranks."""
 
     def __init__(self, rank: int, count: int, group: Any, device: torch.device, sizes: Sequence[int]) -> None:
-        """group: the ranks, by torch.distributed. sizes: bytes of each of PLACES, the same on all ranks."""
+        """Allocate this rank's memory and map that of the others.
+
+        Args:
+            rank: This rank.
+            count: Number of ranks.
+            group: Process group of torch.distributed.
+            device: The GPU.
+            sizes: Bytes of each of PLACES, the same on all ranks.
+
+        Raises:
+            RuntimeError: Symmetric memory is not available on some rank.
+        """
         from torch.distributed import _symmetric_memory as symmetric
 
         assert len(sizes) == len(PLACES) and count <= RANKS_MAX
@@ -81,15 +105,15 @@ class Exchange:
 
     @property
     def bytes(self) -> int:
-        """Of this rank's memory."""
+        """Bytes of this rank's memory."""
         return self._memory.nbytes
 
     def place(self, which: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Where this rank's part goes: `shape` dtype. None: it has no room there, on no rank."""
+        """Return this rank's part of a buffer with a shape and dtype; None if it does not fit, on any rank."""
         needed = shape[0] * shape[1] * dtype.itemsize
         octets = self._places[which]
         return octets[:needed].view(dtype).view(shape) if needed <= len(octets) else None
 
     def peers(self, which: int, polls_max: int = 0) -> Peers:
-        """For a kernel that reads a place of all ranks."""
+        """Return a buffer of all ranks for a kernel."""
         return replace(self._peers[which], polls_max=polls_max)

@@ -1,8 +1,8 @@
-"""Pages of libraries that were needed while a model was loaded, and are not any more: 150 MB of a worker on a CPU.
+"""Releases library pages that only the loading of a model needed: 150 MB of a worker on a CPU.
 
-A page of a mapped file that was read once counts as resident until the kernel is short of memory; then it is unmapped,
-and read from the file where it is needed again. This does the same at a known time. What is in the kernel's cache stays
-there: what is used again, an eighth of it, comes back without the disk.
+A page of a mapped file that was read once stays resident until the kernel runs short of memory, which then unmaps it.
+This module does so at a known time. The data stays in the page cache, so the eighth that is used again comes back
+without disk access.
 """
 
 from __future__ import annotations
@@ -16,15 +16,22 @@ from pathlib import Path
 
 HEADER = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+) *(.*)$")
 READ_ONLY = frozenset({"r--p", "r-xp"})
-DELETED = " (deleted)"  # what the kernel puts behind the path of a file that is gone
+DELETED = " (deleted)"  # suffix of the path of a deleted file
 
 
 @dataclass
 class Mapping:
-    """A part of this process's address space, from /proc/self/smaps. All sizes in bytes.
+    """A mapping of this process, from /proc/self/smaps. All sizes are in bytes.
 
-    permissions: as `r-xp`. path: of the file, or a name in brackets, or "". resident: what is in memory of it, of which
-    own: is no file's, but this process's. swapped: what was its own and is not in memory.
+    Attributes:
+        start: First address.
+        size: Length.
+        permissions: Such as `r-xp`.
+        inode: Inode of the file; 0 without a file.
+        path: Path of the file, a name in brackets, or "".
+        resident: Bytes in memory.
+        own: Resident bytes that belong to this process and not to a file.
+        swapped: Private bytes in swap.
     """
 
     start: int
@@ -41,7 +48,11 @@ FIELDS = {"Rss": "resident", "Anonymous": "own", "Swap": "swapped"}
 
 
 def mappings() -> Iterator[Mapping]:
-    """All of this process. Errors: OSError where the system has no such file."""
+    """Yield the mappings of this process.
+
+    Raises:
+        OSError: The system has no /proc/self/smaps.
+    """
     mapping = None
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         if match := HEADER.match(line):
@@ -58,11 +69,11 @@ def mappings() -> Iterator[Mapping]:
 
 
 def release_library_pages() -> int:
-    """Returns how many bytes of libraries were resident and are not any more. 0 where there is no such thing.
+    """Release resident library pages, and return the number of bytes; 0 where the system does not support it.
 
-    Of what is mapped only what cannot be lost: it is read-only, no page of it was ever written (a library's addresses
-    are, before they become read-only), and its file still has a name. Files of which nothing can be executed are left
-    alone: a model's weights may be among them.
+    Only pages that can be read again are released: the mapping is read-only, none of its pages was ever written
+    (relocated pages are, before they become read-only), and its file still has a name. Files without executable
+    mappings are skipped: they may hold a model's weights.
     """
     try:
         found = [mapping for mapping in mappings() if mapping.inode and mapping.resident]
@@ -76,6 +87,6 @@ def release_library_pages() -> int:
         clean = mapping.permissions in READ_ONLY and mapping.own == mapping.swapped == 0
         if not clean or mapping.path not in libraries or mapping.path.endswith(DELETED):
             continue
-        if advise(mapping.start, mapping.size, mmap.MADV_DONTNEED) == 0:  # not 0 where somebody locked it in memory
+        if advise(mapping.start, mapping.size, mmap.MADV_DONTNEED) == 0:  # fails for locked memory
             released += mapping.resident
     return released

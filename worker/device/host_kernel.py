@@ -1,14 +1,14 @@
-"""Kernels that run on the CPU: compiled by Numba once, kept on disk, and run by torch's own threads.
+"""CPU kernels: compiled by Numba once, cached on disk, and run by torch's own threads.
 
-A kernel is a function of one address, where its arguments lie: an int64 that counts the tickets taken, one that counts
-the threads that came, then what `host_kernel` was told of. Its threads take tickets until there are none left (see
-`vector.take_ticket`), so it does not matter how many there are, and a thread that is late holds up nobody.
+A kernel is a function of one address, where its arguments are stored: an int64 that counts the tickets taken, one that
+counts the threads that arrived, then the arguments declared to `host_kernel`. Threads take tickets until none are left
+(see `vector.take_ticket`), so the number of threads does not matter, and a late thread delays no other.
 
-There is one pool of threads in the process: the kernel is called by the OpenMP library that torch is linked with
-(`GOMP_parallel`, which LLVM's and Intel's have too), so the threads are those that just did a product. A pool of
-Numba's own would fight them for the cores.
+The process has one thread pool: the OpenMP library that torch is linked with calls the kernel (`GOMP_parallel`, which
+LLVM's and Intel's libraries provide too), so the kernel runs on the threads that just computed a product. A separate
+pool of Numba's would compete for the cores.
 
-Law: a kernel is made of its own file, of vector.py and rows.py; what is kept is found by these files' contents.
+Law: a kernel consists of its own file, vector.py and rows.py; the cache key is the contents of these files.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ import torch
 from kvforge.models.code_cache import code_folder
 from kvforge.protocol.errors import KvforgeError
 
-CAPABILITIES = ("AVX2", "AVX512")  # of a CPU, as torch calls them
+CAPABILITIES = ("AVX2", "AVX512")  # CPU capabilities by torch's names
 SHARED_FILES = ("vector.py", "rows.py", "host_kernel.py")
-OPTIONS = {"error_model": "numpy"}  # nothing is raised: a kernel has nobody to tell
+OPTIONS = {"error_model": "numpy"}  # a kernel cannot raise
 log = logging.getLogger("worker")
 
 
 def host_kernel_problem() -> str:
-    """Why this process cannot run such kernels; "" where it can."""
+    """Return why this process cannot run CPU kernels; "" if it can."""
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in CAPABILITIES:
-        return f"kernels are compiled for AVX2 and AVX-512, this CPU has {capability}"
+        return f"kernels need AVX2 or AVX-512, this CPU has {capability}"
     try:
         import_module("numba")
-    except ImportError as error:  # not there, or it refuses this numpy
+    except ImportError as error:  # not installed, or incompatible with this numpy
         return f"Numba cannot be imported: {error}"
     return ""
 
 
 class HostKernel:
-    """A kernel, compiled when it is first called."""
+    """A CPU kernel, compiled on its first call."""
 
     def __init__(self, function: Callable[[int], None], layout: str, names: str = "") -> None:
         self.function, self.name, self.names = function, function.__name__, ("", "", *names.split())
@@ -60,12 +60,12 @@ class HostKernel:
         self._where = ctypes.addressof(self._arguments)
 
     def __call__(self, threads: int, *numbers: float) -> None:
-        """Runs it to its end. threads: at most so many. numbers: as `layout` has them."""
+        """Run the kernel to its end on at most `threads` threads. numbers: the arguments in the order of `layout`."""
         self.layout.pack_into(self._arguments, 0, 0, 0, *numbers)
         self.run(threads, self._where)
 
     def run(self, threads: int, where: int) -> None:
-        """The same with arguments that lie at an address, their two counters at 0."""
+        """Run the kernel on arguments that are stored at the address `where`, with their two counters at 0."""
         if threads == 1:
             self._alone(where)
         else:
@@ -80,20 +80,20 @@ class HostKernel:
         if compiled is None:
             compiled = self._compile(None)
         kept = "loaded" if compiled.cache_hits else "compiled"
-        log.debug("the CPU's kernel %s was %s in %.1f s", self.name, kept, time.perf_counter() - began)
+        log.debug("CPU kernel %s: %s in %.1f s", self.name, kept, time.perf_counter() - began)
         return compiled
 
     def _kept(self, folder: Path) -> Any | None:
-        """From what is kept in the folder, or compiled and kept there; None where it cannot be.
+        """Load the kernel from the cache folder, or compile and store it there; None if the folder cannot be used.
 
-        A machine that lost its power leaves files that are empty or cut: they are removed, and made once more.
+        A power failure leaves empty or truncated files. They are removed, and the kernel is compiled once more.
         """
         for _ in range(2):
             try:
                 return self._compile(folder)
             except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes, a full disk OSError
                 log.warning(
-                    "the CPU's kernel %s cannot be kept as it is: %s: %s", self.name, type(error).__name__, error
+                    "cannot load or store CPU kernel %s in the cache: %s: %s", self.name, type(error).__name__, error
                 )
             with suppress(OSError):
                 for path in folder.rglob(f"*.{self.name}-*.nb*"):
@@ -120,15 +120,24 @@ class HostKernel:
 
 
 def host_kernel(layout: str, names: str = "") -> Callable[[Callable[[int], None]], HostKernel]:
-    """Makes a kernel of a function. layout: of its arguments, as `struct` has it; q: int64, d: double. names: of the
-    arguments, where `Calls` of it are made."""
+    """Make a decorator that turns a function into a kernel.
+
+    Args:
+        layout: Types of the arguments in `struct` notation; q: int64, d: double.
+        names: Names of the arguments, needed for `Calls`.
+    """
     return lambda function: HostKernel(function, layout, names)
 
 
 class Calls:
-    """Many calls of one kernel, their arguments laid out beforehand: what packing all of them each time costs is saved.
+    """Calls of one kernel with arguments packed in advance, to avoid the cost of packing at each call.
 
-    calls: the arguments of each. Errors: what `struct` raises for arguments that are not as the kernel's layout.
+    Args:
+        kernel: The kernel.
+        calls: The arguments of each call.
+
+    Raises:
+        struct.error: The arguments do not match the kernel's layout.
     """
 
     def __init__(self, kernel: HostKernel, calls: Sequence[Sequence[float]]) -> None:
@@ -142,13 +151,13 @@ class Calls:
         self._columns = {name: kernel.names.index(name) for name in kernel.names if name}
 
     def renew(self, **numbers: int) -> None:
-        """Each call may be made once more; these arguments, integers, are other ones now, in all of them."""
+        """Prepare all calls for another run, with new values of these integer arguments in every call."""
         self._numbers[:, :2] = 0
         for name, number in numbers.items():
             self._numbers[:, self._columns[name]] = number
 
     def run(self, threads: int, index: int, **numbers: int) -> None:
-        """Makes one of the calls, to its end. numbers: arguments that are integers, of this one alone."""
+        """Run one call to its end. numbers: integer arguments of this call to change first."""
         row = self._rows[index]
         for name, number in numbers.items():
             row[self._columns[name]] = number
@@ -156,54 +165,54 @@ class Calls:
 
 
 def part(function: Callable[..., Any]) -> Any:
-    """Makes a function that kernels are made of."""
+    """Compile a function that kernels call."""
     import numba
 
     return numba.njit(**OPTIONS)(function)
 
 
 def threads_for(microseconds: float) -> int:
-    """Threads for work that takes one of them so long: all that torch has, where that gains more than waking them."""
+    """Return the threads for work of this length on one thread: all of torch's if that outweighs waking them."""
     return torch.get_num_threads() if microseconds > _waking_us() and _parallel() is not None else 1
 
 
 @lru_cache(maxsize=1)
 def _waking_us() -> float:
-    """What more threads must gain: those that spin (see `worker.cores`) see work at once, others have to be woken."""
+    """Return the microseconds that more threads must save. Spinning threads (see `worker.cores`) need no wake-up."""
     spins = os.environ.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE" or os.environ.get("GOMP_SPINCOUNT", "0") != "0"
     return 20.0 if spins else 100.0
 
 
 @lru_cache(maxsize=1)
 def _parallel() -> Callable[[int, int, int, int], None] | None:
-    """GOMP_parallel of the OpenMP library that this torch is linked with; None where there is none."""
+    """Return GOMP_parallel of the OpenMP library that this torch is linked with; None if there is none."""
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         try:
-            # dlsym looks through what a library is linked with too: it finds the very one that torch calls.
+            # dlsym also searches a library's dependencies: it finds the very function that torch calls.
             found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).GOMP_parallel
         except (OSError, AttributeError):
             continue
         found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
         return found
-    log.warning("torch is linked with no OpenMP library: the CPU's kernels run on one thread")
+    log.warning("torch is not linked with an OpenMP library: CPU kernels run on one thread")
     return None
 
 
 @lru_cache(maxsize=16)
 def _kept_in(path: Path) -> Path | None:
-    """The folder for what is compiled of this file; None where nothing can be kept."""
+    """Return the cache folder for kernels of this file; None if nothing can be cached."""
     try:
         digest = hashlib.sha256()
         for part in (*(Path(__file__).with_name(name) for name in SHARED_FILES), path):
             digest.update(part.read_bytes())
-        cache = code_folder("numba")  # Numba unpickles what it finds there
+        cache = code_folder("numba")  # Numba unpickles its files: the folder must be trusted
         if cache is None:
             return None
         folder = cache / digest.hexdigest()[:16]
         folder.mkdir(exist_ok=True, mode=0o700)
         if os.access(folder, os.W_OK):
             return folder
-        log.info("the CPU's kernels are not kept: %s cannot be written", folder)
+        log.info("CPU kernels are not cached: %s is not writable", folder)
     except (OSError, KvforgeError) as error:
-        log.info("the CPU's kernels are not kept: %s", error)
+        log.info("CPU kernels are not cached: %s", error)
     return None

@@ -1,8 +1,8 @@
-"""The processes that compute one model together, each with a slice of its weights (tensor parallel).
+"""Tensor parallelism: the processes that compute one model together, each with a slice of its weights.
 
-They meet under a name that the coordinator gives to one life of their group, and exchange numbers from then on: always
-all of them, always in the order of their ranks. What is exchanged is gathered and never summed on the way: whoever adds
-it up does so in the order of ranks, so that the bits depend neither on how many rows there are nor on who was first.
+They meet at a rendezvous that the coordinator names for each life of the group. From then on all ranks exchange
+numbers together, in the order of their ranks. Parts are gathered and never summed on the way. The receiver adds them in
+the order of ranks, so that the bits depend neither on the number of rows nor on the order of arrival.
 """
 
 from __future__ import annotations
@@ -23,17 +23,27 @@ from .device import Device
 from .exchange import Exchange, Sharing
 
 log = logging.getLogger(__name__)
-# For all to have come, and for each to have done its part of a step. A coordinator ends a group that hangs long before.
+# Timeouts of the rendezvous and of one collective. The coordinator ends a hanging group long before.
 MEETING_S, STEP_S = 300, 3600
 TEXT_MAX = 1 << 16
 
 
 class Ranks:
-    """One process's place among them. A process that computes alone has no such object."""
+    """This process's membership in its group of ranks. A process that computes alone has none."""
 
     def __init__(self, rank: int, count: int, device: Device, backend: str = "auto") -> None:
-        """rank: from 0. count: of processes. backend: gloo (through the host's memory), nccl (RCCL on AMD), or auto: on
-        GPUs nccl, and what is added up in each layer through each other's memory (see `kernels.sharing`)."""
+        """Choose the backend; `meet` joins the group.
+
+        Args:
+            rank: This rank, from 0.
+            count: Number of ranks.
+            device: This rank's device.
+            backend: gloo (through host memory), nccl (RCCL on AMD), or auto: nccl on GPUs, with the sums of each layer
+                through direct access to the other ranks' memory (see `kernels.sharing`).
+
+        Raises:
+            InvalidConfiguration: nccl without a GPU.
+        """
         assert 0 <= rank < count
         self.rank, self.count, self._device = rank, count, device
         self._backend = backend if backend != "auto" else ("nccl" if device.owns_memory else "gloo")
@@ -41,17 +51,21 @@ class Ranks:
             raise InvalidConfiguration("collectives", "'nccl' is for GPUs; use 'auto'")
         self._group: dist.ProcessGroup | None = None
         self._place: Path | None = None
-        # See `kernels.sharing`; and why there is none.
+        # Direct exchange (see `kernels.sharing`), and the reason if it is not used.
         self.shared: Sharing | None = None
         self.unshared = "" if backend == "auto" and self.capturable else f"collectives = {self._backend!r}"
 
     def meet(self, place: Path) -> None:
-        """Waits for all the others. place: a file that nobody has met at before, on a disk that all of them see.
+        """Wait for all other ranks.
 
-        Raises WorkerError where one does not come.
+        Args:
+            place: An unused file on a disk that all ranks see.
+
+        Raises:
+            WorkerError: A rank did not arrive.
         """
         self._place = place
-        log.info("rank %d of %d: meeting the others at %s", self.rank, self.count, place)
+        log.info("rank %d of %d: rendezvous at %s", self.rank, self.count, place)
         try:
             store = dist.FileStore(str(place), self.count)  # type: ignore[attr-defined]
             store.set_timeout(timedelta(seconds=MEETING_S))
@@ -62,12 +76,12 @@ class Ranks:
             raise WorkerError(f"rank {self.rank} of {self.count} could not meet the others: {error}") from error
         self._group = dist.group.WORLD
         self.gather(torch.zeros(1, device=self._device.torch_device))
-        if self._backend == "gloo":  # nobody looks there any more; NCCL does
+        if self._backend == "gloo":  # gloo no longer reads the file; NCCL does
             self._leave_place()
-        log.info("rank %d of %d: all are here, over %s", self.rank, self.count, self._backend)
+        log.info("rank %d of %d: all ranks connected over %s", self.rank, self.count, self._backend)
 
     def describe(self) -> str:
-        """How they exchange, for people."""
+        """Describe the transport between ranks, for people."""
         how = "through each other's memory" if self.shared is not None else f"by {self._backend}: {self.unshared}"
         return f"{self.count}, which exchange {how}"
 
@@ -77,24 +91,35 @@ class Ranks:
         return self._backend == "nccl"
 
     def exchange(self, sizes: Sequence[int]) -> Exchange:
-        """Memory of all ranks that each can read. sizes: bytes of its places, the same on all ranks.
+        """Allocate memory that all ranks can read.
 
-        Raises RuntimeError where there is no such memory.
+        Args:
+            sizes: Bytes of its buffers, the same on all ranks.
+
+        Raises:
+            RuntimeError: Such memory is not available.
         """
-        assert self._place is not None, "they have met"
+        assert self._place is not None, "call `meet` first"
         with _sockets_in(self._place.parent):
             return Exchange(self.rank, self.count, self._group, self._device.torch_device, sizes)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """[count, *part.shape], new: what each has given, in order. part: of one shape and dtype everywhere.
+        """Gather a tensor from all ranks.
 
-        Raises WorkerError where one of them is gone: while a model is tried out, RuntimeError would be its fault.
-        NCCL waits then, or ends this process.
+        Args:
+            part: This rank's part, of one shape and dtype on all ranks.
+
+        Returns:
+            [count, *part.shape], a new tensor, in the order of ranks.
+
+        Raises:
+            WorkerError: A rank is gone. (A RuntimeError would blame the model while it is tried out.) NCCL waits
+                instead, or ends this process.
         """
         part = part.contiguous()
         through_host = self._backend == "gloo" and part.device.type != "cpu"
         sent = part.cpu() if through_host else part
-        # As octets: not every library knows every dtype.
+        # As bytes: not every library knows every dtype.
         octets = sent.view(torch.uint8) if sent.dim() else sent.view(1).view(torch.uint8)
         found = torch.empty((self.count, *octets.shape), dtype=torch.uint8, device=octets.device)
         if self._backend == "nccl":
@@ -103,12 +128,16 @@ class Ranks:
             try:
                 dist.all_gather(list(found.unbind()), octets, group=self._group)
             except RuntimeError as error:
-                raise WorkerError(f"rank {self.rank} of {self.count} has lost another one: {error}") from error
+                raise WorkerError(f"rank {self.rank} of {self.count} lost another rank: {error}") from error
         gathered = found.view(part.dtype).view(self.count, *part.shape)
         return gathered.to(part.device) if through_host else gathered
 
     def texts(self, text: str) -> list[str]:
-        """What each has said, in order. Raises WorkerError where one of them is gone."""
+        """Gather a text from all ranks, in the order of ranks.
+
+        Raises:
+            WorkerError: A rank is gone.
+        """
         octets = text.encode()[:TEXT_MAX]
         line = torch.zeros(TEXT_MAX + 4, dtype=torch.uint8)
         line[:4] = torch.tensor(list(len(octets).to_bytes(4, "little")), dtype=torch.uint8)
@@ -119,12 +148,16 @@ class Ranks:
         return [bytes(each[4 : 4 + n].tolist()).decode(errors="replace") for each, n in zip(said, lengths, strict=True)]
 
     def agreed(self, mine: bool) -> bool:
-        """Whether all of them say yes. Raises WorkerError where one of them is gone."""
+        """Return whether all ranks agree.
+
+        Raises:
+            WorkerError: A rank is gone.
+        """
         said = torch.full((1,), int(mine), dtype=torch.int32, device=self._device.torch_device)
         return bool(self.gather(said).all())
 
     def close(self) -> None:
-        """Leaves, whatever the others do. The last thing that a process does here: see `must_leave_at_once`."""
+        """Leave the group, whatever the other ranks do. Must be the last use of the group: see `must_leave_at_once`."""
         self.shared = None
         if self._group is not None and self._backend != "nccl":
             self._group = None
@@ -139,8 +172,11 @@ class Ranks:
 
 @contextlib.contextmanager
 def _sockets_in(folder: Path) -> Iterator[None]:
-    """torch's symmetric memory is handed over through sockets in the folder for temporary files, which under systemd is
-    another one for each rank: then one would fail, and the other wait for ever."""
+    """Set TMPDIR to a folder that all ranks share.
+
+    torch passes symmetric memory through sockets in the folder for temporary files. systemd gives each rank its own:
+    one rank would fail, and the other would wait for ever.
+    """
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(folder)
     try:
@@ -153,10 +189,10 @@ def _sockets_in(folder: Path) -> Iterator[None]:
 
 
 def must_leave_at_once() -> bool:
-    """Whether this process is to end without the farewells of libraries (`os._exit`).
+    """Return whether this process must exit without the shutdown handlers of libraries (`os._exit`).
 
-    NCCL, RCCL and what torch has around them wait for the other ranks there, of which one may be stopped, or just serve
-    on: seen on two H100, a rank that was told to stop alone was still there a minute later. The driver takes back all
-    that a process had, as it does where one is killed.
+    On exit NCCL, RCCL and torch's code around them wait for the other ranks, which may be stopped or still serving: on
+    two H100, a rank that was stopped alone was still there a minute later. The driver frees all resources of the
+    process, as after a kill.
     """
     return dist.is_available() and dist.is_initialized()

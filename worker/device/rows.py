@@ -1,7 +1,7 @@
-"""Rows of numbers in any dtype, for the kernels of the CPU: to float32 and back.
+"""Rows of numbers in any dtype, for CPU kernels: conversion to float32 and back.
 
-A row may be of any length. Its last numbers are done by a vector that reaches back over some that are done already; a
-row that is shorter than a vector is done number by number.
+A row may have any length. Its last numbers are handled by a vector that overlaps the one before; a row shorter than a
+vector is handled number by number.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ spread_one = spreading(1)
 
 @part
 def item_bytes(code):
+    """Return the bytes of a number of this dtype."""
     if code == FLOAT32:
         return 4
     return 2 if code in (FLOAT16, BFLOAT16) else 1
@@ -54,7 +55,7 @@ def load_any(address, code):
 
 @part
 def read_any(address, code):
-    """One number."""
+    """Load one number."""
     if code == FLOAT32:
         return first_lane(_one_float32(address))
     if code == BFLOAT16:
@@ -66,7 +67,7 @@ def read_any(address, code):
 
 @part
 def store_any(address, vector, code):
-    """16 numbers, rounded to a float."""
+    """Store 16 numbers, rounded to a float dtype."""
     if code == FLOAT32:
         store(address, vector)
     elif code == BFLOAT16:
@@ -77,7 +78,7 @@ def store_any(address, vector, code):
 
 @part
 def write_any(address, number, code):
-    """One number, rounded to a float."""
+    """Store one number, rounded to a float dtype."""
     one = spread_one(number)
     if code == FLOAT32:
         _put_float32(address, one)
@@ -89,7 +90,7 @@ def write_any(address, number, code):
 
 @part
 def widen(source, code, target, count, factor):
-    """target [count] float32 = source [count] x factor. They do not overlap."""
+    """Write target [count] float32 = source [count] x factor. They must not overlap."""
     size = item_bytes(code)
     if count < LANES:
         for index in range(count):
@@ -103,7 +104,7 @@ def widen(source, code, target, count, factor):
 
 @part
 def narrow(source, target, code, count, factor):
-    """target [count] = source [count] float32 x factor. They do not overlap."""
+    """Write target [count] = source [count] float32 x factor. They must not overlap."""
     size = item_bytes(code)
     if count < LANES:
         for index in range(count):
@@ -117,7 +118,7 @@ def narrow(source, target, code, count, factor):
 
 @part
 def copy(source, code, target, target_code, count):
-    """target [count] = source [count], in another dtype, a float. They do not overlap."""
+    """Write target [count] = source [count], in another dtype, a float. They must not overlap."""
     size, target_size = item_bytes(code), item_bytes(target_code)
     if count < LANES:
         for index in range(count):

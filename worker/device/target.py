@@ -1,8 +1,8 @@
-"""What a GPU architecture is to a kernel: its limits, what it can do, and the tile sizes chosen for it.
+"""GPU architectures as kernels see them: limits, capabilities, and tile sizes.
 
-A kernel never asks which GPU it runs on. It is given a `Target` and takes its tiles from it, by the bytes of a stored
-number and by head size, rounded up to a few classes. So every choice can be compiled and inspected for every target in
-the tests (see `worker.kernels.aot`).
+A kernel never asks which GPU it runs on. It takes its tiles from a `Target`, by the bytes of a stored number and by
+head size, rounded up to a few classes. The tests can therefore compile and inspect every choice for every target (see
+`worker.kernels.aot`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 
 HEAD_CLASSES = (64, 128, 256)  # head sizes are padded to the next one: powers of two, as Triton's tiles must be
-HEAD_UNIT = 8  # divides every head size that the kernels are made for
+HEAD_UNIT = 8  # divides every supported head size
 
 
 @dataclass(frozen=True)
 class TileKey:
-    """What a choice of tiles depends on. head: one of HEAD_CLASSES. itemsize: bytes of a stored number of K or V."""
+    """Key of a choice of tiles. head: one of HEAD_CLASSES. itemsize: bytes of a stored number of K or V."""
 
     head: int
     itemsize: int
@@ -25,9 +25,13 @@ class TileKey:
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """keys: of one tile of the loop over a row's tokens. warps, stages: Triton's num_warps and num_stages.
+    """Tile sizes of decode attention.
 
-    waves_per_block: work items in flight for each multiprocessor that the planner balances for.
+    Attributes:
+        keys: Keys of one tile of the loop over a row's tokens.
+        warps: Triton's num_warps.
+        stages: Triton's num_stages.
+        waves_per_block: Work items in flight on each multiprocessor, which the planner balances for.
     """
 
     keys: int
@@ -38,7 +42,14 @@ class DecodeTiles:
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """queries: rows of a tile, counted as tokens x query heads of one KV head. keys: of one step of the inner loop."""
+    """Tile sizes of prefill attention.
+
+    Attributes:
+        queries: Rows of a tile, counted as tokens x query heads of one KV head.
+        keys: Keys of one step of the inner loop.
+        warps: Triton's num_warps.
+        stages: Triton's num_stages.
+    """
 
     queries: int
     keys: int
@@ -48,7 +59,7 @@ class PrefillTiles:
 
 @dataclass(frozen=True)
 class WriteTiles:
-    """warps: Triton's num_warps."""
+    """Launch parameters of the write kernel. warps: Triton's num_warps."""
 
     warps: int
 
@@ -57,22 +68,32 @@ class WriteTiles:
 class Target:
     """One architecture.
 
-    name: for people, and the key of `TARGETS`. backend: cuda, hip or cpu (Triton's interpreter). arch: what Triton's
-    GPUTarget takes. warp_size: threads of a warp or wave. shared_bytes: shared memory (LDS) that one block may use.
-    matrix: pattern of the names of its matrix instructions in assembly, "" where there are none.
-    multiprocessors: SMs or compute units; of the device at hand where there is one.
-    hopper: its matrix instructions and copies are those that `prefill_hopper` is written in. chained: a kernel may
-    start before the one before it has ended (programmatic dependent launch). packed: quantised dtypes of which two
-    numbers become two float16 in a few instructions, as written out in `decode_kernel`. bitwise: those that no
-    instruction converts, or that the compiler does not know there: their bits are put together as integers.
-    lacks: dtypes that it has no arithmetic for.
-    float32_products: Triton's input_precision. barrier_waits: for stores to memory, not to shared memory alone.
-    asks_softcap: its kernels are told at run time whether there is one, so that the tests can compile them all.
-    widens: multiplies bfloat16 as float32 (Triton 3.6's interpreter would as if it were integers).
-    steady: see `Device.steady`.
-    decode_rows: most query heads of one decode program; a KV head with more of them takes several programs.
-    decode, prefill: by TileKey. decode_few: where rows are so few that every program has a multiprocessor to itself.
-    write: the one choice.
+    Attributes:
+        name: Name for people, and the key of `TARGETS`.
+        backend: cuda, hip or cpu (Triton's interpreter).
+        arch: Architecture as Triton's GPUTarget takes it.
+        warp_size: Threads of a warp or wave.
+        shared_bytes: Shared memory (LDS) that one block may use.
+        matrix: Pattern of the names of its matrix instructions in assembly; "" if it has none.
+        multiprocessors: SMs or compute units; the count of the device present, if there is one.
+        decode_rows: Most query heads of one decode program; a KV head with more takes several programs.
+        decode: Decode tiles by TileKey.
+        decode_few: Decode tiles for so few rows that every program has a multiprocessor to itself.
+        prefill: Prefill tiles by TileKey.
+        write: Parameters of the write kernel.
+        hopper: Whether it has the matrix instructions and copies that `prefill_hopper` uses.
+        chained: Whether a kernel may start before the previous one has ended (programmatic dependent launch).
+        packed: Quantised dtypes that convert in pairs to float16 in a few instructions, as `decode_kernel`
+            does.
+        bitwise: Dtypes without a conversion instruction, or with one unknown to the compiler: kernels assemble their
+            bits as integers.
+        lacks: Dtypes without arithmetic.
+        float32_products: Triton's input_precision.
+        barrier_waits: Whether a barrier waits for stores to global memory and not only to shared memory.
+        asks_softcap: Whether kernels learn at run time if there is a soft cap, so that the tests can compile them all.
+        widens: Whether bfloat16 is multiplied as float32 (Triton 3.6's interpreter would multiply the bits as
+            integers).
+        steady: See `Device.steady`.
     """
 
     name: str
@@ -100,7 +121,7 @@ class Target:
 
 
 def head_class(head_size: int) -> int:
-    """`head_size` rounded up to one of HEAD_CLASSES, or to the next power of two beyond them."""
+    """Return `head_size` rounded up to one of HEAD_CLASSES, or to a power of two beyond them."""
     for size in HEAD_CLASSES:
         if head_size <= size:
             return size
@@ -108,9 +129,9 @@ def head_class(head_size: int) -> int:
 
 
 def in_units(*strides: int) -> list[int]:
-    """Strides and head sizes as kernels are given them: in units of HEAD_UNIT numbers, by which they multiply again.
+    """Convert strides and head sizes to units of HEAD_UNIT numbers; kernels multiply them again.
 
-    So the compiler knows how wide a load may be without compiling the kernel anew for strides that are multiples of 16.
+    The compiler then knows the width of a load without compiling the kernel anew for strides that are multiples of 16.
     """
     assert not any(stride % HEAD_UNIT for stride in strides), strides
     return [stride // HEAD_UNIT for stride in strides]

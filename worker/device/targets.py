@@ -1,4 +1,4 @@
-"""The table of GPU architectures that all kernels read, and which row of it is for the device at hand."""
+"""The table of GPU architectures that all kernels read, and the choice of a row for the device present."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _keys() -> list[TileKey]:
 def _decode(
     bytes_per_tile: int, warps: int, stages: int, keys_max: int = 128, waves: int = 1
 ) -> dict[TileKey, DecodeTiles]:
-    """Tiles of K that hold `bytes_per_tile`, between 16 and `keys_max` keys."""
+    """Return tiles of K of `bytes_per_tile`, with 16 to `keys_max` keys."""
     return {
         key: DecodeTiles(max(16, min(keys_max, bytes_per_tile // (key.head * key.itemsize))), warps, stages, waves)
         for key in _keys()
@@ -29,10 +29,14 @@ def _decode(
 
 
 def _prefill(*rows: tuple[int, ...], stored: tuple[int, ...] = (1, 2, 4)) -> dict[TileKey, PrefillTiles]:
-    """rows: (queries, keys, warps, stages) for each of HEAD_CLASSES, for numbers of `stored` bytes.
+    """Build prefill tiles.
 
-    Chosen by what the compiler says of registers (no spills, or the fewest; see `worker.kernels.aot`), and on sm_90 by
-    time as well.
+    They were chosen by the compiler's register use (no spills, or the fewest; see `worker.kernels.aot`), and on sm_90
+    by time as well.
+
+    Args:
+        rows: (queries, keys, warps, stages) for each of HEAD_CLASSES.
+        stored: Bytes of a stored number.
     """
     return {
         TileKey(head, itemsize): PrefillTiles(*row)
@@ -42,9 +46,9 @@ def _prefill(*rows: tuple[int, ...], stored: tuple[int, ...] = (1, 2, 4)) -> dic
 
 
 def _decode_hopper(tiles_in_flight: int, waves: int) -> dict[TileKey, DecodeTiles]:
-    """Tiles of 32 KiB where 128 keys have as much; twice as many in flight where they do not.
+    """Return tiles of 32 KiB where 128 keys fill them, else twice as many tiles in flight.
 
-    Each tile in flight takes two stages: its entries of the block table come one stage before its K and V.
+    Each tile in flight takes two stages: its entries of the block table are loaded one stage before its K and V.
     """
     made = {}
     for key in _keys():
@@ -55,10 +59,9 @@ def _decode_hopper(tiles_in_flight: int, waves: int) -> dict[TileKey, DecodeTile
 
 
 def _decode_rdna() -> dict[TileKey, DecodeTiles]:
-    """Small tiles over many warps, and more of those where there are no matrix instructions or heads are large.
+    """Return small tiles over many warps; more warps without matrix instructions or for large heads.
 
-    A thread has 256 registers and no accumulators beside them; what is left spills the least (see
-    `worker.kernels.aot`).
+    A thread has 256 registers and no accumulators beside them. These tiles spill the least (see `worker.kernels.aot`).
     """
     return {
         key: DecodeTiles(
@@ -69,7 +72,7 @@ def _decode_rdna() -> dict[TileKey, DecodeTiles]:
 
 
 def _nvidia(capability: int) -> dict[str, Any]:
-    """What NVIDIA GPUs of this compute capability (x 10) can do beside their tiles."""
+    """Return the capabilities of NVIDIA GPUs of this compute capability (x 10)."""
     return {
         "hopper": capability == 90,
         "chained": capability >= 90,
@@ -82,8 +85,8 @@ def _nvidia(capability: int) -> dict[str, Any]:
 
 
 def _nvidia_target(capability: int, shared_kib: int, multiprocessors: int) -> Target:
-    """One that was not measured: its tiles leave room for two programs in the 99 KiB of the smallest of them."""
-    tensor_cores = capability >= 80  # that take bfloat16 and float32, and copies that run beside them
+    """Return an untuned target: its tiles leave room for two programs in the smallest shared memory, 99 KiB."""
+    tensor_cores = capability >= 80  # with bfloat16 and float32, and asynchronous copies
     return Target(
         name=f"sm_{capability}",
         backend="cuda",
@@ -220,7 +223,7 @@ TARGETS: dict[str, Target] = {
             write=WriteTiles(warps=4),
             **RDNA,
         ),
-        # Triton's interpreter: one multiprocessor would never split a row, three split unevenly.
+        # Triton's interpreter: with one multiprocessor no row would be split; three split rows unevenly.
         Target(
             name="cpu",
             backend="cpu",
@@ -238,23 +241,29 @@ TARGETS: dict[str, Target] = {
         ),
     )
 }
-# Architectures that run another one's tiles: newer or smaller ones of the same family. Of others: the family's.
+# Architectures that use the tiles of another one of the same family, newer or smaller. Unlisted ones use the family's.
 _LIKE = {"gfx940": "gfx942", "gfx941": "gfx942", "gfx1101": "gfx1100", "gfx1102": "gfx1100", "gfx1200": "gfx1201"}
 _FAMILIES = {"gfx9": "gfx942", "gfx12": "gfx1201", "gfx": "gfx1100"}
 
 
 def current_target(device: Device) -> Target:
-    """The row of the table for `device`, with its own count of multiprocessors and, on NVIDIA, its own limits.
+    """Return the table's row for `device`, with the device's multiprocessors and, on NVIDIA, its own limits.
 
-    An architecture that is not in the table runs the tiles of the nearest one that is: its self-test decides whether
-    they are right there. Errors: InvalidConfiguration names `kernels` where no row fits the device.
+    An unlisted architecture uses the tiles of the nearest one; its self-test decides whether they work there.
+
+    Raises:
+        InvalidConfiguration: Names `kernels` if no row fits the device.
     """
     name, multiprocessors = device.architecture
     return _target_of(name, multiprocessors, device.shared_bytes, device.steady)
 
 
 def check_dtypes(device: Device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    """Whether `device` can compute in `dtype` over K and V of `kv_dtype`. Errors: InvalidConfiguration names which."""
+    """Check that `device` can compute in `dtype` over K and V of `kv_dtype`.
+
+    Raises:
+        InvalidConfiguration: Names the unsupported one.
+    """
     lacks = current_target(device).lacks
     for field, wanted in (("dtype", dtype), ("kv_dtype", kv_dtype)):
         if wanted in lacks:
@@ -268,7 +277,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @lru_cache(maxsize=64)
 def _target_of(name: str, multiprocessors: int, shared_bytes: int = 0, steady: bool = False) -> Target:
-    """shared_bytes: that a block may use on the device; 0: not known, so as much as others of its name have."""
+    """Return the target of an architecture. shared_bytes: per block; 0: unknown, use the table's value."""
     if steady:
         return replace(_target_of(name, multiprocessors, shared_bytes), steady=True)
     if name == "cpu":
@@ -281,9 +290,9 @@ def _target_of(name: str, multiprocessors: int, shared_bytes: int = 0, steady: b
 
 
 def _nvidia_target_of(name: str, multiprocessors: int, shared_bytes: int) -> Target:
-    """The tiles of the newest row that is no newer than the device and asks no more shared memory than it has.
+    """Return the newest row that is no newer than the device and needs no more shared memory than it has.
 
-    What was tuned on Hopper is for Hopper alone.
+    Rows tuned for Hopper serve Hopper only.
     """
     capability = _capability(name)
     if name in TARGETS:

@@ -1,12 +1,11 @@
-"""Vectors of float32 for kernels that Numba compiles: what a kernel on the CPU is written in.
+"""Vectors of float32 for kernels that Numba compiles: the building blocks of CPU kernels.
 
-A vector is a value of so many lanes, which LLVM keeps in as many registers as it takes; nothing depends on what its
-autovectoriser finds. Addresses are int64, and so are all sizes. Numbers in memory are of one of the `CODES`; they
-become float32 when they are loaded, and are rounded to nearest, ties to even, when they are stored.
+A vector is a value of a fixed number of lanes, which LLVM spreads over as many registers as needed; nothing depends on
+its autovectoriser. Addresses and sizes are int64. Numbers in memory have one of the dtypes in `CODES`: loading converts
+them to float32, storing rounds to nearest, ties to even.
 
-Numba takes these functions for operations of its own (its `intrinsic`): the first argument is its, the body makes
-LLVM's instructions. Nothing here is rounded or reordered otherwise than it is written: a sum has the order that it is
-given.
+These functions are Numba intrinsics: the first argument is Numba's, the body emits LLVM instructions. The compiler
+rounds and reorders nothing: a sum keeps its written order.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def _place(builder, address, kind):
 
 
 def _each(kind, value):
-    """A constant, in every lane."""
+    """Return a constant with `value` in every lane."""
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
 
@@ -71,7 +70,7 @@ def _spread(builder, scalar, lanes):
 
 
 def _llvm(builder, name, kind, arguments, **flags):
-    """A call of LLVM's own function for values like the last argument."""
+    """Call LLVM's function of this name for vectors like the last argument."""
     like = arguments[-1].type
     function_type = ir.FunctionType(kind, [each.type for each in arguments])
     function = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.{name}.v{like.count}f32")
@@ -99,7 +98,7 @@ def _load(builder, address, lanes, code):
     bits = builder.zext(numbers, integers)
     if code == BFLOAT16:
         return builder.bitcast(builder.shl(bits, _each(integers, 16)), wide)
-    # fp8 (e4m3fn): exponent and mantissa move to where float32 has them, and 2^120 makes up for the other bias.
+    # fp8 (e4m3fn): move exponent and mantissa to their float32 positions; 2^120 corrects the exponent bias.
     sign = builder.shl(builder.and_(bits, _each(integers, 0x80)), _each(integers, 24))
     size = builder.and_(bits, _each(integers, 0x7F))
     number = builder.bitcast(builder.shl(size, _each(integers, 20)), wide)
@@ -110,7 +109,7 @@ def _load(builder, address, lanes, code):
 
 
 def _store(builder, value, address, code):
-    """code: one of the floats."""
+    """Store a vector. code: a float dtype."""
     lanes = value.type.count
     if code == FLOAT16:
         value = builder.fptrunc(value, ir.VectorType(_f16, lanes))
@@ -120,14 +119,14 @@ def _store(builder, value, address, code):
         odd = builder.and_(builder.lshr(bits, _each(integers, 16)), _each(integers, 1))
         rounded = builder.add(builder.add(bits, _each(integers, 0x7FFF)), odd)
         rounded = builder.lshr(rounded, _each(integers, 16))
-        is_nan = builder.fcmp_unordered("uno", value, value)  # rounding up may take one for an infinity
+        is_nan = builder.fcmp_unordered("uno", value, value)  # rounding up could turn a NaN into an infinity
         rounded = builder.select(is_nan, _each(integers, 0x7FC0), rounded)
         value = builder.trunc(rounded, ir.VectorType(_i16, lanes))
     builder.store(value, _place(builder, address, value.type)).align = (4, 2, 2)[code]
 
 
 def loading(lanes: int, code: int) -> Any:
-    """The function load(address): `lanes` numbers of that dtype, as float32."""
+    """Make the function load(address): `lanes` numbers of that dtype, as float32."""
 
     @intrinsic
     def load(_, address):
@@ -140,7 +139,7 @@ def loading(lanes: int, code: int) -> Any:
 
 
 def storing(lanes: int, code: int) -> Any:
-    """The procedure store(address, vector), rounded to that dtype, a float."""
+    """Make the procedure store(address, vector), which rounds to that float dtype."""
 
     @intrinsic
     def store(_, address, vector):
@@ -154,10 +153,10 @@ def storing(lanes: int, code: int) -> Any:
 
 
 def transposing(code: int) -> Any:
-    """The procedure transpose(addresses, offset, target, stride).
+    """Make the procedure transpose(addresses, offset, target, stride).
 
-    It loads 16 numbers from each of 16 int64 addresses, `offset` bytes behind it, and stores them the other way round:
-    16 vectors of float32, `stride` bytes apart, the first of which has the first number of each.
+    It loads 16 numbers from each of 16 int64 addresses, plus `offset` bytes, and stores them transposed: 16 vectors of
+    float32, `stride` bytes apart. The first vector has the first number of each row.
     """
 
     @intrinsic
@@ -174,7 +173,7 @@ def transposing(code: int) -> Any:
                 ir.Constant(ir.VectorType(_i32, LANES), [n for k in range(first, first + half) for n in (k, LANES + k)])
                 for first in (0, half)
             ]
-            for _ in range(int(math.log2(LANES))):  # each time, row r and row r + 8 are shuffled like cards
+            for _ in range(int(math.log2(LANES))):  # interleave row r and row r + 8
                 pairs = [(rows[row], rows[row + half]) for row in range(half)]
                 rows = [builder.shuffle_vector(*pair, pick) for pair in pairs for pick in picks]
             for row, vector in enumerate(rows):
@@ -216,7 +215,7 @@ read_double, read_integer32 = _reading(_f64, types.float64), _reading(_i32, type
 
 
 def reading_integers(count: int) -> Any:
-    """The function read(address): a tuple of so many int64."""
+    """Make the function read(address): a tuple of `count` int64."""
 
     @intrinsic
     def read(_, address):
@@ -233,7 +232,7 @@ def reading_integers(count: int) -> Any:
 
 @intrinsic
 def fetch(_, address):
-    """Has the 64 bytes there brought into the caches; any address will do."""
+    """Prefetch the 64 bytes at an address into the caches; any address is allowed."""
 
     def generate(context, builder, _signature, arguments):
         place = _place(builder, arguments[0], _i8)
@@ -247,7 +246,7 @@ def fetch(_, address):
 
 @intrinsic
 def take_ticket(_, address):
-    """The int64 there, which is one more afterwards: no two threads get the same."""
+    """Return the int64 at an address and increment it atomically: each thread gets a distinct value."""
 
     def generate(_context, builder, _signature, arguments):
         return builder.atomic_rmw("add", _place(builder, arguments[0], _i64), _i64(1), "acq_rel")
@@ -259,7 +258,7 @@ def take_ticket(_, address):
 
 
 def spreading(lanes: int) -> Any:
-    """The function spread(number): a vector that has it in every lane."""
+    """Make the function spread(number): a vector with the number in every lane."""
 
     @intrinsic
     def spread(_, number):
@@ -287,7 +286,7 @@ add, subtract, multiply, divide = (_combining(name) for name in ("fadd", "fsub",
 
 @intrinsic
 def fma(_, a, b, c):
-    """a b + c, rounded once."""
+    """Compute a b + c, rounded once."""
 
     def generate(_context, builder, _signature, arguments):
         return _fma(builder, *arguments)
@@ -297,7 +296,7 @@ def fma(_, a, b, c):
 
 @intrinsic
 def maximum(_, a, b):
-    """The larger of each lane; a number where the other one is NaN."""
+    """Return the larger of each pair of lanes; if one is NaN, the other."""
 
     def generate(_context, builder, _signature, arguments):
         return _llvm(builder, "maxnum", arguments[0].type, arguments)
@@ -307,6 +306,8 @@ def maximum(_, a, b):
 
 @intrinsic
 def first_lane(_, a):
+    """Return lane 0."""
+
     def generate(_context, builder, _signature, arguments):
         return builder.extract_element(arguments[0], _i32(0))
 
@@ -315,7 +316,7 @@ def first_lane(_, a):
 
 @intrinsic
 def total(_, a):
-    """The sum of all lanes: neighbouring halves are added until one number is left."""
+    """Return the sum of all lanes: halves are added until one number is left."""
 
     def generate(_context, builder, _signature, arguments):
         (vector,) = arguments
@@ -335,7 +336,7 @@ def total(_, a):
 
 @intrinsic
 def largest(_, a):
-    """The largest lane; NaN only where all are."""
+    """Return the largest lane; NaN only if all are NaN."""
 
     def generate(_context, builder, _signature, arguments):
         return _llvm(builder, "vector.reduce.fmax", _f32, arguments)
@@ -345,7 +346,7 @@ def largest(_, a):
 
 @intrinsic
 def hadamard(_, a):
-    """The lanes times Hadamard's matrix of as many rows, of ones: sums and differences of lanes 1, 2, 4, ... apart."""
+    """Multiply the lanes by the Hadamard matrix: sums and differences of lanes 1, 2, 4, ... apart."""
 
     def generate(_context, builder, _signature, arguments):
         (vector,) = arguments
@@ -363,7 +364,7 @@ def hadamard(_, a):
 
 @intrinsic
 def store_bytes(_, address, a):
-    """Stores the lanes as bytes, without what is behind the point. Each is in [0, 256)."""
+    """Store the lanes as bytes, truncated to integers. Each must be in [0, 256)."""
 
     def generate(context, builder, _signature, arguments):
         address, vector = arguments
@@ -378,7 +379,7 @@ def store_bytes(_, address, a):
 
 @intrinsic
 def keep(_, a, first, end, other):
-    """`a` in the lanes from `first` up to `end`, the float32 `other` in all others."""
+    """Return `a` in the lanes from `first` up to `end`, and the float32 `other` in all other lanes."""
 
     def generate(_context, builder, _signature, arguments):
         vector, first, end, other = arguments
@@ -395,13 +396,13 @@ def keep(_, a, first, end, other):
 # n ln 2 is exact (Cody and Waite, "Software Manual for the Elementary Functions", 1980); p as in Cephes' expf.
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-_EXP_MIN, _EXP_MAX = -87.3, 88.37  # below: 0, for what is left would be no normal number; above: infinite
+_EXP_MIN, _EXP_MAX = -87.3, 88.37  # below: 0 instead of a subnormal number; above: infinite
 _ROUNDER = 1.5 * 2**23  # added to a small number, it leaves the nearest integer in the lowest bits
 
 
 @intrinsic
 def exp(_, a):
-    """e to the power of each lane, within 2 units in the last place. NaN stays NaN."""
+    """Compute e to the power of each lane, within 2 units in the last place. NaN stays NaN."""
 
     def generate(_context, builder, _signature, arguments):
         (x,) = arguments

@@ -37,7 +37,7 @@ def test_the_opened_gpu_becomes_the_current_one(index: int, two_gpus: list[int])
 
 
 def test_a_gpu_too_many_is_refused_and_changes_nothing(two_gpus: list[int]) -> None:
-    with pytest.raises(InvalidConfiguration, match="not below the number of devices, 2") as caught:
+    with pytest.raises(InvalidConfiguration, match="must be less than the number of devices, 2") as caught:
         open_device("auto", 2)
     assert caught.value.field == "device_index"
     open_device("cpu", 2)

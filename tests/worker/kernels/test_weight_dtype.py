@@ -196,10 +196,7 @@ def test_what_cannot_be_is_refused_by_name(
 
 def test_a_gpu_and_a_cpu_without_the_instructions_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Device("cuda", torch.device("cuda"), "NVIDIA H200")
-    assert (
-        quantising_problem(gpu, torch.bfloat16, "int8")
-        == "weights are quantised on CPUs alone, and this is NVIDIA H200"
-    )
+    assert quantising_problem(gpu, torch.bfloat16, "int8") == "quantised weights are for CPUs, and this is NVIDIA H200"
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
     assert "avx512_vnni" in quantising_problem(CPU, torch.float32, "int8")
