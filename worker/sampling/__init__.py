@@ -1,13 +1,13 @@
-"""From logits to tokens: what each slot asked for, and how a token is chosen.
+"""Sampling: from logits to tokens, with the sampling parameters of each slot.
 
-sampler.py      the state of every slot, and sampling in plain torch
-kernels.py      the same by kernels for rows whose whole vocabulary stays in play, and feeding tokens back
-host.py         by the CPU's kernels (host_kernels.py): such rows, and the draw of every other one
-grammar.py      which tokens a row may choose where its request has a grammar; grammar_tokens.py: the vocabulary for it
+sampler.py      the sampling state of every slot, and sampling in plain torch
+kernels.py      kernels for rows that sample from the whole vocabulary, and feeding tokens back
+host.py         the same on the CPU's kernels (host_kernels.py), and the draw of every other row
+grammar.py      token masks of rows with a grammar; grammar_tokens.py: the vocabulary for it
 draws.py        uniform numbers by (seed, position)
-filters.py      which tokens stay in play; penalties.py: what shifts logits
-selftest.py     the kernels against plain torch, at a worker's start
+filters.py      top_k, top_p and min_p; penalties.py: penalties and logit biases
+selftest.py     compares the kernels with plain torch, at a worker's start
 
-Law: what is drawn depends on the row's own logits, seed, position and sampling alone, never on the batch. Outside,
-`sampler.SamplingState` is the face; the kernels are launched by it alone.
+Law: a draw depends only on the row's own logits, seed, position and sampling parameters, never on the batch. Code
+outside uses `sampler.SamplingState`, which alone launches the kernels.
 """

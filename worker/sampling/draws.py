@@ -1,7 +1,7 @@
-"""Reproducible uniform numbers: one row of them per (request seed, number of tokens generated so far).
+"""Reproducible uniform numbers: one row per (request seed, number of tokens generated so far).
 
 Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) turns the 64-bit seed (its key)
-and the position (its counter) into 64 bits; SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) seeded with those gives each
+and the position (its counter) into 64 bits. SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), seeded with those, gives each
 token id of the vocabulary its number. Integer arithmetic gives the same bits on every device.
 """
 
@@ -16,7 +16,7 @@ PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def signed(value: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number."""
+    """Return the int64 with the bits of an unsigned 64-bit number."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -25,9 +25,16 @@ SPLITMIX_MULTIPLIERS = (signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB))
 
 
 def philox(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Philox4x32-10. counter: [n, 4], key: [n, 2], result: [n, 4], int64 holding unsigned 32-bit words.
+    """Compute Philox4x32-10.
 
-    The product of two words wraps in int64, which keeps all 64 bits; masks take the words out again.
+    The product of two words wraps in int64, which keeps all 64 bits; masks extract the words.
+
+    Args:
+        counter: [n, 4] int64 holding unsigned 32-bit words.
+        key: [n, 2], likewise.
+
+    Returns:
+        [n, 4], likewise.
     """
     c0, c1, c2, c3 = counter.unbind(-1)
     k0, k1 = key.unbind(-1)
@@ -44,7 +51,7 @@ def philox(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def splitmix64(state: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Output number `index` (0 is the first) of SplitMix64 seeded with `state`; broadcasts; int64 bit patterns."""
+    """Return output number `index` (from 0) of SplitMix64 seeded with `state`; broadcasts; int64 bit patterns."""
     z = state + (index + 1) * SPLITMIX_GAMMA
     z = (z ^ _shift_right(z, 30)) * SPLITMIX_MULTIPLIERS[0]
     z = (z ^ _shift_right(z, 27)) * SPLITMIX_MULTIPLIERS[1]
@@ -52,14 +59,20 @@ def splitmix64(state: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Logical shift: torch's >> on int64 drags the sign along."""
+    """Shift logically: torch's >> on int64 is arithmetic."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` numbers in (0, 1) for each row: [n, count] float64 device, multiples of 2^-53 plus half of one.
+    """Return `count` numbers in (0, 1) for each row.
 
-    seeds: [n] int64 device, the bits of the unsigned 64-bit seeds. positions: [n] int64 device.
+    Args:
+        seeds: [n] int64 on the device, the bits of the unsigned 64-bit seeds.
+        positions: [n] int64 on the device.
+        count: Numbers per row.
+
+    Returns:
+        [n, count] float64 on the device, multiples of 2^-53 plus half of one.
     """
     zero = torch.zeros_like(positions)
     counter = torch.stack((positions & MASK_32, _shift_right(positions, 32), zero, zero), dim=-1)

@@ -1,8 +1,8 @@
-"""Which tokens stay in play, and log-probabilities: the parts of sampling that look at a whole row.
+"""Filters (top_k, top_p, min_p) and log-probabilities: the parts of sampling that need a whole row.
 
-No result depends on the batch. What is not elementwise or a maximum is a sum of integers: floating-point sums are
-taken in another order where there are other rows beside one, and a token at the edge of a filter would come and go.
-Weights are exp(score - highest score) in units of 2^-40, so that 2^22 of them fit an int64 with room to spare.
+No result depends on the batch. Everything except elementwise operations and maxima is a sum of integers: the order of
+floating-point sums changes with the number of rows, and a token at the edge of a filter would come and go. Weights are
+exp(score - highest score) in units of 2^-40, so that 2^22 weights fit an int64 with room to spare.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ import math
 import torch
 
 WEIGHT_BITS = 40
-NARROW = 1024  # tokens that the nucleus of a distribution is sought among first
+NARROW = 1024  # most likely tokens that are searched for the nucleus first
 ID_MASK = 0xFFFFFFFF
 
 
 def most_likely_mask(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int) -> torch.Tensor:
-    """What top_k and then top_p leave: [n, vocab] bool device. At least one token of each row stays.
+    """Apply top_k, then top_p. At least one token of each row stays. Ties keep the lowest ids.
 
-    scores: [n, vocab] float64 device, tempered. top_k: [n] int64 device, 0 is off. top_p: [n] float64 device, 1 is
-    off. width: how many tokens may have to be put in order: the largest top_k, or the vocabulary where one is 0.
-    Of equal scores the lowest ids stay.
+    Args:
+        scores: [n, vocab] float64 on the device, after the temperature.
+        top_k: [n] int64 on the device, 0 is off.
+        top_p: [n] float64 on the device, 1 is off.
+        width: Tokens to sort: the largest top_k, or the vocabulary if one is 0.
+
+    Returns:
+        [n, vocab] bool on the device, True for tokens that stay.
     """
     if scores.device.type == "cpu" and width > NARROW and not top_k.any():
         keep = _nucleus(scores, top_p)
@@ -39,8 +44,10 @@ def most_likely_mask(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Ten
 
 
 def _nucleus(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor | None:
-    """What top_p leaves, found among the NARROW most likely tokens; None where a row keeps more than those. Putting a
-    whole vocabulary in order takes a CPU four times as long. It has to look at numbers, for which a GPU would wait."""
+    """Apply top_p among the NARROW most likely tokens; None if a row keeps more than those.
+
+    Sorting a whole vocabulary takes a CPU four times as long. A GPU would have to wait for the values checked here.
+    """
     ordered = scores.topk(NARROW, dim=-1).values
     weights = _weights(ordered, ordered[:, :1])
     reached = top_p[:, None] * _weights(scores, ordered[:, :1]).sum(dim=-1, keepdim=True)
@@ -52,33 +59,52 @@ def _nucleus(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor | None:
 
 
 def _first(scores: torch.Tensor, cut: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """The first `count` tokens that score as much as `cut` or more, those above it before those that equal it."""
+    """Return a mask of the first `count` tokens with scores of `cut` or more; higher scores precede equal ones."""
     above, ties = scores > cut, scores == cut
     room = count - above.sum(dim=-1, keepdim=True)
     return above | (ties & (ties.cumsum(dim=-1) <= room))
 
 
 def min_p_mask(scores: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Tokens at least min_p times as likely as the likeliest: [n, vocab] bool device.
+    """Select tokens at least min_p times as likely as the most likely one.
 
-    scores: [n, vocab] float64 device, tempered. min_p: [n] float64 device; 0 leaves all.
+    Args:
+        scores: [n, vocab] float64 on the device, after the temperature.
+        min_p: [n] float64 on the device; 0 keeps all.
+
+    Returns:
+        [n, vocab] bool on the device.
     """
     return scores >= scores.amax(dim=-1, keepdim=True) + min_p.log()[:, None]
 
 
 def log_normaliser(logits: torch.Tensor) -> torch.Tensor:
-    """log(sum(exp(logits))) of each row, to about 1e-7: [n] float64 device. logits: [n, vocab] float32 device."""
+    """Compute log(sum(exp(logits))) of each row, to about 1e-7.
+
+    Args:
+        logits: [n, vocab] float32 on the device.
+
+    Returns:
+        [n] float64 on the device.
+    """
     highest = logits.amax(dim=-1, keepdim=True)
     total = _weights(logits, highest).sum(dim=-1)
     return total.double().log_() - WEIGHT_BITS * math.log(2) + highest.squeeze(1).double()
 
 
 def top_logprobs(logits: torch.Tensor, normaliser: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` most likely tokens of each row, the lowest id first among equals, and their log-probabilities.
+    """Return the `count` most likely tokens of each row with their log-probabilities; ties order by id.
 
-    logits: [n, vocab] float32 device, raw. normaliser: [n] float64 device. Returns [n, count] int64 and float32 device.
-    topk alone leaves open which of equal values it takes, so it is given distinct keys: the bits of the logit, made to
-    order like integers, above the inverted id.
+    torch's topk may return any of equal values, so it sorts distinct keys: the bits of the logit, made to order like
+    integers, above the inverted id.
+
+    Args:
+        logits: [n, vocab] float32 on the device, raw.
+        normaliser: [n] float64 on the device.
+        count: Tokens per row.
+
+    Returns:
+        Tokens [n, count] int64 and log-probabilities [n, count] float32, on the device.
     """
     bits = (logits + 0.0).view(torch.int32)  # -0.0 + 0.0 = 0.0: the two zeros are equal here too
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
@@ -89,5 +115,5 @@ def top_logprobs(logits: torch.Tensor, normaliser: torch.Tensor, count: int) -> 
 
 
 def _weights(scores: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
-    """exp(scores - highest) in units of 2^-WEIGHT_BITS: int64. Where a row is not finite the result means nothing."""
+    """Return exp(scores - highest) in units of 2^-WEIGHT_BITS as int64; undefined for rows that are not finite."""
     return (scores - highest).exp_().mul_(2.0**WEIGHT_BITS).long()

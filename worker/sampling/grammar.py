@@ -1,10 +1,9 @@
-"""Which tokens a row may choose from where its request has a grammar: a matcher of llguidance for each, and its masks.
+"""Guided decoding: the tokens that a row may sample under its grammar, from a matcher of llguidance per row.
 
-A matcher follows the answer's tokens: those that the row begins with, then each that the host learns of. So its state
-can always be made of the tokens again, and it is nowhere kept. A grammar is compiled once and copied for each row.
-Before that another process tries it within limits of time and memory, and steps go on meanwhile: a row that would
-choose before the answer is known is put off (`GrammarUntried`).
-Masks are made by threads of llguidance's own; none of them runs Python.
+A matcher follows the answer's tokens: the initial ones of the row, then each sampled token that the host learns. Its
+state can therefore always be rebuilt from the tokens and is not stored. A grammar is compiled once and copied for each
+row. Before that, another process tries it within limits of time and memory while steps go on. A row that would sample
+before the verdict is postponed (`GrammarUntried`). llguidance computes masks on its own threads, without Python.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ if TYPE_CHECKING:
 
 UNKNOWN, ACCEPTED, REFUSED = range(3)
 AGAIN_MS_MIN, AGAIN_MS_MAX = 20, 500
-COMPILED_MAX = 32  # grammars that are kept as they were compiled
+COMPILED_MAX = 32  # compiled grammars in the cache
 THREADS_MAX = 8
-CONTRADICTS = "doesn't satisfy the grammar"  # in what a matcher says of a token
+CONTRADICTS = "doesn't satisfy the grammar"  # in the matcher's error for a rejected token
 
 
 class GrammarUntried(WorkerError):
-    """The row's grammar is being tried: the row is to be computed again in again_ms."""
+    """The row's grammar is still being tried; compute the row again in `again_ms`."""
 
     def __init__(self, waited_s: float) -> None:
         super().__init__("the grammar is being tried")
@@ -45,10 +44,15 @@ class GrammarUntried(WorkerError):
 
 @dataclass(eq=False)
 class Shaped:
-    """A row with a grammar. generated: [n] int32, what it begins after. awaited: tokens chosen that are not known yet.
+    """A row with a grammar.
 
-    matcher: None until it is compiled. problem: why the row cannot go on. trial: why another process refuses the
-    grammar, "" where it does not, None while that is not known.
+    Attributes:
+        grammar: The grammar.
+        generated: [n] int32, the answer's tokens when the row began.
+        awaited: Sampled tokens that the host does not know yet.
+        matcher: None until the grammar is compiled.
+        problem: The error that stops the row.
+        trial: Why another process rejects the grammar; "" if it does not; None without a verdict.
     """
 
     grammar: Grammar
@@ -59,19 +63,19 @@ class Shaped:
     trial: str | None = None
 
     def accept(self, token: int) -> None:
-        """The row has chosen this token. One after the answer's end, of a step that was on its way, is ignored."""
+        """Advance the matcher by a sampled token. A token of a step in flight after the answer's end is ignored."""
         if self.matcher is None or self.problem is not None or self.matcher.is_stopped():
             return
         if not self.matcher.consume_token(token):
-            self.problem = self.stuck(f"token {token} was chosen, which the grammar does not allow")
+            self.problem = self.stuck(f"token {token} was sampled, but the grammar does not allow it")
 
     def stuck(self, contradiction: str) -> KvforgeError:
-        """Why the matcher does not go on: what is said, or a limit that the grammar has come to."""
+        """Return the error of a stopped matcher: the contradiction, or the limit that the grammar reached."""
         assert self.matcher is not None
         told = self.matcher.get_error()
         if CONTRADICTS in told or not told:
             return WorkerError(contradiction)
-        return InvalidRequest(FIELDS[self.grammar.kind], f"cannot go on: {explained(told)}")
+        return InvalidRequest(FIELDS[self.grammar.kind], f"cannot continue: {explained(told)}")
 
 
 class Grammars:
@@ -84,8 +88,14 @@ class Grammars:
         tokens: Callable[[], GrammarTokens],
         agree: Callable[[list[int]], list[int]] | None = None,
     ) -> None:
-        """tokens: makes the vocabulary when the first grammar needs it. agree: gives all ranks rank 0's numbers, where
-        there are several; the same rows ask on each."""
+        """Store the settings; compile nothing.
+
+        Args:
+            slots_max: Slots are [0, slots_max).
+            vocab_size: Size of the model's vocabulary.
+            tokens: Makes the vocabulary when the first grammar needs it.
+            agree: With several ranks, replaces each rank's numbers by rank 0's. All ranks call it for the same rows.
+        """
         self.words = -(-vocab_size // WORD_BITS)
         self._tokens, self._agree = tokens, agree
         self._of: dict[int, Shaped] = {}
@@ -95,26 +105,26 @@ class Grammars:
         self._executor: LLExecutor | None = None
 
     def __bool__(self) -> bool:
-        """Whether any slot has one."""
+        """Whether any slot has a grammar."""
         return bool(self._of)
 
     def holds(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Which of the slots have a grammar: [n] bool."""
+        """Return a mask [n] of the slots that have a grammar."""
         return self._holds[slots]
 
     def row(self, slot: int) -> Shaped:
-        """The row in a slot that has a grammar."""
+        """Return the row in a slot that has a grammar."""
         return self._of[slot]
 
     def prepare(self) -> str:
-        """Make the vocabulary and start the trials' process now. Why there is none, or ""."""
+        """Make the vocabulary and start the trial process. Return why grammars cannot be served, or ""."""
         made = self._tokens()
         if made.trials is not None:
             made.trials.start()
         return made.problem
 
     def begin(self, slot: int, grammar: Grammar | None, generated: Int32Array) -> None:
-        """A slot changes hands. `compile` does what takes time."""
+        """Assign a slot to a new request. `compile` does the slow work."""
         self._holds[slot] = grammar is not None
         self._of.pop(slot, None)
         self._new.pop(slot, None)
@@ -122,17 +132,17 @@ class Grammars:
             self._of[slot] = self._new[slot] = Shaped(grammar, generated.copy())
 
     def forget(self) -> None:
-        """No slot has any."""
+        """Forget the grammars of all slots."""
         self._holds[:] = False
         self._of, self._new = {}, {}
 
     def submit(self, slots: Collection[int]) -> None:
-        """Have the grammars of those rows tried that have begun; `compile` reads the answers."""
+        """Start the trials of new rows' grammars; `compile` reads the verdicts."""
         for slot in self._new.keys() & slots:
             self._try(self._new[slot])
 
     def wait(self, seconds: float) -> None:
-        """Wait for the trials, no longer than this."""
+        """Wait for the trials, for at most `seconds`."""
         trials = self._tokens().trials
         if trials is not None:
             trials.wait(seconds)
@@ -148,10 +158,10 @@ class Grammars:
 
         Args:
             slots: The rows to compile; None: all rows.
-            choosing: The rows that are to choose a token now; None: all rows.
+            choosing: The rows that are to sample a token now; None: all rows.
 
         Returns:
-            The error of a row's grammar, by slot; GrammarUntried where a row would choose before the verdict.
+            The errors of rows' grammars by slot; GrammarUntried if a row would sample before the verdict.
         """
         problems: dict[int, KvforgeError] = {}
         rows = sorted(slot for slot in self._new if slots is None or slot in slots)
@@ -169,15 +179,20 @@ class Grammars:
                 row.matcher = self._matcher(row, verdict)
                 known = row.generated.tolist()
                 if row.matcher.try_consume_tokens(known) < len(known):
-                    raise row.stuck("the answer so far is not what its grammar allows")
+                    raise row.stuck("the answer so far violates the grammar")
             except KvforgeError as error:
                 row.problem = problems[slot] = error
         return problems
 
     def fill(self, rows: Sequence[Shaped], masks: Int32Array) -> dict[int, KvforgeError]:
-        """Writes which tokens each row may choose: masks [n, words] int32, bit t % 32 of word t // 32 for token t.
+        """Compute the token masks of rows.
 
-        Rows that cannot go on are told, by their place; their masks mean nothing.
+        Args:
+            rows: The rows.
+            masks: [n, words] int32 to fill: bit t % 32 of word t // 32 allows token t.
+
+        Returns:
+            Errors of the rows that cannot continue, by index; their masks are undefined.
         """
         sound = [
             (row.matcher, place) for place, row in enumerate(rows) if row.problem is None and row.matcher is not None
@@ -186,11 +201,11 @@ class Grammars:
             self._threads().unsafe_compute_mask_ptr(sound, masks.ctypes.data, masks.strides[0], len(masks))
         for matcher, place in sound:
             if matcher.is_error():
-                rows[place].problem = rows[place].stuck("what was chosen is not what its grammar allows")
+                rows[place].problem = rows[place].stuck("a sampled token violates the grammar")
         return {place: row.problem for place, row in enumerate(rows) if row.problem is not None}
 
     def _try(self, row: Shaped) -> int:
-        """Return the verdict on a row's grammar. It is ACCEPTED, too, where no trial is needed to find an error."""
+        """Return the verdict on a row's grammar. It is also ACCEPTED if no trial is needed to find an error."""
         trials = None if row.grammar in self._compiled else self._tokens().trials
         if trials is None:
             return ACCEPTED
@@ -202,13 +217,18 @@ class Grammars:
         return UNKNOWN if row.trial is None else REFUSED if row.trial else ACCEPTED
 
     def _matcher(self, row: Shaped, verdict: int) -> LLMatcher:
-        """Raises InvalidRequest naming what is wrong, GrammarUntried."""
+        """Return a new matcher for a row.
+
+        Raises:
+            InvalidRequest: The grammar is invalid; names the reason.
+            GrammarUntried: There is no verdict yet.
+        """
         grammar = row.grammar
         if verdict == UNKNOWN:
             trials = self._tokens().trials
             raise GrammarUntried(0.0 if trials is None else trials.waited_s(compiled_text(grammar)))
         if verdict == REFUSED:
-            raise InvalidRequest(FIELDS[grammar.kind], row.trial or "is refused by the first of the ranks")
+            raise InvalidRequest(FIELDS[grammar.kind], row.trial or "was rejected by rank 0")
         found = self._compiled.get(grammar)
         if found is None:
             found = self._compile(grammar)
@@ -219,7 +239,11 @@ class Grammars:
         return found.deep_copy()
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        """Raises InvalidRequest naming what is wrong."""
+        """Compile a grammar.
+
+        Raises:
+            InvalidRequest: The grammar is invalid; names the reason.
+        """
         field, vocabulary = FIELDS[grammar.kind], self._tokens()
         if vocabulary.tokens is None:
             raise InvalidRequest(field, f"cannot be served: {vocabulary.problem}")

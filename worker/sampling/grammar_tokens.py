@@ -1,4 +1,4 @@
-"""A model's vocabulary as llguidance wants it: made once in a process, from the files that the model came from."""
+"""A model's vocabulary for llguidance, made once per process from the model's files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ log = logging.getLogger("worker")
 
 @dataclass(frozen=True)
 class GrammarTokens:
-    """tokens: None where there is a problem. problem: why no grammar can be served. trials: tries grammars in another
-    process before they are compiled in this one; None: they are not tried."""
+    """The vocabulary and the trial process of a model.
+
+    Attributes:
+        tokens: None if there is a problem.
+        problem: Why grammars cannot be served.
+        trials: Tries grammars in another process before they are compiled in this one; None: no trials.
+    """
 
     tokens: LLTokenizer | None
     problem: str = ""
@@ -32,24 +37,30 @@ class GrammarTokens:
 def grammar_tokens(
     source: str, vocab_size: int, eos_tokens: tuple[int, ...], limits: TrialLimits | None = None
 ) -> GrammarTokens:
-    """What grammars need of a model: the bytes of its tokens, and which end an answer. Takes about a second.
+    """Load the bytes of a model's tokens, and the tokens that end an answer. Takes about a second.
 
-    source: a path or a name, as ModelInfo has it. vocab_size: of the model; what it has beyond the tokenizer's is never
-    allowed. limits: of each grammar's trial.
+    Args:
+        source: Path or name of the model, as in ModelInfo.
+        vocab_size: Size of the model's vocabulary. Ids beyond the tokenizer's are never allowed.
+        eos_tokens: Tokens that end an answer.
+        limits: Limits of each grammar's trial.
+
+    Returns:
+        The vocabulary, or the reason why there is none.
     """
     started = time.monotonic()
     if not eos_tokens:
-        return GrammarTokens(None, "the model has no end-of-sequence token, by which an answer could end")
+        return GrammarTokens(None, "the model has no end-of-sequence token")
     try:
         from llguidance import LLTokenizer
 
         library = Tokenizer.load(source).as_json()
         made = LLTokenizer(library, n_vocab=vocab_size, eos_token=list(eos_tokens))
     except ImportError as error:
-        return GrammarTokens(None, f"the worker has no llguidance ({error})")
+        return GrammarTokens(None, f"llguidance is not installed ({error})")
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # noqa: BLE001 - of the tokenizer's files; a panic of Rust is no Exception
-        return GrammarTokens(None, f"the model has no tokenizer for it ({error})")
-    log.debug("the tokenizer for grammars took %.1f s", time.monotonic() - started)
+    except BaseException as error:  # noqa: BLE001 - damaged files; a Rust panic is no Exception
+        return GrammarTokens(None, f"the model's tokenizer cannot be used ({error})")
+    log.debug("loaded the tokenizer for grammars in %.1f s", time.monotonic() - started)
     return GrammarTokens(made, trials=GrammarTrials(GrammarHelper(library, vocab_size, eos_tokens, limits)))

@@ -1,4 +1,4 @@
-"""Choosing tokens on the CPU by the kernels of host_kernels.py."""
+"""Sampling on the CPU with the kernels of host_kernels.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from worker.device.host_kernel import threads_for
 
 from .host_kernels import choose, draw
 
-NUMBERS_PER_US = 500  # scores that one thread draws from
+NUMBERS_PER_US = 500  # scores that one thread processes
 
 
 def choose_tokens(
@@ -22,7 +22,7 @@ def choose_tokens(
     packed: torch.Tensor,
     masks: torch.Tensor | None = None,
 ) -> None:
-    """See `SamplingState.sample_simple`; `values` to `last_token` are the state's."""
+    """Sample a token for each row; see `SamplingState.sample_simple`. `values` to `last_token` are the state's."""
     logits = logits.contiguous()
     rows, vocab = logits.shape
     read = logits.data_ptr(), rows, vocab, slots.data_ptr(), wanted.data_ptr()
@@ -32,8 +32,16 @@ def choose_tokens(
 
 
 def draw_tokens(scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """A token of each row, [n] int64. scores: [n, vocab] float64, tempered; -inf: not that token. seeds, positions: [n]
-    int64, see `draws.uniforms`."""
+    """Draw a token from each row.
+
+    Args:
+        scores: [n, vocab] float64, after the temperature; -inf excludes a token.
+        seeds: [n] int64, see `draws.uniforms`.
+        positions: [n] int64, see `draws.uniforms`.
+
+    Returns:
+        [n] int64.
+    """
     scores = scores.contiguous()
     (rows, vocab), tokens = scores.shape, torch.empty_like(positions)
     given = scores.data_ptr(), rows, vocab, seeds.data_ptr(), positions.data_ptr()

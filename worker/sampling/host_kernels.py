@@ -1,5 +1,7 @@
-"""Choosing tokens on the CPU, of the whole vocabulary: what `SamplingState.sample_simple` does, in a few passes over a
-row, and for a row that draws the same uniform numbers as `draws.py`."""
+"""CPU kernels that sample from the whole vocabulary, as `SamplingState.sample_simple` defines it.
+
+They take a few passes over a row. A row that draws uses the same uniform numbers as `draws.py`.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,9 @@ from worker.device.vector import (
 
 from . import draws
 
-FINITE = 1  # as sampler.py has it
-BLOCK = 1024  # numbers that are summed in float32 before they are added up in float64
-HALVINGS_PER_NAT = 1.4426  # a little less than 1 / ln 2, so that no token is passed over that could win
+FINITE = 1  # as in sampler.py
+BLOCK = 1024  # numbers summed in float32 before they are added in float64
+HALVINGS_PER_NAT = 1.4426  # a little less than 1 / ln 2, so that no possible winner is skipped
 CANNOT_LACK = 38.0  # -log(-log u) is at most 37.43, for u = 1 - 2^-54
 F, U = np.float32, np.uint64
 MASK_32 = U(draws.MASK_32)
@@ -45,7 +47,7 @@ read_8, read_15 = reading_integers(8), reading_integers(15)
 
 @part
 def peak_of(row, count):
-    """The largest of a row's numbers, whether all are finite, and the block that has the first of the largest ones."""
+    """Return a row's largest number, whether all numbers are finite, and the block of its first occurrence."""
     peak, block, rest = F(-math.inf), 0, F(0)
     for first in range(0, count, BLOCK):
         end, at = min(first + BLOCK, count), first
@@ -69,7 +71,7 @@ def peak_of(row, count):
 
 @part
 def weight_of(row, count, peak):
-    """The sum of e^(x - peak) of a row's numbers, in float64."""
+    """Return the sum of e^(x - peak) over a row, in float64."""
     summed, peaks = 0.0, spread(peak)
     for first in range(0, count, BLOCK):
         end, at, sums = min(first + BLOCK, count), first, spread(F(0))
@@ -84,7 +86,7 @@ def weight_of(row, count, peak):
 
 @part
 def random_state(seed, position):
-    """What SplitMix64 is seeded with for a request's token: see `draws.uniforms`, and `draws.philox`."""
+    """Return the SplitMix64 seed of a request's token; see `draws.uniforms` and `draws.philox`."""
     c0, c1 = U(position) & MASK_32, U(position) >> U(32)
     c2, c3 = U(0), U(0)
     k0, k1 = U(seed) & MASK_32, U(seed) >> U(32)
@@ -97,7 +99,7 @@ def random_state(seed, position):
 
 @part
 def random_bits(state, token):
-    """The 53 bits of a token's uniform number."""
+    """Return the 53 bits of a token's uniform number."""
     z = state + U(token + 1) * GAMMA
     z = (z ^ (z >> U(30))) * MIX_0
     z = (z ^ (z >> U(27))) * MIX_1
@@ -106,22 +108,23 @@ def random_bits(state, token):
 
 @part
 def key_of(bits, score):
-    """score - log(-log u), the larger the likelier."""
+    """Return score - log(-log u); the token with the largest key is drawn."""
     return score - math.log(-math.log((float(bits) + 0.5) * 2.0**-53))
 
 
 @part
 def score_of(row, token, temperature):
-    """Of float32 logits; of float64 scores where no temperature is given."""
+    """Return a token's score: a float32 logit over the temperature, or a float64 score if the temperature is 0."""
     return float(read_float(row + 4 * token)) / temperature if temperature > 0 else read_double(row + 8 * token)
 
 
 @part
 def drawn(row, count, likeliest, temperature, state):
-    """The token with the largest key, the first of equals. temperature: see `score_of`.
+    """Return the token with the largest key, the first of equals. temperature: see `score_of`.
 
-    Two logarithms for each token would take most of the time. A token wins only if -log u <= e^-d, where d is what its
-    score lacks to the largest key so far; and 1 - u is never more than -log u, so that most need a comparison of bits.
+    Two logarithms per token would take most of the time. A token wins only if -log u <= e^-d, where d is the gap
+    between its score and the largest key so far. Since 1 - u never exceeds -log u, comparing bits rules out most
+    tokens.
     """
     chosen, best = likeliest, key_of(random_bits(state, likeliest), score_of(row, likeliest, temperature))
     for token in range(count):
@@ -142,13 +145,13 @@ def drawn(row, count, likeliest, temperature, state):
 
 @part
 def allowed(mask, token):
-    """Whether a mask, 32 tokens to a word, has a token's bit."""
+    """Return whether a mask, 32 tokens to a word, has a token's bit."""
     return (read_integer32(mask + 4 * (token >> 5)) >> (token & 31)) & 1 != 0
 
 
 @part
 def likeliest_allowed(row, count, mask):
-    """The token with the largest logit of those that the mask has, the first of equals."""
+    """Return the allowed token with the largest logit, the first of equals."""
     found, peak = 0, F(-math.inf)
     for first in range(0, count, 32):
         if read_integer32(mask + (first >> 3)) != 0:
@@ -161,7 +164,7 @@ def likeliest_allowed(row, count, mask):
 
 @part
 def drawn_allowed(row, count, likeliest, temperature, state, mask):
-    """As `drawn`, of the tokens that the mask has. One function for both would make all draws three times as slow."""
+    """Draw as `drawn` does, from the allowed tokens. One function for both would make all draws three times as slow."""
     chosen, best = likeliest, key_of(random_bits(state, likeliest), score_of(row, likeliest, temperature))
     for first in range(0, count, 32):
         if read_integer32(mask + (first >> 3)) == 0:
@@ -184,8 +187,11 @@ def drawn_allowed(row, count, likeliest, temperature, state, mask):
 
 @host_kernel("6q")
 def draw(arguments):
-    """tokens [rows] int64: a draw from each row of scores [rows, vocab] float64, tempered; -inf: not that token.
-    seeds, positions: [rows] int64, see `draws.uniforms`. A ticket is a row."""
+    """Draw a token from each row. A ticket is a row.
+
+    tokens: [rows] int64, the result. scores: [rows, vocab] float64, after the temperature; -inf excludes a token.
+    seeds, positions: [rows] int64, see `draws.uniforms`.
+    """
     _, _, scores, rows, vocab, seeds, positions, tokens = read_8(arguments)
     while True:
         row = take_ticket(arguments)
@@ -201,8 +207,7 @@ def draw(arguments):
 
 @host_kernel("13q")
 def choose(arguments):
-    """See `SamplingState.sample_simple`, which lays out the arguments. masks: 0 where there are none. A ticket is a
-    row."""
+    """Sample a token for each row; see `SamplingState.sample_simple`. A ticket is a row. masks: 0 for none."""
     _, _, logits, rows, vocab, slots, wanted, values, columns, seeds, generated, last_token, packed, masks, words = (
         read_15(arguments)
     )

@@ -1,11 +1,10 @@
-"""Choosing tokens in two kernels: the most likely one, or one draw for rows whose whole vocabulary stays in play; and
-feeding back what was chosen.
+"""Kernels that sample tokens and feed them back: the most likely token, or a draw from the whole vocabulary.
 
-The logits are read once. `scan_kernel` takes a piece of a row's vocabulary: the best token of it, and the sum for the
+The logits are read once. `scan_kernel` handles a piece of a row's vocabulary: its best token, and its part of the
 normaliser (rescaled as the maximum grows: Milakov and Gimelshein, "Online normalizer calculation for softmax",
-arXiv 1805.02867). `merge_kernel` merges the pieces of a row and moves its slot on. What is drawn is what
-`sampler.SamplingState` draws in plain torch, from the same bits (see `draws`); pieces are cut by the vocabulary alone,
-so no result depends on the batch.
+arXiv 1805.02867). `merge_kernel` merges the pieces of a row and advances its slot. The draw equals that of
+`sampler.SamplingState` in plain torch, from the same bits (see `draws`). The vocabulary alone determines the pieces, so
+no result depends on the batch.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import triton.language as tl
 
 from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
-PIECE = 4096  # numbers of a row that one program takes, all at once if it does not draw
-DRAW_TILE = 1024  # and has in flight at a time if it does, which needs more registers
+PIECE = 4096  # numbers of a row per program, all at once if it does not draw
+DRAW_TILE = 1024  # numbers in flight if it draws, which needs more registers
 WARPS = 8
 FEED_ROWS = 128
 
@@ -33,9 +32,12 @@ SPLITMIX_0: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
 SPLITMIX_1: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["packed", "fed"])  # any number of any rows
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["packed", "fed"])  # one compilation
 def feed_kernel(packed, last_token, fed, rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Grid: [cdiv(rows, ROWS)]. packed: [4, rows] int32, fed: [4, rows] int64; see `feed_tokens`."""
+    """Prepare the inputs of a decode step; see `feed_tokens`.
+
+    Grid: [cdiv(rows, ROWS)]. packed: [4, rows] int32, fed: [4, rows] int64.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     token = tl.load(packed + row, mask=inside, other=0).to(tl.int64)
@@ -50,7 +52,7 @@ def feed_kernel(packed, last_token, fed, rows, ROWS: tl.constexpr):  # type: ign
 
 @triton.jit
 def _philox_state(seed, position):  # type: ignore[no-untyped-def]
-    """The first 64 bits of Philox4x32-10 for key `seed` and counter `position`, both uint64."""
+    """Return the first 64 bits of Philox4x32-10 for key `seed` and counter `position`, both uint64."""
     mask = tl.full([], 0xFFFFFFFF, tl.uint64)
     zero = tl.full([], 0, tl.uint64)
     c0, c1, c2, c3 = position & mask, position >> 32, zero, zero
@@ -69,7 +71,7 @@ def _philox_state(seed, position):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _uniforms(state, index):  # type: ignore[no-untyped-def]
-    """Numbers in (0, 1) for places `index` of the sequence that SplitMix64 begins at `state`: float64."""
+    """Return numbers in (0, 1) at `index` of the sequence that SplitMix64 starts from `state`: float64."""
     gamma = tl.full([], GAMMA, tl.uint64)
     z = state + (index.to(tl.uint64) + 1) * gamma
     z = (z ^ (z >> 30)) * tl.full([], SPLITMIX_0, tl.uint64)
@@ -91,10 +93,11 @@ def _scan(  # type: ignore[no-untyped-def]
     DRAWS: tl.constexpr,  # noqa: N803
     MASKED: tl.constexpr,  # noqa: N803
 ):
-    """The numbers of a row from `begin` on. logits: of the row. state: of its uniforms, where it DRAWS. mask: of the
-    row, where it is MASKED: a bit for each token that may be chosen.
+    """Scan the numbers of a row from `begin` on.
 
-    Key and token of the best; the greatest logit; the sum of exp(logit - greatest), NaN where a logit is not finite.
+    logits: the row. state: state of its uniforms, if it DRAWS. mask: the row's mask, if it is MASKED: a bit for each
+    allowed token. Returns the best key and its token; the greatest logit; the sum of exp(logit - greatest), NaN if a
+    logit is not finite.
     """
     greatest = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
@@ -110,7 +113,7 @@ def _scan(  # type: ignore[no-untyped-def]
         x = tl.where(finite, x, float("-inf"))
         tile_greatest = tl.max(x, axis=0)
         higher = tl.maximum(greatest, tile_greatest)
-        shift = tl.where(higher > float("-inf"), higher, 0.0)  # nothing is subtracted from -inf but a number
+        shift = tl.where(higher > float("-inf"), higher, 0.0)  # avoids -inf minus -inf
         total = total * tl.exp(greatest - shift) + tl.sum(tl.exp(x - shift), axis=0)
         greatest = higher
         if MASKED:
@@ -130,7 +133,7 @@ def _scan(  # type: ignore[no-untyped-def]
     return best, token, greatest, tl.where(tl.max(broken, axis=0) > 0, float("nan"), total)
 
 
-# One number of the slots is loaded, wherever they begin; the rows of masks are of any width.
+# Each program loads one slot, at any alignment; masks may have any width.
 @triton.jit(do_not_specialize=["masks_stride"], do_not_specialize_on_alignment=["slots", "masks"])
 def scan_kernel(  # type: ignore[no-untyped-def]
     logits,
@@ -151,12 +154,12 @@ def scan_kernel(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr,  # noqa: N803
     OVERLAP: tl.constexpr,  # noqa: N803
 ):
-    """Grid: [rows, pieces].
+    """Scan one piece of each row. Grid: [rows, pieces].
 
     logits: [rows, vocab] float32. slots: [rows] int64. values, seeds, generated: by slot. keys: [rows, pieces] float64,
-    of the best token. tokens: [rows, pieces] int32. sums: [rows, pieces, 2] float32: the greatest logit, and the sum of
-    exp(logit - greatest), NaN where a logit is not finite. masks: [rows, any] int32, a bit for each token, where rows
-    are MASKED: the best is one of those that have it; what is summed is not.
+    key of the best token. tokens: [rows, pieces] int32. sums: [rows, pieces, 2] float32: the greatest logit, and the
+    sum of exp(logit - greatest), NaN if a logit is not finite. masks: [rows, any] int32 if MASKED, a bit for each
+    token; they limit the best token, not the sum.
     """
     let_next_start(OVERLAP)
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -195,9 +198,10 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     PIECES: tl.constexpr,  # noqa: N803
     OVERLAP: tl.constexpr,  # noqa: N803
 ):
-    """Grid: [rows]. wanted: [rows] int64. packed: [3, rows] int32, see `sampler.SampledRows.packed`; the rest as above.
+    """Merge the pieces of each row. Grid: [rows].
 
-    PIECES: `pieces`, rounded up to a power of two.
+    wanted: [rows] int64. packed: [3, rows] int32, see `sampler.SampledRows.packed`. PIECES: `pieces` rounded up to a
+    power of two. The rest: see `scan_kernel`.
     """
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     wait_for_inputs(OVERLAP)
@@ -210,7 +214,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     highest = tl.max(greatest, axis=0)
     highest = tl.where(highest > float("-inf"), highest, 0.0)
     parts = total.to(tl.float64) * tl.exp(greatest - highest).to(tl.float64)
-    finite = tl.sum(total, axis=0) > 0.0  # not where it is NaN, or nothing was finite
+    finite = tl.sum(total, axis=0) > 0.0  # False for NaN, or if nothing was finite
     normaliser = tl.log(tl.where(finite, tl.sum(parts, axis=0), 1.0)) + highest.to(tl.float64)
     first = tl.min(tl.where(key == tl.max(key, axis=0), piece, PIECES), axis=0)
     chosen = tl.sum(tl.where(piece == first, token, 0), axis=0)
@@ -226,10 +230,15 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 
 
 def feed_tokens(packed: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
-    """What a decode step reads, as its operations want it: [4, rows] int64 device.
+    """Prepare the inputs of a decode step.
 
-    packed: [4, rows] int32 device: token, slot, and two rows that stay as they are. Tokens below 0 become the slot's
-    last one, or 0 where it has none. last_token: [slots] int64 device.
+    Args:
+        packed: [4, rows] int32 on the device: token, slot, and two rows that are copied. A negative token stands for
+            the slot's last one, or 0 if it has none.
+        last_token: [slots] int64 on the device.
+
+    Returns:
+        [4, rows] int64 on the device.
     """
     rows = packed.shape[1]
     fed = torch.empty((4, rows), dtype=torch.int64, device=packed.device)
@@ -238,17 +247,17 @@ def feed_tokens(packed: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
 
 
 def pieces_of(vocab: int) -> int:
-    """Into how many pieces a row is cut."""
+    """Return the number of pieces of a row."""
     return -(-vocab // PIECE)
 
 
 def scan_constants() -> dict[str, Any]:
-    """Of `scan_kernel`."""
+    """Return the constants of `scan_kernel`."""
     return {"PIECE": PIECE, "DRAW_TILE": DRAW_TILE}
 
 
 def merge_constants(vocab: int) -> dict[str, Any]:
-    """Of `merge_kernel`."""
+    """Return the constants of `merge_kernel`."""
     return {"PIECES": triton.next_power_of_2(pieces_of(vocab))}
 
 
@@ -264,13 +273,20 @@ def choose_tokens(
     overlap: bool = False,
     masks: torch.Tensor | None = None,
 ) -> None:
-    """Chooses a token for each row, and moves the slots on for which that is `wanted`.
+    """Sample a token for each row, and advance the slots of the `wanted` rows.
 
-    logits: [rows, vocab] float32 device. slots, wanted: [rows] int64 device. values: [slots, any] float64, of which the
-    first column is the temperature. seeds, generated, last_token: [slots] int64; the last two are written. packed: gets
-    the result, [3 * rows] int32 device, as `sampler.SampledRows.packed`. overlap: see `worker.device.overlap`. masks:
-    [rows, words] int32 device, bit t % 32 of word t // 32 for each token t that may be chosen, at least one a row;
-    None: all may.
+    Args:
+        logits: [rows, vocab] float32 on the device.
+        slots: [rows] int64 on the device.
+        wanted: [rows] int64 on the device.
+        values: [slots, any] float64; the first column is the temperature.
+        seeds: [slots] int64.
+        generated: [slots] int64, updated.
+        last_token: [slots] int64, updated.
+        packed: [3 * rows] int32 on the device, receives the result in the format of `sampler.SampledRows.packed`.
+        overlap: See `worker.device.overlap`.
+        masks: [rows, words] int32 on the device: bit t % 32 of word t // 32 allows token t, at least one per row; None:
+            all tokens are allowed.
     """
     rows, vocab = logits.shape
     pieces = pieces_of(vocab)

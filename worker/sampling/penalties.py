@@ -1,4 +1,4 @@
-"""What shifts logits before the draw: logit biases, and penalties for tokens that were there before."""
+"""Adjustments of logits before the draw: logit biases, and penalties for earlier tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ROWS_AT_FIRST = 4
 
 
 class PenaltyCounts:
-    """How often each token occurred, for the slots that have a penalty.
+    """Occurrences of each token, for the slots that have a penalty.
 
-    A table [rows, vocab] int32 on the device: twice the count in the answer, plus 1 where the prompt holds the token.
-    It starts when the first such slot does, doubles when its rows run out, and never has more than slots_max: at most
-    4 * slots_max * vocab bytes (256 slots of 151,936 tokens: 156 MB). A row is free again when its slot begins a
-    request without penalties; the coordinator reuses the slots that were freed last, so that few are ever in use.
+    The table [rows, vocab] int32 on the device holds twice the count in the answer, plus 1 if the prompt has the
+    token. It is allocated with the first such slot and doubles when its rows run out, up to slots_max rows: at most
+    4 * slots_max * vocab bytes (256 slots of 151,936 tokens: 156 MB). A row is freed when its slot begins a request
+    without penalties. The coordinator reuses the slots that were freed last, so few rows are ever in use.
     """
 
     def __init__(self, slots_max: int, vocab_size: int, device: Device) -> None:
@@ -36,28 +36,37 @@ class PenaltyCounts:
         return 0 if self._table is None else len(self._table)
 
     def holds(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Which of the slots have a penalty: [n] bool."""
+        """Return a mask [n] of the slots that have a penalty."""
         return np.asarray(self._row[slots] != NO_ROW)
 
     def begin(self, slot: int, prompt: Int32Array, generated: Int32Array) -> None:
-        """The slot starts with these tokens behind it. Errors: whatever torch raises where memory runs out."""
+        """Start a slot with earlier tokens.
+
+        Args:
+            slot: The slot.
+            prompt: Tokens of the prompt.
+            generated: Tokens of the answer so far.
+
+        Raises:
+            RuntimeError: torch is out of memory.
+        """
         if self._row[slot] == NO_ROW:
             if not self._free:
                 self._grow()
             self._row[slot] = self._free.pop()
         assert self._table is not None
         occurred = 2 * np.bincount(generated, minlength=self._vocab_size)
-        occurred[prompt] |= 1  # numpy writes a place that is named twice once
+        occurred[prompt] |= 1  # numpy applies repeated indices once
         self._table[int(self._row[slot])] = self._device.upload(occurred.astype(np.int32))
 
     def forget(self, slot: int) -> None:
-        """The slot has no penalty any more."""
+        """Free the row of a slot without penalties."""
         if self._row[slot] != NO_ROW:
             self._free.append(int(self._row[slot]))
             self._row[slot] = NO_ROW
 
     def add(self, slots: npt.NDArray[np.integer], tokens: torch.Tensor, good: torch.Tensor) -> None:
-        """Each of the slots sampled a token. tokens: [n] int64 device; good: [n] bool device, False: it did not."""
+        """Count sampled tokens. tokens: [n] int64 on the device. good: [n] bool on the device, False to skip a slot."""
         held = np.flatnonzero(self.holds(slots))
         if len(held):
             assert self._table is not None
@@ -69,10 +78,13 @@ class PenaltyCounts:
     def apply(
         self, scores: torch.Tensor, slots: npt.NDArray[np.integer], of: torch.Tensor, penalties: torch.Tensor
     ) -> None:
-        """Penalises rows of scores in place: repetition first, then presence and frequency.
+        """Penalise rows of scores in place: repetition first, then presence and frequency.
 
-        scores: [n, vocab] float64 device. slots: [m] host, which have a penalty. of: [m] int64 device, their rows of
-        scores. penalties: [m, 3] float64 device, repetition, presence and frequency.
+        Args:
+            scores: [n, vocab] float64 on the device.
+            slots: [m] on the host, the slots with a penalty.
+            of: [m] int64 on the device, their rows of scores.
+            penalties: [m, 3] float64 on the device: repetition, presence and frequency.
         """
         assert self._table is not None
         width = min(self._vocab_size, scores.shape[1])
@@ -97,7 +109,7 @@ class PenaltyCounts:
 
 
 class LogitBias:
-    """The biases of each slot that has any: token ids and what is added to their logits."""
+    """Logit biases of the slots: token ids, and the values added to their logits."""
 
     def __init__(self, slots_max: int, device: Device) -> None:
         self._device = device
@@ -105,18 +117,18 @@ class LogitBias:
         self._of: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]] = {}
 
     def holds(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Which of the slots have biases: [n] bool."""
+        """Return a mask [n] of the slots that have biases."""
         return self._has[slots]
 
     def begin(self, slot: int, pairs: Sequence[tuple[int, float]]) -> None:
-        """The slot starts with these (token id, value) pairs, whose ids are distinct."""
+        """Start a slot with (token id, value) pairs; the ids are distinct."""
         self._has[slot] = bool(pairs)
         self._of.pop(slot, None)
         if pairs:
             self._of[slot] = (np.array([t for t, _ in pairs], np.int64), np.array([v for _, v in pairs], np.float64))
 
     def apply(self, scores: torch.Tensor, slots: npt.NDArray[np.integer]) -> None:
-        """Adds each slot's biases to its row, in place. scores: [n, vocab] float64 device. slots: [n] host."""
+        """Add each slot's biases to its row in place. scores: [n, vocab] float64, device. slots: [n], host."""
         rows = np.flatnonzero(self.holds(slots))
         parts = [self._of[int(slot)] for slot in slots[rows]]
         ids = np.concatenate([tokens for tokens, _ in parts])
@@ -124,4 +136,4 @@ class LogitBias:
         row = np.repeat(rows, [len(tokens) for tokens, _ in parts])
         inside = ids < scores.shape[1]
         at = (self._device.upload(row[inside]), self._device.upload(ids[inside]))
-        scores[at] += self._device.upload(values[inside])  # the places are distinct
+        scores[at] += self._device.upload(values[inside])  # the indices are distinct

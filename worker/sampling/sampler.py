@@ -1,15 +1,16 @@
-"""Choosing tokens: greedy, or one draw per (request seed, number of tokens generated so far).
+"""Sampling: greedy, or one draw per (request seed, number of tokens generated so far).
 
-The draw. `draws.uniforms` gives each token id of the vocabulary a uniform u; the token with the largest
-logit / temperature - log(-log u) wins (Gumbel-max: exactly a draw from the softmax). Neither the batch nor the row
-enters, so a request draws the same wherever and however often it runs.
+`draws.uniforms` gives each token id of the vocabulary a uniform u. The token with the largest
+logit / temperature - log(-log u) wins (Gumbel-max: exactly a draw from the softmax). The draw depends neither on the
+batch nor on the row, so a request draws the same tokens wherever and however often it runs.
 
-Why not one uniform and the inverse of the cumulative distribution: there a rounding difference in the logits of size
-d moves every boundary, and flips the token with a probability that grows with the vocabulary in play; here only the
-two best compete, and it stays near d. Requests that are recomputed after a crash depend on that.
+The alternative is one uniform and the inverse of the cumulative distribution. A rounding difference of size d in the
+logits would then move every boundary and flip the token with a probability that grows with the vocabulary. With
+Gumbel-max only the two best tokens compete, and the probability stays near d. Requests recomputed after a crash depend
+on that.
 
-What a row pays for: rows that are greedy and unpenalised take an argmax and nothing else; only random rows draw; only
-rows with top_k or top_p look for their most likely tokens.
+Each row pays only for what it uses: greedy rows without penalties take an argmax, only random rows draw, and only rows
+with top_k or top_p search for their most likely tokens.
 """
 
 from __future__ import annotations
@@ -33,20 +34,23 @@ NO_TOKEN = -1
 COLUMNS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 TEMPERATURE, TOP_P, MIN_P = (COLUMNS.index(name) for name in ("temperature", "top_p", "min_p"))
 PENALTIES = slice(COLUMNS.index("repetition_penalty"), COLUMNS.index("frequency_penalty") + 1)
-assert TEMPERATURE == 0, "the kernels read it there"
+assert TEMPERATURE == 0, "the kernels expect the temperature in column 0"
 WORD_BITS = 32  # of a mask
-# A sampled row travels to the host as three int32: the token, the bits of the log-probability, and these flags.
+# A sampled row is sent to the host as three int32: token, bits of the log-probability, and these flags.
 FINITE, BANNED = 1, 2
 
 
 @dataclass(frozen=True)
 class SampledRows:
-    """tokens: [n] int64 device. logprobs: [n] float32 device, of the raw distribution, nats. finite: [n] bool device,
-    False where a logit was NaN or infinite. banned: [n] bool device, True where logit_bias leaves no token, or None
-    where no row has any. Token and log-probability of a row that is not finite or is banned mean nothing.
+    """Sampled rows on the device. Token and log-probability are undefined for rows that are not finite or are banned.
 
-    tops: None where no row wants any, else (counts [n] int64 host, tokens, logprobs [n, widest] device), the most
-    likely first; row r has counts[r] of them.
+    Attributes:
+        tokens: [n] int64.
+        logprobs: [n] float32, of the raw distribution, nats.
+        finite: [n] bool, False if a logit was NaN or infinite.
+        banned: [n] bool, True if logit_bias bans every token; None if no row has biases.
+        tops: None if no row wants top log-probabilities; else (counts [n] int64 on the host, tokens and logprobs
+            [n, widest] on the device), the most likely first; row r has counts[r] entries.
     """
 
     tokens: torch.Tensor
@@ -57,11 +61,11 @@ class SampledRows:
 
     @property
     def top_counts(self) -> Int32Array:
-        """How many of its most likely tokens each row wants: [n] int32 host."""
+        """Number of top log-probabilities that each row wants: [n] int32 on the host."""
         return np.zeros(len(self.tokens), np.int32) if self.tops is None else self.tops[0].astype(np.int32)
 
     def packed(self) -> torch.Tensor:
-        """All of it in one copy for the host: [any] int32 device, as `HostRows.unpacked` reads it."""
+        """Pack all results for one copy to the host: [any] int32 on the device, read by `HostRows.unpacked`."""
         flags = self.finite.int() * FINITE
         if self.banned is not None:
             flags += self.banned.int() * BANNED
@@ -71,13 +75,13 @@ class SampledRows:
         return torch.cat(parts)
 
     def to_host(self) -> HostRows:
-        """The same in host memory. Waits for the device."""
+        """Copy the results to the host. Wait for the device."""
         return HostRows.unpacked(self.packed().cpu().numpy(), self.top_counts)
 
 
 @dataclass(frozen=True)
 class HostRows:
-    """SampledRows on the host: [n] each; top_tokens, top_logprobs: [n, widest]."""
+    """SampledRows on the host: arrays of [n], and top_tokens and top_logprobs of [n, widest]."""
 
     tokens: Int32Array
     logprobs: Float32Array
@@ -89,7 +93,7 @@ class HostRows:
 
     @staticmethod
     def unpacked(packed: Int32Array, top_counts: Int32Array) -> HostRows:
-        """What `SampledRows.packed` packed."""
+        """Unpack the result of `SampledRows.packed`."""
         rows = len(top_counts)
         widest = (len(packed) // rows - 3) // 2 if rows else 0
         tokens, logprobs, flags = packed[: 3 * rows].reshape(3, rows)
@@ -106,7 +110,7 @@ class HostRows:
 
     @staticmethod
     def joined(parts: list[HostRows]) -> HostRows:
-        """All rows of the parts."""
+        """Concatenate the rows of the parts."""
         if len(parts) == 1:
             return parts[0]
         widest = max(part.top_tokens.shape[1] for part in parts)
@@ -125,7 +129,7 @@ class HostRows:
         )
 
     def tops_of(self, rows: npt.NDArray[np.integer]) -> tuple[Int32Array, Int32Array, Float32Array]:
-        """top_counts, top_tokens and top_logprobs of these rows as StepResult has them."""
+        """Return top_counts, top_tokens and top_logprobs of these rows in the format of StepResult."""
         counts = self.top_counts[rows]
         if not counts.any():
             return NO_INT32, NO_INT32, NO_FLOAT32
@@ -134,13 +138,12 @@ class HostRows:
 
 
 class SamplingState:
-    """Each slot's sampling parameters and progress.
+    """Sampling parameters and progress of each slot.
 
-    On the device: values [slots_max, COLUMNS] float64; seed [slots_max] int64, the bits of an
-    unsigned 64-bit number; generated [slots_max] int64, tokens the request has generated; last_token [slots_max]
-    int64, the one sampled last here, NO_TOKEN before the first. Each has one place more, slot `slots_max`: captured
-    graphs let the rows that only fill them up write there. On the host, so that the device need not be asked: which
-    slots are random, filtered and so on.
+    The device holds `values` [slots_max, COLUMNS] float64; `seed` [slots_max] int64, the bits of an unsigned number;
+    `generated` [slots_max] int64, tokens that the request has generated; `last_token` [slots_max] int64, the last token
+    sampled here, NO_TOKEN before the first. Each has one extra entry, slot `slots_max`, for the padding rows of
+    captured graphs. The host keeps flags (random, filtered and so on), so that no call has to read from the device.
     """
 
     def __init__(self, slots_max: int, vocab_size: int, device: Device) -> None:
@@ -166,9 +169,15 @@ class SamplingState:
         self._started: dict[int, RowStart] = {}
 
     def begin(self, start: RowStart, prompt: Int32Array = NO_INT32, generated: Int32Array = NO_INT32) -> None:
-        """A slot changes hands; `upload_starts` must follow. The start was checked by the caller.
+        """Assign a slot to a new request; `upload_starts` must follow. The caller has validated the start.
 
-        prompt, generated: the tokens that penalties count, [any] int32 host. Errors: what torch raises without memory.
+        Args:
+            start: The slot's new sampling parameters.
+            prompt: [any] int32 on the host, tokens of the prompt that penalties count.
+            generated: [any] int32 on the host, tokens of the answer that penalties count.
+
+        Raises:
+            RuntimeError: torch is out of memory.
         """
         sampling = start.sampling
         if sampling.penalises:
@@ -180,7 +189,7 @@ class SamplingState:
         self._started[start.slot] = start
 
     def upload_starts(self) -> None:
-        """What `begin` was told reaches the device; the last of equal slots counts."""
+        """Copy the starts since the last call to the device; the last start of a slot counts."""
         if not self._started:
             return
         starts, upload = list(self._started.values()), self._device.upload
@@ -204,28 +213,41 @@ class SamplingState:
 
     @property
     def splits(self) -> bool:
-        """Whether simple rows are always chosen for by `sample_simple`, so that a row goes one way whatever is beside
-        it: two ways may differ in the last bit of a log-probability."""
+        """Whether simple rows always use `sample_simple`.
+
+        Then a row takes the same path in every batch; two paths may differ in the last bit of a log-probability.
+        """
         return self.runs_kernels or self._host_kernels
 
     def simple(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Which of the slots `sample_simple` can do: those that are greedy, and with kernels also those that draw from
-        the whole vocabulary, where no logit is shifted and no other token told. [n] bool. Whatever else a request may
-        ask must be named where it begins (`_remember`): nothing looks at it on the fast path."""
+        """Return a mask [n] of the slots that `sample_simple` can handle.
+
+        These are greedy slots, and with kernels also slots that draw from the whole vocabulary, without adjusted
+        logits or top log-probabilities. The fast path ignores every other parameter, so `_remember` must know each
+        parameter of a request.
+        """
         return self._simple[slots]
 
     def plain(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """The same, where a grammar may be asked too: `sample_simple` can do them with a mask. [n] bool."""
+        """Return a mask [n] of the slots that `sample_simple` can handle with a token mask, if they have a grammar."""
         return self._plain[slots]
 
     def sample(
         self, logits: torch.Tensor, slots: npt.NDArray[np.integer], masks: torch.Tensor | None = None
     ) -> SampledRows:
-        """Chooses a token for each row and moves its slot on by one, unless the row is not finite or all banned.
+        """Sample a token for each row and advance its slot, unless the row is not finite or all tokens are banned.
 
-        logits: [n, vocab] float32 device, raw. slots: [n] host, without repetition. masks: [n, words] int32 device, bit
-        t % 32 of word t // 32 for each token t that may be chosen, at least one a row; None: all may. Errors: what
-        torch raises; then no slot has moved.
+        Args:
+            logits: [n, vocab] float32 on the device, raw.
+            slots: [n] on the host, without repetition.
+            masks: [n, words] int32 on the device: bit t % 32 of word t // 32 allows token t, at least one per row;
+                None: all tokens are allowed.
+
+        Returns:
+            The sampled rows.
+
+        Raises:
+            RuntimeError: torch failed; no slot has advanced.
         """
         on_device = self._device.upload(slots.astype(np.int64))
         good = finite = torch.isfinite(logits.sum(dim=-1))  # one NaN or infinity makes the sum one
@@ -247,9 +269,9 @@ class SamplingState:
         return SampledRows(tokens, logprobs, finite, banned, tops)
 
     def feed(self, packed: torch.Tensor) -> torch.Tensor:
-        """[4, n] int32 device (token, slot, any, any) as int64, where tokens below 0 have become the slot's last one.
+        """Convert inputs [4, n] int32 (token, slot, any, any) to int64; tokens below 0 become the slot's last one.
 
-        Where it has none, which a step that fails may leave behind: token 0. That row will fail with the step.
+        A failed step may leave a slot without a last token. Its token becomes 0, and the row will fail with the step.
         """
         if self.runs_kernels:
             from .kernels import feed_tokens  # imports triton
@@ -268,12 +290,14 @@ class SamplingState:
         packed: torch.Tensor,
         masks: torch.Tensor | None = None,
     ) -> None:
-        """As `sample` for simple slots (with masks: plain ones), all on the device, so that it can be captured in a
-        graph.
+        """Sample for simple slots (with masks: plain slots) entirely on the device, for capture in a graph.
 
-        logits: [n, vocab] float32 device. slots: [n] int64 device; only slot `slots_max` may be named twice. wanted:
-        [n] int64 device, 0: the slot does not move. packed: gets the result, [3 * n] int32 device, as
-        `SampledRows.packed`.
+        Args:
+            logits: [n, vocab] float32 on the device.
+            slots: [n] int64 on the device; only slot `slots_max` may occur twice.
+            wanted: [n] int64 on the device; 0: do not advance the slot.
+            packed: [3 * n] int32 on the device, receives the result in the format of `SampledRows.packed`.
+            masks: As in `sample`.
         """
         if self.runs_kernels:
             from .kernels import choose_tokens
@@ -295,7 +319,7 @@ class SamplingState:
         packed.copy_(SampledRows(tokens, logprobs, finite, None, None).packed())
 
     def move(self, slots: torch.Tensor, tokens: torch.Tensor, good: torch.Tensor) -> None:
-        """The slots have sampled these tokens, where `good`. [n] int64, int64, bool device."""
+        """Record sampled tokens where `good`. slots, tokens: [n] int64 on the device. good: [n] bool on the device."""
         self.last_token[slots] = torch.where(good, tokens, self.last_token[slots])
         self.generated[slots] += good.long()
 
@@ -306,8 +330,12 @@ class SamplingState:
         on_device: torch.Tensor,
         masks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits after bias, penalties and masks, [n, vocab]: as they are where no row has any, float64 after the first
-        two. Which rows are banned, [n] bool, where any has a bias."""
+        """Apply biases, penalties and masks.
+
+        Returns:
+            Scores [n, vocab]: the logits themselves if no row is adjusted, float64 after biases or penalties. Then the
+            banned rows, [n] bool, or None if no row has biases.
+        """
         penalised, biased = self.counts.holds(slots), self._bias.holds(slots)
         refused = None if masks is None else ~unpacked(masks, logits.shape[1])
         if not (penalised.any() or biased.any()):
@@ -326,12 +354,12 @@ class SamplingState:
         return scores, banned
 
     def _draw(self, scores: torch.Tensor, slots: npt.NDArray[np.integer], on_device: torch.Tensor) -> torch.Tensor:
-        """One draw for each row: [n] int64. scores: [n, vocab] after bias and penalties; every temperature above 0."""
+        """Draw a token for each row: [n] int64. scores: [n, vocab], adjusted; every temperature is above 0."""
         values, vocab = self.values[on_device], scores.shape[1]
         tempered = scores.double() / values[:, TEMPERATURE, None]
         top_k, nucleus = np.minimum(self._top_k[slots], vocab), self._nucleus[slots]
         for group in (np.flatnonzero(top_k), np.flatnonzero(nucleus & (top_k == 0))):
-            if len(group):  # those with top_k need no more than k ordered, the others all
+            if len(group):  # rows with top_k need only k sorted tokens, the others all
                 rows = self._device.upload(group)
                 width = int(top_k[group].max()) or vocab
                 keep = most_likely_mask(tempered[rows], self._device.upload(top_k[group]), values[rows, TOP_P], width)
@@ -367,13 +395,13 @@ class SamplingState:
 
 
 def unpacked(masks: torch.Tensor, vocab: int) -> torch.Tensor:
-    """A bool for each bit: [n, vocab] device. masks: [n, words] int32 device."""
+    """Unpack masks [n, words] int32 into a bool per token: [n, vocab] on the device."""
     places = torch.arange(WORD_BITS, dtype=torch.int32, device=masks.device)
     return ((masks[:, :, None] >> places) & 1).bool().flatten(1)[:, :vocab]
 
 
 def _columns(sampling: Sampling) -> list[float]:
-    """The numbers of COLUMNS. A temperature below the smallest float32 is 0: dividing by it would overflow."""
+    """Return the values of COLUMNS. A temperature below the smallest float32 becomes 0 to avoid overflow."""
     values = [float(getattr(sampling, name)) for name in COLUMNS]
     values[TEMPERATURE] = float(np.float32(values[TEMPERATURE]))
     return values

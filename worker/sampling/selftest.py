@@ -1,6 +1,6 @@
-"""The kernels that choose tokens, feed them back and copy numbers, against plain torch, at a worker's start.
+"""Self-test of the kernels that sample, feed tokens back and copy numbers, against plain torch, at a worker's start.
 
-Like those of the layers (see `kernels.selftest`) they take milliseconds, and nothing is remembered.
+It takes milliseconds, like that of the layers (see `kernels.selftest`), so no result is cached.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from worker.device.queue import Landing, Mark, Staging
 
 from .sampler import NO_TOKEN, WORD_BITS, HostRows, SamplingState
 
-TEMPERATURES = (0.0, 1.0, 0.7, 0.0, 1.0)  # of the rows; the last two are not finite
-COPIED = (1, 1025, 20_000)  # numbers: less than a program's, more, and many
+TEMPERATURES = (0.0, 1.0, 0.7, 0.0, 1.0)  # one per row; the last two rows are not finite
+COPIED = (1, 1025, 20_000)  # numbers: less than one program handles, more, and many
 LOGPROB_TOLERANCE = 1e-5
 
 
 @torch.inference_mode()
 def sampling_test(device: Device, vocab_size: int) -> None:
-    """Greedy rows, rows that draw, rows of NaN. Errors: KernelError names the kernel and the vocabulary; GpuError."""
+    """Test greedy rows, rows that draw, and rows of NaN.
+
+    Raises:
+        KernelError: Names the failing kernel and the vocabulary.
+        GpuError: The device failed.
+    """
     where = f"a vocabulary of {vocab_size}"
     require_right(device, "sampling", where, lambda: _choosing(device, vocab_size), WAY_OUT)
     masked = f"{where}, by masks"
@@ -36,7 +41,12 @@ def sampling_test(device: Device, vocab_size: int) -> None:
 
 
 def copies_test(device: Device) -> None:
-    """There and back. Errors: KernelError names the kernel and the number of numbers; GpuError."""
+    """Copy numbers to the device and back.
+
+    Raises:
+        KernelError: Names the failing kernel and the number of numbers.
+        GpuError: The device failed.
+    """
     for count in COPIED:
         require_right(device, "copy", f"{count} numbers", _copying(device, count), WAY_OUT)
 
@@ -46,7 +56,7 @@ def _choosing(device: Device, vocab_size: int, masked: bool = False) -> str:
     slots = np.arange(rows)[::-1].copy()
     on_device = device.upload(slots)
     numbers = np.random.default_rng(0).normal(0, 3, (rows, vocab_size)).astype(np.float32)
-    numbers[:2, vocab_size // 2] = np.nan  # of slots 4 and 3
+    numbers[:2, vocab_size // 2] = np.nan  # slots 4 and 3
     logits = device.upload(numbers)
     ours, beside, plain = (_state(each, vocab_size) for each in (device, device, replace(device, kernels=False)))
     masks = device.upload(_masks(rows, vocab_size)) if masked else None
@@ -72,7 +82,7 @@ def _choosing(device: Device, vocab_size: int, masked: bool = False) -> str:
 
 
 def _masks(rows: int, vocab_size: int) -> npt.NDArray[np.int32]:
-    """Every third token and a few more may be chosen: [rows, words] int32."""
+    """Return masks [rows, words] int32 that allow every third token and a few more."""
     bits = np.zeros((rows, -(-vocab_size // WORD_BITS) * WORD_BITS), np.bool_)
     bits[:, ::3] = bits[:, 1:vocab_size:101] = True
     packed: npt.NDArray[np.int32] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)

@@ -140,7 +140,7 @@ def test_a_token_that_brings_a_grammar_to_a_limit_is_not_said_to_be_a_wrong_one(
     row.accept(ID_OF["x"])
     for problem in (told, row.problem):
         assert isinstance(problem, InvalidRequest)
-        assert problem.message.startswith("sampling.grammar: cannot go on: ") and "max is 20" in problem.message
+        assert problem.message.startswith("sampling.grammar: cannot continue: ") and "max is 20" in problem.message
 
 
 def test_a_grammar_that_becomes_too_much_fails_alone_and_says_so(
@@ -156,7 +156,7 @@ def test_a_grammar_that_becomes_too_much_fails_alone_and_says_so(
             break
         grammars.row(1).accept(ID_OF["x"])
     assert problems.keys() == {1} and isinstance(problems[1], InvalidRequest)
-    assert problems[1].message.startswith("sampling.grammar: cannot go on: ")
+    assert problems[1].message.startswith("sampling.grammar: cannot continue: ")
     assert masks[0].any()
 
 

@@ -194,7 +194,7 @@ def test_an_answer_that_does_not_fit_its_grammar_is_refused(bench: Bench) -> Non
     begin, _ = start(0, Sampling(grammar=WORD), PROMPTS[1], encoded("xy"))
     begin = RowStart(**{n: getattr(begin, n) for n in begin.__struct_fields__} | {"prompt_history": 0})
     outcome = bench.run([(0, 0, PROMPTS[1] + encoded("xy"), 1)], begins=(begin,), history=i4(*encoded("xy")))
-    assert "not what its grammar allows" in outcome.errors[0].error.message
+    assert "violates the grammar" in outcome.errors[0].error.message
 
 
 def test_a_model_without_a_tokenizer_serves_no_grammar(tiny: Callable[..., LoadedModel]) -> None:
