@@ -1,4 +1,4 @@
-"""Fixtures of the core's tests."""
+"""Fixtures of the coordinator's tests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MakePool = Callable[..., tuple[Driver, FakeWorker]]
 
 @pytest.fixture
 def driver() -> Driver:
-    """A machine without a worker."""
+    """A machine without workers."""
     return Driver()
 
 
 @pytest.fixture
 def make_pool() -> MakePool:
-    """A machine with one worker of `blocks` blocks; further arguments are limits."""
+    """A factory of machines with one worker of `blocks` blocks; further arguments are limits."""
 
     def make(blocks: int = 16, **limits: object) -> tuple[Driver, FakeWorker]:
         driver = Driver(**limits)

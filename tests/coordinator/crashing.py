@@ -1,8 +1,9 @@
-"""A coordinator that is killed at any instant: the real machine, turn loop, journal and recovery, over wires in memory.
+"""A coordinator killed at any instant: the real machine, turn loop, journal and recovery over in-memory wires.
 
-It dies before a turn is written, in the middle of writing it, or between any two of the messages that follow from it.
-Its workers keep their KV and come back, or have died too; its clients come back by their session and send again what
-they have no answer to. Every token that a client is told is compared with what its prompt must continue with.
+The coordinator dies before a turn is written, in the middle of the write, or between any two of the messages that the
+turn sends. Its workers keep their KV cache and reconnect, or have died too. Its clients reconnect with their session
+and repeat every unanswered command. Each token that a client receives is compared with the correct continuation of its
+prompt.
 """
 
 from __future__ import annotations
@@ -60,11 +61,14 @@ CRASHES = ("before", "torn", "send", "send", "send")
 
 
 class Crash(Exception):
-    """The process is gone."""
+    """The coordinator process died."""
 
 
 class Wire:
-    """One side's connections: coordinator.outbox.Transport. sends_left: so many more messages leave, then it dies."""
+    """The connections of one side; implements coordinator.outbox.Transport.
+
+    After `sends_left` further messages the process dies.
+    """
 
     def __init__(self, world: World, decoder: codec.Decoder) -> None:
         self._world, self._decoder = world, decoder
@@ -91,13 +95,13 @@ class Wire:
             self._ended.append(identity)
 
     def all_gone(self) -> None:
-        """The process at this end of them died."""
+        """Drop all connections: the process at this end died."""
         self._inbox.clear()
         self.peers.clear()
         self._numbers.clear()
         self._ended.clear()
 
-    # the loop's side
+    # the turn loop's side
 
     @property
     def again_us(self) -> None:
@@ -148,14 +152,14 @@ class Wire:
         return Sent.DONE
 
     def fault(self, identity: bytes) -> None:
-        raise AssertionError("nobody sends what is no message")
+        raise AssertionError("a peer sent an invalid message")
 
     def flush(self) -> None:
         pass
 
 
 class DyingJournal(Journal):
-    """Its process may die while a turn is written."""
+    """A journal that may die with its process while it writes a turn."""
 
     world: World
 
@@ -173,13 +177,13 @@ class DyingJournal(Journal):
             raise Crash
 
     def _acknowledge(self) -> None:
-        """Not where the process dies while it writes the record."""
+        """Acknowledge, unless the process dies in the middle of the record."""
         if not hasattr(self, "world") or self.world.dies != "torn":
             super()._acknowledge()
 
 
 class Worker(FakeWorker):
-    """Reads block tables where they are published, and keeps results."""
+    """A worker that reads block tables where the coordinator publishes them, and keeps its results."""
 
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world.machine, 0, name, BLOCKS, model_info())
@@ -202,7 +206,7 @@ class Worker(FakeWorker):
         self.identity = None
 
     def die(self) -> None:
-        """A successor has nothing of what it held."""
+        """Die; the successor has none of the KV."""
         if self.identity is not None:
             self.world.workers_wire.cut(self.identity)
             self.identity = None
@@ -214,7 +218,7 @@ class Worker(FakeWorker):
             self.world.workers_wire.arrive(self.identity, message)
 
     def hear(self) -> None:
-        """Takes in what has come."""
+        """Process all received messages."""
         while self.inbox:
             message = self.inbox.popleft()
             if isinstance(message, WorkerWelcome):
@@ -244,7 +248,7 @@ class Worker(FakeWorker):
             self.steps_due.append(step)
 
     def work(self) -> None:
-        """Does the oldest step, connected or not."""
+        """Execute the oldest step, connected or not."""
         if self.steps_due:
             self.answered.append(self.execute(self.steps_due.popleft()))
             if self.registered:
@@ -253,7 +257,7 @@ class Worker(FakeWorker):
     def _feed(self, slot: int, start: int, tokens: list[int]) -> int:
         width = -(-(start + len(tokens)) // BLOCK_SIZE)
         table = self.reader.rows(np.array([slot], np.int32), width)[0][0].tolist()
-        # A row that ended meanwhile may find anything: nobody asks what comes of it.
+        # The row of an ended request may read any context: its result is discarded.
         context = self.kv.get((table[(start - 1) // BLOCK_SIZE], (start - 1) % BLOCK_SIZE), 0) if start else 1
         for position, token in enumerate(tokens, start):
             context = fingerprint(context, token)
@@ -262,7 +266,12 @@ class Worker(FakeWorker):
 
 
 class Client:
-    """Comes back by its session. told: tokens by request; ends: how each ended."""
+    """A client that reconnects with its session.
+
+    Attributes:
+        told: received tokens by request.
+        ends: the end of each request.
+    """
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.session = world, name * 8
@@ -294,7 +303,7 @@ class Client:
             self.world.clients_wire.arrive(self.identity, message)
 
     def ask(self, cls: type[Message], **fields: Any) -> None:
-        """A command, which is sent until it is answered."""
+        """Send a command, and repeat it until it is answered."""
         self._rid += 1
         message = cls(rid=self._rid, **fields)
         self.pending[self._rid] = message
@@ -302,13 +311,13 @@ class Client:
             self._send(message)
 
     def hear(self) -> None:
-        """Takes in what has come."""
+        """Process all received messages."""
         while self.inbox:
             message = self.inbox.popleft()
             if isinstance(message, Stream):
                 self._stream(message)
             elif isinstance(message, Welcome):
-                assert message.resumed or not self.boot, "it is known as long as it comes back in time"
+                assert message.resumed or not self.boot, "the session was lost before its lease expired"
                 self.boot, self.greeted = message.boot, True
                 for command in self.pending.values():
                     self._send(command)
@@ -332,7 +341,7 @@ class Client:
         elif isinstance(message, Attached):
             assert self._resuming.pop(message.request_id) == message.rid
         elif isinstance(command, CreateSequence) and not isinstance(message, Refused):
-            assert message.sequence_id not in self.sequences, "one command made one sequence"
+            assert message.sequence_id not in self.sequences, "one command created two sequences"
             self.sequences.append(message.sequence_id)
         elif isinstance(message, Refused):
             assert message.error.code in ("already_finished", "capacity_exceeded"), message
@@ -345,11 +354,11 @@ class Client:
             if request in self._resuming:
                 continue
             told = self.told[request]
-            assert offset == len(told), f"token {len(told)} of request {request} was due, and {offset} came"
+            assert offset == len(told), f"request {request}: expected token {len(told)}, got {offset}"
             told.append(token)
             prompt, count = self.prompts[request]
             right = continuation(prompt, count)[: len(told)]
-            assert told == right, f"request {request} of {prompt} has {told}, not {right}"
+            assert told == right, f"request {request} of {prompt} has {told}, expected {right}"
         for ended in message.ended:
             if ended.request_id not in self._resuming:
                 assert ended.request_id not in self.ends, "a request ended twice"
@@ -358,7 +367,7 @@ class Client:
 
 
 class World:
-    """Processes, time, and the books: which request is whose."""
+    """Processes, a clock, and the owner of each request."""
 
     def __init__(self, seed: int, folder: Path, limits: Limits | None = None) -> None:
         self.random, self.folder = Random(seed), folder
@@ -409,13 +418,13 @@ class World:
         return self._number
 
     def leaves(self) -> None:
-        """A message is about to leave the process."""
+        """Count down the messages until the process dies."""
         if self.sends_left == 0:
             raise Crash
         self.sends_left -= self.sends_left > 0
 
     def accepted(self, client: Client, request: int, repeated: bool) -> None:
-        """A client was told so."""
+        """Check that the accepted request belongs to this command of this client."""
         assert self.owners.get(request, client) is client, "two clients have one request"
         assert request not in self.owners or repeated, "two commands have one request"
         self.owners[request] = client
@@ -423,7 +432,7 @@ class World:
     # ------------------------------------------------------------------------------------------------------------ time
 
     def turn(self, dies: str = "") -> None:
-        """One turn; dies: how the process ends in it."""
+        """Run one turn; `dies` is how the process dies in it, or ""."""
         self.now_us += self.random.choice((10, 200, 3_000))
         self.dies, self.sends_left = dies, self.random.randrange(6) if dies == "send" else -1
         try:
@@ -434,14 +443,14 @@ class World:
         self.machine.check_invariants()
 
     def cut_journal(self) -> None:
-        """A snapshot, as a child writes it."""
+        """Write a snapshot as the child process would."""
         number = self.journal.rotate()
         head = snapshot.Head.of(self.journal, self.now_us, self._number)
         snapshot.write(self.folder / snapshot.STATE.format(number), self.machine, head)
         remove_before(self.folder, number, durable=False)
 
     def recover(self) -> None:
-        """The process was killed: another one goes on from what was written."""
+        """Replace the killed process by one that recovers from the journal."""
         self.crashes += 1
         self.dies, self.sends_left = "", -1
         self.journal.close()
@@ -463,7 +472,7 @@ class World:
         self.loop.restarted(self.now_us)
 
     def peers_act(self) -> None:
-        """They take in what has come, work, ask, and come back where they are cut off."""
+        """Let the peers receive, work, send commands, and reconnect."""
         peers: Sequence[Worker | Client] = [*self.workers, *self.clients]
         for peer in self.random.sample(peers, len(peers)):
             if peer.identity is None and self.random.random() < 0.5:
@@ -474,7 +483,7 @@ class World:
                 worker.work()
 
     def client_asks(self) -> None:
-        """Something new."""
+        """Send a random new command."""
         client = self.random.choice(self.clients)
         chance = self.random.random()
         if chance < 0.75:
@@ -489,14 +498,14 @@ class World:
             client.ask(CreateSequence, idle_ttl_ms=1, tokens=np.arange(3, dtype=np.int32))
 
     def settle(self, turns_max: int = 3_000) -> None:
-        """Nothing new comes, nobody dies: everything ends."""
+        """Run without new commands and crashes until all work has ended."""
         for _ in range(turns_max):
             self.peers_act()
             self.turn()
             waiting = any(client.pending or client.told.keys() - client.ends.keys() for client in self.clients)
             if not waiting and not self.machine.requests.live:
                 return
-        raise AssertionError(f"not over after {turns_max} turns")
+        raise AssertionError(f"still busy after {turns_max} turns")
 
     def close(self) -> None:
         self.journal.close()
@@ -504,7 +513,7 @@ class World:
 
 
 def live(seed: int, folder: Path, turns: int = 150, crash_share: float = 0.12) -> World:
-    """A world with many deaths, to its end; what must hold at the end is checked."""
+    """Run a world with many crashes to its end and check the final state."""
     world = World(seed, folder)
     random = world.random
     try:
@@ -524,10 +533,10 @@ def live(seed: int, folder: Path, turns: int = 150, crash_share: float = 0.12) -
                 whole = len(told) == count and client.ends[request].reason == "length"
                 assert whole or (request in client.cancelled and client.ends[request].reason == "cancelled")
         known = set(world.machine.requests.finished)
-        assert known <= {request for client in world.clients for request in client.told}, "one that nobody asked for"
+        assert known <= {request for client in world.clients for request in client.told}, "a request without an owner"
         for group in world.machine.cache.groups.values():
             held = world.machine.cache.blocks.refcount[group.pool.base : group.pool.base + group.pool.count]
-            assert not held.any(), "blocks are left that nobody has"
+            assert not held.any(), "leaked blocks"
     finally:
         world.close()
     return world

@@ -1,4 +1,4 @@
-"""The client's side of CURVE, by hand: every part of what it says can be spoiled. (libzmq's own is used beside it.)"""
+"""A hand-written CURVE client, so that tests can corrupt any part of the handshake; libzmq's client is tested too."""
 
 from __future__ import annotations
 
@@ -18,18 +18,23 @@ def raw(key: str) -> bytes:
 
 
 def server_keys(*allowed: keys.KeyPair) -> curve.ServerKeys:
-    """A server that lets these in."""
+    """Return the keys of a server with this allow-list."""
     return curve.ServerKeys(raw(SERVER.public), raw(SERVER.secret), {raw(pair.public) for pair in allowed or (CLIENT,)})
 
 
 def command(body: bytes) -> bytes:
-    """The frame of a command of any size."""
+    """Return the frame of a command of any size."""
     return bytes((zmtp.COMMAND, len(body))) + body if len(body) < 256 else zmtp.LONG_HEADER.pack(6, len(body)) + body
 
 
 @dataclass
 class CurveClient:
-    """One handshake and what follows. pair: our own keys; server: the public key that we take for the server's."""
+    """A handshake and the connection after it.
+
+    Attributes:
+        pair: the client's key pair.
+        server: the public key that the client expects of the server.
+    """
 
     pair: keys.KeyPair = CLIENT
     server: bytes = raw(SERVER.public)
@@ -67,7 +72,7 @@ class CurveClient:
         return command(b"\x08INITIATE" + (self.cookie if cookie is None else cookie) + nonce + box)
 
     def message(self, body: bytes, flags: int = 0, nonce: int | None = None) -> bytes:
-        """The frame that carries a frame."""
+        """Return the encrypted frame that carries a frame."""
         number = self.next_nonce() if nonce is None else nonce.to_bytes(8, "big")
         box = crypto_box_easy(
             bytes((flags,)) + body, b"CurveZMQMESSAGEC" + number, self.server_transient, self.transient[1]
@@ -77,7 +82,7 @@ class CurveClient:
         return head + sealed
 
     def opened(self, data: bytes) -> list[tuple[int, bytes]]:
-        """What these frames of the server say: (flags, body) of each."""
+        """Decrypt the server's frames; return (flags, body) of each."""
         found, at = [], 0
         while at < len(data):
             start = at + (9 if data[at] & zmtp.LONG else 2)

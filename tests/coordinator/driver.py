@@ -1,8 +1,8 @@
-"""A small world around coordinator.core.machine.Machine: clients, workers that answer steps, and a clock moved by hand.
+"""A small world around coordinator.core.machine.Machine: clients, workers that execute steps, and a manual clock.
 
-The fake worker has a real KV memory: the cell of a position holds a fingerprint of every token up to it, computed from
-the cell before it *as the worker finds it in its own memory*. The next token is a function of the last fingerprint. A
-block that was corrupted, lost, shared wrongly or copied too late therefore shows as a wrong token.
+The fake worker has a real KV memory. The cell of a position holds a fingerprint of all tokens up to it, computed from
+the previous cell as found in the worker's own memory. The next token is a function of the last fingerprint, so a block
+that was corrupted, lost, shared wrongly or copied too late shows as a wrong token.
 """
 
 from __future__ import annotations
@@ -92,26 +92,27 @@ SMALL: dict[str, Any] = {
 }
 GREEDY = Sampling(temperature=0.0, seed=1)
 PROMPT = [5, 6, 7, 8, 9]
-LEASE_US, REATTACH_US = 2_000_000, 5_000_000  # where somebody who was cut off is waited for
+# lease of a disconnected client; time that a restarted coordinator waits for workers
+LEASE_US, REATTACH_US = 2_000_000, 5_000_000
 
 
 def fingerprint(before: int, token: int) -> int:
-    """The fingerprint of a context that is one token longer."""
+    """Return the fingerprint of a context that is one token longer."""
     return (before * 6364136223846793005 + token + 1442695040888963407) & MASK
 
 
 def choose(context: int, vocabulary: int) -> int:
-    """The token that follows a context."""
+    """Return the next token of a context."""
     return (context >> 33) % vocabulary
 
 
 def logprob_of(token: int) -> float:
-    """What the fake workers report of a token that they chose."""
+    """Return the log-probability that the fake workers report for a token."""
     return float(np.float32(-token / 1000))
 
 
 def continuation(prompt: Sequence[int], count: int, vocabulary: int = VOCABULARY) -> list[int]:
-    """What a request with this prompt must generate, computed without any block."""
+    """Return the tokens that a request with this prompt must generate, computed without blocks."""
     context, answer = 1, []
     for token in prompt:
         context = fingerprint(context, token)
@@ -122,7 +123,7 @@ def continuation(prompt: Sequence[int], count: int, vocabulary: int = VOCABULARY
 
 
 def model_info(name: str = "m", vocabulary: int = VOCABULARY, context: int = 1 << 20, eos: Any = ()) -> ModelInfo:
-    """A model as a worker announces it."""
+    """Return a model as a worker announces it."""
     return ModelInfo(
         name=name,
         source=name,
@@ -135,7 +136,7 @@ def model_info(name: str = "m", vocabulary: int = VOCABULARY, context: int = 1 <
 
 
 class FakeWorker:
-    """Executes steps on its own KV memory, reading block tables when it runs, not when the step was planned."""
+    """A worker that executes steps on its own KV memory; it reads block tables when it executes a step."""
 
     def __init__(self, machine: Machine, number: int, name: str, blocks: int, model: ModelInfo) -> None:
         self.machine, self.number, self.name, self.blocks, self.model = machine, number, name, blocks, model
@@ -149,7 +150,7 @@ class FakeWorker:
         self.dropped = ""
 
     def take(self, step: Step) -> None:
-        """A step arrives: it is within every limit, and writes only blocks that it may write."""
+        """Receive a step and check that it is within all limits and writes only blocks it may write."""
         limits, cache = self.machine.limits, self.machine.cache
         assert step.slots.size <= limits.schedule.step_rows_max
         assert step.counts.sum() == step.tokens.size <= limits.schedule.step_tokens_max
@@ -165,7 +166,7 @@ class FakeWorker:
         assert len(self.inbox) <= limits.schedule.steps_in_flight_max
 
     def execute(self, step: Step) -> StepResult:
-        """Zeroes, then copies, then KV and attention, then sampling."""
+        """Execute a step: zeroing, copies, KV and attention, sampling."""
         for block in step.zeros.tolist():
             for offset in range(self.machine.limits.cache.block_size):
                 self.kv.pop((block, offset), None)
@@ -184,7 +185,7 @@ class FakeWorker:
         for slot, start, count, sample in rows:
             tokens = [self.last_token.get(slot, -1) if t == -1 else t for t in step.tokens[fed : fed + count].tolist()]
             fed += count
-            if self.poison & set(tokens) or -1 in tokens:  # the row itself or its step before failed
+            if self.poison & set(tokens) or -1 in tokens:  # the row or its previous step failed
                 errors.append(RowError(slot, ErrorInfo.of(GpuError("a poisoned token"))))
                 continue
             context = self._feed(slot, start, tokens)
@@ -201,7 +202,7 @@ class FakeWorker:
         )
 
     def choose(self, slot: int, context: int) -> int:
-        """The token that follows a context in this slot."""
+        """Return the token that follows a context in this slot."""
         return choose(context, self.model.vocab_size)
 
     def _feed(self, slot: int, start: int, tokens: list[int]) -> int:
@@ -214,12 +215,15 @@ class FakeWorker:
 
 
 class Driver:
-    """One machine, its clients and its workers. Invariants are checked after every event.
+    """A machine with its clients and workers; invariants are checked after every event.
 
-    full: clients that take no Stream: each is reported back as lost, as the shell does.
-    streamed: what was streamed of each request, whoever read it; read: (token, log-probability) by (client, request).
-    ended: the last end that was told of a request. told: (client, "paused" or "taken", request), in order.
-    wants_kinds: of the workers that register from now on.
+    Attributes:
+        full: clients that accept no Stream; each stream is reported back as lost, as the shell does.
+        streamed: tokens of each request streamed to any client.
+        read: (token, log-probability) by (client, request) and offset.
+        ended: the last reported end of each request.
+        told: (client, "paused" or "taken", request) in order.
+        wants_kinds: whether workers that register from now on want token kinds.
     """
 
     wants_kinds = False
@@ -246,7 +250,7 @@ class Driver:
     # ---------------------------------------------------------------------------------------------------------- events
 
     def apply(self, event: Event) -> list[Effect]:
-        """Applies an event now, and delivers its effects."""
+        """Apply an event now, and deliver its effects."""
         effects, due_us = self.machine.apply(event, self.now_us)
         self.machine.check_invariants()
         for effect in effects:
@@ -259,10 +263,10 @@ class Driver:
             elif isinstance(effect, Log):
                 self.logs.append(effect)
                 self._ends_told += effect.event == "request_ended"
-        assert self._ends_told == sum(self.machine.requests.ended_total.values()), "an end was not told, or told twice"
+        assert self._ends_told == sum(self.machine.requests.ended_total.values()), "an end was reported never or twice"
         if isinstance(event, Turn):
             seen_to = due_us is None or due_us > self.now_us
-            assert seen_to != self.machine.streams.more, "a time that has come was not seen to, or news do not follow"
+            assert seen_to != self.machine.streams.more, "a due timer was not handled, or the streams were not flushed"
         return effects
 
     def _to_client(self, effect: ToClient) -> None:
@@ -280,7 +284,7 @@ class Driver:
             self._stream(message)
 
     def _starts(self, client: int, request: int, offset: int) -> None:
-        """The client reads the request from `offset` on, and will be told its end."""
+        """Expect the client to read the request from `offset` to its end."""
         self._due[client, request] = offset
         self.read[client, request] = {}
         self.ended.pop(request, None)
@@ -301,19 +305,19 @@ class Driver:
         client = self._reader
         columns = (message.request_ids, message.offsets, message.tokens, message.logprobs)
         for request, offset, token, logprob in zip(*(column.tolist() for column in columns), strict=True):
-            assert offset == self._due.get((client, request)), "a token was repeated or lost, or nobody asked for it"
+            assert offset == self._due.get((client, request)), "a token was repeated, lost, or not asked for"
             assert request not in self.ended, "a token after the end"
             self._due[client, request] += 1
             self.read[client, request][offset] = (token, logprob)
             received = self.streamed.setdefault(request, [])
-            if offset <= len(received):  # else what comes before it was streamed to nobody
-                assert received[offset : offset + 1] in ([], [token]), "two clients were told different tokens"
+            if offset <= len(received):  # else no client received the tokens before it
+                assert received[offset : offset + 1] in ([], [token]), "two clients received different tokens"
                 received[offset : offset + 1] = [token]
         for ended in message.ended:
             assert ended.request_id not in self.ended, "a request ended twice"
             reach = self._due.pop((client, ended.request_id))
             told = ended.generated_tokens + ended.cut_tokens
-            assert told == reach, "an end does not count what was streamed"
+            assert told == reach, "the end's token count differs from the stream"
             self.ended[ended.request_id] = ended
         for kind, requests in (("paused", message.paused), ("taken", message.taken)):
             for request in requests:
@@ -327,17 +331,17 @@ class Driver:
         self.workers = [worker for worker in self.workers if worker.number != effect.worker]
 
     def advance(self, us: int) -> None:
-        """Time passes."""
+        """Advance the clock."""
         self.now_us += us
 
     def turn(self) -> list[Effect]:
-        """One loop turn: steps are planned and streams flushed."""
+        """Run one loop turn: plan steps and flush streams."""
         return self.apply(Turn())
 
     # --------------------------------------------------------------------------------------------------------- workers
 
     def add_worker(self, blocks: int, name: str = "", model: ModelInfo | None = None) -> FakeWorker:
-        """A worker connects and registers a pool."""
+        """Connect a worker that registers a pool."""
         self._numbers += 1
         name = name or f"w{self._numbers}"
         worker = self.worker_type(self.machine, self._numbers, name, blocks, model or model_info())
@@ -347,7 +351,7 @@ class Driver:
         return worker
 
     def ready(self, worker: FakeWorker) -> WorkerReady:
-        """What a worker sends when its pool is allocated."""
+        """Return the worker's message after its pool is allocated."""
         return WorkerReady(
             rid=2,
             model=worker.model,
@@ -360,27 +364,27 @@ class Driver:
         )
 
     def lose(self, worker: FakeWorker) -> None:
-        """The worker dies, with all that it was sent."""
+        """Kill the worker and drop all messages sent to it."""
         self.workers.remove(worker)
         self.apply(WorkerGone(worker.number))
 
     def answer(self, worker: FakeWorker) -> list[Effect]:
-        """The worker executes its oldest step and reports."""
+        """Execute the worker's oldest step and report the result."""
         return self.report(worker, worker.execute(worker.inbox.popleft()))
 
     def report(self, worker: FakeWorker, result: Message) -> list[Effect]:
-        """A message from the worker."""
+        """Deliver a message from the worker."""
         return self.apply(FromWorker(worker.number, result))
 
     def step(self) -> None:
-        """One turn, and every step under way is answered."""
+        """Run one turn and answer every step in flight."""
         self.turn()
         for worker in list(self.workers):
             while worker.inbox:
                 self.answer(worker)
 
     def run_until_idle(self, turns_max: int = 1000) -> None:
-        """Until no request is alive and no step under way."""
+        """Run steps until no request is live and no step is in flight."""
         for _ in range(turns_max):
             self.step()
             if not self.machine.busy:
@@ -392,7 +396,7 @@ class Driver:
     # --------------------------------------------------------------------------------------------------------- clients
 
     def ask(self, message: Any, client: int = 1) -> Any:
-        """The reply to a command. Raises the error it was refused with."""
+        """Return the reply to a command; raise the error of a refusal."""
         self.come(client)
         effects = self.apply(FromClient(client, message, entropy=7))
         reply = next(e.message for e in effects if isinstance(e, ToClient) and not isinstance(e.message, Stream))
@@ -402,7 +406,7 @@ class Driver:
         return reply
 
     def refused(self, message: Any, error: type[KvforgeError], client: int = 1) -> KvforgeError:
-        """The command is refused with exactly this error, and leaves the state byte-identical."""
+        """Check that the command is refused with exactly this error and leaves the state byte-identical."""
         self.come(client)
         before = refusal_digest(self.machine)
         with pytest.raises(error) as caught:
@@ -412,59 +416,59 @@ class Driver:
         return caught.value
 
     def rid(self) -> int:
-        """A fresh number for a command."""
+        """Return a fresh command number."""
         self._rid += 1
         return self._rid
 
     def come(self, client: int, access: Access | None = None) -> None:
-        """A client connects, if it has not. access: what it may do; None: everything."""
+        """Connect a client, if it is not connected; with `access` None it may do everything."""
         if access is not None or client not in self.machine.clients:
             self.apply(ClientCame(client, access=access or Access()))
 
     def gone(self, client: int, goodbye: bool = False) -> None:
-        """A client's connection ends."""
+        """End a client's connection."""
         self.apply(ClientGone(client, goodbye))
         self.full.discard(client)
 
     def attach(self, request: int, offset: int = 0, client: int = 1) -> Attached:
-        """The client reads a request from an offset on."""
+        """Attach the client to a request from an offset on."""
         reply: Attached = self.ask(self.attach_message(request, offset), client)
         assert (reply.request_id, reply.offset) == (request, offset)
         return reply
 
     def attach_message(self, request: int, offset: int = 0) -> Attach:
-        """The command that streams a request to its sender."""
+        """Return the command that streams a request to its sender."""
         return Attach(rid=self.rid(), request_id=request, offset=offset)
 
     def wake_us(self) -> int | None:
-        """When the next turn is due, if nothing arrives: from now on."""
+        """Return the microseconds until the next turn is due if no message arrives, or None."""
         due_us = self.machine.due_us()
         return None if due_us is None else due_us - self.now_us
 
     def nothing_due(self) -> bool:
-        """Whether time alone changes nothing but that requests that ended are forgotten some day."""
+        """Return whether no timer is due except the eviction of finished requests."""
         return self.machine.due_us() == self.machine.requests.due_us()
 
     def tokens_read(self, client: int, request: int) -> dict[int, int]:
-        """By offset what the client was streamed of the request since it asked for it last."""
+        """Return the request's tokens that the client has received since its last attach, by offset."""
         return {offset: token for offset, (token, _) in self.read[client, request].items()}
 
     def create(self, tokens: Sequence[int] = (), client: int = 1, **fields: Any) -> int:
-        """A new sequence; its id."""
+        """Create a sequence and return its id."""
         reply: SequenceInfo = self.ask(self.create_message(tokens, **fields), client)
         return reply.sequence_id
 
     def create_message(self, tokens: Sequence[int] = (), **fields: Any) -> CreateSequence:
-        """The command that creates a sequence."""
+        """Return the command that creates a sequence."""
         return CreateSequence(rid=self.rid(), tokens=int32(tokens), **fields)
 
     def append(self, *pairs: tuple[int, Sequence[int]]) -> list[int]:
-        """Appends to each (sequence, tokens) of one command; the new lengths."""
+        """Append to each (sequence, tokens) in one command; return the new lengths."""
         lengths: list[int] = self.ask(self.append_message(*pairs)).lengths.tolist()
         return lengths
 
     def append_message(self, *pairs: tuple[int, Sequence[int]]) -> Append:
-        """The command that appends to (sequence, tokens) pairs."""
+        """Return the command that appends to (sequence, tokens) pairs."""
         return Append(
             rid=self.rid(),
             sequence_ids=np.array([sequence for sequence, _ in pairs], np.int64),
@@ -473,106 +477,106 @@ class Driver:
         )
 
     def fork(self, sequence: int, count: int = 1, client: int = 1) -> list[int]:
-        """Ids of the forks."""
+        """Fork a sequence and return the ids of the forks."""
         ids: list[int] = self.ask(Fork(rid=self.rid(), sequence_id=sequence, count=count), client).sequence_ids.tolist()
         return ids
 
     def info(self, sequence: int) -> SequenceInfo:
-        """What is known of a sequence."""
+        """Return the status of a sequence."""
         reply: SequenceInfo = self.ask(GetSequence(rid=self.rid(), sequence_id=sequence))
         return reply
 
     def tokens(self, sequence: int) -> list[int]:
-        """Reads a sequence."""
+        """Return the tokens of a sequence."""
         tokens: list[int] = self.ask(GetTokens(rid=self.rid(), sequence_id=sequence)).tokens.tolist()
         return tokens
 
     def remove(self, *sequences: int) -> int:
-        """Removes sequences; how many blocks nobody holds any more."""
+        """Remove sequences; return how many blocks were freed."""
         freed: int = self.ask(self.remove_message(*sequences)).freed_blocks
         return freed
 
     def remove_message(self, *sequences: int) -> RemoveSequences:
-        """The command that removes sequences."""
+        """Return the command that removes sequences."""
         return RemoveSequences(rid=self.rid(), sequence_ids=np.array(sequences, np.int64))
 
     def submit(self, prompt: Sequence[int] = (), max_tokens: int = 4, client: int = 1, **fields: Any) -> int:
-        """A new request; its id."""
+        """Submit a request and return its id."""
         request: int = self.ask(self.submit_message(prompt, max_tokens, **fields), client).request_id
         return request
 
     def submit_message(self, prompt: Sequence[int] = (), max_tokens: int = 4, **fields: Any) -> Submit:
-        """The command that submits a request."""
+        """Return the command that submits a request."""
         fields = {"sampling": GREEDY, **fields}
         return Submit(rid=self.rid(), prompt=int32(prompt), max_tokens=max_tokens, **fields)
 
     def cancel(self, request: int) -> None:
-        """Cancels a request."""
+        """Cancel a request."""
         self.ask(Cancel(rid=self.rid(), request_id=request))
 
     def request(self, request: int) -> RequestInfo:
-        """A request with its tokens."""
+        """Return a request with its tokens."""
         reply: RequestInfo = self.ask(GetRequest(rid=self.rid(), request_id=request, with_tokens=True))
         return reply
 
     def answer_of(self, request: int) -> list[int]:
-        """What a request has generated."""
+        """Return the generated tokens of a request."""
         return self.request(request).tokens.tolist()
 
     def block(self, block: int) -> BlockInfo:
-        """One block."""
+        """Return a block's status."""
         reply: BlockInfo = self.ask(GetBlock(rid=self.rid(), block_id=block))
         return reply
 
     def ref(self, block: int, holder: str, client: int = 1, **fields: Any) -> BlockCount:
-        """Adds a named holder."""
+        """Add a named holder to a block."""
         reply: BlockCount = self.ask(RefBlock(rid=self.rid(), block_id=block, holder=holder, **fields), client)
         return reply
 
     def unref(self, block: int, holder: str, client: int = 1, **fields: Any) -> BlockCount:
-        """Takes a named holder away."""
+        """Remove a named holder from a block."""
         reply: BlockCount = self.ask(UnrefBlock(rid=self.rid(), block_id=block, holder=holder, **fields), client)
         return reply
 
     def explain(self, **subject: Any) -> Explanation:
-        """Why."""
+        """Return the explanation of a subject."""
         before = refusal_digest(self.machine)
         reply: Explanation = self.ask(Explain(rid=self.rid(), **subject))
         assert refusal_digest(self.machine) == before, "an explanation changed the state"
         return reply
 
     def stats(self) -> Stats:
-        """A snapshot."""
+        """Return the statistics."""
         reply: Stats = self.ask(GetStats(rid=self.rid()))
         return reply
 
     # ----------------------------------------------------------------------------------------------------------- state
 
     def blocks_of(self, sequence: int) -> list[int]:
-        """The block table of a sequence, without counting as an access."""
+        """Return the block table of a sequence, without counting as an access."""
         s = self.machine.cache.sequences
         return s.blocks_of(s.slot_of[sequence]).tolist()
 
     def counts_of(self, sequence: int) -> list[int]:
-        """The reference counts of its blocks."""
+        """Return the reference counts of a sequence's blocks."""
         return self.machine.cache.blocks.refcount[self.blocks_of(sequence)].tolist()
 
     def free(self) -> int:
-        """Free blocks over all pools."""
+        """Return the free blocks of all pools."""
         return sum(group.pool.free for group in self.machine.cache.groups.values())
 
     def free_or_cached(self) -> int:
-        """Blocks over all pools that nobody holds and no step may touch."""
+        """Return the blocks of all pools that have no holder and that no step may touch."""
         return sum(group.pool.free + group.pool.cached for group in self.machine.cache.groups.values())
 
 
 def waiting_driver(**limits: Any) -> Driver:
-    """One that waits for clients that are cut off, and for workers of the process before."""
+    """Return a driver with leases for clients and a reattach period for workers."""
     return Driver(lease_us=LEASE_US, reattach_us=REATTACH_US, **limits)
 
 
 def submit(d: Driver, rid: int = 100, client: int = 1, **fields: Any) -> Accepted:
-    """PROMPT is submitted in a message of this number, which a client sends again; the answer."""
+    """Submit PROMPT with this command number, which a client repeats; return the answer."""
     fields = {"max_tokens": 12, "sampling": GREEDY, **fields}
     reply = d.ask(Submit(rid=rid, prompt=int32(PROMPT), **fields), client)
     assert isinstance(reply, Accepted)
@@ -580,5 +584,5 @@ def submit(d: Driver, rid: int = 100, client: int = 1, **fields: Any) -> Accepte
 
 
 def int32(values: Sequence[int]) -> Any:
-    """An int32 array."""
+    """Return an int32 array."""
     return np.array(values, np.int32)

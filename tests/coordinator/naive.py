@@ -1,4 +1,4 @@
-"""Naive models of the core's parts: lists and dicts, one obvious statement for each rule. Slow on purpose."""
+"""Naive models of the core's parts: lists and dicts, one obvious statement per rule, slow on purpose."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Refused(Exception):
 
 
 class NaivePool:
-    """Blocks with holders, a cache in order of last use, a quarantine, and quotas. Tenants are small integers."""
+    """Blocks with holders, an LRU cache, a quarantine, and quotas; tenants are small integers."""
 
     def __init__(self, count: int, floors: dict[int, int], ceilings: dict[int, int]) -> None:
         self.free = set(range(count))
@@ -42,7 +42,10 @@ class NaivePool:
         self.free.add(block)
 
     def make_room(self, tenant: int, count: int) -> None:
-        """A tenant at its ceiling evicts its own; then the least recently used that is not under another's floor."""
+        """Evict until `count` blocks fit.
+
+        A tenant at its ceiling evicts its own blocks; otherwise the least recently used block above every floor goes.
+        """
         while self.usage(tenant) + count > self.ceilings.get(tenant, 1 << 60):
             own = [block for block in self.cached if self.owner[block] == tenant]
             if not own:
@@ -69,7 +72,7 @@ class NaivePool:
         return 0
 
     def allocate(self, tenant: int, ids: list[int]) -> None:
-        """The pool chose `ids`; they must be free once room was made."""
+        """Take the blocks that the pool chose; they must be free after making room."""
         self.make_room(tenant, len(ids))
         for block in ids:
             self.free.remove(block)
@@ -143,14 +146,14 @@ class NaiveTrie:
 
 
 class NaiveBlock:
-    """A block is its identity; holders are names."""
+    """A block with its identity and the names of its holders."""
 
     def __init__(self, *holders: Any) -> None:
         self.holders = set(holders)
 
 
 class NaiveSequences:
-    """Sequences as lists of tokens over blocks that know their holders."""
+    """Sequences as lists of tokens over blocks with holder names."""
 
     def __init__(self, count: int, size: int, length_max: int) -> None:
         self.count, self.size, self.length_max = count, size, length_max
@@ -174,7 +177,7 @@ class NaiveSequences:
         self.table[sequence] = [NaiveBlock(sequence) for _ in range(blocks)]
 
     def append(self, pairs: list[tuple[int, list[int]]]) -> None:
-        """All or none; a shared block that is written is copied first, but for the last of its holders."""
+        """Append all or nothing; a shared block is copied before a write, except for its last holder."""
         if any(len(self.tokens[sequence]) + len(tokens) > self.length_max for sequence, tokens in pairs):
             raise Refused
         plans, left = [], {}
@@ -222,7 +225,7 @@ class NaiveSequences:
 
 
 class WeakHasher(BlockHasher):
-    """Chained hashes with few distinct values: nearly everything collides."""
+    """Chained hashes with few distinct values, so that most chains collide."""
 
     distinct = 3
 
@@ -238,7 +241,7 @@ class WeakHasher(BlockHasher):
 
 
 def live_tokens(cache: Any, group: Any, tenant: int = 0) -> int:
-    """Places for tokens in held blocks that hold one, block by block: what `statistics.live_tokens` must say."""
+    """Count filled token slots in held blocks, block by block; `statistics.live_tokens` must agree."""
     s, size = cache.sequences, cache.blocks.block_size
     filled: dict[int, int] = {}
     for slot in s.slot_of.values():

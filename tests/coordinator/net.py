@@ -1,4 +1,4 @@
-"""Real ZeroMQ sockets for tests: the coordinator's side, and peers that read or do not."""
+"""Real ZeroMQ sockets for tests: the coordinator's socket, and peers that read or do not."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from coordinator.outbox import Frames, Sent
 from coordinator.peers import PeerLimits, Peers
 from kvforge.protocol import transport
 
-PAYLOAD = b"x" * 8192  # large enough that the kernel's buffers are soon full
+PAYLOAD = b"x" * 8192  # large, to fill the kernel's buffers quickly
 QUEUE = 8
 DEADLINE_S = 60.0
 
 
 def until(done: Callable[[], bool]) -> None:
-    """Waits for something that must happen."""
+    """Wait until `done` returns True."""
     deadline = monotonic() + DEADLINE_S
     while not done():
-        assert monotonic() < deadline, f"it did not happen within {DEADLINE_S} s"
+        assert monotonic() < deadline, f"condition not met within {DEADLINE_S} s"
         select.select([], [], [], 0.01)
 
 
 def fill(send: Callable[[int], bool]) -> int:
-    """Calls `send` with 0, 1, 2, ... until nothing is taken any more, also after a moment. Returns how many were."""
+    """Call `send` with 0, 1, 2, ... until it refuses for good; return how many it took."""
     count, refusals = 0, 0
     while refusals < 10:
         if send(count):
             count, refusals = count + 1, 0
         else:
             refusals += 1
-            select.select([], [], [], 0.02)  # what the kernel still takes
+            select.select([], [], [], 0.02)  # gives the kernel time to accept more
     return count
 
 
 class Net:
-    """One coordinator's socket and the peers that connect to it."""
+    """A coordinator's socket and the peers that connect to it."""
 
     def __init__(self, folder: Path) -> None:
         self.endpoint = f"ipc://{folder}/s"
         self._theirs: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealers: list[zmq.Socket[bytes]] = []
         numbers = itertools.count(1)
-        silence_ms = transport.HEARTBEAT_TIMEOUT_MS  # as it is now: a test may have shortened it
+        silence_ms = transport.HEARTBEAT_TIMEOUT_MS  # read now, because a test may have shortened it
         limits = PeerLimits(room=Room(queue_messages_max=QUEUE), silence_ms=silence_ms)
         self.silent: list[int] = []
         self.peers = Peers((Door(self.endpoint),), lambda: next(numbers), limits, on_silent=self.silent.append)
 
     def connect(self) -> tuple[zmq.Socket[bytes], int]:
-        """A peer with a small queue of its own, and its number."""
+        """Connect a peer with a short queue; return its socket and its number."""
         dealer = transport.dealer(self._theirs)
         dealer.setsockopt(zmq.RCVHWM, QUEUE)
         dealer.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
@@ -69,13 +69,13 @@ class Net:
         return dealer, self.admit()
 
     def admit(self) -> int:
-        """Admits whoever comes next."""
+        """Admit the next peer."""
         received: list[tuple[bytes, int, Frames]] = []
 
         def came() -> bool:
             if (message := self.peers.receive()) is not None:
                 received.append(message)
-            self.peers.note_ends()  # the turn is over
+            self.peers.note_ends()  # end of the turn
             return bool(received)
 
         until(came)
@@ -85,12 +85,12 @@ class Net:
         return number
 
     def read(self, dealer: zmq.Socket[bytes]) -> list[bytes]:
-        """What a peer reads next, while our side writes what it has for it."""
+        """Return the peer's next message while our side writes what it holds for it."""
         until(lambda: (self.peers.note_ends(), bool(dealer.poll(0)))[1])  # type: ignore[func-returns-value]
         return dealer.recv_multipart()
 
     def fill(self, number: int) -> int:
-        """Fills one that does not read; each message starts with its place. Returns how many it took."""
+        """Fill a peer that does not read; each message starts with its index. Return how many it took."""
         return fill(lambda i: self.peers.send(number, [b"%d" % i, PAYLOAD]) is Sent.DONE)
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class Net:
 
 @contextmanager
 def short_lived_net() -> Iterator[Net]:
-    """Closed and removed at the end. Its socket's path must be short."""
+    """A Net that is closed and removed at the end; its socket path must be short."""
     folder = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp"))
     net = Net(folder)
     yield net

@@ -1,4 +1,4 @@
-"""[tcp] and [access]: what is wrong with them is named before anything listens."""
+"""[tcp] and [access]: errors name the setting, before any socket listens."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_who_may_do_what() -> None:
     assert gate.client(Who(key=keys.bytes_of(A, "key"))) == Access("alice", "a", ("submit", "read"), 9)
     assert gate.client(Who(user=77)) == Access("bob", "*", ("admin",))
     assert gate.client(Who(user=78)) == Access("", "l", ("submit", "read", "admin"))
-    assert access.Gate().client(Who(user=0)).unlimited, "without a configuration everybody of this machine may all"
+    assert access.Gate().client(Who(user=0)).unlimited, "without a configuration, local users have every right"
 
 
 def test_a_worker_brings_the_token_or_has_a_key() -> None:

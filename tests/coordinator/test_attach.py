@@ -1,4 +1,4 @@
-"""Reading a request from any place: attaching to it, losing it to another connection, and readers that are too slow."""
+"""Attaching to a request at any offset, losing its stream to another connection, and slow consumers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def finish_at(driver: Driver, request: int, tokens: int) -> None:
 
 
 def read(driver: Driver, client: int, request: int) -> list[tuple[int, int]]:
-    """(offset, token) of what the client was streamed since it asked for the request last."""
+    """(offset, token) pairs that the client received since its last attach."""
     return list(driver.tokens_read(client, request).items())
 
 
@@ -32,7 +32,7 @@ def answer_from(offset: int, count: int = 12) -> list[tuple[int, int]]:
 
 
 def in_state(state: str, stream: bool = True, **fields: Any) -> tuple[TopDriver, int]:
-    """A request of client 1 with two top log-probabilities, in a state: (driver, request)."""
+    """A request of client 1 with two top log-probabilities, in the given state: (driver, request)."""
     driver = TopDriver(steps_in_flight_max=1, **fields)
     worker = driver.add_worker(32) if state != "pending" else None
     sampling = Sampling(temperature=0.0, seed=1, logprobs=2)
@@ -48,7 +48,7 @@ def in_state(state: str, stream: bool = True, **fields: Any) -> tuple[TopDriver,
 
 
 def run(driver: TopDriver) -> None:
-    """Until everything ended, with top log-probabilities."""
+    """Run until everything has ended, with top log-probabilities."""
     for worker in driver.workers:
         while worker.inbox:
             driver.report(worker, with_tops(worker.execute(worker.inbox.popleft()), TOPS, False))
@@ -88,7 +88,7 @@ def test_an_attach_in_the_turn_in_which_tokens_came_repeats_none(make_pool: Make
     other = driver.submit([8, 8], max_tokens=12)
     request = driver.submit(PROMPT, max_tokens=12)
     driver.step()
-    driver.step()  # two tokens; the second is told in the next turn
+    driver.step()  # two tokens; the next turn streams the second
     driver.attach(request, 1)
     driver.turn()
     assert read(driver, 1, request) == answer_from(1, 2)
@@ -144,17 +144,17 @@ def test_the_one_whose_stream_was_taken_is_told_so_after_what_it_still_gets(make
     assert read(driver, 1, request) == answer_from(0, 2)
     assert read(driver, 2, request) == answer_from(0, 2)
     driver.answer(worker)
-    driver.gone(1, goodbye=True)  # it is not the first one's any more
+    driver.gone(1, goodbye=True)  # the request belongs to another client now
     driver.run_until_idle()
     assert read(driver, 2, request) == answer_from(0)
     assert driver.request(request).state == "finished"
 
 
-# -------------------------------------------------------------------------------------------- readers that are too slow
+# ------------------------------------------------------------------------------------------------------ slow consumers
 
 
 def three_readers() -> tuple[Driver, int, int, int]:
-    """Two requests of client 1 and one of client 2, a few tokens in: (driver, them)."""
+    """Two requests of client 1 and one of client 2, a few tokens in: (driver, request, request, request)."""
     driver = Driver(steps_in_flight_max=1)
     driver.add_worker(32)
     one, other = driver.submit(PROMPT, max_tokens=12), driver.submit([8, 8], max_tokens=12, stream=False)
@@ -169,7 +169,7 @@ def test_what_a_full_client_lost_is_paused_and_nothing_else(make_pool: MakePool)
     driver.full.add(1)
     driver.turn()
     driver.full.clear()
-    assert driver.wake_us() == 50_000  # it is tried again though nothing happens
+    assert driver.wake_us() == 50_000  # the stream is retried without any event
     assert driver.streamed[one] == ANSWER[:2]
     driver.turn()
     assert driver.told == [(1, "paused", one)]
@@ -281,7 +281,7 @@ def test_a_full_client_that_goes_leaves_nothing_to_be_told(make_pool: MakePool) 
     assert driver.streamed[theirs] == continuation([9, 9], 12)
     driver.attach(one, 0, client=3)
     driver.turn()
-    assert driver.ended[one].reason == "cancelled"  # without a lease
+    assert driver.ended[one].reason == "cancelled"  # no lease
 
 
 def test_a_paused_request_that_is_preempted_stays_paused() -> None:

@@ -1,4 +1,4 @@
-"""A client whose connection ends while the coordinator lives is waited for, for its lease, with all that is its own."""
+"""A client that disconnects keeps its session, requests and sequences until its lease expires."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def came(d: Driver, client: int, owner: str = "") -> None:
 
 
 def cut(d: Driver, client: int = 1) -> None:
-    """Its connection ends, with what was on its way."""
+    """End the client's connection and drop its undelivered messages."""
     d._due.clear()
     d.gone(client)
 
@@ -95,7 +95,7 @@ def test_one_that_does_not_come_back_loses_all_with_its_lease() -> None:
     assert d.machine.requests.live[request].state == "running" and own in d.machine.cache.sequences.slot_of
     d.advance(1)
     d.turn()
-    assert d.machine.requests.finished[request].state == "cancelled", "it has had its lease: there is no second one"
+    assert d.machine.requests.finished[request].state == "cancelled", "the lease has expired and is not renewed"
     assert set(d.machine.cache.sequences.slot_of) >= {lasting} and own not in d.machine.cache.sequences.slot_of
     assert not d.machine.clients and d.machine.sessions.number("\nsession 1") is None
     d.run_until_idle()

@@ -1,4 +1,4 @@
-"""How long there was no coordinator, whatever happened to the wall clock between two lives."""
+"""The downtime between two lives of a coordinator, whatever the wall clock does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_in_one_boot_of_the_host_it_is_known_exactly(jump_s: float, gone_s: int)
     [(100.0, 100.0), (30.0, 30.0), (-YEAR_S, 20.0), (YEAR_S, 20.0 + MAX_S), (5.0, 20.0)],
 )
 def test_after_a_restart_of_the_host_the_wall_clock_is_believed_within_bounds(wall_s: float, counted_s: float) -> None:
-    """It has been up for 20 s."""
+    """The host has been up for 20 s."""
     now = HostTime("the next boot", 20 * SECOND, WRITTEN_S + wall_s)
     assert away_us(ANCHOR, LAST_US, WRITTEN_S, now, MAX_S) == counted_s * SECOND
 
@@ -63,7 +63,7 @@ class Host:
         monkeypatch.setattr(away, "boot_id", lambda: self.boot)
 
     def restart(self) -> None:
-        """Its uptime begins anew."""
+        """Restart the host: its uptime begins anew."""
         self.boot, self._began_ns, self.booted_ns = "two", time.monotonic_ns(), 0
 
 
@@ -77,7 +77,7 @@ def tokens() -> Int32Array:
 
 
 def begun(folder: Path) -> Life:
-    """A life in which a sequence was made that ends when nothing uses it for two minutes."""
+    """A life with a sequence that has an idle time to live of two minutes."""
     made = life(folder)
     create = CreateSequence(rid=1, tokens=tokens(), idle_ttl_ms=120_000)
     events: list[tuple[Any, list[Any]]] = [(ClientCame(1, "s"), []), (FromClient(1, create), codec.encode(create))]
@@ -122,7 +122,7 @@ def test_a_wall_clock_that_is_wrong_after_a_restart_of_the_host_is_bounded(
 def test_the_difference_is_written_again_where_the_clocks_came_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a standstill or a suspended host; else a file is not written again and again."""
+    """After a standstill or a suspended host; otherwise the file is not rewritten."""
     host = Host(monkeypatch)
     file = ClockFile(tmp_path)
     file.keep(1)

@@ -1,4 +1,4 @@
-"""No id of one life of a coordinator means anything in another one, and who names such an id is told."""
+"""Ids of an earlier life of the coordinator are invalid, and using one raises an error that names the restart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DAY_MS = 86_400_000
 
 
 def life(unix_ms: int, first_generation: int = 0) -> Driver:
-    """A coordinator that was started then."""
+    """A coordinator that was started at this time."""
     driver = Driver(first_id=first_id(unix_ms), first_generation=first_generation)
     driver.add_worker(32)
     return driver
@@ -28,7 +28,7 @@ def test_ids_of_a_later_life_are_larger_than_all_of_an_earlier_one_and_exact_in_
     assert all(later - earlier >= 1000 for earlier, later in pairwise(firsts))
     assert firsts[0] >= 0
     assert firsts[-1] < ID_MAX <= 1 << 53
-    assert first_id(0) == 0, "a clock that was never set"
+    assert first_id(0) == 0, "a clock that was never set gives id 0"
 
 
 def test_everything_that_has_an_id_has_one_that_no_other_life_gives_out() -> None:

@@ -1,4 +1,4 @@
-"""What is kept is bounded, and what nobody needs any more is not kept."""
+"""Kept data is bounded, and dropped once no client needs it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = 16_000
 
 
 def kept_bytes(driver: Driver) -> int:
-    """What the core keeps of requests that have ended, their keys included."""
+    """Size of the finished requests and their keys in the core."""
     requests = driver.machine.requests
     return len(pickle.dumps((requests.finished, requests.keys), protocol=5))
 
@@ -47,7 +47,7 @@ def test_an_ended_request_keeps_what_may_be_asked_for_and_not_its_prompt(fields:
 
 
 def test_the_answers_that_are_kept_are_bounded_in_bytes(make_pool: MakePool) -> None:
-    driver, _ = make_pool(finished_bytes_max=1000)  # 8 bytes a token
+    driver, _ = make_pool(finished_bytes_max=1000)  # 8 bytes per token
     made = []
     for first in range(12):
         made.append(driver.submit([first], 30))
@@ -81,9 +81,9 @@ def test_a_tenant_that_nothing_is_left_of_makes_way_for_a_new_name(make_pool: Ma
         assert driver.answer_of(request) == continuation([i, 1, 2, 3, 4], 2)
     tenants = {tenant.tenant: tenant for tenant in driver.stats().tenants}
     assert set(tenants) == {"fixed", "t17", "t18", "t19"}
-    assert tenants["t19"].blocks == 1, "its own cached block, and nothing of who had the number before"
+    assert tenants["t19"].blocks == 1, "its own cached block, and none of the number's previous tenant"
     assert tenants["t19"].prefix_queried_tokens_total == 5
-    assert driver.request(1).tenant == "t0", "an ended request knows whose it was"
+    assert driver.request(1).tenant == "t0", "a finished request keeps its tenant's name"
     with pytest.raises(NotFound):
         driver.explain(tenant="t0")
 
@@ -102,7 +102,7 @@ def test_a_tenant_that_has_something_keeps_its_name(make_pool: MakePool, holds: 
         block = driver.blocks_of(made)[0]
         driver.ref(block, "h", tenant="a")
         driver.remove(made)
-    held = driver.create([5], tenant="c")  # in place of b
+    held = driver.create([5], tenant="c")  # takes the place of b
     error = driver.refused(driver.create_message([6], tenant="d"), CapacityExceeded)
     assert error.resource == "tenants"
     assert driver.refused(driver.submit_message([6], tenant="d"), CapacityExceeded).resource == "tenants"

@@ -1,4 +1,4 @@
-"""How much of prompts a step beside decodes holds: bounded by the time between tokens, and by what that bound costs."""
+"""Prompt chunks in steps with decodes: bounded by the time between tokens, and by the cost of that bound."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Cost = Callable[[int, int], int]
 
 @dataclass
 class Served:
-    """What became of several requests: virtual times in microseconds, tokens of prompts in steps beside decodes."""
+    """Results of several requests: virtual times in microseconds, and prompt tokens in steps with decodes."""
 
     total_us: int
     first_us: list[int]
@@ -28,7 +28,7 @@ class Served:
 
 
 def serve(cost: Cost, gap_us: int, prompts: int = 8, noise: float = 0.0) -> Served:
-    """Requests that come at once, on a worker whose steps take cost(decodes, tokens of prompts) microseconds."""
+    """Serve simultaneous requests on a worker with steps of cost(decodes, prompt tokens) microseconds."""
     driver = Driver(
         decode_gap_us=gap_us,
         block_size=64,
@@ -65,12 +65,12 @@ def serve(cost: Cost, gap_us: int, prompts: int = 8, noise: float = 0.0) -> Serv
 
 
 def slow(decodes: int, chunk: int) -> int:
-    """A device whose decodes alone take longer than the bound."""
+    """A device that exceeds the bound with decodes alone."""
     return 61_000 + 19_000 * max(decodes, 1) + 2400 * chunk
 
 
 def fast(decodes: int, chunk: int) -> int:
-    """One that has room for prompts within it."""
+    """A device with room for prompts within the bound."""
     return 20_000 + 1000 * decodes + 2400 * chunk
 
 
@@ -80,7 +80,7 @@ def test_a_bound_that_cannot_be_kept_costs_prompts_little(noise: float) -> None:
     bounded, free = serve(slow, 60_000, noise=noise), serve(slow, NO_GAP_US, noise=noise)
     assert bounded.total_us < 1.25 * free.total_us
     assert sum(bounded.first_us) < 1.6 * sum(free.first_us)
-    # Twice what the decodes beside it take, but for the first steps, when nothing was known.
+    # Twice the decodes' own time, except for the first steps, before any measurement.
     assert sorted(bounded.gaps_us)[-16] < 2 * slow(8, 0) * (1 + noise)
 
 
@@ -88,7 +88,7 @@ def test_a_bound_that_cannot_be_kept_costs_prompts_little(noise: float) -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_a_bound_that_can_be_kept_is_kept(noise: float) -> None:
     bounded, free = serve(fast, 120_000, noise=noise), serve(fast, NO_GAP_US, noise=noise)
-    assert sum(gap > 120_000 * (1 + 2 * noise) for gap in bounded.gaps_us) <= 4  # of the first steps
+    assert sum(gap > 120_000 * (1 + 2 * noise) for gap in bounded.gaps_us) <= 4  # the first steps
     assert sum(gap > 120_000 * (1 + 2 * noise) for gap in free.gaps_us) > 20
     assert bounded.total_us < 1.25 * free.total_us
 
@@ -100,7 +100,7 @@ def test_equal_prompts_end_one_by_one() -> None:
 
 
 def decode_and_prompt(**limits: Any) -> tuple[Driver, int, int]:
-    """One decodes while another's prompt of 500 tokens is computed: (driver, who decodes, the prompt's request)."""
+    """One request decodes while a prompt of 500 tokens is computed: (driver, decoding request, prompt's request)."""
     fields = {"step_tokens_max": 64, "blocks_per_sequence_max": 256, "blocks_max": 256, "decode_gap_us": 1000}
     driver = Driver(steps_in_flight_max=1, **{**fields, **limits})
     driver.add_worker(256)
@@ -110,7 +110,7 @@ def decode_and_prompt(**limits: Any) -> tuple[Driver, int, int]:
 
 
 def timed_chunk(driver: Driver, cost_us: Callable[[int], int]) -> int:
-    """One step; its largest chunk, by which its duration goes."""
+    """Run one step and return its largest chunk, which determines its duration."""
     (worker,) = driver.workers
     driver.turn()
     (step,) = worker.inbox
@@ -125,7 +125,7 @@ def test_chunks_beside_decodes_follow_what_steps_take() -> None:
     driver, decoding, prompt = decode_and_prompt()
     quick, weary = (lambda chunk: 50 + 25 * chunk), (lambda chunk: 4 * (50 + 25 * chunk))
     chunks = [timed_chunk(driver, cost) for cost in (*[quick] * 4, *[weary] * 4, *[quick] * 9)]
-    assert chunks[0] == 63  # nothing is known yet
+    assert chunks[0] == 63  # nothing is measured yet
     assert all(25 < chunk < 36 for chunk in chunks[1:5])  # 875 us of 1000
     assert max(chunks[6:8]) <= 20
     assert 20 < chunks[-1] < 36
@@ -138,15 +138,15 @@ def test_chunks_beside_decodes_follow_what_steps_take() -> None:
 def test_steps_that_hold_no_decodes_are_not_bounded() -> None:
     driver, decoding, prompt = decode_and_prompt()
     driver.cancel(decoding)
-    assert [timed_chunk(driver, lambda _: 9000) for _ in range(3)] == [64, 64, 64]  # nobody waits for a token
+    assert [timed_chunk(driver, lambda _: 9000) for _ in range(3)] == [64, 64, 64]  # no request waits for a token
     driver.cancel(prompt)
     decoding = driver.submit([1, 2], max_tokens=60)
     assert [timed_chunk(driver, lambda _: 500) for _ in range(3)] == [2, 1, 1]
     driver.submit(range(200, 500), max_tokens=2)
-    assert timed_chunk(driver, lambda _: 500) == 16  # they have told what a token of a prompt takes
+    assert timed_chunk(driver, lambda _: 500) == 16  # these steps measured the cost of a prompt token
 
 
-# ---------------------------------------------------------------------------------------------------------- the line
+# ----------------------------------------------------------------------------------------------------- linear fit
 
 
 def test_a_line_is_found_in_steps_that_lie_on_it() -> None:
@@ -156,7 +156,7 @@ def test_a_line_is_found_in_steps_that_lie_on_it() -> None:
     assert costs.fixed == pytest.approx(40_000 * UNIT, rel=0.001)
     assert costs.token == pytest.approx(1700 * UNIT, rel=0.001)
     assert costs.chunk(200_000) == pytest.approx(135_000 / 1700, abs=1)
-    assert costs.chunk(50_000) == pytest.approx(40_000 / 1700, abs=1)  # half of the step at least
+    assert costs.chunk(50_000) == pytest.approx(40_000 / 1700, abs=1)  # at least half of the step
 
 
 def test_steps_of_one_size_tell_no_line_but_how_fast_the_device_is() -> None:

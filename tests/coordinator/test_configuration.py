@@ -143,12 +143,12 @@ def test_device_bytes_are_as_many_purposes_and_as_large_as_the_bounds_say() -> N
 
 
 def hello_and_ready(driver: Driver, worker: FakeWorker, **fields: object) -> None:
-    """Connects a worker and lets it announce a pool with some fields changed."""
+    """Connect a worker that announces a pool with some fields changed."""
     driver.report(worker, WorkerHello(rid=1, name=worker.name, pid=1))
     driver.report(worker, msgspec.structs.replace(driver.ready(worker), **fields))
 
 
-# behaviour 2 (the core's part of it: positions and contexts fit 32 bits)
+# behaviour 2 (in the core: positions and contexts fit 32 bits)
 def test_a_context_that_does_not_fit_32_bits_is_refused() -> None:
     with pytest.raises(InvalidConfiguration, match="do not fit a message"):
         make_limits(block_size=1 << 15, blocks_per_sequence_max=(1 << 8) + 1)
@@ -177,7 +177,7 @@ def test_more_quotas_than_tenants_are_refused() -> None:
     assert caught.value.field == "quotas"
 
 
-# behaviour 3 (the core's part of it: bytes follow what the worker computed for its dtype)
+# behaviour 3 (in the core: bytes follow the worker's dtype)
 def test_bytes_follow_the_worker_everywhere() -> None:
     driver = Driver()
     worker = FakeWorker(driver.machine, 9, "half", 4, model_info())

@@ -1,4 +1,4 @@
-"""The benchmark of a turn ends, whatever makes its turns due."""
+"""The benchmark of a turn terminates, whatever makes its turns due."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks import control_plane
 
 
 def test_a_turn_that_comes_before_the_workers_answer_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a heartbeat made it due: no step is sent in it, and the worker would wait for one for ever."""
+    """A heartbeat can make a turn due that sends no step; the benchmark must not wait for a step then."""
     monkeypatch.setattr(control_plane, "WARM_STEPS", 2)
     turn, early = control_plane.Shell.turn, iter(range(1 << 20))
 
@@ -18,4 +18,4 @@ def test_a_turn_that_comes_before_the_workers_answer_is_followed_by_another(monk
     monkeypatch.setattr(control_plane.Shell, "turn", sometimes_early)
     taken, _ = control_plane.whole(4, 8)
     assert len(taken) == 8
-    assert min(taken) > 0, "the turn that settled the answer is the one that counts"
+    assert min(taken) > 0, "the benchmark must measure the turn that handled the answer"

@@ -1,4 +1,4 @@
-"""Workers that die or hang: who is taken to be the cause, and that nobody else suffers."""
+"""Workers that crash or hang: which request is blamed, and that no other request suffers."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_token_in_between_starts_the_count_anew(make_pool: MakePool) -> None:
 
 
 class Fragile(FakeWorker):
-    """Dies of a step that feeds it the poison."""
+    """A worker that crashes on a step with the poisoned token."""
 
     def dies(self) -> bool:
         return bool((self.inbox[0].tokens == POISON).any())
@@ -161,7 +161,7 @@ class FragileDriver(Driver):
             self.add_worker(blocks)
 
     def step(self) -> None:
-        """One turn; a worker that dies is replaced."""
+        """Run one turn and replace crashed workers."""
         self.turn()
         for worker in list(self.workers):
             assert isinstance(worker, Fragile)
@@ -276,7 +276,7 @@ def test_a_hung_worker_is_dropped_and_replaced_to_the_microsecond() -> None:
     driver.advance(5)
     driver.turn()
     driver.advance(7)
-    driver.answer(worker)  # one of the two steps under way: the other is worked on from now on
+    driver.answer(worker)  # one of two steps in flight; the worker's time for the other starts now
     assert driver.wake_us() == TIMEOUT_US + 1
     driver.advance(TIMEOUT_US)
     effects = driver.turn()
@@ -306,7 +306,7 @@ def test_a_worker_without_a_step_does_not_hang(make_pool: MakePool) -> None:
     assert driver.workers == [worker]
     driver.submit([2], max_tokens=1)
     driver.turn()
-    assert driver.wake_us() == TIMEOUT_US + 1  # from when it was sent, however long it was idle before
+    assert driver.wake_us() == TIMEOUT_US + 1  # the timeout counts from the send, not from the idle time before
     driver.run_until_idle()
     assert len(driver.ended) == 2
 
@@ -327,7 +327,7 @@ def test_only_the_one_that_hangs_is_replaced() -> None:
     assert [driver.answer_of(r) for r in requests] == [continuation([i, 2, 3], 4) for i in range(4)]
 
 
-# --------------------------------------------------------------------------------------------------- who went, and how
+# ------------------------------------------------------------------------------------------------- departed workers
 
 
 def test_how_each_worker_went_is_told_until_it_is_back() -> None:

@@ -1,4 +1,4 @@
-"""Killed at any instant, a coordinator loses nothing, does nothing twice, and tells nobody another token."""
+"""Killed at any instant, a coordinator loses nothing, does nothing twice, and streams no wrong token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CURVE: whoever has a key of the allow-list is served, libzmq's client too; nobody else is, whatever he sends."""
+"""CURVE: clients with a key of the allow-list are served, libzmq's too; all others are refused, whatever they send."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STRANGER = keys.make()
 
 
 def greeted(client: CurveClient | None = None) -> tuple[SealedReader, CurveClient]:
-    """A reader that has answered HELLO, and the client that knows the answer."""
+    """A reader that has answered HELLO, and its client."""
     client = client or CurveClient()
     reader = SealedReader(Bounds(), server_keys())
     reader.feed(GREETING + client.hello())
@@ -39,7 +39,7 @@ def greeted(client: CurveClient | None = None) -> tuple[SealedReader, CurveClien
 
 
 def shaken() -> tuple[SealedReader, CurveClient]:
-    """Both, when the handshake is over."""
+    """A reader and its client after the handshake."""
     reader, client = greeted()
     reader.feed(client.initiate())
     assert reader.next(False) is None
@@ -79,12 +79,12 @@ def test_a_hello_for_another_server_is_refused() -> None:
 
 
 def test_a_handshake_that_was_listened_to_is_of_no_use_again() -> None:
-    """Both HELLO and INITIATE: a cookie is of one connection, and so is the key that INITIATE is sealed for."""
+    """HELLO and INITIATE cannot be replayed: the cookie and the key that seals INITIATE belong to one connection."""
     first, client = greeted()
     hello, initiate = CurveClient.hello(client), client.initiate()
     second = SealedReader(Bounds(), server_keys())
     second.feed(GREETING + hello)
-    assert second.next(False) is None  # as good as the first: it proves nothing yet
+    assert second.next(False) is None  # a replayed HELLO is as valid as the first and proves nothing yet
     refused(second, initiate, "another cookie")
     again = CurveClient(transient=client.transient)
     third = SealedReader(Bounds(), server_keys())
@@ -99,7 +99,7 @@ def test_a_handshake_that_was_listened_to_is_of_no_use_again() -> None:
 
 
 def test_a_vouch_of_another_connection_is_refused() -> None:
-    """Of one who was tricked into connecting to somebody who now passes it on."""
+    """A client that was tricked into connecting to an attacker, who forwards its vouch."""
     reader, client = greeted()
     other = CurveClient(transient=curve.crypto_box_keypair(), server_transient=client.server_transient)
     refused(reader, client.initiate(vouch=other.vouch()), "vouch is for another connection")
@@ -148,7 +148,7 @@ def test_what_is_no_end_of_a_handshake_is_named(spoil: Callable[[CurveClient], b
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
 def test_no_byte_of_a_handshake_can_be_changed(at: int, change: int) -> None:
-    """But for the padding, the long nonces' own bytes change what they seal; all lead to the same end."""
+    """Changed padding and changed nonces invalidate the boxes, so every change leads to the same refusal."""
     client = CurveClient()
     hello = bytearray(client.hello())
     sealed = range(2 + 80, len(hello))
@@ -245,7 +245,7 @@ def test_heartbeats_are_sealed_and_count_for_no_message() -> None:
 
 
 class CurveNet:
-    """A coordinator's socket on a network, and libzmq's clients."""
+    """A coordinator's TCP socket, and clients of libzmq."""
 
     def __init__(self) -> None:
         door = Door("tcp://127.0.0.1:0", partial(SealedReader, keys=server_keys()), "tcp.listen")

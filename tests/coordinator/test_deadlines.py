@@ -1,4 +1,4 @@
-"""Requests that run out of time, and what becomes of them when their client's connection ends."""
+"""Requests that exceed a deadline, and requests of disconnected clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECOND = 1_000_000
 
 
 def expired_error(driver: Driver, request: int) -> DeadlineExceeded:
-    """The error on the wire, which is the one that is kept."""
+    """The streamed error, which must equal the stored one."""
     told, kept = driver.ended[request].error, driver.request(request).error
     assert told is not None
     assert told == kept
@@ -66,7 +66,7 @@ def test_a_request_expires_at_its_deadline_and_not_a_microsecond_before(make_poo
     assert driver.nothing_due()
 
 
-# behaviour 32: the steps under way when it expired are answered later, and discarded
+# behaviour 32: results of steps in flight at the deadline are discarded
 def test_a_request_that_expires_in_mid_step_gives_everything_back_when_the_step_is_over(make_pool: MakePool) -> None:
     driver, worker = make_pool()
     request = driver.submit(PROMPT, max_tokens=8, deadline_ms=1)
@@ -174,7 +174,7 @@ def test_nothing_wakes_an_idle_machine(make_pool: MakePool) -> None:
     request = driver.submit(PROMPT, deadline_ms=100, first_token_ms=50)
     assert driver.wake_us() == 50_000
     driver.run_until_idle()
-    assert driver.nothing_due()  # the timers of what has ended wake nobody
+    assert driver.nothing_due()  # timers of finished requests cause no wake-up
     driver.submit(PROMPT, client=2)
     driver.turn()
     driver.gone(2)
@@ -240,7 +240,7 @@ def test_whoever_attaches_within_the_lease_keeps_the_request(make_pool: MakePool
     driver.advance(SECOND)
     driver.step()
     assert driver.request(request).state == "running"
-    driver.gone(6)  # the lease of the second connection counts from its own end
+    driver.gone(6)  # the second connection's lease counts from its own end
     driver.advance(SECOND - 1)
     driver.turn()
     assert driver.request(request).state == "running"
@@ -277,11 +277,11 @@ def test_a_detached_request_that_someone_attached_to_survives_that_one_too(make_
     assert driver.answer_of(request) == continuation(PROMPT, 5)
 
 
-# ------------------------------------------------------------------------------------- sequences of a vanished client
+# ---------------------------------------------------------------------------------- sequences of a disconnected client
 
 
 def gone_with_sequence(how: dict[str, Any], **limits: Any) -> tuple[Driver, int, int, int]:
-    """A client vanished; a request continued one of its sequences: (driver, sequence, request, an idle sequence)."""
+    """A disconnected client's request continued one of its sequences: (driver, sequence, request, an idle sequence)."""
     driver = Driver(steps_in_flight_max=1, **{"lease_us": SECOND, **limits})
     driver.add_worker(16)
     idle = driver.create([9, 9, 9], client=5)
@@ -303,7 +303,7 @@ def test_a_sequence_that_a_living_request_continues_stays_with_it(how: dict[str,
     driver.advance(SECOND - 1)
     driver.turn()
     assert driver.info(sequence).length == 9
-    driver.advance(100_001)  # sequences expire a tenth of a second late at most
+    driver.advance(100_001)  # sequences expire at most a tenth of a second late
     driver.turn()
     driver.refused(GetSequence(rid=1, sequence_id=sequence), SequenceNotFound)
     assert driver.free_or_cached() == 16

@@ -1,4 +1,4 @@
-"""What the pages about the coordinator point to is there."""
+"""Names and files that the coordinator's pages link to exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_links_lead_to_files(page: str) -> None:
 
 
 def test_a_decode_step_names_what_is_in_the_linked_file() -> None:
-    """A name in front of a link is defined in the file that it leads to."""
+    """The linked file defines the name in front of the link."""
     text = (ROOT / "docs" / "step.md").read_text()
     named = re.findall(r"\[`([\w.]+)`\]\(\.\./([^)]+\.py)\)", text)
     assert len(named) > 12

@@ -1,4 +1,4 @@
-"""Draining: nothing more is admitted, what is there ends, and what does not in time is handed back."""
+"""Draining: new requests are refused, running ones end, and the rest is handed back at the deadline."""
 
 from __future__ import annotations
 

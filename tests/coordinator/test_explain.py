@@ -1,4 +1,4 @@
-"""The questions that operators ask: who holds this block, why does this request wait, what does this tenant occupy."""
+"""Answers to operators: the holders of a block, the cause of a wait, the usage of a tenant."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_request_waits_for_a_row(make_pool: MakePool) -> None:
     assert "every worker runs its limit of 2 requests: it starts when one ends" in told.sentences
 
 
-# free 16 - 12 of the runner; needed: 7 blocks for 28 tokens, and 2 left for the rows to grow
+# 16 - 12 of the running request are free; needed: 7 blocks for 28 tokens, and 2 for the rows to grow
 def test_a_request_is_short_of_an_exact_number_of_blocks_and_is_told_what_would_free_them(make_pool: MakePool) -> None:
     driver, _ = make_pool(16, policy="none")
     running = driver.submit([1] * 38, max_tokens=8)
@@ -154,7 +154,7 @@ def test_a_request_waits_for_its_tenants_ceiling() -> None:
     driver.create(range(12), tenant="a")
     request = driver.submit(range(50, 58), max_tokens=1, tenant="a")
     driver.turn()
-    told = driver.explain(request_id=request)  # its prompt fills two, its first token begins a third; one is there
+    told = driver.explain(request_id=request)  # the prompt fills two blocks, its first token needs a third; one is free
     assert (told.facts["limit"], told.facts["blocks_short"]) == ("tenant ceiling", 2)
     assert any("its ceiling is 4" in sentence for sentence in told.sentences)
 

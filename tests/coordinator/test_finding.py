@@ -1,4 +1,4 @@
-"""FindPrefix: what it says is what a Submit that comes next finds; and asking changes nothing."""
+"""FindPrefix predicts what the next Submit finds, and has no side effects."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_client_of_one_tenant_finds_its_own_alone_and_needs_the_right() -> Non
     driver.submit(LONG, 1, salt="x")
     driver.run_until_idle()
     assert find(driver, LONG, ALICE).cached_tokens > 0
-    assert find(driver, LONG, ALICE, salt="x").cached_tokens == 0, "a hit would tell that somebody else had the text"
+    assert find(driver, LONG, ALICE, salt="x").cached_tokens == 0, "a hit would reveal that another tenant had the text"
     asked = FindPrefix(rid=1, tenant="b", prompt=np.array(LONG, np.int32))
     driver.refused(asked, NotAllowed, ALICE)
     driver.refused(FindPrefix(rid=2, prompt=np.array(LONG, np.int32)), NotAllowed, READER)

@@ -1,4 +1,4 @@
-"""The coordinator's garbage is collected when it has time, never because an allocation happened to be the 700th."""
+"""Garbage collection runs when the coordinator is idle, never triggered by an allocation count."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def garbage() -> Iterator[GarbageCollector]:
 
 
 class Ring:
-    """Garbage that only the collector finds."""
+    """A reference cycle, which only the collector frees."""
 
     def __init__(self) -> None:
         self.me = self
@@ -72,7 +72,7 @@ def test_the_loop_spins_only_where_cores_are_free(cores: int, chosen: int, monke
 
 
 def test_the_core_leaves_nothing_to_the_collector() -> None:
-    """An error that is kept keeps, through its traceback, the frames it went through and all that they name."""
+    """A stored exception keeps its traceback's frames, and all their local variables, alive."""
     driver = Driver(step_rows_max=8, queue_max=1000, quotas={"b": Quota(ceiling=12)})
     driver.add_worker(24)
     driver.add_worker(20)

@@ -1,4 +1,4 @@
-"""The largest configuration that is promised: 4,096 sequences, a million blocks, a context of a million tokens."""
+"""The largest supported configuration: 4,096 sequences, a million blocks, a context of a million tokens."""
 
 from __future__ import annotations
 

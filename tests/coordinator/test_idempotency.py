@@ -1,4 +1,4 @@
-"""Idempotency keys: the same command again is the same requests."""
+"""Idempotency keys: repeating a command returns the same requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = [3, 1, 4]
 
 
 def keyed(driver: Driver, client: int = 1, key: str = "k", **fields: Any) -> Accepted:
-    """Submits under a key."""
+    """Submit under a key."""
     reply: Accepted = driver.ask(
         driver.submit_message(**{"prompt": PROMPT, "max_tokens": 6, "key": key, **fields}), client
     )
@@ -58,7 +58,7 @@ def test_the_same_command_again_is_the_same_request_streamed_from_its_start(stat
 
 
 def test_a_command_that_names_what_is_the_default_is_the_same_command() -> None:
-    """Another client, or a replay, may write what this one leaves out."""
+    """Another client, or a replay, may write defaults that this one omits."""
     driver = Driver()
     first = keyed(driver, sampling=Sampling(seed=3))
     again = keyed(driver, sampling=Sampling(seed=3, top_p=float("1"), presence_penalty=float("0"), top_k=0))

@@ -1,4 +1,4 @@
-"""Which tokens were generated is kept with them, for workers that compute those in another way than a prompt's."""
+"""Generated tokens are marked as such, for workers that compute them differently from prompt tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_what_was_generated_is_no_hit_for_a_prompt_where_that_matters(kinds: boo
     driver.submit(PROMPT, 8)
     driver.run_until_idle()
     talk = [*PROMPT, *ANSWER, 40]
-    for expected in (cached, 16):  # once it was computed as a prompt it is a hit for the next one
+    for expected in (cached, 16):  # once computed as a prompt, it is a hit for the next request
         request = driver.submit(talk, 2)
         driver.run_until_idle()
         assert driver.request(request).cached_tokens == expected
@@ -48,7 +48,7 @@ def test_what_is_computed_again_comes_marked(kinds: bool) -> None:
     driver.run_until_idle()
     mark = GENERATED if kinds else 0
     assert fed(second)[: len(PROMPT) + len(known)] == PROMPT + [token + mark for token in known]
-    assert driver.answer_of(request) == ANSWER, "clients are told no marks"
+    assert driver.answer_of(request) == ANSWER, "clients receive no marks"
 
 
 @pytest.mark.parametrize("kinds", [True, False])
@@ -60,7 +60,7 @@ def test_what_is_computed_again_finds_no_prompt_of_the_same_tokens(kinds: bool) 
     driver.step()
     second = driver.add_worker(32)
     whole = [*PROMPT, *continuation(PROMPT, 12)]
-    driver.submit([*whole, 40], 1)  # there is no room for it beside the other one
+    driver.submit([*whole, 40], 1)  # no room for it next to the other request
     while not second.steps or second.inbox:
         driver.step()
     computed = len(fed(second))
@@ -105,5 +105,5 @@ def test_penalties_count_tokens_and_not_their_marks() -> None:
 
 
 def test_no_client_can_name_a_marked_token() -> None:
-    driver = Driver()  # no worker is there yet, and no vocabulary known
+    driver = Driver()  # no worker has connected, so no vocabulary is known
     assert driver.refused(driver.submit_message([GENERATED]), InvalidRequest).field == "prompt"

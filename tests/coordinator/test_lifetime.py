@@ -113,7 +113,7 @@ def test_never_a_sequence_in_a_running_step(make_pool: MakePool) -> None:
     request = driver.submit(sequence_id=sequence, max_tokens=3)
     driver.turn()
     driver.refused(driver.create_message(range(8)), CapacityExceeded)
-    driver.cancel(request)  # it is idle now, but the steps under way still read its row
+    driver.cancel(request)  # idle now, but the steps in flight still read its row
     driver.refused(driver.create_message(range(8)), CapacityExceeded)
     while worker.inbox:
         driver.answer(worker)
@@ -207,7 +207,7 @@ def test_a_lease_outlasts_its_owners_connection_and_nothing_else_does(make_pool:
 
 # behaviour 24
 def test_a_fork_of_a_sequence_whose_owner_is_gone_is_its_own_owners(make_pool: MakePool) -> None:
-    """What a request keeps gets a time to live when its owner goes; who forks it has set none (seed 418)."""
+    """A kept sequence gets a time to live when its owner disconnects; another client's fork has none (seed 418)."""
     driver, worker = make_pool(lease_us=1_000_000)
     sequence = driver.create([1, 2, 3], client=5)
     driver.submit(sequence_id=sequence, max_tokens=3, detached=True, client=5)

@@ -1,6 +1,6 @@
-"""What the operator is told: one entry for each request that ends and for each thing that befalls a worker.
+"""Operator's log: one entry per finished request and per incident of a worker.
 
-That every end is told once is looked at after every event of every test that uses the driver.
+The driver checks after every event of every test that each end is reported once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvforge.protocol.messages import ErrorInfo, WorkerFailed
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver
 
-# All of them: counts, names and times. A field that is added here must not hold a token of a prompt or an answer.
+# The complete list: counts, names and times. A new field must not hold a token of a prompt or an answer.
 END_FIELDS = {
     "id",
     "tenant",

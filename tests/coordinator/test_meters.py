@@ -1,4 +1,4 @@
-"""What monitors are told by tenant and pool: exact, whichever way it was counted, and kept over what comes and goes."""
+"""Metrics by tenant and pool: exact in every way of counting, and kept when tenants and pools come and go."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_cells_of_a_row_follow_each_other_and_their_bounds_rise() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_time_between_two_tokens_is_counted_once_whoever_joins_leaves_or_is_preempted(seed: int) -> None:
-    """Most steps are counted with one number for all their rows; the tokens of each request say what it should be."""
+    """Most steps are counted once for all rows; the tokens of each request give the expected value."""
     random, driver = Random(seed), Driver()
     worker = driver.add_worker(10)
     came: dict[int, list[int]] = {}
@@ -100,7 +100,7 @@ def test_every_time_between_two_tokens_is_counted_once_whoever_joins_leaves_or_i
             driver.answer(worker)
         look()
     assert not driver.machine.busy
-    assert driver.machine.requests.preemptions_total > 0, "nobody was preempted"
+    assert driver.machine.requests.preemptions_total > 0, "no request was preempted"
     for tenant in "ab":
         mine = [times for request, times in came.items() if tenant_of[request] == tenant]
         gaps = [after - before for times in mine for before, after in pairwise(times)]
@@ -263,7 +263,7 @@ def test_what_is_published_is_what_was_counted(make_pool: MakePool, tmp_path: Pa
         publish(driver.machine, tables, driver.now_us)
         check(driver, reader.numbers())
     driver.run_until_idle()
-    publish(driver.machine, tables, driver.now_us)  # nothing is asked any more: at once
+    publish(driver.machine, tables, driver.now_us)  # no further event: published at once
     numbers = reader.numbers()
     check(driver, numbers)
     assert numbers.gauges == reader.gauges()

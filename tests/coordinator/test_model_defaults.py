@@ -1,4 +1,4 @@
-"""What a request does not name of its sampling, the model decides: also of one that came before any model was known."""
+"""The model supplies sampling defaults, also for requests that arrived before any model was known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL = msgspec.structs.replace(model_info(), sampling=MODELS)
 
 
 def start_of(driver: Driver, worker: FakeWorker) -> RowStart:
-    """How the request is sampled that starts now."""
+    """The sampling parameters of the request that starts now."""
     driver.turn()
     return [start for step in worker.steps for start in step.begins][-1]
 

@@ -38,7 +38,7 @@ TENANTS = st.sampled_from([1, 2, 3])
 
 
 def run(examples: int, steps: int) -> settings:
-    """The same examples in every run."""
+    """Settings that run the same examples every time."""
     return settings(
         derandomize=True,
         deadline=None,
@@ -54,7 +54,7 @@ def run(examples: int, steps: int) -> settings:
 
 # behaviours 13, 14, 16 and 22
 class PoolMachine(RuleBasedStateMachine):
-    """Pool against NaivePool: states, owners, order of eviction, and what each tenant could get."""
+    """Pool against NaivePool: states, owners, eviction order, and the capacity of each tenant."""
 
     quotas: ClassVar[dict[str, Quota]] = {}
     count = 8
@@ -75,7 +75,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.step = 0
 
     def some(self, data: st.DataObject, among: Any) -> list[int]:
-        """Distinct blocks of a kind."""
+        """Distinct blocks of a set."""
         return data.draw(st.lists(st.sampled_from(sorted(among)), min_size=1, max_size=4, unique=True))
 
     @rule(tenant=TENANTS, count=st.integers(0, 5))
@@ -166,7 +166,7 @@ SALTS = st.sampled_from([11, 12])
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """PrefixIndex against a trie without hashes. A hit is always exact; without collisions it is also the longest."""
+    """PrefixIndex against a trie without hashes: hits are always exact, and the longest ones if no hashes collide."""
 
     hasher_class: type[BlockHasher] = BlockHasher
     exact = True
@@ -192,7 +192,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(salt=SALTS, path=PATHS, at_once=st.booleans())
     def run_a_sequence(self, salt: int, path: list[tuple[int, int]], at_once: bool) -> None:
-        """What a request does: takes the hit, fills the rest, is acknowledged, and gives all back."""
+        """Act like a request: take the hit, fill the rest, have it acknowledged, and release everything."""
         tokens = np.array(path, np.int32).ravel()
         hashes = self.hasher.chain(salt, tokens)
         hits = self.index.match(salt, tokens, hashes).tolist()
@@ -227,7 +227,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def check_hits(self, salt: int, tokens: np.ndarray, hits: list[int]) -> None:
         for i, block in enumerate(hits):
-            assert self.content[block] == (salt, tuple(tokens[: (i + 1) * SIZE].tolist())), "a hit of other tokens"
+            assert self.content[block] == (salt, tuple(tokens[: (i + 1) * SIZE].tolist())), "a hit with wrong tokens"
         expected = self.trie.match(root_key(salt), tokens.tolist(), SIZE)
         assert hits == expected[: len(hits)]
         assert not self.exact or hits == expected
@@ -256,7 +256,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 10))
     def pressure(self, count: int) -> None:
-        """Others need blocks: the oldest cached ones go."""
+        """Allocate blocks for another request, which evicts the oldest cached ones."""
         if count <= self.pool.available(1):
             self.held += self.pool.allocate(1, count).tolist()
 
@@ -291,7 +291,7 @@ SOME_TOKENS = st.lists(st.integers(0, 999), min_size=1, max_size=6)
 
 # behaviours 6 to 9, 12, 13 and 15
 class SequencesMachine(RuleBasedStateMachine):
-    """Client sequences against NaiveSequences: which commands succeed, every token, and who shares what with whom."""
+    """Client sequences against NaiveSequences: accepted commands, every token, and the sharing of blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class SequencesMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(self.model.tokens)))
 
     def pick_block(self, data: st.DataObject) -> tuple[int, NaiveBlock]:
-        """A block that a sequence holds, by both its names."""
+        """A block that a sequence holds: the core's and the model's."""
         sequence = data.draw(st.sampled_from([s for s in sorted(self.model.table) if self.model.table[s]]))
         at = data.draw(st.integers(0, len(self.model.table[sequence]) - 1))
         return self.driver.blocks_of(sequence)[at], self.model.table[sequence][at]
@@ -382,7 +382,7 @@ class SequencesMachine(RuleBasedStateMachine):
             table = driver.blocks_of(sequence)
             assert len(table) == len(model.table[sequence])
             for block, naive in zip(table, model.table[sequence], strict=True):
-                assert names.setdefault(naive, block) == block, "shared where the model is not, or the reverse"
+                assert names.setdefault(naive, block) == block, "block sharing differs from the model"
                 assert blocks.refcount[block] == len(naive.holders)
         assert len(set(names.values())) == len(names)
         pool = driver.machine.cache.groups[0].pool
@@ -405,9 +405,9 @@ TestSequences.settings = run(80, 30)
 
 # behaviours 12, 20, 22, 28, 29, 31, 32 and 35
 class EverythingMachine(RuleBasedStateMachine):
-    """Requests and sequences on pools that are too small, with workers that are late, die and come back.
+    """Requests and sequences on pools that are too small, with workers that are late, crash and return.
 
-    The model is a list of tokens for each sequence, and the continuation of each prompt.
+    The model holds a list of tokens per sequence and the continuation of each prompt.
     """
 
     sequences: dict[int, list[int]]
@@ -439,7 +439,7 @@ class EverythingMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(self.sequences)))
 
     def tell(self, message: Any) -> Any:
-        """The reply, or None for a refusal that changed nothing."""
+        """Return the reply, or None for a refusal, which must change nothing."""
         self.driver.come(1)
         before = refusal_digest(self.driver.machine)
         try:
@@ -548,7 +548,7 @@ class EverythingMachine(RuleBasedStateMachine):
         self.driver.add_worker(worker.blocks)
 
     def observe(self) -> None:
-        """What ended is what was asked for; a sequence has what its request generated."""
+        """Check each finished request's answer, and the tokens of its sequence."""
         for request, sequence in list(self.running.items()):
             info = self.driver.request(request)
             if info.reason:
@@ -572,7 +572,7 @@ class EverythingMachine(RuleBasedStateMachine):
         driver = self.driver
         for block, holder in self.pins:
             self.tell(UnrefBlock(rid=1, block_id=block, holder=holder))
-        if not driver.machine.cache.sequences.slots_free:  # else requests rightly wait for a slot
+        if not driver.machine.cache.sequences.slots_free:  # else requests may wait for a slot
             for sequence in set(self.sequences) - set(self.running.values()):
                 driver.remove(sequence)
         driver.run_until_idle(300)
@@ -593,7 +593,7 @@ TestEverything.settings = run(80, 40)
 
 @pytest.fixture
 def colliding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every cache hashes into three values."""
+    """Make every cache hash into three values."""
     monkeypatch.setattr(residents, "BlockHasher", WeakHasher)
 
 

@@ -1,6 +1,6 @@
-"""A newcomer with a key beside a flood of connections without one: it is heard within a few looks.
+"""A newcomer with a key is served within a few turns during a flood of connections without one.
 
-Time is moved by hand, and what is counted are turns.
+The clock is manual, and the tests count turns.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from coordinator.peers import PeerLimits, Peers
 from tests.coordinator.curve_client import CLIENT, CurveClient, raw, server_keys
 from tests.coordinator.net import until
 
-TURN_NS = 5_000_000  # 200 turns, and as many strangers, a second
+TURN_NS = 5_000_000  # 200 turns, and as many connections without a key, per second
 AT_ONCE, KEPT = 300, 600
 TURNS_MAX = 100  # half a second
 GREETING = zmtp.greeting(b"CURVE", as_server=False)
 
 
 class Flood:
-    """The coordinator's side over TCP, strangers, and one newcomer that has a key of the list."""
+    """The coordinator's TCP socket, connections without a key, and one newcomer with a key of the allow-list."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, says: bytes) -> None:
         self._now_ns, self._says = 1_000_000_000, says
@@ -41,7 +41,7 @@ class Flood:
         self.heard: list[tuple[bytes, int, list[zmtp.Frame]]] = []
 
     def stranger(self) -> None:
-        """Connect one more stranger, which sends the same bytes as the others."""
+        """Connect one more client without a key, which sends the same bytes as the others."""
         self._strangers.append(socket.create_connection(self._address))
         if self._says:
             self._strangers[-1].send(self._says)
@@ -49,7 +49,7 @@ class Flood:
             self._strangers.popleft().close()
 
     def turn(self) -> None:
-        """One turn, in which another stranger comes."""
+        """Run one turn, in which another client without a key connects."""
         self.stranger()
         self._now_ns += TURN_NS
         while (message := self.peers.receive()) is not None:
@@ -117,7 +117,7 @@ def test_one_that_proves_a_key_is_heard_beside_two_hundred_strangers_a_second(fl
         identity, descriptor, frames = flood.heard[0]
         assert [bytes(frame) for frame in frames] == [b"hello"]
         assert flood.peers.who(identity).key == raw(CLIENT.public)
-        for _ in range(KEPT):  # it may take its time: strangers do not push it out
+        for _ in range(KEPT):  # pending handshakes of others do not evict a slow newcomer
             flood.turn()
         assert flood.peers.admit(identity, descriptor) == 1
 

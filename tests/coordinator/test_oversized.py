@@ -1,4 +1,4 @@
-"""A message of a client that is too large is refused by its size: before it is held, joined or written."""
+"""A client message that is too large is refused by its size, before it is stored, joined or written."""
 
 from __future__ import annotations
 
@@ -173,10 +173,10 @@ def test_one_that_announces_more_than_any_message_is_disconnected(hostile: Hosti
 def test_the_refusal_names_the_command_and_the_limit_and_the_core_hears_nothing(bench: Bench) -> None:
     body, _ = codec.encode(CreateSequence(rid=7, tokens=np.zeros(10, np.int32)))
     bench.clients.inbox.append((b"1", 101, [bytes(body), Skipped(24 << 20, 16 << 20)]))
-    bench.clients.inbox.append((b"1", 101, [bytes(body), bytes(17 << 20)]))  # of whatever transport
+    bench.clients.inbox.append((b"1", 101, [bytes(body), bytes(17 << 20)]))  # from any transport
     bench.clients.arrive(1, GetStats(rid=8))
     bench.turn()
-    bench.turn()  # the bytes of the second were those of a turn
+    bench.turn()  # the second one exhausts the turn's byte budget
     *refusals, last = bench.clients.take(1)
     assert len(refusals) == 2
     for refused, size in zip(refusals, ((24 << 20), (17 << 20)), strict=True):
@@ -189,7 +189,7 @@ def test_the_refusal_names_the_command_and_the_limit_and_the_core_hears_nothing(
 
 
 def test_a_message_that_is_too_large_is_not_noted_as_in_hand(bench: Bench) -> None:
-    """It is refused before anything is computed."""
+    """The refusal comes before the message is recorded as in hand."""
     taken: list[object] = []
 
     class Hand:

@@ -1,4 +1,4 @@
-"""The coordinator's sockets over real ZeroMQ: who takes a message, who does not for now, who is gone."""
+"""The coordinator's sockets over real ZeroMQ: peers that read, slow consumers, and disconnected peers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def net() -> Iterator[Net]:
 
 @pytest.fixture
 def short_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For sockets that are made from now on."""
+    """Shorten heartbeats for sockets created from now on."""
     monkeypatch.setattr(transport, "HEARTBEAT_INTERVAL_MS", 100)
     monkeypatch.setattr(transport, "HEARTBEAT_TIMEOUT_MS", 1000)
 
@@ -44,7 +44,7 @@ def test_one_that_does_not_read_is_full_and_nobody_else_notices(net: Net) -> Non
     reader, reader_number = net.connect()
     assert net.fill(slow_number) >= QUEUE
     for i in range(200):
-        # ZeroMQ hears with a delay that a queue has room again, and these are short.
+        # ZeroMQ learns with a delay that a queue has room again, and these queues are short.
         until(lambda i=i: net.peers.send(reader_number, [b"%d" % i]) is Sent.DONE)  # type: ignore[misc]
         assert net.read(reader)[0] == b"%d" % i
         assert net.peers.send(slow_number, [b"more"]) is Sent.FULL
@@ -77,7 +77,7 @@ def test_one_that_is_gone_is_told_apart_and_reported_once(net: Net) -> None:
 def test_one_that_is_told_why_and_disconnected_hears_it_though_it_reads_later(
     net: Net, monkeypatch: pytest.MonkeyPatch, linger_s: float
 ) -> None:
-    """Its ZeroMQ drops what it has not handed out when the connection ends: this is why ours ends later."""
+    """libzmq drops undelivered messages when its connection ends, so the coordinator's side closes later."""
     monkeypatch.setattr(peers, "LINGER_S", linger_s)
     dealer, number = net.connect()
     monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -99,11 +99,11 @@ def test_one_that_is_told_why_and_disconnected_hears_it_though_it_reads_later(
 
 
 def test_a_reader_that_stalls_keeps_its_connection_beyond_the_heartbeats(short_heartbeats: None, net: Net) -> None:
-    """ZeroMQ takes in nothing, heartbeats neither, for a peer whose queue is full."""
+    """libzmq reads nothing, heartbeats included, from a peer with a full queue."""
     slow, number = net.connect()
     select.select([], [], [], 0.5)  # the first heartbeats pass
     count = net.fill(number)
-    select.select([], [], [], 3.0)  # long enough that an unanswered heartbeat would have ended it
+    select.select([], [], [], 3.0)  # long enough for an unanswered heartbeat to end the connection
     net.peers.note_ends()
     assert net.peers.take_gone() == []
     assert [net.read(slow)[0] for _ in range(count)] == [b"%d" % i for i in range(count)]
@@ -135,11 +135,11 @@ def test_a_peer_whose_process_stands_still_is_noticed(short_heartbeats: None, ne
         finally:
             process.kill()
     assert gone == [number]
-    assert net.silent == [number]  # its process is there
+    assert net.silent == [number]  # its process is alive
 
 
 class Hostile:
-    """A socket with tight bounds, and raw peers."""
+    """A socket with tight limits, and raw peers."""
 
     def __init__(self, folder: str, limits: PeerLimits) -> None:
         self.path = f"{folder}/s"
@@ -148,7 +148,7 @@ class Hostile:
         self._raw: list[RawPeer] = []
 
     def connect(self, hello: bool = True) -> RawPeer:
-        """hello: it says something, and is admitted."""
+        """Connect a peer; with `hello`, it sends a message and is admitted."""
         peer = RawPeer(self.path)
         self._raw.append(peer)
         if hello:
@@ -158,7 +158,7 @@ class Hostile:
         return peer
 
     def receive(self) -> tuple[bytes, int, list[zmtp.Frame]]:
-        """The next message; waits for it."""
+        """Wait for the next message and return it."""
         found: list[tuple[bytes, int, list[zmtp.Frame]]] = []
 
         def came() -> bool:
@@ -171,7 +171,7 @@ class Hostile:
         return found[0]
 
     def texts(self, count: int) -> list[bytes]:
-        """The next messages of one part."""
+        """Return the next messages of one part each."""
         return [bytes(self.receive()[2][0]) for _ in range(count)]
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ def hostile() -> Iterator[Hostile]:
 
 
 def ends(hostile: Hostile, peer: RawPeer) -> list[int]:
-    """Waits until a peer's connection was ended. Returns who is reported as gone by then."""
+    """Wait until a peer's connection ends; return the peers reported as gone by then."""
     until(lambda: (hostile.peers.note_ends(), peer.ended())[1])  # type: ignore[func-returns-value]
     return hostile.peers.take_gone()
 
@@ -205,11 +205,11 @@ def test_messages_are_taken_from_each_connection_in_turn(hostile: Hostile) -> No
     busy.send(part(b"busy", more=False) * 1000)
     assert hostile.texts(3) == [b"busy"] * 3
     other.send(part(b"other", more=False))
-    assert b"other" in hostile.texts(3)  # though hundreds were there before it
+    assert b"other" in hostile.texts(3)  # though hundreds of messages arrived before it
 
 
 class StoppedTime:
-    """A clock that goes on by a microsecond whenever it is looked at."""
+    """A clock that advances by a microsecond per reading."""
 
     def __init__(self) -> None:
         self.now_ns = 1_000_000_000
@@ -221,7 +221,7 @@ class StoppedTime:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, hostile: Hostile) -> StoppedTime:
-    """Turns are long, and the share of one connection is a millisecond."""
+    """Long turns, with a millisecond per connection."""
     made = StoppedTime()
     monkeypatch.setattr(peers, "monotonic_ns", made.monotonic_ns)
     hostile.peers._beaten_ns = made.now_ns
@@ -231,7 +231,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, hostile: Hostile) -> StoppedTime:
 
 
 def in_one_turn(hostile: Hostile, clock: StoppedTime) -> list[bytes]:
-    """What a turn hears; what is costly takes 20 ms."""
+    """Return the messages of one turn; a costly one takes 20 ms."""
     heard = []
     while (received := hostile.peers.receive()) is not None:
         heard.append(bytes(received[2][0]))
@@ -241,7 +241,7 @@ def in_one_turn(hostile: Hostile, clock: StoppedTime) -> list[bytes]:
 
 
 def come(hostile: Hostile, count: int) -> None:
-    """Waits until so many have something to say."""
+    """Wait until this many peers have sent something."""
     until(lambda: (hostile.peers.note_ends(), len(hostile.peers._ready) == count)[1])  # type: ignore[func-returns-value]
 
 
@@ -249,20 +249,20 @@ def test_who_floods_has_a_share_of_a_turn_and_ends_it(hostile: Hostile, clock: S
     busy, other = hostile.connect(), hostile.connect()
     busy.send(part(b"costly", more=False) * 50)
     come(hostile, 1)
-    assert in_one_turn(hostile, clock) == [b"costly"], "though the turn has time"
+    assert in_one_turn(hostile, clock) == [b"costly"], "one message per turn, although the turn has time left"
     assert hostile.peers.waiting, "the next turn is due at once"
     other.send(part(b"other", more=False))
     come(hostile, 1)
     assert in_one_turn(hostile, clock) == [b"other"]
-    assert in_one_turn(hostile, clock) == [b"costly"], "where nobody else wants anything it goes on"
+    assert in_one_turn(hostile, clock) == [b"costly"], "without other peers it continues"
 
 
 def test_who_is_alone_is_not_held_back(hostile: Hostile, clock: StoppedTime) -> None:
     busy, other = hostile.connect(), hostile.connect()
     busy.send(part(b"costly", more=False) * 30)
     come(hostile, 1)
-    assert [len(in_one_turn(hostile, clock)) for _ in range(4)] == [1] * 4, "somebody may be there"
-    assert in_one_turn(hostile, clock) == [b"costly"] * 26, "nobody was for a while"
+    assert [len(in_one_turn(hostile, clock)) for _ in range(4)] == [1] * 4, "other peers may have messages"
+    assert in_one_turn(hostile, clock) == [b"costly"] * 26, "no other peer had messages for a while"
     busy.send(part(b"costly", more=False) * 30)
     other.send(part(b"other", more=False))
     come(hostile, 2)
@@ -292,7 +292,7 @@ def test_a_turn_takes_messages_for_a_while_and_at_least_one(hostile: Hostile) ->
 def test_an_end_is_seen_before_another_is_admitted_also_beside_those_that_are_paced(
     hostile: Hostile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that was killed, and its successor of the same name, which would be refused."""
+    """A killed worker's successor has the same name and would otherwise be refused."""
     monkeypatch.setattr("coordinator.pace.TROUBLES_MAX", 0)
     killed, wrong, busy = hostile.connect(), hostile.connect(), hostile.connect()
     wrong.send(b"\x08\x00")
@@ -308,7 +308,7 @@ def test_an_end_is_seen_before_another_is_admitted_also_beside_those_that_are_pa
 
 
 def test_admitting_another_gives_a_turn_no_more_time(hostile: Hostile) -> None:
-    """A worker that says hello again and again, and each time looks for ends, would otherwise make it endless."""
+    """Without this bound, a worker that repeats its handshake could make a turn endless."""
     hostile.connect().send(part(b"busy", more=False) * 3)
     stranger = hostile.connect(hello=False)
     hostile.peers.limits = msgspec.structs.replace(hostile.peers.limits, turn_us=0)
@@ -325,14 +325,14 @@ def test_admitting_another_gives_a_turn_no_more_time(hostile: Hostile) -> None:
 def test_those_without_standing_are_paced_while_bounds_are_broken_more_than_now_and_then(
     hostile: Hostile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock stands still but where it is put forward."""
+    """The clock stands still except where the test advances it."""
     monkeypatch.setattr("coordinator.pace.TROUBLES_MAX", 1)
     honest, faulty, wrong = (hostile.connect() for _ in range(3))
     now_ns = time.monotonic_ns()
     monkeypatch.setattr("coordinator.peers.monotonic_ns", lambda: now_ns)
 
     def heard(*, honest_sends: int = 0, faulty_sends: int = 0) -> list[bytes]:
-        """What is handed out in one turn."""
+        """Return the messages of one turn."""
         honest.send(part(b"honest", more=False) * honest_sends)
         faulty.send(part(b"faulty", more=False) * faulty_sends)
         hostile.peers.note_ends()
@@ -346,7 +346,9 @@ def test_those_without_standing_are_paced_while_bounds_are_broken_more_than_now_
 
     faulty.send(part(b"no message", more=False))
     hostile.peers.fault(hostile.receive()[0])
-    assert sorted(heard(honest_sends=9, faulty_sends=9)) == 9 * [b"faulty"] + 9 * [b"honest"], "once is no reason"
+    assert sorted(heard(honest_sends=9, faulty_sends=9)) == 9 * [b"faulty"] + 9 * [b"honest"], (
+        "one violation must not throttle"
+    )
     breaks_a_bound()
     assert hostile.peers.again_us is None
     hostile.peers.note_ends()
@@ -355,7 +357,7 @@ def test_those_without_standing_are_paced_while_bounds_are_broken_more_than_now_
         again_us = hostile.peers.again_us
         assert again_us is not None
         assert heard(honest_sends=9) == 9 * [b"honest"]
-        assert not hostile.peers.waiting, "its turn is not due, and nothing else is there"
+        assert not hostile.peers.waiting, "the throttled peer must not make a turn due"
         now_ns += PACE_US * 1000
         assert now_ns // 1000 <= again_us
         assert heard(honest_sends=9) == 9 * [b"honest"] + MESSAGES_MAX * [b"faulty"]
@@ -474,7 +476,7 @@ def test_what_was_said_before_the_end_is_heard(hostile: Hostile) -> None:
 
 
 def test_what_was_said_before_the_end_is_heard_also_where_we_write_first(hostile: Hostile) -> None:
-    """As of a client that cancels what is being streamed to it, and goes."""
+    """As from a client that cancels its stream and disconnects."""
     peer = hostile.connect()
     peer.send(part(b"last", more=False) * 3)
     peer.close()

@@ -1,4 +1,4 @@
-"""Where the time of a request goes. Every event also checks that the phases of each request add up to its age."""
+"""The phases of a request's time; after every event, the phases of each request add up to its age."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PHASES = ("queue", "prefill", "decode", "preempted", "stalled", "recovering")
 
 
 def step(driver: Driver, count: int = 1) -> None:
-    """So many steps, each of a millisecond."""
+    """Run this many steps of one millisecond each."""
     for _ in range(count):
         driver.turn()
         driver.advance(STEP_US)
@@ -25,19 +25,19 @@ def step(driver: Driver, count: int = 1) -> None:
 
 
 def idle(driver: Driver) -> None:
-    """Until all have ended."""
+    """Run until all requests have ended."""
     while driver.machine.busy:
         step(driver)
     driver.turn()
 
 
 def spent(timings: Timings) -> dict[str, int]:
-    """Microseconds by phase, of those that took any."""
+    """Microseconds by phase, without phases of length zero."""
     return {phase: us for phase in PHASES if (us := getattr(timings, f"{phase}_us"))}
 
 
 def sentence(driver: Driver, request: int) -> str:
-    """How explain tells where its time went."""
+    """The explanation of the request's timings."""
     ended, told = driver.explain(request_id=request).sentences
     assert ended.startswith("it has ended (finished")
     return told
@@ -89,7 +89,7 @@ def test_a_sibling_waits_for_the_one_that_computes_the_prompt(make_pool: MakePoo
     assert "waited 0.002 s in the queue for the request that computed its prompt" in sentence(driver, first + 1)
 
 
-# In four blocks of four tokens: the elder takes the last block for its ninth token.
+# Four blocks of four tokens: the older request takes the last block for its ninth token.
 def test_a_preemption_lasts_until_the_next_token(make_pool: MakePool) -> None:
     driver, _ = make_pool(4, steps_in_flight_max=1)
     elder, younger = driver.submit([1, 2, 3], max_tokens=9), driver.submit([5, 6], max_tokens=7)
@@ -101,7 +101,7 @@ def test_a_preemption_lasts_until_the_next_token(make_pool: MakePool) -> None:
         spent(lost)["prefill"] == STEP_US
         and spent(lost)["decode"] + spent(lost)["preempted"] + STEP_US == lost.ended_us
     )
-    # It has six tokens at most before it gives way, and starts again when the elder has ended.
+    # It has at most six tokens before its preemption, and resumes when the older request has ended.
     assert lost.ended_us > alone.ended_us and spent(lost)["preempted"] >= 4 * STEP_US
     assert f"preempted once for {lost.preempted_us / 1e6:.3g} s in all" in sentence(driver, younger)
     assert driver.explain(request_id=younger).facts["preemptions"] == 1
@@ -139,7 +139,7 @@ def test_one_that_has_no_token_goes_on_with_its_prompt_when_it_runs_again() -> N
 
 
 def restarted(came_back: Sequence[str]) -> tuple[Driver, list[int]]:
-    """A coordinator that was gone for a second, and the worker for three; one request ran, one waited."""
+    """A coordinator that was down for a second, and its worker for three; one request ran, one waited."""
     driver = waiting_driver(step_rows_max=1, steps_in_flight_max=1)
     driver.apply(ClientCame(1, "a session"))
     worker = driver.add_worker(16)
@@ -165,7 +165,7 @@ def restarted(came_back: Sequence[str]) -> tuple[Driver, list[int]]:
 
 
 def test_where_there_was_no_coordinator() -> None:
-    """Whoever ran recovers from then to its next token; whoever waited waits again from the restart on."""
+    """A running request recovers until its next token; a waiting one waits again from the restart on."""
     driver, (ran, waited) = restarted(["w1"])
     timings = driver.request(ran).timings
     assert spent(timings) == {"prefill": STEP_US, "decode": STEP_US, "recovering": 3_000_000 + STEP_US}
@@ -192,7 +192,7 @@ def test_a_row_that_stands_still() -> None:
     request = driver.submit([50, 51, 52], 10, tenant="a")
     idle(driver)
     timings = driver.ended[request].timings
-    # Two blocks take its prompt and five tokens; the next one waits until the other has ended, in its 20th step.
+    # Two blocks hold its prompt and five tokens; the next block is free when the other request ends, in its 20th step.
     assert spent(timings) == {"prefill": STEP_US, "decode": 9 * STEP_US, "stalled": 14 * STEP_US}
     assert "stood still for 0.014 s for want of blocks" in sentence(driver, request)
 
@@ -215,7 +215,7 @@ def test_the_pause_of_a_stream_is_beside_the_phases(make_pool: MakePool) -> None
 
 
 def test_a_client_that_goes_away_after_the_end_paused_nothing(make_pool: MakePool) -> None:
-    """As when a coordinator is started again: those that had ended were read by then."""
+    """As when a coordinator restarts: finished requests count as read."""
     driver, _ = make_pool(steps_in_flight_max=1)
     driver.apply(ClientCame(1, "a session"))
     request = driver.submit(PROMPT, max_tokens=4)
@@ -223,7 +223,7 @@ def test_a_client_that_goes_away_after_the_end_paused_nothing(make_pool: MakePoo
     driver.apply(Restarted())
     driver.advance(700_000)
     assert "paused" not in sentence(driver, request)
-    # It comes back and asks: then there was something that it had not read.
+    # The client reconnects and attaches, so it had not read everything.
     driver.attach(request, 1)
     driver.turn()
     assert sentence(driver, request).endswith("; its stream was paused for 0.7 s")

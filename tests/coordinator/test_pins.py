@@ -1,4 +1,4 @@
-"""Blocks that are held by a name: whoever pins is charged."""
+"""Pinned blocks are charged to the tenant that pins them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.coordinator.driver import Driver, continuation
 
 
 def usage(driver: Driver) -> dict[str, int]:
-    """Blocks charged to each tenant, those without any left out."""
+    """Blocks charged to each tenant that has any."""
     return {tenant.tenant: tenant.blocks for tenant in driver.stats().tenants if tenant.blocks}
 
 
@@ -29,7 +29,7 @@ def test_blocks_that_a_stranger_pins_do_not_count_against_the_ceiling_of_who_com
     assert driver.answer_of(request) == continuation([70, 71, 72, 73, 74, 75], 6)
     driver.gone(9)
     assert "b" not in usage(driver), (
-        "what nobody pins any more is again its own tenant's, if that has room, or nobody's"
+        "an unpinned block is charged to its own tenant again if that has room, else to no tenant"
     )
 
 
@@ -42,7 +42,7 @@ def test_who_pins_needs_room_within_its_own_ceiling() -> None:
     driver.run_until_idle()
     assert usage(driver) == {"a": 3, "b": 1}
     driver.ref(blocks[0], "one", tenant="b")
-    driver.ref(blocks[1], "two", tenant="b")  # in place of its cached block
+    driver.ref(blocks[1], "two", tenant="b")  # replaces its cached block
     assert usage(driver) == {"a": 1, "b": 2}
     message = RefBlock(rid=1, block_id=blocks[2], holder="three", tenant="b")
     error = driver.refused(message, QuotaExceeded)
@@ -92,7 +92,7 @@ def test_what_is_not_pinned_any_more_goes_back_to_who_computed_it_where_there_is
     assert usage(driver) == {"a": 1, "b": 1}
     second = driver.create(range(20, 24), tenant="a")
     driver.unref(blocks[1], "x")
-    assert usage(driver) == {"a": 2, "b": 1}, "it has no room for it: whoever had it keeps it until it is given back"
+    assert usage(driver) == {"a": 2, "b": 1}, "without room the charge stays until the block is released"
     driver.remove(first, second)
     assert usage(driver) == {}
 

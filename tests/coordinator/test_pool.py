@@ -37,19 +37,19 @@ def new_pool(count: int, base: int = 0, **quotas: Quota) -> Pool:
 
 
 class Flags:
-    """In place of a prefix index: tests set the flags of indexed blocks themselves."""
+    """A stand-in for the prefix index: tests set the flags of indexed blocks themselves."""
 
     def __init__(self, blocks: Blocks) -> None:
         self.blocks = blocks
         self.removed: list[int] = []
 
     def remove(self, block: int) -> None:
-        """The block loses its entry."""
+        """Remove the block's entry."""
         self.removed.append(block)
         self.blocks.indexed[block] = False
 
     def check_invariants(self, base: int, count: int) -> None:
-        """Flags agree with themselves."""
+        """Consistent by construction."""
 
 
 def ids(*values: int) -> np.ndarray:
@@ -138,7 +138,7 @@ def test_an_indexed_block_is_cached_when_its_last_holder_goes_and_evicted_oldest
     taken = pool.allocate(1, 3)
     pool.blocks.indexed[taken] = True
     pool.release(taken[[1]], 0)
-    pool.release(taken[[0, 2]], 0)  # the tail of a table goes before its head
+    pool.release(taken[[0, 2]], 0)  # the tail of a table is evicted before its head
     assert pool.blocks.state[taken].tolist() == [CACHED] * 3
     pool.allocate(1, 2)
     assert pool.index.removed == [1, 2]
@@ -169,7 +169,7 @@ def test_a_quarantined_block_that_is_held_again_does_not_become_free_when_its_st
     pool.check_invariants()
 
 
-# behaviour 14: below the commands, a double free is our own bug and is caught by an assertion
+# behaviour 14: below the commands, a double free is a bug of the core, and an assertion catches it
 def test_releasing_a_block_that_nobody_holds_is_caught() -> None:
     pool = new_pool(2)
     block = pool.allocate(1, 1)

@@ -1,4 +1,4 @@
-"""Preemption: who gives way, what it costs, and that everyone ends."""
+"""Preemption: which request is preempted, its cost, and that every request ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.coordinator.driver import Driver, continuation
 
 
 def running(lengths: list[int], blocks: int = 64) -> tuple[Driver, list[Request]]:
-    """Requests that run, oldest first, with prompts of these lengths computed and a token each."""
+    """Running requests, oldest first, with prompts of these lengths and one token each."""
     driver = Driver(steps_in_flight_max=1, step_tokens_max=256)
     driver.add_worker(blocks)
     ids = [driver.submit([i, *range(100, 99 + length)], max_tokens=8) for i, length in enumerate(lengths)]
@@ -21,7 +21,7 @@ def running(lengths: list[int], blocks: int = 64) -> tuple[Driver, list[Request]
 
 
 def chosen(driver: Driver, candidates: list[Request], short: int = 1) -> Request | None:
-    """Whom the core would preempt."""
+    """The request that the core would preempt."""
     machine = driver.machine
     slots = np.array([request.slot for request in candidates])
     order = machine.admission.rows.order
@@ -51,7 +51,7 @@ def test_one_that_frees_too_little_is_spared_where_another_frees_enough() -> Non
     driver, (oldest, long, short, middle) = running([2, 30, 6, 14])
     everyone = [oldest, long, short, middle]
     assert [chosen(driver, everyone, blocks) for blocks in (2, 3, 4, 5, 8)] == [short, middle, middle, long, long]
-    assert chosen(driver, everyone, 60) is long  # nobody frees that many: the one that frees most
+    assert chosen(driver, everyone, 60) is long  # no request frees that many: take the one that frees most
 
 
 def test_what_was_redone_counts_as_cost() -> None:
@@ -73,7 +73,7 @@ def test_blocks_that_others_hold_too_neither_count_as_gain_nor_as_cost() -> None
     driver.step()
     live = driver.machine.requests.live
     samples = [live[first + i] for i in range(3)]
-    # Seven blocks of the samples are shared: each alone holds the tail, two of its tokens the copied ones.
+    # The samples share seven blocks: each holds its own tail, with two copied tokens.
     assert chosen(driver, [samples[0], live[alone], samples[2]]) is samples[2]
     assert chosen(driver, [samples[0], samples[2], live[alone]], 2) is live[alone]
 
@@ -99,9 +99,9 @@ def test_in_a_pool_too_small_for_all_everyone_ends_and_preemptions_are_few(
     for request, prompt, answer in zip(requests, prompts, answers, strict=True):
         assert driver.answer_of(request) == driver.streamed[request] == continuation(prompt, answer)
     stats = driver.stats().requests
-    # A row is preempted for another one's next block, or for its own. What is generated is kept, so blocks are wanted
-    # for new tokens only: at most one each `size` tokens and one more. And whoever is admitted leaves a block for each
-    # row that runs, so that none of those is wanted from it at once.
+    # A row is preempted for another row's next block, or for its own. Its generated tokens are kept, so only new tokens
+    # need blocks: at most one per `size` tokens and one more. Admission leaves a block for each running row, so that no
+    # new row is preempted at once.
     assert stats.preemptions_total <= sum(-(-answer // size) + 1 for answer in answers)
     assert driver.free_or_cached() == blocks
 
@@ -145,7 +145,7 @@ def test_what_was_computed_again_is_counted_token_by_token(blocks: int, budget: 
     driver.run_until_idle()
     assert [driver.answer_of(request) for request in requests] == [continuation(prompt, 12) for prompt in prompts]
     stats = driver.stats().requests
-    # The last token of an answer is never fed; what was found in the cache at first is not computed.
+    # The last token of an answer is never fed, and initial prefix hits are not computed.
     once = sum(len(prompt) + 12 - 1 for prompt in prompts) - stats.cached_tokens_total
     assert stats.computed_tokens_total == once + stats.recomputed_tokens_total
     assert (stats.recomputed_tokens_total > 0) == (stats.preemptions_total > 0)

@@ -1,4 +1,4 @@
-"""The prefix index: what is shared, when, and with whom."""
+"""The prefix index: which blocks are shared, when, and with which requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = [10, 11, 12, 13, 20, 21, 22, 23, 30]
 
 
 def served(driver: Driver, prompt: list[int], max_tokens: int = 1, **fields: object) -> int:
-    """A request that ran to its end with the right tokens: how many of its prompt's tokens were cached."""
+    """Run a request to its end, check its tokens, and return how many prompt tokens were cached."""
     request = driver.submit(prompt, max_tokens, **fields)
     driver.run_until_idle()
     assert driver.answer_of(request) == continuation(prompt, max_tokens)
@@ -40,7 +40,7 @@ def test_full_blocks_of_an_earlier_request_are_shared(make_pool: MakePool) -> No
 def test_at_least_one_token_is_computed_even_if_all_are_cached(make_pool: MakePool) -> None:
     driver, worker = make_pool()
     served(driver, PROMPT)
-    assert served(driver, PROMPT[:8]) == 4  # the second block is whole, but its last token must be fed
+    assert served(driver, PROMPT[:8]) == 4  # the second block is complete, but its last token must be fed
     assert (worker.steps[-1].starts.tolist(), worker.steps[-1].counts.tolist()) == ([4], [4])
 
 
@@ -102,7 +102,7 @@ def test_cached_blocks_are_evicted_least_recently_used_first_and_tails_before_he
     served(driver, first)
     served(driver, second)
     assert driver.stats().pools[0].cached == 4
-    assert served(driver, first) == 8  # now the second is the older one
+    assert served(driver, first) == 8  # now the second one is older
     driver.create(range(900, 912))  # three blocks: two are free, one is evicted
     assert driver.stats().pools[0].cached == 3
     assert driver.stats().pools[0].free == 0
@@ -147,7 +147,7 @@ def test_where_the_source_of_a_partial_copy_leaves_too_little_room_it_is_compute
     driver, worker = make_pool(4, block_size=8, partial_tokens_min=3)
     served(driver, [*range(8), 99])
     assert driver.stats().pools[0].cached == 1
-    prompt = [*range(6), *range(500, 520)]  # all four blocks, that of the source too
+    prompt = [*range(6), *range(500, 520)]  # all four blocks, the copy's source included
     assert served(driver, prompt, max_tokens=3) == 0
     assert not any(step.copies.size for step in worker.steps)
 
@@ -156,7 +156,7 @@ def test_what_decodes_have_filled_is_indexed_when_its_request_ends_between_two_l
     driver, worker = make_pool()
     request = driver.submit([1, 2, 3], max_tokens=20)
     driver.turn()
-    for _ in range(6):  # a step is always under way, so that filled blocks are not looked for at once
+    for _ in range(6):  # a step is always in flight, so filled blocks are not indexed at once
         driver.answer(worker)
         driver.turn()
     assert len(driver.machine.cache.groups[0].index) == 0

@@ -1,4 +1,4 @@
-"""Rows that a worker puts off are computed again later; the others go on meanwhile."""
+"""Rows that a worker defers are computed later; the other rows continue meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AGAIN_MS = 40
 
 
 def put_off(worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, *slots: int) -> set[int]:
-    """Return slots; the worker puts off their rows until they are removed from the set."""
+    """Return a set of slots; the worker defers their rows until the test removes them."""
     waiting = set(slots)
     execute = worker.execute
 

@@ -1,4 +1,4 @@
-"""The waiting queue: whose turn it is, who may pass whom, and what a full queue says."""
+"""The waiting queue: its order, which requests may overtake, and the refusals of a full queue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.limits import make_limits
 
 
 def waiting(driver: Driver) -> list[int]:
-    """Ids of the waiting requests, in the order in which they will be tried."""
+    """Ids of the waiting requests, in scheduling order."""
     return [request.id for request in driver.machine.admission.waiting]
 
 
@@ -75,7 +75,7 @@ def test_a_preempted_request_goes_before_every_fresh_one(make_pool: MakePool) ->
 
 
 class Shares:
-    """Tokens computed for each tenant, counted from the steps that were sent."""
+    """Tokens computed for each tenant, counted from the steps."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver, self.worker = driver, driver.workers[0]
@@ -83,7 +83,7 @@ class Shares:
         self._submitted = 0
 
     def fill(self, tenant: str, count: int) -> None:
-        """More requests of the tenant: none shares a prefix with another."""
+        """Submit more requests of the tenant, without shared prefixes."""
         for _ in range(count):
             self._submitted += 1
             prompt = [self._submitted % 1000, self._submitted // 1000] + [7] * (self._submitted % 5)
@@ -106,11 +106,11 @@ def test_tenants_that_saturate_share_what_is_computed_by_weight(weight: float) -
     driver = Driver(queue_max=1000, step_rows_max=4, quotas={"a": Quota(weight=1.0), "b": Quota(weight=weight)})
     driver.add_worker(64)
     shares = Shares(driver)
-    shares.fill("a", 250)  # a's were first, all of them
+    shares.fill("a", 250)  # a submitted all its requests first
     shares.fill("b", 350)
     for _ in range(300):
         shares.step()
-    assert all(tenant.pending for tenant in driver.stats().tenants), "both had to be saturated all the time"
+    assert all(tenant.pending for tenant in driver.stats().tenants), "both tenants must stay saturated"
     assert shares.tokens["b"] / shares.tokens["a"] == pytest.approx(weight, rel=0.04)
 
 
@@ -130,14 +130,14 @@ def test_a_tenant_that_was_idle_gets_no_credit() -> None:
         shares.step()
         ahead.append(shares.tokens.get("b", 0) - (shares.tokens["a"] - alone))
     assert all(tenant.pending for tenant in driver.stats().tenants if tenant.tenant in "ab")
-    # It starts where the other is, but for what that was given since it started last: at most one request a row.
+    # A tenant starts level with the other, up to the tokens granted since its last start: at most one request per row.
     assert max(map(abs, ahead)) <= rows * largest
     assert shares.tokens["b"] > 900
 
 
 # behaviour 31
 def test_a_tenant_with_one_slow_stream_gathers_no_credit() -> None:
-    """Else it could starve the others for as long as its stream had run."""
+    """Otherwise it could later starve the others for as long as its stream ran."""
     rows, largest = 4, 7 + 9
     driver = Driver(queue_max=1000, step_rows_max=rows, blocks_per_sequence_max=128, blocks_max=256)
     driver.add_worker(256)
@@ -155,11 +155,11 @@ def test_a_tenant_with_one_slow_stream_gathers_no_credit() -> None:
     assert abs(grown["a"] - grown["b"]) <= rows * largest
 
 
-# ------------------------------------------------------------------------------------------------ passing, and not
+# ---------------------------------------------------------------------------------------------------- overtaking
 
 
 def blocked_head(**limits: Any) -> tuple[Driver, int, int]:
-    """A pool where one runs and the head of the queue finds no room: (driver, who runs, the head)."""
+    """One request runs and the head of the queue does not fit: (driver, running request, head)."""
     driver = Driver(steps_in_flight_max=1, passes_max=3, **limits)
     driver.add_worker(16)
     running = driver.submit(range(28), max_tokens=32)
@@ -223,7 +223,7 @@ def test_no_pool_idles_while_requests_wait_that_it_could_serve(heads: int) -> No
     small = driver.submit([5], max_tokens=2)
     driver.step()
     assert driver.request(running).state == "running"
-    assert driver.request(small).worker == ("small" if heads > 1 else "large")  # the large one has more room left
+    assert driver.request(small).worker == ("small" if heads > 1 else "large")  # the large one has more free blocks
     driver.run_until_idle()
     assert [driver.answer_of(r) for r in large] == [continuation([100 + i, *range(39)], 2) for i in range(heads)]
 
@@ -317,11 +317,11 @@ def test_the_hint_grows_while_nothing_starts() -> None:
         assert error.retry_after_ms == hint_ms
 
 
-# -------------------------------------------------------------------------------------------------- against a naive one
+# ---------------------------------------------------------------------------------------- against a naive model
 
 
 class Naive:
-    """The same queue, by the letter: sorted anew whenever it is asked."""
+    """The same queue, sorted anew on each query."""
 
     def __init__(self, ageing_us: int, weights: dict[int, float]) -> None:
         self.ageing_us, self.weights = ageing_us, weights

@@ -1,4 +1,4 @@
-"""Floors that no one else can take, ceilings that nobody passes."""
+"""Quotas: no other tenant can use a floor, and no tenant exceeds its ceiling."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def with_quotas(blocks: int, quotas: dict[str, Quota], **limits: Any) -> Driver:
 
 
 def usage(driver: Driver, tenant: str) -> int:
-    """Blocks that the tenant occupies."""
+    """Blocks charged to the tenant."""
     return next(row.blocks for row in driver.stats().tenants if row.tenant == tenant)
 
 
@@ -42,7 +42,7 @@ def test_what_floors_keep_is_the_same_however_many_have_one(named: int) -> None:
     random = Random(named)
     quotas = {f"t{i}": Quota(floor=random.randrange(5)) for i in range(named - 1)}
     tenants = Tenants(make_limits(quotas={**quotas, "last": Quota(floor=3)}, tenants_max=named + 2))
-    other = tenants.intern("of no quota")
+    other = tenants.intern("without a quota")
     usage = np.array([random.randrange(6) for _ in tenants.floor])
     lacking = [max(0, floor - used) for floor, used in zip(tenants.floor.tolist(), usage.tolist(), strict=True)]
     for tenant in (0, 1, named, other):
@@ -152,7 +152,7 @@ def test_a_waiting_tenant_at_its_ceiling_does_not_stop_the_answer_of_what_runs()
 
 
 def test_the_rows_of_others_do_not_count_against_a_ceiling() -> None:
-    """Admission leaves a block for each row that runs; within a ceiling that is the tenant's own affair."""
+    """Admission leaves a block per running row; within a ceiling, only the tenant's own rows count."""
     driver = with_quotas(64, {"a": Quota(ceiling=3)}, step_rows_max=16)
     for first in range(8):
         driver.submit([first, 2, 3], max_tokens=20, tenant="b")
@@ -163,14 +163,14 @@ def test_the_rows_of_others_do_not_count_against_a_ceiling() -> None:
     assert sum(driver.request(other).state == "running" for other in range(1, 9)) == 8
     waiting = driver.submit([9], max_tokens=4, tenant="a")
     driver.step()
-    facts = driver.explain(request_id=waiting).facts  # it wants two, the row of its tenant one, and one is there
+    facts = driver.explain(request_id=waiting).facts  # it needs two blocks, its tenant's row one, and one is free
     assert (facts["limit"], facts["blocks_short"]) == ("tenant ceiling", 2)
     driver.run_until_idle()
     assert driver.answer_of(waiting) == continuation([9], 4)
 
 
 def test_a_request_whose_ceiling_has_no_room_for_its_first_token_waits_and_takes_nothing_from_others() -> None:
-    """It would be the oldest that runs, and hold what others need: those would start over for ever."""
+    """As the oldest running request, it would hold blocks that others need, and those would restart forever."""
     driver = with_quotas(9, {"a": Quota(ceiling=5)}, policy="none")
     idle = driver.create(range(15), tenant="a")
     first = driver.submit(range(4), max_tokens=4, tenant="a")

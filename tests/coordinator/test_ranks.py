@@ -1,4 +1,4 @@
-"""A worker of several ranks: each does every step, a step counts when all have done it, and with one all end."""
+"""A worker of several ranks: all execute every step, a step ends when all have, and all end with the first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEP_TIMEOUT_US = 60_000_000
 
 
 class Ranks(Driver):
-    """`ranks` processes of one worker, each with a KV memory of its own."""
+    """`ranks` processes of one worker, each with its own KV memory."""
 
     def __init__(self, ranks: int = 2, **limits: Any) -> None:
         super().__init__(step_timeout_us=STEP_TIMEOUT_US, **limits)
@@ -40,7 +40,7 @@ class Ranks(Driver):
         return effects
 
     def hello(self, rank: int, blocks: int = 16, **fields: Any) -> FakeWorker:
-        """A rank connects."""
+        """Connect a rank."""
         self._numbers += 1
         worker = FakeWorker(self.machine, self._numbers, "w", blocks, model_info())
         self.workers.append(worker)
@@ -49,14 +49,14 @@ class Ranks(Driver):
         return worker
 
     def serve(self) -> list[FakeWorker]:
-        """All ranks connect, and register their pool."""
+        """Connect all ranks and register their pool."""
         ranks = [self.hello(rank) for rank in range(self.count)]
         for worker in ranks:
             self.apply(FromWorker(worker.number, self.ready(worker)))
         return ranks
 
     def heard(self, worker: FakeWorker, kind: type[Message]) -> list[Any]:
-        """What a rank was told of a kind."""
+        """The messages of a type that the rank received."""
         return [
             each.message
             for each in self.effects
@@ -64,7 +64,7 @@ class Ranks(Driver):
         ]
 
     def dropped(self, worker: FakeWorker) -> tuple[bool, bool]:
-        """Whether a rank was dropped, and whether its process is ended."""
+        """Whether the rank was dropped, and whether its process is replaced."""
         dropped = any(isinstance(each, DropWorker) and each.worker == worker.number for each in self.effects)
         return dropped, any(isinstance(each, ReplaceWorker) and each.worker == worker.number for each in self.effects)
 
@@ -245,7 +245,7 @@ def test_after_a_restart_of_the_coordinator_all_have_to_be_back() -> None:
     back = d.hello(0, **known)
     d.turn()
     assert group.away and d.heard(back, PoolRegistered)[0].done == done[0].step_id
-    assert d.heard(back, Step), "at once: rank 1 may stand in the middle of one, and cannot come back before"
+    assert d.heard(back, Step), "sent at once: rank 1 may be inside a step and cannot reconnect before"
     again = d.hello(0, **known)
     assert "rank 0 of worker 'w' is connected already" in d.heard(again, Refused)[0].error.message
     other = d.hello(1, **known)
@@ -254,7 +254,7 @@ def test_after_a_restart_of_the_coordinator_all_have_to_be_back() -> None:
         now.kv, now.last_token, now.begins, now.epoch = before.kv, before.last_token, before.begins, group.epoch
         now.inbox.popleft()  # done before
     d.report(other, done[1])
-    assert d.heard(other, Step)[0].step_id == done[1].step_id, "what may not have reached it comes again"
+    assert d.heard(other, Step)[0].step_id == done[1].step_id, "steps that may not have arrived are sent again"
     d.attach(request)
     d.run_until_idle()
     assert list(d.tokens_read(1, request).values()) == continuation(PROMPT, 6)

@@ -1,4 +1,4 @@
-"""Messages and tokens a second of an entry of [access]: who has more waits, or is told for how long; others do not."""
+"""Rates of an [access] entry (messages and tokens per second): excess waits, or is refused with a retry delay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.coordinator.net import Net, short_lived_net, until
 from tests.simulation.digest import refusal_digest
 
 S_NS = 10**9
-NEVER = 1e-3  # a second: the next message after the first may come in a quarter of an hour
+NEVER = 1e-3  # per second: after the first, the next message is due in a quarter of an hour
 ALICE, OTHER, BOB = 21, 22, 23
 
 
@@ -34,7 +34,7 @@ def test_a_rate_allows_a_second_of_messages_at_once_and_then_one_after_the_other
     assert not rate.take(rate.ready_ns - 1)
     assert rate.take(rate.ready_ns)
     later_ns = now_ns + int(100 * BURST_S * S_NS)
-    assert sum(rate.take(later_ns) for _ in range(99)) == 10, "what was not used long ago is gone"
+    assert sum(rate.take(later_ns) for _ in range(99)) == 10, "unused allowance expires"
 
 
 def test_less_than_one_a_second_is_one_at_a_time() -> None:
@@ -48,7 +48,7 @@ def test_less_than_one_a_second_is_one_at_a_time() -> None:
 
 
 def taken(net: Net, turns: int = 20) -> list[bytes]:
-    """What is handed out in so many turns, and nothing is left to do."""
+    """The messages of this many turns."""
     heard = []
     for _ in range(turns):
         while (message := net.peers.receive()) is not None:
@@ -74,14 +74,14 @@ def test_who_sends_more_is_read_later_with_all_its_connections_and_nobody_else_i
         (first,) = (message for message in heard if message not in of_others)
         assert first.startswith(b"0 of ")
         assert net.peers.take_gone() == []
-        assert not net.peers.waiting, "a loop that looked again at once would never sleep"
+        assert not net.peers.waiting, "a throttled message must not make a turn due at once"
         assert net.peers.again_us is not None and abs(net.peers.again_us - rate.ready_ns // 1000) <= 1
         rate._paid_ns = 0  # a quarter of an hour later
         assert len(taken(net)) == 1
         for _, number in slowed:
             net.peers._by_number[number].rate = None
         rest = [message for _ in range(20) for message in taken(net)]
-        assert len(rest) == 98, "none was lost"
+        assert len(rest) == 98, "a message was lost"
 
 
 def test_who_waits_and_goes_is_noticed_when_its_time_has_come() -> None:
@@ -149,21 +149,23 @@ def test_a_list_that_is_read_again_says_who_must_go() -> None:
         "says something else of it now",
         "key is not in [access] any more",
     ]
-    assert "something else" in of_client(Who(user=1000)), "local users may less now"
+    assert "something else" in of_client(Who(user=1000)), "local users have fewer rights now"
     assert of_worker(Who(key=keys.bytes_of(w, "key"))) == access.NOT_LISTED and of_worker(Who(user=1000)) == ""
     assert doors[0] is gate.client_keys == {keys.bytes_of(key, "key") for key in (a, c)} and doors[1] == set()
     assert rate(Who(key=keys.bytes_of(c, "key"))) is not None
     with pytest.raises(NotAllowed):
         gate.client(Who(key=keys.bytes_of(b, "key")))
     of_client, of_worker = gate.reread(convert(after, access.AccessSection))
-    assert [of_client(Who(user=1000)), of_client(Who(key=keys.bytes_of(a, "key")))] == ["", ""], "nothing has changed"
+    assert [of_client(Who(user=1000)), of_client(Who(key=keys.bytes_of(a, "key")))] == ["", ""], (
+        "these entries are unchanged"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- tokens
 
 
 def limited(tokens_per_s: float = 100.0) -> Driver:
-    """Two connections of one entry, and another tenant's."""
+    """Two connections of one entry, and one of another tenant."""
     driver = Driver(start_us=50_000_000, blocks_max=512, blocks_per_sequence_max=512)
     driver.add_worker(512)
     for client in (ALICE, OTHER):
@@ -179,7 +181,7 @@ def test_who_has_used_more_than_its_time_allows_is_told_when_to_try_again() -> N
     driver.submit(range(1, 31), 30, client=OTHER)
     before = refusal_digest(driver.machine)
     refused = driver.refused(driver.submit_message([9], 1), RateExceeded, ALICE)
-    assert isinstance(refused, QueueFull), "a client that tries again when the queue is full tries again here"
+    assert isinstance(refused, QueueFull), "a client that retries on a full queue also retries here"
     assert (refused.limit, refused.retry_after_ms) == (100.0, 100)
     assert str(refused) == "alice has used more than its 100 tokens a second; try again in 100 ms"
     driver.refused(driver.submit_message([9], 1), RateExceeded, OTHER)
@@ -208,7 +210,7 @@ def test_tokens_that_are_sent_without_a_request_count_too() -> None:
     made = driver.ask(CreateSequence(rid=92, tenant="a", tokens=int32(list(range(1, 41)))), ALICE)
     ids = np.array([made.sequence_id])
     append = Append(rid=93, sequence_ids=ids, counts=int32([20]), tokens=int32([7] * 20))
-    for _ in range(4):  # 40 and 60 are a second's; the fourth is paid for afterwards
+    for _ in range(4):  # 40 and 60 are one second's allowance; the fourth is paid later
         driver.ask(append, ALICE)
     assert driver.refused(append, RateExceeded, ALICE).retry_after_ms == 200
     create = CreateSequence(rid=94, tenant="a", tokens=int32([1]))

@@ -1,4 +1,4 @@
-"""Processes that hang are asked for their stack and killed; nobody else ever is."""
+"""Hung processes are asked for their stack and killed; no other process ever is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 connection = socket.socket(socket.AF_UNIX)
 connection.connect(sys.argv[1])
 def where_it_hangs():
-    signal.alarm(120)  # should nobody be left to end it
+    signal.alarm(120)  # ends the process if no test does
     connection.send(b"!")
     while True:
         pass
@@ -37,7 +37,7 @@ where_it_hangs()
 
 
 class Hung:
-    """A process that is connected to us and spins."""
+    """A process that is connected to the test and spins."""
 
     def __init__(self, folder: Path) -> None:
         path = str(folder / "s")
@@ -52,7 +52,7 @@ class Hung:
         self.pid = self.process.pid
 
     def read_until(self, words: str) -> str:
-        """What it writes, up to a line with these words."""
+        """Return its output up to a line with these words."""
         assert self.process.stderr is not None
         text, deadline = b"", monotonic() + WAIT_S
         while words.encode() not in text:
@@ -79,7 +79,7 @@ def hung(tmp_path: Path) -> Iterator[Hung]:
 
 @pytest.fixture
 def replacer() -> Iterator[Replacer]:
-    """It leaves no descriptor open."""
+    """A replacer, which must leave no descriptor open."""
     before = descriptors()
     made = Replacer()
     yield made
@@ -89,14 +89,14 @@ def replacer() -> Iterator[Replacer]:
 
 
 def descriptors() -> set[str]:
-    """Our open pidfds. (Others are opened and closed by the fixtures.)"""
+    """The test's open pidfds; fixtures open and close others."""
     found = set()
     for entry in Path("/proc/self/fdinfo").iterdir():
         try:
             if "\nPid:" in entry.read_text():
                 found.add(entry.name)
         except FileNotFoundError:
-            continue  # the one that listed this folder
+            continue  # the descriptor of this listing
     return found
 
 
@@ -136,7 +136,7 @@ def test_a_stopped_process_is_killed(replacer: Replacer, hung: Hung) -> None:
 def test_a_worker_from_which_nothing_comes_is_killed_too(
     replacer: Replacer, hung: Hung, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was stopped (SIGSTOP): heartbeats end its connection, and whoever keeps workers running sees that it lives."""
+    """A stopped process (SIGSTOP): heartbeats end its connection, and its supervisor sees it alive."""
     watched(replacer, hung)
     hung.process.send_signal(signal.SIGSTOP)
     replacer.silent(WORKER, "nothing came from it for 10 s", 0)
@@ -145,7 +145,7 @@ def test_a_worker_from_which_nothing_comes_is_killed_too(
     replacer.act(GRACE_US)
     assert hung.process.wait(WAIT_S) == -signal.SIGKILL
     assert "nothing came from it for 10 s" in caplog.records[0].getMessage()
-    replacer.silent(WORKER, "again", GRACE_US)  # it is known no more
+    replacer.silent(WORKER, "again", GRACE_US)  # its entry is gone
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
 
 
@@ -200,7 +200,7 @@ def test_ids_that_mean_something_else_are_never_signalled(
 
 
 def test_our_own_process_is_never_signalled(replacer: Replacer) -> None:
-    ours, theirs = sockets.socketpair()  # the kernel says that we are at both ends
+    ours, theirs = sockets.socketpair()  # the kernel reports this process at both ends
     with ours, theirs:
         replacer.watch(WORKER, os.getpid(), ours.fileno())
         replacer.replace(WORKER, os.getpid(), "no step", 0)

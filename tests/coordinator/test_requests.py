@@ -1,4 +1,4 @@
-"""Requests: their states, the steps that serve them, preemption, and what happens when a worker misbehaves or dies."""
+"""Requests: their states, the steps that serve them, preemption, and faulty or crashed workers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ EVENTS = ("schedule", "preempt", "finish", "fail", "cancel", "expire")
 
 
 def new_request(state: str = PENDING) -> Request:
-    """A request in a state of the table."""
+    """A request in a given state."""
     request = Request(3, 1, 1, "t", int32([1]), Submit(rid=1, max_tokens=4, sampling=GREEDY), 1, 0, 0, 1 << 40)
     request.state = state
     return request
@@ -100,7 +100,7 @@ def test_ids_are_unique_and_a_new_request_is_pending(make_pool: MakePool) -> Non
     assert {driver.request(i).state for i in ids} == {"finished"}
 
 
-# ------------------------------------------------------------------------------------------------------------ endings
+# ------------------------------------------------------------------------------------------------------- finishing
 
 
 # behaviour 26
@@ -114,7 +114,7 @@ def test_a_request_ends_by_length_at_max_tokens(make_pool: MakePool) -> None:
     assert driver.ended[request].generated_tokens == 5
 
 
-# behaviours 26 and 32: the step after the stop was already under way; its token is discarded, and nothing else
+# behaviours 26 and 32: the step after the stop was already in flight; only its token is discarded
 def test_a_stop_token_is_the_last_one_though_it_is_discovered_a_step_late(make_pool: MakePool) -> None:
     driver, worker = make_pool()
     expected = continuation([1, 2, 3], 8)
@@ -169,7 +169,7 @@ def test_timings_are_since_submission(make_pool: MakePool) -> None:
     assert listed == {request: (25, 25), waiting: (-1, -1)}
 
 
-# ------------------------------------------------------------------------------------------------------------ the door
+# ------------------------------------------------------------------------------------------------------- admission
 
 
 # behaviour 27
@@ -439,7 +439,7 @@ def test_a_long_prompt_is_computed_in_chunks_while_others_decode(make_pool: Make
         generated.append(driver.request(short).generated_tokens)
     assert generated == list(range(2, 2 + len(generated)))  # a token in every step
     chunks = [step.counts.max() for step in worker.steps[1 : 1 + len(generated)]]
-    # 7 of the budget of 8 are left by the decode; 2 go to the short prompt that came later, and then 1 to its decode.
+    # The decode leaves 7 of the budget of 8. The later, short prompt takes 2, then its decode takes 1.
     assert chunks == [5, 6, 7, 7, 7, 7, 1]
     driver.run_until_idle()
     assert driver.answer_of(short) == continuation([1, 2], 12)
@@ -489,7 +489,7 @@ def test_with_two_steps_in_flight_the_second_is_fed_the_token_that_stays_on_the_
     assert len(worker.steps) == 4
 
 
-# behaviour 34 (no deadline in the core yet: it waits)
+# behaviour 34 (without a deadline the request waits)
 def test_without_a_worker_requests_wait_and_the_core_is_not_ready(driver: Driver) -> None:
     request = driver.submit([1, 2, 3], max_tokens=2)
     driver.turn()
@@ -511,7 +511,7 @@ def test_without_a_worker_requests_wait_and_the_core_is_not_ready(driver: Driver
 
 
 def preempt_one(make_pool: MakePool, **fields: Any) -> tuple[Driver, int, int]:
-    """Two requests that both fit at first and not to their ends: (driver, the preempted one, the other)."""
+    """Two requests that fit at first, but not to their ends: (driver, preempted request, other request)."""
     driver, _ = make_pool(5)
     first = driver.submit([1, 2, 3], max_tokens=13)
     second = driver.submit([4, 5, 6, 7], max_tokens=8, **fields)
@@ -519,7 +519,7 @@ def preempt_one(make_pool: MakePool, **fields: Any) -> tuple[Driver, int, int]:
         driver.step()
         if driver.request(second).state == "preempted":
             return driver, second, first
-    raise AssertionError("nobody was preempted")
+    raise AssertionError("no request was preempted")
 
 
 def test_the_younger_request_gives_way_and_both_end_with_the_right_tokens(make_pool: MakePool) -> None:
@@ -563,7 +563,7 @@ def test_client_sequences_in_a_pool_too_small_for_all_resume_and_end_right(block
 
 
 def preempt_sequence(make_pool: MakePool) -> tuple[Driver, int, int, int]:
-    """A client sequence whose request was preempted: (driver, sequence, its request, the other request)."""
+    """A client sequence with a preempted request: (driver, sequence, its request, the other request)."""
     driver, _ = make_pool(5)
     first = driver.submit([1, 2, 3], max_tokens=13)
     sequence = driver.create([4, 5, 6, 7])
@@ -572,7 +572,7 @@ def preempt_sequence(make_pool: MakePool) -> tuple[Driver, int, int, int]:
         driver.step()
         if driver.request(second).state == "preempted":
             return driver, sequence, second, first
-    raise AssertionError("nobody was preempted")
+    raise AssertionError("no request was preempted")
 
 
 def test_a_preempted_request_of_a_client_sequence_resumes(make_pool: MakePool) -> None:
@@ -657,7 +657,7 @@ def test_a_sequence_that_cannot_copy_what_it_shares_starts_again_on_blocks_of_it
     assert driver.answer_of(request) == continuation(range(11), 1)
 
 
-# ------------------------------------------------------------------------------------------------ results of the worker
+# ------------------------------------------------------------------------------------------------------ step results
 
 
 # behaviour 32
@@ -689,7 +689,7 @@ def test_a_result_of_another_epoch_is_ignored_and_logged(make_pool: MakePool) ->
     effects = driver.report(again, old)
     assert [type(effect) for effect in effects] == [Log]
     assert "another epoch ignored" in effects[0].text
-    driver.machine._stirred = False  # that a turn is due is all that it leaves behind
+    driver.machine._stirred = False  # the only side effect is that a turn is due
     assert digest(driver.machine) == before
     driver.run_until_idle()
     assert driver.answer_of(request) == continuation([1, 2, 3], 6)

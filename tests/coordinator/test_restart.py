@@ -1,4 +1,4 @@
-"""The process is another one: who was connected comes back and goes on, who does not is given up in time."""
+"""After a restart of the coordinator: peers reconnect and continue, or are dropped in time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def driver(**limits: int) -> Driver:
 
 
 def restart(d: Driver) -> list[deque[Step]]:
-    """Every connection is gone, and what was on its way. Returns what workers had not done."""
+    """Drop every connection and all undelivered messages; return the steps that workers had not executed."""
     left = [worker.inbox for worker in d.workers]
     for worker in d.workers:
         worker.inbox = deque()
@@ -59,7 +59,7 @@ def restart(d: Driver) -> list[deque[Step]]:
 
 
 def come_back(d: Driver, worker: FakeWorker, number: int = BACK, **changed: object) -> list[object]:
-    """The worker connects to the new process. Returns what it was sent."""
+    """Reconnect the worker to the new process; return what it was sent."""
     worker.number = number
     hello = {"rid": 1, "name": worker.name, "pid": 1, "boot": "boot", "epoch": worker.epoch, **changed}
     effects = d.apply(FromWorker(number, WorkerHello(**hello)))  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def come_back(d: Driver, worker: FakeWorker, number: int = BACK, **changed: obje
 
 @pytest.mark.parametrize("done", ["nothing", "first", "both"])
 def test_a_worker_that_comes_back_goes_on_with_what_it_has(done: str) -> None:
-    """Steps that were sent are sent again; it knows which of them it has done."""
+    """The coordinator resends its steps; the worker reports its saved results for those it has executed."""
     d = driver()
     worker = d.add_worker(16)
     request = submit(d).request_id
@@ -103,7 +103,7 @@ def test_a_worker_that_holds_nothing_of_this_life_is_a_new_one(changed: dict[str
     for _ in range(4):
         d.step()
     restart(d)
-    assert come_back(d, worker, **changed) == [], "what it is to do depends on the pool that it makes now"
+    assert come_back(d, worker, **changed) == [], "no step is sent before its new pool is registered"
     assert d.machine.cache.groups == {} and d.machine.requests.live[request].state == "preempted"
     worker.kv.clear()
     d.report(worker, d.ready(worker))
@@ -119,7 +119,7 @@ def test_nothing_is_planned_for_a_worker_that_is_away_and_it_is_given_up_in_time
     request = submit(d).request_id
     for _ in range(3):
         d.step()
-    assert worker.steps, "it runs on the first one"
+    assert worker.steps, "the request must run on the first worker"
     restart(d)
     other = d.workers[1]
     come_back(d, other)
@@ -197,9 +197,11 @@ def test_a_command_that_is_sent_again_is_done_once_and_answered_as_before() -> N
     state = refusal_digest(d.machine)
     assert d.ask(create) is created
     assert d.ask(append) is appended
-    assert refusal_digest(d.machine) == state, "it was done again"
+    assert refusal_digest(d.machine) == state, "the repeated command was executed again"
     d.run_until_idle()
-    assert d.tokens_read(1, accepted.request_id) == dict(enumerate(continuation(PROMPT, 12))), "from its first token on"
+    assert d.tokens_read(1, accepted.request_id) == dict(enumerate(continuation(PROMPT, 12))), (
+        "streamed from the first token on"
+    )
     later = d.ask(CreateSequence(rid=10, tokens=int32(PROMPT)))
     assert later.sequence_id != created.sequence_id
 
@@ -209,7 +211,7 @@ def test_so_many_answers_are_kept_and_no_more() -> None:
     d.add_worker(16)
     made = [d.ask(CreateSequence(rid=rid)).sequence_id for rid in range(1, 6)]
     assert [d.ask(CreateSequence(rid=rid)).sequence_id for rid in (3, 4, 5)] == made[2:]
-    assert d.ask(CreateSequence(rid=2)).sequence_id not in made, "an old one is a new command"
+    assert d.ask(CreateSequence(rid=2)).sequence_id not in made, "a command older than the session is a new command"
     d.gone(1, goodbye=True)
     with pytest.raises(RequestNotFound):
         d.ask(Attach(rid=5, request_id=NOT_ENDED))
@@ -224,14 +226,14 @@ def test_another_connection_of_a_session_takes_the_place_of_one_that_is_still_th
     d._due.clear()
     d.apply(ClientCame(1, "a session"))
     d.step()
-    assert (1, request) not in d._due, "the new connection is told nothing before it asks"
+    assert (1, request) not in d._due, "nothing is streamed to the new connection before it attaches"
     d.ask(Attach(rid=200, request_id=request, offset=1, resume=True))
     d.run_until_idle()
     assert d.tokens_read(1, request) == dict(enumerate(continuation(PROMPT, 12)[1:], 1))
 
 
 def test_a_drain_ends_with_the_process_that_was_told_to() -> None:
-    """What it had not handed back goes on, and new requests are admitted, as its refusal had promised."""
+    """Requests that were not handed back continue, and new ones are admitted, as the refusal promised."""
     d = driver()
     worker = d.add_worker(16)
     running = submit(d).request_id
@@ -250,7 +252,7 @@ def test_a_drain_ends_with_the_process_that_was_told_to() -> None:
 
 
 def test_a_row_that_ended_under_way_is_published_anew_with_the_blocks_that_its_step_writes(tmp_path: Path) -> None:
-    """Else the worker reads block 0 there, and writes into what somebody else has."""
+    """Otherwise the worker would read block 0 there and write into another sequence's block."""
     d = driver()
     d.add_worker(blocks=8)
     kept, ended = d.submit(PROMPT, max_tokens=8), d.submit(PROMPT[::-1], max_tokens=8)
@@ -262,7 +264,7 @@ def test_a_row_that_ended_under_way_is_published_anew_with_the_blocks_that_its_s
     assert slot in sent.slots
     d.cancel(ended)
     d.turn()
-    assert group.sent[0] is sent, "the step is still under way"
+    assert group.sent[0] is sent, "the step must still be in flight"
     assert d.machine.requests.live[kept].slot != slot
     restart(d)
     all_changed(d.machine)
@@ -283,7 +285,7 @@ def test_a_row_that_ended_under_way_is_published_anew_with_the_blocks_that_its_s
 
 
 def test_what_begins_after_a_restart_begins_where_a_worker_is() -> None:
-    """A pool with a longer prefix is of no use while its worker is away; whoever runs there goes on there."""
+    """A longer prefix on an absent worker is of no use; a request that runs on a present one continues there."""
     d = driver()
     first = d.add_worker(blocks=16)
     runs = d.submit(PROMPT, max_tokens=8)

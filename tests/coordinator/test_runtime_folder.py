@@ -1,4 +1,4 @@
-"""One coordinator per folder, whatever was removed from it meanwhile; none removes what is another one's."""
+"""One coordinator per runtime folder, whatever files are removed; none removes another one's files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILES = (CLIENT_SOCKET, WORKER_SOCKET, TABLES_FILE, TOKEN_FILE)
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp"))  # a socket's path must be short
+    path = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp"))  # a socket path must be short
     yield path
     shutil.rmtree(path, ignore_errors=True)
 
@@ -51,14 +51,14 @@ def test_a_second_one_is_refused_though_the_lock_file_is_gone(folder: Path, remo
 
 
 def test_a_socket_that_a_process_listens_at_is_left_alone(folder: Path) -> None:
-    """Neither lock is there: the folder was copied back, for example, or the other one is of an older version."""
+    """Without a lock file: the folder was copied back, for example, or the other coordinator is of an older version."""
     path = folder / CLIENT_SOCKET
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(0)
         made = path.lstat().st_ino
         waiting = []
-        for _ in range(2):  # its backlog is full
+        for _ in range(2):  # fills its backlog
             waiting.append(socket.socket(socket.AF_UNIX))
             waiting[-1].setblocking(False)
             waiting[-1].connect_ex(str(path))
@@ -116,7 +116,7 @@ def test_kv_events_of_another_coordinator_are_left_alone(folder: Path) -> None:
 
 
 def test_a_lock_is_not_followed_through_a_link(folder: Path) -> None:
-    """A user who can make a link there could have any file of ours locked."""
+    """Otherwise a user who can create a link could make the coordinator lock any of its files."""
     (folder / LOCK_FILE).symlink_to(folder / "elsewhere")
     with pytest.raises(OSError, match="symbolic"):
         RuntimeLock(folder)

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: computed once, shared, and each as if it were alone."""
+"""Several answers to one prompt: the prompt is computed once and shared; each answer is as if alone."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvforge.protocol.errors import InvalidRequest, QueueFull
 from kvforge.protocol.messages import Sampling
 from tests.coordinator.driver import MASK, VOCABULARY, Driver, FakeWorker, choose, fingerprint
 
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # two blocks of four and half a third
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # two and a half blocks of four
 SEED = (1 << 64) - 2
 
 
 def drawn(context: int, seed: int) -> int:
-    """The token that follows a context where a seed draws it."""
+    """The token that a seed samples after a context."""
     return choose((context + (seed + 1) * 0xBF58476D1CE4E5B9) & MASK, VOCABULARY)
 
 
 class SeededWorker(FakeWorker):
-    """Its tokens depend on the seed of the request, as those of a real one do."""
+    """A worker that samples by the request's seed, like a real one."""
 
     def choose(self, slot: int, context: int) -> int:
         return drawn(context, self.begins[slot].seed)
@@ -32,7 +32,7 @@ class SeededDriver(Driver):
 
 
 def alone(prompt: Sequence[int], seed: int, count: int) -> list[int]:
-    """What a request with this seed must generate."""
+    """Return the tokens that a request with this seed must generate."""
     context, answer = 1, []
     for token in prompt:
         context = fingerprint(context, token)
@@ -55,7 +55,7 @@ def seed_of(i: int, seed: int = SEED) -> int:
 
 
 def check(driver: Driver, requests: list[int], prompt: Sequence[int] = PROMPT, max_tokens: int = 8) -> None:
-    """Each ended with what it would have generated alone."""
+    """Check that each request ended with the answer that it would have generated alone."""
     driver.run_until_idle()
     answers = [driver.answer_of(request) for request in requests]
     assert answers == [alone(prompt, seed_of(i), max_tokens) for i in range(len(requests))]
@@ -93,7 +93,7 @@ def test_the_prompt_is_computed_once_and_one_token_more_for_each_further_sample(
     assert worker.steps[-1].counts.tolist() == [1] * 5
     assert worker.steps[-1].samples.tolist() == [1] * 5
     assert driver.stats().requests.computed_tokens_total == length + 5
-    # What is full and before the last token is shared by all; the tails are copied.
+    # All samples share the full blocks before the last token; the tails are copied.
     s, full = driver.machine.cache.sequences, (length - 1) // 4
     tables = [s.blocks_of(driver.machine.requests.live[request].slot).tolist() for request in requests]
     counts = driver.machine.cache.blocks.refcount
@@ -127,7 +127,7 @@ def test_a_prompt_in_chunks_is_shared_when_it_is_whole(in_flight: int, budget: i
     driver.add_worker(64)
     requests = submit(driver, 4)
     check(driver, requests)
-    # The first is ahead by the steps that were under way when the others began.
+    # The first is ahead by the steps that were in flight when the others began.
     assert driver.stats().requests.computed_tokens_total == 10 + 3 + 4 * 7
 
 
@@ -138,7 +138,7 @@ def test_on_two_workers_each_sample_is_right() -> None:
     check(driver, submit(driver, 6))
 
 
-# --------------------------------------------------------------------------------------------------- the first one ends
+# -------------------------------------------------------------------------------------------- the first sample ends
 
 
 @pytest.mark.parametrize("when", ["pending", "in its prefill", "after its first token"])
@@ -177,7 +177,7 @@ def test_when_the_row_of_the_first_fails_the_next_computes_the_prompt() -> None:
     worker = driver.add_worker(32)
     requests = submit(driver, 3)
     driver.turn()
-    worker.poison = {9}  # while the first computes its prompt, and never again
+    worker.poison = {9}  # only while the first one computes its prompt
     driver.answer(worker)
     worker.poison = set()
     assert driver.request(requests[0]).state == "failed"

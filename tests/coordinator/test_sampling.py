@@ -1,4 +1,4 @@
-"""Sampling as the core sees it: what is refused, what workers are told, top log-probabilities, and FinishAt."""
+"""Sampling in the core: refusals, what workers receive, top log-probabilities, and FinishAt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Pairs = tuple[tuple[int, float], ...]
 
 
 class TopDriver(Driver):
-    """Remembers the top columns of streams, per request."""
+    """A driver that records the top columns of streams per request."""
 
     def __init__(self, **limits: Any) -> None:
         super().__init__(**limits)
@@ -48,7 +48,7 @@ class TopDriver(Driver):
         assert not pairs
 
     def step_with_tops(self, width: dict[int, int], shuffled: bool = False) -> None:
-        """One turn; workers send `width[slot]` tops a row: token t gives (t, 0), (t + 1, -1), ..."""
+        """Run one turn; workers report `width[slot]` tops per row: token t gives (t, 0), (t + 1, -1), ..."""
         self.turn()
         for worker in list(self.workers):
             while worker.inbox:
@@ -76,7 +76,7 @@ def tops_of(tokens: list[int], width: int) -> list[Pairs]:
 
 
 def started(worker: FakeWorker) -> list[tuple[RowStart, list[int], list[int]]]:
-    """Every start that the worker was told, with its prompt's and its answer's history."""
+    """Each start that the worker received, with the history of its prompt and its answer."""
     found = []
     for step in worker.steps:
         history = step.history.tolist()
@@ -157,7 +157,7 @@ def test_a_bias_is_held_to_the_vocabulary_once_it_is_known(driver: Driver) -> No
     assert driver.ended[bad].error.fields["field"] == "sampling.logit_bias"
 
 
-# --------------------------------------------------------------------------------------------------- told to workers
+# ------------------------------------------------------------------------------------------------ sent to workers
 
 
 def test_a_row_starts_with_all_that_choosing_needs(driver: Driver) -> None:
@@ -172,7 +172,7 @@ def test_a_row_starts_with_all_that_choosing_needs(driver: Driver) -> None:
     begin, *history = starts[1]
     assert begin.sampling == Sampling(temperature=0.5, top_k=5, min_p=0.1, logprobs=2)
     assert (begin.seed, begin.generated, history) == (9, 0, [[], []])
-    assert starts[2][1:] == ([], [])  # only the answer counts, and there is none yet
+    assert starts[2][1:] == ([], [])  # only the answer counts, and it is still empty
     assert starts[3][1:] == (PROMPT, [])
 
 
@@ -237,7 +237,7 @@ def test_tops_follow_their_tokens_and_survive_a_preemption(stream: bool, shuffle
     asking = driver.submit(PROMPT, max_tokens=6, sampling=Sampling(seed=1, logprobs=3), stream=stream)
     plain = driver.submit([1, 2], max_tokens=6)
     one = driver.submit([5], max_tokens=6, sampling=Sampling(seed=1, logprobs=1))
-    everybody = dict.fromkeys(range(16), 3)  # more than some asked for
+    everybody = dict.fromkeys(range(16), 3)  # more than some requests asked for
     for _ in range(2):
         driver.step_with_tops(everybody, shuffled)
     driver.lose(worker)
@@ -307,7 +307,7 @@ def test_finish_at_cuts_the_answer_and_gives_everything_back(stream: bool) -> No
     assert generated > 4
     for wrong in (0, -1, generated + 1):
         assert refuse(driver, request, wrong, InvalidRequest).field == "tokens"
-    driver.turn()  # a step is under way, and its token comes too late
+    driver.turn()  # a step is in flight, and its token comes too late
     finish(driver, request, 4)
     finish(driver, request, 4)
     refuse(driver, request, 3, AlreadyFinished)

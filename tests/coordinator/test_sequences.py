@@ -1,4 +1,4 @@
-"""Sequences of clients: their tokens, their blocks, forks and copies."""
+"""Client sequences: their tokens, their blocks, forks and copies."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_position_is_a_block_index_and_an_offset(make_pool: MakePool) -> None:
         written[position] = context
     assert worker.kv[table[1], 0] == written[16]
     assert worker.kv[table[1], 4] == written[20]
-    assert (table[2], 0) not in worker.kv  # position 32 was generated, its KV is not there
+    assert (table[2], 0) not in worker.kv  # position 32 was generated and has no KV yet
     assert driver.info(sequence).computed_tokens == 32
 
 
@@ -242,7 +242,7 @@ def test_the_number_of_sequences_is_bounded(make_pool: MakePool) -> None:
     assert driver.create([1]) == 4
 
 
-# behaviours 12 and 18 (the core's side: clients interleaved command by command)
+# behaviours 12 and 18 (in the core: clients interleaved command by command)
 def test_ten_interleaved_clients_with_a_hundred_appends_each_lose_nothing() -> None:
     driver = Driver(block_size=4, blocks_per_sequence_max=32, blocks_max=256)
     driver.add_worker(256)
@@ -319,7 +319,7 @@ def test_at_a_block_boundary_a_fork_writes_without_a_copy(make_pool: MakePool) -
     assert not worker.steps
 
 
-# behaviour 15: the worker copies, and the other side's KV is untouched
+# behaviour 15: the worker copies, and the other sequence's KV is untouched
 def test_both_sides_of_a_fork_continue_from_the_same_kv(make_pool: MakePool) -> None:
     driver, worker = make_pool()
     sequence = driver.create([1, 2, 3, 4, 5])
@@ -384,7 +384,7 @@ def test_a_fork_in_the_middle_of_a_step_trusts_only_what_was_acknowledged(make_p
     request = driver.submit(sequence_id=sequence)
     driver.turn()
     (fork,) = driver.fork(sequence)
-    assert driver.info(fork).computed_tokens == 0, "the step is under way and may still fail"
+    assert driver.info(fork).computed_tokens == 0, "the step is in flight and may still fail"
     worker.poison = {666}
     driver.run_until_idle()
     assert driver.request(request).state == "failed"
@@ -473,7 +473,7 @@ def test_a_sequence_is_continued_several_times_and_only_new_tokens_are_computed(
         driver.run_until_idle()
         text.append(100 + i)
         assert driver.answer_of(request) == continuation(text, 4)
-        # all that was there has KV, except the last generated token
+        # every token except the last generated one has KV
         assert worker.steps[before].counts.tolist() == [8 if i == 0 else 2]
         text += continuation(text, 4)
     assert driver.tokens(sequence) == text
@@ -517,7 +517,7 @@ def test_of_all_that_share_a_block_and_are_appended_to_together_one_keeps_it(
         driver.run_until_idle()
     text = driver.tokens(sequence)
     forks = driver.fork(sequence, 2)
-    assert driver.free() == 2, "a block each for all but one"
+    assert driver.free() == 2, "every fork but one takes a block"
     appended = [[9], [10], [11]]
     driver.append(*zip((sequence, *forks), appended, strict=True))
     assert driver.free() == 0

@@ -1,5 +1,7 @@
-"""The loop over real sockets, turn by turn: whoever is busy keeps nobody else waiting. What is counted is turns and
-messages, never time."""
+"""The loop over real sockets, turn by turn: a busy peer delays no other peer.
+
+The tests count turns and messages, never time.
+"""
 
 from __future__ import annotations
 
@@ -61,14 +63,14 @@ class Peer:
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & event)  # type: ignore[arg-type]
 
     def read(self) -> None:
-        """Takes in what has come."""
+        """Receive all pending messages."""
         while self.has(zmq.POLLIN):
             self.socket.recv_multipart()
             self.answers += 1
 
 
 class Bench:
-    """A server whose loop the test turns, and its peers."""
+    """A server driven turn by turn, and its peers."""
 
     def __init__(self, folder: Path) -> None:
         limits = LimitsSection(sequences_max=4, blocks_max=64, blocks_per_sequence_max=8, messages_per_turn_max=4)
@@ -85,13 +87,13 @@ class Bench:
         return self._peer(transport.worker_endpoint(self._folder))
 
     def client(self) -> Peer:
-        """One that has been greeted."""
+        """Connect a client and complete its handshake."""
         made = self._peer(transport.client_endpoint(self._folder))
         self.ask(made, Hello(rid=1))
         return made
 
     def ask(self, peer: Peer, message: object) -> None:
-        """Turns until there is an answer."""
+        """Send a message and run turns until the answer arrives."""
         peer.answers = 0
         peer.send(message)
         while not peer.answers:
@@ -100,7 +102,7 @@ class Bench:
             peer.read()
 
     def _peer(self, endpoint: str) -> Peer:
-        """One that has connected: both ends are here, so that the server must turn for it."""
+        """Connect a peer; the server must run turns for the ZMTP handshake."""
         made = Peer(self._context, endpoint)
         self._peers.append(made)
         while not made.has(zmq.POLLOUT):
@@ -117,7 +119,7 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    folder = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp"))  # a socket's path must be short
+    folder = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp"))  # a socket path must be short
     made = Bench(folder)
     yield made
     made.close()
@@ -127,21 +129,23 @@ def bench() -> Iterator[Bench]:
 def test_a_server_that_hears_nothing_wakes_for_what_is_due_and_for_nothing_else(bench: Bench) -> None:
     client, gauges = bench.client(), TablesReader(bench.server.tables.path).gauges
     bench.ask(client, CreateSequence(rid=2, idle_ttl_ms=300, tokens=np.arange(3, dtype=np.int32)))
-    assert bench.server.machine.cache.sequences._last_id > bench.server.machine.requests.first_id  # it was there
+    assert (
+        bench.server.machine.cache.sequences._last_id > bench.server.machine.requests.first_id
+    )  # the coordinator must have served before
     waits = 0
     while gauges()["sequences"]:
         bench.turn()
         waits += 1
     assert waits <= 2
     turns, uptime_us = gauges()["turns"], gauges()["uptime_us"]
-    bench.turn()  # nothing is due: only the gauges would grow old
+    bench.turn()  # nothing is due except the gauges
     assert gauges()["turns"] == turns
     assert gauges()["uptime_us"] >= uptime_us + BEAT_US
 
 
 def test_an_idle_server_feeds_systemds_watchdog_with_each_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Ear(tmp_path / "notify", monkeypatch)) as ear:
-        ear.watch(4)  # a microsecond's pause: every turn feeds
+        ear.watch(4)  # after a pause of one microsecond: every turn feeds the watchdog
         with TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder, closing(Bench(Path(folder))) as bench:
             fed = []
             for _ in range(2):
@@ -152,7 +156,7 @@ def test_an_idle_server_feeds_systemds_watchdog_with_each_turn(tmp_path: Path, m
 
 def test_a_drain_by_signal_is_taken_up_at_once_and_ends_when_it_was_said(bench: Bench) -> None:
     client = bench.client()
-    bench.ask(client, Submit(rid=2, max_tokens=1, prompt=np.array([1], np.int32)))  # no worker will ever come
+    bench.ask(client, Submit(rid=2, max_tokens=1, prompt=np.array([1], np.int32)))  # no worker ever connects
     bench.server._on_signal(15, None)
     bench.server._write_wakeup.send(b"\x0f")
     bench.server._take_signals()
@@ -168,7 +172,7 @@ def test_a_drain_by_signal_is_taken_up_at_once_and_ends_when_it_was_said(bench: 
 
 
 def test_a_worker_that_speaks_version_1_and_knows_no_token_is_let_in(bench: Bench) -> None:
-    """The system says that it is of the coordinator's own user, who may read the token."""
+    """The operating system reports the coordinator's own user, who may read the token."""
     hello = next(
         [bytes.fromhex(frame) for frame in said["frames"]]
         for said in Version.read(1).examples
@@ -216,23 +220,23 @@ def test_a_client_that_always_has_more_hides_no_worker(bench: Bench) -> None:
     worker = bench.worker()
     worker.send(WorkerHello(rid=1, name="w", pid=1, token=token.read(bench.server.runtime)))
     for _ in range(TURNS_MAX):
-        busy.send(*[GetHealth(rid=2)] * 4)  # what a turn takes
+        busy.send(*[GetHealth(rid=2)] * 4)  # the limit of one turn
         bench.turn()
         busy.read()
         if bench.server.machine.workers:
             break
-    assert bench.server.machine.workers, f"not seen in {TURNS_MAX} turns"
+    assert bench.server.machine.workers, f"no worker registered in {TURNS_MAX} turns"
     assert bench.server.clients.waiting, "the client's messages ran out"
 
 
 def test_what_a_worker_has_sent_is_heard_in_the_next_turn_beside_a_client_with_much_left(bench: Bench) -> None:
     busy, worker = bench.client(), bench.worker()
-    bench.ask(worker, WorkerHello(rid=1, name="w", pid=1, token="0" * 64))  # refused; its handshake is over now
+    bench.ask(worker, WorkerHello(rid=1, name="w", pid=1, token="0" * 64))  # refused, which ends its handshake
     busy.send(*[GetHealth(rid=2)] * UNDER_WAY)
     until(lambda: bench.server._look(0))
     bench.server.turn()
     worker.send(WorkerHello(rid=1, name="w", pid=1, token=token.read(bench.server.runtime)))
-    assert select.select([bench.server.workers], [], [], DEADLINE_S)[0], "it has come"
+    assert select.select([bench.server.workers], [], [], DEADLINE_S)[0], "the message must have arrived"
     assert bench.server.clients.waiting
     bench.turn()
     assert bench.server.machine.workers
@@ -251,11 +255,11 @@ def test_a_client_with_few_messages_does_not_wait_for_one_with_many(bench: Bench
         bench.turn()
         busy.read()
         other.read()
-    assert busy.answers < UNDER_WAY // 2, "the few were answered after the many"
+    assert busy.answers < UNDER_WAY // 2, "the busy peer delayed the other one"
 
 
 def test_a_lock_that_was_let_go_while_it_was_taken_is_taken_anew(tmp_path: Path, monkeypatch: Any) -> None:
-    """One coordinator ends while the next one starts: the file that the second opened is removed before it locks it."""
+    """One coordinator ends while the next one starts: it removes the lock file between the other's open and lock."""
     first = RuntimeLock(tmp_path)
     opened = os.open
 
@@ -274,7 +278,7 @@ def test_a_lock_that_was_let_go_while_it_was_taken_is_taken_anew(tmp_path: Path,
 
 
 def test_who_comes_back_waits_at_the_door_while_the_journal_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that were turned away would have to try again, and would be late."""
+    """A client that was turned away would have to retry and could miss its deadline."""
     with TemporaryDirectory(prefix="kvf-", dir="/tmp") as name:
         folder, early = Path(name), []
 
@@ -287,7 +291,7 @@ def test_who_comes_back_waits_at_the_door_while_the_journal_is_read(monkeypatch:
         monkeypatch.setattr("coordinator.server.Life", read_slowly)
         bench = Bench(folder)
         while not all(select.select([peer], [], [], 0)[0] for peer in early):
-            bench.turn()  # each is greeted, as ZMTP has it
+            bench.turn()  # each gets a ZMTP greeting
         for peer in early:
             peer.close()
         bench.close()

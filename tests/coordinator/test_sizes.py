@@ -1,4 +1,4 @@
-"""Whatever the limits are, a message is one that its peer takes."""
+"""For all limits, every message fits the size limit of its receiver."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from worker.step.link import STEP_BYTES_MAX
 
 
 class Wired(Driver):
-    """A driver of which every message goes through the bytes that its peer would decode."""
+    """A driver that encodes and decodes every message as its peer would."""
 
     def __init__(self, **limits: Any) -> None:
         super().__init__(**limits)
@@ -63,7 +63,7 @@ def _peer(effect: Any) -> int:
 
 def test_six_thousand_requests_that_are_handed_back_are_told_so_in_messages_that_are_taken() -> None:
     driver = Wired(queue_max=6000, finished_max=8000)
-    driver.machine.check_invariants = lambda: None  # type: ignore[method-assign]  # a second for each of them
+    driver.machine.check_invariants = lambda: None  # type: ignore[method-assign]  # takes a second per event
     made = [driver.submit([i % 9], 3) for i in range(6000)]
     driver.ask(Drain(rid=driver.rid(), deadline_ms=1))
     driver.advance(1000)
@@ -126,7 +126,7 @@ def test_of_a_lost_message_only_its_own_requests_are_paused_and_nothing_comes_af
     for request in (first, second):
         driver.attach(request, client=3)
     driver.full.add(3)
-    driver.turn()  # three tokens of the first are lost, and what would have followed them
+    driver.turn()  # three tokens of the first are lost, and so is what would have followed
     driver.full.clear()
     for _ in range(20):
         driver.turn()

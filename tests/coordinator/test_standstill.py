@@ -1,4 +1,4 @@
-"""A coordinator that stood still: none of that time counts against clients and workers."""
+"""A coordinator that stood still does not count that time against clients and workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.standstill import Standstill
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Bench, Standstill]]:
-    folder = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp"))  # a socket's path must be short
+    folder = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp"))  # a socket path must be short
     standstill = Standstill(monkeypatch)
     try:
         with closing(Bench(folder)) as made:
@@ -52,7 +52,7 @@ def test_no_deadline_lease_or_silence_is_over_because_the_coordinator_stood_stil
     machine = made.server.machine
     assert len(machine.requests.live) == 1 and len(machine.cache.sequences) == 1
     assert len(made.server.clients) == 1
-    assert made.server.workers._by_identity, "a stranger that has had no time to say hello"
+    assert made.server.workers._by_identity, "a pending handshake must keep its full time"
     client.answers = 0
     made.ask(client, Submit(rid=4, prompt=tokens, max_tokens=1))
     assert len(machine.requests.live) == 2
@@ -68,7 +68,7 @@ def test_silent_peers_are_dropped_for_their_own_silence_alone(monkeypatch: pytes
         assert len(net.peers) == 1 and net.silent == []
 
 
-# ---------------------------------------------------------------------------------------------- workers that gave it up
+# ------------------------------------------------------------------------------------- workers that disconnected
 
 
 def test_the_end_of_a_connection_after_a_standstill_is_told_from_a_death(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_worker_without_a_pool_that_was_cut_off_is_gone() -> None:
 
 @pytest.mark.parametrize(("pid", "crashes"), [(1, 0), (2, 1)])
 def test_a_process_that_comes_back_without_its_pool_has_not_died(pid: int, crashes: int) -> None:
-    """Its registration was on the way when it was cut off, and steps behind it: no request is suspected for that."""
+    """Its registration and the steps after it were in transit when the connection broke: no request is blamed."""
     d = driver()
     worker = d.add_worker(16)
     request = submit(d).request_id

@@ -1,4 +1,4 @@
-"""Counters: zero at first, exact always, and in agreement with each other and with what is published."""
+"""Counters: zero at first, always exact, consistent with each other and with the published gauges."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ZERO = RequestStats(**dict.fromkeys(RequestStats.__struct_fields__, 0))
 
 
 def check_agreement(driver: Driver) -> None:
-    """Everything that one snapshot says is true of the rest of it, of the state, and of the published gauges."""
+    """Check a snapshot against itself, the machine's state, and the published gauges."""
     stats, cache = driver.stats(), driver.machine.cache
     gauges = dict(zip(GAUGES, driver.machine.gauges(driver.now_us), strict=True))
     for pool in stats.pools:
@@ -64,7 +64,7 @@ def check_agreement(driver: Driver) -> None:
 
 
 def check_meters(cells: np.ndarray, requests: RequestStats) -> None:
-    """What is counted by tenant adds up to what is counted of all."""
+    """Check that the counts by tenant add up to the totals."""
     told = {
         RUNNING: requests.running,
         WAITING: requests.pending,
@@ -85,7 +85,7 @@ def check_meters(cells: np.ndarray, requests: RequestStats) -> None:
 
 
 def test_steps_are_counted_beyond_the_worker_that_ran_them(driver: Driver) -> None:
-    """Monitors take differences of it: a total that fell would show as a rate below zero."""
+    """Monitors take differences: a total that fell would show as a negative rate."""
     counts = []
     for _ in range(2):
         worker = driver.add_worker(9, "one")
@@ -128,7 +128,7 @@ def test_what_each_workers_device_memory_is_for_is_told_from_its_ready_to_its_en
     assert [worker.kernels for worker in driver.ask(GetHealth(rid=1)).workers] == [{"decode": "one"}, {"decode": "two"}]
     driver.lose(driver.workers[0])
     assert {worker.name: worker.device_bytes for worker in driver.ask(GetHealth(rid=1)).workers} == {"two": held["two"]}
-    driver.add_worker(4, "one")  # its successor is of a kind that says nothing
+    driver.add_worker(4, "one")  # its successor reports no kind
     assert driver.ask(GetHealth(rid=1)).workers[-1].device_bytes == {}
 
 
@@ -218,7 +218,7 @@ def test_uptime_clients_and_refusals_are_counted(driver: Driver) -> None:
     assert driver.stats().clients == 1
 
 
-# behaviours 19 and 36 (the core's side: what is published is what the core knows)
+# behaviours 19 and 36 (in the core: the published gauges match its state)
 def test_the_published_tables_are_the_state_after_every_turn(make_pool: MakePool, tmp_path: Path) -> None:
     driver, worker = make_pool(8)
     limits, cache = driver.machine.limits, driver.machine.cache

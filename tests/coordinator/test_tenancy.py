@@ -1,4 +1,4 @@
-"""Clients that act for one tenant: what is of another looks as if it did not exist, and a missing right is named."""
+"""Clients of one tenant: another tenant's resources look nonexistent, and errors name a missing right."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ UNKNOWN = 999_999
 
 
 def both() -> Driver:
-    """Two tenants with a client each, an administrator, and one who acts for everybody."""
+    """Two tenants with a client each, an administrator, and a client that acts for all tenants."""
     driver = Driver()
     driver.add_worker(32)
     driver.come(ALICE, Access("alice", "a", (SUBMIT, READ)))
@@ -68,7 +68,7 @@ def on_request(request: int) -> list[Any]:
     return [
         Attach(rid=1, request_id=request),
         Cancel(rid=1, request_id=request),
-        FinishAt(rid=1, request_id=request, tokens=0),  # what is wrong with it is not said either
+        FinishAt(rid=1, request_id=request, tokens=0),  # the error must not reveal that the argument is wrong
         GetRequest(rid=1, request_id=request, with_tokens=True),
         Explain(rid=1, request_id=request),
     ]
@@ -100,7 +100,7 @@ def on_block(block: int) -> list[Any]:
 def same_words(
     driver: Driver, there: list[Any], nowhere: list[Any], ids: tuple[int, int], error: type[NotFound]
 ) -> None:
-    """What Bob is told of Alice's is what he is told of nothing at all, but for the number that he named."""
+    """Check that Bob's errors about Alice's ids equal his errors about nonexistent ids, except for the id."""
     for real, unreal in zip(there, nowhere, strict=True):
         told, expected = (driver.refused(message, error, BOB) for message in (real, unreal))
         assert str(told) == str(expected).replace(str(ids[1]), str(ids[0])), real
@@ -155,7 +155,7 @@ def test_blocks_that_a_tenant_neither_pays_for_nor_holds_do_not_exist() -> None:
 
 
 def test_of_a_block_that_is_shared_each_sees_its_own_holders() -> None:
-    """A gateway, which acts for both, has them share it."""
+    """A gateway acts for both tenants, so they share the block."""
     driver = both()
     text = list(range(1, 41))
     driver.submit(text, 1, client=GATEWAY, tenant="a", salt="s")
@@ -175,7 +175,7 @@ def test_of_a_block_that_is_shared_each_sees_its_own_holders() -> None:
 
 
 def test_a_name_on_a_block_is_its_tenants_own() -> None:
-    """Who takes the name that another tenant has taken is not told so."""
+    """A name that another tenant uses is not reported as taken."""
     driver = both()
     text = list(range(1, 41))
     driver.submit(text, 1, client=GATEWAY, tenant="a", salt="s")
@@ -334,7 +334,7 @@ def test_requests_that_are_alive_at_once_are_limited_by_entry() -> None:
     refused = driver.refused(driver.submit_message([9], 1), QueueFull, 20)
     assert (refused.limit, refused.retry_after_ms > 0) == (3, True)
     assert "x has its limit of 3 requests at once" in str(refused)
-    assert driver.submit([1, 2], 50, client=21, key="k") == first, "the same command again makes no other request"
+    assert driver.submit([1, 2], 50, client=21, key="k") == first, "repeating a command must not create another request"
     driver.submit([9], 1, client=ALICE)
     driver.cancel(first)
     driver.submit([9], 1, client=20)
@@ -343,7 +343,7 @@ def test_requests_that_are_alive_at_once_are_limited_by_entry() -> None:
 
 
 def told_to_bob(text_of_alice: list[int], salt: str, key: str, name: str) -> list[Any]:
-    """Every answer to Bob, who asks about all there could be, after Alice did the same in each world, but for this."""
+    """Return all answers to Bob in a world that differs only in these texts of Alice."""
     driver = both()
     driver.submit(text_of_alice, 3, client=ALICE, salt=salt, key=key)
     driver.run_until_idle()
@@ -376,9 +376,9 @@ def told_to_bob(text_of_alice: list[int], salt: str, key: str, name: str) -> lis
 
 
 def test_nothing_that_one_is_told_depends_on_what_another_has() -> None:
-    """Two worlds that differ in the words of another tenant alone: in one they are those that Bob guesses."""
+    """Two worlds differ only in the texts of another tenant; in one world Bob guesses these texts."""
     guessed = told_to_bob(list(range(1, 41)), "s", "k", "h")
     other = told_to_bob(list(range(101, 141)), "x", "y", "z")
     for first, second in zip(guessed, other, strict=True):
         assert first == second
-    assert len({words.partition("(")[0] for words in guessed}) >= 8, "there is something to be told"
+    assert len({words.partition("(")[0] for words in guessed}) >= 8, "the answers must differ from each other"

@@ -1,4 +1,4 @@
-"""One turn over sockets that do not take everything: what waits, what is lost, who is dropped. The core is scripted."""
+"""One turn over sockets that apply back-pressure: what waits, what is lost, what is dropped; the core is scripted."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ BACKLOG = 4
 
 
 class Scripted(Machine):
-    """A core that notes what it is told, and answers with what the test has prepared."""
+    """A core that records its events and returns the test's prepared effects."""
 
     def __init__(self) -> None:
         limits = make_limits(sequences_max=4, blocks_max=64, blocks_per_sequence_max=8)
@@ -77,8 +77,8 @@ class Scripted(Machine):
         self.answers: dict[type, list[Effect]] = {}
         self.due: int | None = None
         self.turned_at: list[int] = []
-        self.took_us = 0  # to apply everything so far
-        self.takes_us = 0  # to apply one command
+        self.took_us = 0  # time that all events so far took
+        self.takes_us = 0  # time that one command takes
 
     def clock(self) -> int:
         return self.took_us
@@ -99,8 +99,10 @@ class Scripted(Machine):
 
 
 class Wire:
-    """A transport in memory. Connections are their numbers, but for those that took another one's place; `full` and
-    `gone` are set by the test."""
+    """An in-memory transport, whose connections are their numbers.
+
+    A connection that replaces another one takes over its number. The test sets `full` and `gone`.
+    """
 
     def __init__(self, replies: Any) -> None:
         self.sent: dict[int, list[Message]] = {}
@@ -137,7 +139,7 @@ class Wire:
         pass
 
     def end(self, number: int) -> None:
-        """Its connection ends by itself."""
+        """End a connection from the peer's side."""
         self.forget(number)
         self._ended.append(number)
 
@@ -171,12 +173,12 @@ class Wire:
         pass
 
     def take(self, number: int) -> list[Message]:
-        """What was sent to a connection since the last call."""
+        """Return the messages sent to a connection since the last call."""
         return self.sent.pop(number, [])
 
 
 class Noted:
-    """Processes that only note what is asked."""
+    """A stand-in for the process replacer that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -201,9 +203,10 @@ class Noted:
 
 
 class Bench:
-    """A turn loop over two wires. Clients 1 and 2 and worker 3 are connected.
+    """A turn loop over two wires, with clients 1 and 2 and worker 3 connected.
 
-    wait_us: how long after the last turn the next is due.
+    Attributes:
+        wait_us: time from the last turn until the next one is due.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -224,9 +227,9 @@ class Bench:
         self.workers.known.add(3)
 
     def turn(self, *effects: Effect) -> None:
-        """A turn in which the core wants these effects."""
+        """Run a turn in which the core returns these effects."""
         self.now_us += 1_000
-        self.loop.begin_drain(self.now_us, 0)  # any event, so that a turn is due
+        self.loop.begin_drain(self.now_us, 0)  # any event makes a turn due
         self.machine.answers[Turn] = list(effects)
         self.wait_us = self.loop.turn(self.now_us) - self.now_us
 
@@ -262,7 +265,7 @@ def rids(messages: list[Message]) -> list[int]:
     return [getattr(message, "rid", -1) for message in messages]
 
 
-# ------------------------------------------------------------------------------------------------------- slow readers
+# ----------------------------------------------------------------------------------------------------- slow consumers
 
 
 def test_replies_to_a_full_client_wait_in_order_and_nobody_else_does(bench: Bench) -> None:
@@ -278,7 +281,7 @@ def test_replies_to_a_full_client_wait_in_order_and_nobody_else_does(bench: Benc
 
 
 def test_what_the_last_effect_of_a_turn_made_the_core_be_told_is_written_with_it(bench: Bench, tmp_path: Path) -> None:
-    """A snapshot may begin between any two turns: what it holds must not come again behind it."""
+    """A snapshot may begin between two turns: the journal after it must not repeat events that the snapshot covers."""
     journal = bench.loop._journal = Journal(tmp_path, 1)
     bench.clients.full.add(1)
     bench.turn(ToClient(1, rows(4)))
@@ -292,7 +295,7 @@ def test_what_the_last_effect_of_a_turn_made_the_core_be_told_is_written_with_it
 
 
 def test_what_only_asks_is_answered_and_not_written(bench: Bench, tmp_path: Path) -> None:
-    """A gateway asks all of its replicas about every prompt."""
+    """A gateway queries all its replicas about every prompt."""
     journal = bench.loop._journal = Journal(tmp_path, 1)
     bench.clients.known.add(1)
     for rid in (7, 8):
@@ -309,7 +312,7 @@ def test_what_only_asks_is_answered_and_not_written(bench: Bench, tmp_path: Path
 
 
 def test_a_reply_waits_behind_what_waits_even_if_it_could_be_sent(bench: Bench) -> None:
-    """Between the retry at the start of a turn and its end the client may begin to read."""
+    """The client may begin to read between the retry at the start of a turn and the end of the turn."""
     bench.clients.full.add(1)
     bench.turn(*done(1))
     real = bench.clients.receive
@@ -342,7 +345,7 @@ def test_a_client_that_goes_on_reading_in_the_middle_of_its_backlog_keeps_the_or
 
 
 def test_an_end_that_was_found_as_something_was_sent_is_not_that_of_who_comes_in_its_place(bench: Bench) -> None:
-    """A client that came back so soon was taken for gone, and had its requests cancelled with its lease."""
+    """Otherwise a client that reconnects this early would count as gone, and its requests would end with its lease."""
     bench.clients.arrive(4, Hello(rid=1, session="mine"))
     bench.turn()
     bench.clients.gone.add(4)
@@ -357,7 +360,7 @@ def test_an_end_that_was_found_as_something_was_sent_is_not_that_of_who_comes_in
 
 
 def test_what_waits_for_a_client_that_does_not_read_is_bounded_in_bytes(bench: Bench) -> None:
-    """One reply may be longer than the bound, as its request was taken; nothing more is kept beside it."""
+    """A single reply may exceed the bound, because its request was accepted; nothing more is kept beside it."""
     tokens = np.zeros(BACKLOG_BYTES_MAX // 4, np.int32)
     bench.clients.full.add(1)
     bench.turn(ToClient(1, SequenceTokens(rid=1, tokens=tokens)))
@@ -380,12 +383,12 @@ def test_what_waits_for_a_client_that_does_not_read_is_bounded_in_bytes(bench: B
 def test_a_stream_that_is_not_taken_is_the_cores_and_what_it_says_then_is_done(bench: Bench) -> None:
     bench.clients.full.add(1)
     lost = rows(4, 5)
-    bench.machine.answers[ClientFull] = [ToWorker(3, Stop(reason="as a sign"))]
+    bench.machine.answers[ClientFull] = [ToWorker(3, Stop(reason="marker"))]
     bench.turn(ToClient(1, lost), ToClient(2, rows(6)))
     assert bench.machine.events == [ClientFull(1, lost)]
     assert [message.request_ids.tolist() for message in bench.clients.take(2) if isinstance(message, Stream)] == [[6]]
     assert [type(message) for message in bench.workers.take(3)] == [Stop]
-    assert bench.wait_us == BEAT_US  # when to try again is the core's to say
+    assert bench.wait_us == BEAT_US  # the core decides when to retry
     bench.clients.full.clear()
     bench.turn(ToClient(1, rows(7)))
     assert [message.request_ids.tolist() for message in bench.clients.take(1) if isinstance(message, Stream)] == [[7]]
@@ -416,7 +419,7 @@ def test_a_client_for_which_too_much_waits_is_dropped(bench: Bench, caplog: pyte
     ]
     assert bench.clients.known == {2}
     assert rids(bench.clients.take(2)) == [8]
-    assert bench.wait_us == 0  # what it held may let others go on
+    assert bench.wait_us == 0  # the released data may unblock others
     bench.clients.full.clear()
     bench.turn()
     assert bench.clients.take(1) == []
@@ -426,7 +429,7 @@ def test_a_client_for_which_too_much_waits_is_dropped(bench: Bench, caplog: pyte
 def test_a_refusal_and_a_welcome_wait_like_any_reply(bench: Bench) -> None:
     bench.clients.full.add(1)
     bench.turn(*done(1))
-    bench.clients.arrive(1, Stop(reason="no client says that"))
+    bench.clients.arrive(1, Stop(reason="not a client message"))
     bench.clients.arrive(1, Hello(rid=2))
     bench.turn(*done(3))
     bench.clients.full.clear()
@@ -455,7 +458,7 @@ def test_over_real_sockets_one_that_does_not_read_stalls_nobody(net: Net, bench:
     loop = TurnLoop(bench.machine, bench.tables, net.peers, bench.workers, lambda: 7, bench.machine.clock, TurnLimits())
 
     def full(number: int, *request_ids: int) -> bool:
-        """Whether a stream to this client was not taken, in a turn that has one for it."""
+        """Return whether a turn with a stream for this client cannot deliver it."""
         bench.machine.events.clear()
         bench.machine.answers[Turn] = [ToClient(number, rows(*request_ids))]
         loop.begin_drain(0, 0)
@@ -473,7 +476,7 @@ def test_over_real_sockets_one_that_does_not_read_stalls_nobody(net: Net, bench:
     assert [decoded(net.read(slow)) for _ in range(count)] == list(range(count))
     until(lambda: not full(slow_number, count))
     message = codec.Decoder(CLIENT_REPLIES).decode(net.read(slow))
-    assert isinstance(message, Done)  # it waited, and came before what was streamed later
+    assert isinstance(message, Done)  # the queued reply precedes the later stream
     assert (message.rid, decoded(net.read(slow))) == (77, count)
 
 
@@ -488,7 +491,7 @@ def decoded(frames: Frames) -> int:
 
 
 def answered(bench: Bench) -> int:
-    """Commands that the last turn answered."""
+    """The number of commands that the last turn answered."""
     return len(bench.clients.take(1))
 
 
@@ -536,7 +539,7 @@ def test_the_results_of_workers_come_before_whatever_clients_have_waiting(bench:
 
 def test_a_message_that_is_refused_counts_too(bench: Bench) -> None:
     for _ in range(30):
-        bench.clients.arrive(1, Stop(reason="no client says that"))
+        bench.clients.arrive(1, Stop(reason="not a client message"))
     bench.turn()
     assert answered(bench) == 20
 
@@ -593,7 +596,7 @@ def test_a_worker_that_takes_no_step_is_gone(bench: Bench, caplog: pytest.LogCap
         "worker connection 3 dropped: it does not read its messages"
     ]
     assert ("leave", 3) in bench.processes.calls
-    assert bench.wait_us == 0  # its requests are for others now
+    assert bench.wait_us == 0  # its requests can run elsewhere now
 
 
 def test_a_worker_is_watched_from_its_hello_to_its_end(bench: Bench) -> None:
@@ -616,7 +619,7 @@ def test_a_worker_is_watched_from_its_hello_to_its_end(bench: Bench) -> None:
 
 @pytest.mark.parametrize("count", range(1, 10))
 def test_a_burst_of_hellos_leaves_no_worker_behind(bench: Bench, count: int) -> None:
-    """The second is a fault, and ends it: what follows in the same turn must not begin anew."""
+    """The second handshake is a protocol violation; later messages of the turn must not reopen the connection."""
     for _ in range(count):
         bench.workers.arrive(4, WorkerHello(rid=1, name="ghost", pid=4321))
     bench.turn()
@@ -629,7 +632,7 @@ def test_a_burst_of_hellos_leaves_no_worker_behind(bench: Bench, count: int) -> 
 
 
 def test_a_hung_worker_is_forgotten_and_its_process_replaced(bench: Bench) -> None:
-    bench.turn(DropWorker(3, "no step"), ReplaceWorker(3, 4321, "no step"), Log("info", "as a sign"))
+    bench.turn(DropWorker(3, "no step"), ReplaceWorker(3, 4321, "no step"), Log("info", "marker"))
     now_us = bench.now_us
     assert bench.workers.known == set()
     assert bench.processes.calls == [("leave", 3), ("replace", 3, 4321, "no step", now_us), ("act", now_us)]
@@ -650,7 +653,7 @@ def test_it_wakes_at_the_earliest_of_what_waits(bench: Bench) -> None:
 
 
 def test_a_time_that_was_told_stays_what_it_is(bench: Bench) -> None:
-    """One that is told anew from the present never comes, and what it was for neither."""
+    """A due time that is recomputed from the present never arrives."""
     bench.machine.due = 900_000
     bench.turn()
     for now_us in (300_000, 600_000, 899_999):
@@ -662,7 +665,7 @@ def test_a_time_that_was_told_stays_what_it_is(bench: Bench) -> None:
 
 
 def test_the_gauges_are_never_old_though_the_core_has_nothing_to_do(bench: Bench) -> None:
-    """Publishing them is no turn of the core: what that one would do must not depend on it."""
+    """Publishing the gauges is not a turn of the core and must not affect one."""
     bench.turn()
     reader = TablesReader(bench.tables.path, bench.machine.boot)
     for now_us in (bench.now_us + BEAT_US, bench.now_us + 2 * BEAT_US):
@@ -682,7 +685,7 @@ def test_what_a_drain_by_signal_brings_is_sent_by_the_next_turn(bench: Bench) ->
     assert bench.clients.take(1) == []
 
 
-# ------------------------------------------------------------------------------------------------------------- ending
+# ------------------------------------------------------------------------------------------------------------ shutdown
 
 
 def test_an_end_waits_for_what_runs_and_for_the_turn_that_hands_the_rest_back() -> None:

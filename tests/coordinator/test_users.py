@@ -1,4 +1,4 @@
-"""Which users may connect, as the system names them; and the permissions of sockets."""
+"""Local users that may connect, as the operating system reports them; and the permissions of sockets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ME, GROUP, OTHER = os.geteuid(), 4321, 77
 
 
 class Peer:
-    """What the system says of a peer."""
+    """A peer's credentials, as the operating system reports them."""
 
     def __init__(self, user: int, group: int = 9, groups: tuple[int, ...] | None = ()) -> None:
         self._said = {sockets.SO_PEERCRED: struct.pack("iII", 1, user, group)}
@@ -31,19 +31,19 @@ class Peer:
 
     def getsockopt(self, _level: int, option: int, _size: int) -> bytes:
         if option not in self._said:
-            raise OSError("no room for so many groups")
+            raise OSError("too many groups")
         return self._said[option]
 
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """A socket's path must be short."""
+    """A folder with a short path, as a socket needs."""
     with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:
         yield Path(folder)
 
 
 def users(folder: Path, mode: int, monkeypatch: pytest.MonkeyPatch, with_group: bool = True) -> LocalUsers:
-    """Those of a folder of that mode and of group GROUP."""
+    """The users of a folder with this mode and group GROUP."""
     folder.chmod(mode)
     status = folder.stat()
     changed = os.stat_result((*status[:5], GROUP, *status[6:]))
@@ -96,7 +96,7 @@ def test_the_system_says_who_is_there() -> None:
         assert credentials(ours) == (os.getpid(), ME, os.getegid())
 
 
-@pytest.mark.skipif(ME != 0, reason="takes on another user's number")
+@pytest.mark.skipif(ME != 0, reason="must switch to another user")
 def test_another_user_is_shut_out_whatever_the_permissions_say(
     short_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,6 +110,6 @@ def test_another_user_is_shut_out_whatever_the_permissions_say(
     )
     child = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE)
     until(lambda: (peers.note_ends(), child.poll() is not None)[1])  # type: ignore[func-returns-value]
-    assert child.communicate()[0] == b"b''\n", "it was greeted"
+    assert child.communicate()[0] == b"b''\n", "the refused peer received a greeting"
     assert f"client connection refused: it is of user {OTHER}" in caplog.text
     peers.close()

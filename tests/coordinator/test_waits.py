@@ -1,4 +1,4 @@
-"""What a request waits for: when that comes, it goes on."""
+"""Waiting requests continue as soon as what they wait for is available."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_a_request_starts_when_the_step_is_over_that_kept_an_idle_sequence_from_
     cancelled = driver.submit(sequence_id=sequence, max_tokens=10)
     driver.turn()
     assert len(worker.inbox) == 1
-    driver.cancel(cancelled)  # nothing of it comes back: its token would have gone into a block that it has
+    driver.cancel(cancelled)  # its token would go into a block that it still holds
     waiting = driver.submit(range(100, 117), max_tokens=1)
     driver.turn()
-    assert driver.request(waiting).state == "pending", "a step still reads the sequence that must make room"
+    assert driver.request(waiting).state == "pending", "a step still reads the sequence that must be evicted"
     free = driver.free()
     driver.answer(worker)
     assert driver.free() == free
@@ -37,7 +37,7 @@ def test_a_request_starts_when_the_step_is_over_that_kept_an_idle_sequence_from_
     assert (driver.request(waiting).state, driver.request(other).state) == ("running", "running")
 
 
-# ---------------------------------------------------------------------------------------------- exactly what is awaited
+# ---------------------------------------------------------------------------------------------- minimal wake-ups
 
 
 def test_others_start_as_soon_as_the_one_that_runs_alone_is_past_its_crash_point(make_pool: MakePool) -> None:
@@ -88,7 +88,7 @@ def test_a_request_that_waits_is_tried_when_what_it_would_share_is_there(make_po
     assert driver.request(second).state == "pending"
     assert driver.explain(request_id=second).facts["limit"] == "blocks"
     while driver.request(second).state == "pending":
-        assert driver.request(first).state == "running", "it needs no more blocks than are free from the second step on"
+        assert driver.request(first).state == "running", "from the second step on, enough blocks are free"
         driver.answer(worker)
         driver.turn()
     assert driver.request(second).cached_tokens >= 16
@@ -109,7 +109,7 @@ def test_siblings_that_wait_cost_a_turn_nothing(monkeypatch: pytest.MonkeyPatch)
     iterated: list[int] = []
     tried = Choice.choose
     monkeypatch.setattr(Choice, "choose", lambda self, r, kept: iterated.append(r.id) or tried(self, r, kept))
-    monkeypatch.setattr(driver.machine, "check_invariants", lambda: None)  # that one looks at all of them
+    monkeypatch.setattr(driver.machine, "check_invariants", lambda: None)  # it inspects all requests
     for _ in range(3):
         driver.answer(worker)
         driver.turn()
@@ -117,7 +117,7 @@ def test_siblings_that_wait_cost_a_turn_nothing(monkeypatch: pytest.MonkeyPatch)
     assert (looked, iterated) == ([], [])
 
 
-# ------------------------------------------------------------------------------------------- rows that can never go on
+# ----------------------------------------------------------------------------------- rows that can never continue
 
 
 def test_a_row_that_pinned_blocks_stop_fails_and_says_who_pins_them(make_pool: MakePool) -> None:
@@ -190,7 +190,7 @@ def test_no_room_is_kept_for_a_request_that_only_a_client_could_make_room_for(ma
         driver.step()
         driver.step()
         driver.step()
-        assert driver.request(small).state == "finished", "the pool idles for one that cannot start"
+        assert driver.request(small).state == "finished", "the pool must not idle for a request that cannot start"
     assert driver.request(large).state == "pending"
     driver.remove(held)
     driver.run_until_idle()

@@ -1,4 +1,4 @@
-"""Nothing waits for an unrelated message: a turn goes on until nothing more follows, and says when the next is due."""
+"""No work waits for an unrelated message: a turn runs until nothing follows, and reports when the next one is due."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tests.coordinator.driver import Driver, continuation
 from tests.simulation.digest import digest
 
 SECOND = 1_000_000
-TTL_US = 600 * SECOND  # finished requests, by default
+TTL_US = 600 * SECOND  # default retention of finished requests
 
 
 def gone(driver: Driver, sequence: int) -> bool:
-    """Whether a sequence was removed, found out without a turn."""
+    """Return whether a sequence was removed, without running a turn."""
     s = driver.machine.cache.sequences
     return sequence not in s.slot_of
 
 
-# ---------------------------------------------------------------------------------------- until nothing more follows
+# ------------------------------------------------------------------------------------------ until nothing follows
 
 
 def test_a_row_that_must_start_again_on_blocks_of_its_own_does_so_in_the_same_turn() -> None:
-    """Alone, and its last block is shared: planning takes its blocks away, after admission has looked."""
+    """Alone, with a shared last block: planning frees its blocks after admission has run."""
     driver = Driver()
     worker = driver.add_worker(2)
     sequence = driver.create([1, 2, 3, 4, 5, 6])
@@ -38,7 +38,7 @@ def test_a_row_that_must_start_again_on_blocks_of_its_own_does_so_in_the_same_tu
 
 
 def test_blocks_of_a_copy_that_is_not_owed_any_more_are_given_out_in_the_same_turn() -> None:
-    """With nothing under way no step can touch them: giving up a step's id settles them, after admission has looked."""
+    """With no step in flight, giving up a step's id releases its blocks after admission has run."""
     driver = Driver(policy="none")
     worker = driver.add_worker(4)
     sequence = driver.create([1, 2, 3, 4, 5, 6, 7, 8, 9])
@@ -57,7 +57,7 @@ def test_blocks_of_a_copy_that_is_not_owed_any_more_are_given_out_in_the_same_tu
 
 
 def test_a_row_that_waits_for_such_blocks_gets_them_in_the_same_turn() -> None:
-    """Nobody waits in the queue: it is the group itself that must look again."""
+    """With an empty queue the worker group itself must plan again."""
     driver = Driver(policy="none", steps_in_flight_max=1)
     worker = driver.add_worker(6)
     sequence = driver.create([1, 2, 3, 4, 5, 6, 7, 8, 9])
@@ -77,7 +77,7 @@ def test_a_row_that_waits_for_such_blocks_gets_them_in_the_same_turn() -> None:
 
 
 def test_a_sequence_whose_time_is_over_goes_with_the_request_that_kept_it(make_pool: MakePool) -> None:
-    """The request expires in the turn; that its sequence is idle then, and has long been, follows from it."""
+    """The request expires in the turn; only then is its sequence idle, and its time to live is long over."""
     driver, worker = make_pool()
     sequence = driver.create([1, 2, 3], idle_ttl_ms=10)
     request = driver.submit(max_tokens=8, sequence_id=sequence, deadline_ms=50)
@@ -131,7 +131,7 @@ def test_whoever_uses_a_sequence_moves_the_end_of_its_time(driver: Driver) -> No
     driver.advance(400_000)
     driver.tokens(sequence)
     driver.advance(100_000)
-    driver.turn()  # that was when it would have been due
+    driver.turn()  # the time at which it would have been due
     assert not gone(driver, sequence)
     assert driver.wake_us() == 400_000
     driver.append((sequence, [4]))
@@ -186,7 +186,7 @@ def test_a_request_that_ended_is_forgotten_at_the_end_of_its_time(make_pool: Mak
 
 
 def test_a_paused_stream_is_tried_again_at_a_time_that_stays(make_pool: MakePool) -> None:
-    """A time that is computed anew whenever it is asked for never comes."""
+    """A due time that is recomputed on every query never arrives."""
     driver, _ = make_pool()
     driver.full.add(1)
     driver.submit([1, 2], max_tokens=2)
@@ -197,14 +197,14 @@ def test_a_paused_stream_is_tried_again_at_a_time_that_stays(make_pool: MakePool
     driver.advance(1)
     assert driver.wake_us() == 0
     driver.turn()
-    assert driver.wake_us() == 50_000  # it still takes nothing
+    assert driver.wake_us() == 50_000  # it still accepts nothing
     driver.full.clear()
     driver.advance(50_000)
     driver.turn()
     assert driver.told == [(1, "paused", 1)]
 
 
-# --------------------------------------------------------------------------------------------------------------- asking
+# --------------------------------------------------------------------------------------------------------- queries
 
 
 @pytest.mark.parametrize("ended", [1, 2])

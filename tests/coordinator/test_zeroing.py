@@ -1,4 +1,4 @@
-"""Blocks that change tenant: which ones a step names, and when, with `zero_on_tenant_change`."""
+"""`zero_on_tenant_change`: which blocks a step zeroes, and when."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def zeroing(**limits: Any) -> tuple[Driver, FakeWorker]:
 
 
 def zeros_of(worker: FakeWorker) -> list[list[int]]:
-    """What each step named, in order, since the last call."""
+    """The blocks that each step zeroed since the last call, in order."""
     steps, worker.steps = worker.steps, []
     return [step.zeros.tolist() for step in steps]
 
 
 def used_by(driver: Driver, tenant: str, first: int, tokens: int = 5, max_tokens: int = 1) -> None:
-    """The tenant runs a request to its end."""
+    """Run a request of the tenant to its end."""
     prompt = list(range(first, first + tokens))
     request = driver.submit(prompt, max_tokens, tenant=tenant)
     driver.run_until_idle()
@@ -59,7 +59,7 @@ def test_a_block_that_another_tenant_wrote_is_named_by_the_step_that_first_uses_
     (named, *later) = zeros_of(worker)
     assert len(named) == 3 and not any(later)
     used_by(driver, "a", 200, BLOCKS * SIZE - 1)
-    assert sorted(zeros_of(worker)[0]) == sorted(named), "what b had comes back to a"
+    assert sorted(zeros_of(worker)[0]) == sorted(named), "b's blocks return to a"
     assert driver.answer_of(request) == continuation(list(range(100, 109)), 1)
 
 
@@ -74,7 +74,7 @@ def test_a_row_that_decodes_steadily_gets_its_next_block_zeroed() -> None:
 
 
 def test_the_target_of_a_copy_is_zeroed_whole_before_it() -> None:
-    """A copy of some tokens would leave another's behind them."""
+    """A copy of some tokens would leave another tenant's tokens behind them."""
     driver, worker = zeroing()
     used_by(driver, "a", 1, BLOCKS * SIZE - 1)
     parent = driver.create(range(100, 106), tenant="b")
@@ -101,7 +101,7 @@ def test_what_was_given_back_unused_is_still_zeroed() -> None:
 
 
 def test_a_tenants_number_that_becomes_anothers_brings_it_nothing() -> None:
-    """The names are more than there may be: who is idle is forgotten, its number is given to the next."""
+    """With more tenant names than slots, an idle tenant is evicted and the next one gets its number."""
     driver, worker = zeroing(tenants_max=2)
     for first, tenant in ((1, "a"), (100, "b"), (200, "c"), (300, "d")):
         used_by(driver, tenant, first, BLOCKS * SIZE - 1)

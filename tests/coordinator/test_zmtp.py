@@ -1,4 +1,4 @@
-"""ZeroMQ's wire protocol: whatever is cut where, the same messages come out, and nothing hostile gets past a bound."""
+"""ZeroMQ's wire protocol: any fragmentation gives the same messages, and no hostile input exceeds a limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = st.sampled_from([0, 1, 7, 254, 255, 256, 300, zmtp.LARGE_BYTES, zmtp.LAR
 
 
 def take(reader: Reader, data: bytes, cuts: list[int], admitted: bool = True) -> list[list[bytes]]:
-    """What comes out if the bytes come in pieces of these sizes, over and over."""
+    """Return the messages if the bytes arrive in chunks of these sizes, repeated."""
     found: list[list[bytes]] = []
     at = turn = 0
     while at < len(data):

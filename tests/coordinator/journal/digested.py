@@ -1,4 +1,4 @@
-"""python -m tests.coordinator.journal.digested FOLDER: the digest of the machine that a journal makes, and its time."""
+"""python -m tests.coordinator.journal.digested FOLDER: prints the digest and the time of a journal's machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a journal, as tests look at them and change them."""
+"""Helpers that read and modify a journal's files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from coordinator.journal.snapshot import Head
 
 
 def head_of(number: int, version: int = STATE_VERSION) -> Head:
-    """The head of a snapshot of a journal that is nowhere."""
+    """A snapshot head of a fictitious journal."""
     return Head(
         version=version, now_us=1, numbers=1, number=number, journal=bytes(16), boot="b" * 32, before=0, host_boot=""
     )
 
 
 def records_of(path: Path) -> list[Record]:
-    """The records of a segment, which is the first of its journal."""
+    """The records of a segment, which must be the journal's first."""
     data = memoryview(path.read_bytes())
     head = unpack_head(data, path.name)
     assert head is not None
@@ -27,7 +27,7 @@ def records_of(path: Path) -> list[Record]:
 
 
 def acknowledge(folder: Path, last: Record) -> None:
-    """Makes this record of its only segment the last one that was acknowledged."""
+    """Mark this record of the only segment as the last acknowledged one."""
     (path,) = segments(folder).values()
     head = unpack_head(memoryview(path.read_bytes()), path.name)
     assert head is not None

@@ -1,8 +1,7 @@
-"""A file system on a host that may lose its power: synced data is there afterwards, and the rest may not be.
+"""A file system on a host that may lose power: synced data survives, unsynced data may not.
 
-The files are real ones, in a folder. Each call that changes one is a point at which the power may go, before it or
-after it. The disk has of a file what it held when it was synced last, and of a folder the names that it had when it was
-synced last.
+The files are real. Each call that changes one is a point at which the power may fail, before or after the call.
+Afterwards, a file has its contents of the last sync, and a folder its names of the last sync.
 """
 
 from __future__ import annotations
@@ -19,16 +18,21 @@ LOST, NAMES_KEPT = "lost", "names kept"
 
 
 class PowerCut(BaseException):
-    """The host is off: nothing that runs goes on, whatever it catches."""
+    """The host is off: no code continues, whatever it catches."""
 
 
 class Disk:
-    """The disk of one folder and everything below it. points: calls so far. cut: the point at which it goes off."""
+    """The disk below one folder.
+
+    Attributes:
+        points: calls so far.
+        cut: the point at which the power fails.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.points, self.cut = 0, -1
-        self._held: dict[tuple[int, int], int] = {}  # open descriptors: an inode that is named here is not used again
+        self._held: dict[tuple[int, int], int] = {}  # open descriptors, so that the inodes named here are not reused
         self._contents: dict[tuple[int, int], bytes] = {}
         self._names: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
         self._folders: set[tuple[int, int]] = set()
@@ -36,7 +40,7 @@ class Disk:
         self._sync_folder(root)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Every call of this process goes through the model."""
+        """Route every call of this process through the model."""
         for name in CALLS:
             monkeypatch.setattr(os, name, self._call(name))
 
@@ -79,11 +83,14 @@ class Disk:
         return key
 
     def after(self, where: Path, kept: str = LOST) -> Path:
-        """The root as it is found when the power is back, in another folder.
+        """Create the root as found after the power failure, in another folder.
 
         Args:
-            where: A folder that is not there yet.
-            kept: NAMES_KEPT: names reached the disk that were not synced, as they may; LOST: they did not.
+            where: a folder that does not exist yet.
+            kept: NAMES_KEPT keeps unsynced names, as a disk may; LOST drops them.
+
+        Returns:
+            `where`.
         """
         self._restore(self.root, self._key(self.root), where, kept)
         return where
@@ -101,6 +108,6 @@ class Disk:
                 (where / name).chmod(0o600)
 
     def close(self) -> None:
-        """Lets go of the files."""
+        """Close the files."""
         for descriptor in self._held.values():
             os.close(descriptor)

@@ -1,10 +1,10 @@
-"""python -m tests.coordinator.journal.stored: writes tests/data/journal anew, where STATE_VERSION was raised.
+"""python -m tests.coordinator.journal.stored: rewrites tests/data/journal after STATE_VERSION was raised.
 
-A journal of a simulated world, and a snapshot of the middle of it, as this version of the state writes them, with the
-digest of the state after so many records each. Whatever makes another state of them, or cannot read them any more, is
-another version of the state: what is kept of a running service would be gone on with wrongly by the next kvforge.
+The data are a journal of a simulated world and a snapshot from its middle, written by this version of the state, with
+the digest of the state after some numbers of records. A change that yields a different state, or that cannot read these
+files, needs a new state version; otherwise the next release would continue a running service from a wrong state.
 
-The snapshot is kept in tests/data/snapshots, too, under its version, beside that of the version before: both are read.
+tests/data/snapshots keeps the snapshot under its version, beside the previous version's; both must stay readable.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from tests.coordinator.journal.test_recovery import cut_by_a_snapshot, lived
 from tests.simulation.digest import state_digest
 
 FOLDER = Path(__file__).parents[2] / "data" / "journal"
-SNAPSHOTS = Path(__file__).parents[2] / "data" / "snapshots"  # of this version and of the one before
+SNAPSHOTS = Path(__file__).parents[2] / "data" / "snapshots"  # snapshots of this version and the previous one
 SEED, DIGESTS = 6, 8
 WHOLE, FACTS = "records.gz", "digests.json"
 
 
 def unpacked(folder: Path, names: dict[str, str]) -> None:
-    """Puts what is stored under some names there under others."""
+    """Unpack stored files under other names."""
     folder.mkdir(parents=True)
     for stored, name in names.items():
         (folder / name).write_bytes(gzip.decompress((FOLDER / stored).read_bytes()))
 
 
 def after(records: int, folder: Path) -> str:
-    """The digest of the state after the first so many records of the stored journal."""
+    """The digest of the state after the first `records` records of the stored journal."""
     unpacked(folder, {WHOLE: SEGMENT.format(1)})
     path = folder / SEGMENT.format(1)
     last = records_of(path)[records - 1]
@@ -47,14 +47,14 @@ def after(records: int, folder: Path) -> str:
 
 
 def digest_of(found: Recovered | None) -> str:
-    """The digest of what was recovered."""
+    """The digest of the recovered state."""
     assert found is not None
     found.machine.check_invariants()
     return state_digest(found.machine)
 
 
 def main() -> int:
-    """Writes them."""
+    """Write the files."""
     FOLDER.mkdir(exist_ok=True)
     for old in FOLDER.iterdir():
         old.unlink()

@@ -1,4 +1,4 @@
-"""The declared format: it holds all that a machine is, is read with fields missing and unknown, and never runs code."""
+"""The declared format: covers the machine's whole state, tolerates missing and unknown fields, never runs code."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MEMORY_MAX = 2 << 30
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A journal that begins with a snapshot of a world with much in it."""
+    """A journal that begins with a snapshot of a busy world."""
     made = tmp_path_factory.mktemp("lived")
     lived(43, made)
     return cut_by_a_snapshot(made / "journal", 150)
@@ -70,7 +70,7 @@ def whole(head: bytes, state: bytes, arrays: bytes) -> bytes:
 
 
 def changed(data: bytes, change: Any) -> bytes:
-    """A snapshot with the state that `change` makes, as plain values."""
+    """A snapshot with its state modified by `change` as plain values."""
     head, state, arrays = parts(data)
     values = msgspec.msgpack.decode(state, strict=False)
     change(values)
@@ -84,7 +84,7 @@ def machine_of(data: bytes, where: Path) -> Machine:
 
 
 def refused(data: bytes, where: Path) -> bool:
-    """Whether it makes no machine, in the one way that is allowed."""
+    """Return whether the snapshot is refused with JournalCorrupt, the only permitted error."""
     try:
         machine_of(data, where)
     except JournalCorrupt:
@@ -126,7 +126,7 @@ def test_a_field_that_the_reader_does_not_know_is_ignored(good: bytes, tmp_path:
 
 
 def test_a_field_that_the_writer_did_not_know_takes_its_default() -> None:
-    """A field is added with a default: an array as it is in a new machine, a plain value as it is declared."""
+    """New fields have defaults: an array is as in a new machine, a plain value as declared."""
 
     class Later(declared_cache.SavedBlocks):
         added: marks.I64 | None = None
@@ -147,7 +147,7 @@ def test_a_field_that_the_writer_did_not_know_takes_its_default() -> None:
 def test_snapshots_of_this_version_and_of_the_one_before_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A coordinator that was stopped leaves a snapshot without records, which are for the version that wrote them."""
+    """A stopped coordinator leaves a snapshot without records, because other versions cannot read its records."""
     stopped = tmp_path / "stopped"
     stopped.mkdir()
     (path,) = folder.glob("state-*")
@@ -174,10 +174,10 @@ def test_snapshots_of_this_version_and_of_the_one_before_are_read(
 def test_whatever_bytes_are_changed_it_is_read_or_refused(
     data: st.DataObject, good: bytes, tmp_path_factory: Any
 ) -> None:
-    """With a checksum that is right again: flipped, cut, swapped, and huge lengths."""
+    """With a corrected checksum: bit flips, truncation, swaps, and huge lengths."""
     body = bytearray(good[: -CRC.size])
     how = data.draw(st.sampled_from(["flip", "cut", "swap", "length", "repeat"]))
-    # Most of a snapshot is arrays, in which a change is another number: the heads and the state are what counts.
+    # Most of a snapshot is arrays, where a change only yields another number: concentrate on the heads and the state.
     limit = min(len(body), 2 * len(parts(good)[1])) if data.draw(st.booleans()) else len(body)
     where = data.draw(st.integers(0, limit - 1))
     if how == "flip":
@@ -196,7 +196,7 @@ def test_whatever_bytes_are_changed_it_is_read_or_refused(
 
 
 def leaves(values: Any) -> list[tuple[Any, Any]]:
-    """Where plain values and containers are in a state: (container, key)."""
+    """Locations of plain values and containers in a state: (container, key)."""
     found: list[tuple[Any, Any]] = []
     items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
     for key, value in items:
@@ -210,7 +210,7 @@ ODD = [None, -1, 1 << 63, (1 << 64) - 1, -(1 << 63), "text", "", b"bytes", [], {
 
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_values_are_changed_it_is_read_or_refused(seed: int, good: bytes, tmp_path: Path) -> None:
-    """Each value in turn takes another type, or one that cannot be."""
+    """Each value in turn gets another type, or an impossible value."""
     drawn = random.Random(seed)
     head, state, arrays = parts(good)
     count = refusals = 0
@@ -220,7 +220,7 @@ def test_whatever_values_are_changed_it_is_read_or_refused(seed: int, good: byte
         container[key] = drawn.choice(ODD)
         count += 1
         refusals += refused(whole(head, msgspec.msgpack.encode(values), arrays), tmp_path)
-    assert refusals > count // 4, "most of these are no state"
+    assert refusals > count // 4, "most of these changes must be refused"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_arrays_of_huge_shapes_are_refused_before_anything_is_made(good: bytes, 
 
 
 def test_reading_never_imports_calls_or_finds_what_a_file_names() -> None:
-    """Nothing that reads a folder knows pickle, or looks a name up."""
+    """The code that reads a folder neither imports pickle nor resolves names."""
     code = (
         "import sys, coordinator.replay, coordinator.journal.keeping\n"
         "sys.exit([name for name in sys.modules if name in ('dill', 'cloudpickle')] != [])"
@@ -265,7 +265,7 @@ def test_reading_never_imports_calls_or_finds_what_a_file_names() -> None:
 
 
 def test_every_attribute_is_declared_or_made_by_the_constructor() -> None:
-    """An attribute that is added to the core and not declared would be forgotten by the next life."""
+    """An attribute that is added to the core but not declared would be lost in a restart."""
     new = Machine(boot(), 0)
     undeclared = {
         (type(part).__name__, name)
@@ -294,7 +294,7 @@ def test_every_field_of_what_comes_and_goes_is_declared(cls: Any, kept: Any) -> 
     assert {field.name for field in fields_of(kept)} == set(names)
 
 
-# Fields that follow from the limits, are made anew by the reader of a snapshot, or are published again.
+# Attributes that follow from the limits, are rebuilt by the snapshot reader, or are published again.
 WIRING = {
     ("Tenants", "_most"),
     ("Meters", "_last"),

@@ -1,4 +1,4 @@
-"""Whole files in wrong places: each names its journal and its predecessor, and the acknowledged length is known."""
+"""Intact files in wrong places: each names its journal and its predecessor, and the acknowledged length is recorded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = make_limits(sequences_max=2, blocks_max=8, blocks_per_sequence_max=4)
 
 
 def written(folder: Path) -> Path:
-    """A snapshot, and two segments behind it with two records each."""
+    """A snapshot, and two segments after it with two records each."""
     folder.mkdir()
     journal = Journal(folder, 1)
     journal.note(Boot("b" * 32, bytes(32), SMALL), 0)
@@ -161,7 +161,7 @@ def test_what_is_missing_or_from_elsewhere_is_refused(damage: Callable[[Path, Pa
 
 
 def test_an_older_copy_of_a_segment_is_refused(tmp_path: Path) -> None:
-    """It is of this journal, and whole; what was acknowledged since then is not in it."""
+    """It belongs to this journal and is intact, but lacks what was acknowledged later."""
     folder = written(tmp_path / "one")
     found = recover(folder)
     assert found is not None
@@ -179,7 +179,7 @@ def test_an_older_copy_of_a_segment_is_refused(tmp_path: Path) -> None:
 def test_records_that_a_host_lost_with_its_power_are_named_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """durability = "process" does not outlive the host: the mark may have reached the disk, and the record not."""
+    """durability = "process" does not survive a host crash: the mark may be on disk without the record."""
     folder = written(tmp_path / "one")
     last_record_cut(folder, folder)
     with pytest.raises(JournalCorrupt):

@@ -1,4 +1,4 @@
-"""A message that ends its reader is not fed to the next one for ever, while it comes and while it is recovered."""
+"""A message that crashes the coordinator is not retried forever, neither on arrival nor in recovery."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FINE = GetStats(rid=8)
 
 
 class Dead(BaseException):
-    """The process is gone."""
+    """The process died."""
 
 
 def frames_of(message: Any) -> list[Any]:
@@ -41,7 +41,7 @@ def begun(folder: Path) -> InHand:
 def test_a_message_that_ends_its_reader_is_refused_after_so_many_deaths(tmp_path: Path) -> None:
     poison = frames_of(POISON)
     for _ in range(DEATHS_MAX):
-        begun(tmp_path).take(poison)  # and no more of this process
+        begun(tmp_path).take(poison)  # the process handles nothing more
     again = begun(tmp_path)
     with pytest.raises(MessageRefused, match=f"{DEATHS_MAX} coordinators died while handling this message"):
         again.take(poison)
@@ -53,7 +53,7 @@ def test_a_message_that_ends_its_reader_is_refused_after_so_many_deaths(tmp_path
 
 
 def test_a_message_that_was_handled_once_is_not_suspected(tmp_path: Path) -> None:
-    """Deaths in a row count: a process that is killed at any time has some message in hand."""
+    """Only deaths in a row count: a process that is killed always has some message in hand."""
     poison = frames_of(POISON)
     for _ in range(DEATHS_MAX - 1):
         begun(tmp_path).take(poison)
@@ -96,7 +96,7 @@ def test_messages_are_told_apart_by_their_size_and_edges() -> None:
 
 
 def written(folder: Path, *, behind: bool) -> None:
-    """A journal with the message in it. behind: a record follows."""
+    """A journal that contains the message; with `behind`, a record follows it."""
     journal = Journal(folder, 1)
     journal.note(boot(), 0)
     journal.note(ClientCame(1), 0)
@@ -182,7 +182,7 @@ def test_deaths_at_other_records_are_other_deaths(tmp_path: Path) -> None:
 
 
 def test_a_refused_command_takes_the_same_room_whatever_its_size(tmp_path: Path) -> None:
-    """And the next life counts it as this one did."""
+    """The next life counts its size as this one did."""
     folder = tmp_path / "s"
     folder.mkdir(mode=0o700)
     machine = Machine(boot(), 0)
@@ -211,7 +211,7 @@ def test_a_refused_command_takes_the_same_room_whatever_its_size(tmp_path: Path)
 
 
 def test_damage_that_is_named_is_no_death(tmp_path: Path) -> None:
-    """Else a whole record before it would be set aside after some starts."""
+    """Otherwise, an intact record before the damage would be set aside after some starts."""
     folder = tmp_path / "s"
     folder.mkdir(mode=0o700)
     written(folder, behind=True)

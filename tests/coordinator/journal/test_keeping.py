@@ -1,4 +1,4 @@
-"""What a server keeps: found again, cut by snapshots that a child writes, and given up; and a disk that is full."""
+"""A server's state directory: recovery, snapshots written by a child process, removal, and a full disk."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def config(folder: Path, **changed: object) -> CoordinatorConfig:
 
 
 class Lived:
-    """A life whose events are told, written and applied."""
+    """A life that sends, writes and applies its events."""
 
     def __init__(self, config: CoordinatorConfig, discard: bool = False) -> None:
         self.life = Life(config, never, discard)
@@ -78,7 +78,7 @@ class Lived:
         self.life.turned(began_us)
 
     def busy(self, requests: int = 3) -> None:
-        """A worker and requests, one of them running."""
+        """Add a worker and requests, and start the first."""
         for message in (WorkerHello(rid=1, name="w", pid=1), READY):
             self.tell(FromWorker(1, message), message)
         for rid in range(requests):
@@ -89,7 +89,7 @@ class Lived:
 def until(done: Callable[[], bool]) -> None:
     deadline = monotonic() + DEADLINE_S
     while not done():
-        assert monotonic() < deadline, f"it did not happen within {DEADLINE_S} s"
+        assert monotonic() < deadline, f"condition not met within {DEADLINE_S} s"
         select.select([], [], [], 0.01)
 
 
@@ -128,7 +128,7 @@ def test_a_child_writes_a_snapshot_and_what_it_holds_is_removed(folder: Path) ->
     state = folder / "s"
     assert len(states(state)) == 1 and len(segments(state)) <= 2
     assert all(first >= next(iter(states(state))) for first in segments(state))
-    assert sum(path.stat().st_size for path in state.iterdir()) < 8 << 20, "most of a machine is room for what may come"
+    assert sum(path.stat().st_size for path in state.iterdir()) < 8 << 20, "unused capacity must not be stored"
     digest = state_digest(lived.machine)
     lived.life.close(ended=False)
     found = recover(state)
@@ -150,14 +150,14 @@ def test_a_snapshot_is_made_too_where_applying_it_all_again_would_take_too_long(
     written = sum(path.stat().st_size for path in segments(folder / "s").values())
     for _ in range(20):
         assert lived.life.journal is not None
-        lived.life.turned(lived.life.now_us() - 10_000)  # turns in which nothing came
+        lived.life.turned(lived.life.now_us() - 10_000)  # turns without events
     assert sum(path.stat().st_size for path in segments(folder / "s").values()) == written
     lived.life.close(ended=False)
 
 
 @pytest.mark.parametrize("durability", ["process", "power"])
 def test_the_loop_does_not_remove_what_a_snapshot_replaces(folder: Path, durability: str) -> None:
-    """Large files take as long as many turns."""
+    """Removing large files takes as long as many turns."""
     lived = Lived(msgspec.structs.replace(_journal(folder, replay_ms_max=1.0), durability=durability))
     lived.busy()
     keeper = lived.life._keeper
@@ -173,7 +173,7 @@ def test_the_loop_does_not_remove_what_a_snapshot_replaces(folder: Path, durabil
 
 
 def _turned_into_a_snapshot(lived: Lived) -> bool:
-    """A turn in which one is begun."""
+    """Run a turn; return whether it began a snapshot."""
     keeper = lived.life._keeper
     assert keeper is not None
     before = keeper._child_number
@@ -214,7 +214,7 @@ def test_a_snapshot_waits_for_a_loop_without_rest_but_not_for_ever(
 
 
 def _begins_a_snapshot(keeper: Keeper, found: Recovered, took_us: int, rested_us: int) -> bool:
-    """After one more turn, so long after the last."""
+    """Return whether a snapshot begins after one more turn, this long after the last one."""
     assert keeper.journal is not None
     keeper.journal.note(Turn(), found.now_us)
     keeper.journal.commit()
@@ -265,7 +265,7 @@ def _journal(folder: Path, **values: float) -> CoordinatorConfig:
 
 @pytest.mark.parametrize("on_stop", ["drain", "keep"])
 def test_what_nobody_can_ask_for_any_more_is_not_kept(folder: Path, on_stop: str) -> None:
-    """A stop that drains ends what runs; one that keeps leaves it to the next start."""
+    """A stop that drains ends running requests; one that keeps leaves them to the next start."""
     lived = Lived(config(folder, on_stop=on_stop))
     lived.turn()
     lived.life.close(ended=True)
@@ -298,7 +298,7 @@ def test_other_limits_apply_once_nothing_of_the_old_ones_is_kept(folder: Path) -
 
 
 def _values(section: type[msgspec.Struct]) -> list[tuple[str, Any]]:
-    """Another allowed value of each setting of a section."""
+    """Another valid value for each setting of a section."""
     other: dict[str, Any] = {"policy": "none", "zero_on_tenant_change": True}
     defaults = msgspec.structs.asdict(section())
     return [(name, other[name] if name in other else value + 1) for name, value in defaults.items()]
@@ -316,7 +316,7 @@ FIXED = [
 def test_a_setting_that_the_kept_state_fixes_is_refused_by_name(
     folder: Path, section: str, name: str, value: Any
 ) -> None:
-    """Every setting of the core, taken from the structures themselves."""
+    """Covers every setting of the core, enumerated from the structures themselves."""
     first = Lived(config(folder))
     first.busy()
     first.life.close(ended=False)
@@ -395,14 +395,14 @@ def test_a_snapshot_that_cannot_be_begun_is_not_tried_again_at_each_turn(
 
 
 def test_on_a_full_disk_nothing_goes_on_until_there_is_room(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And what was written before is still read: what was cut short is taken back."""
+    """Earlier records stay readable: a partial write is rolled back."""
     stopped = [False]
     looks = [0]
 
     def stopping() -> bool:
         looks[0] += 1
         if looks[0] == 3 and not stopped[0]:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)  # somebody makes room
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)  # free some space
         return stopped[0]
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -414,11 +414,11 @@ def test_on_a_full_disk_nothing_goes_on_until_there_is_room(folder: Path, caplog
         for _ in range(3):
             journal.note(event, 1, frames)
             journal.commit()
-        assert looks[0] == 3, "it was waited for"
+        assert looks[0] == 3, "the journal must wait for space"
         assert [found.getMessage().partition(" in ")[0] for found in caplog.records] == [
             "no room for the journal",
             "there is room for the journal",
-        ], "also where there is room for a part"
+        ], "also after a partial write"
         stopped[0] = True
         resource.setrlimit(resource.RLIMIT_FSIZE, (13_000, before[1]))
         journal.note(event, 1, frames)
@@ -433,7 +433,7 @@ def test_on_a_full_disk_nothing_goes_on_until_there_is_room(folder: Path, caplog
 
 
 def test_a_snapshot_that_finds_no_room_takes_none(folder: Path) -> None:
-    """The journal waits for it: with what it left there would never be any."""
+    """The journal waits for the snapshot, and its leftovers would keep the disk full."""
     lived = Lived(config(folder))
     lived.busy()
     head = head_of(1)
@@ -451,7 +451,7 @@ def test_a_snapshot_that_finds_no_room_takes_none(folder: Path) -> None:
 
 
 def test_a_file_that_may_not_grow_by_a_byte_is_a_full_disk_too(folder: Path) -> None:
-    """Where there is room for a part a write takes that; at the limit itself it fails as it does nowhere else."""
+    """With some space left, a write is partial; exactly at the limit it fails with a different error."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     journal = Journal(folder, 1, stopping=lambda: True)
@@ -491,7 +491,7 @@ def test_a_snapshot_that_is_whole_makes_room_while_the_journal_waits_for_it(
     real, tries = os.write, [0]
 
     def write(descriptor: int, data: bytes) -> int:
-        """Takes only a part as long as the records are there that the snapshot holds."""
+        """Write only a part while the records that the snapshot replaces still exist."""
         tries[0] += 1
         return real(descriptor, data if len(segments(folder / "s")) == 1 else data[:10])
 
@@ -507,7 +507,7 @@ def test_a_snapshot_that_is_whole_makes_room_while_the_journal_waits_for_it(
 
 
 def test_the_child_of_a_coordinator_that_dies_dies_with_it_and_holds_nothing(folder: Path) -> None:
-    """Else the next one would find the folder in use."""
+    """Otherwise the next coordinator would find the folder in use."""
     code = (
         "import os, sys, time\n"
         "import coordinator.journal.keeping as keeping, coordinator.journal.snapshot as snapshot\n"

@@ -1,4 +1,4 @@
-"""durability = "power": what was acknowledged outlives a power cut at every point of everything that writes."""
+"""durability = "power": acknowledged data survives a power failure at every point of every writing code path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOOT = Boot("b" * 32, bytes(32), make_limits(sequences_max=2, blocks_max=8, bloc
 
 
 class Host:
-    """One life after the other on one disk. acknowledged: clients with an acknowledged arrival."""
+    """Successive lives on one disk; `acknowledged` counts the acknowledged arrivals of clients."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "made" / "state"
@@ -29,7 +29,7 @@ class Host:
         self.keeper: Keeper | None = None
 
     def start(self) -> Recovered | None:
-        """A process starts, and goes on from what is there."""
+        """Start a process, which recovers what is on the disk."""
         self.keeper = keeper = Keeper(self.folder, "power", 1 << 30, 1 << 30)
         found = keeper.recover()
         journal = keeper.begin(found, lambda: True)
@@ -48,7 +48,7 @@ class Host:
         return self.keeper.journal
 
     def accept(self) -> None:
-        """A client comes, and is answered."""
+        """Accept a client and acknowledge it."""
         self.tried += 1
         event = ClientCame(self.tried)
         self.machine.apply(event, self.tried)
@@ -57,20 +57,20 @@ class Host:
         self.acknowledged = self.tried
 
     def cut_journal(self) -> None:
-        """A snapshot, as a child writes it, and the end of what is before it."""
+        """Write a snapshot as the child process would, and remove what it replaces."""
         number = self.journal.rotate()
         head = snapshot.Head.of(self.journal, self.tried, self.tried)
         snapshot.write(self.folder / snapshot.STATE.format(number), self.machine, head)
         remove_before(self.folder, number, durable=True)
 
     def die(self) -> None:
-        """The process is killed; the host is not."""
+        """Kill the process; the host stays up."""
         if self.keeper is not None:
             self.keeper.close(keep=True)
             self.keeper = None
 
     def live(self) -> None:
-        """All that writes: a start, records, a segment, a snapshot, a death, a recovery, and all that again."""
+        """Run every writing code path twice: start, records, segment, snapshot, death, recovery."""
         for _ in range(2):
             self.start()
             self.accept()
@@ -103,15 +103,15 @@ def test_whatever_was_acknowledged_outlives_a_power_cut_at_any_point(
             then.die()
         disk.close()
         if over:
-            assert cut > 60, "there are many points"
+            assert cut > 60, "too few points were tested"
             return
-    pytest.fail("it writes more often than the test follows")
+    pytest.fail("more writes than the test covers")
 
 
 def test_what_a_life_read_is_on_the_disk_before_anything_follows_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The life before died between its write and its sync: the record is read, answered by, and must not be lost."""
+    """The previous life died between write and sync: the record is read and answered, so it must not be lost."""
     root = tmp_path / "before"
     root.mkdir()
     disk, host = Disk(root), Host(root)

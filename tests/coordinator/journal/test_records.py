@@ -1,4 +1,4 @@
-"""What can be read of a file of records: all of it, all but a torn tail, or nothing where its middle is damaged."""
+"""Reading a file of records: everything, everything but a torn tail, or nothing if the middle is damaged."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_zeros_behind_the_end_are_a_torn_tail_and_a_hole_of_zeros_is_damage(zero
 def test_a_record_that_is_not_the_next_one_is_not_read() -> None:
     with pytest.raises(JournalCorrupt, match="record 8 is missing and 9 follows"):
         read_all(record(7, [b"a"]) + record(9, [b"b"]))
-    assert read_all(record(7, [b"a"]) + record(7, [b"a"])) == [b"a"], "an old one again is nothing that follows"
+    assert read_all(record(7, [b"a"]) + record(7, [b"a"])) == [b"a"], "a repeated old record is not a successor"
 
 
 def test_a_record_that_follows_another_one_is_refused() -> None:
-    """It is whole and has the right number: it is of another journal, or of another version of this one."""
+    """It is intact and has the right number, but belongs to another journal, or to another version of this one."""
     with pytest.raises(JournalCorrupt, match="record 8 follows another record than the one before it"):
         read_all(record(7, [b"a"]) + record(8, [b"b"], crc_of(record(7, [b"c"]))))

@@ -1,4 +1,4 @@
-"""From what was written the same machine comes, digest for digest: from the events alone, and through snapshots."""
+"""Recovery rebuilds the same machine, digest for digest, from events alone and from snapshots."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def boot() -> Boot:
 
 
 class Written:
-    """Writes what enters a simulated machine, several events to a record."""
+    """Writes the inputs of a simulated machine, several events per record."""
 
     def __init__(self, folder: Path, boot: Boot, per_record: int = 3) -> None:
         self.journal = Journal(folder, 1)
@@ -57,9 +57,9 @@ class Written:
 
 
 def lived(seed: int, folder: Path) -> tuple[World, Written]:
-    """A simulated world whose events are written."""
+    """A simulated world that writes its events to a journal."""
     settings, drawer = drawn(seed)
-    assert not settings.crash_gap_us, "what a coordinator that dies was told and had not written is not kept"
+    assert not settings.crash_gap_us, "events before a crash may be missing from the journal"
     (folder / "tables").mkdir(parents=True)
     (folder / "journal").mkdir()
     world = World(settings, str(seed), folder / "tables")
@@ -151,12 +151,12 @@ def test_a_torn_tail_is_said_and_the_rest_counts(tmp_path: Path) -> None:
         assert found.torn[1] + found.torn[2] == whole - cut
     (tmp_path / ACKNOWLEDGED).unlink()
     os.truncate(path, 3)
-    assert recover(tmp_path) is None, "not even its beginning was written"
+    assert recover(tmp_path) is None, "not even the head was written"
 
 
 @pytest.mark.parametrize("seed", [2, 30, 43])
 def test_a_snapshot_and_what_follows_make_the_same_machine(seed: int, tmp_path: Path) -> None:
-    """Wherever it is made: what two parts of the machine share must be shared again."""
+    """At any point: objects that two parts of the machine share must be shared again."""
     world, written = lived(seed, tmp_path)
     whole = recover(tmp_path / "journal")
     assert whole is not None and state_digest(whole.machine) == state_digest(world.coordinator.machine)
@@ -169,7 +169,7 @@ def test_a_snapshot_and_what_follows_make_the_same_machine(seed: int, tmp_path: 
 
 
 def test_a_machine_of_a_snapshot_looks_its_attributes_up_as_fast_as_a_new_one(tmp_path: Path) -> None:
-    """Python keeps them beside an object until it is given all at once, and in a dictionary from then on."""
+    """Python keeps attributes inline until all are set at once, and in a dictionary from then on."""
     machine, head = Machine(boot(), 0), head_of(1)
     names = vars(Machine(boot(), 0)).keys()
     snapshot.write(tmp_path / "state", machine, head)

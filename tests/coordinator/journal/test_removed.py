@@ -1,4 +1,4 @@
-"""The folder of the journal goes away under a coordinator, or its disk refuses: in words, and without a loss."""
+"""The state directory disappears under a coordinator, or its disk fails: a clear error, and no data loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvforge.protocol.transport import default_state_dir
 
 
 class Lived:
-    """A life with clients that come one by one."""
+    """A life with clients that arrive one by one."""
 
     def __init__(self, folder: Path) -> None:
         config = CoordinatorConfig(runtime_dir=str(folder / "r"), state_dir=str(folder / "s"))
@@ -37,7 +37,7 @@ class Lived:
         self.life.journal.commit()
 
     def look(self) -> None:
-        """A turn is over, some time later."""
+        """Finish a turn, some time later."""
         keeper = self.life._keeper
         assert keeper is not None
         keeper._look_us -= 2 * LOOK_US
@@ -95,14 +95,14 @@ def test_a_folder_that_is_removed_is_noticed_and_written_anew(away: Callable[[Pa
 
 
 def test_what_comes_after_the_removal_has_no_consequences(lived: Lived) -> None:
-    """Not a second later: a record in a file without a name is not acknowledged."""
+    """At once: a record in an unlinked file is not acknowledged."""
     gone(lived.folder)
     with pytest.raises(StateRemoved):
         lived.accept()
 
 
 def test_an_old_file_that_a_cleaner_takes_is_noticed(lived: Lived) -> None:
-    """A cleaner goes by the time when a file was written last: the last segment is always a new one."""
+    """A cleaner deletes files by their last write, so the last segment must always be recent."""
     assert lived.life.journal is not None
     lived.life.journal.rotate()
     keeper = lived.life._keeper

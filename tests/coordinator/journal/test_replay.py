@@ -1,4 +1,4 @@
-"""kvforge replay: the state at any point of a journal, read by whoever may read the folder, and nothing changed."""
+"""kvforge replay: shows the state at any point of a journal, to all users that may read it, without changes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_it_stops_where_it_is_told_to(
     told = said(capsys, str(folder), "--until", str(until), "--events", "1")
     assert told.startswith(f"after event {until - 1} at")
     assert f"requests: {requests} have not ended" in told
-    assert told.count(" at 0.0000") == 2, "the line of where, and one event"
+    assert told.count(" at 0.0000") == 2, "the position line and one event"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A journal that was written once: this code reads it, and makes the same state of it, or has another STATE_VERSION."""
+"""This code reads a stored journal and rebuilds the same state, or has a higher STATE_VERSION."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from tests.coordinator.journal.stored import FACTS, FOLDER, SNAPSHOTS, after, di
 
 STORED = json.loads((FOLDER / FACTS).read_text())
 DIGESTS: dict[str, str] = STORED["digest_after_records"]
-ANEW = "write tests/data/journal anew: python -m tests.coordinator.journal.stored"
-OTHERWISE = (
-    "the same events make another state than they did: raise STATE_VERSION in coordinator/journal/entries.py, and "
-)
+ANEW = "rewrite tests/data/journal: python -m tests.coordinator.journal.stored"
+OTHERWISE = "the same events now yield a different state: raise STATE_VERSION in coordinator/journal/entries.py, and "
 
 
 def test_it_is_of_this_version() -> None:

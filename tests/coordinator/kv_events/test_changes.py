@@ -1,4 +1,4 @@
-"""What is told of the prefix indexes: a mirror that applies it holds what a prompt can hit, whatever happens."""
+"""Change events of the prefix indexes: a mirror that applies them holds exactly what a prompt can hit."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PROMPT = [10, 11, 12, 13, 20, 21, 22, 23, 30]
 
 @pytest.fixture(autouse=True, params=["one by one", "together"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entries are told in one of two ways, by their number: both of them come to the same."""
+    """Entries are reported in one of two ways, depending on their number; both must be equivalent."""
     if request.param == "together":
         monkeypatch.setattr(index_changes, "FEW", 0)
 
 
 class Listener:
-    """Takes what a driver's core tells, as the stream does, into a mirror."""
+    """Applies a driver's change events to a mirror, as the stream does."""
 
     def __init__(self, driver: Driver, encoding: str = "array") -> None:
         self._driver, self.mirror = driver, Mirror(encoding)
@@ -39,7 +39,7 @@ class Listener:
         self.take()
 
     def take(self) -> list[Change]:
-        """What there is now; then the mirror is right."""
+        """Take the pending changes and check that the mirror is right."""
         changes = self._changed.take()
         assert changes is not None
         self.tell(changes)

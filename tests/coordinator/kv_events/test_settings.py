@@ -1,4 +1,4 @@
-"""[kv_events]: what is refused names the field."""
+"""[kv_events]: refusals name the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stream: numbers, what is kept, and that whoever missed something gets right."""
+"""The event stream: sequence numbers, the replay buffer, and the recovery of subscribers that missed events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = [10, 11, 12, 13, 20, 21, 22, 23, 30]
 
 
 class FakePost:
-    """Remembers everything. room: of those who asked; gone: nobody is there."""
+    """A recording publisher; it accepts `room` more replay answers, and none if the requester is `gone`."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, bytes]] = []
@@ -43,7 +43,7 @@ class FakePost:
 
 
 class Told:
-    """A driver, its stream, and a clock that is moved by hand."""
+    """A driver, its stream, and a manual clock."""
 
     def __init__(self, driver: Driver, **settings: object) -> None:
         self.now_s = 1000.0
@@ -58,7 +58,7 @@ class Told:
         self.stream.turned()
 
     def ask(self, first: int) -> list[tuple[bytes, bytes]]:
-        """Everything that somebody is answered."""
+        """Return all answers to a replay request."""
         self.post.questions.append(Asked(b"r", first))
         while self.stream.turned():
             pass
@@ -109,7 +109,7 @@ def test_who_asks_for_what_is_not_kept_gets_everything_and_so_does_everybody_els
     everybody = Mirror()
     for _, payload in told.post.sent:
         everybody.apply(payload)
-    assert told.ask(0)[-1] == (END, b"")  # told anew a moment ago: only what is kept
+    assert told.ask(0)[-1] == (END, b"")  # announced a moment ago: only what is kept
     told.now_s += ANEW_S
     sent = len(told.post.sent)
     told.check([payload for _, payload in told.ask(0)[:-1]])
@@ -124,7 +124,7 @@ def test_after_a_restart_numbers_go_on_and_who_missed_it_gets_right(told: Told) 
     for _, payload in told.post.sent:
         before.apply(payload)
     last = told.post.sent[-1][0]
-    told.driver.machine.cache.store.changed = None  # as a machine has it that was made anew of its journal
+    told.driver.machine.cache.store.changed = None  # as in a machine rebuilt from its journal
     again = Told(told.driver)
     again.now_s = told.now_s + 0.5
     again.stream = EventStream(told.driver.machine, again.post, KvEventsSection(), lambda: again.now_s)
