@@ -1,23 +1,23 @@
-"""From a name or a path to a model in memory that is the one that was asked for, and computes what it should.
+"""Loading: from a name or a path to a model in memory, with proof that it computes what it should.
 
-source.py       what a path is
-configuration.py, gguf.py, rope.py   what its files say about the model
-build.py        transformers builds it and fills in the weights
-report.py       nothing of the files may be left over, nothing of the model left out
-sampling_defaults.py   how the model wants its tokens drawn
-quantisation.py, gguf_groups.py   in how many bits its weights stay, and those that a file holds in 4
-fingerprint.py  what was loaded, as one number
-lean.py         transformers, imported without what serving has no use for
-progress.py     what transformers draws on the terminal, as fractions
-model.py        the loaded model and its forward pass; fusion.py: the fused form of those whose layers are known
-probe.py        what each layer asks of attention; verification.py: does it compute what transformers' own does
-steadied.py     transformers' own layers, of parts that compute each row by itself; trial.py: whether they do
-determinism.py  what is promised of a model, and why not
-serving_kernels.py   which kernels serve it, for people
-load.py         all of it, in order
+source.py       finds the model's files
+configuration.py, gguf.py, rope.py   read the model's configuration, tensors and rotary embedding from its files
+build.py        transformers builds the model and fills in the weights
+report.py       rejects tensors of the files that are left over, and tensors of the model that are missing
+sampling_defaults.py   the model's default sampling parameters
+quantisation.py, gguf_groups.py   the bits of its weights, and weights that a file stores in 4 bits
+fingerprint.py  a hash of everything loaded
+lean.py         imports transformers without the parts that serving does not use
+progress.py     transformers' progress bars as fractions
+model.py        the loaded model and its forward pass; fusion.py: the fused form of models with known layers
+probe.py        each layer's attention parameters; verification.py: compares with transformers' own results
+steadied.py     transformers' own layers with row-independent parts; trial.py: tests that independence
+determinism.py  the determinism guarantee of a model, or the reason why there is none
+serving_kernels.py   the kernels that serve the model, for people
+load.py         the whole load, in order
 
-Law: nothing is served that was not compared with something that does not share its faults. Outside, `load.load_model`
-makes a `model.LoadedModel`, and its `forward` and `decode` are called.
+Law: every result that is served was compared with an implementation that does not share its faults. Code outside calls
+`load.load_model`, and the `forward` and `decode` of the `model.LoadedModel` that it returns.
 """
 
 from . import lean as lean  # before the files below import transformers

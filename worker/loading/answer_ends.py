@@ -1,4 +1,4 @@
-"""Which tokens end an answer, as a model's files say: `eos_token_id` of generation_config.json, else of config.json."""
+"""The tokens that end an answer, from `eos_token_id` in generation_config.json, else in config.json."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ log = logging.getLogger("worker")
 
 
 def eos_tokens(source: Source, config: Any, module: Any) -> tuple[int, ...]:
-    """The ids after which an answer ends.
+    """Return the ids after which an answer ends.
 
     Args:
         source: The model's files.
-        config: Its transformers configuration; of a composite, the whole.
+        config: Its transformers configuration; for a composite model, the whole.
         module: The loaded model.
 
     Returns:
-        Ids below the size of the vocabulary, each once. Others are logged and left out: no model writes them.
+        Distinct ids below the size of the vocabulary. Others are logged and left out: no model generates them.
 
     Raises:
         UnsupportedModel: `eos_token_id` is neither a number nor a list of numbers.
@@ -45,22 +45,26 @@ def eos_tokens(source: Source, config: Any, module: Any) -> tuple[int, ...]:
 
 
 def check_folder(source: Source) -> None:
-    """Refuse a folder by its generation_config.json, before anything is built. transformers rewrites odd values.
+    """Check a folder's files before the model is built, because transformers rewrites odd values.
 
     Raises:
-        UnsupportedModel: Its `eos_token_id` is neither a number nor a list of numbers.
+        UnsupportedModel: `eos_token_id` is neither a number nor a list of numbers.
     """
     for name in (FILE, "config.json"):
         try:
             values = json.loads((source.folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):  # judged by who needs the file
+        except (OSError, ValueError, RecursionError):  # the code that needs the file reports it
             continue
         if isinstance(values, dict):
             check_eos(values.get(FIELD), name, source.name)
 
 
 def check_eos(value: Any, where: str, model: str) -> None:
-    """Check that `value` is None, a token id, or a list of token ids. Raises UnsupportedModel."""
+    """Check that `value` is None, a token id, or a list of token ids.
+
+    Raises:
+        UnsupportedModel: It is not.
+    """
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if len(ids) > TOKENS_MAX:
         raise UnsupportedModel(model, f"its {FIELD} in {where} has {len(ids)} ids; at most {TOKENS_MAX}")

@@ -1,4 +1,4 @@
-"""transformers builds the model and fills in its weights, all of them and no others."""
+"""Builds a model with transformers and fills in exactly the weights of its files."""
 
 from __future__ import annotations
 
@@ -35,11 +35,25 @@ def build(
     seed: int,
     ranks: Ranks | None = None,
 ) -> Any:
-    """The transformers model with its weights, in eval mode, on `device`, with eager attention.
+    """Build the transformers model with its weights, in eval mode, on `device`, with eager attention.
 
-    ranks: this process's place among those that compute it together: its part alone is read (see `split`).
-    progress is called with 0 to 1. Errors: UnsupportedModel, which names the tensors that are missing, left over, of
-    another shape or not finite; ModelNotFound (files unreadable); WorkerError or GpuError (no memory).
+    Args:
+        source: The model's files.
+        config: Its transformers configuration.
+        dtype: Dtype of the weights.
+        device: Device of the weights.
+        progress: Called with fractions from 0 to 1.
+        seed: Seed of random weights.
+        ranks: The group of ranks; only this rank's part is read (see `split`).
+
+    Returns:
+        The model.
+
+    Raises:
+        UnsupportedModel: Names tensors that are missing, left over, of another shape or not finite.
+        ModelNotFound: The files cannot be read.
+        WorkerError: There is not enough memory.
+        GpuError: There is not enough memory on the GPU.
     """
     with bars_to(progress) as bars, less_of_torch(), refusing(source.name, "transformers cannot build it"):
         try:
@@ -56,7 +70,7 @@ def build(
             raise ModelNotFound(str(source.path), f"its weights cannot be read: {sentence(error)}") from error
         except KvforgeError:
             raise
-        except Exception as error:  # not a decoder, or sizes that do not fit: transformers has many errors for these
+        except Exception as error:  # not a decoder, or inconsistent sizes: transformers raises many errors for these
             raise _typed(error, source, config, device, bars) from error
     module.requires_grad_(False)
     return module
@@ -68,14 +82,19 @@ def _name(source: Source, config: Any) -> str:
 
 def _dummy(config: Any, dtype: torch.dtype, device: Device, seed: int) -> Any:
     cls = model_class(config)
-    # Made where they stay: a host would take minutes for what a GPU does in a second.
+    # Created on the target device: a CPU takes minutes for what a GPU does in a second.
     with device.random_state(), device.torch_device:
         torch.manual_seed(seed)
         return cls._from_config(config_for(cls, config), dtype=dtype, attn_implementation="eager")
 
 
 def _load(source: Source, config: Any, dtype: torch.dtype, device: Device) -> Any:
-    """Errors: UnsupportedModel, and whatever transformers raises."""
+    """Load the weights from files.
+
+    Raises:
+        UnsupportedModel: The weights do not match the configuration.
+        Exception: Any error of transformers.
+    """
     stored = stored_tensors(source.model_files) if source.format == "safetensors" else {}
     check_experts(stored, source.name)
     cls = model_class(config)
@@ -117,12 +136,12 @@ def _load(source: Source, config: Any, dtype: torch.dtype, device: Device) -> An
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether memory ran out, which another process may have taken."""
+    """Return whether memory ran out, perhaps because of another process."""
     return any(words in str(error).lower() for words in NO_MEMORY)
 
 
 def _typed(error: Exception, source: Source, config: Any, device: Device, bars: Bars) -> KvforgeError:
-    """What another try may not meet is the worker's failure; all else is the model's, and stays as it is."""
+    """Return the worker's error for a failure that a retry may avoid; any other failure is the model's."""
     worker_error = as_worker_error(error, f"loading {source.name}", device)
     if lacks_memory(error) or worker_error.code != "worker_error":
         return worker_error

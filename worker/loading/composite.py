@@ -1,9 +1,9 @@
-"""The text part of a model of images (or sounds) and text: a decoder like any other, with other names in its files.
+"""The text part of a multimodal model: an ordinary decoder with other names in its files.
 
-transformers builds the whole model, because its names and conversions are those of the whole. Everything but the text
-decoder and its head is removed before a weight is read: the other towers take no memory, and their tensors in the files
-are the only ones that may be left over. The decoder is then put into the class that transformers has for it alone
-(Mistral's for Mistral Small 3.2), or into `TextDecoder` where it has none (Qwen3-VL), and compared with the whole.
+transformers builds the whole model, because its names and conversions belong to the whole. Everything except the text
+decoder and its head is removed before weights are read: other towers take no memory, and only their tensors may be left
+over in the files. The decoder is then moved into transformers' own class for it (Mistral's for Mistral Small 3.2), or
+into `TextDecoder` if there is none (Qwen3-VL), and compared with the whole model.
 """
 
 from __future__ import annotations
@@ -33,15 +33,21 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # 
 
 
 def is_composite(config: Any) -> bool:
-    """Whether a transformers configuration has a part that describes its text decoder."""
+    """Return whether a transformers configuration has a separate part for its text decoder."""
     return config.get_text_config(decoder=True) is not config
 
 
 def model_class(config: Any) -> Any:
-    """The transformers class to build: of a composite, the whole model without what is not text.
+    """Return the transformers class to build: for a composite, the whole model without the parts that are not text.
+
+    Args:
+        config: The transformers configuration.
+
+    Returns:
+        The class.
 
     Raises:
-        UnsupportedModel: transformers has no class of this configuration that writes text.
+        UnsupportedModel: transformers has no class of this configuration that generates text.
     """
     if is_composite(config):
         for name in MAPPINGS:
@@ -56,21 +62,21 @@ def model_class(config: Any) -> Any:
 
 
 def config_for(cls: Any, config: Any) -> Any:
-    """The configuration that `model_class` wants: that of the text where transformers maps the whole to its decoder."""
+    """Return the configuration for `model_class`: the text part if transformers maps the whole to its decoder."""
     if not issubclass(cls, Narrowed) and is_composite(config) and cls.config_class is not type(config):
         return config.get_text_config(decoder=True)
     return config
 
 
 def is_removed(module: Any, name: str) -> bool:
-    """Whether a stored tensor is of a part that the whole model has and the text part has not."""
+    """Return whether a stored tensor belongs to a removed part of the whole model."""
     return isinstance(module, Narrowed) and any(
         name == path or name.startswith(f"{path}.") for path in module.kvforge_removed
     )
 
 
 class Narrowed:
-    """A whole model that removes everything but its text decoder and head when it has been built."""
+    """A whole model that removes everything except its text decoder and head once it is built."""
 
     kvforge_removed: frozenset[str] = frozenset()  # modules and tensors, by their paths
 
@@ -82,7 +88,7 @@ class Narrowed:
         for name in ancestors:
             first = {path[len(name) :].lstrip(".").partition(".")[0] for path in paths if _inside(path, name)}
             removed += [f"{name}.{each}".lstrip(".") for each in _strip(self.get_submodule(name), first)]
-        # Files have the names of the base model with or without its prefix.
+        # Files use the names of the base model with or without its prefix.
         prefix = f"{self.base_model_prefix}."
         self.kvforge_removed = frozenset([*removed, *(path.removeprefix(prefix) for path in removed)])
         after = set(self.state_dict())
@@ -95,7 +101,7 @@ def _inside(path: str, name: str) -> bool:
 
 
 def _strip(part: Any, kept: set[str]) -> list[str]:
-    """Removes what belongs to `part` itself, and its children but these. Returns the names."""
+    """Remove the tensors of `part` itself, and its children except `kept`. Return the removed names."""
     removed = []
     for table in (part._modules, part._parameters, part._buffers):
         for name in [name for name in table if name not in kept]:
@@ -106,11 +112,11 @@ def _strip(part: Any, kept: set[str]) -> list[str]:
 
 @functools.cache
 def _narrowed(cls: Any) -> Any:
-    def __init__(self: Any, config: Any, *given: Any, **keywords: Any) -> None:  # noqa: N807 - of the class below
+    def __init__(self: Any, config: Any, *given: Any, **keywords: Any) -> None:  # noqa: N807 - for the class below
         cls.__init__(self, config, *given, **keywords)
         self._narrow()
 
-    # transformers finds conversions of names by the name of the class, and takes other modules' classes for foreign.
+    # transformers looks up name conversions by class name, and treats classes of other modules as foreign.
     made = type(cls.__name__, (Narrowed, cls), {"__init__": __init__})
     made.__module__, made.__qualname__ = cls.__module__, cls.__qualname__
     return made
@@ -127,7 +133,11 @@ def _class_in(mapping: Any, config: Any) -> Any:
 
 
 def _parts(whole: Any) -> tuple[Any, Any]:
-    """The text decoder and its head (None where the decoder has it inside). Raises UnsupportedModel."""
+    """Return the text decoder and its head (None if the decoder contains it).
+
+    Raises:
+        UnsupportedModel: There is no separate text decoder, or no head.
+    """
     text = whole.config.get_text_config(decoder=True)
     found = [part for _, part in whole.named_modules() if part is not whole and _is_of(part, text)]
     if not found:
@@ -149,7 +159,7 @@ def _is_of(part: Any, text: Any) -> bool:
 
 
 def _owners(whole: Any, decoder: Any) -> list[tuple[str, Any]]:
-    """Modules that hold the decoder, the nearest first."""
+    """Return the modules that hold the decoder, innermost first."""
     path = next(name for name, part in whole.named_modules() if part is decoder)
     names = [path[: match.start()] for match in re.finditer(r"\.", path)]
     return [(name, whole.get_submodule(name)) for name in (*reversed(names), "")]
@@ -160,16 +170,19 @@ def _owners(whole: Any, decoder: Any) -> list[tuple[str, Any]]:
 
 @torch.no_grad()
 def text_part(whole: Any, model: str) -> Any:
-    """The text decoder of a narrowed model as a decoder of its own, which shares its weights.
+    """Return the text decoder of a narrowed model as a decoder with its own class, sharing its weights.
 
-    Where they hold numbers, both are compared in eager attention first.
+    If the weights are loaded, both are compared in eager attention first.
 
     Args:
         whole: The model of `model_class`, loaded or on the meta device.
-        model: The name in a refusal.
+        model: The name for errors.
+
+    Returns:
+        The decoder; `whole` itself if it is not composite.
 
     Raises:
-        UnsupportedModel: No way of reading the decoder alone gives the logits of the whole.
+        UnsupportedModel: No way of running the decoder alone gives the logits of the whole.
     """
     if not isinstance(whole, Narrowed):
         return whole
@@ -187,7 +200,7 @@ def text_part(whole: Any, model: str) -> Any:
 
 
 def _own_class(decoder: Any, head: Any) -> Any:
-    """The class that transformers has for this decoder and its head; None where it has none that fits."""
+    """Return the decoder in transformers' own class for it; None if there is none that fits."""
     config = decoder.config
     cls = _class_in(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, config)
     if cls is None or cls.config_class is not type(config):
@@ -208,7 +221,7 @@ def _own_class(decoder: Any, head: Any) -> Any:
 def _generic(decoder: Any, head: Any) -> Any:
     base = next(each for each in type(decoder).__mro__[1:] if transformers.PreTrainedModel in each.__bases__)
     name = f"{type(decoder).__name__.removesuffix('Model')}ForCausalLM"
-    # transformers reads a class's abilities in the source of its module.
+    # transformers finds the abilities of a class in the source of its module.
     made: Any = type(name, (TextDecoder, base), {"__module__": type(decoder).__module__})(decoder.config)
     made.model, made.lm_head = decoder, head
     return made.eval()
@@ -229,11 +242,11 @@ class TextDecoder:
         self.post_init()  # type: ignore[attr-defined]
 
     def get_input_embeddings(self) -> Any:
-        """The table of the decoder."""
+        """Return the decoder's embedding table."""
         return self.model.get_input_embeddings()
 
     def get_output_embeddings(self) -> Any:
-        """The head."""
+        """Return the head."""
         return self.lm_head
 
     def set_output_embeddings(self, head: Any) -> None:
@@ -247,7 +260,17 @@ class TextDecoder:
         logits_to_keep: int | torch.Tensor = 0,
         **keywords: Any,
     ) -> CausalLMOutputWithPast:
-        """input_ids, position_ids: [1, tokens] int64. Returns logits [1, kept, vocab]."""
+        """Run the decoder.
+
+        Args:
+            input_ids: [1, tokens] int64.
+            position_ids: [1, tokens] int64.
+            logits_to_keep: Compute the logits of this many last tokens, or at these indices.
+            **keywords: Passed to the decoder.
+
+        Returns:
+            Logits [1, kept, vocab].
+        """
         hidden = self.model(input_ids=input_ids, position_ids=position_ids, **keywords).last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, kept, :]))
@@ -260,8 +283,11 @@ def _keep_generation(made: Any, whole: Any) -> None:
 
 
 def _difference(made: Any, whole: Any, model: str, known: bool) -> str:
-    """Why the decoder alone does not compute what the whole does of text alone; "" where it does. known: transformers
-    has a class of its own for it, which is trusted where the whole cannot run without its other parts."""
+    """Return how the decoder alone differs from the whole model on text; "" if it does not.
+
+    known: whether transformers has its own class for the decoder. That class is trusted if the whole model cannot run
+    without its other parts.
+    """
     table = made.get_input_embeddings()
     if table.weight.is_meta:
         return ""

@@ -1,4 +1,4 @@
-"""What a model's files say about it: its transformers configuration, and the dtype it is loaded in."""
+"""Reads a model's transformers configuration, and chooses the dtype of its weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .gguf_config import apply_metadata
 from .source import Source
 
 MODEL_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# What weights are stored as, and what they are loaded as; more than float32 holds is given up.
+# Stored dtypes and the dtypes they are loaded in; precision beyond float32 is dropped.
 STORED_DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Sizes of a decoder, with the largest that is believed: transformers makes as many modules as a file asks for.
+# Plausible sizes of a decoder. Without these limits transformers would build as many modules as a file asks for.
 SIZES = {
     "num_hidden_layers": (1, 4096),
     "num_attention_heads": (1, 1 << 16),
@@ -38,7 +38,12 @@ SIZES = {
 
 
 def read_config(source: Source) -> Any:
-    """The transformers configuration. Errors: UnsupportedModel, ModelNotFound (unreadable)."""
+    """Read the transformers configuration of a model.
+
+    Raises:
+        UnsupportedModel: The model cannot be served.
+        ModelNotFound: The files cannot be read.
+    """
     with refusing(source.name, "transformers cannot read its configuration"):
         if source.format == "safetensors":
             check_config(files.read_config(source.path), source.name)
@@ -66,11 +71,23 @@ def _read(source: Source) -> Any:
 
 
 def model_dtype(name: str, config: Any, source: Source, device: Device) -> torch.dtype:
-    """The dtype that `name` stands for. auto: the one the configuration names, else that of the stored weights.
+    """Resolve the `dtype` setting.
 
-    A GGUF file names none, and most of them are packed: on a GPU they become what it computes best in 16 bits (or the
-    16 bits that they are stored in), on a CPU float32. bfloat16 of either kind of file stays bfloat16 on a CPU that has
-    instructions for it, and becomes float32 on others, faster in that. Errors: InvalidConfiguration (`dtype`).
+    `auto` is the dtype in the configuration, else that of the stored weights. GGUF files name no dtype, and most are
+    packed: on a GPU they become the device's best 16-bit dtype (or the stored one), on a CPU float32. Stored bfloat16
+    stays bfloat16 on CPUs with instructions for it. On other CPUs it becomes float32, which is faster there.
+
+    Args:
+        name: auto, or a name in MODEL_DTYPES.
+        config: The transformers configuration.
+        source: The model's files.
+        device: The device that computes.
+
+    Returns:
+        The dtype.
+
+    Raises:
+        InvalidConfiguration: The name is unknown (`dtype`).
     """
     if name != "auto":
         if name not in MODEL_DTYPES:
@@ -83,7 +100,7 @@ def model_dtype(name: str, config: Any, source: Source, device: Device) -> torch
 
 
 def _stored_dtype(config: Any, source: Source, device: Device) -> torch.dtype:
-    """What `auto` stands for where the device computes in anything."""
+    """Resolve `auto` for a device that computes in any dtype."""
     if source.format == "gguf":
         kinds = {tensor.type_name for tensor in source.gguf_header.tensors}
         if not device.owns_memory:
@@ -103,7 +120,11 @@ def _stored_dtype(config: Any, source: Source, device: Device) -> torch.dtype:
 
 
 def _check_sizes(config: Any, model: str) -> None:
-    """Raises UnsupportedModel where a size is no number, or none that a model has. Lists, of layers, are left alone."""
+    """Check the sizes in a configuration. Lists with one value per layer are skipped.
+
+    Raises:
+        UnsupportedModel: A size is not a number or not plausible.
+    """
     for each in (config, config.get_text_config(decoder=True)):
         for name, (least, most) in SIZES.items():
             value = vars(each).get(name)

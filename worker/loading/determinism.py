@@ -1,4 +1,4 @@
-"""Whether a model computes each row the same whatever is beside it: made so at its load, or said why not."""
+"""The determinism of a model: makes its rows independent of each other at load, or reports why they are not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAST_WAY_OUT = f"set {FAST} to serve the model as transformers runs it"
 
 
 def told(problem: str) -> str:
-    """What a model says of itself, for what `made_steady` found."""
+    """Return the text that announces a model's determinism, for the result of `made_steady`."""
     if problem == FAST:
         return "fast"
     return f"not promised: {problem}" if problem else "batch-invariant"
@@ -28,10 +28,16 @@ def told(problem: str) -> str:
 
 @torch.inference_mode()
 def made_steady(model: LoadedModel, operations: LayerOperations) -> str:
-    """Why a row's bits may depend on the rows beside it, for people; "" where they do not.
+    """Make a model batch-invariant, or return why it is not.
 
-    operations: that make the model's products. On a GPU where these differ with the number of rows, they are made in
-    slabs from now on.
+    If a GPU's products differ with the number of rows, they are computed in slabs from now on.
+
+    Args:
+        model: The loaded model.
+        operations: The operations that compute the model's products.
+
+    Returns:
+        Why a row's bits may depend on other rows, for people; "" if they do not.
     """
     device = model.device
     if not device.steady:
@@ -40,14 +46,14 @@ def made_steady(model: LoadedModel, operations: LayerOperations) -> str:
         return "attention in plain torch sums in an order that depends on the rows of a step"
     problem = _unsteady(model)
     if problem and getattr(operations, "slab", None) == 0:
-        log.warning("%s: all products are made %d rows at a time", problem, SLAB)
+        log.warning("%s: all products are computed %d rows at a time", problem, SLAB)
         operations.slab = SLAB  # type: ignore[attr-defined]
         problem = _unsteady(model)
     return problem
 
 
 def attends_in_plain_torch(model: LoadedModel) -> bool:
-    """Whether a layer does: all of them, or those with heads that no kernel takes."""
+    """Return whether any layer attends in plain torch, because of the setting or an unsupported head size."""
     geometry, attention = model.geometry, model.context.attention
     return any(
         told.startswith(PLAIN)
@@ -59,7 +65,7 @@ def attends_in_plain_torch(model: LoadedModel) -> bool:
 
 
 def _unsteady(model: LoadedModel) -> str:
-    """What was found by trying, by any of the ranks that compute the model together; "" if nothing."""
+    """Test the model, and return the first problem that any rank found; "" if there is none."""
     if model.fused is not None:
         problem = unsteady_products(model.fused, model.device)
     elif problem := unsteady_rows(model):

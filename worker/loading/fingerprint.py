@@ -1,9 +1,9 @@
-"""What was loaded, as one number: every byte of every tensor, and the configuration that says what is done with them.
+"""Fingerprint: a hash of every byte of every tensor and of the configuration.
 
-Bytes of files would not do: two loads of one file may differ (another dtype, another version of transformers, a tensor
-that was made up), and hashing tens of gigabytes with SHA-256 takes minutes. So each tensor is summed first, on its
-device: pieces of 65,536 words, each word multiplied by an odd random number of 64 bits, modulo 2^64 (multilinear
-hashing: two pieces that differ have equal sums with probability below 2^-32). SHA-256 is of these sums.
+Hashing the files would not do: two loads of one file may differ (another dtype, another version of transformers, an
+invented tensor), and SHA-256 of tens of gigabytes takes minutes. Each tensor is therefore summed on its device first:
+pieces of 65,536 words, each word multiplied by an odd random 64-bit number, modulo 2^64 (multilinear hashing: two
+different pieces have equal sums with probability below 2^-32). SHA-256 then hashes the sums.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 PIECE_WORDS = 1 << 16
 PIECES_AT_ONCE = 256
-# Of a configuration: where it was found, who wrote it, how it is computed here.
+# Keys without effect on results: origin, author, and how the model is computed here.
 IGNORED = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "quantization_config")
 
 Sums = np.ndarray[Any, np.dtype[np.int64]]
@@ -27,7 +27,15 @@ Sums = np.ndarray[Any, np.dtype[np.int64]]
 
 @torch.inference_mode()
 def fingerprint(module: Any, dtype: str) -> str:
-    """Hex SHA-256 of what determines a model's tokens: class, dtype, configuration, parameters and buffers."""
+    """Hash everything that determines a model's tokens.
+
+    Args:
+        module: The transformers model: its class, configuration, parameters and buffers.
+        dtype: Dtype of the weights.
+
+    Returns:
+        Hex SHA-256.
+    """
     values = {key: value for key, value in module.config.to_dict().items() if key not in IGNORED}
     digest = hashlib.sha256(f"{type(module).__name__} {dtype} ".encode())
     digest.update(json.dumps(values, sort_keys=True, default=_plain).encode())
@@ -38,22 +46,22 @@ def fingerprint(module: Any, dtype: str) -> str:
 
 
 def joined_digest(digests: list[str]) -> str:
-    """Of a model whose parts several ranks hold: of theirs, in order."""
+    """Return the digest of a model split over ranks, from the ranks' digests in order."""
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
-    """A set has another order in each process."""
+    """Convert a value for JSON. The order of a set differs between processes."""
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
 def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """By name; what is tied comes once."""
+    """Yield parameters and buffers by name; tied ones once."""
     yield from sorted([*module.named_parameters(), *module.named_buffers()], key=lambda item: item[0])
 
 
 def _sums(tensor: torch.Tensor) -> Sums:
-    """[pieces] int64: the sums of a tensor's pieces."""
+    """Return the sums of a tensor's pieces: [pieces] int64."""
     octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = len(octets) // 4 * 4
     words = octets[:whole].view(torch.int32)
@@ -67,7 +75,7 @@ def _sums(tensor: torch.Tensor) -> Sums:
 
 
 def _on_cpu(pieces: np.ndarray[Any, np.dtype[np.int32]]) -> Sums:
-    """One by one, so that what is computed with stays in the cache: 5 GB/s on one core."""
+    """Sum piece by piece, so that the operands stay in the cache: 5 GB/s on one core."""
     weights = _weights(torch.device("cpu")).numpy()
     product, sums = np.empty(PIECE_WORDS, np.int64), np.empty(len(pieces), np.int64)
     for index, piece in enumerate(pieces):
@@ -77,7 +85,7 @@ def _on_cpu(pieces: np.ndarray[Any, np.dtype[np.int32]]) -> Sums:
 
 
 def _on_device(pieces: torch.Tensor) -> Sums:
-    """pieces: [pieces, PIECE_WORDS] int32 device. Many at a time, so that a call has something to do."""
+    """Sum pieces [pieces, PIECE_WORDS] int32 on the device, many per call."""
     weights = _weights(pieces.device)
     parts = [(part * weights).sum(1) for part in pieces.split(PIECES_AT_ONCE)]
     found: Sums = torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.int64)
@@ -86,7 +94,7 @@ def _on_device(pieces: torch.Tensor) -> Sums:
 
 @functools.lru_cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """[PIECE_WORDS] int64 device, the same on every device and for ever."""
+    """Return the constant weights [PIECE_WORDS] int64, equal on every device and in every version."""
     rng = np.random.Generator(np.random.Philox(20261122))
     words = rng.integers(np.iinfo(np.int64).min, np.iinfo(np.int64).max, PIECE_WORDS, dtype=np.int64, endpoint=True)
     return torch.from_numpy(words | 1).to(device)

@@ -1,7 +1,7 @@
-"""Foreign code at load: whatever transformers, safetensors, gguf, accelerate or torch raises becomes a refusal.
+"""Foreign code at load: converts any error of transformers, safetensors, gguf, accelerate or torch to UnsupportedModel.
 
-A folder can make any library raise anything, `SystemExit` and `RecursionError` included. No error may end the worker
-with a status that asks for another start: the files would be the same.
+A folder can make a library raise anything, including `SystemExit` and `RecursionError`. No such error may end the
+worker with a status that requests a restart: the files would be the same.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from kvforge.protocol.errors import KvforgeError, UnsupportedModel
 
 SENTENCE_LENGTH_MAX = 800
-# str() of these is a bare value: 'rope_theta', 3.
+# str() of these is a bare value, such as 'rope_theta' or 3.
 BARE = (KeyError, IndexError, AttributeError, AssertionError, StopIteration, SystemExit, MemoryError, RecursionError)
 
 
 def sentence(error: BaseException) -> str:
-    """All that an error reports, on one line. The name of its class precedes a text that is bare without it."""
+    """Return an error's text on one line, preceded by its class if the text alone is unclear."""
     text = " ".join(str(error).split())
     if not text:
         return type(error).__name__
@@ -28,10 +28,10 @@ def sentence(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def refusing(model: str, doing: str) -> Iterator[None]:
-    """Turn anything foreign that is raised inside into UnsupportedModel.
+    """Convert foreign exceptions inside to UnsupportedModel.
 
     Args:
-        model: The name in the refusal.
+        model: The name for errors.
         doing: The operation that fails, as a clause: "transformers cannot read its configuration".
 
     Raises:
@@ -41,5 +41,5 @@ def refusing(model: str, doing: str) -> Iterator[None]:
         yield
     except (KvforgeError, KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # SystemExit too
+    except BaseException as error:  # includes SystemExit
         raise UnsupportedModel(model, f"{doing}: {sentence(error)}") from error

@@ -1,8 +1,8 @@
-"""Quantised formats of Hugging Face folders: undone when they are read. `config_checks` refuses the others by name.
+"""Quantised formats of Hugging Face folders that are dequantised at load. `config_checks` rejects the others by name.
 
-`fp8` (DeepSeek, Qwen: scales of blocks; Mistral: of tensors) and `mxfp4` (gpt-oss) are undone by transformers into
-plain weights of the model's dtype. Every stored tensor is checked against its scales first, because transformers
-derives the size of a block from the grid of scales and takes a tensor without scales for plain numbers.
+transformers converts `fp8` (DeepSeek, Qwen: scales per block; Mistral: per tensor) and `mxfp4` (gpt-oss) to plain
+weights of the model's dtype. Every stored tensor is compared with its scales first, because transformers derives the
+block size from the grid of scales and treats a tensor without scales as plain numbers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvforge.models.safetensors_header import StoredTensor
 from kvforge.protocol.errors import UnsupportedModel
 
 EIGHT_BITS = frozenset({"F8_E4M3", "F8_E5M2"})
-SCALES = ("_scale_inv", "_scale")  # behind the name of a weight; `X.scale` stands for `X.weight_scale_inv`
+SCALES = ("_scale_inv", "_scale")  # suffixes of a weight's name; `X.scale` means `X.weight_scale_inv`
 log = logging.getLogger("worker")
 
 
 def dequantise(config: Any, model: str) -> str:
-    """Make transformers undo the format when it loads. Returns the method; "" where weights are plain."""
+    """Configure transformers to dequantise at load. Return the method; "" for plain weights."""
     wanted = _declared(config)
     if wanted is None:
         return ""
@@ -33,7 +33,7 @@ def dequantise(config: Any, model: str) -> str:
         owner.quantization_config = None
         del owner.quantization_config
     config.quantization_config = {**values, "quant_method": method, "dequantize": True}
-    log.info("%s: its %s weights are dequantised when they are read", model, method)
+    log.info("%s: dequantising its %s weights at load", model, method)
     return method
 
 
@@ -44,10 +44,10 @@ def check_scales(method: str, config: Any, stored: Mapping[str, StoredTensor], m
         method: As `dequantise` returned it.
         config: The transformers configuration.
         stored: The files' tensors, by name.
-        model: The name in a refusal.
+        model: The name for errors.
 
     Raises:
-        UnsupportedModel: A tensor has no scales, or blocks that transformers would cut elsewhere.
+        UnsupportedModel: A tensor has no scales, or transformers would use other blocks.
     """
     if method == "mxfp4":
         _check_mxfp4(stored, model)
@@ -57,7 +57,7 @@ def check_scales(method: str, config: Any, stored: Mapping[str, StoredTensor], m
 
 
 def is_read(method: str, name: str, tensor: StoredTensor) -> bool:
-    """Whether a stored tensor of an unusual type is part of the format, and `check_scales` has judged it."""
+    """Return whether a stored tensor of an unusual type belongs to the format that `check_scales` has checked."""
     if method == "mxfp4":
         return tensor.type_name == "U8" and name.endswith(("_blocks", "_scales"))
     return method == "fp8" and (tensor.type_name in EIGHT_BITS or (tensor.type_name == "F8_E8M0" and "scale" in name))

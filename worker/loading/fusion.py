@@ -1,18 +1,18 @@
-"""Decoder layers with fewer and larger operations, for the architectures whose layers are known to the letter.
+"""Fused decoder layers: fewer and larger operations, for architectures with exactly known layers.
 
-Q, K and V are one matrix product, and so are gate and up; a norm takes in the sum before it; rotary embedding is part
-of the KV write, and both are part of the product where few tokens come at once. What is fused is decided by an explicit
-table of transformers' classes whose layers compute exactly
+Q, K and V are one matrix product, and so are gate and up. A norm includes the residual sum before it. The rotary
+embedding is part of the KV write, and both are part of the product for few tokens. An explicit table lists the
+transformers classes that are fused, with layers that compute exactly
 
     x += output(attention(rotate(q_norm(q)), rotate(k_norm(k)), v));  x += down(silu(gate(norm x)) * up(norm x))
 
-with q, k, v of the norm of x, with or without biases, q and k norms, and rotation. Any other class keeps the path
-through transformers, and `verification` compares either with transformers' own attention before a model is served.
+with q, k and v projected from norm x, with or without biases, q and k norms, and rotation. Any other class runs through
+transformers. `verification` compares both paths with transformers' own attention before a model is served.
 
-No weight is held twice: the parts of a fused matrix become views of it, layer by layer, or of the packed one that takes
-its place (see `kernels.packed`), so that the transformers module stays whole: it computes what it did, and its state
-has the names it had. An embedding that is tied to the head is read out of the packed head (see `kernels.packed_table`).
-Where that cannot be, the packed one lies beside it if it is a small part of the model; a quantised one always does.
+No weight is stored twice: the parts of a fused matrix become views, layer by layer, of the fused or packed matrix (see
+`kernels.packed`). The transformers module stays whole: it computes the same results, and its state keeps its names. An
+embedding that is tied to the head is read from the packed head (see `kernels.packed_table`). If that is impossible, a
+packed head that is a small part of the model is kept beside the embedding; a quantised one always is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from worker.kernels.packed_table import PackedEmbedding, PackedTable, table_of
 from .quantisation import Packer
 from .rope import STATIC_ROPE
 
-# Of all weights' bytes; 0.21 of SmolLM2-135M and Llama-3.2-1B, 0.28 of Qwen2.5-0.5B. A worker may hold 1.3 times them.
+# Share of all weights' bytes: 0.21 for SmolLM2-135M and Llama-3.2-1B, 0.28 for Qwen2.5-0.5B. A worker may hold 1.3
+# times its weights.
 TIED_HEAD_SHARE_MAX = 0.29
 
 FUSIBLE = frozenset(
@@ -55,17 +56,28 @@ def fuse(
     packer: Packer | None = None,
     ranks: Ranks | None = None,
 ) -> FusedDecoder | None:
-    """The fused form of a transformers model, which then shares its weights; None where the table does not know it.
+    """Make the fused form of a transformers model, which shares its weights.
 
-    options: of each layer, in order. packer: what makes the weights that `operations` multiply (see `quantisation`);
-    the others are given up one by one, and nobody else may hold them, as a former fused form does. None: they are taken
-    as they are. ranks: those that hold the other parts of the weights (see `split`). Errors: those of `packer`.
+    Args:
+        module: The transformers model.
+        options: Attention options of each layer, in order.
+        operations: Operations of the layers.
+        attention: Paged attention.
+        packer: Makes the weights that `operations` multiply (see `quantisation`). The original weights are released one
+            by one, so no other object may hold them, such as an earlier fused form. None: use the weights as they are.
+        ranks: The ranks with the other parts of the weights (see `split`).
+
+    Returns:
+        The fused form; None if the table does not list the class.
+
+    Raises:
+        KvforgeError: As raised by `packer`.
     """
     if not is_known(module):
         return None
     decoder, config = module.model, module.config
     split = len(module.lm_head.weight) < module.get_input_embeddings().num_embeddings
-    head, table = _head(module, packer)  # first: later the module does not tell how large it was
+    head, table = _head(module, packer)  # first: later the module's original size is unknown
     layers = tuple(_fuse_layer(layer, each, packer) for layer, each in zip(decoder.layers, options, strict=True))
     return FusedDecoder(
         operations=operations,
@@ -83,7 +95,7 @@ def fuse(
 
 
 def is_known(module: Any) -> bool:
-    """Whether `fuse` makes something of a transformers model."""
+    """Return whether `fuse` supports a transformers model."""
     kind, config = type(module), module.config
     if f"{kind.__module__}.{kind.__qualname__}" not in FUSIBLE or config.hidden_act not in ("silu", "swish"):
         return False
@@ -95,7 +107,7 @@ def is_known(module: Any) -> bool:
     norms = [part for part in module.modules() if type(part).__name__.endswith("RMSNorm")]
     linears = [part for part in module.modules() if hasattr(part, "in_features")]
     return (
-        all(type(part) is torch.nn.Linear for part in linears)  # not replaced, by a quantised one for example
+        all(type(part) is torch.nn.Linear for part in linears)  # not replaced, for example by a quantised one
         and all(part.variance_epsilon == config.rms_norm_eps for part in norms)
         and len({weight.dtype for weight in module.parameters()}) == 1
     )
@@ -103,7 +115,7 @@ def is_known(module: Any) -> bool:
 
 @torch.no_grad()
 def _head(module: Any, packer: Packer | None) -> tuple[Projection, PackedTable | None]:
-    """The vocabulary head, and the embedding where it is read out of that."""
+    """Return the vocabulary head, and the embedding table if it is read from the packed head."""
     weight, bias = module.lm_head.weight, module.lm_head.bias
     if packer is None or weight is not module.model.embed_tokens.weight:
         return _join(module, ("lm_head",), packer), None
@@ -140,7 +152,7 @@ def _fuse_layer(layer: Any, options: AttentionOptions, packer: Packer | None) ->
 
 @torch.no_grad()
 def _join(owner: Any, names: Sequence[str], packer: Packer | None) -> Projection:
-    """The projections of these names as one, whose rows the parts become."""
+    """Join the projections of these names into one; the parts become views of its rows."""
     parts = [getattr(owner, name) for name in names]
     weight, bias = parts[0].weight, parts[0].bias
     if len(parts) > 1:
@@ -161,7 +173,7 @@ def _join(owner: Any, names: Sequence[str], packer: Packer | None) -> Projection
 
 
 def in_place_of(part: Any, other: torch.nn.Module) -> torch.nn.Module:
-    """`other`, around which as much is done as around the part that it replaces (see `split`)."""
+    """Return `other` with the hooks of the part that it replaces (see `split`)."""
     other._forward_hooks.update(part._forward_hooks)
     other._forward_pre_hooks.update(part._forward_pre_hooks)
     return other

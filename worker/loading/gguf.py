@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file: which of them went into the model, and what each is called on either side."""
+"""Tensors of a GGUF file: which ones went into the model, and their names on both sides."""
 
 from __future__ import annotations
 
@@ -14,28 +14,31 @@ from kvforge.models.gguf_header import GgufHeader
 
 from .report import LoadReport, judge
 
-# All experts of a layer in one tensor; transformers keeps the name without its ending.
+# One tensor holds all experts of a layer; transformers keeps its name without the suffix.
 EXPERTS = re.compile(r"(?P<name>.*\.ffn_(gate|up|down)_exps)\.weight")
-# What turns into frequencies of the rotary embedding (see `rope`).
+# Tensors that become frequencies of the rotary embedding (see `rope`).
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 HEAD = "output.weight"
 
 
 @dataclass
 class GgufNames:
-    """stored: a tensor's name in the file -> its name in the model. Empty where transformers made no such table."""
+    """Names of a file's tensors. stored: name in the file -> name in the model; empty without a table."""
 
     stored: dict[str, str] = field(default_factory=dict)
 
     def of(self, name: str) -> str:
-        """The name in the file of a model's tensor; where there are several, all of them."""
+        """Return the file's names of a model's tensor, joined if there are several."""
         found = sorted(stored for stored, wanted in self.stored.items() if wanted == name)
         whole = [f"{stored}.weight" if EXPERTS.fullmatch(f"{stored}.weight") else stored for stored in found]
         return " and ".join(whole) or name
 
     def complete(self, report: LoadReport, header: GgufHeader) -> None:
-        """Puts into the report what transformers leaves out of it: it looks up each tensor of the file in its table,
-        forgets those that are not there, and fills what half of a pair does not come for with zeros."""
+        """Add to the report what transformers leaves out.
+
+        transformers looks up each tensor of the file in its table, ignores those without an entry, and fills the
+        missing half of a pair with zeros.
+        """
         if not self.stored:
             return
         names = {tensor.name for tensor in header.tensors}
@@ -49,11 +52,14 @@ class GgufNames:
                 report.missing.add(whole)
 
     def absent(self, module: Any, header: GgufHeader) -> set[str]:
-        """Return the model's tensors that the file lacks, but for experts: see `complete`.
+        """Return the model's tensors that the file lacks, except for experts (see `complete`).
 
         Args:
-            module: The model that they belong to; the meta device is enough.
+            module: The model, possibly on the meta device.
             header: The header of the file.
+
+        Returns:
+            Names in the model.
         """
         names = {tensor.name for tensor in header.tensors}
         found = {wanted for stored, wanted in self.stored.items() if stored in names or f"{stored}.weight" in names}
@@ -70,20 +76,23 @@ class GgufNames:
 
 @contextlib.contextmanager
 def noted_names(header: GgufHeader | None, model: str) -> Iterator[GgufNames]:
-    """Note the table of names that transformers makes for itself while it loads a GGUF file.
+    """Record the table of names that transformers builds while it loads a GGUF file.
 
     Args:
-        header: The header of the file; None: no file. A missing tensor is refused before any is read.
-        model: The name in a refusal.
+        header: The header of the file, to reject missing tensors before any is read; None without a file.
+        model: The name for errors.
+
+    Yields:
+        The names, filled during the load.
 
     Raises:
-        UnsupportedModel: Where tensors are missing.
+        UnsupportedModel: Tensors are missing.
     """
     names = GgufNames()
     make = modeling_gguf_pytorch_utils.get_gguf_hf_weights_map
 
     def note(module: Any, *arguments: Any, **keywords: Any) -> dict[str, str]:
-        names.stored = make(module, *arguments, **keywords)  # it calls itself for each part, which has a name
+        names.stored = make(module, *arguments, **keywords)  # it recurses into named parts
         if header is not None and not keywords.get("qual_name"):
             report = LoadReport(missing=names.absent(module, header))
             names.complete(report, header)

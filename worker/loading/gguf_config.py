@@ -1,7 +1,7 @@
-"""What a GGUF file says of the model's form, key by key: applied to the configuration, or refused.
+"""GGUF metadata about the model's form: each key is applied to the configuration or rejected.
 
-transformers turns some keys of a file into its configuration, other ones for each architecture, and passes over the
-rest, so that its defaults, which are one model's own values, stand in for them.
+transformers applies some keys, different ones for each architecture, and ignores the rest. Its defaults, the values of
+one particular model, would stand in for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvforge.protocol.errors import UnsupportedModel
 from .gguf_rope import GgufRope
 from .source import Source
 
-# Key after the architecture's name -> what transformers calls it, in one configuration or another.
+# Key after the architecture's name -> its names in transformers' configurations.
 FIELDS: dict[str, tuple[str, ...]] = {
     "context_length": ("max_position_embeddings",),
     "embedding_length": ("hidden_size",),
@@ -38,7 +38,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "logit_scale": ("logit_scale",),
     "use_parallel_residual": ("use_parallel_residual",),
 }
-# Values at which a key asks for nothing.
+# Values for which a key has no effect.
 NOTHING: dict[str, Any] = {
     "attention.causal": True,
     "pooling_type": 0,
@@ -51,26 +51,27 @@ NOTHING: dict[str, Any] = {
     "nextn_predict_layers": 0,
     "attention.clamp_kqv": 0.0,
 }
-# How rows were ordered before the file was written; said by old converters.
+# Row order before conversion, as written by old converters.
 IRRELEVANT = frozenset({"tensor_data_layout"})
-# A window in the configuration of other types is not one in their layers.
+# For other model types a window in the configuration has no effect on the layers.
 WINDOWED = frozenset({"gemma2", "gemma3_text", "mistral", "phi3", "starcoder2"})
-# transformers reads these architectures' files in another way, which leaves nothing out.
+# transformers reads these architectures' files by another path, which ignores nothing.
 READ_WHOLE = frozenset({"qwen35", "qwen35moe", "lfm2"})
-# Gemma's largest models scale queries by the size that a head would have; by the number of layers, as llama.cpp does.
+# Gemma's largest models, recognised by their number of layers as in llama.cpp, scale queries by the nominal head size.
 UNUSUAL_SCALING = {("gemma2", 46), ("gemma3", 62)}
 
 
 def apply_metadata(source: Source, config: Any) -> None:
-    """Brings the configuration that transformers made of a GGUF file in line with the file.
+    """Apply a GGUF file's metadata to the configuration that transformers made.
 
-    Errors: UnsupportedModel, which names the key that cannot be applied.
+    Raises:
+        UnsupportedModel: Names the key that cannot be applied.
     """
     try:
         _apply_all(source, config)
     except UnsupportedModel:
         raise
-    except Exception as error:  # a text for a number, or nothing: transformers has errors of its own for these
+    except Exception as error:  # a wrong type or a missing value: transformers' errors vary
         raise UnsupportedModel(source.name, f"its GGUF metadata cannot be applied: {error}") from error
 
 
@@ -84,7 +85,7 @@ def _apply_all(source: Source, config: Any) -> None:
         for key, value in header.metadata.items()
         if key.startswith(f"{architecture}.")
     }
-    if heads := keys.get("attention.head_count"):  # as llama.cpp has it where a file says nothing
+    if heads := keys.get("attention.head_count"):  # llama.cpp's defaults for missing keys
         if hasattr(config, "num_key_value_heads"):
             keys.setdefault("attention.head_count_kv", heads)
         if getattr(config, "head_dim", None) and isinstance(heads, int):
@@ -99,7 +100,11 @@ def _apply_all(source: Source, config: Any) -> None:
 
 
 def check_rotation(source: Source, module: Any) -> None:
-    """Compares a model's rotary embedding with its GGUF file's. Errors: UnsupportedModel."""
+    """Compare a model's rotary embedding with that of its GGUF file.
+
+    Raises:
+        UnsupportedModel: They differ.
+    """
     if rope := _rope(source, module.config):
         rope.check(module, source.name)
 
@@ -132,7 +137,7 @@ def _apply(config: Any, key: str, value: Any, full: str, model: str) -> None:
 
 
 def _window_pattern(config: Any, like: Any) -> Any:
-    """Which layers have a window: as flags, or as the distance of those that have none."""
+    """Return which layers have a window: as flags, or as the distance between layers without one."""
     windows = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()]
     if isinstance(like, list):
         return windows
@@ -146,11 +151,11 @@ def _head_size(config: Any) -> int:
 
 
 def _single(value: Any) -> Any:
-    """One value for every layer is one value."""
+    """Reduce a list of equal values, one per layer, to one value."""
     return value[0] if isinstance(value, list) and value and all(each == value[0] for each in value) else value
 
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=1e-6)  # a file has float32
+        return math.isclose(one, other, rel_tol=1e-6)  # files store float32
     return bool(one == other)

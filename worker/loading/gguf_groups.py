@@ -1,10 +1,12 @@
-"""Matrices of 4 bits in a GGUF file, as levels with a scale and a smallest value for each 32: no number is rounded.
+"""4-bit matrices of a GGUF file, as levels with a scale and a minimum per 32 numbers, without rounding.
 
 Layout of the blocks: ggml-common.h and dequantize_row_q4_0, _q4_1, _q4_K of ggml-quants.c
-(https://github.com/ggml-org/llama.cpp). A block of 32: float16 d (Q4_1: and m), 16 bytes whose lower halves are the
-first 16 levels and whose upper ones are the others; d (level - 8), or d level + m. A block of 256 of Q4_K: float16 d
-and dmin, 12 bytes with eight scales and eight minima of 6 bits, 128 bytes of levels, each 32 of which hold two groups;
-d scale level - dmin minimum.
+(https://github.com/ggml-org/llama.cpp).
+
+- Q4_0 and Q4_1, blocks of 32: float16 d (Q4_1: and m), 16 bytes; their lower halves are the first 16 levels, their
+  upper halves the others. Values are d (level - 8), or d level + m.
+- Q4_K, blocks of 256: float16 d and dmin, 12 bytes with eight scales and eight minima of 6 bits, 128 bytes of levels;
+  each 32 bytes hold two groups. Values are d scale level - dmin minimum.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
 
 
 class StoredGroups:
-    """The matrices of a model that its file holds in 4 bits."""
+    """The matrices of a model that its file stores in 4 bits."""
 
     def __init__(self, source: Source, module: Any) -> None:
-        """Notes where each Linear of a transformers model lies; files of other formats hold none."""
+        """Find each Linear of a transformers model in the file. Files of other formats have none."""
         self._found: dict[int, GgufTensor] = {}
         self._source = source
         if source.format != "gguf":
@@ -45,9 +47,9 @@ class StoredGroups:
                 self._found[id(part)] = tensors[f"{stored}.weight"]
 
     def of(self, part: Any) -> Groups | None:
-        """Of a Linear of the model: None where the file holds it otherwise, or where what is there is not its weight.
+        """Return the groups of a Linear; None if the file stores it otherwise or its numbers are not the weight.
 
-        transformers changes the order of rows of some models' tensors: what is returned has been compared.
+        transformers reorders the rows of some models' tensors, so the result is compared with the weight.
         """
         tensor = self._found.get(id(part))
         if tensor is None:
@@ -63,14 +65,22 @@ class StoredGroups:
         return None
 
     def _interleaved(self, rows: int) -> torch.Tensor:
-        """[rows]: where each row lies in the file, if it is one of q or k of a Llama model."""
+        """Return the position in the file of each row, [rows], for q and k of a Llama model."""
         order = torch.arange(rows)
         size = self._head_size
         return order if rows % size else order.view(-1, size // 2, 2).transpose(1, 2).flatten()
 
 
 def read_groups(octets: Octets, type_name: str) -> Groups:
-    """octets: [n, bytes of a row], as the file has them. type_name: one of FOUR_BITS. Groups of [n, k]."""
+    """Decode quantised rows.
+
+    Args:
+        octets: [n, bytes of a row], as stored.
+        type_name: One of FOUR_BITS.
+
+    Returns:
+        Groups of [n, k].
+    """
     scale_bytes = {"Q4_0": 2, "Q4_1": 4, "Q4_K": 16}[type_name]
     group_bytes = 128 if type_name == "Q4_K" else GROUP // 2
     blocks = octets.reshape(len(octets), -1, scale_bytes + group_bytes)
@@ -89,8 +99,11 @@ def read_groups(octets: Octets, type_name: str) -> Groups:
 
 
 def _six_bits(octets: Octets) -> tuple[Octets, Octets]:
-    """[n, blocks, 12] -> scales and minima, each [n, blocks, 8]: the first four of each lie in the lower 6 bits of four
-    bytes, of the others 4 bits in the last four and 2 on top of the first."""
+    """Unpack [n, blocks, 12] bytes into scales and minima, each [n, blocks, 8].
+
+    The first four of each are the lower 6 bits of four bytes. The others have 4 bits in the last four bytes and 2 bits
+    on top of the first eight.
+    """
     of_scales, of_lows, last = octets[..., :4], octets[..., 4:8], octets[..., 8:]
     scales = np.concatenate((of_scales & 63, (last & 15) | ((of_scales >> 6) << 4)), axis=-1)
     return scales, np.concatenate((of_lows & 63, (last >> 4) | ((of_lows >> 6) << 4)), axis=-1)

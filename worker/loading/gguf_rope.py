@@ -1,7 +1,8 @@
-"""The rotary embedding that a GGUF file describes. transformers reads its base alone.
+"""The rotary embedding of a GGUF file. transformers reads only its base.
 
-Read as llama.cpp reads it (llama-model.cpp, llama-graph.cpp, ggml's rope_yarn), given to transformers in its own words,
-and compared with the frequencies that the model then has: what could not be said, or was not heard, is refused.
+It is read as in llama.cpp (llama-model.cpp, llama-graph.cpp, ggml's rope_yarn), passed to transformers in its own
+parameters, and compared with the resulting frequencies. A parameter that cannot be expressed, or has no effect, is
+rejected.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .rope import DIVIDED
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-# Keys under "ARCHITECTURE.rope." that are read here, or that say what is read elsewhere.
+# Keys under "ARCHITECTURE.rope." that this module reads or that other modules cover.
 KEYS = frozenset(
     {
         "dimension_count",
@@ -39,16 +40,26 @@ KEYS = frozenset(
         "scaling.yarn_log_multiplier",
     }
 )
-LOCAL_BASE = 10_000.0  # of the sliding layers of Gemma 3, which llama.cpp writes into no file
+LOCAL_BASE = 10_000.0  # for the sliding layers of Gemma 3; GGUF files do not contain it
 EXACT = 1e-5  # relative; transformers computes in float32
 
 
 @dataclass(frozen=True)
 class GgufRope:
-    """kind: default, linear, yarn, longrope or divided. dimensions: of a head, that are rotated. original: positions.
+    """A rotary embedding.
 
-    magnitude: the factor of cos and sin. divisors: of each frequency, [dimensions / 2]; of longrope: up to `original`
-    positions, and `long` beyond.
+    Attributes:
+        kind: default, linear, yarn, longrope or divided.
+        base: Base of the frequencies.
+        local_base: Base in sliding layers.
+        dimensions: Rotated dimensions of a head.
+        factor: Scaling factor.
+        magnitude: Factor of cos and sin.
+        original: Positions before the context was extended.
+        beta_fast: YaRN's upper bound of turns.
+        beta_slow: YaRN's lower bound of turns.
+        divisors: [dimensions / 2], divisor of each frequency; for longrope up to `original` positions.
+        long: The divisors of longrope beyond `original` positions.
     """
 
     kind: str
@@ -65,7 +76,20 @@ class GgufRope:
 
     @classmethod
     def read(cls, header: GgufHeader, path: Path, model: str, head_size: int) -> GgufRope:
-        """Errors: UnsupportedModel, which names the key or tensor that cannot be applied."""
+        """Read the rotary embedding of a file.
+
+        Args:
+            header: The file's header.
+            path: The file.
+            model: The name for errors.
+            head_size: Size of a head.
+
+        Returns:
+            The rotary embedding.
+
+        Raises:
+            UnsupportedModel: Names the key or tensor that cannot be applied.
+        """
         prefix = f"{header.metadata['general.architecture']}.rope."
         keys = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
         if unknown := sorted(set(keys) - KEYS):
@@ -89,7 +113,7 @@ class GgufRope:
         magnitude = float(keys.get("scaling.attn_factor", 1.0)) * float(keys.get("scaling.yarn_attn_factor", 1.0))
         original = int(keys.get("scaling.original_context_length") or context)
         for key, value in (("scaling.yarn_ext_factor", 1.0), ("scaling.yarn_log_multiplier", 0.0)):
-            # 0.1 * mscale_all_dim of DeepSeek, whose attention is another one.
+            # 0.1 * mscale_all_dim of DeepSeek; its attention is not supported.
             if float(keys.get(key, value)) != value and kind == "yarn":
                 raise UnsupportedModel(model, f"its rope.{key} = {keys[key]} cannot be applied")
         changed: dict[str, Any] = {"factor": factor, "magnitude": magnitude, "original": original}
@@ -128,7 +152,7 @@ class GgufRope:
         return GgufRope(**{**vars(self), **changed})
 
     def frequencies(self) -> Floats:
-        """[dimensions / 2] radians a position: what the model must have, up to `original` positions."""
+        """Return the expected frequencies up to `original` positions: [dimensions / 2], radians per position."""
         half = self.dimensions // 2
         plain = self.base ** -(np.arange(half) / half)
         if self.divisors:
@@ -139,7 +163,7 @@ class GgufRope:
             return np.asarray(plain)
 
         def turning(turns: float) -> float:
-            """The dimension that turns so often within `original` positions."""
+            """Return the dimension with this many turns within `original` positions."""
             return half * math.log(self.original / (turns * 2 * math.pi)) / math.log(self.base)
 
         low = max(0.0, math.floor(turning(self.beta_fast)))
@@ -148,7 +172,7 @@ class GgufRope:
         return np.asarray(plain / self.factor * (1.0 - kept) + plain * kept)
 
     def apply(self, config: Any, head_size: int) -> None:
-        """Says it to transformers. Layers of a kind of their own (Gemma 3's sliding ones) are not scaled."""
+        """Write the embedding into transformers' configuration. Gemma 3's sliding layers stay unscaled."""
         ours: dict[str, Any] = {"rope_type": self.kind, "rope_theta": self.base}
         if self.dimensions != head_size or hasattr(config, "partial_rotary_factor"):
             ours["partial_rotary_factor"] = self.dimensions / head_size
@@ -170,7 +194,11 @@ class GgufRope:
             config.rope_parameters = ours
 
     def check(self, module: Any, model: str) -> None:
-        """Errors: UnsupportedModel where the model turns otherwise than the file says."""
+        """Check that the model's frequencies match the file.
+
+        Raises:
+            UnsupportedModel: They differ.
+        """
         local = self.local_base ** -(np.arange(self.dimensions // 2) / (self.dimensions // 2))
         found = 0
         for part in module.modules():

@@ -1,15 +1,15 @@
-"""Imports transformers without what only training, several processes and torch's compiler need of it.
+"""Imports transformers without the parts that only training, several processes and torch's compiler need.
 
-As it comes it imports torch's compiler (by decorators that tell the compiler to stay away), and with it Triton and
-sympy, and torch's distributed tensors: 130 MB that stay resident, and 2 s, and nothing that is served uses them. While
-it is imported, the compiler's package is a stand-in whose decorators change nothing, and torch says that it was built
-without its distributed part, as there are builds of it. While a model is built without numbers, torch asks of each of
-its sizes whether it is a symbol, and imports sympy for that (33 MB): so there are stand-ins for these two as well; and
-where somebody has installed scipy, for that of which losses for finding objects in pictures want one function (0.5 s).
-Whoever wants the compiler or symbols afterwards imports the real ones.
+A plain import pulls in torch's compiler (through decorators that exclude functions from compilation), Triton, sympy and
+torch's distributed tensors: 130 MB of resident memory and 2 s for code that serving never runs. During this import, a
+stand-in with inert decorators replaces the compiler package, and torch reports that it was built without its
+distributed part, as some builds are. While a model is built on the meta device, torch asks for each size whether it is
+a symbol and imports sympy for that (33 MB), so both have stand-ins too. If scipy is installed, a stand-in also replaces
+the package of one function that losses for object detection import (0.5 s). Later imports of the compiler or of symbols
+get the real modules.
 
-A build of torch for a GPU is left alone: Triton is there for our own kernels, and what its transformers wants of the
-compiler cannot be taken back once it has begun to come.
+GPU builds of torch import everything: the worker's own kernels need Triton, and the parts of the compiler that
+transformers then uses cannot be unloaded halfway.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COMPILER = "torch._dynamo"
 ON_CPU_ALONE = not built_for_gpus()
 SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"
 OPTIMISERS = "scipy.optimize"
-# All that this room uses, and what it imports at its first use.
+# Modules of transformers that this package uses directly or on first use.
 WANTED = (
     "masking_utils",
     "modeling_utils",
@@ -48,7 +48,11 @@ log = logging.getLogger(__name__)
 
 
 def import_transformers() -> None:
-    """Does so, unless it was imported before. A version that needs more gets it. Errors: ImportError."""
+    """Import transformers, unless it is already imported. A version that needs more of torch gets the whole.
+
+    Raises:
+        ImportError: transformers is missing or broken.
+    """
     if "transformers" in sys.modules:
         return
     if not ON_CPU_ALONE:
@@ -57,7 +61,7 @@ def import_transformers() -> None:
     try:
         with less_of_torch():
             _import_all()
-    except Exception as error:  # noqa: BLE001 - whatever a version does with what it imports
+    except Exception as error:  # noqa: BLE001 - versions of transformers differ
         log.info("transformers needs all of torch: %s: %s", type(error).__name__, error)
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
             del sys.modules[name]
@@ -71,12 +75,12 @@ def _import_all() -> None:
 
 @contextlib.contextmanager
 def less_of_torch() -> Iterator[None]:
-    """Inside, torch's compiler and its symbols are not imported by who only wants to be left alone by them."""
+    """Hide torch's compiler and symbols from code that imports them only to be excluded from compilation."""
     if COMPILER in sys.modules or not ON_CPU_ALONE:
         yield
         return
     compiler = StandIn(COMPILER, dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _unchanged))
-    compiler.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]  # its parts can be imported by themselves
+    compiler.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]  # its submodules stay importable
     source = Path(torch.__file__).parent.joinpath("fx", "experimental", "symbolic_shapes.py").read_text("utf-8")
     questions = {name: _question(name) for name in FUNCTION.findall(source)}
     others = [StandIn(SYMBOLIC_SHAPES, questions), StandIn("sympy", {"Basic": _NoSymbol})]
@@ -94,28 +98,28 @@ def less_of_torch() -> Iterator[None]:
 
 
 class StandIn(ModuleType):
-    """In the place of a module that is not imported yet. known: what it has; whoever wants more gets the real one's."""
+    """Stands in for a module that is not imported yet. known: its attributes; any other comes from the real module."""
 
     def __init__(self, name: str, known: Mapping[str, Any]) -> None:
         super().__init__(name)
         self._known = known
 
     def step_aside(self) -> None:
-        """From now on the next to import it imports the real one."""
+        """Let the next import load the real module."""
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
 
     def __getattr__(self, name: str) -> Any:
         if name in self._known and sys.modules.get(self.__name__) is self:
             return self._known[name]
-        # Whoever imports a part of sympy, or a name from it, asks for its path first.
+        # An import of a part of sympy, or of a name from it, asks for its path first.
         if name.startswith("__") and (name, self.__name__) != ("__path__", "sympy"):
             raise AttributeError(name)
         return getattr(_real(self.__name__), name)
 
 
 def _real(name: str) -> ModuleType:
-    """The module, imported if it was not."""
+    """Return the real module, importing it if needed."""
     here = sys.modules.get(name)
     if isinstance(here, StandIn):
         here.step_aside()
@@ -123,22 +127,24 @@ def _real(name: str) -> ModuleType:
 
 
 def _assignment(*given: Any, **keywords: Any) -> Any:
-    """scipy's function, from when it is called on."""
+    """Call scipy's function, importing it on first use."""
     return _real(OPTIMISERS).linear_sum_assignment(*given, **keywords)
 
 
 def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
-    """A decorator, with arguments or without."""
+    """Return the function unchanged: a decorator with or without arguments."""
     return function if function is not None else _unchanged
 
 
 class _NoSymbol:
-    """The class of sympy's symbols while there are none."""
+    """Stands in for the class of sympy's symbols while there are none."""
 
 
 def _question(name: str) -> Callable[..., Any]:
-    """A function of torch's symbolic shapes, which is imported wherever a shape is looked at. Asked about symbols, or
-    more than `ANSWERS` know, it is the real one."""
+    """Return a stand-in for a function of torch's symbolic shapes, which torch imports wherever it inspects a shape.
+
+    For symbols, or questions beyond `ANSWERS`, it calls the real function.
+    """
     answer = ANSWERS.get(name)
 
     def function(*asked: Any, **keywords: Any) -> Any:
@@ -153,7 +159,7 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, (tuple, list)) else isinstance(value, (bool, int, float))
 
 
-# What functions of torch's symbolic shapes say of plain values.
+# Results of functions of torch's symbolic shapes for plain values.
 ANSWERS: dict[str, Callable[[tuple[Any, ...]], bool]] = {
     **dict.fromkeys(("expect_true", "guard_or_false", "guard_or_true", "statically_known_true", "sym_and"), all),
     "sym_or": any,

@@ -1,4 +1,4 @@
-"""From a name or a path to a model that is proved to compute what it should."""
+"""Loads a model from a name or a path, and verifies that it computes what it should."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ Arguments = ParamSpec("Arguments")
 
 
 def _refusing_all(load: Callable[Arguments, LoadedModel]) -> Callable[Arguments, LoadedModel]:
-    """Turns whatever foreign code raises on the way into UnsupportedModel: another start would meet it again. A failure
-    of the device stays one, after which another start may help."""
+    """Convert foreign exceptions to UnsupportedModel, because a restart would meet them again.
+
+    Failures of the device keep their type, because a restart may help.
+    """
 
     @functools.wraps(load)
     def run(*given: Arguments.args, **named: Arguments.kwargs) -> LoadedModel:
@@ -61,7 +63,7 @@ def _refusing_all(load: Callable[Arguments, LoadedModel]) -> Callable[Arguments,
             raise UnsupportedModel(Path(source).name or source, str(error)) from error
         except BaseException as error:
             source, device = str(given[0] if given else named["source"]), cast(Device, named["device"])
-            log.info("loading %s ended by an error that is not kvforge's", source, exc_info=True)
+            log.info("loading %s failed with a foreign error", source, exc_info=True)
             typed = as_worker_error(error, f"loading {source}", device)
             if typed.code != "worker_error":
                 raise typed from error
@@ -72,7 +74,7 @@ def _refusing_all(load: Callable[Arguments, LoadedModel]) -> Callable[Arguments,
 
 
 def _is_foreign(error: BaseException, device: Device) -> bool:
-    """Whether a failure of the worker is a library's own, and would come again: on a CPU all but a lack of memory."""
+    """Return whether a worker error comes from a library and would recur: on a CPU, any except a lack of memory."""
     if not isinstance(error, WorkerError) or error.code != "worker_error" or isinstance(error.__cause__, KvforgeError):
         return False
     if isinstance(error.__cause__, (RecursionError, NotImplementedError)):
@@ -96,18 +98,33 @@ def load_model(
     context_tokens_max: int = 0,
     ranks: Ranks | None = None,
 ) -> LoadedModel:
-    """Loads a model and proves that what will run computes what transformers' own layers and attention do.
+    """Load a model, and verify that it computes the same as transformers' own layers and attention.
 
-    source: a GGUF file, a Hugging Face folder, or (load_format "dummy") a config.json or a folder with one.
-    dtype: float32, float16, bfloat16, or auto (see `loading.model_dtype`).
-    weight_dtype: in how many bits weights stay (see `loading.quantisation`).
-    kv_dtype: a name in `KV_DTYPES`, or auto (that of the weights). attention: see `choose_attention`. seed: of
-    dummy weights. context_tokens_max: positions to serve, 0: what the model is said to have (see `loading.rope`).
-    ranks: this process's place among those that compute the model together, all of which load it at the same time.
-    progress(phase, fraction): phase is a few words, fraction of the whole load from 0 to 1, never falling.
-    Errors: ModelNotFound; UnsupportedModel, which names the architecture; InvalidConfiguration (load_format, dtype,
-    weight_dtype, kv_dtype, attention, block_size, context_tokens_max); KernelError where one is wrong or does not
-    compile; WorkerError or GpuError where memory runs out.
+    Args:
+        source: A GGUF file, a Hugging Face folder, or (load_format "dummy") a config.json or a folder with one.
+        load_format: One of LOAD_FORMATS.
+        dtype: float32, float16, bfloat16, or auto (see `loading.model_dtype`).
+        weight_dtype: Bits of the weights (see `loading.quantisation`).
+        device: The device that computes.
+        block_size: Tokens per KV block.
+        kv_dtype: A name in `KV_DTYPES`, or auto (that of the weights).
+        attention: See `choose_attention`.
+        progress: Called with a phase in a few words and the fraction of the whole load, 0 to 1, never falling.
+        seed: Seed of random weights.
+        context_tokens_max: Positions to serve; 0: the model's context length (see `loading.rope`).
+        ranks: The group of ranks that compute the model together; all load it at the same time.
+
+    Returns:
+        The loaded model.
+
+    Raises:
+        ModelNotFound: There is no such model.
+        UnsupportedModel: Names the architecture.
+        InvalidConfiguration: A setting is invalid: load_format, dtype, weight_dtype, kv_dtype, attention, block_size or
+            context_tokens_max.
+        KernelError: A kernel is wrong or does not compile.
+        WorkerError: There is not enough memory.
+        GpuError: There is not enough memory on the GPU.
     """
     progress("reading the configuration", 0.0)
     found = find_source(source, load_format)
@@ -118,7 +135,7 @@ def load_model(
         quantisation = choose_quantisation(weight_dtype, found, torch_dtype, device)
         dtype_name = str(torch_dtype).removeprefix("torch.")
         kv_dtype = dtype_name if kv_dtype == "auto" else kv_dtype
-        # Its errors come before the wait.
+        # Raises errors in the settings before the slow load.
         KvGeometry.uniform(layers=1, kv_heads=1, head_size=1, block_size=block_size, kv_dtype=kv_dtype)
         if device.runs_kernels:
             check_dtypes(device, torch_dtype, KV_DTYPES[kv_dtype].torch_dtype)
@@ -146,7 +163,7 @@ def load_model(
     first = PlainOperations() if packs else operations
     fused = fuse(module, bound_options(module), first, context.attention, ranks=ranks)
     vocab_size = int(module.get_input_embeddings().num_embeddings)
-    checked = replace(fused, operations=operations) if fused is not None else None  # plain products until it is packed
+    checked = replace(fused, operations=operations) if fused is not None else None  # plain until it is packed
     count = ranks.count if ranks is not None else 1
     check_kernels(Serving(device, chosen, kinds, torch_dtype, stored, block_size, vocab_size, checked, ranks=count))
     del checked
@@ -182,12 +199,12 @@ def load_model(
         except UnsupportedModel as error:
             if fused is None or quantisation is not None:
                 raise
-            log.warning("%s; its layers are run one operation at a time", error)
+            log.warning("%s; running its layers one operation at a time", error)
             model = replace(model, fused=None)
             reference = verify(model)
     if model.fused is not None and isinstance(operations, PackedOperations):
         progress("packing weights", 0.95)
-        fused, model = None, replace(model, fused=None)  # nothing may hold the unpacked ones
+        fused, model = None, replace(model, fused=None)  # no reference may keep the unpacked weights
         model = _packed(model, operations, Packer(operations, quantisation, found, model.module), reference)
     elif model.fused is None and device.steady and not attends_in_plain_torch(model):
         progress("making rows independent", 0.95)
@@ -202,10 +219,14 @@ def load_model(
 
 
 def _packed(model: LoadedModel, operations: PackedOperations, packer: Packer, reference: Reference) -> LoadedModel:
-    """A model that was verified, with its weights packed, verified again. Errors: KernelError, WorkerError.
+    """Pack the weights of a verified model, and verify it again.
 
-    Quantised weights are not compared with what they were made of, from which they differ by as much as it takes, but
-    with transformers' own layers over the numbers that they stand for. What these are was checked one by one.
+    Quantised weights differ from the originals by the quantisation error, so they are not compared with these, but with
+    transformers' own layers over the dequantised numbers. Each quantised matrix was checked by itself.
+
+    Raises:
+        KernelError: The packed model computes wrong results.
+        WorkerError: There is not enough memory.
     """
     with model.device.errors("packing weights"):
         options = bound_options(model.module)
@@ -221,8 +242,12 @@ def _packed(model: LoadedModel, operations: PackedOperations, packer: Packer, re
 
 
 def _steadied(model: LoadedModel, operations: LayerOperations, reference: Reference) -> None:
-    """Replaces parts of a model that was verified by others that compute each row by itself, and verifies it again.
-    Errors: KernelError, WorkerError."""
+    """Replace parts of a verified model by row-independent ones, and verify it again.
+
+    Raises:
+        KernelError: The changed model computes wrong results.
+        WorkerError: There is not enough memory.
+    """
     with model.device.errors("replacing parts of the model"):
         make_rows_steady(model.module, operations, model.device)
         model.device.release_cached()
@@ -233,8 +258,12 @@ def _steadied(model: LoadedModel, operations: LayerOperations, reference: Refere
 
 
 def _refuse_quantising(weight_dtype: str, architecture: str) -> None:
-    """Errors: InvalidConfiguration, unless it was `auto`, which is satisfied with what can be."""
-    problem = f"the weights of {architecture}, whose layers are transformers' own, are not quantised"
+    """Reject the quantisation of a model that is not fused; `auto` accepts it unquantised.
+
+    Raises:
+        InvalidConfiguration: `weight_dtype` asks for quantisation.
+    """
+    problem = f"{architecture} runs transformers' own layers, which cannot be quantised"
     if weight_dtype != "auto":
         raise InvalidConfiguration("weight_dtype", f"{weight_dtype!r}: {problem}; use 'dtype'")
     log.info("weight_dtype: %s", problem)

@@ -1,10 +1,10 @@
-"""A transformers decoder whose attention is ours.
+"""A transformers decoder with kvforge's attention.
 
 kvforge registers one attention function with transformers (`AttentionInterface.register`). A forward pass takes a
-flattened ragged batch [1, tokens] with position ids; the function finds the batch's structure and the layer's place in
-the pool through a `ForwardContext` that hangs on each attention module. No transformers cache and no mask is used:
-causality comes from the batch alone. What a model must be like for that to be right is checked in `probe`, and what it
-computes in `verification`.
+flattened ragged batch [1, tokens] with position ids. The function finds the batch's structure and the layer's memory in
+the pool through a `ForwardContext` that is attached to each attention module. Neither a transformers cache nor a mask
+is
+used: the batch alone defines causality. `probe` checks the requirements on the model, `verification` its results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BINDING = "kvforge_binding"
 
 
 class ForwardContext:
-    """What the attention function of every layer reads during one forward pass; empty between passes."""
+    """Inputs of the attention function of every layer during one forward pass; empty between passes."""
 
     def __init__(self, attention: PagedAttention) -> None:
         self.attention = attention
@@ -42,7 +42,7 @@ class ForwardContext:
 
 @dataclass(frozen=True)
 class LayerBinding:
-    """Hangs on an attention module: which layer of the pool it is, with how many query heads, and how it attends."""
+    """Attached to an attention module: its layer in the pool, its query heads, and its attention options."""
 
     index: int
     heads: int
@@ -58,21 +58,29 @@ def _attention_forward(
     attention_mask: torch.Tensor | None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function transformers calls. query: [1, heads, tokens, head_size]; key, value: [1, kv_heads, ...].
+    """Attention as transformers calls it. Keywords were checked once at load.
 
-    Returns [1, tokens, heads, head_size]. The keywords were read and judged once, when the model was loaded.
+    Args:
+        module: The attention module.
+        query: [1, heads, tokens, head_size].
+        key: [1, kv_heads, tokens, head_size].
+        value: [1, kv_heads, tokens, head_size].
+        attention_mask: Always None.
+
+    Returns:
+        [1, tokens, heads, head_size], and no weights.
     """
     binding: LayerBinding = module.__dict__[BINDING]
     context = binding.context
     assert context.batch is not None and context.pool is not None, "attention outside LoadedModel.forward"
-    assert attention_mask is None, "transformers made a mask for an attention that takes none"
+    assert attention_mask is None, "transformers passed a mask to an attention without masks"
     layer = context.pool.layers[binding.index]
     context.attention.write(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, context.batch)
     output = context.attention.attend(query[0].transpose(0, 1), layer, context.batch, binding.options)
     return output.unsqueeze(0), None
 
 
-# No mask function is registered under this name, so transformers makes no mask for it.
+# No mask function is registered under this name, so transformers builds no mask.
 transformers.AttentionInterface.register(ATTENTION_NAME, _attention_forward)
 
 
@@ -80,11 +88,19 @@ transformers.AttentionInterface.register(ATTENTION_NAME, _attention_forward)
 class LoadedModel:
     """A model ready to run.
 
-    info: what the worker announces. geometry: what its KV blocks hold. vocab_size: token ids are below it (the size of
-    the input embedding). module: the transformers model; nothing but this class calls it. fused: what runs in its
-    place, with the same weights, where its layers are known (see `fusion`). unsteady: why a row's bits may depend on
-    the rows beside it; "" where they do not. ranks: this process's place where several compute it together: each of
-    them makes every pass, in the same order, or none can.
+    Attributes:
+        info: The model as the worker announces it.
+        geometry: Layout of its KV blocks.
+        device: The device that computes.
+        dtype: Dtype of the weights.
+        vocab_size: Size of the input embedding; token ids are below it.
+        module: The transformers model; only this class calls it.
+        context: Inputs of attention during a pass.
+        accepts_logits_to_keep: Whether the module can compute the logits of selected tokens only.
+        fused: The fused form, which runs instead of the module with the same weights, if its layers are known (see
+            `fusion`).
+        unsteady: Why a row's bits may depend on other rows; "" if they do not.
+        ranks: The group of ranks that compute the model together. All ranks make every pass in the same order.
     """
 
     info: ModelInfo
@@ -101,8 +117,10 @@ class LoadedModel:
 
     @property
     def wants_kinds(self) -> bool:
-        """Whether it matters which tokens were generated and which are of a prompt (see `step.kinds`): on a CPU both
-        are rounded alike."""
+        """Whether generated tokens must be distinguished from prompt tokens (see `step.kinds`).
+
+        On a CPU both round alike.
+        """
         return self.device.steady and not self.unsteady and not self.device.computes_on_cores
 
     @torch.inference_mode()
@@ -114,10 +132,20 @@ class LoadedModel:
         batch: PagedBatch,
         pool: KvPool,
     ) -> torch.Tensor:
-        """One pass: writes K and V of the batch's tokens to `pool`, and computes the logits that are asked for.
+        """Run one pass: write K and V of the batch's tokens to `pool`, and compute the requested logits.
 
-        token_ids, positions: [tokens] int64 device. logit_tokens: [sampled] int64 device, places in the flat batch.
-        Returns raw logits [sampled, vocab] float32 device, in memory of its own. Errors: whatever torch raises.
+        Args:
+            token_ids: [tokens] int64 on the device.
+            positions: [tokens] int64 on the device.
+            logit_tokens: [sampled] int64 on the device, indices in the flat batch.
+            batch: Structure of the batch.
+            pool: The KV pool.
+
+        Returns:
+            Raw logits [sampled, vocab] float32 on the device, in separate memory.
+
+        Raises:
+            RuntimeError: torch failed.
         """
         wanted = len(logit_tokens)
         padding = 0 if self._head_is_packed else self.device.product_rows(wanted) - wanted
@@ -136,10 +164,20 @@ class LoadedModel:
         pool: KvPool,
         logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `forward`, for the logits of every token, in order; `logits` [tokens, vocab] float32: where they go.
+        """Run one pass as `forward` does, and compute the logits of every token in order.
 
-        Where `fused` is there, every shape follows from the arguments' shapes and nothing waits for the device, so that
-        it can be captured in a graph.
+        With `fused`, every shape follows from the shapes of the arguments and nothing waits for the device, so the
+        pass can be captured in a graph.
+
+        Args:
+            token_ids: [tokens] int64 on the device.
+            positions: [tokens] int64 on the device.
+            batch: Structure of the batch.
+            pool: The KV pool.
+            logits: [tokens, vocab] float32 that receives the result; None: allocate it.
+
+        Returns:
+            The logits.
         """
         if self.fused is not None:
             return self.fused.forward(token_ids, positions, None, batch, pool, logits)
@@ -148,7 +186,7 @@ class LoadedModel:
         return found if logits is None else logits.copy_(found)
 
     def packed_weights(self) -> Iterator[torch.Tensor]:
-        """Those that are no tensors of the module: packed, or quantised."""
+        """Yield the packed or quantised weights, which are not tensors of the module."""
         if self.fused is None:
             return packed_weights(self.module)
         return filter(is_packed, self.fused.product_weights())
@@ -178,7 +216,11 @@ class LoadedModel:
 
 
 def use_attention(module: Any, name: str) -> None:
-    """Switches a transformers model to the attention function registered as `name`. Errors: UnsupportedModel."""
+    """Switch a transformers model to the attention function registered as `name`.
+
+    Raises:
+        UnsupportedModel: transformers cannot switch it.
+    """
     try:
         module.set_attn_implementation(name)
     except (ValueError, ImportError) as error:

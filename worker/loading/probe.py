@@ -1,9 +1,9 @@
-"""What each layer of a model asks of attention, found out by running it; `verification` then compares what it computes.
+"""Finds each layer's attention parameters by running the model; `verification` then compares its results.
 
-One pass with an attention function that only notes what it is given. Every layer must call it exactly once, with
-keywords we honour, and with a mask that is causal, or causal within a window. A model asks for its mask through
-transformers' mask interface, which hands over the mask as a function of two positions: evaluating it far out tells the
-window of layers whose window is longer than any probe could be, and unmasks chunked attention.
+One pass runs with an attention function that only records its arguments. Every layer must call it exactly once, with
+supported keywords, and with a mask that is causal, or causal within a window. Models request their mask through
+transformers' mask interface, which provides the mask as a function of two positions. Evaluating it at distant positions
+yields windows longer than any probe, and exposes chunked attention.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECORDING_NAME = "kvforge_recording"
 RECORDED_TOKENS = 4
 ATTENDING = frozenset({"attention", "full_attention", "sliding_attention"})
 MASK_POSITIONS_MAX = 1 << 18
-# Keywords that say nothing attention must honour; all others must be absent, None or False.
+# Keywords without effect on attention; all others must be absent, None or False.
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
 log = logging.getLogger("worker")
 HONOURED = frozenset({"scaling", "sliding_window", "softcap", "dropout", "is_causal"})
@@ -38,7 +38,7 @@ HONOURED = frozenset({"scaling", "sliding_window", "softcap", "dropout", "is_cau
 
 @dataclass(frozen=True)
 class _Call:
-    """What a layer passed to the attention function. The shapes: [1, heads, tokens, head_size]."""
+    """Arguments of a layer's call of the attention function. Shapes are [1, heads, tokens, head_size]."""
 
     module: torch.nn.Module
     query: torch.Size
@@ -48,7 +48,7 @@ class _Call:
     keywords: dict[str, Any]
 
 
-_calls: list[_Call] = []  # of the recording pass in progress: transformers' registry knows functions, not objects
+_calls: list[_Call] = []  # calls of the recording pass in progress: transformers registers functions, not objects
 
 
 def _record(
@@ -65,9 +65,9 @@ def _record(
 
 
 def _mask_window(*, mask_function: Any, config: Any, device: Any, **_: Any) -> torch.Tensor:
-    """Stands in for a mask: a tensor [1, 1, 1, 1] int64 that holds the window of `mask_function` (0: none).
+    """Return the window of `mask_function` (0: none) in place of a mask, as a tensor [1, 1, 1, 1] int64.
 
-    mask_function(batch, head, query position, key position) -> bool tensor, as transformers' masking_utils make them.
+    mask_function(batch, head, query position, key position) -> bool tensor, as in transformers' masking_utils.
     """
     positions = min(context_range(config).most, MASK_POSITIONS_MAX)
     zero = torch.tensor(0)
@@ -94,9 +94,19 @@ transformers.AttentionMaskInterface.register(RECORDING_NAME, _mask_window)
 
 @torch.inference_mode()
 def bind_layers(module: Any, context: ForwardContext, context_tokens: int, device: Device) -> tuple[LayerShape, ...]:
-    """Runs the recording pass, hangs a LayerBinding on each attention module, and selects paged attention.
+    """Run the recording pass, attach a LayerBinding to each attention module, and select paged attention.
 
-    Returns each layer's KV shape, in order. Errors: UnsupportedModel.
+    Args:
+        module: The transformers model.
+        context: Inputs of attention, shared by all layers.
+        context_tokens: Positions to serve.
+        device: The device that computes.
+
+    Returns:
+        Each layer's KV shape, in order.
+
+    Raises:
+        UnsupportedModel: A layer needs something that attention does not support.
     """
     name = _name(module.config)
     if getattr(module, "_is_stateful", False) and not _attends_alone(module.config):
@@ -108,7 +118,7 @@ def bind_layers(module: Any, context: ForwardContext, context_tokens: int, devic
     if len({id(call.module) for call in calls}) != len(calls):
         raise UnsupportedModel(name, "a layer attends more than once")
     if len(calls) != layers:
-        problem = f"{layers} layers, of which {len(calls)} attend through the registered function"
+        problem = f"{len(calls)} of its {layers} layers attend through the registered function"
         raise UnsupportedModel(name, problem)
     shapes = []
     for index, call in enumerate(calls):
@@ -120,11 +130,11 @@ def bind_layers(module: Any, context: ForwardContext, context_tokens: int, devic
 
 
 def foresee(module: Any, device: Device) -> None:
-    """Judge a model that is on the meta device, before its weights are read, as far as that can be done there.
+    """Check a model on the meta device before its weights are read, as far as possible.
 
     Raises:
-        UnsupportedModel: Its layers ask something of attention that is not there. A failure of code that needs numbers
-            is no reason.
+        UnsupportedModel: A layer needs something that attention does not support. Code that fails without weights is
+            tolerated.
     """
     try:
         bind_layers(module, ForwardContext(ReferenceAttention()), RECORDED_TOKENS, device)
@@ -132,12 +142,14 @@ def foresee(module: Any, device: Device) -> None:
         if error.__cause__ is None:
             raise
     except Exception as error:  # noqa: BLE001 - foreign code without numbers
-        log.debug("not foreseen: %s: %s", type(error).__name__, error)
+        log.debug("not checked before loading: %s: %s", type(error).__name__, error)
 
 
 def _attends_alone(config: Any) -> bool:
-    """Return whether a family that may keep a recurrent state is configured with attention in every layer. Its logits
-    are then compared in chunks, as any model's."""
+    """Return whether every layer attends, for a family that may keep recurrent state.
+
+    The logits of such a model are then compared in chunks, like those of any model.
+    """
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     return (
@@ -148,13 +160,13 @@ def _attends_alone(config: Any) -> bool:
 
 
 def bound_shapes(module: Any, shapes: tuple[LayerShape, ...]) -> tuple[AttentionShape, ...]:
-    """What each layer asks of attention, in order, after `bind_layers` has returned `shapes`."""
+    """Return each layer's attention shape in order, after `bind_layers` has returned `shapes`."""
     found = zip(_bindings(module), shapes, strict=True)
     return tuple(AttentionShape(b.heads, shape.kv_heads, shape.head_size, b.options) for b, shape in found)
 
 
 def bound_options(module: Any) -> tuple[AttentionOptions, ...]:
-    """How each layer attends, in order, after `bind_layers`."""
+    """Return each layer's attention options in order, after `bind_layers`."""
     return tuple(binding.options for binding in _bindings(module))
 
 
@@ -175,24 +187,28 @@ def _recording_pass(module: Any, name: str, tokens: int, device: Device) -> list
         return list(_calls)
     except KvforgeError:
         raise
-    except Exception as error:  # foreign model code given an unusual attention: any failure means "not this one"
+    except Exception as error:  # foreign model code: any failure means that the model is unsupported
         raise UnsupportedModel(name, f"a trial run failed: {type(error).__name__}: {error}") from error
     finally:
         _calls.clear()
 
 
 def _read_call(call: _Call, name: str) -> tuple[AttentionOptions, LayerShape]:
-    """Judges what one layer passes. Errors: UnsupportedModel."""
+    """Check the arguments of one layer's call.
+
+    Raises:
+        UnsupportedModel: They are not supported.
+    """
     for keyword, value in call.keywords.items():
         if keyword not in HONOURED | HARMLESS and value is not None and value is not False:
-            what = "attention sinks" if keyword in ("s_aux", "sinks") else "a keyword kvforge does not honour"
+            what = "attention sinks" if keyword in ("s_aux", "sinks") else "a keyword kvforge does not support"
             raise UnsupportedModel(name, f"its layers pass {keyword!r} to attention ({what})")
     if call.keywords.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
         raise UnsupportedModel(name, "its attention is not causal")
     if call.keywords.get("dropout"):
         raise UnsupportedModel(name, "it drops attention weights at inference")
     if "get_seq_length" in inspect.getsource(type(call.module).forward):
-        # Llama 4 scales queries so: without a transformers cache it would count places in our batch instead.
+        # Llama 4 scales queries this way: without a transformers cache it would count positions within the batch.
         raise UnsupportedModel(name, "its attention computes positions from the length of a transformers cache")
     if call.key != call.value:
         raise UnsupportedModel(name, f"its K and V differ in shape: {tuple(call.key)} and {tuple(call.value)}")
@@ -205,7 +221,7 @@ def _read_call(call: _Call, name: str) -> tuple[AttentionOptions, LayerShape]:
 
 
 def _window(call: _Call, name: str) -> int:
-    """The mask decides where there is one (eager attention reads nothing else), else the keyword."""
+    """Return the window: from the mask if there is one (eager attention reads nothing else), else from the keyword."""
     if call.mask is None:
         return int(call.keywords.get("sliding_window") or 0)
     if call.mask.numel() != 1 or call.mask.dtype != torch.int64:

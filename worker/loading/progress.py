@@ -1,4 +1,4 @@
-"""What transformers and gguf draw on the terminal while they load, as fractions; and what they do too often, once."""
+"""Progress bars of transformers and gguf as fractions, and repeated work of theirs done once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Progress = Callable[[str, float], None]
 
 
 class Bars:
-    """Stands in for tqdm. current: the name of the GGUF tensor that is being converted; "" where there is none."""
+    """Stands in for tqdm. current: the GGUF tensor being converted; "" if there is none."""
 
     def __init__(self, progress: Progress) -> None:
         self.current = ""
@@ -24,6 +24,7 @@ class Bars:
         self._phases = 0
 
     def make(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Bar:
+        """Return a bar in place of the next progress bar."""
         weights_share = 0.5  # GGUF files are read (first half), then assigned (second half)
         base = min(weights_share * self._phases, weights_share)
         self._phases += 1
@@ -33,7 +34,7 @@ class Bars:
 
 
 class _Bar:
-    """Stands in for a tqdm bar: reports how far it is instead of drawing it."""
+    """Stands in for a tqdm bar: reports its progress instead of drawing it."""
 
     def __init__(
         self, bars: Bars, progress: Progress, iterable: Any = None, *, total: int | None = None, **_: Any
@@ -66,12 +67,12 @@ class _Bar:
         pass
 
     def __getattr__(self, _: str) -> Callable[..., None]:
-        return lambda *_args, **_keywords: None  # close, set_description, ...: nothing to draw
+        return lambda *_args, **_keywords: None  # close, set_description and so on draw nothing
 
 
 @contextlib.contextmanager
 def bars_to(progress: Progress) -> Iterator[Bars]:
-    """transformers draws progress bars on stderr while loading; these go to `progress` instead."""
+    """Redirect the progress bars that transformers draws on stderr to `progress`."""
     bars = Bars(progress)
     gguf = _gguf_module()
     drawn = getattr(gguf, "tqdm", None)
@@ -88,10 +89,10 @@ def bars_to(progress: Progress) -> Iterator[Bars]:
 
 @contextlib.contextmanager
 def gguf_read_once() -> Iterator[None]:
-    """Around `read_config` and `build`: transformers does for a GGUF file again and again what is needed once.
+    """Make transformers parse a GGUF file once. Wrap `read_config` and `build` with it.
 
-    It reads the file for the configuration, and once more for the weights. It makes the table of the tensors' names
-    anew for every module of a model, and the more layers, the longer that takes.
+    transformers reads the file for the configuration and again for the weights, and rebuilds the table of tensor names
+    for every module, which takes longer the more layers there are.
     """
     try:
         import gguf
@@ -105,13 +106,12 @@ def gguf_read_once() -> Iterator[None]:
         data: Any
 
         def _build_fields(self, *arguments: Any) -> Any:
-            # A vocabulary is cut out piece by piece, and every piece of a memmap is one again, which takes longer.
+            # Parsing slices the vocabulary into pieces; slices of a memmap are slow memmaps again.
             self.data = np.asarray(self.data)
             return super()._build_fields(*arguments)
 
         def _get_field_parts(self, offset: int, kind: int) -> Any:
-            # Of a vocabulary a model needs the size alone, and an array for each of its strings takes 85 MB: all of
-            # them are read as empty ones.
+            # A model needs only the size of the vocabulary. An array per string takes 85 MB, so all are read as empty.
             if kind != array or self.data[offset : offset + 4].view(np.uint32)[0] != string:
                 return super()._get_field_parts(offset, kind)
             count, end = int(self.data[offset + 4 : offset + 12].view(np.uint64)[0]), offset + 12

@@ -1,9 +1,12 @@
-"""In how many bits a model's weights stay: what `weight_dtype` stands for, and what becomes of each of its matrices.
+"""The bits of a model's weights: resolves `weight_dtype`, and packs each matrix accordingly.
 
-"dtype" is what `dtype` says, and exact. "int8" and "int4" quantise every matrix that is multiplied with, the vocabulary
-head to 8 bits in either case: 4 there cost more than they save. "auto" leaves a quantised GGUF file as it is, as far as
-there are kernels: what it holds in 4 bits (Q4_0, Q4_1, Q4_K) keeps its levels, what it holds in others gets 8 bits of
-ours, and what is not quantised stays as `dtype` says. The embedding is looked up, not multiplied with: it stays.
+- "dtype" keeps the dtype of the model, exactly.
+- "int8" and "int4" quantise every matrix of a product. The vocabulary head always gets 8 bits: 4 bits cost more
+  there than they save.
+- "auto" keeps a quantised GGUF file as it is where kernels exist: matrices stored in 4 bits (Q4_0, Q4_1, Q4_K) keep
+  their levels, other quantised ones get 8 bits, and the rest stays in `dtype`.
+
+The embedding is looked up rather than multiplied, so it is never quantised.
 """
 
 from __future__ import annotations
@@ -28,22 +31,30 @@ NOT_QUANTISED = frozenset({"F64", "F32", "F16", "BF16"})
 
 @dataclass(frozen=True)
 class Quantisation:
-    """kind: "int8" or "int4", of most of the matrices. as_stored: a matrix that a file holds in more bits than 4 does
-    not get 4."""
+    """A way of quantising weights.
+
+    Attributes:
+        kind: "int8" or "int4", for most matrices.
+        as_stored: Whether a matrix that the file stores in more than 4 bits keeps at least 8.
+    """
 
     kind: str
     as_stored: bool
 
     @property
     def digest(self) -> str:
-        """What tells it from others in a fingerprint."""
+        """Text that distinguishes it in a fingerprint."""
         return f"{self.kind}{' as stored' if self.as_stored else ''}"
 
 
 def choose_quantisation(name: str, source: Source, dtype: torch.dtype, device: Device) -> Quantisation | None:
-    """What the setting `weight_dtype` stands for; None: weights are as `dtype` says.
+    """Resolve the `weight_dtype` setting.
 
-    Errors: InvalidConfiguration (`weight_dtype`): an unknown name, or one that this device has no products for.
+    Returns:
+        The quantisation; None: weights stay in `dtype`.
+
+    Raises:
+        InvalidConfiguration: The name is unknown, or this device has no such products (`weight_dtype`).
     """
     if name not in WEIGHT_DTYPES:
         raise InvalidConfiguration("weight_dtype", f"{name!r} is not one of {', '.join(WEIGHT_DTYPES)}")
@@ -66,24 +77,35 @@ def choose_quantisation(name: str, source: Source, dtype: torch.dtype, device: D
 
 
 class Packer:
-    """Makes one weight [n, k] of parts that were joined: Linears of a transformers model, their rows in order."""
+    """Packs the joined weight [n, k] of several Linears of a transformers model, with their rows in order."""
 
     def __init__(
         self, operations: PackedOperations, quantisation: Quantisation | None, source: Source, module: Any
     ) -> None:
-        """Reads the names of all parts, which are then replaced one by one."""
+        """Find all parts in the file before they are replaced one by one."""
         self._operations, self._quantisation = operations, quantisation
-        self._head = id(module.lm_head)  # nothing here may keep a weight that is given up
+        self._head = id(module.lm_head)  # an id, not a reference, so that the weight can be freed
         wanted = quantisation is not None and quantisation.kind == "int4" and source.format == "gguf"
         self._stored = StoredGroups(source, module) if wanted else None
 
     @property
     def quantises(self) -> bool:
-        """Whether what is made takes fewer bits."""
+        """Whether packed weights have fewer bits."""
         return self._quantisation is not None
 
     def pack(self, weight: torch.Tensor, parts: Sequence[Any]) -> torch.Tensor:
-        """Errors: those of `PackedOperations.pack` and `quantise`."""
+        """Pack a weight.
+
+        Args:
+            weight: The joined weight [n, k].
+            parts: The Linears that it was joined from.
+
+        Returns:
+            The packed weight.
+
+        Raises:
+            KvforgeError: As raised by `PackedOperations.pack` and `quantise`.
+        """
         operations, quantisation = self._operations, self._quantisation
         if quantisation is None:
             return operations.pack(weight)

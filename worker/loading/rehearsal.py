@@ -1,7 +1,7 @@
-"""A load without numbers: compares the files' tensors with the configuration before any tensor is read.
+"""A rehearsal of the load: compares the files' tensors with the configuration before any tensor is read.
 
-transformers loads the headers' names and shapes through its own conversions onto the meta device, so that a tensor that
-is missing, left over or of another shape is refused at no cost, also where it is the last one of 28 GB.
+transformers loads the names and shapes of the headers through its own conversions onto the meta device. A missing,
+unexpected or misshaped tensor is rejected at no cost, even if it is the last one of 28 GB.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ log = logging.getLogger("worker")
 
 
 def rehearse(cls: Any, config: Any, stored: Mapping[str, StoredTensor], dtype: torch.dtype, model: str) -> Any:
-    """Load names and shapes alone.
+    """Load names and shapes only.
 
     Args:
-        cls: The transformers class, as `composite.model_class` gives it.
+        cls: The transformers class from `composite.model_class`.
         config: Its configuration.
         stored: The files' tensors, by name.
-        dtype: The dtype of the weights.
-        model: The name in a refusal.
+        dtype: Dtype of the weights.
+        model: The name for errors.
 
     Returns:
-        The model on the meta device; None where transformers cannot do this without numbers. The load itself then
-        finds any mismatch.
+        The model on the meta device; None if transformers cannot build it without weights. The load itself then finds
+        any mismatch.
 
     Raises:
-        UnsupportedModel: The weights are not those of the configuration; the sentence names tensors.
+        UnsupportedModel: The weights do not match the configuration; names the tensors.
     """
     for tensor in stored.values():
         if tensor.type_name not in TYPES:
@@ -72,7 +72,7 @@ def rehearse(cls: Any, config: Any, stored: Mapping[str, StoredTensor], dtype: t
                 device_map={"": "meta"},
                 ignore_mismatched_sizes=True,
             )
-    except Exception as error:  # noqa: BLE001 - foreign code without numbers; the load itself reports what is wrong
+    except Exception as error:  # noqa: BLE001 - foreign code without weights; the load reports the fault
         log.info("%s: not rehearsed: %s: %s", model, type(error).__name__, sentence(error))
         return None
     settle(report, module)
@@ -81,15 +81,15 @@ def rehearse(cls: Any, config: Any, stored: Mapping[str, StoredTensor], dtype: t
 
 
 def settle(report: LoadReport, module: Any) -> None:
-    """Takes out of a report what belongs to the parts that are not text."""
+    """Remove entries of removed, non-text parts from a report."""
     report.unused = {name for name in report.unused if not is_removed(module, name)}
 
 
 def check_memory(module: Any, device: Device, model: str) -> None:
-    """Refuse a model with weights larger than the whole memory.
+    """Reject a model with more bytes of weights than the device has memory.
 
     Raises:
-        UnsupportedModel: They cannot fit, whatever else runs.
+        UnsupportedModel: The weights cannot fit.
     """
     needed = sum(each.nbytes for each in {id(each): each for each in module.parameters()}.values())
     total = device.total_bytes()

@@ -1,7 +1,8 @@
-"""Is what lies in memory what lay in the files? Nothing missing, nothing left over, nothing of another shape, no NaN.
+"""Compares the loaded model with its files: no tensor missing, unused or misshaped, and no NaN.
 
-transformers makes up what it does not find and passes over what it does not know: it says so in a report, which is
-read here. What a model's class declares ignorable is not in it any more. Beside it stands what the report cannot show.
+transformers invents tensors that it does not find and ignores those that it does not know. It lists them in a report,
+which is read here, without those that the model's class declares ignorable. Further checks cover faults that the report
+cannot show.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.")
 
 @dataclass
 class LoadReport:
-    """What transformers found when it filled a model. Names are the model's; shapes: stored, and wanted."""
+    """Findings of transformers while it filled a model, by the model's names. Shapes: stored, then wanted."""
 
     missing: set[str] = field(default_factory=set)
     unused: set[str] = field(default_factory=set)
@@ -38,7 +39,7 @@ class LoadReport:
 
 @contextlib.contextmanager
 def reported() -> Iterator[LoadReport]:
-    """The report that transformers would print. Filled when it would have been printed, also where it then raises."""
+    """Capture the report that transformers would print, even if transformers raises afterwards."""
     report = LoadReport()
 
     def note(*_: Any, loading_info: Any, **__: Any) -> None:
@@ -56,7 +57,16 @@ def reported() -> Iterator[LoadReport]:
 
 
 def judge(report: LoadReport, model: str, stored_name: Callable[[str], str] = lambda name: name) -> None:
-    """Raises UnsupportedModel, by the names of tensors. stored_name: of a model's tensor in the file."""
+    """Reject a load with mismatches.
+
+    Args:
+        report: The findings of transformers.
+        model: The name for errors.
+        stored_name: Converts a model's tensor name to the file's.
+
+    Raises:
+        UnsupportedModel: Names the tensors.
+    """
     problems = []
     mismatched = {name for name, _, _ in report.mismatched}
     for name, stored, wanted in sorted(report.mismatched, key=lambda item: natural(item[0]))[:NAMES_MAX]:
@@ -74,9 +84,10 @@ def judge(report: LoadReport, model: str, stored_name: Callable[[str], str] = la
 
 
 def check_experts(names: Collection[str], model: str) -> None:
-    """Experts stored one by one are joined in the order of their numbers, whatever these are: they must be 0, 1, ...
+    """Check that experts stored one by one are numbered 0, 1, ...; transformers joins them in order, whatever the gaps.
 
-    Raises UnsupportedModel.
+    Raises:
+        UnsupportedModel: A number is missing.
     """
     numbers: dict[str, set[int]] = {}
     for name in names:
@@ -88,22 +99,22 @@ def check_experts(names: Collection[str], model: str) -> None:
 
 
 def check_unpacked(module: Any, stored: Mapping[str, StoredTensor], model: str, method: str = "") -> None:
-    """Refuse stored numbers that are neither plain nor part of the format that was undone.
+    """Reject stored numbers that are neither plain nor part of the dequantised format.
 
-    Numbers other than floating point numbers of 16 bits or more mean something only with a format that defines how they
-    are packed or scaled; transformers turns others into weights as they are.
+    Numbers other than floating point of 16 bits or more need a format that defines their packing or scales. Without
+    one, transformers would use them as weights.
 
     Args:
-        module: The model that transformers built from them, or its like on the meta device.
+        module: The model that transformers built, or its counterpart on the meta device.
         stored: The files' tensors, by name.
-        model: The name in a refusal.
-        method: The format that was undone, as `formats.dequantise` returned it.
+        model: The name for errors.
+        method: The dequantised format, as `formats.dequantise` returned it.
 
     Raises:
         UnsupportedModel: Names the tensor and its type.
     """
     ignored = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
-    # By the last part of their names, which conversions keep.
+    # Compared by the last part of their names, which conversions keep.
     integers = {
         name.rpartition(".")[2] for name, tensor in module.state_dict().items() if not tensor.is_floating_point()
     }
@@ -120,11 +131,15 @@ def check_unpacked(module: Any, stored: Mapping[str, StoredTensor], model: str, 
 
 @torch.inference_mode()
 def check_finite(module: Any, model: str, stored_name: Callable[[str], str] = lambda name: name) -> None:
-    """Raises UnsupportedModel where a weight is NaN or infinite, by the names of the tensors."""
+    """Check that all weights are finite.
+
+    Raises:
+        UnsupportedModel: Names the tensors with NaN or infinity.
+    """
     named = [(name, tensor) for name, tensor in module.state_dict().items() if _can_be_nan(tensor)]
     if not named:
         return
-    # The smallest and the largest: both are NaN where one value is, and nothing of the weights' size is allocated.
+    # Minimum and maximum are NaN if any value is, and need no memory of the weights' size.
     ends = [torch.stack(torch.aminmax(tensor)).float() for _, tensor in named]
     finite = torch.stack(ends).isfinite().all(1).tolist()
     broken = {stored_name(name) for (name, _), good in zip(named, finite, strict=True) if not good}
@@ -134,12 +149,12 @@ def check_finite(module: Any, model: str, stored_name: Callable[[str], str] = la
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Sorts layer 2 before layer 10."""
+    """Return a sort key that puts layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def listed(names: Any) -> str:
-    """The first few, and how many more."""
+    """Join the first few names, with the number of the others."""
     found = sorted(set(names), key=natural)
     more = f" and {len(found) - NAMES_MAX} more" if len(found) > NAMES_MAX else ""
     return ", ".join(found[:NAMES_MAX]) + more

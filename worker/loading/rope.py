@@ -1,4 +1,4 @@
-"""How many positions a model's rotary embedding tells apart, and frequencies that are given one by one."""
+"""The context length that a model's rotary embedding supports, and frequencies with individual divisors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
 
-# Of `rope_parameters`: every frequency of the plain embedding is divided by a number of its own, in "divisors".
+# A type in `rope_parameters` of kvforge's own: each frequency has its own divisor, in "divisors".
 DIVIDED = "kvforge_divided"
-# Types whose frequencies depend on nothing but the configuration.
+# Types with frequencies that depend only on the configuration.
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", DIVIDED})
-CONTEXT_TOKENS_MIN = 8  # what the checks at load need
+CONTEXT_TOKENS_MIN = 8  # the checks at load need as many
 
 
 @dataclass(frozen=True)
 class ContextRange:
-    """Positions. usual: as many as are served where nobody says how many. most: more make no sense. why: of `most`."""
+    """Positions that a model supports.
+
+    Attributes:
+        usual: Positions served by default.
+        most: The largest sensible setting.
+        why: The reason for `most`.
+    """
 
     usual: int
     most: int
@@ -27,13 +33,16 @@ class ContextRange:
 
 
 def context_range(config: Any) -> ContextRange:
-    """How long a context a model has. Errors: UnsupportedModel where the configuration does not say.
+    """Return the context length of a model.
 
-    Of `yarn`, max_position_embeddings may be the length before or after it was extended; a factor for the length that
-    the model was trained on says what is meant (as Qwen documents it). Of `linear` and `llama3` it is what the model is
-    said to do; the factor tells how far it could be taken. `dynamic` and `longrope` change every frequency once the
-    longest sequence *of the batch* passes a length, which would make a request's tokens depend on its neighbours; such
-    models are served up to that length.
+    - `yarn`: max_position_embeddings may be the length before or after the extension. The trained length times the
+      factor is what was meant (as Qwen documents it).
+    - `linear` and `llama3`: max_position_embeddings is the stated length; the factor gives the possible one.
+    - `dynamic` and `longrope`: every frequency changes once the longest sequence *of the batch* passes a length, so a
+      request's tokens would depend on its neighbours. Such models are served up to that length.
+
+    Raises:
+        UnsupportedModel: The configuration does not state it.
     """
     text = config.get_text_config(decoder=True)
     stated = getattr(text, "max_position_embeddings", None)
@@ -57,15 +66,24 @@ def context_range(config: Any) -> ContextRange:
 
 
 def context_tokens(config: Any, asked: int) -> int:
-    """The positions that are served. asked: by the setting `context_tokens_max`, 0: not.
+    """Return the positions to serve.
 
-    Errors: InvalidConfiguration, UnsupportedModel.
+    Args:
+        config: The transformers configuration.
+        asked: The setting `context_tokens_max`; 0: unset.
+
+    Returns:
+        Positions.
+
+    Raises:
+        InvalidConfiguration: The setting is out of range.
+        UnsupportedModel: The configuration states no context length.
     """
     found = context_range(config)
     if not asked:
         return found.usual
     if not CONTEXT_TOKENS_MIN <= asked <= found.most:
-        problem = f"is {asked}; of this model it can be {CONTEXT_TOKENS_MIN} to {found.most}: {found.why}"
+        problem = f"is {asked}; this model supports {CONTEXT_TOKENS_MIN} to {found.most}: {found.why}"
         raise InvalidConfiguration("context_tokens_max", problem)
     return asked
 
@@ -73,7 +91,7 @@ def context_tokens(config: Any, asked: int) -> int:
 def _divided(
     config: Any, device: torch.device | None = None, seq_len: int | None = None, layer_type: str | None = None
 ) -> tuple[torch.Tensor, float]:
-    """As transformers wants it: [dimensions / 2] float32 device, and the factor of cos and sin."""
+    """Return frequencies [dimensions / 2] float32 on the device, and the factor of cos and sin."""
     del seq_len
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     divisors = torch.tensor(parameters["divisors"], dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""How a model wants its tokens drawn, as its own files say: what a request gets that names nothing.
+"""A model's default sampling parameters from its own files, for requests that set none.
 
-A Hugging Face folder says it in generation_config.json, a GGUF file in `general.sampling.*`. What is said of a field is
-taken, the others are off; `do_sample: false` is greedy. A model of which nothing is said gets `UNSAID`: at temperature
-1 a small model answers nonsense.
+A Hugging Face folder has them in generation_config.json, a GGUF file in `general.sampling.*`. Parameters that are not
+given are off; `do_sample: false` means greedy. A model without any gets `UNSAID`: at temperature 1 a small model
+produces nonsense.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ log = logging.getLogger("worker")
 
 
 def model_sampling(source: Source) -> Sampling:
-    """What the model's files say; a value that cannot be is left out, with a line in the log."""
+    """Return the model's default sampling parameters. Invalid values are logged and left out."""
     said = _of_gguf(source) if source.format == "gguf" else _of_folder(source)
     chosen: dict[str, Any] = {}
     for name, value in said.items():
         try:
             chosen[name] = getattr(Choice(**{name: value}).message(), name)
         except (InvalidRequest, TypeError, ValueError, OverflowError) as error:
-            log.warning("what the model says of its sampling is ignored: %s", error)
+            log.warning("ignoring the model's sampling default: %s", error)
     return Sampling(**chosen) if chosen else UNSAID
 
 
@@ -53,10 +53,10 @@ def _of_folder(source: Source) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        log.warning("%s is ignored: %s", FILE, error)
+        log.warning("ignoring %s: %s", FILE, error)
         return {}
     if not isinstance(values, dict):
-        log.warning("%s is ignored: it is no object", FILE)
+        log.warning("ignoring %s: not a JSON object", FILE)
         return {}
     said = {name: values[name] for name in MODEL_DEFAULTS if values.get(name) is not None}
     return said | ({"temperature": 0.0} if values.get("do_sample") is False else {})

@@ -1,4 +1,4 @@
-"""Which kernels serve a model, and why not faster ones: for the log and for `kvforge health`."""
+"""The kernels that serve a model, and the reasons why faster ones do not: for the log and for `kvforge health`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .probe import bound_options
 
 WANTED = "attention = 'reference'"
 HOST_SAMPLING = "Numba; plain torch for filters, penalties and log-probabilities"
-LENGTH_MAX = 500  # a coordinator takes 1000
+LENGTH_MAX = 500  # the coordinator's limit is 1000
 
 
 def serving_kernels(model: LoadedModel) -> dict[str, str]:
-    """For decode, prefill, layers and sampling: a few words each. Where layers differ, all that there are."""
+    """Describe the kernels of decode, prefill, layers and sampling. Different layers are all listed."""
     decodes: dict[str, None] = {}
     prefills: dict[str, None] = {}
     for shape, options in zip(model.geometry.layers, bound_options(model.module), strict=True):
@@ -56,7 +56,7 @@ def _layers(model: LoadedModel) -> str:
         return f"{told}; {by}, weights packed at load" if by else told
     if isinstance(model.fused.operations, PackedOperations):
         between = "; Numba between the products" if model.fused.operations.kernels else ""
-        head = "" if is_packed(model.fused.head.weight) else "; the head, which is the embedding, in plain torch"
+        head = "" if is_packed(model.fused.head.weight) else "; the head, tied to the embedding, in plain torch"
         counts = Counter(weight_kind(weight) for weight in model.fused.product_weights())
         kinds = ", ".join(f"{count} of {kind}" for kind, count in counts.items() if kind)
         packed = f"weights quantised at load: {kinds}" if kinds else f"weights packed at load{head}"
@@ -67,7 +67,7 @@ def _layers(model: LoadedModel) -> str:
 
 
 def _multiplied_by(model: LoadedModel) -> str:
-    """Who multiplies with packed weights; "" where there are none."""
+    """Return the libraries that multiply packed weights; "" if there are none."""
     whose = {own_product(weight) is not None for weight in model.packed_weights()}
     return " and ".join(name for ours, name in ((True, "Numba in oneDNN's tiles"), (False, "oneDNN")) if ours in whose)
 

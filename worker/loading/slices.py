@@ -1,8 +1,7 @@
-"""Which part of each weight is one rank's, by transformers' own plan for the model (`base_model_tp_plan`).
+"""One rank's slice of each weight, by transformers' own plan for the model (`base_model_tp_plan`).
 
-A plan names modules ("layers.*.self_attn.q_proj") and how each is cut. What it does not name every rank has whole. A
-style that is not known here, or a shape that cannot be divided, is refused by name: nothing is served that no plan
-covers.
+A plan names modules ("layers.*.self_attn.q_proj") and how each is cut. Every rank has the whole of all other modules.
+An unknown style or an indivisible shape is rejected by name: a model is served only if the plan covers it.
 """
 
 from __future__ import annotations
@@ -16,40 +15,45 @@ import torch
 
 from kvforge.protocol.errors import UnsupportedModel
 
-# What is cut, and what is exchanged around the module. Names in brackets are those of earlier transformers.
-COLUMNS = "colwise"  # output numbers; each rank goes on with its own
-GATHERED = ("colwise_gather_output", "colwise_rep")  # output numbers, gathered behind it
-ROWS = "rowwise"  # input numbers, of which each rank has its own; the sums are added up
-SPLIT = ("rowwise_split_input", "rowwise_rep")  # the same where every rank has all of the input
-VOCABULARY = "embedding_rowwise"  # rows of a table; what is not there is zero, and added up
-PACKED_COLUMNS, PACKED_ROWS = "packed_colwise", "packed_rowwise"  # as columns, rows: of two weights in one
-EXPERTS = "moe_tp_experts"  # of the module that holds them: what each rank's slices of all experts give is added up
-# What every rank has whole, and computes as it is.
+# Styles: the cut, and the exchange around the module. The second names are from earlier transformers.
+COLUMNS = "colwise"  # output columns; each rank continues with its own
+GATHERED = ("colwise_gather_output", "colwise_rep")  # output columns, gathered afterwards
+ROWS = "rowwise"  # input columns, already split between ranks; the results are summed
+SPLIT = ("rowwise_split_input", "rowwise_rep")  # the same if every rank has the whole input
+VOCABULARY = "embedding_rowwise"  # rows of a table; missing rows are zero, and the results are summed
+PACKED_COLUMNS, PACKED_ROWS = "packed_colwise", "packed_rowwise"  # the same for two weights in one
+EXPERTS = "moe_tp_experts"  # each rank has a slice of all experts; the results are summed
+# Modules that every rank has whole, and computes unchanged.
 WHOLE = ("replicate", "replicated_with_grad_allreduce", "sequence_parallel")
 QUERIES, KEYS = ("q_proj", "o_proj"), ("k_proj", "v_proj")
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Of one tensor: these ranges along one dimension, one behind the other. dimension: -1: all of it; ranges: none:
-    nothing of it is this rank's, which has zeros."""
+    """A slice of one tensor.
+
+    Attributes:
+        dimension: The dimension that is cut; -1: the whole tensor.
+        ranges: Ranges along the dimension, concatenated; none: an empty slice, which stands for zeros.
+    """
 
     dimension: int = -1
     ranges: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_whole(self) -> bool:
+        """Whether it is the whole tensor."""
         return self.dimension < 0
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """What is left of a tensor of a shape."""
+        """Return the shape of the slice of a tensor of this shape."""
         if self.is_whole:
             return whole
         width = sum(stop - start for start, stop in self.ranges)
         return (*whole[: self.dimension], width, *whole[self.dimension + 1 :])
 
     def of(self, tensor: Any) -> torch.Tensor:
-        """The part of a tensor, or of what can be read in slices as one: no more is read than that."""
+        """Return the slice of a tensor, or of a file object that can be sliced; nothing else is read."""
         if self.is_whole:
             found: torch.Tensor = tensor[...]
             return found
@@ -60,8 +64,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class Slices:
-    """One rank's part of a model. styles: by the names of modules. cuts: by the names of parameters that are not whole;
-    whole: their shapes in the model. first_only: of parameters that rank 0 alone adds."""
+    """One rank's part of a model.
+
+    Attributes:
+        rank: This rank.
+        count: Number of ranks.
+        styles: Styles by names of modules.
+        cuts: Cuts by names of parameters that are not whole.
+        whole: Shapes of these parameters in the whole model.
+        first_only: Parameters that only rank 0 adds.
+    """
 
     rank: int
     count: int
@@ -71,11 +83,16 @@ class Slices:
     first_only: frozenset[str]
 
     def cut(self, name: str) -> Cut:
+        """Return the cut of a parameter."""
         return self.cuts.get(name, Cut())
 
 
 def slices_of(module: Any, rank: int, count: int) -> Slices:
-    """What transformers' plan makes of a model without weights. Errors: UnsupportedModel."""
+    """Apply transformers' plan to a model without weights.
+
+    Raises:
+        UnsupportedModel: The plan is missing, unknown, or does not fit the number of ranks.
+    """
     name = type(module).__name__
     plan = plan_of(module)
     styles: dict[str, str] = {}
@@ -87,7 +104,7 @@ def slices_of(module: Any, rank: int, count: int) -> Slices:
             continue
         held = list(part.named_parameters(recurse=False))
         if style in GATHERED and any(len(each) % count for _, each in held):
-            continue  # every rank computes all of it: nothing is lost but time
+            continue  # every rank computes the whole, which costs only time
         styles[path] = style
         for which, parameter in held:
             full = f"{path}.{which}"
@@ -96,7 +113,7 @@ def slices_of(module: Any, rank: int, count: int) -> Slices:
                 first_only.add(full)
             if not cut.is_whole:
                 cuts[full] = cut
-    for full, parameter in module.named_parameters():  # experts are parameters, and their styles stand beside them
+    for full, parameter in module.named_parameters():  # experts are parameters with styles of their own
         style = _style(plan, full)
         if style is not None:
             cuts[full] = _cut(module, full, "", tuple(parameter.shape), style, rank, count)
@@ -107,7 +124,7 @@ def slices_of(module: Any, rank: int, count: int) -> Slices:
 
 
 def plan_of(module: Any) -> dict[str, str]:
-    """Names of modules, with * for numbers, and how they are cut."""
+    """Return transformers' plan: names of modules, with * for numbers, and their styles."""
     prefix = f"{module.base_model_prefix}." if hasattr(module, module.base_model_prefix) else ""
     config = module.config.get_text_config(decoder=True)
     plan = {f"{prefix}{path}": style for path, style in (getattr(config, "base_model_tp_plan", None) or {}).items()}
@@ -119,7 +136,11 @@ def _style(plan: dict[str, str], path: str) -> str | None:
 
 
 def _cut(module: Any, path: str, which: str, shape: tuple[int, ...], style: str, rank: int, count: int) -> Cut:
-    """Of one parameter. Errors: UnsupportedModel."""
+    """Return the cut of one parameter.
+
+    Raises:
+        UnsupportedModel: The style is unknown or the shape indivisible.
+    """
     last = len(shape) - 1
     if style in WHOLE or style == EXPERTS:
         return Cut()
@@ -142,7 +163,7 @@ def _cut(module: Any, path: str, which: str, shape: tuple[int, ...], style: str,
 
 
 def _range(module: Any, path: str, size: int, rank: int, count: int) -> tuple[int, int]:
-    """The rank's part of `size`, in whole heads; ranks that outnumber those of K and V share them."""
+    """Return the rank's part of `size`, in whole heads. Ranks that outnumber the K and V heads share them."""
     units, what = _units(module, path, size)
     if units % count == 0:
         width = size // count
@@ -167,7 +188,7 @@ def _units(module: Any, path: str, size: int) -> tuple[int, str]:
 
 
 def stored_names(name: str) -> Iterator[str]:
-    """Under which names files may have a parameter, the likeliest first."""
+    """Yield the names that files may use for a parameter, the likeliest first."""
     yield name
     yield name.replace(".mlp.", ".block_sparse_moe.")
-    yield name.partition(".")[2]  # of a base model that was stored by itself
+    yield name.partition(".")[2]  # a base model that was stored alone

@@ -1,7 +1,7 @@
-"""What a model is loaded from.
+"""The source of a model: its format and files.
 
-Three formats: a GGUF file (dequantised by transformers on load), a Hugging Face folder with safetensors, and "dummy"
-(random weights for a configuration alone). Code in a model folder is never run and pickled weights are never read.
+There are three formats: a GGUF file (dequantised by transformers at load), a Hugging Face folder with safetensors, and
+"dummy" (random weights for a configuration). Code in a model folder is never run and pickled weights are never read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from kvforge.models.naming import name_of
 from kvforge.protocol.errors import InvalidConfiguration, ModelNotFound
 
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
-# Configurations of known shapes, for dummy weights: MODEL_CONFIGS / "NAME.json".
+# Configurations of known shapes for dummy weights: MODEL_CONFIGS / "NAME.json".
 MODEL_CONFIGS = Path(__file__).parents[1] / "model_configs"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from. format: gguf, safetensors or dummy. files: all that is read, config.json first."""
+    """The files of a model.
+
+    Attributes:
+        format: gguf, safetensors or dummy.
+        path: The path of the model.
+        folder: The folder of its files.
+        files: All files that are read, config.json first.
+    """
 
     format: str
     path: Path
@@ -32,32 +39,47 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The model's name: see `kvforge.models.naming`; a shape has its own name."""
+        """The model's name: see `kvforge.models.naming`; a known shape has its own name."""
         if self.format == "dummy":
             return self.path.stem if self.folder == MODEL_CONFIGS else self.folder.name
         return name_of(self.path if self.format == "gguf" else self.folder)
 
     @property
     def model_files(self) -> ModelFiles:
+        """The files with weights."""
         return ModelFiles(self.format, self.path, self.files)
 
     @functools.cached_property
     def gguf_header(self) -> GgufHeader:
-        """Of a GGUF file. Errors: UnsupportedModel, OSError."""
+        """The header of a GGUF file.
+
+        Raises:
+            UnsupportedModel: The file is damaged.
+            OSError: The file cannot be read.
+        """
         return gguf_model(self.path)
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What transformers' `from_pretrained` needs to find it, without network and without foreign code."""
+        """Keywords for transformers' `from_pretrained` to find the model without network and foreign code."""
         keywords: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         return keywords | ({"gguf_file": self.path.name} if self.format == "gguf" else {})
 
 
 def find_source(source: str | Path, load_format: str) -> Source:
-    """Says what `source` is; with dummy weights it may be the name of a file in MODEL_CONFIGS ("llama-3.1-8b").
+    """Find a model's files, and read every header, so that damaged or incomplete files are rejected before the load.
 
-    Every header is read: files that are damaged, or that are no whole model, are refused here, before anything is
-    loaded. Errors: ModelNotFound, UnsupportedModel, InvalidConfiguration (`load_format`).
+    Args:
+        source: A path; with dummy weights also the name of a file in MODEL_CONFIGS ("llama-3.1-8b").
+        load_format: One of LOAD_FORMATS.
+
+    Returns:
+        The files.
+
+    Raises:
+        ModelNotFound: There is no such model, or its files cannot be read.
+        UnsupportedModel: A file is damaged or missing.
+        InvalidConfiguration: The format is unknown (`load_format`).
     """
     path = Path(source).expanduser()
     if load_format not in LOAD_FORMATS:
@@ -81,7 +103,7 @@ def find_source(source: str | Path, load_format: str) -> Source:
 
 
 def known_configs() -> tuple[str, ...]:
-    """The names that `find_source` takes for dummy weights, in order."""
+    """Return the names that `find_source` accepts for dummy weights, sorted."""
     return tuple(sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
 
 

@@ -1,8 +1,8 @@
-"""A transformers model of which this process has one rank's part: built without weights, cut, and then filled.
+"""One rank's part of a transformers model: built without weights, sliced, and then filled.
 
-Of each tensor no more is read than the part, so no rank ever holds the whole model. What the plan (`slices`) says is
-exchanged between modules is exchanged by hooks on them, for layers that transformers runs; fused layers do it
-themselves (`kernels.decoder`), and share the weights.
+Only the rank's slice of each tensor is read, so no rank ever holds the whole model. The plan (`slices`) defines the
+exchanges between modules. Hooks perform them for layers that transformers runs; fused layers exchange by themselves
+(`kernels.decoder`) and share the weights.
 """
 
 from __future__ import annotations
@@ -30,15 +30,19 @@ from .report import EXPERT, LoadReport, check_experts, check_finite, check_unpac
 from .slices import EXPERTS, GATHERED, ROWS, SPLIT, VOCABULARY, Cut, Slices, slices_of, stored_names
 from .source import Source
 
-# Experts that are stored one by one, and the parameter that holds all of them.
+# Experts stored one by one, and the parameter that joins them.
 JOINED = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-STD = 0.02  # of random weights, where a configuration does not say
+STD = 0.02  # default standard deviation of random weights
 
 
 def build_split(
     source: Source, config: Any, dtype: torch.dtype, device: Device, ranks: Ranks, progress: Progress, seed: int
 ) -> Any:
-    """As `build.build`, of one rank's part. Errors: UnsupportedModel; what cannot be split is named."""
+    """Build one rank's part as `build.build` does.
+
+    Raises:
+        UnsupportedModel: Names the part that cannot be split.
+    """
     if source.format == "gguf":
         problem = "a GGUF file is read as a whole: several ranks take a folder with safetensors"
         raise UnsupportedModel(source.name, problem)
@@ -105,7 +109,11 @@ def _read(
     device: Device,
     progress: Progress,
 ) -> None:
-    """Fills every parameter with its part of what is stored. Errors: UnsupportedModel, which names tensors."""
+    """Fill every parameter with its slice of the stored tensors.
+
+    Raises:
+        UnsupportedModel: Names the tensors that do not match.
+    """
     stored = stored_tensors(source.model_files)
     check_experts(stored, source.name)
     report, used = LoadReport(), set()
@@ -115,7 +123,7 @@ def _read(
         for path in source.model_files.weights:
             file = files[path] = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             assert file is not None
-        of = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+        of = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118 - not a dictionary
         for number, (name, parameter) in enumerate(named):
             progress("reading weights", number / len(named))
             cut = mine.cut(name)
@@ -139,7 +147,7 @@ def _read(
 
 
 def _found(name: str, cut: Cut, of: dict[str, Any]) -> tuple[list[str], torch.Tensor] | None:
-    """The names of the tensors that a parameter is stored as, and its part of them; None where it is not there."""
+    """Return the stored names of a parameter and this rank's slice; None if it is not stored."""
     for stored in stored_names(name):
         if stored in of:
             return [stored], cut.of(of[stored].get_slice(stored))
@@ -156,7 +164,7 @@ def _found(name: str, cut: Cut, of: dict[str, Any]) -> tuple[list[str], torch.Te
 
 
 def _parts(cut: Cut, names: list[str], of: dict[str, Any]) -> list[torch.Tensor]:
-    """Of one expert: its part of each of the weights that are joined. cut: of all experts' in one."""
+    """Return one expert's slice of each of the weights that are joined. cut: the cut of all experts in one tensor."""
     if cut.is_whole:
         return [of[name].get_slice(name)[...] for name in names]
     one = Cut(cut.dimension - 1, cut.ranges[:1])  # the same of each
@@ -164,7 +172,7 @@ def _parts(cut: Cut, names: list[str], of: dict[str, Any]) -> list[torch.Tensor]
 
 
 def _read_generation(module: Any, source: Source) -> None:
-    """What generation_config.json says, as `from_pretrained` would read it: which tokens end an answer."""
+    """Read generation_config.json as `from_pretrained` would, for the tokens that end an answer."""
     if (source.folder / "generation_config.json").is_file():
         module.generation_config = transformers.GenerationConfig.from_pretrained(source.folder, local_files_only=True)
 
@@ -178,11 +186,11 @@ def _make_up(
     device: Device,
     seed: int,
 ) -> None:
-    """Random weights, of which each rank has its part: one tensor after the other, whole only while it is cut."""
+    """Make random weights one tensor at a time; a tensor is whole only until it is sliced."""
     std = float(getattr(config.get_text_config(decoder=True), "initializer_range", STD))
     named = [(name, each) for name, each in module.named_parameters() if name not in tied]
     shapes = {name: mine.whole.get(name, tuple(parameter.shape)) for name, parameter in named}
-    # One piece of memory for all of them: else the parts settle in the gaps between, and nothing fills those again.
+    # One buffer for all tensors. Otherwise the slices would settle in the gaps and fragment the memory.
     room = torch.empty(max(prod(shape) for shape in shapes.values()), dtype=dtype, device=device.torch_device)
     with device.random_state():
         for number, (name, parameter) in enumerate(named):
@@ -200,7 +208,7 @@ def _make_up(
 
 
 def _fit(module: Any, mine: Slices) -> None:
-    """What modules say of their sizes is that of their part."""
+    """Adjust the sizes that modules report to those of their slices."""
     for path in mine.styles:
         part = module.get_submodule(path)
         if isinstance(part, torch.nn.Linear):
@@ -209,11 +217,11 @@ def _fit(module: Any, mine: Slices) -> None:
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     for path, part in module.named_modules():
         if kv_heads % mine.count and f"{path}.k_proj" in mine.styles and hasattr(part, "num_key_value_groups"):
-            part.num_key_value_groups = part.num_key_value_groups * kv_heads // mine.count  # of the one head here
+            part.num_key_value_groups = part.num_key_value_groups * kv_heads // mine.count  # per head on this rank
 
 
 def _exchange(module: Any, mine: Slices, ranks: Ranks) -> None:
-    """Hooks that do between modules what the plan says."""
+    """Register the hooks that exchange numbers between modules, as the plan defines."""
 
     def summed(_part: Any, _given: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -240,7 +248,7 @@ def _exchange(module: Any, mine: Slices, ranks: Ranks) -> None:
 
 
 def _look_up(part: Any, cut: Cut, ranks: Ranks) -> None:
-    """A table of which each rank has some rows: what it has not is zero, and the sum is the row."""
+    """Replace a table's lookup: rows of other ranks are zero, and the sum over the ranks is the row."""
     start, stop = cut.ranges[0]
 
     def forward(tokens: torch.Tensor) -> torch.Tensor:
@@ -252,7 +260,7 @@ def _look_up(part: Any, cut: Cut, ranks: Ranks) -> None:
 
 
 def _sum(ranks: Ranks, part: torch.Tensor) -> torch.Tensor:
-    """Of all ranks', in their order, in float32."""
+    """Return the sum over all ranks, in their order, in float32."""
     parts = ranks.gather(part)
     total = parts[0].float()
     for each in parts[1:]:

@@ -1,15 +1,14 @@
-"""A transformers model whose rows do not depend on each other: what it is made of is replaced, part by part, at load.
+"""Makes the rows of a transformers model independent of each other by replacing its parts at load.
 
-- Linear, and the Conv1D of GPT-2, multiply by `LayerOperations.linear`, with packed weights where these serve.
-- Activations round alike wherever a number stands (see `kernels.partition`).
-- Experts are computed one after the other (see `kernels.experts`), but in bfloat16 on NVIDIA's compute capabilities 9
-  and 10: there torch has one kernel for all of them, whose sums depend on nothing else. Elsewhere it computes them one
-  after the other too, by whatever kernel it takes for as many tokens as each got.
-- Routers, and whatever else multiplies with weights of its own, run with the same put in the place of torch's
-  functions.
-- On a GPU norms that are written in torch take the mean of each row by itself.
+- Linear, and the Conv1D of GPT-2, multiply through `LayerOperations.linear`, with packed weights where available.
+- Activations round the same at every index (see `kernels.partition`).
+- Experts are computed one after the other (see `kernels.experts`), except in bfloat16 on NVIDIA compute capabilities 9
+  and 10, where one torch kernel computes all experts with sums that depend on nothing else. Elsewhere torch computes
+  them one after the other too, with a kernel that it selects by each expert's number of tokens.
+- Routers, and other modules that multiply by their own weights, run with torch's functions replaced the same way.
+- On a GPU, norms written in torch compute the mean of each row separately.
 
-What else a model may do is not looked for here: `trial` runs it and compares.
+Other dependencies are not searched for here: `trial` runs the model and compares.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from worker.kernels.partition import apply_aligned
 
 from .fusion import in_place_of
 
-GROUPED = ("sm_9", "sm_10")  # where torch has a kernel for products of groups, of bfloat16
+GROUPED = ("sm_9", "sm_10")  # torch has a grouped product of bfloat16 there
 ACTIVATIONS = tuple(each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values())
 
 
 class SteadyLinear(torch.nn.Module):
-    """In the place of a Linear or a Conv1D: x weight^T + bias, of `operations`. weight: [n, k]. bias: [n]."""
+    """Replaces a Linear or Conv1D: x weight^T + bias, by `operations`. weight: [n, k]. bias: [n]."""
 
     def __init__(
         self, operations: LayerOperations, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None
@@ -48,12 +47,12 @@ class SteadyLinear(torch.nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., k]."""
+        """Multiply x [..., k] by the weight."""
         return product(self._operations, x, self.weight, self.bias)
 
 
 class PackedLinear(PackedRows):
-    """As SteadyLinear, with a weight that was packed."""
+    """Replaces a Linear or Conv1D with a packed weight."""
 
     def __init__(self, operations: PackedOperations, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(packed, slice(None), bias)
@@ -63,22 +62,24 @@ class PackedLinear(PackedRows):
 
     @property
     def packed(self) -> torch.Tensor:
+        """The packed weight."""
         return self._packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., k]."""
+        """Multiply x [..., k] by the weight."""
         k = self.in_features
         rows = x.numel() // k
-        if x.dtype is self._dtype and rows == self._multiply.rows(rows) and x.is_contiguous():  # nothing to do but this
+        if x.dtype is self._dtype and rows == self._multiply.rows(rows) and x.is_contiguous():  # fast path
             return self._multiply(x)
         return product(self._operations, x, self._packed, self.bias)
 
 
 @torch.no_grad()
 def make_rows_steady(module: Any, operations: LayerOperations, device: Device) -> None:
-    """Replaces its parts, one after the other, so that no more than one weight is there twice.
+    """Replace the model's parts one after the other, so that at most one weight exists twice at any time.
 
-    Errors: those of `PackedOperations.pack`.
+    Raises:
+        KvforgeError: As raised by `PackedOperations.pack`.
     """
     packing = operations if isinstance(operations, PackedOperations) else None
     if packing is not None:
@@ -100,7 +101,7 @@ def make_rows_steady(module: Any, operations: LayerOperations, device: Device) -
 
 
 def packed_weights(module: Any) -> Iterator[torch.Tensor]:
-    """What `make_rows_steady` has packed."""
+    """Yield the weights that `make_rows_steady` has packed."""
     for part in module.modules():
         if isinstance(part, PackedLinear):
             yield part.packed
@@ -118,7 +119,7 @@ def _linear(part: Any, operations: LayerOperations, packing: PackedOperations | 
 
 
 def _pack_tied_head(module: Any, packing: PackedOperations) -> None:
-    """Whose embedding is read out of it from then on, if it can be."""
+    """Pack a head that is tied to the embedding, and read the embedding from it, if possible."""
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     if type(head) is not torch.nn.Linear or not isinstance(embedding, torch.nn.Embedding):
         return
@@ -133,12 +134,12 @@ def _pack_tied_head(module: Any, packing: PackedOperations) -> None:
 
 
 def _places(module: Any) -> list[tuple[Any, str]]:
-    """Owner and name there of each part; not the parts, which may be given up."""
+    """Return the owner and name of each part, without references to parts that may be released."""
     return [(owner, name) for owner in module.modules() for name, _ in owner.named_children()]
 
 
 def _shared_weights(module: Any) -> set[int]:
-    """Where weights lie that more than one part has: those of a head that is tied to the embedding."""
+    """Return the addresses of weights with several owners, such as a head that is tied to the embedding."""
     places = [
         parameter.data_ptr()
         for part in module.modules()
@@ -151,11 +152,11 @@ def _shared_weights(module: Any) -> set[int]:
 def _separate_experts(
     module: Any, operations: LayerOperations, packing: PackedOperations | None, device: Device
 ) -> None:
-    """Those that transformers computes all at once, in sums that depend on how many tokens each of them got."""
+    """Replace experts that transformers computes together, in sums that depend on each expert's number of tokens."""
     for part in module.modules():
         if getattr(part, "is_transposed", True) or not hasattr(part, "_apply_gate"):
             continue
-        if getattr(part, "has_post_expert_norm", False):  # as transformers 5.24 has it; 5.17 has none
+        if getattr(part, "has_post_expert_norm", False):  # from transformers 5.24 on; not in 5.17
             continue
         up = "gate_up_proj" if part.has_gate else "up_proj"
         if getattr(part, up).dtype == torch.bfloat16 and device.architecture[0].startswith(GROUPED):
@@ -164,11 +165,11 @@ def _separate_experts(
         matrices = [_matrices(part, name, packing) for name in (up, "down_proj")]
         part.forward = Experts(part, operations, matrices[0], biases[0], matrices[1], biases[1])
     if device.computes_on_cores and module.get_experts_implementation()[""] != "eager":
-        module.set_experts_implementation("eager")  # others do it one by one, too
+        module.set_experts_implementation("eager")  # computes experts one after the other
 
 
 def _matrices(part: Any, name: str, packing: PackedOperations | None) -> Matrices:
-    """Of each expert; packed ones are no parameters any more."""
+    """Return the matrices of the experts. Packed ones are no longer parameters."""
     weights: torch.Tensor = getattr(part, name).detach()
     if packing is None:
         return weights
@@ -177,8 +178,10 @@ def _matrices(part: Any, name: str, packing: PackedOperations | None) -> Matrice
 
 
 def _with_weights_of_their_own(module: Any) -> Iterator[Any]:
-    """Parts that multiply with matrices which no Linear holds, or those that hold such parts: it may be there that the
-    weights of experts are made of what a router gives."""
+    """Yield the parts that multiply by matrices outside any Linear, or parents of such parts.
+
+    A parent may combine the results of a router into the weights of experts.
+    """
     bare = {id(part) for part in module.modules() if _has_matrices(part)}
     inside: set[int] = set()
     for part in module.modules():

@@ -1,8 +1,8 @@
-"""Have a transformers model's rows the same bits whatever is beside them? Its own layers are run, and compared.
+"""Tests whether a row of a transformers model has the same bits in every batch, by running the model's own layers.
 
-One layer of each kind that it has, from the embedding to the head, for many tokens at once and for a few of them.
-Attention is left out: what it would be given is compared, and its place is taken by the query itself. Its kernels are
-steady by themselves, and tested for that.
+One layer of each kind runs, between the embedding and the head, for many tokens at once and for a few.
+Attention is skipped: its inputs are compared, and the query replaces its output. The attention kernels are steady and
+have tests of their own.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from worker.kernels.steady import same_bits
 from .model import ATTENTION_NAME, BINDING, LoadedModel, use_attention
 
 TRIAL_NAME = "kvforge_trial"
-# One token by itself, of many; then a few, and as many as make products and loops go other ways.
+# A single token out of many, then a few, then counts at which products and loops take other paths.
 LADDER = (1, 2, 3, 5, 7, 16, 17, 33, 50, 65, 129)
 MORE = (192, 256, 300, 512)  # on a GPU
 SINGLES = 24
-OFFSET = 37  # rows before those that are compared: where a row stands is no matter either
+OFFSET = 37  # rows before the compared ones: the index of a row must not matter either
 PLACES_MAX = 1 << 16
-HEAD_ROWS = 200  # tokens whose logits are computed, at most: of a large vocabulary they take the most memory
+HEAD_ROWS = 200  # most tokens with logits, which take the most memory if the vocabulary is large
 
-_noted: list[tuple[str, torch.Tensor]] = []  # of the pass in progress: what it is, [tokens, ...]
+_noted: list[tuple[str, torch.Tensor]] = []  # recorded in the pass in progress: description, [tokens, ...]
 
 
 def _note(
@@ -38,7 +38,7 @@ def _note(
     _mask: torch.Tensor | None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function transformers calls instead of attention."""
+    """Replaces attention in transformers: record the inputs, return the query."""
     layer = module.__dict__[BINDING].index
     for name, given in (("the query", query), ("the key", key), ("the value", value)):
         _noted.append((f"{name} of layer {layer}", given[0].transpose(0, 1).clone()))
@@ -49,9 +49,9 @@ transformers.AttentionInterface.register(TRIAL_NAME, _note)
 
 
 def unsteady_rows(model: LoadedModel) -> str:
-    """What depends on the rows beside a row, for people; "" where nothing does that was tried.
+    """Return the first result of a row that depends on other rows, for people; "" if none was found.
 
-    Ranks that compute the model together all make the same passes, whatever they find.
+    All ranks make the same passes, whatever they find.
     """
     rows = max(_ladder(model)) + OFFSET
     generator = torch.Generator().manual_seed(rows)
@@ -61,12 +61,12 @@ def unsteady_rows(model: LoadedModel) -> str:
     with _few_layers(model.module), _attention_left_out(model.module):
         try:
             return _difference(model, tokens.to(device), places.to(device))
-        except Exception as error:  # noqa: BLE001 - foreign model code with fewer layers than it was made for
+        except Exception as error:  # noqa: BLE001 - foreign model code with fewer layers than usual
             return f"a trial of a few layers failed: {type(error).__name__}: {error}"
 
 
 def _difference(model: LoadedModel, tokens: torch.Tensor, places: torch.Tensor) -> str:
-    """The first between many tokens at once and a few of them."""
+    """Return the first difference between many tokens at once and a few."""
     problem, whole = "", _run(model, tokens, places)
     for count in _ladder(model):
         for first in range(SINGLES) if count == 1 else (0, OFFSET):
@@ -87,7 +87,7 @@ def _ladder(model: LoadedModel) -> tuple[int, ...]:
 
 
 def _run(model: LoadedModel, tokens: torch.Tensor, places: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """What each layer would attend with, and the logits."""
+    """Return the inputs of each layer's attention, and the logits."""
     _noted.clear()
     keywords: dict[str, Any] = {}
     if model.accepts_logits_to_keep:
@@ -111,7 +111,7 @@ def _attention_left_out(module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _few_layers(module: Any) -> Iterator[None]:
-    """Inside, the model has one layer of each kind alone, where its layers lie in one list; else all of them."""
+    """Reduce the model to one layer of each kind, if its layers are in one list."""
     found = [
         (owner, name, layers)
         for owner in module.modules()
@@ -137,7 +137,7 @@ def _attends(layer: Any) -> bool:
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:
-    """The same for layers that compute alike."""
+    """Return a key that is equal for layers that compute alike."""
     parts = tuple(
         (name, type(part), getattr(part, "in_features", 0), getattr(part, "out_features", 0))
         for name, part in layer.named_modules()

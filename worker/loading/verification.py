@@ -1,15 +1,16 @@
-"""Does what will serve compute what the model is? Found out by running both, before anything is served.
+"""Compares what will serve with the model itself before anything is served.
 
-A ragged batch in two chunks through what will serve (fused layers where there are any, paged attention), against
-transformers' own layers and eager attention on each sequence alone. This catches what no rule foresees: state carried
-outside attention, positions computed from the batch's layout, a bias added elsewhere.
+A ragged batch in two chunks runs through the serving path (fused layers if there are any, and paged attention). Its
+logits are compared with those of transformers' own layers and eager attention on each sequence alone. This catches
+faults that no rule foresees: state carried outside attention, positions derived from the batch's layout, a bias added
+elsewhere.
 
-In 16 bits transformers' own attention is no measure where it is itself far from what the weights mean (Qwen2.5 in
-bfloat16, whose K has large biases: 11 % of the largest logit, ours 2 %). Where the two differ by more than rounding
-usually explains, both are compared with the same weights in float32, and ours must not be the further one.
+In 16 bits, transformers' own attention may itself be far from the exact result (Qwen2.5 in bfloat16, which has large
+biases of K: 11 % of the largest logit, against 2 % here). If the two differ by more than rounding usually explains,
+both are compared with the same weights in float32, and ours must not be the further one.
 
-A router whose scores lie close together takes other experts for another rounding, and then it is chance which is the
-further one. Layers that transformers runs can be run in float32 as a whole: where the two agree there, and are about as
+A router with close scores may choose other experts after another rounding, and then chance decides which one is
+further. Layers that transformers runs can run in float32 as a whole: if both agree in float32, and are about equally
 far from it in 16 bits, ours may be the further one.
 """
 
@@ -35,25 +36,29 @@ from .model import ATTENTION_NAME, LoadedModel, use_attention
 
 log = logging.getLogger(__name__)
 
-# Largest difference of logits, relative to the largest logit, that rounding explains.
+# Largest difference of logits that rounding explains, relative to the largest logit.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-# The same, where rows of x are quantised to 8 bits before they are multiplied.
+# The same if rows of x are quantised to 8 bits before products.
 QUANTISED_TOLERANCE = 1.5e-1
-# So far from float32 right and wrong look alike: whatever transformers does, this is too far.
+# At this distance from float32, right and wrong cannot be distinguished, whatever transformers computes.
 NOTHING_PROVED = 0.5
-# Two roundings of one model are that far from float32, one to the other, at most.
+# Largest ratio of the distances from float32 of two roundings of one model.
 ALIKE = 2.0
-# Of a batch of two: tokens of each, and how many of them the first pass feeds (the second: a chunk and a decode).
+# A batch of two: tokens of each, and how many the first pass feeds (the second: a chunk and a decode).
 LENGTHS, FIRST = np.array([7, 4], np.int32), np.array([4, 3], np.int32)
 
 Sequences = list[npt.NDArray[np.int64]]
-Logits = list[torch.Tensor]  # of each sequence, [tokens, vocab] float32
+Logits = list[torch.Tensor]  # one per sequence, [tokens, vocab] float32
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Of the two sequences: logits of transformers' own layers and attention, and those in float32 where they were
-    needed."""
+    """Expected logits of the two sequences.
+
+    Attributes:
+        eager: From transformers' own layers and attention.
+        exact: In float32, if they were needed.
+    """
 
     eager: Logits
     exact: Logits | None = None
@@ -61,11 +66,19 @@ class Reference:
 
 @torch.no_grad()
 def verify(model: LoadedModel, reference: Reference | None = None, quantised: bool = False) -> Reference:
-    """Compares paged with eager attention on two short sequences, in blocks handed out in falling order.
+    """Compare paged with eager attention on two short sequences, with blocks in falling order.
 
-    reference: what an earlier call returned, to compare with: from before the weights were packed, so that a fault of
-    packing is not on both sides. None: it is computed. quantised: the weights were, since then: `reference` only tells
-    by how much that changed the logits. Errors: UnsupportedModel.
+    Args:
+        model: The loaded model.
+        reference: Result of an earlier call, from before the weights were packed, so that a fault of packing is not on
+            both sides. None: compute it.
+        quantised: Whether the weights were quantised since; `reference` then only measures the change of the logits.
+
+    Returns:
+        The reference.
+
+    Raises:
+        UnsupportedModel: The logits differ by more than rounding explains.
     """
     name = type(model.module).__name__
     if model.info.context_tokens_max < LENGTHS.max():
@@ -106,7 +119,7 @@ def verify(model: LoadedModel, reference: Reference | None = None, quantised: bo
 
 
 def distance(got: Logits, wanted: Logits) -> float:
-    """The largest difference, as a part of each sequence's largest logit; NaN where a number is."""
+    """Return the largest difference, relative to each sequence's largest logit; NaN if any number is."""
     parts = [
         (one - other).abs().max() / other.abs().max().clamp_min(1e-6) for one, other in zip(got, wanted, strict=True)
     ]
@@ -119,8 +132,10 @@ def _finite(logits: Logits) -> bool:
 
 @contextlib.contextmanager
 def in_float32(module: Any) -> Iterator[None]:
-    """Inside, a model computes in float32 from the weights that it has: those of each part are widened when it is
-    called and put back when it returns, so that no more than one part's are there twice."""
+    """Compute in float32 from the model's weights.
+
+    Each part's weights are widened when it is called and restored when it returns, so that only one part's exist twice.
+    """
     kept: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
 
     def widen(part: Any, _arguments: Any) -> None:
@@ -145,7 +160,7 @@ def in_float32(module: Any) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for left in kept.values():  # of parts that were left by an exception before the hooks were reached
+        for left in kept.values():  # parts left by an exception before their hooks ran
             for held, narrow in left:
                 held.update(narrow)
 
@@ -155,18 +170,24 @@ def _is_narrow(tensor: torch.Tensor | None) -> bool:
 
 
 def _exact_logits(model: LoadedModel, sequences: Sequences) -> Logits:
-    """Errors: UnsupportedModel where the model cannot be computed so."""
+    """Return the logits in float32.
+
+    Raises:
+        UnsupportedModel: The model cannot be computed in float32.
+    """
     try:
         with in_float32(model.module):
             return _eager_logits(model, sequences)
-    except RuntimeError as error:  # parts that take each other's weights, or no memory for a part
+    except RuntimeError as error:  # parts that share weights, or not enough memory
         problem = f"paged attention differs from transformers' own, and float32 cannot tell which is right: {error}"
         raise UnsupportedModel(type(model.module).__name__, problem) from error
 
 
 def _right_in_float32(model: LoadedModel, sequences: Sequences, exact: Logits) -> bool:
-    """Whether its own layers, with paged attention in plain torch, say in float32 what they say with eager attention:
-    all but rounding is right then. Kernels are compared with the reference by themselves."""
+    """Return whether the model's own layers with plain paged attention match eager attention in float32.
+
+    Then only rounding differs. Kernels are compared with the reference separately.
+    """
     if model.fused is not None:
         return False
     wide = replace(model, dtype=torch.float32, geometry=replace(model.geometry, kv_dtype="float32"))
@@ -197,7 +218,7 @@ def _eager_logits(model: LoadedModel, sequences: Sequences) -> Logits:
 
 def _paged_logits(model: LoadedModel, sequences: Sequences) -> Logits:
     geometry = model.geometry
-    if geometry.dtype.scale_bytes:  # what is in question here is the model: quantisation has tests of its own
+    if geometry.dtype.scale_bytes:  # this tests the model; KV quantisation has its own tests
         geometry = replace(geometry, kv_dtype=str(model.dtype).removeprefix("torch."))
     blocks = -(-int(LENGTHS.max()) // geometry.block_size)
     tables = np.arange(2 * blocks, dtype=np.int32)[::-1].reshape(2, blocks).copy()

@@ -91,7 +91,7 @@ def test_a_model_tells_what_serves_it(tiny: Callable[..., LoadedModel], monkeypa
         assert serving_kernels(model)["layers"].startswith(f"{some}, weights packed")
     monkeypatch.setattr("worker.loading.fusion.table_of", lambda *_: None)  # an unknown oneDNN layout
     wide = {"tie_word_embeddings": True, "vocab_size": 997}  # most of the model, so it is not stored twice
-    head = f"{by}, weights packed at load; the head, which is the embedding, in plain torch{between}"
+    head = f"{by}, weights packed at load; the head, tied to the embedding, in plain torch{between}"
     assert serving_kernels(tiny("llama", **wide))["layers"] == head
     assert serving_kernels(tiny("llama", dtype="float16"))["layers"] == "plain torch: float16 is not packed"
     assert serving_kernels(tiny("llama", kernels=False))["layers"] == "plain torch: kernels = 'reference'"

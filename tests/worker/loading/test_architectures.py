@@ -165,7 +165,7 @@ def test_a_context_may_be_set_as_far_as_the_rotary_embedding_reaches(
         with pytest.raises(InvalidConfiguration) as caught:
             load_model(folder, **settings, context_tokens_max=asked)
         assert caught.value.field == "context_tokens_max"
-        assert f"is {asked}; of this model it can be 8 to {most}" in str(caught.value)
+        assert f"is {asked}; this model supports 8 to {most}" in str(caught.value)
         assert why in str(caught.value)
 
 
@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mamba": ("mamba", {"state_size": 4}, "recurrent state"),
     "falcon_h1": ("falcon_h1", {}, "recurrent state"),
     "linear attention": ("qwen3_next", {"num_experts": 4, "head_dim": 16}, "recurrent state"),
-    "convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "2 layers, of which 1"),
+    "convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "1 of its 2 layers"),
     "chunked attention": (
         "llama4_text",
         {"head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 96},
