@@ -1,20 +1,25 @@
-"""What a decoder layer does between its matrix products, and the small products themselves; the list of all kernels.
+"""Operations of a decoder layer around and including its small matrix products, and the registry of all kernels.
 
-`LayerOperations` says what; `plain.py` does it in torch, `fused.py` with one Triton kernel for each operation (norm.py,
-rotary.py, activation.py, linear.py, project.py), `packed.py` as plain.py, but with oneDNN's products where a CPU gains
-by them (quantised.py: in fewer bits; row_counts.py: of how many rows; packed_table.py: an embedding read out of the
-head), `host.py` as packed.py, with one Numba kernel for each operation between them (host_layers.py; host_quantised.py:
-around products of int8), one for products in float32 (tiles.py, host_tiles.py), a step of a few decodes laid out
-beforehand (host_decoder.py); decoder.py is a whole model of them. For layers that transformers runs: evenly.py puts
-functions in the place of torch's, experts.py takes experts one by one.
+`LayerOperations` defines the operations. The implementations:
 
-registry.py     every Triton kernel of the worker, those of attention, sampling and copies too
-aot_*.py        what each is compiled for on each architecture; specialise.py: what a launch asks to be compiled
-aot.py          compiling for a GPU that is not here; compile.py: all of them, as a command
-selftest.py     the kernels of this room against plain torch, at a worker's start
+- `plain.py`: in plain torch.
+- `fused.py`: one Triton kernel per operation (norm.py, rotary.py, activation.py, linear.py, project.py).
+- `packed.py`: as plain.py, with oneDNN's packed products where a CPU gains by them (quantised.py: with fewer bits;
+  row_counts.py: allowed row counts; packed_table.py: an embedding read from the packed head).
+- `host.py`: as packed.py, with one Numba kernel per operation between products (host_layers.py; host_quantised.py:
+  around int8 products), one for float32 products (tiles.py, host_tiles.py), and prepared steps of a few decodes
+  (host_decoder.py).
 
-Law: no kernel is launched that the registry does not declare with its configurations, its plain-torch reference and its
-check. Outside, `choose_operations`, `decoder.FusedDecoder` and `registry.check_kernels` are called.
+decoder.py is a whole model made of these operations. For layers that transformers runs, evenly.py replaces torch's
+functions and experts.py computes experts one by one.
+
+registry.py     every Triton kernel of the worker, including those of attention, sampling and copies
+aot_*.py        the configurations of each kernel per architecture; specialise.py: the compilation that a launch needs
+aot.py          compiles for a GPU that is not present; compile.py: compiles all kernels, as a command
+selftest.py     compares the kernels of this package with plain torch, at a worker's start
+
+Law: the registry declares every launched kernel with its configurations, its plain-torch reference and its check. Code
+outside calls `choose_operations`, `decoder.FusedDecoder` and `registry.check_kernels`.
 """
 
 from __future__ import annotations
@@ -34,27 +39,44 @@ if TYPE_CHECKING:
     from .decoder import FusedDecoder
 
 __all__ = ["HEAD_SIZE_MAX", "HIDDEN_MAX", "LayerOperations", "PlainOperations", "choose_operations"]
-SLAB = 32  # rows of a product that must be the same for any number of rows, where ours and torch's differ
-HIDDEN_MAX, HEAD_SIZE_MAX = 16384, 256  # the longest rows of a norm that `fused` is compiled for in the tests
+SLAB = 32  # rows per product where products must not depend on the row count, but ours and torch's differ
+HIDDEN_MAX, HEAD_SIZE_MAX = 16384, 256  # longest rows of a norm among the tested configurations
 
 
 class LayerOperations(Protocol):
-    """An implementation. A sum may arrive in parts [parts, tokens, n], added up in their order: see `linear_parts`."""
+    """An implementation of the operations.
+
+    A sum may be passed in parts [parts, tokens, n], which the next operation adds in order: see `linear_parts`.
+    """
 
     def embed(
         self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of `table`, and their norm.
+        """Look up tokens, and normalise the rows.
 
-        tokens: [tokens] int device. table: [vocab, hidden]. weight: [hidden]. Returns two new [tokens, hidden] tensors.
+        Args:
+            tokens: [tokens] int on the device.
+            table: [vocab, hidden].
+            weight: [hidden], weight of the norm.
+            epsilon: Epsilon of the norm.
+
+        Returns:
+            The rows and their norms, two new tensors [tokens, hidden].
         """
 
     def add_norm(
         self, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
-        """residual += addend, in place; returns the norm of that [tokens, hidden], new.
+        """Add to the residual in place, and normalise the sum.
 
-        addend: [parts, tokens, hidden]. residual: [tokens, hidden], contiguous.
+        Args:
+            addend: [parts, tokens, hidden].
+            residual: [tokens, hidden], contiguous; changed.
+            weight: [hidden], weight of the norm.
+            epsilon: Epsilon of the norm.
+
+        Returns:
+            The normalised rows, a new tensor [tokens, hidden].
         """
 
     def head_norm(
@@ -66,20 +88,42 @@ class LayerOperations(Protocol):
         kv_heads: int,
         epsilon: float,
     ) -> None:
-        """Norms each head of Q and of K on its own, in place (Qwen3).
+        """Normalise each head of Q and K in place (Qwen3).
 
-        projected: [tokens, (heads + 2 x kv_heads) x head_size], contiguous. query_weight, key_weight: [head_size].
+        Args:
+            projected: [tokens, (heads + 2 x kv_heads) x head_size], contiguous; changed.
+            query_weight: [head_size].
+            key_weight: [head_size].
+            heads: Query heads.
+            kv_heads: KV heads.
+            epsilon: Epsilon of the norm.
         """
 
     def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """silu(gate) x up, both of x [tokens, k]. weight: [2n, k], bias: [2n], the gate first. Returns [tokens, n]."""
+        """Compute silu(gate) x up of x [tokens, k].
+
+        Args:
+            x: [tokens, k].
+            weight: [2n, k], the gate first.
+            bias: [2n], the gate first.
+
+        Returns:
+            [tokens, n].
+        """
 
     def rotary(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of a rotary embedding, each [tokens, 2 x n] dtype; both halves are equal.
+        """Compute cos and sin of a rotary embedding.
 
-        positions: [tokens] int device. frequencies: [n] float32. scaling: factor on both.
+        Args:
+            positions: [tokens] int on the device.
+            frequencies: [n] float32.
+            scaling: Factor of both results.
+            dtype: Dtype of the results.
+
+        Returns:
+            cos and sin, each [tokens, 2 x n]; both halves are equal.
         """
 
     def linear(
@@ -89,9 +133,17 @@ class LayerOperations(Protocol):
         bias: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x weight^T + bias [tokens, n]. x: [tokens, k]. weight: [n, k]. bias: [n].
+        """Compute x weight^T + bias.
 
-        output: [tokens, n] float, contiguous: where it goes, in its dtype; None: new, in the dtype of x.
+        Args:
+            x: [tokens, k].
+            weight: [n, k].
+            bias: [n].
+            output: [tokens, n] float, contiguous, receives the result in its own dtype. None: allocate it in the dtype
+                of x.
+
+        Returns:
+            [tokens, n].
         """
 
     def project(
@@ -104,15 +156,24 @@ class LayerOperations(Protocol):
         layer: KvLayer,
         slots: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
-        """Q of x rotated, [tokens, heads, head_size], new; K of x is stored rotated, and V as it is. None, with nothing
-        done, where `linear` and PagedAttention's `write_rotated` are the way.
+        """Project x to Q, K and V, rotate Q and K, and store K and V.
 
-        x: [tokens, k]. weight: [(heads + 2 x kv_heads) x head_size, k], bias: of as many, Q first, then K, then V.
-        cos, sin: of `rotary`. slots: gives [tokens] int32 device, where in `layer` each token goes; -1: nowhere.
+        Args:
+            x: [tokens, k].
+            weight: [(heads + 2 x kv_heads) x head_size, k]: Q first, then K, then V.
+            bias: As many numbers as weight has rows.
+            cos: From `rotary`.
+            sin: From `rotary`.
+            layer: The layer's KV cache.
+            slots: Returns [tokens] int32 on the device, each token's position in `layer`; -1: do not store.
+
+        Returns:
+            Q, a new tensor [tokens, heads, head_size]. None if unsupported, with no effect: use `linear` and the
+            `write_rotated` of PagedAttention instead.
         """
 
     def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """As `linear`, left as a sum [parts, tokens, n] for the next operation to add up: float32 where parts > 1."""
+        """Compute `linear` as a sum [parts, tokens, n] for the next operation to add; float32 if parts > 1."""
 
     def decode(
         self,
@@ -122,15 +183,17 @@ class LayerOperations(Protocol):
         batch: PagedBatch,
         pool: KvPool,
     ) -> torch.Tensor | None:
-        """All layers of a step, from embedding to final norm, [tokens, hidden]: what the others give one by one, bit by
-        bit. It holds until the next call. None, with nothing done, where the others are the way.
+        """Run all layers of a step, from embedding to final norm, with the bits of the single operations.
+
+        Returns:
+            [tokens, hidden], valid until the next call. None if unsupported, with no effect: use the single operations.
         """
 
 
 def choose_operations(device: Device, dtype: torch.dtype) -> LayerOperations:
-    """The fastest implementation that `device` can run for a model of `dtype`."""
+    """Return the fastest implementation for a model of `dtype` on `device`."""
     if not device.runs_kernels:
-        from .packed import PackedOperations, packing_problem  # imports the self-test, and that this file
+        from .packed import PackedOperations, packing_problem  # the self-test imports this file
 
         if packing_problem(device, dtype):
             return PlainOperations()
@@ -141,5 +204,5 @@ def choose_operations(device: Device, dtype: torch.dtype) -> LayerOperations:
         return HostOperations(device)
     from .fused import FusedOperations  # imports triton
 
-    # Products of float32 are torch's own for any number of rows, and have other bits for each.
+    # torch computes all float32 products, with other bits for each number of rows.
     return FusedOperations(device, slab=SLAB if device.steady and dtype == torch.float32 else 0)

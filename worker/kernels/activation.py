@@ -14,7 +14,7 @@ WARPS = 4
 
 @triton.jit
 def silu_mul_kernel(gate_up, output, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """Grid: [blocks of `size`, tokens]. See LayerOperations.gated. gate_up: [tokens, 2 x size], the gate first."""
+    """Compute silu(gate) x up. Grid: [blocks of `size`, tokens]. gate_up: [tokens, 2 x size], the gate first."""
     let_next_start(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -29,7 +29,7 @@ def silu_mul_kernel(gate_up, output, size, BLOCK: tl.constexpr, OVERLAP: tl.cons
 
 
 def silu_mul(gate_up: torch.Tensor, overlap: bool) -> torch.Tensor:
-    """silu(gate) x up [tokens, n]. gate_up: [tokens, 2n], contiguous, the gate first."""
+    """Compute silu(gate) x up. gate_up: [tokens, 2n], contiguous, the gate first. Returns [tokens, n]."""
     count, width = gate_up.shape
     size = width // 2
     output = torch.empty((count, size), dtype=gate_up.dtype, device=gate_up.device)

@@ -1,9 +1,9 @@
-"""A configuration of a kernel, and compiling it for a GPU that is not here.
+"""Configurations of a kernel, and their compilation for a GPU that is not present.
 
-From the assembly is read what it needs: registers, spilled registers, local (private) memory, shared memory (LDS), and
-matrix instructions. No GPU is needed: Triton brings its compilers along. `worker.kernels.compile` does all of them.
-
-A configuration is what Triton's launcher would compile for a launch (see `specialise`).
+The assembly shows the resources that a kernel needs: registers, spilled registers, local (private) memory, shared
+memory (LDS) and matrix instructions. Triton includes its compilers, so no GPU is needed. `worker.kernels.compile`
+compiles all configurations. A configuration is the compilation that Triton's launcher performs for a launch (see
+`specialise`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .specialise import Specialisation, gpu_target
 
 F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
 DTYPE_NAMES = {F32: "fp32", F16: "fp16", BF16: "bf16", I8: "i8", FP8: "fp8e4nv"}
-# A storage of so many bytes is addressed otherwise by the compiler for AMD's GPUs.
+# From this size on, AMD's compiler addresses a storage differently.
 FAR_BYTES = 1 << 31
 ADDRESSING = (
     "HEADS",
@@ -40,21 +40,21 @@ ADDRESSING = (
     "HEAD",
     "STEPS",
     "SHARE",
-)  # no factors
-# Until all stores are done: gfx9, gfx11, gfx12.
+)  # constants of address arithmetic, which are not factors
+# Waits for all stores on gfx9, gfx11 and gfx12.
 _WAIT = r"s_waitcnt vmcnt\(0\)|s_waitcnt_vscnt null, 0x0|s_wait_storecnt 0x0"
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One compilation. label: for people. matrix: has matrix products."""
+    """One compilation. label: for people. matrix: whether it has matrix products."""
 
     label: str
     specialisation: Specialisation
     matrix: bool
 
     def kind(self) -> Hashable:
-        """Equal for configurations that differ only in constants of address arithmetic."""
+        """Return a key that ignores constants of address arithmetic."""
         return self.specialisation.key(ADDRESSING), self._is_padded()
 
     def _is_padded(self) -> bool:
@@ -66,13 +66,21 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made. registers: vector registers of a thread. spills: vector registers that did not fit, and
-    went to memory; scalar_spills: scalar ones, which go to vector registers.
+    """Resources of a compiled kernel.
 
-    unordered: stores that may still be under way when the block's barrier before an atomic operation lets its thread
-    pass: another block could count them as done. Looked for on AMD's GPUs, whose barriers wait for shared memory alone.
-    local_bytes: private memory of a thread. shared_bytes: shared memory (LDS) of a block. matrix: matrix instructions;
-    wants_matrix: whether there must be some.
+    Attributes:
+        target: Name of the architecture.
+        label: Label of the configuration.
+        registers: Vector registers of a thread.
+        spills: Vector registers spilled to memory.
+        scalar_spills: Scalar registers spilled to vector registers.
+        local_bytes: Private memory of a thread.
+        unordered: Stores that may still be in flight after the block's barrier before an atomic operation, so that
+            another block could count them as done. Only AMD's barriers, which wait for shared memory alone, allow it.
+        shared_bytes: Shared memory (LDS) of a block.
+        matrix: Matrix instructions.
+        wants_matrix: Whether there must be some.
+        seconds: Time of the compilation.
     """
 
     target: str
@@ -88,6 +96,7 @@ class Compiled:
     seconds: float
 
     def line(self) -> str:
+        """Return a line for people."""
         return (
             f"{self.target:8} {self.label:52} registers {self.registers:3}  "
             f"spills {self.spills:3} + {self.scalar_spills:3}  "
@@ -96,7 +105,7 @@ class Compiled:
 
 
 def once(made: Iterable[Configuration]) -> list[Configuration]:
-    """The first of each kind."""
+    """Return the first configuration of each kind."""
     kinds: dict[Hashable, Configuration] = {}
     for each in made:
         kinds.setdefault(each.kind(), each)
@@ -104,12 +113,16 @@ def once(made: Iterable[Configuration]) -> list[Configuration]:
 
 
 def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """No memory: only shape, dtype, and where a storage begins and ends."""
+    """Return a tensor without memory: only shape, dtype, and the extent of its storage."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def compile_one(configuration: Configuration, target: Target) -> Compiled:
-    """Errors: whatever the compiler raises."""
+    """Compile a configuration.
+
+    Raises:
+        Exception: Any error of the compiler.
+    """
     wanted = configuration.specialisation
     language = GluonASTSource if wanted.kernel.is_gluon() else ASTSource
     source = language(wanted.kernel, wanted.types, wanted.constants, wanted.attributes)
@@ -125,7 +138,7 @@ def compile_one(configuration: Configuration, target: Target) -> Compiled:
 
 
 def _hip_usage(asm: dict[str, Any]) -> tuple[int, int, int, int]:
-    """Vector registers, accumulators included; spilled vector and scalar ones; private bytes. From the metadata."""
+    """Return vector registers with accumulators, vector spills, scalar spills and private bytes, from the metadata."""
     assembly = asm["amdgcn"]
 
     def number(name: str) -> int:
@@ -139,7 +152,7 @@ def _hip_usage(asm: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def _unordered_stores(assembly: str) -> int:
-    """Stores before a barrier before an atomic operation that nothing between them and the barrier waits for."""
+    """Count stores before a barrier before an atomic operation that no instruction waits for in between."""
     lines = [line.strip() for line in assembly.splitlines()]
     found = 0
     for at, line in enumerate(lines):
@@ -153,7 +166,7 @@ def _unordered_stores(assembly: str) -> int:
 
 
 def _cuda_usage(asm: dict[str, Any]) -> tuple[int, int, int, int]:
-    """Registers, spilled registers (in whole ones of local memory) and local bytes, from the binary."""
+    """Return registers, spills (in registers' worth of local memory) and local bytes, from the binary."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     path = Path(triton.knobs.cache.dir) / f"aot-{id(asm)}.cubin"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""The configurations of the attention kernels.
+"""Configurations of the attention kernels.
 
-All come from launches by the functions that a worker calls. They are the product of the factors below, equal ones once.
-Numbers that only change constants in address arithmetic (block size, numbers of heads, a head size within its class)
-are no factors. What AMD's kernels could have as further factors (soft cap, window, tall groups) they are told at run
-time instead, so that the tests can compile every one.
+All come from launches by the functions that a worker calls: the product of the factors below, without duplicates.
+Numbers that only change constants of address arithmetic (block size, numbers of heads, a head size within its class)
+are not factors. On AMD, kernels receive possible further factors (soft cap, window, tall groups) at run time, so that
+the tests can compile every configuration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .aot import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, FP8, I8, Configuration,
 from .specialise import recorded
 
 Dtypes = tuple[torch.dtype, torch.dtype]
-# Factors: what the dispatcher passes on.
+# Factors of the dispatcher's choice.
 DTYPES = ((BF16, BF16), (F16, F16), (F32, F32), (BF16, I8), (F16, I8), (BF16, FP8), (F16, FP8))  # model's, pool's
 WRITTEN = (*DTYPES[:3], *((model, I8) for model in (BF16, F16, F32)))  # int8 and fp8 are one kernel
 PADDED = {64: 56, 128: 80, 256: 192}  # for each class of head sizes, one that is padded
@@ -35,25 +35,27 @@ GROUPS = (4, 32, 128)  # query heads of one KV head: one tile of rows, a tall on
 CAPPED = (False, True)
 FEW = (False, True)  # rows: see decode.is_few
 ROTATED = (1, 2)  # whole heads, or half of each
-# Whether K and V of a layer take 2 GiB or more. Nothing else that these kernels are given ever does: the rest is of one
-# step. (Scales are as large at times, but no kernel is specialised for that.)
+# Whether K and V of a layer take 2 GiB or more. The other arguments belong to one step and never do. (Scales may, but
+# no kernel is specialised for that.)
 FAR = (False, True)
-COPIED = DTYPES[3:]  # to a workspace, for Hopper's kernel
-BLOCK_SIZES = (8, 16, 32, 64, 128, None)  # of Hopper's kernel, which copies block by block; None: a workspace
+COPIED = DTYPES[3:]  # dtypes copied to a workspace for Hopper's kernel
+BLOCK_SIZES = (8, 16, 32, 64, 128, None)  # Hopper's kernel copies block by block; None: a workspace
 WINDOWED = (False, True)
 BLOCK_SIZE, KV_HEADS, ROWS_MANY = 16, 8, 1000
 
 
 def decode_configurations(target: Target) -> list[Configuration]:
-    """What the dispatcher can choose of `decode_kernel` on `target`; the others likewise."""
+    """Return the configurations of `decode_kernel` that the dispatcher can choose on `target`."""
     return once(_decode(target, *each) for each in itertools.product(DTYPES, HEAD_SIZES, GROUPS, CAPPED, FEW, FAR))
 
 
 def prefill_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of the portable prefill kernel on `target`."""
     return once(_prefill(target, *each) for each in itertools.product(DTYPES, HEAD_SIZES, FAR))
 
 
 def hopper_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of Hopper's prefill kernel on `target`."""
     if not target.hopper:
         return []
     made = [
@@ -63,12 +65,14 @@ def hopper_configurations(target: Target) -> list[Configuration]:
 
 
 def copy_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of the kernel that copies rows to Hopper's workspace."""
     if not target.hopper:
         return []
     return once(_copy(target, *each) for each in itertools.product(COPIED, HEAD_SIZES))
 
 
 def write_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `write_kernel` on `target`."""
     return once(_write(target, *each) for each in itertools.product(WRITTEN, PADDED.values(), ROTATED, FAR))
 
 
@@ -97,7 +101,7 @@ def _prefill(target: Target, dtypes: Dtypes, head_size: int, far: bool) -> Confi
     query = numbers(ROWS_MANY, KV_HEADS * GROUPS[0], head_size, dtype=model)
     tables, items = (numbers(ROWS_MANY, FIELDS, dtype=torch.int32) for _ in range(2))
     with recorded(target) as launched:
-        # Windows of one token are what `prefill_hopper` does not take.
+        # `prefill_hopper` does not support windows of one token.
         options = AttentionOptions(1.0, window=1)
         paged_prefill(query, layer, tables, items, torch.empty_like(query), options, target)
     label = f"prefill {_dtypes(dtypes)} head {head_size}{' far' * far}"
@@ -107,7 +111,7 @@ def _prefill(target: Target, dtypes: Dtypes, head_size: int, far: bool) -> Confi
 def _hopper(
     target: Target, dtype: torch.dtype, head_size: int, block_size: int | None, windowed: bool, cap: bool
 ) -> Configuration | None:
-    """None where the portable kernel runs instead. block_size: None for what was copied to a workspace."""
+    """Return None if the portable kernel runs instead. block_size: None for rows copied to a workspace."""
     options = AttentionOptions(1.0, window=1000 if windowed else 0, softcap=50.0 if cap else 0.0)
     copied, stored = block_size is None, I8 if block_size is None else dtype
     layer = _layer(stored, KV_HEADS, head_size, far=False, block_size=block_size or BLOCK_SIZE)
@@ -125,7 +129,7 @@ def _hopper(
 
 
 def _copy(target: Target, dtypes: Dtypes, head_size: int) -> Configuration:
-    """Of one page: Triton makes a constant of a 1."""
+    """Return the configuration for one page: Triton compiles the number 1 as a constant."""
     (model, stored), pages = dtypes, 1
     layer = _layer(stored, KV_HEADS, head_size, far=False)
     tables, copies = numbers(pages, pages, dtype=torch.int32), numbers(pages, FIELDS, dtype=torch.int32)
@@ -148,7 +152,7 @@ def _write(target: Target, dtypes: Dtypes, head_size: int, rotated: int, far: bo
 
 
 def _layer(stored: torch.dtype, kv_heads: int, head_size: int, far: bool, block_size: int = BLOCK_SIZE) -> KvLayer:
-    """far: K and V take more than 2 GiB each."""
+    """Return a layer's cache. far: K and V take more than 2 GiB each."""
     blocks = 1 + FAR_BYTES // (block_size * kv_heads * head_size * stored.itemsize) if far else 1
     caches = [numbers(blocks, block_size, kv_heads, head_size, dtype=stored) for _ in range(2)]
     scales = [numbers(blocks, block_size, kv_heads, dtype=F32) for _ in range(2)] if is_quantised(stored) else []
@@ -156,7 +160,7 @@ def _layer(stored: torch.dtype, kv_heads: int, head_size: int, far: bool, block_
 
 
 def _has_matrix(dtype: torch.dtype, target: Target) -> bool:
-    """Whether products of this dtype are done by matrix instructions: float32 only has them on gfx9."""
+    """Return whether products of this dtype use matrix instructions: for float32 only on gfx9."""
     return dtype != F32 or target.name.startswith("gfx9")
 
 

@@ -1,4 +1,4 @@
-"""The configurations of the kernels of decoder layers, of sampling and of small copies: see `aot_attention`."""
+"""Configurations of the kernels of decoder layers, sampling and small copies: see `aot_attention`."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from .specialise import recorded
 
 NARROW = (BF16, F16)
 FLOATS = (*NARROW, F32)
-# Factors: what the dispatcher passes on. Of every size there is one that 16 divides, and one that it does not.
+# Factors of the dispatcher's choice. Each size occurs with a multiple of 16 and with another number.
 TOKENS = (1, 32, 64)
 SIZES = (
-    *((6144, 4096), (4096, 14336), (14336, 4096), (128256, 4096)),  # n, k: divided by every tile, and by none
+    *((6144, 4096), (4096, 14336), (14336, 4096), (128256, 4096)),  # n, k: multiples of every tile, and of none
     *((1008, 1008), (1000, 1008), (1008, 1000), (1000, 1000)),
 )
-# Inner sizes of one step or two: what is asked ahead is less then. (Only Hopper asks ahead.)
+# Inner sizes of one or two steps, for which less is prefetched. (Only Hopper prefetches.)
 SHORT = tuple(product((4096, 16384, 1008, 1000, 16392), (64, 120, 128, 256)))
-SINGLE = ((1, 4096), (1, 1008), (1, 1000))  # gates of one number, which Triton makes a constant
-USES = ("whole", "wide", "parts", "gated")  # what comes of a product: as it is, float32, parts of a sum, or gated
+SINGLE = ((1, 4096), (1, 1008), (1, 1000))  # gates of one number, a constant for Triton
+USES = ("whole", "wide", "parts", "gated")  # use of a product: as it is, float32, parts of a sum, or gated
 BLOCKS = tuple(1 << exponent for exponent in range(norm.BLOCK_MIN.bit_length() - 1, HIDDEN_MAX.bit_length()))
 HIDDEN = BLOCKS
 HEADS = tuple(size for head in HEAD_CLASSES for size in (head, head - 8))
 PARTS = (1, 2, 3, OTHER_PARTS_MAX)
 RANKS = (2, 4, 8)
-FAR = (False, True)  # whether a weight, K and V, or the logits take 2 GiB or more: nothing else does
+FAR = (False, True)  # whether a weight, K and V, or the logits take 2 GiB or more; nothing else can
 VOCABS = tuple(size for pieces in (1, 2, 4, 8, 16, 32, 64) for size in (PIECE * pieces, PIECE * pieces - 5))
 COPIED = (1, 16, 17)  # numbers
 
 
 def linear_configurations(target: Target) -> list[Configuration]:
-    """What can be launched of `linear_kernel` on `target`; the others likewise."""
+    """Return the configurations of `linear_kernel` that can be launched on `target`."""
     sizes = SIZES + SHORT if target.hopper else SIZES
     both = _both(target)
     every = (
@@ -62,7 +62,8 @@ def _both(target: Target) -> tuple[Target, Target]:
 
 
 def project_configurations(target: Target) -> list[Configuration]:
-    inner = (4096, 128) if target.hopper else (4096,)  # of one step: less is asked ahead
+    """Return the configurations of `project_kernel` on `target`."""
+    inner = (4096, 128) if target.hopper else (4096,)  # the second takes one step, so less is prefetched
     made = (
         _project(*each) for each in product(_both(target), NARROW, TOKENS, HEAD_SIZES, (False, True), FAR, FAR, inner)
     )
@@ -70,10 +71,12 @@ def project_configurations(target: Target) -> list[Configuration]:
 
 
 def embed_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `embed_norm_kernel` on `target`."""
     return once(_embed(target, *each) for each in product(FLOATS, HIDDEN, FAR))
 
 
 def sum_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `add_norm_kernel` on `target`."""
     made = [_sum(target, dtype, hidden, dtype, 1) for dtype, hidden in product(FLOATS, HIDDEN)]
     made += [_sum(target, dtype, hidden, F32, parts) for dtype, hidden, parts in product(NARROW, HIDDEN, PARTS)]
     made += [_sum(target, dtype, hidden, F32, parts) for dtype, (hidden, parts) in product(NARROW, _many_parts(target))]
@@ -81,7 +84,7 @@ def sum_configurations(target: Target) -> list[Configuration]:
 
 
 def _many_parts(target: Target) -> Iterator[tuple[int, int]]:
-    """(hidden size, parts) beyond PARTS: narrow results of long products, where that was measured to be worth it."""
+    """Yield (hidden size, parts) beyond PARTS: narrow results of long products, which gain by them as measured."""
     for hidden, steps in product(HIDDEN, (64, 128, 256, 512)):
         narrowest = 64 if hidden == norm.BLOCK_MIN else hidden // 2 + 64
         tiles = choose_tiles(1, narrowest, 128 * steps, target, divisible=True, gated=False)
@@ -90,49 +93,59 @@ def _many_parts(target: Target) -> Iterator[tuple[int, int]]:
 
 
 def exchange_configurations(target: Target) -> list[Configuration]:
-    """Of two ranks in every dtype and size, of more in one. Other numbers of ranks are compiled where they meet."""
+    """Return the configurations of the exchange kernel: two ranks in every dtype and size, more ranks in one.
+
+    Other numbers of ranks are compiled on first use.
+    """
     made = [(dtype, hidden, 2) for dtype, hidden in product(FLOATS, HIDDEN)]
     made += [(BF16, 4096, ranks) for ranks in RANKS[1:]]
     return once(_exchanged(target, *each) for each in made)
 
 
 def join_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of the join kernel on `target`."""
     return once(_joined(target, *each) for each in product(RANKS, (64128, 1001)))
 
 
 def head_norm_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `head_norm_kernel` on `target`."""
     return once(_head_norm(target, *each) for each in product(FLOATS, HEADS, (1, 2)))
 
 
 def rotary_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `rotary_kernel` on `target`."""
     return once(_rotary(target, *each) for each in product(FLOATS, HEADS))
 
 
 def silu_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `silu_mul_kernel` on `target`."""
     return once(_silu(target, *each) for each in product(FLOATS, (14336, 1000)))
 
 
 def scan_configurations(target: Target) -> list[Configuration]:
-    """Vocabularies: up to 262,144."""
+    """Return the configurations of `scan_kernel`, for vocabularies up to 262,144."""
     return once((*_choices(target, "scan", 0), *_choices(target, "scan", 0, masked=True)))
 
 
 def merge_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `merge_kernel` on `target`."""
     return once(_choices(target, "merge", 1))
 
 
 def feed_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `feed_kernel` on `target`."""
     packed, last_token = numbers(4, 1, dtype=torch.int32), numbers(1, dtype=torch.int64)
     return [_configuration(target, "choice: feed", lambda: feed_tokens(packed, last_token))]
 
 
 def copy_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of the copy kernel on `target`."""
     copied = [numbers(count, dtype=torch.int32) for count in COPIED]
     return once(_configuration(target, f"copy {len(each)}", partial(copy_numbers, each, each)) for each in copied)
 
 
 def _choices(target: Target, name: str, place: int, masked: bool = False) -> Iterator[Configuration]:
-    """place: of the kernel among those that are launched."""
+    """Yield the configurations of one launched kernel. place: its index among the launches."""
     for vocab, far in product(VOCABS, FAR):
         with recorded(target) as launched:
             _choose(vocab, far, target.chained, masked)
@@ -263,6 +276,6 @@ def _configuration(target: Target, label: str, launch: Callable[[], object], mat
 
 
 def _weight(rows: int, columns: int, dtype: torch.dtype, far: bool) -> torch.Tensor:
-    """[rows, columns]. far: of a storage of 2 GiB or more."""
+    """Return [rows, columns]. far: part of a storage of 2 GiB or more."""
     size = max(rows * columns, FAR_BYTES // dtype.itemsize if far else 0)
     return numbers(size, dtype=dtype)[: rows * columns].view(rows, columns)

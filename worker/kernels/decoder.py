@@ -1,4 +1,4 @@
-"""A whole decoder of fused layers: its weights, and its forward pass over `LayerOperations`."""
+"""A whole decoder of fused layers: its weights, and its forward pass in terms of `LayerOperations`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import LayerOperations
 
 @dataclass(frozen=True)
 class Projection:
-    """weight: [n, k], packed where `PackedOperations` serve. bias: [n], or None."""
+    """A linear projection. weight: [n, k], packed for `PackedOperations`. bias: [n], or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -26,7 +26,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """The weights of one decoder layer. head_norms: [head_size] of Q and of K. rotates: has rotary embedding."""
+    """The weights of one decoder layer. head_norms: [head_size] for Q and K. rotates: uses rotary embedding."""
 
     options: AttentionOptions
     rotates: bool
@@ -46,9 +46,19 @@ class FusedLayer:
 class FusedDecoder:
     """A whole decoder: embedding, layers, final norm and vocabulary head.
 
-    table: [vocab, hidden]. head: [vocab, hidden]. frequencies: [head_size / 2] float32. epsilon: of every norm.
-    ranks: those that hold the other heads and the other numbers between two products, where there are several: then
-    what this one computes of a sum is one part of it. head_is_split: the head has this rank's share of the vocabulary.
+    Attributes:
+        operations: Operations of the layers.
+        attention: Paged attention.
+        table: [vocab, hidden].
+        layers: The layers.
+        final_norm: [hidden].
+        head: [vocab, hidden], or this rank's share of the vocabulary.
+        frequencies: [head_size / 2] float32.
+        rotary_scaling: Factor of cos and sin.
+        epsilon: Epsilon of every norm.
+        ranks: The ranks that hold the other heads and the other inner columns; this rank then computes one part of each
+            sum.
+        head_is_split: Whether the head has only this rank's share of the vocabulary.
     """
 
     operations: LayerOperations
@@ -64,7 +74,7 @@ class FusedDecoder:
     head_is_split: bool = False
 
     def product_weights(self) -> Iterator[torch.Tensor]:
-        """Every weight that is multiplied with, the head last."""
+        """Yield every weight of a product, the head last."""
         for layer in self.layers:
             for projection in (layer.projected, layer.output, layer.gate_up, layer.down):
                 yield projection.weight
@@ -79,10 +89,21 @@ class FusedDecoder:
         pool: KvPool,
         logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As LoadedModel.forward; logit_tokens None: the logits of every token, in order.
+        """Run one pass; see `LoadedModel.forward`.
 
-        logits: where they go, [sampled, vocab] float32, contiguous; None: new memory.
-        Every shape follows from the arguments' shapes, and nothing waits for the device: it can be captured in a graph.
+        Every shape follows from the shapes of the arguments, and nothing waits for the device, so the pass can be
+        captured in a graph.
+
+        Args:
+            token_ids: [tokens] int64 on the device.
+            positions: [tokens] int64 on the device.
+            logit_tokens: [sampled] int64 on the device; None: compute the logits of every token in order.
+            batch: Structure of the batch.
+            pool: The KV pool.
+            logits: [sampled, vocab] float32, contiguous, receives the result; None: allocate it.
+
+        Returns:
+            The logits.
         """
         ops = self.operations
         normed = ops.decode(self, token_ids, positions, batch, pool) if self.ranks is None else None
@@ -94,14 +115,14 @@ class FusedDecoder:
         if logits is None:
             width = shares * len(self.head.weight)
             logits = torch.empty((len(normed), width), dtype=torch.float32, device=normed.device)
-        if len(normed) == 0:  # prefill of chunks that end nobody's prompt
+        if len(normed) == 0:  # all rows are prefill chunks in the middle of a prompt
             return logits
         if self.ranks is None or shares == 1:
             return ops.linear(normed, self.head.weight, self.head.bias, logits)
         return self._joined(self.ranks, normed, logits)
 
     def _joined(self, ranks: Ranks, normed: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of all ranks' shares of the vocabulary, side by side."""
+        """Concatenate the logits of all ranks' shares of the vocabulary."""
         shape, head = (len(normed), len(self.head.weight)), self.head
         place = ranks.shared.place(LOGITS, shape, torch.float32) if ranks.shared is not None else None
         share = torch.empty(shape, dtype=torch.float32, device=normed.device) if place is None else place
@@ -114,7 +135,7 @@ class FusedDecoder:
     def _layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool
     ) -> torch.Tensor:
-        """The final norm of each token, [tokens, hidden]."""
+        """Return the final norm of each token, [tokens, hidden]."""
         ops = self.operations
         residual, normed = ops.embed(token_ids, self.table, self.layers[0].input_norm, self.epsilon)
         cos, sin = ops.rotary(positions, self.frequencies, self.rotary_scaling, self.table.dtype)
@@ -131,10 +152,10 @@ class FusedDecoder:
     def _add(
         self, which: int, x: torch.Tensor, projection: Projection, residual: torch.Tensor, norm: torch.Tensor
     ) -> torch.Tensor:
-        """The norm of residual + x weight^T [tokens, hidden], which residual then is.
+        """Add x weight^T to the residual, and return the norm of the sum [tokens, hidden].
 
-        Of several ranks, each one's product is one part of the sum. It is rounded, whatever computes it: so the bits
-        are those of any number of tokens. which: the place where ranks exchange it.
+        With several ranks, each rank's product is one part of the sum. It is always rounded, so the bits do not depend
+        on the number of tokens. which: the buffer that ranks exchange it in.
         """
         ops, ranks, weight, bias = self.operations, self.ranks, projection.weight, projection.bias
         if ranks is None:
@@ -154,7 +175,7 @@ class FusedDecoder:
         cache: KvLayer,
         batch: PagedBatch,
     ) -> torch.Tensor:
-        """Q of the new tokens, [tokens, heads, head_size]; their K and V are in the cache then."""
+        """Project the new tokens to Q [tokens, heads, head_size], and store their K and V in the cache."""
         ops, weight, bias = self.operations, layer.projected.weight, layer.projected.bias
         if layer.rotates and layer.head_norms is None:
             query = ops.project(normed, weight, bias, *rotary, cache, partial(self.attention.kv_slots, batch))

@@ -21,7 +21,7 @@ _Function = Callable[..., Any]
 
 
 def mean_of_rows(x: torch.Tensor, dim: Any = None, keepdim: bool = False, **keywords: Any) -> torch.Tensor:
-    """torch.mean; over the last dimension, of float32, as a layer norm computes it: each row by itself."""
+    """Compute torch.mean; over the last dimension of float32 as a layer norm does, each row separately."""
     last = dim in (-1, [-1], (-1,), x.dim() - 1)
     if not last or x.device.type == "cpu" or x.dtype != torch.float32 or keywords:
         return torch.mean(x, dim, keepdim, **keywords) if dim is not None else torch.mean(x, **keywords)
@@ -30,7 +30,7 @@ def mean_of_rows(x: torch.Tensor, dim: Any = None, keepdim: bool = False, **keyw
 
 
 class Evenly(TorchFunctionMode):
-    """Inside, torch's functions are those above, and products with a matrix are those of `operations`."""
+    """Replaces torch's functions by those above, and products with a matrix by those of `operations`."""
 
     def __init__(self, operations: LayerOperations) -> None:
         super().__init__()
@@ -77,11 +77,11 @@ ELEMENTWISE = (
 def product(
     operations: LayerOperations, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """x weight^T + bias [..., n]. x: [..., k]. weight: [n, k]. bias: [n]."""
+    """Compute x weight^T + bias [..., n]. x: [..., k]. weight: [n, k]. bias: [n]."""
     if x.dtype != weight.dtype:
         return functional.linear(x, (weight.to_dense() if is_packed(weight) else weight).to(x.dtype), bias)
     shape = (*x.shape[:-1], weight.shape[0])
-    if not x.numel():  # the head's, of a step that samples nothing
+    if not x.numel():  # the head in a step that samples nothing
         return x.new_empty(shape)
     return operations.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(shape)
 
@@ -89,7 +89,7 @@ def product(
 def _even(function: _Function) -> _Function:
     def run(x: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
         if not isinstance(x, torch.Tensor) or any(isinstance(each, torch.Tensor) for each in arguments):
-            return function(x, *arguments, **keywords)  # pow of two operands, which broadcast
+            return function(x, *arguments, **keywords)  # pow of two tensors, which broadcasts
         return apply_aligned(lambda numbers: function(numbers, *arguments, **keywords), x)
 
     return run

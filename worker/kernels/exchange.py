@@ -1,9 +1,9 @@
-"""What ranks exchange between two products, read by each rank out of the memory of all others (see `device.exchange`).
+"""Exchanges between ranks: each rank reads the parts of a sum from the memory of all others (see `device.exchange`).
 
-A sum is read and added up in the order of ranks by the very kernel that goes on with it: one launch, and each number
-comes over the wire once. (One-shot all-reduce; fused as in FlashInfer and vLLM, but in a fixed order.) Every program
-says that it is here, in the flags of all ranks, and waits until all have said so: what its rank wrote for the others
-was written by the kernel before it, so it is there. Numbers are rounded where `norm` rounds them.
+The kernel that uses a sum reads the parts and adds them in the order of ranks: one launch, and each number crosses the
+link once. (One-shot all-reduce; fused as in FlashInfer and vLLM, but in a fixed order.) Every program announces itself
+in the flags of all ranks, and waits for the announcements of the others. The kernel before it wrote its rank's part, so
+that part is complete. Numbers are rounded where `norm` rounds them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .norm import _normed, block_of, warps_of
 
 _UNIT, _RANKS_MAX = tl.constexpr(HEAD_UNIT), tl.constexpr(RANKS_MAX)
 PROGRAMS_A_PROCESSOR = 2
-COPY_BLOCK = 4096  # numbers of the logits that a program copies at a time
+COPY_BLOCK = 4096  # numbers of the logits that a program copies at once
 
 
 @triton.jit
 def _meet(flags, meetings, rank, polls_max, RANKS: tl.constexpr, PEERS: tl.constexpr):
-    """All ranks' programs of this number have come so far, and all that their ranks wrote before is there.
+    """Wait for the programs of this index on all ranks, and so for everything that their ranks wrote before.
 
-    PEERS: a power of two that is not less than RANKS.
+    PEERS: RANKS rounded up to a power of two.
     """
     program = tl.program_id(0)
     peers = tl.arange(0, PEERS)
@@ -41,7 +41,7 @@ def _meet(flags, meetings, rank, polls_max, RANKS: tl.constexpr, PEERS: tl.const
     missing, polls = 1, 0
     while missing > 0:
         seen = tl.atomic_add(mine + peers, nothing, mask=there, sem="acquire", scope="sys")
-        # Numbers of meetings begin anew behind the largest.
+        # The counts wrap around after the largest int32.
         missing = tl.sum(tl.where(there & (seen - meeting < 0), 1, 0), axis=0)
         polls += 1
         if polls == polls_max:
@@ -67,7 +67,7 @@ def add_norm_of_ranks_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: [programs], each of which takes every so many tokens. See `add_norm_of_ranks`. hidden: in units."""
+    """Compute `add_norm_of_ranks`. Grid: [programs], each with a strided set of tokens. hidden: in units."""
     let_next_start(OVERLAP)
     hidden = hidden * _UNIT
     columns = tl.arange(0, BLOCK)
@@ -85,7 +85,7 @@ def add_norm_of_ranks_kernel(
         for peer in tl.static_range(RANKS):
             part = tl.load(addresses + peer).to(tl.pointer_type(residual.dtype.element_ty))
             part = tl.multiple_of(part, 16)
-            # Past the caches of this processor, which know nothing of what others write.
+            # Bypass this processor's L1 cache, which does not see writes of other ranks.
             total += tl.load(part + place, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         total = total.to(before.dtype).to(tl.float32) + before.to(tl.float32)
         after = total.to(before.dtype)
@@ -108,7 +108,7 @@ def join_of_ranks_kernel(
     PEERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: [programs], each of which takes every so many blocks of tokens' shares. See `join_of_ranks`."""
+    """Compute `join_of_ranks`. Grid: [programs], each with a strided set of blocks of tokens' shares."""
     _meet(flags, meetings, rank, polls_max, RANKS, PEERS)
     blocks = tl.cdiv(share, BLOCK)
     for index in range(tl.program_id(0), tokens * blocks, tl.num_programs(0)):
@@ -131,9 +131,19 @@ def add_norm_of_ranks(
     warp_size: int,
     multiprocessors: int,
 ) -> torch.Tensor:
-    """residual += the sum of what stands at the place of each rank, in their order; returns the norm of that, new.
+    """Add all ranks' parts to the residual in the order of ranks, and normalise the sum.
 
-    residual: [tokens, hidden], contiguous, as large as what each rank has written at its place, in its dtype.
+    Args:
+        peers: The buffer of all ranks, each with a part of the residual's shape and dtype.
+        residual: [tokens, hidden], contiguous; changed.
+        weight: [hidden], weight of the norm.
+        epsilon: Epsilon of the norm.
+        overlap: See `worker.device.overlap`.
+        warp_size: Threads of a warp.
+        multiprocessors: Multiprocessors of the device.
+
+    Returns:
+        The normalised rows, a new tensor.
     """
     count, hidden = residual.shape
     output = torch.empty_like(residual)
@@ -160,7 +170,7 @@ def add_norm_of_ranks(
 
 
 def join_of_ranks(peers: Peers, output: torch.Tensor, multiprocessors: int) -> torch.Tensor:
-    """output [tokens, ranks x share], contiguous: what stands at each rank's place [tokens, share], side by side."""
+    """Write all ranks' parts [tokens, share] side by side to output [tokens, ranks x share], contiguous; return it."""
     count, width = output.shape
     share = width // peers.count
     blocks = count * triton.cdiv(share, COPY_BLOCK)
@@ -182,30 +192,30 @@ def join_of_ranks(peers: Peers, output: torch.Tensor, multiprocessors: int) -> t
 
 
 def _programs(work: int, multiprocessors: int) -> int:
-    """As many as are sure to run at the same time, or as there is work for: each waits for its likes of other ranks."""
+    """Return the number of programs. All must run at once, because each waits for its counterparts."""
     return min(work, PROGRAMS_A_PROCESSOR * multiprocessors, PROGRAMS_MAX)
 
 
 class Shared:
-    """What the ranks of one model exchange through each other's memory, at the places of an `Exchange`."""
+    """Exchange between the ranks of one model through the buffers of an `Exchange`."""
 
     def __init__(self, exchange: Exchange, target: Target, overlap: bool) -> None:
         self._exchange, self._target, self._overlap = exchange, target, overlap
         self.bytes = exchange.bytes
 
     def place(self, which: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Where this rank's part goes, `shape` dtype; None: there is no room for it, on no rank."""
+        """Return this rank's buffer for a part with a shape and dtype; None if it does not fit, on any rank."""
         return self._exchange.place(which, shape, dtype)
 
     def add_norm(
         self, which: int, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, polls_max: int = 0
     ) -> torch.Tensor:
-        """As `LayerOperations.add_norm`, of what all ranks have written at that place."""
+        """Add and normalise as `LayerOperations.add_norm`, with the parts of all ranks in the buffer."""
         peers, target = self._exchange.peers(which, polls_max), self._target
         return add_norm_of_ranks(
             peers, residual, weight, epsilon, self._overlap, target.warp_size, target.multiprocessors
         )
 
     def join(self, which: int, output: torch.Tensor, polls_max: int = 0) -> torch.Tensor:
-        """output [tokens, ranks x share]: what all ranks have written at that place [tokens, share]."""
+        """Write all ranks' parts [tokens, share] of a buffer to output [tokens, ranks x share], and return it."""
         return join_of_ranks(self._exchange.peers(which, polls_max), output, self._target.multiprocessors)

@@ -1,7 +1,7 @@
-"""The kernels that read the memory of all ranks against plain torch, before there is any other rank.
+"""Self-test of the kernels that read the memory of all ranks, against plain torch, before other ranks exist.
 
-The places of all of them, and their flags, are memory of this one: what is asked here is whether the kernels are right.
-Whether the memory of real peers is, `sharing` asks.
+All buffers and flags are memory of this rank: the test checks the kernels. `sharing` checks access to the memory of
+real peers.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from .decoder import FusedDecoder
 
 TOKENS = (1, 21)
-SHARE = 5000  # more than a program joins at a time
+SHARE = 5000  # more than a program joins at once
 
 
 class Pretended:
-    """All ranks' places and flags in one's memory, while this is kept. Every other rank has met this one before."""
+    """Buffers and flags of all ranks in one rank's memory. Every other rank has already announced itself."""
 
     def __init__(self, parts: list[torch.Tensor], rank: int, meeting: int = 1) -> None:
-        """parts: what stands at the places of the ranks, each contiguous. meeting: the number of the next one."""
+        """Wrap the ranks' contiguous parts as their buffers. meeting: number of the next synchronisation."""
         device, count, self._parts = parts[0].device, len(parts), parts
         self.flags = torch.zeros((count, PROGRAMS_MAX, RANKS_MAX), dtype=torch.int32, device=device)
         self.flags[rank, :, :count] = meeting
@@ -44,7 +44,12 @@ class Pretended:
 
 @torch.inference_mode()
 def exchange_test(fused: FusedDecoder, device: Device, ranks: int) -> None:
-    """Errors: KernelError names the kernel and the shape; GpuError."""
+    """Test the exchange kernels.
+
+    Raises:
+        KernelError: Names the kernel and the shape.
+        GpuError: The device failed.
+    """
     count = min(ranks, RANKS_MAX)
     for tokens in TOKENS:
         shape = f"{tokens} tokens of {count} ranks, {str(fused.table.dtype).removeprefix('torch.')}"
@@ -76,11 +81,11 @@ def _compare_joined(fused: FusedDecoder, device: Device, count: int, tokens: int
     output = torch.full((tokens, count * SHARE), float("nan"), device=fused.table.device)
     pretended = Pretended(parts, 0)
     join_of_ranks(pretended.peers, output, current_target(device).multiprocessors)
-    return "" if torch.equal(output, torch.cat(parts, 1)) else "it is not what the ranks gave"
+    return "" if torch.equal(output, torch.cat(parts, 1)) else "it differs from the ranks' parts"
 
 
 def _random(shape: tuple[int, int], like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """NaN lies behind it."""
+    """Return random numbers followed by NaN in memory."""
     numbers = torch.full((shape[0] + 3, shape[1]), float("nan"), dtype=like.dtype, device=like.device)
     numbers[: shape[0]].normal_(generator=generator)
     return numbers[: shape[0]]

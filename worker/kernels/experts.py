@@ -1,5 +1,7 @@
-"""A mixture of experts in which no token's sum depends on the others: each expert has a product of its own, of the
-tokens that it got, and what a token's experts give is added up in the order in which the router named them."""
+"""A mixture of experts in which a token's result does not depend on other tokens.
+
+Each expert has its own product of its tokens. The results of a token's experts are added in the order of the router.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,20 @@ import torch
 from . import LayerOperations
 from .evenly import product
 
-Matrices = torch.Tensor | Sequence[torch.Tensor]  # of the experts, each [n, k]
+Matrices = torch.Tensor | Sequence[torch.Tensor]  # one [n, k] per expert
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The forward pass of transformers' module of experts, which is asked for its gate and its activation alone.
+    """The forward pass of a transformers module of experts, which still provides its gate and activation.
 
-    up: [inner] or [2 x inner, the gate's too] rows of `hidden` numbers; down: [hidden, inner]. Biases: [experts, n].
+    Attributes:
+        part: The transformers module.
+        operations: Operations that multiply.
+        up: Matrices [inner, hidden], or [2 x inner, hidden] with the gate.
+        up_bias: [experts, rows of `up`].
+        down: Matrices [hidden, inner].
+        down_bias: [experts, hidden].
     """
 
     part: Any
@@ -30,8 +38,17 @@ class Experts:
     down_bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x: [tokens, hidden]. chosen: [tokens, experts of each] int64. weights: as many. Returns [tokens, hidden]."""
-        with torch._C.DisableTorchFunction():  # what is put in their place outside costs time
+        """Compute the experts of each token.
+
+        Args:
+            x: [tokens, hidden].
+            chosen: [tokens, experts per token] int64.
+            weights: [tokens, experts per token].
+
+        Returns:
+            [tokens, hidden].
+        """
+        with torch._C.DisableTorchFunction():  # avoids the cost of replaced functions
             return self._all(x, chosen, weights)
 
     def _all(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -47,7 +64,7 @@ class Experts:
         return total.to(x.dtype)
 
     def _by_expert(self, x: torch.Tensor, by_place: torch.Tensor, width: int) -> torch.Tensor:
-        """What the expert of each place gives, [tokens x width, hidden]."""
+        """Return the result of each chosen expert, [tokens x width, hidden]."""
         order = by_place.argsort(stable=True)
         given = x.new_empty((len(by_place), x.shape[1]))
         first = 0

@@ -1,4 +1,4 @@
-"""The operations of a decoder layer as Triton kernels, and the small matrix products where ours are faster."""
+"""Decoder layer operations as Triton kernels, and small matrix products where these are faster than torch's."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ NARROW = (torch.float16, torch.bfloat16)
 
 
 class FusedOperations:
-    """See LayerOperations. overlap: kernels may start before the one before them has ended (see `overlap`).
+    """Operations on Triton kernels; see LayerOperations.
 
-    slab: all products are torch's, of so many rows at a time; 0: of as many as there are, by whatever is fastest.
+    Args:
+        device: The GPU.
+        overlap: Whether kernels may start before the previous one has ended (see `overlap`); None: if the GPU can.
+        slab: Compute all products with torch, this many rows at a time; 0: all rows at once, with the fastest kernel.
     """
 
     def __init__(self, device: Device, overlap: bool | None = None, slab: int = 0) -> None:
@@ -36,11 +39,13 @@ class FusedOperations:
     def embed(
         self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Implement `LayerOperations.embed`."""
         return norm.embed_norm(tokens, table, weight, epsilon, self.overlap, self._target.warp_size)
 
     def add_norm(
         self, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
+        """Implement `LayerOperations.add_norm`."""
         return norm.add_norm(addend, residual, weight, epsilon, self.overlap, self._target.warp_size)
 
     def head_norm(
@@ -52,10 +57,12 @@ class FusedOperations:
         kv_heads: int,
         epsilon: float,
     ) -> None:
+        """Implement `LayerOperations.head_norm`."""
         warp_size = self._target.warp_size
         norm.head_norm(projected, query_weight, key_weight, heads, kv_heads, epsilon, self.overlap, warp_size)
 
     def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Implement `LayerOperations.gated`."""
         tiles = self._tiles(x, weight, gated=True)
         if tiles is None:
             return activation.silu_mul(self._product(x, weight, bias), self.overlap)
@@ -64,6 +71,7 @@ class FusedOperations:
     def rotary(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Implement `LayerOperations.rotary`."""
         return rotary.rotary(positions, frequencies, scaling, dtype, self.overlap)
 
     def linear(
@@ -73,6 +81,7 @@ class FusedOperations:
         bias: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Implement `LayerOperations.linear`."""
         tiles = self._tiles(x, weight)
         if tiles is None:
             slab = self._slab(weight)
@@ -95,19 +104,21 @@ class FusedOperations:
         layer: KvLayer,
         slots: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
+        """Implement `LayerOperations.project`."""
         tiles = self._tiles(x, weight)
         if tiles is None or not can_project(weight, cos, layer, tiles):
             return None
         return project(x, weight, bias, cos, sin, layer, slots(), tiles, overlap=self.overlap)
 
     def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Implement `LayerOperations.linear_parts`."""
         tiles = self._tiles(x, weight, divisible=True)
         if tiles is None:
             return self._product(x, weight, bias)[None]
         return linear_parts(x, weight, bias, tiles, torch.float32, overlap=self.overlap)
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """torch's own product: in slabs padded with zeros where it has to be the same for any number of rows."""
+        """Compute torch's product, in slabs padded with zeros where it must not depend on the number of rows."""
         slab = self._slab(weight)
         if not slab:
             return linear(x, weight, bias)
@@ -116,11 +127,14 @@ class FusedOperations:
         return torch.cat([linear(part, weight, bias) for part in padded.split(slab)])[:count]
 
     def _slab(self, weight: torch.Tensor) -> int:
-        """Of few results a row the library's sums change with the number of rows, and a trial sees too few to tell."""
+        """Return the rows of a slab.
+
+        For few results per row, the library's sums vary with the row count, and a trial sees too few to notice.
+        """
         return SLAB if not self.slab and self._target.steady and len(weight) <= FEW else self.slab
 
     def decode(self, *_: Any) -> torch.Tensor | None:
-        """Captured graphs do that."""
+        """Return None: captured graphs take this role."""
         return None
 
     def _tiles(

@@ -1,4 +1,4 @@
-"""`LayerOperations` of a CPU: oneDNN's products with packed weights, and beside them kernels that Numba compiles."""
+"""Layer operations of a CPU: oneDNN's products with packed weights, and Numba kernels between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class HostOperations(PackedOperations):
-    """See LayerOperations."""
+    """Operations on CPU kernels; see LayerOperations."""
 
     kernels = ("embedding norm", "head norm", "gate", "sum and norm")
 
@@ -44,6 +44,7 @@ class HostOperations(PackedOperations):
         batch: PagedBatch,
         pool: KvPool,
     ) -> torch.Tensor | None:
+        """Implement `LayerOperations.decode`."""
         if not is_decodes(batch, token_ids):
             return None
         if self._decoder is None or not self._decoder.serves(decoder, pool):
@@ -53,6 +54,7 @@ class HostOperations(PackedOperations):
     def embed(
         self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Implement `LayerOperations.embed`."""
         rows, count = len(tokens), table.shape[1]
         if isinstance(table, PackedTable):
             table, tokens = table.rows(tokens), torch.arange(rows)
@@ -76,6 +78,7 @@ class HostOperations(PackedOperations):
     def add_norm(
         self, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
+        """Implement `LayerOperations.add_norm`."""
         added = addend[0] if len(addend) == 1 else sum_parts(addend, residual.dtype)
         if not _same(added, residual, weight):
             return super().add_norm(addend, residual, weight, epsilon)
@@ -101,6 +104,7 @@ class HostOperations(PackedOperations):
         kv_heads: int,
         epsilon: float,
     ) -> None:
+        """Implement `LayerOperations.head_norm`."""
         if not _same(projected, query_weight, key_weight):
             super().head_norm(projected, query_weight, key_weight, heads, kv_heads, epsilon)
             return
@@ -119,6 +123,7 @@ class HostOperations(PackedOperations):
         )
 
     def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Implement `LayerOperations.gated`."""
         both = self.product(x, weight, bias)
         if not _same(both):
             both = both.contiguous()
@@ -137,7 +142,7 @@ class HostOperations(PackedOperations):
 
 
 def _same(first: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether they lie as the kernels read them, and are of one dtype."""
+    """Return whether the tensors are contiguous and share one dtype, as the kernels require."""
     return first.is_contiguous() and all(each.is_contiguous() and each.dtype == first.dtype for each in others)
 
 

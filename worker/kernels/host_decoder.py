@@ -1,8 +1,8 @@
-"""Steps of a few decodes on the CPU: what the forward pass of `FusedDecoder` computes, bit by bit, with less around it.
+"""Steps of a few decodes on the CPU: the same bits as the forward pass of `FusedDecoder`, with less overhead.
 
-A kernel takes a few microseconds for a row, and Python took as many for each call: checks, new tensors, arguments. Here
-all that lies between two products writes into memory that is kept, and its arguments are laid out when the first such
-step comes (`worker.device.host_kernel.Calls`). What torch's products return alone is new in each step.
+A kernel takes a few microseconds per row, and Python took as long for each call: checks, new tensors, arguments. Here
+all results between products go to reused memory, and the arguments are prepared at the first such step
+(`worker.device.host_kernel.Calls`). Only the results of torch's products are allocated in each step.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .row_counts import row_count
 if TYPE_CHECKING:
     from .decoder import FusedDecoder, FusedLayer
 
-ROWS_MAX = 64  # of more, Python's part in a step is small
+ROWS_MAX = 64  # for more rows, Python's overhead is small
 
 
 class HostDecoder:
-    """The layers of one decoder over one pool, which `can_decode`."""
+    """The layers of one decoder over one pool, for which `can_decode` is true."""
 
     def __init__(self, decoder: FusedDecoder, pool: KvPool) -> None:
-        assert isinstance(decoder.attention, HostAttention), "can_decode said no"
-        self._pool = weakref.ref(pool)  # it is its owner's, who gives it up
+        assert isinstance(decoder.attention, HostAttention), "can_decode is false"
+        self._pool = weakref.ref(pool)  # the owner decides its lifetime
         self._decoder, self._memory = decoder, Memory(decoder.final_norm)
         self._order = torch.arange(ROWS_MAX)
         self._residual, self._normed = (self._memory.of(decoder.table.shape[1], use) for use in ("residual", "normed"))
@@ -81,20 +81,26 @@ class HostDecoder:
         ]
 
     def serves(self, decoder: FusedDecoder, pool: KvPool) -> bool:
-        """Whether it was made for these."""
+        """Return whether it was made for this decoder and pool."""
         return self._decoder is decoder and self._pool() is pool
 
     def run(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        """The final norm of each row, [rows, hidden]: memory that the next step writes into.
+        """Run one step.
 
-        token_ids, positions: [rows] int64, contiguous. batch: of decodes alone, at most ROWS_MAX, none of them padding.
+        Args:
+            token_ids: [rows] int64, contiguous.
+            positions: [rows] int64, contiguous.
+            batch: At most ROWS_MAX decodes, without padding.
+
+        Returns:
+            The final norm of each row, [rows, hidden]. The next step overwrites it.
         """
         decoder, rows = self._decoder, batch.tokens
         table = decoder.table
         if isinstance(table, PackedTable):
             table, token_ids = table.rows(token_ids), self._order
         (_, hidden), code = table.shape, CODES[table.dtype]
-        # What lies in the rows behind is of earlier steps: it does not change the bits of those that are wanted.
+        # The rows beyond hold data of earlier steps, which does not change the bits of the wanted rows.
         normed = self._normed
         threads = threads_for(rows * hidden / NUMBERS_PER_US)
         norm = decoder.layers[0].input_norm.data_ptr()
@@ -121,21 +127,21 @@ class HostDecoder:
 
 
 class Memory:
-    """Rows of `ROWS_MAX` tokens for what layers compute, shared by layers of the same width."""
+    """Reused buffers of `ROWS_MAX` rows for results of layers, shared by layers of the same width."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self._like = like
         self._made: dict[tuple[int, str], torch.Tensor] = {}
 
     def of(self, width: int, use: str) -> torch.Tensor:
-        """[rows, width] in the dtype of the weights."""
+        """Return [rows, width] in the dtype of the weights."""
         if (width, use) not in self._made:
             self._made[width, use] = self._like.new_zeros(row_count(ROWS_MAX), width)
         return self._made[width, use]
 
 
 def can_decode(decoder: FusedDecoder, pool: KvPool) -> bool:
-    """Whether `HostDecoder` can be made of them."""
+    """Return whether `HostDecoder` supports a decoder and a pool."""
     dtype = decoder.table.dtype
     norms = [decoder.final_norm, *(norm for layer in decoder.layers for norm in (layer.input_norm, layer.inner_norm))]
     return (
@@ -147,7 +153,7 @@ def can_decode(decoder: FusedDecoder, pool: KvPool) -> bool:
 
 
 def is_decodes(batch: PagedBatch, token_ids: torch.Tensor) -> bool:
-    """Whether `HostDecoder.run` takes such a step."""
+    """Return whether `HostDecoder.run` supports a step."""
     rows = len(batch.counts)
     return 0 < rows <= ROWS_MAX and batch.tokens == rows and bool(batch.lengths.all()) and token_ids.is_contiguous()
 

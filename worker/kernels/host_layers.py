@@ -1,7 +1,7 @@
-"""The layers' small operations on the CPU, one kernel each, rounded where plain torch rounds (see plain.py).
+"""CPU kernels of the layers' small operations, one each, rounded where plain torch rounds (see plain.py).
 
-A ticket is a few rows. Sums run over 16 lanes, which are added up at the end: their order depends on the row's length
-alone.
+A ticket is a few rows. Sums run over 16 lanes, which are added at the end: their order depends on the row's length
+only.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from worker.device.vector import (
     total,
 )
 
-ROWS = 4  # of a ticket
-NUMBERS_PER_US = 2_000  # that one thread takes
+ROWS = 4  # per ticket
+NUMBERS_PER_US = 2_000  # throughput of one thread
 F = np.float32
 read_8, read_9, read_10 = reading_integers(8), reading_integers(9), reading_integers(10)
 
 
 @part
 def scale_of(row, code, count, epsilon):
-    """1 / the root of the mean square of a row."""
+    """Return 1 / the root mean square of a row."""
     size, at = item_bytes(code), 0
     squares = spread(F(0))
     while at + LANES <= count:
@@ -52,7 +52,7 @@ def scale_of(row, code, count, epsilon):
 
 @part
 def normalise(row, weight, target, code, count, epsilon):
-    """target [count] = the row's norm; it may be the row itself. Rounded before and after the weight."""
+    """Write a row's norm to target [count], possibly the row itself. Rounded before and after the weight."""
     scale, size, at = scale_of(row, code, count, epsilon), item_bytes(code), 0
     scales = spread(scale)
     while at + LANES <= count:
@@ -68,7 +68,7 @@ def normalise(row, weight, target, code, count, epsilon):
 
 @host_kernel("8qd")
 def embed_norm(arguments):
-    """residual [rows, count] = rows of the table, normed = their norms."""
+    """Copy rows of the table to residual [rows, count], and write their norms to normed."""
     _, _, tokens, table, weight, residual, normed, rows, count, code = read_10(arguments)
     epsilon, width = F(read_double(arguments + 80)), count * item_bytes(code)
     while True:
@@ -83,7 +83,7 @@ def embed_norm(arguments):
 
 @host_kernel("7qd", "addend residual weight normed rows count code epsilon")
 def add_norm(arguments):
-    """residual [rows, count] += addend; normed = its norm."""
+    """Add addend to residual [rows, count], and write the norms of the sums to normed."""
     _, _, addend, residual, weight, normed, rows, count, code = read_9(arguments)
     epsilon, size = F(read_double(arguments + 72)), item_bytes(code)
     while True:
@@ -104,7 +104,7 @@ def add_norm(arguments):
 
 @host_kernel("9qd", "projected stride query_weight key_weight rows heads kv_heads size code epsilon")
 def head_norm(arguments):
-    """The norm of each head of Q and of K, in place. stride: bytes from one row to the next."""
+    """Normalise each head of Q and K in place. stride: bytes from one row to the next."""
     _, _, projected, stride, query_weight, key_weight, rows, heads, kv_heads, size = read_10(arguments)
     code, epsilon = read_integer(arguments + 80), F(read_double(arguments + 88))
     while True:
@@ -120,7 +120,7 @@ def head_norm(arguments):
 
 @host_kernel("6q", "source stride target rows count code")
 def gate(arguments):
-    """target [rows, count] = silu(x[:, :count]) x[:, count:]. stride: bytes from one row of x to the next."""
+    """Write silu(x[:, :count]) x[:, count:] to target [rows, count]. stride: bytes from one row of x to the next."""
     _, _, source, stride, target, rows, count, code = read_8(arguments)
     size, zero, one = item_bytes(code), spread(F(0)), spread(F(1))
     while True:

@@ -1,6 +1,6 @@
-"""Around a product of int8 weights on the CPU: x rotated and quantised in one kernel, the sums made numbers in another.
+"""CPU kernels around an int8 product: one rotates and quantises x, the other converts the sums to numbers.
 
-What `Int8Weight` says of x, row by row: a row's levels are its own, whoever is beside it.
+They implement the quantisation of `Int8Weight`: the levels of a row do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ from worker.device.vector import (
     write_float,
 )
 
-ROWS = 2  # of a ticket
-NUMBERS_PER_US = 600  # that one thread rotates and quantises
-MIDDLE = 128.5  # of the levels, 1 to 255; the half is for rounding
+ROWS = 2  # per ticket
+NUMBERS_PER_US = 600  # throughput of one thread
+MIDDLE = 128.5  # middle of the levels 1 to 255; the half rounds
 F = np.float32
 read_9, read_11 = reading_integers(9), reading_integers(11)
 
 
 @part
 def rotate_block(place, size):
-    """`size` numbers times Hadamard's matrix of as many rows, of ones, in place: sums and differences (Fino and
-    Algazi, "Unified Matrix Treatment of the Fast Walsh-Hadamard Transform", 1976)."""
+    """Multiply `size` numbers by the Hadamard matrix in place: sums and differences (Fino and Algazi, 1976).
+
+    "Unified Matrix Treatment of the Fast Walsh-Hadamard Transform".
+    """
     distance = 1
     if size >= LANES:
         for at in range(0, size, LANES):
@@ -65,12 +67,12 @@ def rotate_block(place, size):
 
 @part
 def peak_of(place, count):
-    """The largest absolute number; NaN where one is not finite."""
+    """Return the largest absolute number; NaN if any number is not finite."""
     peaks, rest, at, peak = spread(F(0)), spread(F(0)), 0, F(0)
     while at + LANES <= count:
         x = load(place + 4 * at)
         peaks = maximum(peaks, maximum(x, subtract(spread(F(0)), x)))
-        rest = add(rest, subtract(x, x))  # NaN for what is not finite
+        rest = add(rest, subtract(x, x))  # NaN if not finite
         at += LANES
     peak, broken = largest(peaks), total(rest)
     for index in range(at, count):
@@ -82,8 +84,11 @@ def peak_of(place, count):
 
 @host_kernel("9qd")
 def quantise(arguments):
-    """Of x [rows, count], rotated in blocks of `size`: levels [rows, count] uint8 and the largest number of each row,
-    [rows] float32. The largest level is 127 from the middle. A row of smaller numbers than `smallest` has that."""
+    """Quantise x [rows, count], rotated in blocks of `size`.
+
+    Results: levels [rows, count] uint8 and peaks [rows] float32, the largest number of each row. The largest level is
+    127 from the middle. A row's peak is at least `smallest`.
+    """
     _, _, source, code, rows, count, size, levels, peaks, scratch, scratch_stride = read_11(arguments)
     smallest, shrunk = F(read_double(arguments + 88)), F(1.0 / math.sqrt(size))
     rotated = scratch + scratch_stride * take_ticket(arguments + 8)
@@ -102,7 +107,7 @@ def quantise(arguments):
             write_float(peaks + 4 * row, peak)
             factor, target, at = F(127) / peak, levels + count * row, 0
             if peak != peak:
-                factor = F(0)  # its levels mean nothing: what comes of them is NaN
+                factor = F(0)  # undefined levels; the result is NaN
                 for index in range(count):
                     write_float(rotated + 4 * index, F(0))
             factors, middles = spread(factor), spread(F(MIDDLE))
@@ -115,8 +120,10 @@ def quantise(arguments):
 
 @host_kernel("7q")
 def make_numbers(arguments):
-    """target [rows, count] = sums [rows, count] float32 x peaks [rows], then + bias [count] where its address is not 0:
-    rounded after each."""
+    """Write target [rows, count] = sums [rows, count] float32 x peaks [rows] + bias [count].
+
+    Rounded after each operation. The address 0 stands for no bias.
+    """
     _, _, sums, peaks, bias, target, rows, count, code = read_9(arguments)
     item = item_bytes(code)
     while True:

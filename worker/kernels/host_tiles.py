@@ -1,9 +1,10 @@
-"""Rows times a weight that lies in tiles, each row by itself: whatever is beside it, its sums have one order.
+"""CPU kernel of a product with a weight in tiles: each row is summed in one order, whatever the number of rows.
 
-One number of the inner dimension is multiplied after the other, into a sum for each of a tile's rows; that begins anew
-after each BLOCK of them, and the blocks' sums are added up in their order, then the bias. (oneDNN's products in float32
-have the same order on CPUs with AVX2, and so the same bits.) A block of a tile stays in a core's cache while rows pass,
-six together: their sums are all that the registers of AVX2 hold beside what is multiplied.
+The numbers of the inner dimension are multiplied one after the other, into a sum for each of a tile's rows. The sum
+starts anew after each BLOCK; the blocks' sums are added in order, then the bias. (oneDNN's float32 products use the
+same order on CPUs with AVX2, and so give the same bits.) A block of a tile stays in a core's cache while rows pass,
+six at a
+time: their sums fill the AVX2 registers beside the operands.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from worker.device.rows import load, spread, store
 from worker.device.vector import LANES, add, fma, read_float, reading_integers, take_ticket
 
 BLOCK = 1024
-WIDE = 4 * LANES  # rows of a weight in a tile; fewer where it has few
-TICKET_ROWS = 96  # of x
+WIDE = 4 * LANES  # rows of a weight in a tile; fewer if it has few
+TICKET_ROWS = 96  # rows of x per ticket
 read_13 = reading_integers(13)
 
 
 @part
 def put(target, sums, first, bias):
-    """target [16] = sums, after those of the blocks before (first: the block's first number), and bias (0: none)."""
+    """Write sums to target [16], after adding those of earlier blocks (if `first` is not 0) and the bias (0: none)."""
     if first:
         sums = add(load(target), sums)
     if bias:
@@ -30,7 +31,7 @@ def put(target, sums, first, bias):
 
 @part
 def six_rows(x, x_bytes, weight, step, first, end, bias, target, target_bytes):
-    """target [6, 16] of x [6, first to end] times a block [first to end, 16], whose rows begin `step` bytes apart."""
+    """Multiply x [6, first to end] by a block [first to end, 16] with `step` bytes between rows; target: [6, 16]."""
     zero = spread(0.0)
     a, b, c, d, e, f = zero, zero, zero, zero, zero, zero
     for k in range(first, end):
@@ -51,7 +52,7 @@ def six_rows(x, x_bytes, weight, step, first, end, bias, target, target_bytes):
 
 @part
 def four_rows(x, x_bytes, weight, step, first, end, bias, target, target_bytes):
-    """The same of x [4, first to end]."""
+    """Multiply x [4, first to end] likewise."""
     zero = spread(0.0)
     a, b, c, d = zero, zero, zero, zero
     for k in range(first, end):
@@ -68,7 +69,7 @@ def four_rows(x, x_bytes, weight, step, first, end, bias, target, target_bytes):
 
 @part
 def one_row(x, weight, step, first, end, bias, target):
-    """The same of x [first to end]."""
+    """Multiply x [first to end] likewise."""
     sums = spread(0.0)
     for k in range(first, end):
         sums = fma(spread(read_float(x + 4 * k)), load(weight + step * k), sums)
@@ -77,7 +78,7 @@ def one_row(x, weight, step, first, end, bias, target):
 
 @part
 def one_row_of_64(x, weight, first, end, bias, target):
-    """The same of a tile of 64 at once, which is read from its first byte to its last."""
+    """Multiply by a tile of 64 rows at once, which is read sequentially."""
     zero = spread(0.0)
     a, b, c, d = zero, zero, zero, zero
     for k in range(first, end):
@@ -94,7 +95,7 @@ def one_row_of_64(x, weight, first, end, bias, target):
 
 @part
 def some_rows(x, x_bytes, row, rows, weight, width, first, end, bias, target, target_bytes):
-    """target [row to rows, width] of x [row to rows, first to end] times a block of a tile."""
+    """Multiply x [row to rows, first to end] by a block of a tile; target: [row to rows, width]."""
     step = 4 * width
     while row < rows:
         left, from_x, to = rows - row, x + x_bytes * row, target + target_bytes * row
@@ -115,9 +116,10 @@ def some_rows(x, x_bytes, row, rows, weight, width, first, end, bias, target, ta
 
 @host_kernel("11q")
 def multiply_tiles(arguments):
-    """target [rows, tiles x width] = x [rows, count] times tiles [tiles, tile_bytes], and bias, as long as they are.
+    """Write x [rows, count] times tiles [tiles, tile_bytes], plus bias, to target [rows, tiles x width].
 
-    parts: of the rows. A ticket is a part of them and a tile; those of one tile follow each other.
+    bias has the length of the tiles. parts: parts of the rows. A ticket is a part and a tile; the tickets of one tile
+    are consecutive.
     """
     _, _, x, rows, weight, bias, target, target_bytes, count, width, tile_bytes, tiles, parts = read_13(arguments)
     while True:

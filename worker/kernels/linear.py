@@ -1,10 +1,10 @@
-"""Matrix products of few tokens with a large weight: what matters is that the weight is read at the memory's speed.
+"""Matrix products of few tokens with a large weight, which must be read at the memory's bandwidth.
 
-The weight's rows are the rows of the tile that the matrix instructions see, and the tokens its columns, because those
-instructions want 64 rows or more and are content with 16 columns. The inner dimension may be cut into parts, one
-program each, where the weight alone gives too few programs to keep the memory busy: parts are added up by whatever
-reads the result next, in their order, so results do not depend on which program finished first. They would depend on
-how many tokens there are: so where the device is to be steady nothing is cut, and more is in flight instead.
+The weight's rows are the rows of the matrix instructions' tile and the tokens its columns, because these instructions
+need 64 rows or more but only 16 columns. The inner dimension may be split into parts, one program each, if the weight
+alone gives too few programs to saturate the memory. The next operation adds the parts in order, so results do not
+depend on which program finishes first. They would depend on the number of tokens, so a steady device splits nothing
+and keeps more loads in flight instead.
 """
 
 from __future__ import annotations
@@ -19,22 +19,28 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 from worker.device.target import Target
 
-MEASURED = "sm_90"  # an H200, with the shapes of Llama-3.1-8B: see benchmarks/gpu_layers.py
-MEASURED_TOKENS_MAX = 64  # beyond, torch's library is as fast or faster there
-OTHER_TOKENS_MAX = 16  # where nothing was measured
-FEW = 64  # results of a token up to which the library sums in another order for each number of tokens
-PARTS_MAX, OTHER_PARTS_MAX = 64, 4  # each number of parts is a compilation of the norm that adds them up
-STEPS_MIN = 8  # of a part: its start and end should not outweigh it
+MEASURED = "sm_90"  # tuned on an H200 with the shapes of Llama-3.1-8B: see benchmarks/gpu_layers.py
+MEASURED_TOKENS_MAX = 64  # for more, torch's library is as fast or faster there
+OTHER_TOKENS_MAX = 16  # on devices that were not measured
+FEW = 64  # up to this many results per token, the library's order of sums varies with the token count
+PARTS_MAX, OTHER_PARTS_MAX = 64, 4  # each number of parts compiles the norm that adds them
+STEPS_MIN = 8  # steps of a part, to amortise its start and end
 
 
 @dataclass(frozen=True)
 class LinearTiles:
-    """rows: of the weight in one tile. depth: of the inner dimension in one step. tokens: in one tile.
+    """Tile sizes of a product.
 
-    parts: of the inner dimension. warps, stages: Triton's num_warps and num_stages.
-    prefetch: steps of the weight that are asked into the L2 cache before the inputs are there.
-    described: tiles are copied through tensor descriptors, by Hopper's copy engine; rows of x and of the weight must
-    begin at multiples of 16 bytes then.
+    Attributes:
+        rows: Rows of the weight in one tile.
+        depth: Inner dimension of one step.
+        tokens: Tokens in one tile.
+        parts: Parts of the inner dimension.
+        warps: Triton's num_warps.
+        stages: Triton's num_stages.
+        prefetch: Steps of the weight that are fetched into the L2 cache before the inputs are ready.
+        described: Whether Hopper's copy engine loads tiles through tensor descriptors. Rows of x and of the weight must
+            then begin at multiples of 16 bytes.
     """
 
     rows: int
@@ -49,6 +55,7 @@ class LinearTiles:
 
 @triton.jit
 def prefetch(addresses):
+    """Prefetch addresses into the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // $0", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -67,7 +74,7 @@ def _load_weight(tiles, first_row, rows_at, inside_rows, first, k, DEPTH: tl.con
 
 @triton.jit
 def _load_x(tiles, first_column, rows_at, inside_columns, first, k, DEPTH: tl.constexpr, EVEN: tl.constexpr):
-    """[DEPTH, tokens of a tile], from `first` of the inner dimension on, zeros where there is nothing."""
+    """Load [DEPTH, tokens of a tile] from index `first` of the inner dimension, with zeros outside."""
     if tiles is not None:
         return tl.trans(tiles.load([first_column, first]))
     places = first + tl.arange(0, DEPTH)
@@ -77,7 +84,7 @@ def _load_x(tiles, first_column, rows_at, inside_columns, first, k, DEPTH: tl.co
     return tl.trans(tl.load(rows_at + places[None, :], mask=inside, other=0.0))
 
 
-@triton.jit(do_not_specialize=["tokens"])  # one compilation for 1, for multiples of 16, and for all others
+@triton.jit(do_not_specialize=["tokens"])  # one compilation for all counts
 def linear_kernel(
     x,
     weight,
@@ -100,12 +107,13 @@ def linear_kernel(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: [blocks of n, parts, blocks of tokens].
+    """Multiply x by a weight. Grid: [blocks of n, parts, blocks of tokens].
 
-    x: [tokens, k], x_stride elements from token to token. weight: [n, k], contiguous. x_tiles, weight_tiles: the same,
-    described in tiles of TOKENS x DEPTH and ROWS x DEPTH; None: they are read by pointer. bias: [n], added to part 0.
-    output: [parts, tokens, n], contiguous. STEPS: of DEPTH in one part; a constant, so that the loop's length is known.
-    GATED: weight is [2n, k] and bias [2n], the gate first, and the output silu(gate) x up; there is one part then.
+    x: [tokens, k], x_stride elements from token to token. weight: [n, k], contiguous. x_tiles, weight_tiles: tensor
+    descriptors with tiles of TOKENS x DEPTH and ROWS x DEPTH; None: load by pointer. bias: [n], added to part 0.
+    output: [parts, tokens, n], contiguous. STEPS: steps of DEPTH in one part; a constant, so that the loop's length is
+    known.
+    GATED: weight is [2n, k] and bias [2n], the gate first, and the output is silu(gate) x up, with one part.
     EVEN: ROWS divides n, and the parts' steps divide k.
     """
     first_row, first_column = tl.program_id(0) * ROWS, tl.program_id(2) * TOKENS
@@ -115,10 +123,10 @@ def linear_kernel(
     inside_columns = columns < tokens
     begin = tl.program_id(1) * (STEPS * DEPTH)
     weight_rows = weight + rows[:, None].to(tl.int64) * k
-    up_rows = weight_rows + tl.cast(n, tl.int64) * k  # of one number n is no tensor
+    up_rows = weight_rows + tl.cast(n, tl.int64) * k  # n = 1 is a constant, not a tensor
     x_rows = x + columns[:, None].to(tl.int64) * x_stride
     if PREFETCH > 0:
-        lines = begin + tl.arange(0, DEPTH // 64) * 64  # a line of the cache holds 64 numbers of 16 bits
+        lines = begin + tl.arange(0, DEPTH // 64) * 64  # a cache line holds 64 numbers of 16 bits
         for step in tl.static_range(PREFETCH):
             prefetch(weight_rows + (lines + step * DEPTH)[None, :])
             if GATED:
@@ -160,11 +168,20 @@ def linear_parts(
     gated: bool = False,
     overlap: bool = False,
 ) -> torch.Tensor:
-    """The parts of x weight^T + bias [parts, tokens, n] dtype, as `tiles` cuts them.
+    """Compute the parts of x weight^T + bias, as `tiles` splits them.
 
-    x: [tokens, k], tokens may be apart. weight: [n, k], contiguous. bias: [n] or None.
-    gated: weight and bias are of the gate and of up, [2n]; the result is silu(gate) x up [1, tokens, n].
-    output: where the parts go, in its own dtype; contiguous.
+    Args:
+        x: [tokens, k]; rows may be strided.
+        weight: [n, k], contiguous.
+        bias: [n] or None.
+        tiles: Tile sizes.
+        dtype: Dtype of the result.
+        output: Receives the parts in its own dtype; contiguous.
+        gated: Whether weight and bias are [2n], gate and up; the result is then silu(gate) x up [1, tokens, n].
+        overlap: See `worker.device.overlap`.
+
+    Returns:
+        [parts, tokens, n].
     """
     tokens, k = x.shape
     n = len(weight) // 2 if gated else len(weight)
@@ -195,7 +212,7 @@ def linear_parts(
 def linear_constants(
     n: int, k: int, tiles: LinearTiles, *, biased: bool, gated: bool, overlap: bool
 ) -> dict[str, int | bool]:
-    """The compile-time constants of `linear_kernel`, but for OVERLAP."""
+    """Return the compile-time constants of `linear_kernel`, except OVERLAP."""
     parts, steps = split_depth(k, tiles)
     even = n % tiles.rows == 0 and k == parts * steps * tiles.depth
     return {
@@ -212,28 +229,37 @@ def linear_constants(
 
 
 def split_depth(k: int, tiles: LinearTiles) -> tuple[int, int]:
-    """How many parts there really are, and the steps of each: no part is empty."""
+    """Return the actual number of parts and the steps of each; no part is empty."""
     steps = triton.cdiv(k, tiles.depth)
     steps_per_part = triton.cdiv(steps, min(tiles.parts, steps))
     return triton.cdiv(steps, steps_per_part), steps_per_part
 
 
 def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool, gated: bool) -> LinearTiles | None:
-    """The tiles for x [tokens, k] and a weight [n, k], or [2n, k] where `gated`; None: torch's library is better.
+    """Choose the tiles for x [tokens, k] and a weight.
 
-    divisible: the result may be left in parts.
+    Args:
+        tokens: Rows of x.
+        n: Rows of the weight, or of its gate if `gated`.
+        k: Columns of the weight.
+        target: The architecture.
+        divisible: Whether the result may stay in parts.
+        gated: Whether the weight holds gate and up.
+
+    Returns:
+        The tiles; None if torch's library is faster.
     """
     measured = target.name == MEASURED
     if target.backend == "cuda" and not target.matrix:
-        return None  # the compiler knows no matrix instructions there, and the library does
+        return None  # the library has matrix instructions there, the compiler does not
     if target.steady and n <= FEW and not gated:
-        tokens = min(tokens, MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX)  # of one block: never the library's
+        tokens = min(tokens, MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX)  # one block: never use the library
     if tokens > (MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX):
         return None
     if gated and (n % 64 or k % 128):
-        return None  # two masked weights in one loop are too much for the registers of some
+        return None  # two masked weights in one loop exceed some GPUs' registers
     columns = max(16, triton.next_power_of_2(tokens))
-    if not measured:  # every GPU has room for these in its shared memory
+    if not measured:  # these fit every GPU's shared memory
         parts = _parts(triton.cdiv(n, 64), k // 64, target) if divisible and not target.steady else 1
         return LinearTiles(64, 64, columns, parts, 4, 2)
     described = columns > 16 and k % 8 == 0
@@ -245,14 +271,14 @@ def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool
     warps = 8 if columns == 64 and rows == 128 else 4
     if target.steady and blocks <= target.multiprocessors:
         return LinearTiles(rows, 128, columns, 1, warps, 8 if columns <= 32 else 6, prefetch=2, described=described)
-    # A program that has a multiprocessor to itself needs more in flight.
+    # A program alone on a multiprocessor needs more loads in flight.
     alone = columns == 16 and blocks * parts <= target.multiprocessors
     stages = 6 if alone else 5 if columns == rows == 64 else 4
     return LinearTiles(rows, 128, columns, parts, warps, stages, prefetch=2, described=described)
 
 
 def _parts(programs: int, steps: int, target: Target) -> int:
-    """Doubled while every program still has a multiprocessor to itself, or nearly, and parts are not short."""
+    """Double the parts while nearly every program has a multiprocessor to itself and parts are long enough."""
     parts, parts_max = 1, PARTS_MAX if target.name == MEASURED else OTHER_PARTS_MAX
     while (
         2 * parts <= parts_max

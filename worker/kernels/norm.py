@@ -1,7 +1,7 @@
-"""Root mean square norms, each with what comes before it: the embedding, or the sum of a layer's output and its input.
+"""Root mean square norms, fused with the operation before: the embedding, or the sum of a layer's output and input.
 
-One program does one token (or one head of one token). Numbers are rounded where `plain` rounds them. Widths are told in
-units of HEAD_UNIT numbers, so that the compiler knows that rows begin where wide loads may.
+One program handles one token (or one head of one token). Numbers are rounded where `plain` rounds them. Widths are in
+units of HEAD_UNIT numbers, so that the compiler knows that rows are aligned for wide loads.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from worker.device.overlap import launch_options, let_next_start, wait_for_input
 from worker.device.target import HEAD_UNIT, head_class, in_units
 
 BLOCK_MIN = 1024
-THREADS_MAX = 1024  # of a program, on every GPU
-PARTS_EXACT = 4  # up to so many parts of a sum each number is a compilation; beyond, each power of two
+THREADS_MAX = 1024  # limit of a program on every GPU
+PARTS_EXACT = 4  # up to this many parts, each number is a compilation; beyond, each power of two
 _UNIT, _PARTS_EXACT = tl.constexpr(HEAD_UNIT), tl.constexpr(PARTS_EXACT)
 
 
 @triton.jit
 def _normed(x, weight, hidden, epsilon):
-    """x: [BLOCK] float32, zeros past `hidden`, already rounded to the dtype of `weight`."""
+    """Normalise x [BLOCK] float32, which is zero beyond `hidden` and rounded to the dtype of `weight`."""
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / hidden + epsilon)
     return (x * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
 
 
-# One number of `tokens` is loaded, wherever they begin.
+# Each program loads one of `tokens`, at any alignment.
 @triton.jit(do_not_specialize_on_alignment=["tokens"], do_not_specialize=["hidden"])
 def embed_norm_kernel(
     tokens, table, weight, residual, output, hidden, epsilon, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
@@ -113,6 +113,7 @@ def head_norm_kernel(
 def embed_norm(
     tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float, overlap: bool, warp_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Implement `LayerOperations.embed`."""
     hidden = table.shape[1]
     residual = torch.empty((len(tokens), hidden), dtype=table.dtype, device=table.device)
     output = torch.empty_like(residual)
@@ -136,6 +137,7 @@ def embed_norm(
 def add_norm(
     addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, overlap: bool, warp_size: int
 ) -> torch.Tensor:
+    """Implement `LayerOperations.add_norm`."""
     parts, count, hidden = addend.shape
     assert addend.is_contiguous(), addend.stride()
     output = torch.empty_like(residual)
@@ -166,6 +168,7 @@ def head_norm(
     overlap: bool,
     warp_size: int,
 ) -> None:
+    """Implement `LayerOperations.head_norm`."""
     head_size = len(query_weight)
     head_norm_kernel[(len(projected), heads + kv_heads)](
         projected,
@@ -182,10 +185,10 @@ def head_norm(
 
 
 def block_of(hidden: int) -> int:
-    """The power of two that holds a row. Not less than BLOCK_MIN: few choices, so that tests can compile them all."""
+    """Return the power of two that holds a row, at least BLOCK_MIN, so that tests can compile the few choices."""
     return max(BLOCK_MIN, 1 << (hidden - 1).bit_length())
 
 
 def warps_of(block: int, warp_size: int) -> int:
-    """Four numbers a thread, and not more threads than a program may have: what it waits for is memory."""
+    """Return the warps of a program: four numbers per thread within the thread limit; the program is memory-bound."""
     return max(1, min(THREADS_MAX, block // 4) // warp_size)

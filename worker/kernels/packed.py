@@ -1,9 +1,9 @@
-"""Products with weights that oneDNN has laid out once, for CPUs: `PlainOperations` otherwise.
+"""Products with weights in oneDNN's packed layout, for CPUs; otherwise as `PlainOperations`.
 
-A plain product reads its weight as the file has it, and has to lay it out anew in every call, or reads it badly. The
-layout in blocks ("packed") is an opaque tensor that oneDNN's own products alone can read; which blocks it takes depends
-on the rows that it is told to expect. Sums are taken in another order than in torch's library: float32 differs in the
-last bits, 16 bits now and then in the last one. Weights that are quantised (quantised.py) are multiplied here too.
+A plain product reads its weight in the file's layout: it reorders the weight in every call, or reads it inefficiently.
+The blocked layout ("packed") is an opaque tensor that only oneDNN's products can read; the expected number of rows
+determines the blocks. Sums have another order than in torch's library: float32 differs in the last bits, 16 bits
+occasionally in the last one. Quantised weights (quantised.py) are multiplied here too.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .quantised import Groups, Int4Weight, Int8Weight, QuantisedWeight, can_be_i
 from .row_counts import least_rows, padded, row_count
 from .selftest import TOLERANCE
 
-# Blocks for 1 row make float32 products slower at every number of rows; those for 16 are as fast as any others at 1 and
-# at 8, and faster than those for 64 at 256 and more (benchmarks/NOTES.md, "CPU: packed weights").
+# Blocks for 1 row make float32 products slower at every number of rows. Blocks for 16 are as fast as any at 1 and at 8
+# rows, and faster than blocks for 64 at 256 and more (benchmarks/NOTES.md, "CPU: packed weights").
 EXPECTED_ROWS = 16
-_OWN_PRODUCT = "_kvforge_product"  # of a packed weight
-CHECKED_ROWS = (1, 20, 150)  # a single row is a product of its own kind, and so are many of int4
+_OWN_PRODUCT = "_kvforge_product"  # attribute of a packed weight
+CHECKED_ROWS = (1, 20, 150)  # single rows, and many rows of int4, take other kernels
 WAY_OUT = "set kernels = 'reference' to serve with plain torch"
 QUANTISED_WAY_OUT = "set weight_dtype = 'dtype' to serve weights that are not quantised"
-# Where a product is compared with that of the same numbers in float32: int4 computes in bfloat16.
+# Compared with float32 products of the same numbers: int4 computes in bfloat16.
 QUANTISED_TOLERANCE = {"int8": 1e-4, "int4": TOLERANCE[torch.bfloat16]}
 
 
 def packing_problem(device: Device, dtype: torch.dtype) -> str:
-    """Why weights of `dtype` stay as they are; "" where `PackedOperations` serve."""
+    """Return why weights of `dtype` are not packed; "" if `PackedOperations` can serve."""
     if not device.kernels:
         return "kernels = 'reference'"
     if problem := device.packing_problem(dtype):
@@ -46,33 +46,39 @@ def packing_problem(device: Device, dtype: torch.dtype) -> str:
 
 
 def quantising_problem(device: Device, dtype: torch.dtype, kind: str) -> str:
-    """Why weights are not quantised to `kind` ("int8", "int4") here, where a model computes in `dtype`; "" where they
-    are."""
+    """Return why weights cannot be quantised to `kind` ("int8", "int4") for a model of `dtype`; "" if they can."""
     problem = device.quantising_problem(kind) if device.kernels else ""
     return problem or packing_problem(device, dtype)
 
 
 def is_packed(weight: torch.Tensor) -> bool:
-    """Whether a weight takes part in the products of `PackedOperations` alone."""
+    """Return whether only the products of `PackedOperations` can use a weight."""
     return weight.is_mkldnn or isinstance(weight, QuantisedWeight)
 
 
 def weight_kind(weight: torch.Tensor) -> str:
-    """int8, int4, or "" where it is not quantised."""
+    """Return int8, int4, or "" for a weight that is not quantised."""
     return {Int8Weight: "int8", Int4Weight: "int4"}.get(type(weight), "")
 
 
 class PackedOperations(PlainOperations):
-    """See LayerOperations. Weights that `pack` or `quantise` returned are multiplied by oneDNN, all others by torch."""
+    """Operations with packed products; see LayerOperations. Weights that are not packed are multiplied by torch."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._checked: set[tuple[int, int, str]] = set()
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """A packed copy of a weight [n, k], which takes part in this class's products alone.
+        """Pack a weight [n, k], for products of this class only.
 
-        Errors: KernelError where a product with it is not what torch computes with `weight`.
+        Args:
+            weight: [n, k].
+
+        Returns:
+            A packed copy.
+
+        Raises:
+            KernelError: A product with it differs from torch's with `weight`.
         """
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), EXPECTED_ROWS)
         self._look_at(packed, weight)
@@ -82,14 +88,22 @@ class PackedOperations(PlainOperations):
         return packed
 
     def _look_at(self, packed: torch.Tensor, weight: torch.Tensor) -> None:
-        """Before its products are compared: `set_product`, perhaps."""
+        """Inspect a packed weight before its products are compared. Subclasses may call `set_product`."""
 
     def quantise(self, weight: torch.Tensor, kind: str, groups: Groups | None = None) -> torch.Tensor:
-        """A copy of a weight [n, k] in 8 or 4 bits, which takes part in this class's products alone.
+        """Quantise a weight [n, k] to 8 or 4 bits, for products of this class only.
 
-        kind: "int8", or "int4", which becomes int8 where `can_be_int4` says no. groups: the weight in 4 bits, where a
-        file has it so. Errors: KernelError where a product is not what torch computes with the numbers that are kept,
-        or these are not nearest to the weight's.
+        Args:
+            weight: [n, k].
+            kind: "int8", or "int4", which falls back to int8 if `can_be_int4` is false.
+            groups: The weight in 4 bits, if a file stores it that way.
+
+        Returns:
+            A quantised copy.
+
+        Raises:
+            KernelError: A product differs from torch's with the same numbers, or these are not the nearest to the
+                weight's.
         """
         kind = "int4" if kind == "int4" and can_be_int4(weight) else "int8"
         quantised: QuantisedWeight
@@ -104,7 +118,7 @@ class PackedOperations(PlainOperations):
         return quantised
 
     def _unchecked(self, weight: torch.Tensor, kind: str) -> Iterator[tuple[int, str]]:
-        """Rows to check a weight with, and words: all of them for a first one of its shape."""
+        """Yield row counts to check a weight with, and descriptions: the full set for the first weight of a shape."""
         n, k = weight.shape
         rows = CHECKED_ROWS if (n, k, kind) not in self._checked else CHECKED_ROWS[:1]
         self._checked.add((n, k, kind))
@@ -112,6 +126,7 @@ class PackedOperations(PlainOperations):
             yield count, f"{count} tokens, a weight of {n} x {k}, {kind}"
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Implement `PlainOperations.product`."""
         return _product(x, weight, bias) if is_packed(weight) else super().product(x, weight, bias)
 
     def linear(
@@ -121,6 +136,7 @@ class PackedOperations(PlainOperations):
         bias: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Implement `LayerOperations.linear`."""
         if not is_packed(weight):
             return super().linear(x, weight, bias, output)
         found = self.product(x, weight, bias)
@@ -128,10 +144,10 @@ class PackedOperations(PlainOperations):
 
 
 class PackedRows(torch.nn.Module):
-    """Stands in a transformers model where a Linear was, whose weight is some rows of a packed one.
+    """Replaces a Linear of a transformers model by some rows of a packed weight.
 
-    The weight is unpacked whenever it is asked for, and kept by nobody: the model computes what it did, slowly, and its
-    state has the names it had.
+    Each access unpacks the weight, and nothing keeps the copy: the model computes the same results, slowly, and its
+    state keeps its names.
     """
 
     def __init__(self, packed: torch.Tensor, rows: slice, bias: torch.Tensor | None) -> None:
@@ -141,13 +157,13 @@ class PackedRows(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[n, k], new."""
+        """The weight [n, k], a new tensor."""
         if isinstance(self._packed, QuantisedWeight):
             return self._packed.widened()[self._rows].clone()
         return self._packed.to_dense()[self._rows].clone()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As Linear's, in the dtype of x."""
+        """Compute as Linear does, in the dtype of x."""
         return linear(x, self.weight.to(x.dtype), self.bias)
 
     def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
@@ -156,45 +172,45 @@ class PackedRows(torch.nn.Module):
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that a tensor takes, packed (where blocks are filled up), quantised, or neither."""
+    """Return the bytes of a tensor, whether packed (with padded blocks), quantised, or plain."""
     if isinstance(tensor, QuantisedWeight):
         return tensor.stored_bytes
     return int(torch.ops.mkldnn._nbytes(tensor)) if tensor.is_mkldnn else tensor.nbytes
 
 
 class OwnProduct(Protocol):
-    """What multiplies with one packed weight in oneDNN's place (see tiles.py), any number of rows."""
+    """A product with one packed weight that replaces oneDNN's (see tiles.py), for any number of rows."""
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
-        """x weight^T + bias [..., n], contiguous. x: [..., k], contiguous. bias: from `bias_for`."""
+        """Compute x weight^T + bias [..., n], contiguous. x: [..., k], contiguous. bias: from `bias_for`."""
 
     def bias_for(self, bias: torch.Tensor | None, /) -> torch.Tensor | None:
-        """As it has to be."""
+        """Return the bias in the form that the product needs."""
 
 
 def set_product(packed: torch.Tensor, product: OwnProduct) -> None:
-    """From now on it makes the weight's products."""
+    """Let `product` compute the products of a packed weight from now on."""
     setattr(packed, _OWN_PRODUCT, product)
 
 
 def own_product(weight: torch.Tensor) -> OwnProduct | None:
-    """None: oneDNN makes them."""
+    """Return the product that replaces oneDNN's for a weight, or None."""
     found: OwnProduct | None = getattr(weight, _OWN_PRODUCT, None)
     return found
 
 
 class Product:
-    """`PackedOperations.product` with one weight, for whoever gives it as many rows as it takes."""
+    """The product with one weight, for callers that provide the required number of rows."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._k, self._own, self._multiply = weight.shape[1], own_product(weight), _multiply_with(weight, bias)
 
     def rows(self, wanted: int) -> int:
-        """How many it has to be given where so many are wanted: those first."""
+        """Return the number of rows to pass for `wanted` rows, which come first."""
         return wanted if self._own is not None else max(row_count(wanted), least_rows(self._k))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., n]. x: [..., k], of `rows(wanted)` rows, in the weight's dtype, contiguous."""
+        """Multiply x [..., k] of `rows(wanted)` rows, contiguous, in the weight's dtype. Returns [..., n]."""
         return self._multiply(x)
 
 
@@ -223,7 +239,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 
 @torch.no_grad()
 def _compare(packed: torch.Tensor, weight: torch.Tensor, rows: int) -> str:
-    """What is wrong, "" where nothing is. Behind the rows lies NaN."""
+    """Return the fault of a packed product, or "". NaN follows the rows in memory."""
     generator = torch.Generator().manual_seed(rows)
     numbers = torch.full((rows + 1, weight.shape[1]), float("nan"), dtype=weight.dtype)
     x = numbers[:rows].normal_(generator=generator)
@@ -232,14 +248,14 @@ def _compare(packed: torch.Tensor, weight: torch.Tensor, rows: int) -> str:
 
 @torch.no_grad()
 def _compare_quantised(quantised: QuantisedWeight, kind: str, weight: torch.Tensor, rows: int) -> str:
-    """As `_compare`. The rows are of different sizes, as quantising them has to be of each alone."""
+    """Return the fault of a quantised product, or "". Rows differ in magnitude, so each needs its own scale."""
     generator = torch.Generator().manual_seed(rows)
     numbers = torch.full((rows + 1, weight.shape[1]), float("nan"))
     x = numbers[:rows].normal_(generator=generator)
     x *= torch.logspace(-3, 3, rows)[:, None]
     seen, widened = quantised.seen(x), quantised.widened()
-    # Half a level of x is 1/254 of its row's largest number, once rotated; of a weight the same, or 1/30 of a group's
-    # range, where a file's levels may be worse than nearest.
+    # Half a level of x is 1/254 of its row's largest rotated number. Half a level of a weight is the same, or 1/30 of a
+    # group's range; a file's levels may be worse than the nearest.
     if problem := _difference(seen, x, 5e-2) or _difference(widened, weight, 5e-2 if kind == "int8" else 0.2):
         return problem
     of_one_size = x.abs().amax(1, keepdim=True)

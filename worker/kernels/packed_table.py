@@ -1,8 +1,8 @@
-"""An embedding that is read out of the packed weight of the head it is tied to, so that no second copy is kept.
+"""An embedding that is read from the packed weight of its tied head, so that no second copy is kept.
 
-oneDNN does not tell how it lays a weight out. Where its bytes are tiles of so many rows, in each of which the numbers
-of one column, or of two in turn, lie side by side, that is found by looking: every number is compared with the weight's
-own before that is given up. Where they are not, the embedding stays.
+oneDNN does not document its layouts. If a layout consists of tiles of rows in which the numbers of one column, or of a
+few interleaved columns, are adjacent, it is found by trial: every number is compared with the weight's before that is
+released. Otherwise the embedding stays.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ from typing import Any, Self
 import torch
 from torch.nn.functional import embedding
 
-# Rows of a tile, columns in turn: what is looked for, besides a weight that is one tile, or has one for each row.
+# Rows of a tile and interleaved columns to try, besides one tile, or one tile per row.
 TILES, TOGETHER = (64, 48, 32, 16, 8), (1, 2, 4)
-COMPARED_NUMBERS = 1 << 21  # at a time
-INTEGERS = {4: torch.int32, 2: torch.int16}  # by which numbers are compared: NaN has to be found, and the sign of 0
+COMPARED_NUMBERS = 1 << 21  # per comparison
+INTEGERS = {4: torch.int32, 2: torch.int16}  # compared as integers, to match NaN and the sign of 0
 
 
 class PackedTable(torch.Tensor):
-    """A table [n, k], to whoever asks for its shape and dtype; only `look_up` and torch's embedding read it."""
+    """A table [n, k] that has a shape and dtype but can only be read by `look_up` and torch's embedding."""
 
     @staticmethod
     def __new__(cls, packed: torch.Tensor, *_: Any) -> Self:
+        """Make a tensor without memory, with the shape and dtype of `packed`."""
         made: Self = torch.Tensor._make_wrapper_subclass(cls, packed.shape, dtype=packed.dtype)
         return made
 
     def __init__(self, packed: torch.Tensor, numbers: torch.Tensor) -> None:
-        """numbers: [tiles, columns / together, rows of a tile, together], the memory of `packed`."""
+        """Wrap a packed weight. numbers: its memory as [tiles, columns / together, rows of a tile, together]."""
         self._packed, self._numbers = packed, numbers
 
     @property
     def numbers(self) -> torch.Tensor:
-        """As they lie: [tiles, columns / together, rows of a tile, together]."""
+        """The numbers in their layout: [tiles, columns / together, rows of a tile, together]."""
         return self._numbers
 
     @classmethod
@@ -43,21 +44,21 @@ class PackedTable(torch.Tensor):
         if func is torch.ops.aten.embedding.default:
             table, ids = args[:2]
             return table.rows(ids.flatten()).view(*ids.shape, -1)
-        raise TypeError(f"{func} takes no packed table")
+        raise TypeError(f"{func} does not support a packed table")
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Those of ids [tokens]: [tokens, k], new and contiguous."""
+        """Return the rows of ids [tokens]: [tokens, k], new and contiguous."""
         tile = self._numbers.shape[2]
         found = self._numbers[ids // tile, :, ids % tile]
         return found.reshape(len(ids), -1)[:, : self.shape[1]].contiguous()
 
     def dense(self) -> torch.Tensor:
-        """The whole table, new."""
+        """Return the whole table as a new tensor."""
         return self._packed.to_dense().to(self.dtype)
 
 
 class PackedEmbedding(torch.nn.Module):
-    """Stands in a transformers model where the embedding was."""
+    """Replaces the embedding of a transformers model."""
 
     def __init__(self, table: PackedTable) -> None:
         super().__init__()
@@ -66,11 +67,11 @@ class PackedEmbedding(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[n, k], new."""
+        """The table [n, k], a new tensor."""
         return self._table.dense()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """As Embedding's."""
+        """Look up ids as Embedding does."""
         return self._table.rows(ids.flatten()).view(*ids.shape, -1)
 
     def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
@@ -79,7 +80,7 @@ class PackedEmbedding(torch.nn.Module):
 
 
 def read_from(part: Any, table: PackedTable) -> None:
-    """An Embedding, of whichever class, gives up its weight: what it looks up comes from the table."""
+    """Make an Embedding of any class read its rows from the table, and release its weight."""
 
     def save(_self: Any, destination: dict[str, torch.Tensor], prefix: str, _keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = table.dense()
@@ -90,12 +91,12 @@ def read_from(part: Any, table: PackedTable) -> None:
 
 
 def look_up(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rows of the table, [tokens, k], new."""
+    """Return rows of the table, [tokens, k], new."""
     return table.rows(tokens) if isinstance(table, PackedTable) else embedding(tokens, table)
 
 
 def table_of(packed: torch.Tensor, weight: torch.Tensor) -> PackedTable | None:
-    """The rows of `weight` [n, k] as they lie in its packed copy; None where they are not found there."""
+    """Find the rows of `weight` [n, k] in its packed copy; return None if the layout is unknown."""
     if not packed.is_mkldnn or weight.element_size() not in INTEGERS:
         return None
     size = int(torch.ops.mkldnn._nbytes(packed))
@@ -120,7 +121,7 @@ def _guesses(numbers: torch.Tensor, weight: torch.Tensor) -> Iterator[torch.Tens
 
 
 def _is_weight(laid_out: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether every number is where it is thought to be."""
+    """Return whether every number is at its expected place."""
     integer, k, tile = INTEGERS[weight.element_size()], weight.shape[1], laid_out.shape[2]
     tiles = max(1, COMPARED_NUMBERS // math.prod(laid_out.shape[1:]))
     for first in range(0, len(laid_out), tiles):

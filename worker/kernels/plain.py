@@ -1,7 +1,7 @@
-"""The operations of a decoder layer in plain torch: right everywhere, and the yardstick for every kernel.
+"""Decoder layer operations in plain torch: correct everywhere, and the reference for every kernel.
 
-They round where transformers' own layers round (Llama, Mistral, Qwen2, Qwen3): a norm ends in the weights' dtype
-before its weight is applied, a sum is rounded before the next norm reads it, and so is SiLU before it multiplies.
+They round where transformers' own layers round (Llama, Mistral, Qwen2, Qwen3): a norm is rounded to the weights' dtype
+before its weight is applied, a sum before the next norm reads it, and SiLU before the multiplication.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from .packed_table import look_up
 from .partition import apply_aligned
 from .row_counts import padded
 
-MKL_ROWS = 16  # fewer than that take it as long as that many: see `Device.product_rows`
+MKL_ROWS = 16  # fewer rows take as long: see `Device.product_rows`
 
 
 class PlainOperations:
-    """See LayerOperations. kernels: the self-test's names of those that are kernels."""
+    """Operations in plain torch; see LayerOperations. kernels: the self-test's names of the operations with kernels."""
 
     kernels: tuple[str, ...] = ()
 
     def embed(
         self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Implement `LayerOperations.embed`."""
         residual = look_up(tokens, table)
         return residual, rms_norm(residual, weight, epsilon)
 
     def add_norm(
         self, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
+        """Implement `LayerOperations.add_norm`."""
         residual += sum_parts(addend, residual.dtype)
         return rms_norm(residual, weight, epsilon)
 
@@ -44,18 +46,21 @@ class PlainOperations:
         kv_heads: int,
         epsilon: float,
     ) -> None:
+        """Implement `LayerOperations.head_norm`."""
         by_head = projected.view(len(projected), -1, len(query_weight))
         query, key = by_head[:, :heads], by_head[:, heads : heads + kv_heads]
         query.copy_(rms_norm(query, query_weight, epsilon))
         key.copy_(rms_norm(key, key_weight, epsilon))
 
     def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Implement `LayerOperations.gated`."""
         gate, up = self.product(x, weight, bias).chunk(2, dim=-1)
         return apply_aligned(silu, gate) * up
 
     def rotary(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Implement `LayerOperations.rotary`."""
         angles = positions[:, None].float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)
         return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
@@ -67,6 +72,7 @@ class PlainOperations:
         bias: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Implement `LayerOperations.linear`."""
         if output is None:
             return self.product(x, weight, bias)
         if bias is None and output.dtype == x.dtype and not _is_compiled_by_rows(x) and not _missing(x):
@@ -74,17 +80,18 @@ class PlainOperations:
         return output.copy_(self.product(x, weight, bias))
 
     def project(self, *_: Any) -> None:
-        """Product, rotation and storing are three operations here."""
+        """Return None: product, rotation and storing are separate operations here."""
 
     def decode(self, *_: Any) -> torch.Tensor | None:
-        """The operations are called one by one."""
+        """Return None: the operations are called one by one."""
         return None
 
     def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Implement `LayerOperations.linear_parts`."""
         return self.product(x, weight, bias)[None]
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x weight^T + bias [tokens, n], new: what all the products here are made of."""
+        """Compute x weight^T + bias [tokens, n], a new tensor, for all products of this class."""
         if _is_compiled_by_rows(x):
             return linear(padded(x), weight, bias)[: len(x)]
         missing = _missing(x)
@@ -92,27 +99,29 @@ class PlainOperations:
 
 
 def _missing(x: torch.Tensor) -> int:
-    """Rows of zeros behind x without which MKL, on a CPU, sums the last ones in another order: it takes four at a time,
-    of those that each thread gets."""
+    """Return the rows of zeros to append to x, so that MKL sums all rows in the same order on a CPU.
+
+    MKL processes four rows at a time of those that each thread gets.
+    """
     if x.device.type != "cpu" or len(x) >= MKL_ROWS * torch.get_num_threads():
         return 0
     return -len(x) % 4 if len(x) <= 4 or len(x) >= MKL_ROWS else MKL_ROWS - len(x)
 
 
 def _is_compiled_by_rows(x: torch.Tensor) -> bool:
-    """Whether torch leaves a product with x to oneDNN, which keeps what it compiles: of 16 bits on a CPU."""
+    """Return whether torch passes a product with x to oneDNN, which caches compiled code: 16 bits on a CPU."""
     return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Root mean square norm over the last dimension (Zhang and Sennrich, arXiv 1910.07467). Same shape and dtype."""
+    """Normalise the last dimension by its root mean square (Zhang and Sennrich, arXiv 1910.07467). Keeps the dtype."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return weight * wide.to(x.dtype)
 
 
 def sum_parts(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[parts, tokens, n] -> [tokens, n] dtype, summed in float32 in the order of the parts."""
+    """Sum parts [parts, tokens, n] in float32 in their order; return [tokens, n] in `dtype`."""
     if len(parts) == 1:
         return parts[0].to(dtype)
     total = parts[0].float()

@@ -1,10 +1,9 @@
-"""Q, K and V of few tokens in one kernel: projected, rotated, and K and V stored where they belong.
+"""Q, K and V of few tokens in one kernel: projection, rotation, and storing of K and V.
 
-As `linear`, and behind its loop what `worker.attention.write` does for numbers that are not quantised (a scale would
-need a whole head, which is more than a program has): no kernel of its own, and no way through memory in between. A
-program has 64 rows of the weight, half of them from the first half of a head and half from the second, because rotation
-mixes number i of one with number i of the other. They are taken in turn, eight by eight: so both numbers of a pair come
-out in the same thread.
+It works like `linear`, followed by the task of `worker.attention.write` for numbers that are not quantised (a scale
+would need a whole head, more than one program has). This saves a kernel and a pass through memory. A program has 64
+rows of the weight, half from the first half of a head and half from the second, because rotation mixes number i of
+both halves. Groups of eight rows alternate, so that both numbers of a pair are computed in the same thread.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from worker.device.overlap import launch_options, let_next_start, wait_for_input
 
 from .linear import LinearTiles, prefetch
 
-ROWS = tl.constexpr(64)  # of the weight in one tile
+ROWS = tl.constexpr(64)  # rows of the weight in one tile
 HEAD_SIZES = (64, 128, 256)
 
 
-# One compilation for 1, for 16, and for all others, and one for slots wherever they begin.
+# One compilation for all counts, and one for slots at any alignment.
 @triton.jit(do_not_specialize=["tokens", "heads", "kv_heads"], do_not_specialize_on_alignment=["slots"])
 def project_kernel(
     x,
@@ -49,11 +48,12 @@ def project_kernel(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: [(heads + 2 kv_heads) x HEAD_SIZE / ROWS, blocks of tokens].
+    """Project, rotate and store. Grid: [(heads + 2 kv_heads) x HEAD_SIZE / ROWS, blocks of tokens].
 
     x: [tokens, k], x_stride elements from token to token. weight: [(heads + 2 kv_heads) x HEAD_SIZE, k], contiguous, Q
-    first, then K, then V. bias: of as many. cosines, sines: [tokens, HEAD_SIZE]. slots: [tokens] int32, -1: K and V are
-    not stored. query: [tokens, heads, HEAD_SIZE]. keys, values: [slots, kv_heads, HEAD_SIZE]. STEPS: k / DEPTH.
+    first, then K, then V. bias: as many numbers as rows. cosines, sines: [tokens, HEAD_SIZE]. slots: [tokens] int32;
+    -1: do not store K and V. query: [tokens, heads, HEAD_SIZE]. keys, values: [slots, kv_heads, HEAD_SIZE]. STEPS: k /
+    DEPTH.
     """
     HALF: tl.constexpr = HEAD_SIZE // 2
     PAIRS: tl.constexpr = ROWS // 2
@@ -66,7 +66,7 @@ def project_kernel(
     weight_rows = weight + rows[:, None].to(tl.int64) * k
     x_rows = x + columns[:, None].to(tl.int64) * x_stride
     if PREFETCH > 0:
-        lines = tl.arange(0, DEPTH // 64) * 64  # a line of the cache holds 64 numbers of 16 bits
+        lines = tl.arange(0, DEPTH // 64) * 64  # a cache line holds 64 numbers of 16 bits
         for step in tl.static_range(PREFETCH):
             prefetch(weight_rows + (lines + step * DEPTH)[None, :])
     wait_for_inputs(OVERLAP)
@@ -79,7 +79,7 @@ def project_kernel(
     let_next_start(OVERLAP)
     if HAS_BIAS:
         total += tl.load(bias + rows).to(tl.float32)[:, None]
-    # Rounded as the product on its own is.
+    # Rounded like a separate product.
     total = total.to(query.dtype.element_ty).to(tl.float32)
     pairs = tl.permute(tl.reshape(total, [ROWS // 16, 2, 8, TOKENS]), (0, 2, 3, 1))
     first, second = tl.split(tl.reshape(pairs, [PAIRS, TOKENS, 2]))
@@ -107,14 +107,14 @@ def project_kernel(
 
 @triton.jit
 def _store(target, first, second, wanted, HALF: tl.constexpr):
-    """The numbers of both halves; wanted: [columns]."""
+    """Store the numbers of both halves. wanted: [columns]."""
     dtype: tl.constexpr = target.dtype.element_ty
     tl.store(target, first.to(dtype), mask=wanted[None, :])
     tl.store(target + HALF, second.to(dtype), mask=wanted[None, :])
 
 
 def can_project(weight: torch.Tensor, cos: torch.Tensor, layer: KvLayer, tiles: LinearTiles) -> bool:
-    """Whether the kernel is made for these shapes and dtypes."""
+    """Return whether the kernel supports these shapes and dtypes."""
     head_size = layer.keys.shape[3]
     return (
         layer.key_scales is None
@@ -138,7 +138,7 @@ def project(
     *,
     overlap: bool = False,
 ) -> torch.Tensor:
-    """See LayerOperations.project; `can_project` of the same must be true."""
+    """Implement `LayerOperations.project`, if `can_project` is true."""
     (tokens, k), (_, _, kv_heads, head_size) = x.shape, layer.keys.shape
     heads = len(weight) // head_size - 2 * kv_heads
     query = torch.empty((tokens, heads, head_size), dtype=x.dtype, device=x.device)
@@ -168,7 +168,7 @@ def project(
 def project_constants(
     k: int, head_size: int, tiles: LinearTiles, *, biased: bool, overlap: bool
 ) -> dict[str, int | bool]:
-    """The compile-time constants of `project_kernel`, but for OVERLAP."""
+    """Return the compile-time constants of `project_kernel`, except OVERLAP."""
     steps = k // tiles.depth
     return {
         "STEPS": steps,

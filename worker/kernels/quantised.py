@@ -1,13 +1,13 @@
-"""Weights of 8 and of 4 bits for a CPU, each multiplied by a kernel of torch that never widens them all.
+"""Weights of 8 and 4 bits for a CPU, multiplied by torch kernels that never widen the whole weight.
 
-int8 (`Int8Weight`): a scale for each row of the weight. Each row of x is quantised on its own when it comes, and oneDNN
-multiplies whole numbers, whose sums are exact: what is beside a row does not change it. A few columns of x are often 20
-times as large as the others, and would leave these few levels; so weight and x are rotated first, in blocks of up to
-128 columns, by Hadamard's matrix (Ashkboos and others, "QuaRot", arXiv 2404.00456), which changes no product.
+int8 (`Int8Weight`) has one scale per row of the weight. Each row of x is quantised separately at run time, and oneDNN
+multiplies integers with exact sums, so a row's result does not depend on other rows. A few columns of x are often 20
+times as large as the others and would leave these few levels. Weight and x are therefore rotated first, in blocks of up
+to 128 columns, by the Hadamard matrix (Ashkboos and others, "QuaRot", arXiv 2404.00456), which changes no product.
 
-int4 (`Int4Weight`): a scale and a smallest value for each 32 numbers of a row, both bfloat16: the groups of Q4_0, Q4_1
-and Q4_K of GGUF files, whose levels are kept as they are. x is rounded to bfloat16, not quantised. From 128 rows on the
-weight is widened to bfloat16 a part at a time for oneDNN's product, as torch's own kernel is made for a few rows.
+int4 (`Int4Weight`) has a bfloat16 scale and minimum for each 32 numbers of a row: the groups of Q4_0, Q4_1 and Q4_K of
+GGUF files, which keep their levels. x is rounded to bfloat16, not quantised. From 128 rows on, the weight is widened to
+bfloat16 in pieces for oneDNN's product, because torch's int4 kernel is optimised for few rows.
 """
 
 from __future__ import annotations
@@ -26,62 +26,80 @@ from worker.device.host_kernel import host_kernel_problem
 from .row_counts import padded
 
 GROUP = 32  # numbers of a row that share a scale in int4
-TILE = 64  # rows of a weight that torch's kernel lays out together on AVX-512
-WIDENED_ROWS = 128  # of x; see benchmarks/NOTES.md, "CPU: quantised weights"
-WIDENED_NUMBERS = 1 << 21  # of a weight, at a time
-LEVELS = 127  # of int8, on either side of 0; int4 has 15 above its smallest
-ROTATED = 128  # columns that are rotated together, at most: fewer where the power of 2 does not divide k
-SMALLEST = 1e-30  # a row of zeros has this scale, so that nothing is divided by 0
+TILE = 64  # rows of a weight per tile of torch's layout on AVX-512
+WIDENED_ROWS = 128  # rows of x; see benchmarks/NOTES.md, "CPU: quantised weights"
+WIDENED_NUMBERS = 1 << 21  # numbers of a weight widened at once
+LEVELS = 127  # int8 levels on either side of 0; int4 has 15 above its minimum
+ROTATED = 128  # most columns rotated together; fewer if this power of 2 does not divide k
+SMALLEST = 1e-30  # scale of a row of zeros, to avoid division by 0
 EXPECTED_ROWS = 16  # see packed.py
 
 
 class QuantisedWeight(torch.Tensor):
-    """A weight [n, k] float32, to whoever asks for its shape; only `product` takes part in a computation."""
+    """A weight [n, k] that presents itself as float32 but supports only `product`."""
 
     @staticmethod
     def __new__(cls, n: int, k: int, *_: Any) -> Self:
+        """Make a tensor without memory, with the shape [n, k]."""
         made: Self = torch.Tensor._make_wrapper_subclass(cls, (n, k), dtype=torch.float32)
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise TypeError(f"{func} takes no quantised weight")
+        raise TypeError(f"{func} does not support a quantised weight")
 
     @property
     @abstractmethod
     def stored_bytes(self) -> int:
-        """That it takes."""
+        """Bytes that the weight takes."""
 
     @abstractmethod
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x weight^T + bias, [tokens, n] in the dtype of x. x: [tokens, k] float32 or bfloat16. bias: [n]."""
+        """Compute x weight^T + bias.
+
+        Args:
+            x: [tokens, k] float32 or bfloat16.
+            bias: [n].
+
+        Returns:
+            [tokens, n] in the dtype of x.
+        """
 
     @abstractmethod
     def widened(self) -> torch.Tensor:
-        """The numbers that it stands for, [n, k] float32, new."""
+        """Return the represented numbers, [n, k] float32, new."""
 
     @abstractmethod
     def seen(self, x: torch.Tensor) -> torch.Tensor:
-        """x as `product` multiplies it, [tokens, k] float32."""
+        """Return x as `product` rounds it, [tokens, k] float32."""
 
 
 class Int8Weight(QuantisedWeight):
-    """levels: [n, k] int8, -127 to 127, of the rotated weight. scales: [n] float32, what one level is worth. rotation:
-    of `rotation_of`."""
+    """A weight of 8 bits.
+
+    Args:
+        n: Rows.
+        k: Columns.
+        levels: [n, k] int8, -127 to 127, of the rotated weight.
+        scales: [n] float32, the value of one level.
+        rotation: From `rotation_of`.
+    """
 
     def __init__(self, n: int, k: int, levels: torch.Tensor, scales: torch.Tensor, rotation: torch.Tensor) -> None:
         assert (n, k) == levels.shape
         self._packed = torch.ops.onednn.qlinear_prepack(levels, [EXPECTED_ROWS, k])
-        self._scales = scales / LEVELS  # of a row of x too: its largest number is multiplied last
+        self._scales = scales / LEVELS  # includes the levels of x: the row's largest number is multiplied last
         self._zeros = torch.zeros(n, dtype=torch.int32)
         self._rotation = rotation
         self._around = choose_around()
 
     @property
     def stored_bytes(self) -> int:
+        """Implement `QuantisedWeight.stored_bytes`."""
         return int(torch.ops.mkldnn._nbytes(self._packed)) + self._scales.nbytes + self._zeros.nbytes
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Implement `QuantisedWeight.product`."""
         levels, largest = self._around.quantise(padded(x), self._rotation)
         sums: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             levels, 1.0, 128, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
@@ -89,34 +107,50 @@ class Int8Weight(QuantisedWeight):
         return self._around.make_numbers(sums, largest, bias, x.dtype)[: x.shape[0]]
 
     def widened(self) -> torch.Tensor:
+        """Implement `QuantisedWeight.widened`."""
         rotated = self._packed.to_dense().t().float().mul_(self._scales[:, None] * LEVELS)
         return rotate(rotated, self._rotation)
 
     def seen(self, x: torch.Tensor) -> torch.Tensor:
+        """Implement `QuantisedWeight.seen`."""
         levels, largest = self._around.quantise(x, self._rotation)
         return rotate((levels.float() - 128) * (largest / LEVELS), self._rotation)
 
 
 class Around(Protocol):
-    """What is done to x before a product of levels, and to its sums after it."""
+    """Quantisation of x before an int8 product, and conversion of its sums afterwards."""
 
     def quantise(self, x: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of x [tokens, k], rotated: levels [tokens, k] uint8 around 128, and the largest number of each
-        row, [tokens, 1] float32."""
+        """Rotate and quantise x [tokens, k].
+
+        Returns:
+            Levels [tokens, k] uint8 around 128, and the largest number of each row, [tokens, 1] float32.
+        """
 
     def make_numbers(
         self, sums: torch.Tensor, largest: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """sums x largest + bias, in `dtype`. sums: [tokens, n] float32, which may become the result. bias: [n]."""
+        """Compute sums x largest + bias, in `dtype`.
+
+        Args:
+            sums: [tokens, n] float32; may be overwritten with the result.
+            largest: From `quantise`.
+            bias: [n].
+            dtype: Dtype of the result.
+
+        Returns:
+            [tokens, n].
+        """
 
 
 class PlainAround:
-    """See Around. In plain torch."""
+    """Quantisation in plain torch; see Around."""
 
     def __init__(self) -> None:
-        self._middle = torch.tensor(128.5)  # of the levels of x, 1 to 255; the half is for rounding
+        self._middle = torch.tensor(128.5)  # middle of the levels 1 to 255; the half rounds
 
     def quantise(self, x: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Implement `Around.quantise`."""
         x = rotate(x.float(), rotation)
         largest = x.abs().amax(1, keepdim=True).clamp_min_(SMALLEST)
         return torch.addcmul(self._middle, x, LEVELS / largest).to(torch.uint8), largest
@@ -124,13 +158,14 @@ class PlainAround:
     def make_numbers(
         self, sums: torch.Tensor, largest: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
+        """Implement `Around.make_numbers`."""
         found = sums.mul_(largest).to(dtype)
         return found if bias is None else found.add_(bias)
 
 
 @lru_cache(maxsize=1)
 def choose_around() -> Around:
-    """The fastest that this process can run."""
+    """Return the fastest implementation that this process can run."""
     if host_kernel_problem():
         return PlainAround()
     from .host_around import HostAround  # imports numba
@@ -140,34 +175,41 @@ def choose_around() -> Around:
 
 @dataclass(frozen=True)
 class Groups:
-    """A weight [n, k] in groups of 32: level x scale + low. levels: [n, k] uint8, 0 to 15. scales, lows: [n, k / 32]
-    float32."""
+    """A weight [n, k] in groups of 32 numbers: level x scale + low.
+
+    Attributes:
+        levels: [n, k] uint8, 0 to 15.
+        scales: [n, k / 32] float32.
+        lows: [n, k / 32] float32.
+    """
 
     levels: torch.Tensor
     scales: torch.Tensor
     lows: torch.Tensor
 
     def widened(self) -> torch.Tensor:
-        """[n, k] float32."""
+        """Return the represented numbers, [n, k] float32."""
         return (self.levels.unflatten(1, (-1, GROUP)) * self.scales[..., None]).add_(self.lows[..., None]).flatten(1)
 
 
 class Int4Weight(QuantisedWeight):
-    """groups: their levels are kept, their scales and lows rounded to bfloat16. n: a multiple of 64, k: of 32."""
+    """A weight of 4 bits: levels of `groups`, with scales and lows in bfloat16. n: multiple of 64, k: of 32."""
 
     def __init__(self, n: int, k: int, groups: Groups) -> None:
         assert (n, k) == groups.levels.shape
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(groups.levels.int(), 1)
-        # Of the kernel a level is 8 less, so its zero is what level 8 stands for.
+        # The kernel subtracts 8 from each level, so its zero is the value of level 8.
         zeros = groups.lows + 8 * groups.scales
         both = torch.stack((groups.scales.t(), zeros.t()), dim=2)
         self._scales_and_zeros = both.to(torch.bfloat16).contiguous()
 
     @property
     def stored_bytes(self) -> int:
+        """Implement `QuantisedWeight.stored_bytes`."""
         return self._packed.nbytes + self._scales_and_zeros.nbytes
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Implement `QuantisedWeight.product`."""
         narrow = x.to(torch.bfloat16).contiguous()
         if len(x) >= WIDENED_ROWS:
             narrow = padded(narrow)
@@ -178,16 +220,18 @@ class Int4Weight(QuantisedWeight):
         return found if bias is None else found.add_(bias)
 
     def widened(self) -> torch.Tensor:
+        """Implement `QuantisedWeight.widened`."""
         n, k = self.shape
         scales, zeros = self._scales_and_zeros.float().unbind(2)
         levels = self._levels(slice(None)).float().view(k // GROUP, GROUP, n) - 8
         return (levels * scales[:, None] + zeros[:, None]).view(k, n).t().contiguous()
 
     def seen(self, x: torch.Tensor) -> torch.Tensor:
+        """Implement `QuantisedWeight.seen`."""
         return x.to(torch.bfloat16).float()
 
     def _parts(self) -> Iterator[torch.Tensor]:
-        """The weight, transposed, [k, some of n] bfloat16 each."""
+        """Yield pieces of the transposed weight, [k, some of n] bfloat16 each."""
         n, k = self.shape
         tiles = max(1, WIDENED_NUMBERS // (k * TILE))
         for first in range(0, n // TILE, tiles):
@@ -199,23 +243,28 @@ class Int4Weight(QuantisedWeight):
             yield levels.mul_(scales[:, None]).add_(lows[:, None]).view(k, -1)
 
     def _levels(self, tiles: slice) -> torch.Tensor:
-        """[k, rows of the weight in these tiles] uint8, out of the layout that torch gives them on AVX-512: of each 64
-        rows and number of k there are 32 bytes, the rows 0 to 31 in their lower halves, the others in the upper."""
+        """Unpack the levels of the rows in some tiles: [k, rows] uint8.
+
+        In torch's layout on AVX-512, each 64 rows have 32 bytes per column: rows 0 to 31 in the lower halves, the
+        others in the upper halves.
+        """
         n, k = self.shape
         octets = self._packed.view(n // TILE, k, TILE // 2)[tiles]
         return torch.cat((octets & 15, octets >> 4), dim=2).permute(1, 0, 2).reshape(k, -1)
 
 
 def can_be_int4(weight: torch.Tensor) -> bool:
-    """Whether `Int4Weight` takes a weight of this shape."""
+    """Return whether `Int4Weight` supports a weight of this shape."""
     n, k = weight.shape
     return n % TILE == 0 and k % GROUP == 0
 
 
 @lru_cache(maxsize=16)
 def rotation_of(k: int) -> torch.Tensor:
-    """Hadamard's matrix by Sylvester, orthonormal and its own inverse, [size, size] float32: size is the largest power
-    of 2 up to ROTATED that divides k."""
+    """Return Sylvester's Hadamard matrix, orthonormal and its own inverse, [size, size] float32.
+
+    size is the largest power of 2 up to ROTATED that divides k.
+    """
     size = math.gcd(k, ROTATED)
     found = torch.ones(1, 1)
     while len(found) < size:
@@ -224,12 +273,12 @@ def rotation_of(k: int) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Each block of columns of x [rows, k] float32, rotated: new, of the same shape."""
+    """Rotate each block of columns of x [rows, k] float32; return a new tensor of the same shape."""
     return (x.reshape(-1, len(rotation)) @ rotation).view(x.shape)
 
 
 def quantise_int8(weight: torch.Tensor) -> Int8Weight:
-    """The nearest levels; a row's largest number is the largest level. weight: [n, k], finite."""
+    """Quantise to the nearest levels; a row's largest number has the largest level. weight: [n, k], finite."""
     rotation = rotation_of(weight.shape[1])
     rotated = rotate(weight.detach().float(), rotation)
     scales = rotated.abs().amax(1).clamp_min_(SMALLEST) / LEVELS
@@ -239,11 +288,17 @@ def quantise_int8(weight: torch.Tensor) -> Int8Weight:
 
 
 def quantise_int4(weight: torch.Tensor) -> Groups:
-    """The nearest levels of each group, from its smallest number to its largest. weight: [n, k], finite; see
-    `can_be_int4`."""
+    """Quantise each group to the nearest levels between its smallest and its largest number.
+
+    Args:
+        weight: [n, k], finite; see `can_be_int4`.
+
+    Returns:
+        The groups.
+    """
     grouped = weight.detach().float().unflatten(1, (-1, GROUP))
     smallest, largest = torch.aminmax(grouped, dim=2)
-    # Rounded first, as they will be, so that the levels are the nearest of what is kept.
+    # Rounded first, so that the levels are the nearest for the stored scales.
     scales = ((largest - smallest) / 15).clamp_min_(SMALLEST).to(torch.bfloat16).float()
     zeros = (smallest + 8 * scales).to(torch.bfloat16).float()
     lows = zeros - 8 * scales

@@ -1,7 +1,7 @@
-"""Every kernel there is: what it is compiled for, what computes the same in plain torch, and its check at start.
+"""The registry of all kernels: their configurations, plain-torch references, and checks at start.
 
-Nothing launches a kernel that is not in `KERNELS` (Triton's) or `HOST_KERNELS` (the CPU's); the tests look for launches
-that are forgotten here, spoil each kernel in turn, and see the start refuse it. `kernels = "reference"` runs none.
+Every launched kernel is in `KERNELS` (Triton's) or `HOST_KERNELS` (the CPU's). The tests look for launches that are
+missing here, corrupt each kernel in turn, and expect the start to reject it. `kernels = "reference"` runs none.
 """
 
 from __future__ import annotations
@@ -36,10 +36,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Serving:
-    """What is going to serve, as far as kernels depend on it.
+    """The serving setup, as far as kernels depend on it.
 
-    shapes: of the layers' attention. dtype: of the model; kv_dtype: of the pool. fused: None where the layers run
-    through transformers. remembered_in: see `attention.selftest.self_test`. ranks: processes that compute it together.
+    Attributes:
+        device: The device.
+        attention: Paged attention.
+        shapes: Attention shapes of the layers.
+        dtype: Dtype of the model.
+        kv_dtype: Dtype of the pool.
+        block_size: Tokens per KV block.
+        vocab_size: Size of the vocabulary.
+        fused: The fused form; None if transformers runs the layers.
+        remembered_in: See `attention.selftest.self_test`.
+        ranks: Processes that compute the model together.
     """
 
     device: Device
@@ -58,11 +67,14 @@ class Serving:
 class Kernel:
     """One kernel.
 
-    name: of the function that is launched, in `module` (its full name), which is imported when it is first needed.
-    declared: `{declared}_configurations` of aot_attention.py or aot_layers.py has, for a target, all that is launched
-    there of it.
-    reference: computes the same in plain torch. check: runs it beside that, for what is going to serve. hopper: runs
-    on NVIDIA's Hopper alone.
+    Attributes:
+        module: Full name of the module, which is imported on first use.
+        name: Name of the launched function in `module`.
+        reference: Computes the same in plain torch.
+        check: Compares the kernel with the reference for a serving setup.
+        declared: Prefix of a function `{declared}_configurations` in aot_attention.py or aot_layers.py, which returns
+            all configurations that are launched on a target.
+        hopper: Whether it runs only on NVIDIA's Hopper.
     """
 
     module: str
@@ -74,11 +86,11 @@ class Kernel:
 
     @property
     def function(self) -> Any:
-        """What is launched. Imports Triton."""
+        """The launched function. Imports Triton."""
         return getattr(import_module(self.module), self.name)
 
     def configurations(self, target: Target) -> list[Configuration]:
-        """Of compilations for `target`; none where it does not run there. Imports Triton."""
+        """Return the configurations for `target`; none if the kernel does not run there. Imports Triton."""
         room = "attention" if self.module.startswith("worker.attention.") else "layers"
         declaring = import_module(f"worker.kernels.aot_{room}")
         found: list[Configuration] = getattr(declaring, f"{self.declared}_configurations")(target)
@@ -87,9 +99,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class HostKernelEntry:
-    """A kernel of the CPU. It is compiled where it runs, for this very CPU, and serves all dtypes and shapes.
+    """A CPU kernel. It is compiled for the CPU that runs it, and handles all dtypes and shapes.
 
-    name, module, reference, check: see Kernel.
+    For module, name, reference and check see Kernel.
     """
 
     module: str
@@ -99,7 +111,12 @@ class HostKernelEntry:
 
 
 def check_kernels(serving: Serving) -> None:
-    """Runs the check of every kernel that may be launched. Errors: KernelError names the kernel; GpuError."""
+    """Run the check of every kernel that may be launched.
+
+    Raises:
+        KernelError: Names the failing kernel.
+        GpuError: The device failed.
+    """
     for check in dict.fromkeys(kernel.check for kernel in (*KERNELS, *HOST_KERNELS)):
         check(serving)
 

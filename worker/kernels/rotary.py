@@ -1,4 +1,4 @@
-"""cos and sin of rotary position embeddings (Su et al., "RoFormer", arXiv 2104.09864), once a step for all layers."""
+"""cos and sin of rotary position embeddings (Su et al., "RoFormer", arXiv 2104.09864), once per step for all layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worker.device.overlap import launch_options, let_next_start, wait_for_input
 from worker.device.target import head_class
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions"])  # one number of them is loaded, wherever they begin
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # each program loads one position, at any alignment
 def rotary_kernel(positions, frequencies, cosines, sines, scaling, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Grid: [tokens]. See LayerOperations.rotary; size: number of frequencies."""
     let_next_start(OVERLAP)
@@ -32,6 +32,7 @@ def rotary_kernel(positions, frequencies, cosines, sines, scaling, size, BLOCK: 
 def rotary(
     positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype, overlap: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Implement `LayerOperations.rotary`."""
     size = len(frequencies)
     cosines = torch.empty((len(positions), 2 * size), dtype=dtype, device=positions.device)
     sines = torch.empty_like(cosines)

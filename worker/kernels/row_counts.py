@@ -1,10 +1,10 @@
-"""How many rows a product of oneDNN may have: few different numbers.
+"""Row counts of oneDNN's products, limited to a few different numbers.
 
-oneDNN compiles each product anew for each number of rows, and keeps a quarter of a megabyte or more of it for ever: a
-worker of a model with four shapes of weights grew by 2 GB once steps had had every number of tokens up to 512. So rows
-of zeros are put behind those that are wanted, an eighth of them at most. What is beside a row does not change its bits.
-Nor does how many there are, but for a single row of more than LONG numbers, which oneDNN sums in another order (where
-that is rounded to 16 bits it shows in one number of ten thousand): it gets a row of zeros as well.
+oneDNN compiles a product for each number of rows, and keeps a quarter of a megabyte or more of code for ever: a worker
+of a model with four shapes of weights grew by 2 GB once steps had had every number of tokens up to 512. Rows of zeros
+are therefore appended, an eighth of the wanted rows at most. Other rows do not change a row's bits. Neither does the
+row count, except for a single row of more than LONG numbers, which oneDNN sums in another order (rounded to 16 bits,
+one number in ten thousand differs): it gets a row of zeros too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LONG = 1024
 
 
 def row_count(rows: int) -> int:
-    """The number of rows that is computed where `rows` are wanted: at least as many, at most an eighth more."""
+    """Return the number of rows to compute for `rows` wanted rows: at most an eighth more."""
     if rows <= COUNTS_PER_DOUBLING:
         return rows
     step = (1 << (rows - 1).bit_length()) // (2 * COUNTS_PER_DOUBLING)
@@ -25,12 +25,12 @@ def row_count(rows: int) -> int:
 
 
 def least_rows(k: int) -> int:
-    """How many rows of k numbers a product must have at least."""
+    """Return the least number of rows of k numbers that a product must have."""
     return 2 if k > LONG else 1
 
 
 def padded(x: torch.Tensor) -> torch.Tensor:
-    """x [rows, k] with rows of zeros behind it, [`row_count(rows)`, k]; itself where there are none to add."""
-    rows, k = x.shape  # len(x) asks Python's code of torch
+    """Append rows of zeros to x [rows, k] up to `row_count(rows)`; return x itself if none are needed."""
+    rows, k = x.shape  # faster than len(x), which runs Python code of torch
     missing = max(row_count(rows), least_rows(k)) - rows
     return pad(x, (0, 0, 0, missing)) if missing else x

@@ -1,8 +1,8 @@
-"""The kernels of a model's layers against plain torch, on the device and with the weights that will serve.
+"""Self-test of the kernels of a model's layers against plain torch, on the serving device and weights.
 
-As for attention (see `worker.attention.selftest`): a compiler can be wrong for one architecture and right for all
-others. Here nothing is remembered, because it takes milliseconds once the kernels are compiled, which serving needs
-anyway. NaN lies behind every input.
+As for attention (see `worker.attention.selftest`), a compiler may be wrong for one architecture and right for all
+others. No result is cached: the test takes milliseconds once the kernels are compiled, which serving needs anyway. NaN
+follows every input in memory.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from .quantised import PlainAround, choose_around, rotation_of
 if TYPE_CHECKING:
     from .decoder import FusedDecoder
 
-# Largest difference, as a part of the largest number: both sides round, and sum in another order.
+# Largest difference relative to the largest number: both sides round, and sum in another order.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-TOKENS = (1, 20, 50, 100)  # one of each kind of tile, and one that is torch's
-HOST_TOKENS = (1, 21)  # the CPU's kernels take row by row
+TOKENS = (1, 20, 50, 100)  # one per kind of tile, and one for torch's product
+HOST_TOKENS = (1, 21)  # CPU kernels handle each row separately
 
 _Run = Callable[[LayerOperations], Any]
 
 
 def self_test(fused: FusedDecoder, device: Device) -> None:
-    """Runs every operation of the first layer, and the head.
+    """Test every operation of the first layer, and the head.
 
-    Errors: KernelError names the kernel and the shape; GpuError.
+    Raises:
+        KernelError: Names the kernel and the shape.
+        GpuError: The device failed.
     """
     ops = fused.operations
     if isinstance(ops, PlainOperations) and not ops.kernels:
@@ -51,7 +53,7 @@ def self_test(fused: FusedDecoder, device: Device) -> None:
 
 
 def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
-    """The operations by name; each is run by both sides on the same inputs."""
+    """Yield the operations by name; both sides run each on the same inputs."""
     layer, table = fused.layers[0], fused.table
     hidden, inner, attended = table.shape[1], layer.down.weight.shape[1], layer.output.weight.shape[1]
     generator = torch.Generator(table.device).manual_seed(0)
@@ -79,7 +81,7 @@ def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
         return numbers
 
     def stored(ops: LayerOperations) -> Any:
-        """Q, K and V as they are used and stored where nothing is quantised."""
+        """Return Q, K and V as they are used and stored without quantisation."""
         layer_heads = (layer.heads, layer.kv_heads, layer.kv_heads)
         cos, sin = PlainOperations().rotary(positions, fused.frequencies, fused.rotary_scaling, table.dtype)
         shape = (tokens, 1, layer.kv_heads, layer.head_size)
@@ -112,7 +114,11 @@ def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
 
 @torch.inference_mode()
 def quantising_test(device: Device, dtype: torch.dtype) -> None:
-    """What is done to x before a product of int8 and to its sums after it. Errors: as `self_test`."""
+    """Test the quantisation of x before an int8 product, and the conversion of its sums.
+
+    Raises:
+        KernelError: Names the kernel and the shape.
+    """
     for tokens, width in ((1, 576), (5, 36)):
         shape = f"{tokens} tokens of {width} numbers, {str(dtype).removeprefix('torch.')}"
         compare = partial(_compare_quantising, tokens, width, dtype)
@@ -126,7 +132,7 @@ def _compare_quantising(tokens: int, width: int, dtype: torch.dtype) -> str:
     sums, bias, rotation = x.float() * 1000, x[0], rotation_of(width)
     ours, plain = choose_around(), PlainAround()
     (levels, largest), (want, peaks) = (each.quantise(x, rotation) for each in (ours, plain))
-    if int((levels[:-1].int() - want[:-1].int()).abs().max()) > 1:  # one that was rounded the other way
+    if int((levels[:-1].int() - want[:-1].int()).abs().max()) > 1:  # rounding may differ by one level
         return "levels differ by more than one"
     got, numbers = (each.make_numbers(sums.clone(), peaks, bias, dtype) for each in (ours, plain))
     for name, one, other in (("largest numbers", largest, peaks), ("numbers", got, numbers)):
@@ -137,7 +143,7 @@ def _compare_quantising(tokens: int, width: int, dtype: torch.dtype) -> str:
 
 @torch.inference_mode()
 def _compare(run: _Run, operations: LayerOperations, tolerance: float) -> str:
-    """What is wrong, "" where nothing is."""
+    """Return the difference from the reference, or ""."""
     got, want = run(operations), run(PlainOperations())
     pairs = [(got, want)] if isinstance(got, torch.Tensor) else list(zip(got, want, strict=True))
     for ours, plain in pairs:

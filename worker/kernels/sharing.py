@@ -1,9 +1,9 @@
-"""Ranks on GPUs of one host exchange through each other's memory, if that gives the bits that their library gives.
+"""Lets ranks on GPUs of one host exchange through each other's memory, if the bits equal those of the library.
 
-Access to a peer's memory that only seems to work has served wrong numbers elsewhere. So at each start every size of
-exchange is made some times, back to back, of numbers that differ each time, and compared with what the library (NCCL,
-RCCL) gathers, added up in the order of ranks by the same arithmetic: bit by bit. If one rank finds a difference, all
-of them exchange through the library.
+Access to a peer's memory may seem to work and still give wrong numbers, as seen elsewhere. At each start, exchanges of
+every size are therefore repeated back to back with changing numbers, and compared bit by bit with the parts that the
+library (NCCL, RCCL) gathers, added in the order of ranks with the same arithmetic. If one rank finds a difference, all
+ranks exchange through the library.
 """
 
 from __future__ import annotations
@@ -24,16 +24,24 @@ if TYPE_CHECKING:
     from .decoder import FusedDecoder
     from .exchange import Shared
 
-ROUNDS = 6  # of each size: both places, and each of them after the other
-POLLS_MAX = 1 << 24  # some ten seconds: who has not come by then does not see what the others say
+ROUNDS = 6  # per size: both buffers in turn
+POLLS_MAX = 1 << 24  # about ten seconds, after which a missing rank is given up
 LOGIT_BYTES_MAX = 1 << 28
 log = logging.getLogger("worker")
 
 
 def share_memory(ranks: Ranks, fused: FusedDecoder | None, device: Device, tokens_max: int, rows_max: int) -> str:
-    """From now on the ranks of a model exchange through each other's memory, where they can. All of them call it.
+    """Make the ranks of a model exchange through each other's memory, if possible. All ranks must call it.
 
-    tokens_max: of a step. rows_max: that get a token in one. Returns why they do not; "" where they do.
+    Args:
+        ranks: The group of ranks.
+        fused: The fused model.
+        device: This rank's device.
+        tokens_max: Most tokens of a step.
+        rows_max: Most rows of a step that sample a token.
+
+    Returns:
+        Why they do not; "" if they do.
     """
     if ranks.unshared:
         return ranks.unshared
@@ -53,12 +61,16 @@ def share_memory(ranks: Ranks, fused: FusedDecoder | None, device: Device, token
         ranks.unshared = problem
         return problem
     ranks.shared = shared
-    log.info("ranks exchange through each other's memory: %d MiB of each", shared.bytes >> 20 if shared else 0)
+    log.info("ranks exchange through each other's memory: %d MiB per rank", shared.bytes >> 20 if shared else 0)
     return ""
 
 
 def _share(ranks: Ranks, fused: FusedDecoder | None, device: Device, tokens_max: int, rows_max: int) -> Shared:
-    """Errors: RuntimeError says why there is no such memory."""
+    """Allocate the shared memory.
+
+    Raises:
+        RuntimeError: It is not available; the message gives the reason.
+    """
     from worker.device.targets import current_target
 
     from .exchange import Shared
@@ -66,7 +78,7 @@ def _share(ranks: Ranks, fused: FusedDecoder | None, device: Device, tokens_max:
 
     operations = fused.operations if fused is not None else None
     if fused is None or not isinstance(operations, FusedOperations):
-        raise RuntimeError("no kernels of kvforge's serve this model's layers")
+        raise RuntimeError("this model's layers do not run on kvforge's kernels")
     if ranks.count > RANKS_MAX:
         raise RuntimeError(f"there are more than {RANKS_MAX} ranks")
     row = fused.table.shape[1] * fused.table.element_size()
@@ -76,7 +88,7 @@ def _share(ranks: Ranks, fused: FusedDecoder | None, device: Device, tokens_max:
 
 
 def _sizes(most: int) -> Iterator[int]:
-    """1, 2, 3, and then around each power of two, up to the most."""
+    """Yield counts around each power of two, up to `most`."""
     for power in range(most.bit_length()):
         for count in ((1 << power), (1 << power) + 1):
             if count <= most:
@@ -84,14 +96,14 @@ def _sizes(most: int) -> Iterator[int]:
 
 
 def _difference(fused: FusedDecoder, ranks: Ranks, shared: Shared, tokens_max: int, rows_max: int) -> str:
-    """What is not as the library gives it; "" where all is."""
+    """Return the first difference from the library, or ""."""
     for count in _sizes(tokens_max):
         if not _same_sums(fused, ranks, shared, count):
             return f"the sum of {count} tokens has other bits than the library's"
     if fused.head_is_split:
         for count in _sizes(rows_max):
             if not _same_logits(fused, ranks, shared, count):
-                return f"the logits of {count} rows are others than the library's"
+                return f"the logits of {count} rows differ from the library's"
     return ""
 
 
@@ -109,7 +121,7 @@ def _same_sums(fused: FusedDecoder, ranks: Ranks, shared: Shared, count: int) ->
     for number, part in enumerate(parts):
         which = (ATTENTION, INNER)[number % 2]
         place = shared.place(which, (count, hidden), table.dtype)
-        assert place is not None, "it was made for so many"
+        assert place is not None, "the buffer was allocated for this size"
         place.copy_(part)
         found.append(shared.add_norm(which, residuals[1], norm, fused.epsilon, POLLS_MAX))
     return all(map(same_bits, (*found, residuals[1]), (*wanted, residuals[0])))
@@ -127,7 +139,7 @@ def _same_logits(fused: FusedDecoder, ranks: Ranks, shared: Shared, count: int) 
     found = shared.join(LOGITS, torch.empty_like(wanted), POLLS_MAX)
     meeting = shared.place(ATTENTION, (1, fused.table.shape[1]), fused.table.dtype)
     assert meeting is not None
-    meeting.zero_()  # whoever writes logits again has to know that the others have read these
+    meeting.zero_()  # synchronise: the logits may be overwritten only after all ranks have read them
     residual = torch.zeros_like(meeting)
     shared.add_norm(ATTENTION, residual, fused.final_norm, fused.epsilon, POLLS_MAX)
     return same_bits(found, wanted)

@@ -1,9 +1,9 @@
-"""What Triton would compile for a launch, on a device that is not here.
+"""The compilation that Triton performs for a launch, determined without the device.
 
-Triton compiles a kernel anew for every *specialisation* of its arguments: which pointers are multiples of 16 bytes, and
-on AMD's GPUs which are to storages of less than 2 GiB (its compiler addresses those otherwise); which integers are 1,
-which become constants, and which are multiples of 16. `recorded` runs the functions that launch kernels, on tensors of
-the device "meta", and notes for each launch what Triton's own launcher finds out of its arguments.
+Triton compiles a kernel for every *specialisation* of its arguments: which pointers are multiples of 16 bytes, and on
+AMD's GPUs which ones point to storages below 2 GiB (its compiler addresses those differently); which integers are 1,
+and so constants, and which are multiples of 16. `recorded` runs the launching functions on tensors of the device
+"meta", and records the result of Triton's own launcher for each launch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ from worker.device.target import Target
 
 @dataclass(frozen=True)
 class Specialisation:
-    """All that a compilation depends on.
+    """All inputs of a compilation.
 
-    types: Triton's type of each argument, "constexpr" where it is compiled in. attributes, constants: of arguments, by
-    place. options: num_warps, num_stages and what else the launch asks for.
+    Attributes:
+        kernel: The kernel.
+        types: Triton's type of each argument, "constexpr" for compile-time constants.
+        attributes: Attributes of arguments, by index.
+        constants: Values of constant arguments, by index.
+        options: num_warps, num_stages and other options of the launch.
     """
 
     kernel: Any
@@ -39,37 +43,41 @@ class Specialisation:
     options: dict[str, Any]
 
     def __str__(self) -> str:
-        """The kernel, and what is known of its arguments."""
+        """Return the kernel and the known properties of its arguments."""
         names = self.kernel.arg_names
         known = {names[place[0]]: [word for word, _ in found] for place, found in self.attributes.items() if found}
         constants = {names[place[0]]: value for place, value in self.constants.items()}
         return f"{self.kernel.__name__}: {self.types}, {known}, {constants}"
 
     def key(self, without: tuple[str, ...] = ()) -> Hashable:
-        """Equal for equal compilations. without: names of constants that make no difference here."""
+        """Return a key that is equal for equal compilations. without: names of constants to ignore."""
         names = self.kernel.arg_names
         constants = [(place, value) for place, value in self.constants.items() if names[place[0]] not in without]
         attributes = [(place, found) for place, found in self.attributes.items() if found]
-        # A descriptor's type holds the shape of its box, which follows from constants.
+        # A descriptor's type includes the shape of its box, which follows from constants.
         types = (re.sub(r"^(tensordesc<\w+)\[.*", r"\1", each) if without else each for each in self.types.values())
         return self.kernel.fn, *types, str((constants, attributes, self.options))
 
 
 def gpu_target(target: Target) -> GPUTarget:
-    """Triton's word for it."""
+    """Return Triton's description of a target."""
     return GPUTarget(target.backend, target.arch, target.warp_size)
 
 
 @contextmanager
 def recorded(target: Target) -> Iterator[list[Specialisation]]:
-    """Kernels that are launched inside do not run; the list gets what would be compiled for them on `target`, once."""
+    """Record the distinct compilations of kernels that are launched inside, instead of running them.
+
+    Yields:
+        The list that receives the compilations for `target`.
+    """
     made: dict[Hashable, Specialisation] = {}
     listed: list[Specialisation] = []
     wanted = gpu_target(target)
     backend = _backend(wanted)
 
     def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:  # noqa: ARG001
-        """As JITFunction.run, as far as it matters."""
+        """Replaces JITFunction.run."""
         if isinstance(kernel, InterpretedFunction):
             kernel = _compiled(kernel)
         options["debug"], options["instrumentation_mode"] = False, ""
@@ -94,14 +102,14 @@ _binders: dict[tuple[Any, GPUTarget], Callable[..., Any]] = {}
 
 
 def _compiled(kernel: InterpretedFunction[Any]) -> JITFunction[Any]:
-    """The kernel as it is where nothing is interpreted."""
+    """Return the kernel in its compiled form, not Triton's interpreted one."""
     if kernel.fn not in _functions:
         _functions[kernel.fn] = JITFunction(kernel.fn, **kernel.kwargs)
     return _functions[kernel.fn]
 
 
 def _binder(kernel: JITFunction[Any], target: GPUTarget) -> Callable[..., Any]:
-    """What Triton's launcher makes of the kernel's signature: code, which takes longer to make than to run."""
+    """Return the code that Triton's launcher generates for the kernel's signature, which is slow to generate."""
     key = kernel.fn, target
     if key not in _binders:
         _binders[key] = create_function_from_signature(kernel.signature, kernel.params, _backend(target))

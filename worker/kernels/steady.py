@@ -1,9 +1,9 @@
-"""Whether a row's products have the same bits however many rows are beside it: asked at a worker's start.
+"""Tests at a worker's start whether a row's products have the same bits for any number of rows.
 
-Few tokens go through kernels of ours and many through torch's library, each with tiles of its own for each number of
-rows. They agree where all of them add up with the same instructions from the first number to the last, which
-`device.products` asks for and nothing but a trial shows. So a ladder of numbers of rows is tried, on the weights that
-will serve. Where they differ every product is made in slabs of as many rows: slower, but one product.
+Few tokens run through the worker's own kernels and many through torch's library, with different tiles for each number
+of rows. Results agree if all kernels add with the same instructions from the first number to the last, which
+`device.products` requests and only a trial proves. A ladder of row counts is tried on the serving weights. If results
+differ, every product is computed in slabs of one size, which is slower but consistent.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from worker.device.device import Device
 if TYPE_CHECKING:
     from .decoder import FusedDecoder, Projection
 
-# One token; around what one program's tile of our kernels takes; and what torch's library has kernels for.
-CORES_LADDER = (1, 2, 3, 7, 16, 33, 65, 129)  # where each row takes its time
+# One token; counts around the tiles of the worker's kernels; and counts with special kernels in torch's library.
+CORES_LADDER = (1, 2, 3, 7, 16, 33, 65, 129)  # for CPUs, where each row costs time
 LADDER = (1, 2, 3, 7, 16, 17, 32, 33, 50, 64, 65, 96, 128, 129, 192, 256, 300, 512, 1000)
 HEAD_LADDER = (1, 2, 3, 7, 16, 17, 32, 33, 64, 65, 100, 128, 200, 256)
 ROWS = 2048
 BLOCK_SIZE = 16
-OFFSET = 37  # rows before those that are compared: where a row stands is no matter either
+OFFSET = 37  # rows before the compared ones: the index of a row must not matter either
 
 _Product = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 def unsteady_products(fused: FusedDecoder, device: Device) -> str:
-    """What depends on the number of rows, for people; "" where nothing does.
+    """Test the products of the first layer and of the head, with the operations fused to them.
 
-    Tries the products of the first layer and of the head, with all that is computed together with one.
+    Returns:
+        The first result that depends on the number of rows, for people; "" if none does.
     """
     for name, width, wanted, multiply in _products(fused, device):
         ladder = CORES_LADDER if device.computes_on_cores else wanted
@@ -43,7 +44,7 @@ def unsteady_products(fused: FusedDecoder, device: Device) -> str:
         x = torch.empty((rows, width), dtype=fused.table.dtype, device=fused.table.device).normal_(generator=generator)
         whole = multiply(x)
         for count in ladder:
-            # Many single rows: rounded to 16 bits, another order shows in one number of ten thousand.
+            # Many single rows: rounded to 16 bits, another order of sums changes one number in ten thousand.
             for first in range(OFFSET + 1) if count == 1 else (0, OFFSET):
                 few = multiply(x[first : first + count])
                 if not all(map(same_bits, few, (part[first : first + count] for part in whole))):
@@ -57,11 +58,11 @@ def _products(fused: FusedDecoder, device: Device) -> Iterator[tuple[str, int, t
     hidden, attended, inner = table.shape[1], layer.heads * layer.head_size, layer.down.weight.shape[1]
 
     def projected(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Q, K and V as they are used and stored where nothing is quantised: each token in a block of its own."""
+        """Return Q, K and V as they are used and stored without quantisation, with each token in its own block."""
         count = len(x)
         tables, ones = np.arange(count, dtype=np.int32)[:, None], np.ones(count, np.int32)
         batch = PagedBatch.build(tables, 0 * ones, ones, BLOCK_SIZE, device)
-        positions = (x[:, 0].float().abs() * 1000).long()  # they move with the rows
+        positions = (x[:, 0].float().abs() * 1000).long()  # positions derived from the rows
         rotary = ops.rotary(positions, fused.frequencies, fused.rotary_scaling, table.dtype)
         shape = (count, BLOCK_SIZE, layer.kv_heads, layer.head_size)
         cache = KvLayer(*(torch.zeros(shape, dtype=table.dtype, device=table.device) for _ in range(2)))
@@ -89,5 +90,5 @@ def _products(fused: FusedDecoder, device: Device) -> Iterator[tuple[str, int, t
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit by bit: NaN is NaN, and 0 is not -0."""
+    """Compare bit by bit: NaN equals NaN, and 0 differs from -0."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

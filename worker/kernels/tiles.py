@@ -1,8 +1,8 @@
-"""Products in float32 with weights as oneDNN lays them out, by a kernel of our own: on CPUs with AVX2.
+"""Float32 products with weights in oneDNN's layout, by a kernel of the worker's own: for CPUs with AVX2.
 
-oneDNN packs a weight in tiles whose numbers lie as they are multiplied. Our kernel reads them there: for one row it
-takes as long as reading does, where oneDNN's call takes half as long again, and for many it is as fast as MKL or faster
-(benchmarks/NOTES.md, "CPU: products by tiles"). No row's sums depend on the others.
+oneDNN packs a weight into tiles in the order of multiplication, and this kernel reads them in place. For one row it
+takes as long as reading the weight, while oneDNN's call takes half as long again. For many rows it is as fast as MKL or
+faster (benchmarks/NOTES.md, "CPU: products by tiles"). A row's sums do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -22,16 +22,22 @@ from .packed import EXPECTED_ROWS, set_product
 from .packed_table import table_of
 from .selftest import TOLERANCE
 
-BYTES_PER_US, MULTIPLIED_PER_US = 20_000, 40_000  # that one thread reads; numbers that it multiplies and adds
+BYTES_PER_US, MULTIPLIED_PER_US = 20_000, 40_000  # throughput of one thread: reading, and multiplying and adding
 WIDTHS = (16, 32, 48, WIDE)
 TESTED_ROWS = (1, 3, 5, 16, TICKET_ROWS + 1)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Where a packed weight [n, k] lies: `tiles` of `width` rows each, in which the numbers of a column are together.
+    """The layout of a packed weight [n, k]: tiles of `width` rows each, with adjacent numbers of a column.
 
-    address: of the first; the weight keeps its memory. tile_bytes: from one to the next.
+    Attributes:
+        address: Address of the first tile; the weight owns the memory.
+        n: Rows of the weight.
+        k: Columns of the weight.
+        width: Rows of a tile.
+        tile_bytes: Distance between tiles.
+        tiles: Number of tiles.
     """
 
     address: int
@@ -42,14 +48,14 @@ class Tiles:
     tiles: int
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x weight^T + bias, [..., n], contiguous. x: [..., k] float32, contiguous. bias: from `bias_for`."""
-        assert x.dtype == torch.float32 and x.is_contiguous(), "it is read by its address"
+        """Compute x weight^T + bias, [..., n], contiguous. x: [..., k] float32, contiguous. bias: from `bias_for`."""
+        assert x.dtype == torch.float32 and x.is_contiguous(), "the kernel reads x by address"
         target = torch.empty((x.numel() // self.k, self.tiles * self.width))
         self.multiply(x, bias, target)
         return target[:, : self.n].contiguous().view(*x.shape[:-1], self.n)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor) -> None:
-        """The same into target [rows, tiles x width]."""
+        """Compute the product into target [rows, tiles x width]."""
         rows, width = target.shape
         parts = -(-rows // TICKET_ROWS)
         took_us = max(self.tiles * self.tile_bytes / BYTES_PER_US, rows * width * self.k / MULTIPLIED_PER_US)
@@ -69,19 +75,19 @@ class Tiles:
         )
 
     def bias_for(self, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """As long as the tiles are."""
+        """Return the bias padded to the length of the tiles."""
         missing = self.tiles * self.width - self.n
         return pad(bias, (0, missing)) if bias is not None and missing else bias
 
 
 class Layouts:
-    """Finds packed weights' tiles. How one of a shape lies, all of it do: who packs a weight compares its product."""
+    """Finds the tiles of packed weights. Weights of one shape share a layout; packing compares each product."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, int], Tiles | None] = {}
 
     def find(self, packed: torch.Tensor, weight: torch.Tensor) -> None:
-        """From now on our kernel makes the products of `packed`, if it can. weight: [n, k], what was packed."""
+        """Make this kernel compute the products of `packed`, if possible. weight: [n, k], the original."""
         if weight.dtype != torch.float32 or torch.backends.cpu.get_cpu_capability() != "AVX2":
             return
         n, k = weight.shape
@@ -92,7 +98,11 @@ class Layouts:
 
 
 def tiles_test(device: Device) -> None:
-    """The kernel, before there is any weight. Errors: KernelError."""
+    """Test the kernel on random weights.
+
+    Raises:
+        KernelError: The kernel is wrong; names the shape.
+    """
     for n, k in ((130, 1100), (20, 36)):
         weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n))
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
@@ -115,7 +125,7 @@ def _tiles_of(packed: torch.Tensor, weight: torch.Tensor) -> Tiles | None:
 
 
 def _compare(tiles: Tiles, weight: torch.Tensor, rows: int) -> str:
-    """What is wrong, "" where nothing is. Behind the rows lies NaN, and where the result is to be."""
+    """Return the difference from the reference, or "". NaN follows the rows in memory and fills the result."""
     generator = torch.Generator().manual_seed(rows)
     x, bias = torch.randn(rows + 1, tiles.k, generator=generator), torch.randn(tiles.n, generator=generator)
     x[-1] = torch.nan
