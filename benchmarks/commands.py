@@ -25,8 +25,8 @@ import msgpack
 import numpy as np
 import zmq
 
-from coordinator.config import CoordinatorConfig, LimitsSection
-from coordinator.server import Server
+from kvforge.coordinator.config import CoordinatorConfig, LimitsSection
+from kvforge.coordinator.server import Server
 from kvforge.protocol import codec, token
 from kvforge.protocol.messages import (
     CLIENT_REPLIES,

@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 import zmq
 
-from coordinator.core.events import Boot, ClientCame, FromClient, FromWorker, ToWorker, Turn
-from coordinator.core.limits import Bounds, Limits, ScheduleLimits
-from coordinator.core.machine import Machine
-from coordinator.garbage import TURNS_MIN, GarbageCollector
-from coordinator.journal.log import Journal
-from coordinator.listener import Door
-from coordinator.peers import Peers
-from coordinator.turn import TurnLimits, TurnLoop
+from kvforge.coordinator.core.events import Boot, ClientCame, FromClient, FromWorker, ToWorker, Turn
+from kvforge.coordinator.core.limits import Bounds, Limits, ScheduleLimits
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.garbage import TURNS_MIN, GarbageCollector
+from kvforge.coordinator.journal.log import Journal
+from kvforge.coordinator.listener import Door
+from kvforge.coordinator.peers import Peers
+from kvforge.coordinator.turn import TurnLimits, TurnLoop
 from kvforge.protocol import codec
 from kvforge.protocol.layout import Geometry
 from kvforge.protocol.messages import (

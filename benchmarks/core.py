@@ -18,20 +18,20 @@ from time import perf_counter_ns, time
 
 import numpy as np
 
-from coordinator.core.cache.blocks import Blocks
-from coordinator.core.cache.cache import Cache
-from coordinator.core.cache.groups import Group
-from coordinator.core.cache.hashing import BlockHasher
-from coordinator.core.cache.pool import Pool
-from coordinator.core.cache.prefix import PrefixIndex, PrefixStore
-from coordinator.core.cache.tenants import Tenants
-from coordinator.core.clock import Clock
-from coordinator.core.events import Boot, ClientCame, Effect, FromClient, FromWorker, ToWorker, Turn
-from coordinator.core.limits import Bounds, Limits
-from coordinator.core.machine import Machine
-from coordinator.core.waits import Waits
-from coordinator.kv_events.settings import KvEventsSection
-from coordinator.kv_events.stream import Asked, EventStream
+from kvforge.coordinator.core.cache.blocks import Blocks
+from kvforge.coordinator.core.cache.cache import Cache
+from kvforge.coordinator.core.cache.groups import Group
+from kvforge.coordinator.core.cache.hashing import BlockHasher
+from kvforge.coordinator.core.cache.pool import Pool
+from kvforge.coordinator.core.cache.prefix import PrefixIndex, PrefixStore
+from kvforge.coordinator.core.cache.tenants import Tenants
+from kvforge.coordinator.core.clock import Clock
+from kvforge.coordinator.core.events import Boot, ClientCame, Effect, FromClient, FromWorker, ToWorker, Turn
+from kvforge.coordinator.core.limits import Bounds, Limits
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.core.waits import Waits
+from kvforge.coordinator.kv_events.settings import KvEventsSection
+from kvforge.coordinator.kv_events.stream import Asked, EventStream
 from kvforge.protocol.messages import (
     Accepted,
     Cancel,

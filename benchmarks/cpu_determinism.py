@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 from benchmarks.report import report
-from worker.attention import PagedBatch
-from worker.attention.pool import KvPool
-from worker.device.device import open_device
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
+from kvforge.worker.attention import PagedBatch
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.device.device import open_device
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
 
 MODES = ("fast", "batch-invariant")
 BLOCK_SIZE, BEFORE = 16, 100

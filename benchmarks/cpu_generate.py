@@ -24,9 +24,9 @@ import transformers
 
 from benchmarks.cpu_steps import BLOCK_SIZE, PROMPT_TOKENS, default_model, prompts_of, run_kvforge
 from benchmarks.report import report
-from worker.device.device import open_device
-from worker.loading.load import load_model
-from worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
+from kvforge.worker.device.device import open_device
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
 
 
 class _Clock(transformers.LogitsProcessor):  # type: ignore[misc]

@@ -33,7 +33,7 @@ POOL = "/dev/zero (deleted)"  # the kernel's name for shared memory without a fi
 def resident() -> dict[str, int]:
     """Return the resident bytes of this process without its pool: total, anonymous, and by name of each mapped file of
     a MiB or more."""
-    from worker.device.file_pages import mappings
+    from kvforge.worker.device.file_pages import mappings
 
     found: dict[str, int] = {"all": 0, "anonymous": 0}
     for mapping in mappings():
@@ -49,12 +49,12 @@ def resident() -> dict[str, int]:
 
 def measure(model: str, dtype: str, weight_dtype: str) -> dict[str, Any]:
     """Measure in a separate process: before the load, after it, and after `STEPS`."""
-    import worker.step.loop  # noqa: F401 - all that a worker imports
+    import kvforge.worker.step.loop  # noqa: F401 - all that a worker imports
     from benchmarks.cpu_steps import BLOCK_SIZE, prompts_of, run_kvforge
     from kvforge.protocol.errors import InvalidConfiguration
-    from worker.device.device import open_device
-    from worker.loading.load import load_model
-    from worker.step.memory import weight_bytes
+    from kvforge.worker.device.device import open_device
+    from kvforge.worker.loading.load import load_model
+    from kvforge.worker.step.memory import weight_bytes
 
     before = resident()
     device = open_device("cpu")

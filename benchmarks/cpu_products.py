@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.cpu_determinism import loaded, pass_ms
 from benchmarks.report import report
-from worker.attention.pool import KvPool
-from worker.kernels.tiles import Layouts
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.kernels.tiles import Layouts
 
 FIELDS: dict[str, object] = {"vocab_size": 49152, "num_hidden_layers": 30, "tie_word_embeddings": True}
 BEFORE = 100

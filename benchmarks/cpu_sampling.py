@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.report import report
 from kvforge.protocol.messages import RowStart, Sampling
-from worker.device.device import Device, open_device
-from worker.sampling.sampler import SamplingState
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.sampling.sampler import SamplingState
 
 KINDS = {
     "greedy": Sampling(temperature=0.0),

@@ -10,9 +10,9 @@ import numpy as np
 
 from kvforge.models.store import pull
 from kvforge.protocol.messages import RowStart, Sampling, Step
-from worker.attention.pool import KvPool
-from worker.loading.model import LoadedModel
-from worker.step.runner import Runner
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.step.runner import Runner
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = (5, 9, 14, 20, 27, 35, 48, 64)

@@ -23,12 +23,12 @@ import torch
 
 from benchmarks.cpu_steps import BLOCK_SIZE, default_model, prompts_of, run_kvforge
 from benchmarks.report import report
-from worker.attention import PagedBatch
-from worker.attention.pool import KvPool
-from worker.device.device import open_device
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
-from worker.step.memory import weight_bytes
+from kvforge.worker.attention import PagedBatch
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.device.device import open_device
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.step.memory import weight_bytes
 
 KINDS = (("float32", "dtype"), ("bfloat16", "dtype"), ("float32", "int8"), ("bfloat16", "int8"), ("bfloat16", "auto"))
 TEXTS = ("LICENSE", "ARCHITECTURE.md")

@@ -38,11 +38,11 @@ from typing import Any
 
 import numpy as np
 
+from kvforge.loadtest.drive.outcome import FINISHED, Drove, Outcome
+from kvforge.loadtest.drive.processes import drive
+from kvforge.loadtest.drive.proof import null_server
+from kvforge.loadtest.drive.spec import HTTP, KVFORGE, RunSpec
 from kvforge.models.store import pull
-from loadtest.drive.outcome import FINISHED, Drove, Outcome
-from loadtest.drive.processes import drive
-from loadtest.drive.proof import null_server
-from loadtest.drive.spec import HTTP, KVFORGE, RunSpec
 
 from .load_capacity import cpu_s
 from .load_driver import Scenario, pinned, row
@@ -92,7 +92,7 @@ async def gateway(endpoint: str, core: int) -> AsyncIterator[tuple[str, int]]:
         file.write_text(f'endpoint = "{endpoint}"\ntokenizer = "{MODEL}"\nport = 0\nlog_level = "warning"\n')
         with pinned(core):
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "gateway", "--config", str(file)), stdout=asyncio.subprocess.PIPE
+                *(sys.executable, "-m", "kvforge.gateway", "--config", str(file)), stdout=asyncio.subprocess.PIPE
             )
         assert process.stdout is not None, "a pipe"
         try:

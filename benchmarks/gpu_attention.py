@@ -6,7 +6,7 @@ import importlib.metadata
 
 import torch
 
-from worker.attention.quantised import is_quantised, quantise
+from kvforge.worker.attention.quantised import is_quantised, quantise
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16  # of Llama-3.1-8B
 SCALING = HEAD_SIZE**-0.5

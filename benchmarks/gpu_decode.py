@@ -26,13 +26,13 @@ import numpy.typing as npt
 import torch
 import triton
 
-from worker.attention import AttentionOptions, KvLayer
-from worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
-from worker.attention.decode_plan import DecodePlanner
-from worker.attention.quantised import dequantise, is_quantised
-from worker.device.device import Device, open_device
-from worker.device.target import Target
-from worker.device.targets import current_target
+from kvforge.worker.attention import AttentionOptions, KvLayer
+from kvforge.worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
+from kvforge.worker.attention.decode_plan import DecodePlanner
+from kvforge.worker.attention.quantised import dequantise, is_quantised
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.device.target import Target
+from kvforge.worker.device.targets import current_target
 
 from .gpu_attention import BLOCK_SIZE, HEAD_SIZE, HEADS, KV_HEADS, SCALING, flashinfer_version, stored
 from .gpu_roof import read_bandwidth

@@ -33,12 +33,12 @@ def measured(rank: int, count: int, hidden: int, tokens: list[int], place: Path)
     import torch
     import torch.distributed as dist
 
-    from worker.device.device import open_device
-    from worker.device.queue import Mark
-    from worker.device.ranks import Ranks
-    from worker.device.targets import current_target
-    from worker.kernels import norm
-    from worker.kernels.exchange import Shared
+    from kvforge.worker.device.device import open_device
+    from kvforge.worker.device.queue import Mark
+    from kvforge.worker.device.ranks import Ranks
+    from kvforge.worker.device.targets import current_target
+    from kvforge.worker.kernels import norm
+    from kvforge.worker.kernels.exchange import Shared
 
     device = open_device("auto", rank)
     ranks = Ranks(rank, count, device)

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 import triton
 
-from worker.attention import PagedBatch, ReferenceAttention
-from worker.attention.pool import KvPool
-from worker.device.device import Device, open_device
-from worker.kernels import LayerOperations, PlainOperations
-from worker.kernels.decoder import FusedDecoder
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
+from kvforge.worker.attention import PagedBatch, ReferenceAttention
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.kernels import LayerOperations, PlainOperations
+from kvforge.worker.kernels.decoder import FusedDecoder
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
 
 from .gpu_roof import Roof, measure_roof
 from .gpu_timing import measure_us

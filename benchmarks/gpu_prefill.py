@@ -26,14 +26,14 @@ import numpy.typing as npt
 import torch
 import triton
 
-from worker.attention import AttentionOptions, KvLayer
-from worker.attention.prefill import paged_prefill
-from worker.attention.prefill_copy import plan_copies, workspace_for
-from worker.attention.prefill_plan import plan_prefill, prefill_shape
-from worker.attention.quantised import dequantise, is_quantised
-from worker.device.device import Device, open_device
-from worker.device.target import Target
-from worker.device.targets import current_target
+from kvforge.worker.attention import AttentionOptions, KvLayer
+from kvforge.worker.attention.prefill import paged_prefill
+from kvforge.worker.attention.prefill_copy import plan_copies, workspace_for
+from kvforge.worker.attention.prefill_plan import plan_prefill, prefill_shape
+from kvforge.worker.attention.quantised import dequantise, is_quantised
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.device.target import Target
+from kvforge.worker.device.targets import current_target
 
 from .gpu_attention import BLOCK_SIZE, HEAD_SIZE, HEADS, KV_HEADS, SCALING, flashinfer_version, stored
 from .gpu_timing import Call, captured_in_turn, medians_us

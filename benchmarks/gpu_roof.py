@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.device.device import Device
+from kvforge.worker.device.device import Device
 
 from .gpu_timing import measure_us
 

@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from worker.device.capture import Captured
-from worker.device.device import Device
-from worker.device.queue import Mark
+from kvforge.worker.device.capture import Captured
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.queue import Mark
 
 WARM = 2  # warm-up replays
 GRAPH_MS = 4.0  # duration of a graph: long beside the cost of an event

@@ -3,9 +3,9 @@
     python -m benchmarks.handover [--steps 3000] [--json FILE]
 
 Two processes with half of the cores each, and a decode step of 64 rows. The coordinator's side encodes it and sends it
-as a turn does; the worker's side is the worker's own connection, `worker.step.link`. Measured on the clock that both
-share: from before the step is encoded to after it is decoded. A pause between two steps lets a sleeping worker fall
-asleep. Also measured: the coordinator's time for a step, with and without putting it into shared memory.
+as a turn does; the worker's side is the worker's own connection, `kvforge.worker.step.link`. Measured on the clock
+that both share: from before the step is encoded to after it is decoded. A pause between two steps lets a sleeping
+worker fall asleep. Also measured: the coordinator's time for a step, with and without putting it into shared memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from kvforge.protocol.layout import Geometry
 from kvforge.protocol.messages import Step, WorkerHello
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from kvforge.protocol.transport import worker_endpoint
+from kvforge.worker.step.link import Link
 from tests.router import router
-from worker.step.link import Link
 
 from .report import report
 

@@ -28,7 +28,7 @@ import gguf
 import numpy as np
 from tokenizers import pre_tokenizers
 
-from loadtest.drive.spec import HTTP
+from kvforge.loadtest.drive.spec import HTTP
 
 from .cpu_served import Server
 from .gateway import Case, driven, result_of, served

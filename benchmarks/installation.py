@@ -95,7 +95,9 @@ class Installation:
         file = self.folder / f"{name}.toml"
         file.write_text(config, encoding="utf-8")
         # The child ends with this process, even if this process is killed.
-        return Child(name, ["-m", module, "--config", str(file)], temporary, print, self.folder / f"{name}.log")
+        return Child(
+            name, ["-m", f"kvforge.{module}", "--config", str(file)], temporary, print, self.folder / f"{name}.log"
+        )
 
     def log_of(self, name: str) -> str:
         """Return the log so far of the named process ("coordinator", "worker", other ranks "worker1")."""

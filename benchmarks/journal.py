@@ -3,8 +3,9 @@
     python -m benchmarks.journal [--records 5000] [--rows 16 256 1024] [--rounds 3] [--folder DIR] [--json FILE]
 
 A record holds the input of a decode turn of N rows: a step result and a Turn. In alternation, in the same folder: the
-coordinator's journal (`coordinator.journal.log`), and one row with the same bytes in one transaction, synchronous
-NORMAL (survives a crash of the process) and FULL (survives a crash of the host, as the journal's `durable` does).
+coordinator's journal (`kvforge.coordinator.journal.log`), and one row with the same bytes in one transaction,
+synchronous NORMAL (survives a crash of the process) and FULL (survives a crash of the host, as the journal's `durable`
+does).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.core.events import FromWorker, Turn
-from coordinator.journal.entries import pack
-from coordinator.journal.log import Journal
+from kvforge.coordinator.core.events import FromWorker, Turn
+from kvforge.coordinator.journal.entries import pack
+from kvforge.coordinator.journal.log import Journal
 from kvforge.protocol import codec
 from kvforge.protocol.messages import StepResult
 

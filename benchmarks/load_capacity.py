@@ -3,8 +3,8 @@
     python -m benchmarks.load_capacity [--table h200-8b] [--prompt 256] [--answer 128] [--seconds 8] [--json FILE]
         [--case NAME ...] [--server kvforge|vllm ...]
 
-A real coordinator with workers without a model (`loadtest.fleet`), which answer steps in the table's time, and an
-open-loop load of Poisson arrivals on one connection that reads every stream (`capacity_client`). Cases:
+A real coordinator with workers without a model (`kvforge.loadtest.fleet`), which answer steps in the table's time, and
+an open-loop load of Poisson arrivals on one connection that reads every stream (`capacity_client`). Cases:
 
 one      one device at the table's pace: the device limits the rate, and the control plane adds to each step
 host     eight devices
@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.fleet.fleet import Fleet
-from loadtest.fleet.step_times import StepTimes, load
+from kvforge.loadtest.fleet.fleet import Fleet
+from kvforge.loadtest.fleet.step_times import StepTimes, load
 
 from . import vllm_scheduler
 from .capacity_client import Client, Load, Seen

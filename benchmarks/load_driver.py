@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+from kvforge.loadtest.drive.engine import TICK_S
+from kvforge.loadtest.drive.outcome import FINISHED, INTERRUPTED, Drove, Outcome
+from kvforge.loadtest.drive.processes import drive
+from kvforge.loadtest.drive.proof import null_server
+from kvforge.loadtest.drive.spec import HTTP, KVFORGE, RunSpec
 from kvforge.protocol.errors import Unavailable
-from loadtest.drive.engine import TICK_S
-from loadtest.drive.outcome import FINISHED, INTERRUPTED, Drove, Outcome
-from loadtest.drive.processes import drive
-from loadtest.drive.proof import null_server
-from loadtest.drive.spec import HTTP, KVFORGE, RunSpec
 
 from .report import report
 

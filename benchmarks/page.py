@@ -3,11 +3,11 @@
     python -m benchmarks.page [--seconds 20] [--json FILE]
     python -m benchmarks.page --pictures docs/pictures
 
-A coordinator with two workers without a model (loadtest.fleet), a load of several tenants that keeps the blocks moving,
-the page's server as a process of its own, and a headless Chromium without a GPU, all on this machine. Bytes are those
-of the event stream as the page counts them: until a page opened under load has the whole map, and for a second after
-that. `draw` is the page's own time to paint a frame of the maps, `frame` the time between displayed frames. --pictures
-renders the README's pictures without measuring.
+A coordinator with two workers without a model (kvforge.loadtest.fleet), a load of several tenants that keeps the
+blocks moving, the page's server as a process of its own, and a headless Chromium without a GPU, all on this machine.
+Bytes are those of the event stream as the page counts them: until a page opened under load has the whole map, and for
+a second after that. `draw` is the page's own time to paint a frame of the maps, `frame` the time between displayed
+frames. --pictures renders the README's pictures without measuring.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from statistics import median
 from typing import Any
 
 from kvforge import AsyncClient, Sampling
+from kvforge.loadtest.fleet.fleet import Fleet
 from kvforge.protocol.errors import KvforgeError
-from loadtest.fleet.fleet import Fleet
 from tests.gateway.page.browser import Browser
 
 from .report import report

@@ -42,7 +42,16 @@ def run(share: float, requests: int, rate: float) -> dict[str, Any]:
         folder = Path(installation.folder) / "load"
         command = f"--rate {rate} --requests {requests} --input 16:{PROMPT_TOKENS} --output 32:{ANSWER_TOKENS}"
         subprocess.run(
-            [sys.executable, "-m", "loadtest", *command.split(), "--endpoint", installation.endpoint, "--out", folder],
+            [
+                sys.executable,
+                "-m",
+                "kvforge.loadtest",
+                *command.split(),
+                "--endpoint",
+                installation.endpoint,
+                "--out",
+                folder,
+            ],
             check=False,  # the document reports a late driver
             timeout=RUN_S,
             stdout=subprocess.DEVNULL,

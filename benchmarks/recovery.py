@@ -64,7 +64,7 @@ class Bench:
     def start_coordinator(self) -> subprocess.Popen[bytes]:
         """A new process."""
         log = (self.folder / "log").open("ab")
-        command = [sys.executable, "-m", "coordinator", "--config", str(self.folder / "c.toml")]
+        command = [sys.executable, "-m", "kvforge.coordinator", "--config", str(self.folder / "c.toml")]
         return subprocess.Popen(command, stderr=log, stdout=log, env=self._environment)
 
     def start_worker(self) -> subprocess.Popen[bytes]:

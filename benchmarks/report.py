@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtest.machine import machine, table, versions
+from kvforge.loadtest.machine import machine, table, versions
 
 __all__ = ["machine", "report", "table", "versions"]
 

@@ -38,7 +38,16 @@ HEADER = ("load", "seed", "policy", "goodput/s", "finished/s", "ttft p50", "ttft
 def run(load: str, policy: str, seed: int, seconds: float) -> dict[str, Any]:
     """Run the harness once; return a summary of its document."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "loadtest", *LOADS[load].split(), "--no-model", "h200-8b", "--policy", policy]
+        command = [
+            sys.executable,
+            "-m",
+            "kvforge.loadtest",
+            *LOADS[load].split(),
+            "--no-model",
+            "h200-8b",
+            "--policy",
+            policy,
+        ]
         command += ["--replicas", str(REPLICAS), "--time-scale", str(SLOWER), "--blocks", str(BLOCKS)]
         command += ["--duration", str(seconds), "--slo", OBJECTIVE, "--timeout", str(seconds), "--seed", str(seed)]
         command += ["--no-proof", "--quiet", "--out", folder]

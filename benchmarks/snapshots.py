@@ -4,8 +4,8 @@
 
 A machine of the default size with sequences of the maximum length, and a larger one. All blocks hold indexed prompts:
 half belong to decoding requests, half are cached from finished requests. The snapshot is made as a coordinator makes it
-(`coordinator.journal.keeping`): a forked child writes it while this process continues to decode, and the first write to
-each page copies the page. Then it is read, as the next process does.
+(`kvforge.coordinator.journal.keeping`): a forked child writes it while this process continues to decode, and the first
+write to each page copies the page. Then it is read, as the next process does.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.core.events import Boot, ClientCame, FromClient, FromWorker, ToWorker, Turn
-from coordinator.core.limits import Bounds, Limits, ScheduleLimits
-from coordinator.core.machine import Machine
-from coordinator.journal.keeping import Keeper
-from coordinator.journal.recovery import recover
+from kvforge.coordinator.core.events import Boot, ClientCame, FromClient, FromWorker, ToWorker, Turn
+from kvforge.coordinator.core.limits import Bounds, Limits, ScheduleLimits
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.journal.keeping import Keeper
+from kvforge.coordinator.journal.recovery import recover
 from kvforge.protocol.messages import Sampling, Step, Submit, WorkerHello, WorkerReady
 
 from .control_plane import BLOCK_SIZE, MODEL, VOCABULARY, Answerer

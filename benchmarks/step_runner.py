@@ -48,10 +48,10 @@ def open_runner(plan: Plan, rows_min: int = 0, tokens_min: int = 0) -> tuple[Any
     """
     import torch
 
-    from worker.attention.pool import KvPool
-    from worker.device.device import open_device
-    from worker.loading.load import load_model
-    from worker.step.memory import make_runner
+    from kvforge.worker.attention.pool import KvPool
+    from kvforge.worker.device.device import open_device
+    from kvforge.worker.loading.load import load_model
+    from kvforge.worker.step.memory import make_runner
 
     device = open_device("cpu" if plan.tiny else "auto", steady=plan.determinism != "fast")
     if plan.tiny:

@@ -17,7 +17,7 @@ def measure_transformers(plan: Plan, save: Save) -> dict[str, Any]:
     import transformers
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    from worker.loading import find_source, read_config
+    from kvforge.worker.loading import find_source, read_config
 
     config = read_config(find_source(plan.model, "dummy"))
     where = "cpu" if plan.tiny else "cuda"

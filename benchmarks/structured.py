@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import report
+from kvforge.loadtest.fleet import step_times
 from kvforge.protocol.messages import NO_INT32, Grammar, Int32Array, RowStart, Sampling, Step
 from kvforge.text.tokenizer import Tokenizer
-from loadtest.fleet import step_times
-from worker.sampling.grammar import Grammars
-from worker.sampling.grammar_tokens import GrammarTokens, grammar_tokens
+from kvforge.worker.sampling.grammar import Grammars
+from kvforge.worker.sampling.grammar_tokens import GrammarTokens, grammar_tokens
 
 TABLE, CONTEXT = "h200-8b", 1024
 SCHEMAS = Path(__file__).parents[1] / "tests" / "data" / "json_schemas" / "schemas.jsonl.xz"
@@ -178,7 +178,7 @@ def beside(grammars: list[Grammar], rows: int, steps: int, tokens: GrammarTokens
 @contextmanager
 def model_folder(model: str, tokenizer: str) -> Iterator[Path]:
     """Write a folder with the shape of a model and another model's tokenizer; yield it."""
-    from worker.loading.source import MODEL_CONFIGS
+    from kvforge.worker.loading.source import MODEL_CONFIGS
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -196,10 +196,10 @@ def model_folder(model: str, tokenizer: str) -> Iterator[Path]:
 def by_runner(model: str, tokenizer: str, rows: int, steps: int, context: int) -> dict[str, Any]:
     """Tokens a second of the worker's runner, steps launched ahead, with a grammar in every row and in none."""
     from benchmarks.step_runner import _Limits
-    from worker.attention.pool import KvPool
-    from worker.device.device import open_device
-    from worker.loading.load import load_model
-    from worker.step.memory import make_runner
+    from kvforge.worker.attention.pool import KvPool
+    from kvforge.worker.device.device import open_device
+    from kvforge.worker.loading.load import load_model
+    from kvforge.worker.step.memory import make_runner
 
     device = open_device("auto")
     with model_folder(model, tokenizer) as folder:

@@ -104,8 +104,8 @@ def floor_ms(shape: dict[str, Any], ranks: int, batch: int, context: float, exch
 def shape_of(model: str, kv_dtype: str) -> dict[str, Any]:
     """Return the bytes that a step reads, for a model with separate embedding and head, and one GPU's read
     bandwidth."""
-    from worker.device.device import open_device
-    from worker.loading import find_source
+    from kvforge.worker.device.device import open_device
+    from kvforge.worker.loading import find_source
 
     from .gpu_roof import measure_roof
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.fleet.step_times import StepTimes
+from kvforge.loadtest.fleet.step_times import StepTimes
 
 from .capacity_client import Load, Seen
 from .vllm_scheduler import make_request, make_scheduler

@@ -1,4 +1,4 @@
-"""python -m coordinator --config FILE.toml [--check]
+"""python -m kvforge.coordinator --config FILE.toml [--check]
 
 Exit status: as `protocol.exits` has it: 0 stopped as asked, 1 internal error, 2 wrong configuration, 3 a folder in
 use, 5 what is in state_dir is damaged. SIGHUP: [access] of FILE is read again.
@@ -24,7 +24,7 @@ from .server import Server
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a coordinator until it is told to stop. Returns the exit status."""
-    parser = Parser(prog="python -m coordinator", description=__doc__)
+    parser = Parser(prog="python -m kvforge.coordinator", description=__doc__)
     parser.add_argument("--config", type=Path, help="TOML file; without it, the defaults")
     parser.add_argument("--check", action="store_true", help="say what the file means here, as JSON, and end")
     parser.add_argument(

@@ -31,7 +31,7 @@ class Who(NamedTuple):
 
 
 class Transport(Protocol):
-    """The connections of one side, clients or workers: what `coordinator.peers.Peers` is over ZeroMQ."""
+    """The connections of one side, clients or workers: what `kvforge.coordinator.peers.Peers` is over ZeroMQ."""
 
     def __len__(self) -> int: ...
 

@@ -31,7 +31,7 @@ class Kill(NamedTuple):
 
 
 class Replacer:
-    """Worker processes by the number of their connection: coordinator.turn.Processes. Times in microseconds."""
+    """Worker processes by the number of their connection: kvforge.coordinator.turn.Processes. Times in microseconds."""
 
     def __init__(self) -> None:
         self._pids: dict[int, int] = {}

@@ -1,4 +1,5 @@
-"""python -m coordinator.replay FOLDER [--until EVENT] [--explain request=ID]: the state at any point of a journal.
+"""python -m kvforge.coordinator.replay FOLDER [--until EVENT] [--explain request=ID]: the state at any point of a
+journal.
 
 Reads and changes nothing; the coordinator that writes the journal may be running. Events are counted from the last
 snapshot on, since what was before it is not kept. Of a damaged journal all is shown that comes before the damage.

@@ -86,7 +86,7 @@ log = logging.getLogger("coordinator")
 
 
 class Processes(Protocol):
-    """The processes of the workers, by the number of their connection: what `coordinator.replacing.Replacer` is."""
+    """The workers' processes by connection number: the interface of `kvforge.coordinator.replacing.Replacer`."""
 
     def watch(self, worker: int, pid: int, descriptor: int) -> None:
         """A worker connected."""
@@ -105,7 +105,7 @@ class Processes(Protocol):
 
 
 class MessageInHand(Protocol):
-    """Notes the message that is worked on: what `coordinator.journal.in_hand.InHand` is."""
+    """Notes the message that is worked on: what `kvforge.coordinator.journal.in_hand.InHand` is."""
 
     def take(self, frames: Frames) -> None:
         """A message is worked on from now on. Raises MessageRefused."""
@@ -118,7 +118,8 @@ class MessageInHand(Protocol):
 
 
 class Writer(Protocol):
-    """What is written of the events before anything follows from them: what `coordinator.journal.log.Journal` is.
+    """What is written of the events before anything follows from them: what `kvforge.coordinator.journal.log.Journal`
+    is.
 
     bytes: since the last snapshot. number: of the next record.
     """
@@ -135,7 +136,7 @@ class Writer(Protocol):
 
 
 class Listeners(Protocol):
-    """Those who are told what the prefix indexes hold: what `coordinator.kv_events.stream.EventStream` is."""
+    """Those who are told what the prefix indexes hold: what `kvforge.coordinator.kv_events.stream.EventStream` is."""
 
     def turned(self) -> bool:
         """A turn is over and written. Returns whether somebody waits for more than it took."""

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator import access
-from coordinator.config import CoordinatorConfig
-from coordinator.core.limits import Quota, Range
-from coordinator.kv_events.settings import KvEventsSection
-from gateway import config as gateway
+from kvforge.coordinator import access
+from kvforge.coordinator.config import CoordinatorConfig
+from kvforge.coordinator.core.limits import Quota, Range
+from kvforge.coordinator.kv_events.settings import KvEventsSection
 from kvforge.fleet import settings as fleet
-from worker.config import WorkerConfig
+from kvforge.gateway import config as gateway
+from kvforge.worker.config import WorkerConfig
 
 PAGE = Path(__file__).with_name("settings.md")
 FILES: tuple[tuple[str, tuple[tuple[str, type[msgspec.Struct]], ...]], ...] = (

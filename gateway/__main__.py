@@ -1,10 +1,10 @@
-"""python -m gateway --config FILE.toml: HTTP for the coordinator of this host. See `gateway.serve.main`."""
+"""`python -m kvforge.gateway --config FILE.toml`: HTTP for this host's coordinator, see `serve.main`."""
 
 from __future__ import annotations
 
 import sys
 
-from gateway.serve.main import main
+from kvforge.gateway.serve.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,28 +14,28 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway.access import Access
-from gateway.anthropic.routes import Anthropic
-from gateway.chat.prompts import Prompts
-from gateway.config import SEE, Settings
-from gateway.generate.loading import prompts_of
-from gateway.generate.service import Service
-from gateway.http.entry import Entry
-from gateway.http.errors import NoSuchMethod, NoSuchPath, api_of
-from gateway.http.guard import FAULT, Guard, refused
-from gateway.http.ignored import HEADER as IGNORED_HEADER
-from gateway.http.notes import notes_of
-from gateway.metrics.counting import Counting
-from gateway.metrics.routes import Source
-from gateway.metrics.routes import routes as metrics
-from gateway.metrics.shared import Counts
-from gateway.openai.routes import OpenAI
-from gateway.openapi.routes import routes as described
-from gateway.page.routes import routes as page
-from gateway.parse import Format
-from gateway.replicas.fleet import Fleet
 from kvforge import __version__
 from kvforge.client.aio import AsyncClient
+from kvforge.gateway.access import Access
+from kvforge.gateway.anthropic.routes import Anthropic
+from kvforge.gateway.chat.prompts import Prompts
+from kvforge.gateway.config import SEE, Settings
+from kvforge.gateway.generate.loading import prompts_of
+from kvforge.gateway.generate.service import Service
+from kvforge.gateway.http.entry import Entry
+from kvforge.gateway.http.errors import NoSuchMethod, NoSuchPath, api_of
+from kvforge.gateway.http.guard import FAULT, Guard, refused
+from kvforge.gateway.http.ignored import HEADER as IGNORED_HEADER
+from kvforge.gateway.http.notes import notes_of
+from kvforge.gateway.metrics.counting import Counting
+from kvforge.gateway.metrics.routes import Source
+from kvforge.gateway.metrics.routes import routes as metrics
+from kvforge.gateway.metrics.shared import Counts
+from kvforge.gateway.openai.routes import OpenAI
+from kvforge.gateway.openapi.routes import routes as described
+from kvforge.gateway.page.routes import routes as page
+from kvforge.gateway.parse import Format
+from kvforge.gateway.replicas.fleet import Fleet
 from kvforge.protocol.errors import InternalError, InvalidConfiguration
 from kvforge.protocol.messages import ModelInfo
 

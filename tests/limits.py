@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from coordinator.core.limits import Bounds, CacheLimits, Limits, Quota, ScheduleLimits, Section
+from kvforge.coordinator.core.limits import Bounds, CacheLimits, Limits, Quota, ScheduleLimits, Section
 
 SECTIONS: dict[str, type[Section]] = {"bounds": Bounds, "cache": CacheLimits, "schedule": ScheduleLimits}
 UNITS_US = {"_s": 1e6, "_ms": 1e3}

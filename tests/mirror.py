@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from coordinator.core.cache.groups import Group
-from coordinator.core.machine import Machine
-from coordinator.kv_events.format import salt_name
+from kvforge.coordinator.core.cache.groups import Group
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.kv_events.format import salt_name
 from kvforge.protocol.messages import GENERATED
 
 # Fields and forms of vllm/distributed/kv_events.py, up to 0.23 (events are arrays) and since (events are maps).

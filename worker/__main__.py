@@ -1,4 +1,4 @@
-"""Run a worker: `python -m worker --config FILE.toml [--check]`.
+"""Run a worker: `python -m kvforge.worker --config FILE.toml [--check]`.
 
 Exit status (see `protocol.exits`):
 
@@ -47,7 +47,7 @@ from .model_path import find_model
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a worker until it is stopped, and return its exit status."""
-    parser = Parser(prog="python -m worker", description=__doc__)
+    parser = Parser(prog="python -m kvforge.worker", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="TOML file")
     parser.add_argument("--check", action="store_true", help="check the model and the device, then exit")
     options = parser.parse_args(arguments)
@@ -95,7 +95,7 @@ def _check(config: WorkerConfig, model: str) -> int:
 
 def leave(status: int) -> NoReturn:
     """End this process with an exit status."""
-    ranks = sys.modules.get("worker.device.ranks")  # None before the worker has imported torch
+    ranks = sys.modules.get("kvforge.worker.device.ranks")  # None before the worker has imported torch
     if ranks is not None and ranks.must_leave_at_once():
         logging.shutdown()
         sys.stdout.flush()

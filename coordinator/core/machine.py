@@ -305,10 +305,12 @@ class Machine:
             name, how = list(self._reports.ended.items())[-1]
             return (
                 f"no worker is connected any more; the last one, {name}, {how}: `kvforge up` and systemd "
-                "start the next, else start one with `python -m worker --config FILE`"
+                "start the next, else start one with `python -m kvforge.worker --config FILE`"
             )
         if not self.workers:
-            return "no worker has connected yet: start one with `python -m worker --config FILE` or `kvforge up`"
+            return (
+                "no worker has connected yet: start one with `python -m kvforge.worker --config FILE` or `kvforge up`"
+            )
         loading = ", ".join(f"{w.name} ({w.phase}, {w.progress:.0%})" for w in self.workers.values())
         return f"workers are loading: {loading}"
 

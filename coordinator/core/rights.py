@@ -16,7 +16,7 @@ class Access(msgspec.Struct, frozen=True):
     rights: SUBMIT: have requests, sequences and holders of blocks, and end them. READ: see them, and read answers.
     ADMIN: both, drain, and see and end what is of other tenants.
     requests_max: requests that are alive at once, of all its connections; 0: no limit but that of all. tokens_per_s,
-    messages_per_s: of all its connections; 0: no limit. Messages are the door's to count (`coordinator.rate`).
+    messages_per_s: of all its connections; 0: no limit. Messages are the door's to count (`kvforge.coordinator.rate`).
     """
 
     name: str = ""

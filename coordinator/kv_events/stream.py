@@ -40,7 +40,7 @@ class Asked(NamedTuple):
 
 
 class Post(Protocol):
-    """What carries batches: `coordinator.kv_events.sockets.Sockets`. Nothing of it waits."""
+    """What carries batches: `kvforge.coordinator.kv_events.sockets.Sockets`. Nothing of it waits."""
 
     def publish(self, number: bytes, payload: bytes) -> None:
         """To every subscriber that has room for it."""

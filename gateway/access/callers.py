@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 
-from gateway.config import RIGHTS, Key, Settings, is_local
+from kvforge.gateway.config import RIGHTS, Key, Settings, is_local
 from kvforge.protocol.errors import InvalidRequest, NotAllowed, RateExceeded
 from kvforge.protocol.salts import check_plain, own_salt
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gateway.chat.conversation import CalledArguments, NotText, naming
-from gateway.chat.tools import AUTO, NONE, REQUIRED, Choice, Tool, leave_out
-from gateway.http.ignored import Ignored
+from kvforge.gateway.chat.conversation import CalledArguments, NotText, naming
+from kvforge.gateway.chat.tools import AUTO, NONE, REQUIRED, Choice, Tool, leave_out
+from kvforge.gateway.http.ignored import Ignored
 from kvforge.protocol.errors import InvalidRequest
 
 from .asked import CUSTOM, Block, Conversation, Message

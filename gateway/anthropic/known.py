@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gateway.http.errors import ThreadsUnsupported
-from gateway.http.fields import Known, Mine, Table, left_out, no_effect, only
+from kvforge.gateway.http.errors import ThreadsUnsupported
+from kvforge.gateway.http.fields import Known, Mine, Table, left_out, no_effect, only
 
 from . import asked
 

@@ -6,20 +6,20 @@ from typing import Any
 
 import msgspec
 
-from gateway.access import Caller
-from gateway.chat.arguments import ObjectText, object_of
-from gateway.chat.naming import Names
-from gateway.chat.shapes import ANY, Shape
-from gateway.generate.answer import Piece
-from gateway.generate.conversing import Conversing, conversing
-from gateway.generate.generation import Generation, Usage, Wanted
-from gateway.generate.service import Model
-from gateway.http.fields import Reader
-from gateway.http.ignored import Ignored
-from gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
 from kvforge import Sampling
 from kvforge.client.arguments import stop_strings
 from kvforge.client.options import RequestOptions
+from kvforge.gateway.access import Caller
+from kvforge.gateway.chat.arguments import ObjectText, object_of
+from kvforge.gateway.chat.naming import Names
+from kvforge.gateway.chat.shapes import ANY, Shape
+from kvforge.gateway.generate.answer import Piece
+from kvforge.gateway.generate.conversing import Conversing, conversing
+from kvforge.gateway.generate.generation import Generation, Usage, Wanted
+from kvforge.gateway.generate.service import Model
+from kvforge.gateway.http.fields import Reader
+from kvforge.gateway.http.ignored import Ignored
+from kvforge.gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
 from kvforge.protocol.messages import SAMPLING_RANGES
 
 from .asked import Conversation, Create

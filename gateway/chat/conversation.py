@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from gateway.chat.arguments import BROKEN_MAX, object_of, whole_object
+from kvforge.gateway.chat.arguments import BROKEN_MAX, object_of, whole_object
 from kvforge.protocol.errors import InvalidRequest
 
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")

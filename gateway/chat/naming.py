@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from gateway.http.errors import ContextOverflow
+from kvforge.gateway.http.errors import ContextOverflow
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 
 from .shapes import ANY, Shape

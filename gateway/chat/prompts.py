@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.text.inline import Texts
+from kvforge.gateway.text.inline import Texts
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Grammar, Int32Array
 from kvforge.text.tokenizer import TextStream, Tokenizer

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.http.ignored import Ignored
+from kvforge.gateway.http.ignored import Ignored
 from kvforge.protocol.errors import InvalidRequest
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gateway.parse.events import Arguments, Content, Event, Reasoning
-from gateway.replicas.stream import Stream
+from kvforge.gateway.parse.events import Arguments, Content, Event, Reasoning
+from kvforge.gateway.replicas.stream import Stream
 from kvforge.protocol.errors import Conflict
 from kvforge.text.stop import StopText
 from kvforge.text.tokenizer import TextStream
@@ -21,7 +21,7 @@ CANCELLED = "cancelled"
 
 
 class Parser(Protocol):
-    """What makes events of text (`gateway.parse`)."""
+    """What makes events of text (`kvforge.gateway.parse`)."""
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
         """The events that are certain now."""

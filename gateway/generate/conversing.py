@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gateway.chat.prompts import Rendered
-from gateway.chat.shapes import ANY, Shape
-from gateway.chat.tools import REQUIRED, Choice, Tool, checked
-from gateway.parse import Parser
-from gateway.parse.grammars import WRITTEN, Shaped, after_reasoning, calls_grammar, schema_grammar
+from kvforge.gateway.chat.prompts import Rendered
+from kvforge.gateway.chat.shapes import ANY, Shape
+from kvforge.gateway.chat.tools import REQUIRED, Choice, Tool, checked
+from kvforge.gateway.parse import Parser
+from kvforge.gateway.parse.grammars import WRITTEN, Shaped, after_reasoning, calls_grammar, schema_grammar
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Grammar
 from kvforge.text.grammar import check

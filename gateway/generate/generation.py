@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from gateway.access import Caller
-from gateway.parse.events import Event
-from gateway.replicas.stream import Stream
 from kvforge.client.options import RequestOptions
+from kvforge.gateway.access import Caller
+from kvforge.gateway.parse.events import Event
+from kvforge.gateway.replicas.stream import Stream
 from kvforge.protocol.messages import Int32Array
 from kvforge.text.tokenizer import TextStream
 

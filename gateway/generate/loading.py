@@ -6,12 +6,12 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from gateway.chat.hygiene import Hygiene
-from gateway.chat.prompts import Prompts
-from gateway.config import Settings
-from gateway.parse import Format, choose
-from gateway.text.jobs import TextLimits
-from gateway.text.pool import TextPool
+from kvforge.gateway.chat.hygiene import Hygiene
+from kvforge.gateway.chat.prompts import Prompts
+from kvforge.gateway.config import Settings
+from kvforge.gateway.parse import Format, choose
+from kvforge.gateway.text.jobs import TextLimits
+from kvforge.gateway.text.pool import TextPool
 from kvforge.protocol.configuration import expand
 from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest, ModelNotFound, UnsupportedModel
 from kvforge.protocol.messages import ModelInfo

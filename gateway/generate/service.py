@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from gateway.chat.prompts import Prompts
-from gateway.parse import Format
-from gateway.replicas.fleet import Fleet
 from kvforge.client.aio import AsyncClient, AsyncStreams
+from kvforge.gateway.chat.prompts import Prompts
+from kvforge.gateway.parse import Format
+from kvforge.gateway.replicas.fleet import Fleet
 from kvforge.protocol.errors import KvforgeError, ModelNotFound, NotReady
 from kvforge.protocol.messages import Health, ModelInfo
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gateway.chat.prompts import Prompts
-from gateway.chat.shapes import Shape
 from kvforge import Sampling
+from kvforge.gateway.chat.prompts import Prompts
+from kvforge.gateway.chat.shapes import Shape
 from kvforge.protocol.errors import InvalidRequest
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gateway.access.errors import Unauthenticated
+from kvforge.gateway.access.errors import Unauthenticated
 from kvforge.protocol.errors import (
     CapacityExceeded,
     Conflict,

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.access import Access, Caller
+from kvforge.gateway.access import Access, Caller
 from kvforge.protocol.errors import InternalError, KvforgeError, Unavailable
 
 from .errors import Api, api_of, headers_of, status_of

@@ -6,7 +6,7 @@ from time import monotonic
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.notes import notes_of
+from kvforge.gateway.http.notes import notes_of
 
 from .shared import Counts
 

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway.http.errors import headers_of, openai_error, status_of
 from kvforge.client.tables import Tables
+from kvforge.gateway.http.errors import headers_of, openai_error, status_of
 from kvforge.protocol.errors import CoordinatorUnavailable, KvforgeError
 from kvforge.protocol.numbers import Numbers
 

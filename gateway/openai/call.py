@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gateway.access import Caller
-from gateway.chat.naming import Names
-from gateway.config import Settings
-from gateway.generate.generation import Generation, Usage
-from gateway.generate.service import Model
-from gateway.http.ignored import Ignored
-from gateway.http.keys import Key, session_of
 from kvforge import Sampling
 from kvforge.client.options import RequestOptions
+from kvforge.gateway.access import Caller
+from kvforge.gateway.chat.naming import Names
+from kvforge.gateway.config import Settings
+from kvforge.gateway.generate.generation import Generation, Usage
+from kvforge.gateway.generate.service import Model
+from kvforge.gateway.http.ignored import Ignored
+from kvforge.gateway.http.keys import Key, session_of
 
 from .asked import Chat, Completion
 from .fields import Common

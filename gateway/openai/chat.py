@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.chat.conversation import CalledArguments, content_text, naming
-from gateway.chat.tools import AUTO, FUNCTION, NONE, REQUIRED, Choice, Tool, leave_out, not_run
-from gateway.generate.answer import Piece
-from gateway.generate.conversing import conversing
-from gateway.generate.generation import Generation, Wanted, Whole
-from gateway.http.fields import Reader
-from gateway.http.ignored import Ignored
-from gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
+from kvforge.gateway.chat.conversation import CalledArguments, content_text, naming
+from kvforge.gateway.chat.tools import AUTO, FUNCTION, NONE, REQUIRED, Choice, Tool, leave_out, not_run
+from kvforge.gateway.generate.answer import Piece
+from kvforge.gateway.generate.conversing import conversing
+from kvforge.gateway.generate.generation import Generation, Wanted, Whole
+from kvforge.gateway.http.fields import Reader
+from kvforge.gateway.http.ignored import Ignored
+from kvforge.gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
 from kvforge.protocol.errors import InvalidRequest
 
 from . import asked, logprobs

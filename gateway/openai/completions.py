@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from gateway.chat.prompts import NO_TOKENIZER
-from gateway.generate.answer import Piece
-from gateway.generate.generation import Generation, Wanted, Whole
-from gateway.generate.service import Model
-from gateway.generate.shape_checks import check_shape
-from gateway.http.fields import Reader
-from gateway.parse.events import Content, Event
-from gateway.replicas.stream import Stream
 from kvforge.client.arguments import SAMPLES_MAX, token_array
+from kvforge.gateway.chat.prompts import NO_TOKENIZER
+from kvforge.gateway.generate.answer import Piece
+from kvforge.gateway.generate.generation import Generation, Wanted, Whole
+from kvforge.gateway.generate.service import Model
+from kvforge.gateway.generate.shape_checks import check_shape
+from kvforge.gateway.http.fields import Reader
+from kvforge.gateway.parse.events import Content, Event
+from kvforge.gateway.replicas.stream import Stream
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Int32Array
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from gateway.chat.shapes import Shape
 from kvforge import Sampling
 from kvforge.client.arguments import PRIORITY_MAX, SAMPLES_MAX, stop_strings
+from kvforge.gateway.chat.shapes import Shape
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import SAMPLING_RANGES
 

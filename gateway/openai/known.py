@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gateway.http.fields import Known, Mine, Table, left_out, no_effect, only
+from kvforge.gateway.http.fields import Known, Mine, Table, left_out, no_effect, only
 
 from . import asked, responses_asked
 from .fields import Common, StreamOptions

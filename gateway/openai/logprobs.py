@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.chat.prompts import Prompts
-from gateway.replicas.stream import Stream
+from kvforge.gateway.chat.prompts import Prompts
+from kvforge.gateway.replicas.stream import Stream
 
 
 def of_chat(prompts: Prompts, stream: Stream, start: int, end: int) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from gateway.chat.shapes import Shape
-from gateway.generate.answer import Piece
-from gateway.generate.conversing import conversing
-from gateway.generate.generation import Generation, Usage, Wanted
-from gateway.http.fields import Reader
-from gateway.parse.events import Arguments, Event, Reasoning, ToolCall
 from kvforge import Sampling
+from kvforge.gateway.chat.shapes import Shape
+from kvforge.gateway.generate.answer import Piece
+from kvforge.gateway.generate.conversing import conversing
+from kvforge.gateway.generate.generation import Generation, Usage, Wanted
+from kvforge.gateway.http.fields import Reader
+from kvforge.gateway.parse.events import Arguments, Event, Reasoning, ToolCall
 
 from .call import Call
 from .fields import top_k_of, top_p_of

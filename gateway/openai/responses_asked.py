@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from gateway.chat.conversation import CalledArguments, content_text, naming
-from gateway.chat.shapes import ANY, Shape
+from kvforge.gateway.chat.conversation import CalledArguments, content_text, naming
+from kvforge.gateway.chat.shapes import ANY, Shape
 from kvforge.protocol.errors import InvalidRequest
 
 from .asked import Part, Tokens

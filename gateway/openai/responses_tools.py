@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.chat.tools import AUTO, FUNCTION, NONE, REQUIRED, Choice, Tool, leave_out, not_run
-from gateway.http.ignored import Ignored
+from kvforge.gateway.chat.tools import AUTO, FUNCTION, NONE, REQUIRED, Choice, Tool, leave_out, not_run
+from kvforge.gateway.http.ignored import Ignored
 from kvforge.protocol.errors import InvalidRequest
 
 from .responses_asked import Create, FunctionTool

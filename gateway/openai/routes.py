@@ -12,18 +12,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway.access import Caller
-from gateway.chat.naming import Names
-from gateway.config import Settings
-from gateway.generate.generation import Bell, Generation, Wanted, charge
-from gateway.generate.service import Model, Service
-from gateway.http import body
-from gateway.http.errors import ANTHROPIC, api_of, openai_error
-from gateway.http.fields import Reader
-from gateway.http.guard import Guard
-from gateway.http.ignored import Ignored
-from gateway.http.notes import notes_of
-from gateway.http.stream import COMMENT, EventStream, Failing, Pings, Taken, wanted
+from kvforge.gateway.access import Caller
+from kvforge.gateway.chat.naming import Names
+from kvforge.gateway.config import Settings
+from kvforge.gateway.generate.generation import Bell, Generation, Wanted, charge
+from kvforge.gateway.generate.service import Model, Service
+from kvforge.gateway.http import body
+from kvforge.gateway.http.errors import ANTHROPIC, api_of, openai_error
+from kvforge.gateway.http.fields import Reader
+from kvforge.gateway.http.guard import Guard
+from kvforge.gateway.http.ignored import Ignored
+from kvforge.gateway.http.notes import notes_of
+from kvforge.gateway.http.stream import COMMENT, EventStream, Failing, Pings, Taken, wanted
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 
 from . import chat, completions, responses, tokens

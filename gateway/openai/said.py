@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.generate.generation import Usage
+from kvforge.gateway.generate.generation import Usage
 
 encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.chat.shapes import ANY, Shape
+from kvforge.gateway.chat.shapes import ANY, Shape
 from kvforge.protocol.errors import InvalidRequest
 
 

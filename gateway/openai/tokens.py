@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from gateway.generate.service import Model
-from gateway.http.body import decoded
-from gateway.http.fields import Reader
-from gateway.http.ignored import Ignored
 from kvforge.client.arguments import token_array
+from kvforge.gateway.generate.service import Model
+from kvforge.gateway.http.body import decoded
+from kvforge.gateway.http.fields import Reader
+from kvforge.gateway.http.ignored import Ignored
 from kvforge.protocol.errors import InvalidRequest
 
 from .asked import Message, Tool

@@ -7,18 +7,18 @@ from typing import Any
 
 import msgspec
 
-from gateway.http.fields import Known, Reader
 from kvforge import __version__
+from kvforge.gateway.http.fields import Known, Reader
 
 from .operations import JSON, OPERATIONS, Operation, Schema
 
 _REFERENCE = "#/components/schemas/"
 # Structures of the same name in several modules: msgspec names them by their modules.
 _PREFIXES = {
-    "gateway.anthropic.asked.": "Messages",
-    "gateway.openai.asked.": "Chat",
-    "gateway.openai.fields.": "Chat",
-    "gateway.openai.responses_asked.": "Responses",
+    "kvforge.gateway.anthropic.asked.": "Messages",
+    "kvforge.gateway.openai.asked.": "Chat",
+    "kvforge.gateway.openai.fields.": "Chat",
+    "kvforge.gateway.openai.responses_asked.": "Responses",
 }
 _NULLABLE: Schema = {"type": ["string", "null"]}
 _ERRORS: Mapping[str, Schema] = {

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.anthropic import messages
-from gateway.http.errors import ANTHROPIC, OPENAI, api_of
-from gateway.http.fields import Reader
-from gateway.http.keys import KEY_HEADER, RESUME_HEADER, SESSION_HEADER
-from gateway.openai import chat, completions, responses, tokens
-from gateway.page import actions
+from kvforge.gateway.anthropic import messages
+from kvforge.gateway.http.errors import ANTHROPIC, OPENAI, api_of
+from kvforge.gateway.http.fields import Reader
+from kvforge.gateway.http.keys import KEY_HEADER, RESUME_HEADER, SESSION_HEADER
+from kvforge.gateway.openai import chat, completions, responses, tokens
+from kvforge.gateway.page import actions
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 OPENMETRICS = "application/openmetrics-text"

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import msgspec
 from starlette.requests import Request
 
-from gateway.http.body import decoded, read
-from gateway.http.fields import Reader
-from gateway.http.ignored import Ignored
 from kvforge import AsyncClient
+from kvforge.gateway.http.body import decoded, read
+from kvforge.gateway.http.fields import Reader
+from kvforge.gateway.http.ignored import Ignored
 from kvforge.protocol.errors import InvalidRequest, NotAllowed, QueueFull
 from kvforge.protocol.messages import Explanation
 

@@ -47,7 +47,7 @@ class File:
 
 def load() -> dict[str, File]:
     """Every file by its name."""
-    folder = files("gateway.page") / "static"
+    folder = files("kvforge.gateway.page") / "static"
     contents = {name: (folder / name).read_bytes() for name in NAMES}
     return {name: _file(name, content) for name, content in contents.items()}
 

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.http.errors import headers_of, openai_error, status_of
-from gateway.http.stream import EventStream, Failing
 from kvforge import AsyncClient
+from kvforge.gateway.http.errors import headers_of, openai_error, status_of
+from kvforge.gateway.http.stream import EventStream, Failing
 from kvforge.protocol.errors import KvforgeError, NotAllowed
 
 from . import actions, files

@@ -40,7 +40,7 @@ EXPLAINED_MAX = 2
 ANSWER_S = 2.0
 RATE_LOOKS = 5  # rates are of the time since so many looks ago
 LIVES = ("journal_bytes", "journal_records_total", "restarts_total", "workers_lost_total", "workers_returned_total")
-log = logging.getLogger("gateway.page")
+log = logging.getLogger("kvforge.gateway.page")
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from gateway.config import Replica as Place
 from kvforge.client.options import RequestOptions
+from kvforge.gateway.config import Replica as Place
 from kvforge.protocol.messages import Health, Int32Array
 from kvforge.protocol.steady_clock import monotonic
 from kvforge.protocol.steady_timeout import steady_timeout

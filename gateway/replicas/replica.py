@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from gateway.config import Replica as Place
 from kvforge.client.aio import AsyncClient, AsyncStreams
+from kvforge.gateway.config import Replica as Place
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import Health
 from kvforge.protocol.steady_clock import monotonic

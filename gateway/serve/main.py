@@ -1,4 +1,4 @@
-"""The command `python -m gateway`: one process, or several on one port with this one above them."""
+"""The command `python -m kvforge.gateway`: one process, or several on one port with this one above them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from gateway.access import Access
-from gateway.access.rates import SharedRates
-from gateway.config import GENERATE, SEE, Settings, load_settings
+from kvforge.gateway.access import Access
+from kvforge.gateway.access.rates import SharedRates
+from kvforge.gateway.config import GENERATE, SEE, Settings, load_settings
 from kvforge.launch.child import Child
 from kvforge.launch.listener import listening, url_of
 from kvforge.process.installation import install_command
@@ -39,7 +39,7 @@ SERVED_S = 10.0
 
 def main(arguments: list[str] | None = None) -> int:
     """Serves until it is told to end. Returns the exit status, as `protocol.exits` has it."""
-    parser = Parser(prog="python -m gateway", description=__doc__)
+    parser = Parser(prog="python -m kvforge.gateway", description=__doc__)
     parser.add_argument("--config", type=Path, metavar="FILE", help="gateway.toml")
     parser.add_argument("--runtime-dir", help="where the coordinator's socket is")
     parser.add_argument("--host", help="[127.0.0.1]")
@@ -127,7 +127,7 @@ class _Several:
 
     def __init__(self, options: argparse.Namespace, settings: Settings, listener: socket.socket, folder: Path) -> None:
         entry = Path(sys.modules["kvforge"].__file__ or "").parent / "launch" / "entry.py"
-        command = [str(entry), "gateway", *_passed(options), "--processes", "1"]
+        command = [str(entry), "kvforge.gateway", *_passed(options), "--processes", "1"]
         command += ["--listen", str(listener.fileno()), "--rates", str(folder / "rates")]
         self._drain_s = settings.drain_s
         self._began: dict[str, float] = {}

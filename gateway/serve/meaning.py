@@ -7,8 +7,8 @@ from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError
 
-from gateway.config import Settings
-from gateway.parse import choose
+from kvforge.gateway.config import Settings
+from kvforge.gateway.parse import choose
 from kvforge.protocol import network
 from kvforge.protocol.configuration import expand
 from kvforge.protocol.errors import InvalidConfiguration

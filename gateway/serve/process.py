@@ -15,9 +15,9 @@ from pathlib import Path
 
 import uvicorn
 
-from gateway.access import Access
-from gateway.app import make_app
-from gateway.config import Settings
+from kvforge.gateway.access import Access
+from kvforge.gateway.app import make_app
+from kvforge.gateway.config import Settings
 from kvforge.launch.listener import BACKLOG
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.notify import Watchdog, notify

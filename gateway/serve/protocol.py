@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.config import Settings
-from gateway.http.errors import api_of
-from gateway.http.notes import Notes
+from kvforge.gateway.config import Settings
+from kvforge.gateway.http.errors import api_of
+from kvforge.gateway.http.notes import Notes
 from kvforge.protocol.errors import InvalidRequest
 
 REASONS = {400: "Bad Request", 431: "Request Header Fields Too Large"}

@@ -4,5 +4,5 @@ Law: the event loop never renders or tokenises. A helper process is bounded in t
 costs its request alone and is replaced.
 
 From outside: `pool.TextPool`, `inline.InlineText` (the same calls without processes) and `jobs.TextLimits`. The helper
-is `python -m gateway.text`.
+is `python -m kvforge.gateway.text`.
 """

@@ -1,4 +1,4 @@
-"""The program of the helper processes: `python -m gateway.text DESCRIPTOR`."""
+"""The program of the helper processes: `python -m kvforge.gateway.text DESCRIPTOR`."""
 
 import sys
 

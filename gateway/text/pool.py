@@ -212,7 +212,7 @@ class _First:
     async def start(cls, load: Load) -> _First:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-P", str(ENTRY), "gateway.text", str(theirs.fileno())]
+            command = [sys.executable, "-P", str(ENTRY), "kvforge.gateway.text", str(theirs.fileno())]
             process = subprocess.Popen(
                 leashed(command),
                 pass_fds=[theirs.fileno()],

@@ -30,4 +30,4 @@ def run(options: argparse.Namespace) -> NoReturn:
         if (value := getattr(options, name)) is not None:  # given before the command's name
             arguments[:0] = [f"--{name.replace('_', '-')}", str(value)]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-P", str(ENTRY), "loadtest", *arguments])  # noqa: S606 - no shell
+    os.execv(sys.executable, [sys.executable, "-P", str(ENTRY), "kvforge.loadtest", *arguments])  # noqa: S606 - no shell

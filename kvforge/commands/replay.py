@@ -48,5 +48,5 @@ def run(options: argparse.Namespace) -> int:
         arguments += ["--until", str(options.until)]
     for subject in options.explain:
         arguments += ["--explain", subject]
-    command = [sys.executable, "-P", str(ENTRY), "coordinator.replay", *arguments]
+    command = [sys.executable, "-P", str(ENTRY), "kvforge.coordinator.replay", *arguments]
     return subprocess.run(command, check=False).returncode

@@ -147,7 +147,7 @@ def _meaning(
     if not path.exists():
         return None, [wrong(f"{path} is missing", INSTALL)]
     try:
-        done = _run(places.of(PYTHON), user, "-P", "-m", role, "--config", str(path), "--check")
+        done = _run(places.of(PYTHON), user, "-P", "-m", f"kvforge.{role}", "--config", str(path), "--check")
     except Unavailable as error:
         return None, [wrong(f"{path} cannot be checked: {error}", INSTALL)]
     if done.status != OK:

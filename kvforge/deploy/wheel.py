@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvforge.protocol.errors import Unavailable
 
-PACKAGES = ("coordinator", "gateway", "kvforge", "loadtest", "worker")
+PACKAGE = "kvforge"
 METADATA = ("METADATA", "WHEEL", "entry_points.txt")
 LEFT_OUT = ("__pycache__",)
 MADE = (1980, 1, 1, 0, 0, 0)  # of every file in it: equal contents make equal wheels
@@ -52,16 +52,15 @@ def _installed() -> Distribution:
 def _packages(root: Path) -> dict[str, bytes]:
     """Every file of the packages by its name in the wheel; what a link leads to is in it as a file."""
     members = {}
-    for package in PACKAGES:
-        stack = [root / package]
-        while stack:
-            for path in sorted(stack.pop().iterdir()):
-                if path.name in LEFT_OUT:
-                    continue
-                if path.is_dir():
-                    stack.append(path)
-                else:
-                    members[str(path.relative_to(root))] = path.read_bytes()
+    stack = [root / PACKAGE]
+    while stack:
+        for path in sorted(stack.pop().iterdir()):
+            if path.name in LEFT_OUT:
+                continue
+            if path.is_dir():
+                stack.append(path)
+            else:
+                members[str(path.relative_to(root))] = path.read_bytes()
     return dict(sorted(members.items()))
 
 

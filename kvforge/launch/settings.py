@@ -42,8 +42,8 @@ class Settings:
     kv_events: settings that differ from the children's defaults. state: state_dir and durability, where they do.
     fresh: the coordinator first discards what an earlier one left.
 
-    worker_module: what is run as a worker, where it is another one than kvforge's own (`python -m loadtest.fleet`).
-    tensor_parallel: processes of each worker, its ranks, which compute the model together.
+    worker_module: what is run as a worker, where it is another one than kvforge's own (`python -m
+    kvforge.loadtest.fleet`). tensor_parallel: processes of each worker, its ranks, which compute the model together.
     devices: the device index of each process in turn; empty: process i takes device i. threads: CPU threads of each
     process; None: the cores, shared out; one alone counts them itself, for a control group may have a quota.
     drain_s: how long running requests may take to end when asked to stop; stop_s: how long the processes may take after
@@ -54,7 +54,7 @@ class Settings:
     runtime_dir: Path
     workers: int = 1
     tensor_parallel: int = 1
-    worker_module: str = "worker"
+    worker_module: str = "kvforge.worker"
     threads: int | None = None
     devices: tuple[int, ...] = ()
     worker: Mapping[str, Value] = field(default_factory=dict)

@@ -66,7 +66,7 @@ class Supervisor:
             if settings.log_dir is not None:
                 _make_log_dir(settings.log_dir)
             once = ("--fresh",) if settings.fresh else ()
-            self.coordinator = self._child("coordinator", "coordinator", settings.coordinator_file(), once)
+            self.coordinator = self._child("coordinator", "kvforge.coordinator", settings.coordinator_file(), once)
             for process in range(settings.processes):
                 name = settings.process_name(process)
                 self._worker_of[name] = settings.worker_of(process)
@@ -186,7 +186,14 @@ class Supervisor:
     def _make_gateway(self, http: Http) -> Child:
         self._listener = listening(http.host, http.port, "--http")
         settings, folder = self.settings, self._folder
-        command = [str(ENTRY), "gateway", "--runtime-dir", str(settings.runtime_dir.absolute()), "--host", http.host]
+        command = [
+            str(ENTRY),
+            "kvforge.gateway",
+            "--runtime-dir",
+            str(settings.runtime_dir.absolute()),
+            "--host",
+            http.host,
+        ]
         command += ["--processes", str(http.processes), "--listen", str(self._listener.fileno())]
         # When it is asked to end, what ran has been drained: a stream that is left is cut off with an error event.
         command += ["--drain-max-s", str(max(settings.stop_s / 2, 0.1))]

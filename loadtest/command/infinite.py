@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loadtest.drive.outcome import Outcome
-from loadtest.load.infinite import InfiniteCache
-from loadtest.load.workload import Workload, prompts
+from kvforge.loadtest.drive.outcome import Outcome
+from kvforge.loadtest.load.infinite import InfiniteCache
+from kvforge.loadtest.load.workload import Workload, prompts
 
 
 def infinite(workload: Workload, outcomes: Sequence[Outcome], block_size: int) -> tuple[int, int]:

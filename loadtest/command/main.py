@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
+from kvforge.loadtest.chaos import plan
+from kvforge.loadtest.drive import outcome as ends
+from kvforge.loadtest.drive.progress import Progress as Counts
+from kvforge.loadtest.measure.objective import Objective
+from kvforge.loadtest.report import compare as comparing
+from kvforge.loadtest.report import result, terminal
+from kvforge.loadtest.report import sweep as sweeping
+from kvforge.loadtest.report.folder import write
+from kvforge.loadtest.report.progress import Progress
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.exits import FAILED, INTERRUPTED, OK, status_of
-from loadtest.chaos import plan
-from loadtest.drive import outcome as ends
-from loadtest.drive.progress import Progress as Counts
-from loadtest.measure.objective import Objective
-from loadtest.report import compare as comparing
-from loadtest.report import result, terminal
-from loadtest.report import sweep as sweeping
-from loadtest.report.folder import write
-from loadtest.report.progress import Progress
 
 from . import options as command_line
 from .places import Place, place

@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvforge.loadtest.load.arrivals import FORMS
+from kvforge.loadtest.load.options import PROMPTS, RANDOM
+from kvforge.loadtest.load.traces import NAMES
 from kvforge.process.parser import Parser
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.routing import POLICIES, PREFIX
-from loadtest.load.arrivals import FORMS
-from loadtest.load.options import PROMPTS, RANDOM
-from loadtest.load.traces import NAMES
 
 DAY_S = 86_400.0
 TABLE = "h200-8b"

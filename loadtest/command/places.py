@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvforge import AsyncClient, Health
+from kvforge.loadtest.drive.spec import HTTP, KVFORGE
+from kvforge.loadtest.fleet.fleet import Fleet
 from kvforge.protocol import transport
 from kvforge.protocol.errors import NotReady
-from loadtest.drive.spec import HTTP, KVFORGE
-from loadtest.fleet.fleet import Fleet
 
 READY_S = 30.0
 # What a server over HTTP says of its model is its name alone.
@@ -101,8 +101,8 @@ def _described(health: Health) -> dict[str, Any]:
 
 
 async def _over_http(options: argparse.Namespace) -> Place:
-    from loadtest.drive.http import CHAT, TEXT, TOKENS
-    from loadtest.drive.http_models import only_model
+    from kvforge.loadtest.drive.http import CHAT, TEXT, TOKENS
+    from kvforge.loadtest.drive.http_models import only_model
 
     name = options.model or await only_model(options.url)
     as_text = options.text or options.api == CHAT

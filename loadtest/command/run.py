@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvforge import Stats
+from kvforge.loadtest.chaos import plan
+from kvforge.loadtest.chaos.kill import Killer
+from kvforge.loadtest.chaos.promise import check
+from kvforge.loadtest.chaos.story import story
+from kvforge.loadtest.drive import outcome as ends
+from kvforge.loadtest.drive.outcome import Measured
+from kvforge.loadtest.drive.processes import Watch
+from kvforge.loadtest.drive.run import measure
+from kvforge.loadtest.drive.spec import RunSpec
+from kvforge.loadtest.load.build import Load
+from kvforge.loadtest.measure.document import Context, document
+from kvforge.loadtest.measure.objective import Objective
+from kvforge.loadtest.measure.tail import slowest
 from kvforge.protocol.errors import restore
 from kvforge.protocol.exits import FAILED, INTERRUPTED, OK, status_of
-from loadtest.chaos import plan
-from loadtest.chaos.kill import Killer
-from loadtest.chaos.promise import check
-from loadtest.chaos.story import story
-from loadtest.drive import outcome as ends
-from loadtest.drive.outcome import Measured
-from loadtest.drive.processes import Watch
-from loadtest.drive.run import measure
-from loadtest.drive.spec import RunSpec
-from loadtest.load.build import Load
-from loadtest.measure.document import Context, document
-from loadtest.measure.objective import Objective
-from loadtest.measure.tail import slowest
 
 from . import spec as specs
 from .infinite import infinite

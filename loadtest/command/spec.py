@@ -6,10 +6,10 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
+from kvforge.loadtest.drive.spec import RunSpec
+from kvforge.loadtest.load.options import RANDOM, LoadOptions
 from kvforge.protocol.errors import InvalidRequest, ModelNotFound, Unavailable, UnsupportedModel
 from kvforge.routing import PREFIX
-from loadtest.drive.spec import RunSpec
-from loadtest.load.options import RANDOM, LoadOptions
 
 from .places import Place
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from time import monotonic
 
-from loadtest.load.workload import Session, Workload
+from kvforge.loadtest.load.workload import Session, Workload
 
 from .plan import Plan
 

@@ -1,4 +1,4 @@
-"""One driver process: `python -m loadtest.drive.child RESULT_FD`, started by `processes`.
+"""One driver process: `python -m kvforge.loadtest.drive.child RESULT_FD`, started by `processes`.
 
 It is told what to do on its standard input, in lines of JSON: `{"spec": ..., "index": ..., "processes": ...}`, then,
 after it has said that it is ready, `{"start": SECONDS}` on CLOCK_MONOTONIC; the end of the input is the wish to stop.

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from kvforge.loadtest.load import workload as load
+from kvforge.loadtest.load.workload import NO_TOKENS, Turn, Workload
 from kvforge.protocol.messages import Int32Array
-from loadtest.load import workload as load
-from loadtest.load.workload import NO_TOKENS, Turn, Workload
 
 from .ahead import Ahead, Coming
 from .clock import Clock

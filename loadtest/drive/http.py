@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from kvforge.loadtest.load.texts import Encode
 from kvforge.protocol.errors import InvalidRequest
-from loadtest.load.texts import Encode
 
 from .http_answer import Answer
 from .http_pool import Exchange, Pool

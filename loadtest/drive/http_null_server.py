@@ -1,6 +1,6 @@
 """A server that speaks OpenAI's API and does nothing else, so that what is measured against it is the client.
 
-    python -m loadtest.drive.http_null_server [--port 0] [--model null] [--pace TOKENS_PER_S] [--first-ms T]
+    python -m kvforge.loadtest.drive.http_null_server [--port 0] [--model null] [--pace TOKENS_PER_S] [--first-ms T]
 
 It prints its address when it serves. Every answer has as many tokens as were asked for: at once, or so many a
 second of each stream, the first after --first-ms.
@@ -227,7 +227,7 @@ async def _run(options: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until it is told to stop."""
-    top = argparse.ArgumentParser(prog="python -m loadtest.drive.http_null_server", description=__doc__)
+    top = argparse.ArgumentParser(prog="python -m kvforge.loadtest.drive.http_null_server", description=__doc__)
     add = top.add_argument
     add("--host", default="127.0.0.1", help="to listen at [127.0.0.1]")
     add("--port", type=int, default=0, help="[0: a free one]")

@@ -18,9 +18,9 @@ from functools import cache
 
 import numpy as np
 
+from kvforge.loadtest.load.files import sample_lines
+from kvforge.loadtest.load.texts import Encode
 from kvforge.protocol.messages import Int32Array
-from loadtest.load.files import sample_lines
-from loadtest.load.texts import Encode
 
 COMMON = "sonnet.txt"
 IDS = 1 << 31

@@ -1,6 +1,6 @@
 """A coordinator that costs nothing: it answers at once and makes tokens up, so that a driver is all that is measured.
 
-    python -m loadtest.drive.null_server --endpoint ipc://PATH [--pace TOKENS_PER_S] [--steps]
+    python -m kvforge.loadtest.drive.null_server --endpoint ipc://PATH [--pace TOKENS_PER_S] [--steps]
 
 Clients speak with it as with any coordinator. Each request gets all its tokens at once; with --pace so many a second,
 spread evenly from its own beginning on; with --steps too, all requests get their next token in one step, as from a
@@ -246,7 +246,7 @@ def _router() -> zmq.Socket[bytes]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.drive.null_server")
+    parser = argparse.ArgumentParser(prog="python -m kvforge.loadtest.drive.null_server")
     parser.add_argument("--endpoint", required=True, metavar="ipc://PATH")
     parser.add_argument("--pace", type=float, default=0.0, metavar="TOKENS_PER_S")
     parser.add_argument("--steps", action="store_true")

@@ -12,8 +12,8 @@ from contextlib import suppress
 from time import monotonic
 from typing import IO, Any
 
+from kvforge.loadtest.load.workload import Workload
 from kvforge.protocol.errors import DeadlineExceeded, InternalError, restore
-from loadtest.load.workload import Workload
 
 from .outcome import Drove, Outcome
 from .own import own
@@ -105,7 +105,7 @@ class _Child:
         """Starts it and waits until it is ready."""
         fd = self._result.fileno()
         self._process = await asyncio.create_subprocess_exec(
-            *own("loadtest.drive.child", str(fd)),
+            *own("kvforge.loadtest.drive.child", str(fd)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=LINE_BYTES_MAX,

@@ -13,8 +13,8 @@ from signal import SIGTERM
 from time import monotonic
 from typing import Any
 
+from kvforge.loadtest.load.build import LoadOptions, build
 from kvforge.protocol.errors import InternalError
-from loadtest.load.build import LoadOptions, build
 
 from .own import own
 from .processes import drive
@@ -84,9 +84,9 @@ async def null_server(kind: str, pace: float = 0.0, *options: str) -> AsyncItera
     with tempfile.TemporaryDirectory(prefix="kvforge-null-") as folder:
         where = f"ipc://{Path(folder) / 'clients.sock'}"
         if kind == HTTP:
-            command = ["loadtest.drive.http_null_server"]
+            command = ["kvforge.loadtest.drive.http_null_server"]
         else:
-            command = ["loadtest.drive.null_server", "--endpoint", where]
+            command = ["kvforge.loadtest.drive.null_server", "--endpoint", where]
         command = own(*command, "--pace", f"{pace:g}", *options)
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None, "a pipe"

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from kvforge.loadtest.load.build import Load, LoadOptions, build
+from kvforge.loadtest.load.texts import Encode
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.routing import PREFIX
-from loadtest.load.build import Load, LoadOptions, build
-from loadtest.load.texts import Encode
 
 from .plan import Plan
 

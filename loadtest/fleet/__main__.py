@@ -1,4 +1,5 @@
-"""python -m loadtest.fleet TABLE: a coordinator and workers without a model, in the foreground like `kvforge up`.
+"""python -m kvforge.loadtest.fleet TABLE: a coordinator and workers without a model, in the foreground like `kvforge
+up`.
 
 Whatever load is put on it meets the real coordinator, and steps that take the time that the table says.
 """
@@ -23,7 +24,7 @@ from .step_times import names
 
 def main(arguments: list[str] | None = None) -> int:
     """Serves until a signal. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.fleet", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvforge.loadtest.fleet", description=__doc__)
     parser.add_argument("table", help=f"{', '.join(names())}, or a file of step times")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="[1]")
     parser.add_argument("--blocks", type=int, default=0, metavar="N", help="KV blocks of each worker [of its memory]")

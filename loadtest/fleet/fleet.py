@@ -75,7 +75,7 @@ class Fleet:
         try:
             file = self._folder / "fleet.toml"
             file.write_text(toml({}, self._sections), encoding="utf-8")
-            command = [sys.executable, "-P", str(ENTRY), "loadtest.fleet", *self._options]
+            command = [sys.executable, "-P", str(ENTRY), "kvforge.loadtest.fleet", *self._options]
             command += ["--runtime-dir", str(self.runtime), "--config", str(file)]
             with (self._folder / "log").open("wb") as log:
                 self._process = subprocess.Popen(leashed(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log)

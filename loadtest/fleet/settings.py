@@ -70,7 +70,7 @@ def settings(
         model=Path(table),
         runtime_dir=runtime,
         workers=workers,
-        worker_module="loadtest.fleet.worker",
+        worker_module="kvforge.loadtest.fleet.worker",
         worker={"table": _table(table), "blocks": each, "time_scale": float(time_scale)},
         limits=limits,
         cache=cache,

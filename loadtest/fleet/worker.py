@@ -1,6 +1,6 @@
 """A worker without a model: it speaks a worker's protocol, and answers each step after the time that a table says.
 
-    python -m loadtest.fleet.worker --config FILE.toml
+    python -m kvforge.loadtest.fleet.worker --config FILE.toml
 
 Steps follow each other as on a device: one that comes while another runs begins when that one ends. It holds no KV, so
 that block tables, copies and zeros mean nothing to it. To its coordinator it is a worker like any other: it comes back
@@ -190,7 +190,7 @@ class Worker:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a worker until it is told to stop. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.fleet.worker")
+    parser = argparse.ArgumentParser(prog="python -m kvforge.loadtest.fleet.worker")
     parser.add_argument("--config", type=Path, required=True, help="TOML file")
     options = parser.parse_args(arguments)
     try:

@@ -17,9 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.compiler import CompiledKernel
 
-from worker.device.device import Device
-from worker.device.targets import TARGETS
-from worker.kernels.specialise import gpu_target
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.targets import TARGETS
+from kvforge.worker.kernels.specialise import gpu_target
 
 from .assembly import Argument
 from .checks import Findings

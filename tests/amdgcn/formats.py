@@ -8,12 +8,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from worker.attention import KvLayer, PagedBatch
-from worker.attention.interface import AttentionOptions
-from worker.attention.quantised import TOP, dequantise, quantise
-from worker.attention.triton_attention import TritonAttention
-from worker.attention.write import write_kv
-from worker.device.targets import current_target
+from kvforge.worker.attention import KvLayer, PagedBatch
+from kvforge.worker.attention.interface import AttentionOptions
+from kvforge.worker.attention.quantised import TOP, dequantise, quantise
+from kvforge.worker.attention.triton_attention import TritonAttention
+from kvforge.worker.attention.write import write_kv
+from kvforge.worker.device.targets import current_target
 
 from .driver import Emulated
 from .shapes import BF16, F16, F32, FP8, I8, MULTIPROCESSORS, Run, _name

@@ -8,11 +8,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from worker.attention import KvLayer, PagedBatch
-from worker.attention.interface import AttentionOptions
-from worker.attention.quantised import is_quantised
-from worker.attention.reference import ReferenceAttention
-from worker.attention.triton_attention import TritonAttention
+from kvforge.worker.attention import KvLayer, PagedBatch
+from kvforge.worker.attention.interface import AttentionOptions
+from kvforge.worker.attention.quantised import is_quantised
+from kvforge.worker.attention.reference import ReferenceAttention
+from kvforge.worker.attention.triton_attention import TritonAttention
 
 from .driver import Emulated
 from .shapes import BF16, I8, MULTIPROCESSORS, Run, _name

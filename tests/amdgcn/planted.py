@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from worker.device.targets import TARGETS
-from worker.kernels.specialise import gpu_target
+from kvforge.worker.device.targets import TARGETS
+from kvforge.worker.kernels.specialise import gpu_target
 
 from .driver import Emulated
 from .suite import checks, outcome

@@ -10,12 +10,12 @@ from unittest.mock import patch
 
 import torch
 
-from worker.attention import decode_plan, selftest
-from worker.attention.interface import AttentionOptions
-from worker.attention.triton_attention import TritonAttention
-from worker.kernels import selftest as layers_selftest
-from worker.kernels.fused import FusedOperations
-from worker.sampling import selftest as sampling_selftest
+from kvforge.worker.attention import decode_plan, selftest
+from kvforge.worker.attention.interface import AttentionOptions
+from kvforge.worker.attention.triton_attention import TritonAttention
+from kvforge.worker.kernels import selftest as layers_selftest
+from kvforge.worker.kernels.fused import FusedOperations
+from kvforge.worker.sampling import selftest as sampling_selftest
 
 from .driver import Emulated
 

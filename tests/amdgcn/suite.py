@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from unittest.mock import patch
 
-from worker.device.targets import TARGETS
+from kvforge.worker.device.targets import TARGETS
 
 from . import formats, large, shapes
 from .checks import Fault, Unsupported

@@ -14,7 +14,7 @@ import json
 import sys
 from pathlib import Path
 
-from loadtest.machine import machine, versions
+from kvforge.loadtest.machine import machine, versions
 
 from .driver import Driver
 from .planted import FAULTS

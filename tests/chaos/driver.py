@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from coordinator.journal.recovery import recover
 from kvforge import AsyncClient, Client, KvforgeError
+from kvforge.coordinator.journal.recovery import recover
 from kvforge.protocol.messages import Stats
 from tests.integration.cluster import READY_S, Cluster
 

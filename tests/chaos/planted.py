@@ -73,7 +73,7 @@ def _patch(owner: type, name: str, changed: Callable[[Callable[..., Any]], Calla
 
 def _at_each_result(due: Callable[[], bool], change: Callable[[Any], Any]) -> None:
     from kvforge.protocol.messages import StepResult
-    from worker.step.link import Link
+    from kvforge.worker.step.link import Link
 
     def changed(send: Callable[..., bool]) -> Callable[..., bool]:
         def changing(self: Link, message: Any) -> bool:
@@ -87,15 +87,15 @@ def _at_each_result(due: Callable[[], bool], change: Callable[[Any], Any]) -> No
 
 def _done_twice() -> None:
     """Make the coordinator ignore idempotency keys, so that a repeated command creates new requests."""
-    from coordinator.core.requests.idempotency import IdempotencyKeys
+    from kvforge.coordinator.core.requests.idempotency import IdempotencyKeys
 
     _patch(IdempotencyKeys, "find", lambda _find: lambda _self, _tenant, _message: None)
 
 
 def _not_written() -> None:
     """Make the coordinator accept a request now and then without a journal record."""
-    from coordinator.core.events import FromClient
-    from coordinator.journal.log import Journal
+    from kvforge.coordinator.core.events import FromClient
+    from kvforge.coordinator.journal.log import Journal
     from kvforge.protocol.messages import Submit
 
     due = _every(10)
@@ -112,7 +112,7 @@ def _not_written() -> None:
 
 def _held_block() -> None:
     """Leak a reference to a block now and then."""
-    from coordinator.core.cache.pool import Pool
+    from kvforge.coordinator.core.cache.pool import Pool
 
     due = _every(EVERY)
 
@@ -140,7 +140,7 @@ def _grown_memory() -> None:
 
 def _open_descriptors() -> None:
     """Leak a file descriptor in the coordinator now and then."""
-    from coordinator.core.machine import Machine
+    from kvforge.coordinator.core.machine import Machine
 
     due = _every(5)
 
@@ -174,4 +174,4 @@ if __name__ == "__main__":
     name, module, *arguments = sys.argv[1:]
     FAULTS[name].plant()
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    runpy.run_module(f"kvforge.{module}", run_name="__main__", alter_sys=True)

@@ -118,7 +118,7 @@ class Processes:
         """Start the gateway, or its replacement."""
         config, listener = self.cluster.folder / "gateway.toml", self._listener.fileno()
         config.write_text(f'runtime_dir = "{self.cluster.runtime}"\n{GATEWAY_CONFIG}')
-        command = [sys.executable, "-m", "gateway", "--config", str(config), "--listen", str(listener)]
+        command = [sys.executable, "-m", "kvforge.gateway", "--config", str(config), "--listen", str(listener)]
         with (self.cluster.folder / f"{GATEWAY}.log").open("ab") as log:
             self._popen[GATEWAY] = subprocess.Popen(
                 command,

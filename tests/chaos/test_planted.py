@@ -17,4 +17,4 @@ def test_a_fault_can_be_planted(name: str) -> None:
     module = FAULTS[name].module
     command = [sys.executable, "-m", "tests.chaos.planted", name, module, "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0 and f"python -m {module}" in done.stdout, done.stderr
+    assert done.returncode == 0 and f"python -m kvforge.{module}" in done.stdout, done.stderr

@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.core.events import Boot
-from coordinator.core.limits import Limits
-from coordinator.core.machine import Machine
-from coordinator.journal import snapshot
-from coordinator.journal.identity import Origin
-from coordinator.journal.log import Journal, remove_before, segments
-from coordinator.journal.recovery import cut_torn, recover
-from coordinator.outbox import Frames, Sent, Who
-from coordinator.publish import publish
-from coordinator.turn import TurnLimits, TurnLoop
+from kvforge.coordinator.core.events import Boot
+from kvforge.coordinator.core.limits import Limits
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.journal import snapshot
+from kvforge.coordinator.journal.identity import Origin
+from kvforge.coordinator.journal.log import Journal, remove_before, segments
+from kvforge.coordinator.journal.recovery import cut_torn, recover
+from kvforge.coordinator.outbox import Frames, Sent, Who
+from kvforge.coordinator.publish import publish
+from kvforge.coordinator.turn import TurnLimits, TurnLoop
 from kvforge.protocol import codec
 from kvforge.protocol.layout import Geometry
 from kvforge.protocol.messages import (
@@ -65,7 +65,7 @@ class Crash(Exception):
 
 
 class Wire:
-    """The connections of one side; implements coordinator.outbox.Transport.
+    """The connections of one side; implements kvforge.coordinator.outbox.Transport.
 
     After `sends_left` further messages the process dies.
     """

@@ -1,4 +1,5 @@
-"""A small world around coordinator.core.machine.Machine: clients, workers that execute steps, and a manual clock.
+"""A small world around kvforge.coordinator.core.machine.Machine: clients, workers that execute steps, and a manual
+clock.
 
 The fake worker has a real KV memory. The cell of a position holds a fingerprint of all tokens up to it, computed from
 the previous cell as found in the worker's own memory. The next token is a function of the last fingerprint, so a block
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.core.events import (
+from kvforge.coordinator.core.events import (
     Boot,
     ClientCame,
     ClientFull,
@@ -30,8 +31,8 @@ from coordinator.core.events import (
     Turn,
     WorkerGone,
 )
-from coordinator.core.machine import Machine
-from coordinator.core.rights import Access
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.core.rights import Access
 from kvforge.protocol.errors import GpuError, KvforgeError, restore
 from kvforge.protocol.messages import (
     GENERATED,

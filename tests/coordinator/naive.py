@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.core.cache.hashing import BlockHasher, Hashes
+from kvforge.coordinator.core.cache.hashing import BlockHasher, Hashes
 
 
 class Refused(Exception):

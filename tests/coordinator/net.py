@@ -13,10 +13,10 @@ from time import monotonic
 
 import zmq
 
-from coordinator.connection import Room
-from coordinator.listener import Door
-from coordinator.outbox import Frames, Sent
-from coordinator.peers import PeerLimits, Peers
+from kvforge.coordinator.connection import Room
+from kvforge.coordinator.listener import Door
+from kvforge.coordinator.outbox import Frames, Sent
+from kvforge.coordinator.peers import PeerLimits, Peers
 from kvforge.protocol import transport
 
 PAYLOAD = b"x" * 8192  # large, to fill the kernel's buffers quickly

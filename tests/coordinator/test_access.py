@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from coordinator import access
-from coordinator.config import CoordinatorConfig
-from coordinator.core.rights import Access
-from coordinator.outbox import Who
+from kvforge.coordinator import access
+from kvforge.coordinator.config import CoordinatorConfig
+from kvforge.coordinator.core.rights import Access
+from kvforge.coordinator.outbox import Who
 from kvforge.process.installation import install_command
 from kvforge.protocol import keys
 from kvforge.protocol.configuration import convert

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.core.events import ClientCame, Restarted
-from coordinator.core.rights import Access
+from kvforge.coordinator.core.events import ClientCame, Restarted
+from kvforge.coordinator.core.rights import Access
 from kvforge.protocol.messages import (
     Append,
     Attach,

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from coordinator import away
-from coordinator.away import CHECK_US, CLOCK_FILE, Anchor, ClockFile, HostTime, away_us
-from coordinator.config import CoordinatorConfig, LimitsSection
-from coordinator.core.events import ClientCame, FromClient
-from coordinator.life import Life
+from kvforge.coordinator import away
+from kvforge.coordinator.away import CHECK_US, CLOCK_FILE, Anchor, ClockFile, HostTime, away_us
+from kvforge.coordinator.config import CoordinatorConfig, LimitsSection
+from kvforge.coordinator.core.events import ClientCame, FromClient
+from kvforge.coordinator.life import Life
 from kvforge.protocol import codec
 from kvforge.protocol.messages import CreateSequence, Int32Array
 from tests.coordinator.driver import PROMPT

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.core.limits import Quota
+from kvforge.coordinator.core.limits import Quota
 from kvforge.protocol.errors import CapacityExceeded, NotFound, RequestNotFound
 from kvforge.protocol.messages import Sampling
 from tests.coordinator.conftest import MakePool

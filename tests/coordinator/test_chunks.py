@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.core.cache.costs import UNIT, StepCosts
+from kvforge.coordinator.core.cache.costs import UNIT, StepCosts
 from tests.coordinator.driver import Driver, continuation
 
 NO_GAP_US = 1_000_000_000

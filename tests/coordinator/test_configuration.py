@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import coordinator.core
-from coordinator.config import CoordinatorConfig, LimitsSection
-from coordinator.core.limits import Quota, microseconds
+from kvforge.coordinator import core
+from kvforge.coordinator.config import CoordinatorConfig, LimitsSection
+from kvforge.coordinator.core.limits import Quota, microseconds
 from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest
 from kvforge.protocol.messages import GetHealth, WorkerHello
 from tests.coordinator.driver import Driver, FakeWorker, model_info
@@ -23,7 +23,7 @@ IMPURE = frozenset(
     {"time", "random", "socket", "os", "threading", "asyncio", "zmq", "torch", "secrets", "uuid", "datetime"}
     | {"subprocess", "multiprocessing", "mmap"}
 )
-CORE = Path(coordinator.core.__file__).parent
+CORE = Path(core.__file__).parent
 MODULES = sorted(CORE.rglob("*.py"))
 
 
@@ -247,7 +247,7 @@ def test_no_module_of_the_core_imports_the_outside_world(path: Path) -> None:
 
 def test_importing_the_core_loads_no_socket_and_no_tensor_library() -> None:
     program = (
-        "import sys, coordinator.core.machine; "
+        "import sys, kvforge.coordinator.core.machine; "
         "print(*sorted({'zmq', 'torch', 'transformers', 'sqlite3'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
@@ -257,9 +257,9 @@ def test_importing_the_core_loads_no_socket_and_no_tensor_library() -> None:
 def test_the_core_runs_where_clock_randomness_and_environment_are_forbidden() -> None:
     program = """
 import numpy, msgspec, hashlib, tempfile
-from coordinator.core.machine import Machine
-from coordinator.core.limits import Bounds, Limits
-from coordinator.core.events import Boot, ClientCame, FromClient, Turn
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.core.limits import Bounds, Limits
+from kvforge.coordinator.core.events import Boot, ClientCame, FromClient, Turn
 from kvforge.protocol.messages import CreateSequence, GetStats, Submit
 import os, time, random, socket, secrets, threading, numpy.random
 

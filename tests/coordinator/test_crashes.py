@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.core.events import DropWorker, FromWorker, ReplaceWorker, WorkerGone
+from kvforge.coordinator.core.events import DropWorker, FromWorker, ReplaceWorker, WorkerGone
 from kvforge.protocol.errors import GpuError
 from kvforge.protocol.messages import ErrorInfo, GetHealth, StepResult, WorkerFailed, WorkerHello
 from tests.coordinator.conftest import MakePool

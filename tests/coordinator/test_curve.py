@@ -11,13 +11,13 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator import curve, zmtp
-from coordinator.connection import Room
-from coordinator.curve import SealedReader
-from coordinator.listener import Door
-from coordinator.outbox import Sent
-from coordinator.peers import PeerLimits, Peers
-from coordinator.zmtp import Bounds, Violation
+from kvforge.coordinator import curve, zmtp
+from kvforge.coordinator.connection import Room
+from kvforge.coordinator.curve import SealedReader
+from kvforge.coordinator.listener import Door
+from kvforge.coordinator.outbox import Sent
+from kvforge.coordinator.peers import PeerLimits, Peers
+from kvforge.coordinator.zmtp import Bounds, Violation
 from kvforge.protocol import keys, network, transport
 from tests.coordinator.curve_client import CLIENT, SERVER, CurveClient, command, server_keys
 from tests.coordinator.net import DEADLINE_S, until

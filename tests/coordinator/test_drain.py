@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core.events import BeginDrain
-from coordinator.core.limits import microseconds
+from kvforge.coordinator.core.events import BeginDrain
+from kvforge.coordinator.core.limits import microseconds
 from kvforge.protocol.errors import Draining, InvalidRequest
 from kvforge.protocol.messages import Drain, GetHealth
 from tests.coordinator.conftest import MakePool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core.limits import Quota
+from kvforge.coordinator.core.limits import Quota
 from kvforge.protocol.errors import InvalidRequest, NotFound
 from kvforge.protocol.messages import Explain
 from tests.coordinator.conftest import MakePool

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.core.rights import READ, SUBMIT, Access
+from kvforge.coordinator.core.rights import READ, SUBMIT, Access
 from kvforge.protocol.errors import InvalidRequest, NotAllowed
 from kvforge.protocol.messages import FindPrefix, PrefixFound
 from tests.coordinator.driver import PROMPT, Driver, waiting_driver

@@ -8,9 +8,9 @@ from types import FrameType
 
 import pytest
 
-from coordinator.core.limits import Quota
-from coordinator.garbage import TURNS_MAX, TURNS_MIN, GarbageCollector
-from coordinator.server import SPIN_CORES_MIN, SPIN_US, spin_us
+from kvforge.coordinator.core.limits import Quota
+from kvforge.coordinator.garbage import TURNS_MAX, TURNS_MIN, GarbageCollector
+from kvforge.coordinator.server import SPIN_CORES_MIN, SPIN_US, spin_us
 from tests.coordinator.driver import Driver
 
 
@@ -86,7 +86,7 @@ def test_the_core_leaves_nothing_to_the_collector() -> None:
         driver.run_until_idle(2000)
         gc.collect()
         kinds = {type(thing) for thing in gc.garbage}
-        ours = {kind.__name__ for kind in kinds if kind.__module__.startswith(("coordinator", "kvforge"))}
+        ours = {kind.__name__ for kind in kinds if kind.__module__.startswith("kvforge")}
         frames = [thing.f_code.co_name for thing in gc.garbage if isinstance(thing, FrameType)]
     finally:
         gc.set_debug(0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from coordinator.core.events import Boot, ClientCame, FromClient, FromWorker, ToClient, ToWorker, Turn
-from coordinator.core.machine import Machine
+from kvforge.coordinator.core.events import Boot, ClientCame, FromClient, FromWorker, ToClient, ToWorker, Turn
+from kvforge.coordinator.core.machine import Machine
 from kvforge.protocol.messages import Accepted, Step, StepResult, Stream, Submit, WorkerHello, WorkerReady
 from tests.coordinator.driver import GREEDY, model_info
 from tests.limits import make_limits

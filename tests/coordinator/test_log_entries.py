@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.core.events import Log
+from kvforge.coordinator.core.events import Log
 from kvforge.protocol.errors import GpuError
 from kvforge.protocol.messages import ErrorInfo, WorkerFailed
 from tests.coordinator.conftest import MakePool

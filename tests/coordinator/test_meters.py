@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.core.cache.meters import FEW, Meters
-from coordinator.core.events import Restarted
-from coordinator.publish import NUMBERS_US, all_changed, publish
+from kvforge.coordinator.core.cache.meters import FEW, Meters
+from kvforge.coordinator.core.events import Restarted
+from kvforge.coordinator.publish import NUMBERS_US, all_changed, publish
 from kvforge.protocol.layout import GAUGES, Geometry
 from kvforge.protocol.messages import WorkerHello
 from kvforge.protocol.meters import (

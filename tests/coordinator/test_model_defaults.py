@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from coordinator.core.events import DropWorker
+from kvforge.coordinator.core.events import DropWorker
 from kvforge.protocol.errors import InvalidRequest, KeyReused
 from kvforge.protocol.messages import MODEL_DEFAULTS, RowStart, Sampling
 from tests.coordinator.driver import Driver, FakeWorker, model_info

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator.core.cache import residents
-from coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED, Blocks
-from coordinator.core.cache.hashing import BlockHasher
-from coordinator.core.cache.pool import Pool
-from coordinator.core.cache.prefix import PrefixIndex, PrefixStore, root_key
-from coordinator.core.cache.tenants import Tenants
-from coordinator.core.clock import Clock
-from coordinator.core.limits import Quota
-from coordinator.core.waits import Waits
+from kvforge.coordinator.core.cache import residents
+from kvforge.coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED, Blocks
+from kvforge.coordinator.core.cache.hashing import BlockHasher
+from kvforge.coordinator.core.cache.pool import Pool
+from kvforge.coordinator.core.cache.prefix import PrefixIndex, PrefixStore, root_key
+from kvforge.coordinator.core.cache.tenants import Tenants
+from kvforge.coordinator.core.clock import Clock
+from kvforge.coordinator.core.limits import Quota
+from kvforge.coordinator.core.waits import Waits
 from kvforge.protocol.errors import (
     AlreadyHolder,
     CapacityExceeded,

@@ -13,10 +13,10 @@ from functools import partial
 
 import pytest
 
-from coordinator import peers, zmtp
-from coordinator.curve import SealedReader
-from coordinator.listener import Door
-from coordinator.peers import PeerLimits, Peers
+from kvforge.coordinator import peers, zmtp
+from kvforge.coordinator.curve import SealedReader
+from kvforge.coordinator.listener import Door
+from kvforge.coordinator.peers import PeerLimits, Peers
 from tests.coordinator.curve_client import CLIENT, CurveClient, raw, server_keys
 from tests.coordinator.net import until
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.core.events import ClientCame, FromWorker, Restarted
-from coordinator.core.limits import Quota
+from kvforge.coordinator.core.events import ClientCame, FromWorker, Restarted
+from kvforge.coordinator.core.limits import Quota
 from kvforge.protocol.messages import Timings, WorkerHello
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import PROMPT, Driver, continuation, submit, waiting_driver

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.core.limits import Quota
+from kvforge.coordinator.core.limits import Quota
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 from kvforge.protocol.messages import RefBlock
 from tests.coordinator.conftest import MakePool

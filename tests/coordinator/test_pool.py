@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED, Blocks
-from coordinator.core.cache.pool import Pool
-from coordinator.core.cache.tenants import Tenants
-from coordinator.core.clock import Clock
-from coordinator.core.limits import Quota
-from coordinator.core.waits import Waits
+from kvforge.coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED, Blocks
+from kvforge.coordinator.core.cache.pool import Pool
+from kvforge.coordinator.core.cache.tenants import Tenants
+from kvforge.coordinator.core.clock import Clock
+from kvforge.coordinator.core.limits import Quota
+from kvforge.coordinator.core.waits import Waits
 from kvforge.protocol.errors import (
     AlreadyHolder,
     BlockNotFound,

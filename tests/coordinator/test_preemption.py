@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.core.limits import Quota
-from coordinator.core.requests.lifecycle import Request
-from coordinator.core.scheduling import preemption
+from kvforge.coordinator.core.limits import Quota
+from kvforge.coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.scheduling import preemption
 from tests.coordinator.driver import Driver, continuation
 
 

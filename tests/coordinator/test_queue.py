@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.core.cache.tenants import Tenants
-from coordinator.core.clock import Clock
-from coordinator.core.limits import Quota
-from coordinator.core.requests.lifecycle import Request
-from coordinator.core.scheduling.admission import BLOCKED_MAX
-from coordinator.core.scheduling.queue import WaitingQueue
+from kvforge.coordinator.core.cache.tenants import Tenants
+from kvforge.coordinator.core.clock import Clock
+from kvforge.coordinator.core.limits import Quota
+from kvforge.coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.scheduling.admission import BLOCKED_MAX
+from kvforge.coordinator.core.scheduling.queue import WaitingQueue
 from kvforge.protocol.errors import QueueFull
 from kvforge.protocol.messages import Submit
 from tests.coordinator.conftest import MakePool

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.core.cache.meters import FEW
-from coordinator.core.cache.tenants import Tenants
-from coordinator.core.limits import Quota
+from kvforge.coordinator.core.cache.meters import FEW
+from kvforge.coordinator.core.cache.tenants import Tenants
+from kvforge.coordinator.core.limits import Quota
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 from tests.coordinator.driver import Driver, continuation
 from tests.limits import make_limits

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.core.events import DropWorker, Effect, FromWorker, ReplaceWorker, Restarted, ToWorker, WorkerGone
+from kvforge.coordinator.core.events import (
+    DropWorker,
+    Effect,
+    FromWorker,
+    ReplaceWorker,
+    Restarted,
+    ToWorker,
+    WorkerGone,
+)
 from kvforge.protocol.errors import GpuError
 from kvforge.protocol.messages import (
     ErrorInfo,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator import access
-from coordinator.config import CoordinatorConfig
-from coordinator.core.rights import ADMIN, READ, SUBMIT, Access
-from coordinator.outbox import Who
-from coordinator.rate import BURST_S, Rate
+from kvforge.coordinator import access
+from kvforge.coordinator.config import CoordinatorConfig
+from kvforge.coordinator.core.rights import ADMIN, READ, SUBMIT, Access
+from kvforge.coordinator.outbox import Who
+from kvforge.coordinator.rate import BURST_S, Rate
 from kvforge.protocol import keys
 from kvforge.protocol.configuration import convert
 from kvforge.protocol.errors import InvalidConfiguration, NotAllowed, QueueFull, RateExceeded

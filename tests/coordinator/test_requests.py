@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.core.cache.tenants import Tenants
-from coordinator.core.clock import Clock
-from coordinator.core.events import DropWorker, FromWorker, Log, ToWorker
-from coordinator.core.limits import Bounds, Quota
-from coordinator.core.requests.lifecycle import PENDING, TERMINAL, TRANSITIONS, Request, RequestTable
+from kvforge.coordinator.core.cache.tenants import Tenants
+from kvforge.coordinator.core.clock import Clock
+from kvforge.coordinator.core.events import DropWorker, FromWorker, Log, ToWorker
+from kvforge.coordinator.core.limits import Bounds, Quota
+from kvforge.coordinator.core.requests.lifecycle import PENDING, TERMINAL, TRANSITIONS, Request, RequestTable
 from kvforge.protocol.errors import (
     AlreadyFinished,
     Draining,

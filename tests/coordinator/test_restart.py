@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.core.events import ClientCame, FromWorker, Restarted, ToWorker
-from coordinator.publish import all_changed, publish
+from kvforge.coordinator.core.events import ClientCame, FromWorker, Restarted, ToWorker
+from kvforge.coordinator.publish import all_changed, publish
 from kvforge.protocol.errors import Draining, RequestNotFound
 from kvforge.protocol.layout import Geometry
 from kvforge.protocol.messages import (

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import CoordinatorConfig, LimitsSection
-from coordinator.kv_events.settings import KvEventsSection
-from coordinator.runtime_folder import LOCK_FILE, OwnFiles, RuntimeLock, check_free
-from coordinator.server import Server
+from kvforge.coordinator.config import CoordinatorConfig, LimitsSection
+from kvforge.coordinator.kv_events.settings import KvEventsSection
+from kvforge.coordinator.runtime_folder import LOCK_FILE, OwnFiles, RuntimeLock, check_free
+from kvforge.coordinator.server import Server
 from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration
 from kvforge.protocol.token import TOKEN_FILE
 from kvforge.protocol.transport import CLIENT_SOCKET, TABLES_FILE, WORKER_SOCKET

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from coordinator.core.limits import Quota
+from kvforge.coordinator.core.limits import Quota
 from kvforge.protocol.errors import InvalidRequest, QueueFull
 from kvforge.protocol.messages import Sampling
 from tests.coordinator.driver import MASK, VOCABULARY, Driver, FakeWorker, choose, fingerprint

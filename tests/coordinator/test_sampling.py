@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.journal import snapshot
+from kvforge.coordinator.journal import snapshot
 from kvforge.protocol.errors import AlreadyFinished, InvalidRequest, RequestNotFound
 from kvforge.protocol.messages import (
     GRAMMAR_BYTES_MAX,

@@ -22,10 +22,10 @@ import numpy as np
 import pytest
 import zmq
 
-from coordinator.config import CoordinatorConfig, LimitsSection
-from coordinator.life import Life
-from coordinator.server import RuntimeLock, Server
-from coordinator.turn import BEAT_US
+from kvforge.coordinator.config import CoordinatorConfig, LimitsSection
+from kvforge.coordinator.life import Life
+from kvforge.coordinator.server import RuntimeLock, Server
+from kvforge.coordinator.turn import BEAT_US
 from kvforge.protocol import codec, token, transport
 from kvforge.protocol.errors import CoordinatorInUse, JournalCorrupt
 from kvforge.protocol.messages import (
@@ -268,7 +268,7 @@ def test_a_lock_that_was_let_go_while_it_was_taken_is_taken_anew(tmp_path: Path,
         first.release()
         return descriptor
 
-    monkeypatch.setattr("coordinator.server.os.open", open_and_let_go)
+    monkeypatch.setattr("kvforge.coordinator.server.os.open", open_and_let_go)
     second = RuntimeLock(tmp_path)
     monkeypatch.undo()
     with pytest.raises(CoordinatorInUse):
@@ -288,7 +288,7 @@ def test_who_comes_back_waits_at_the_door_while_the_journal_is_read(monkeypatch:
                 early[-1].connect(endpoint.removeprefix("ipc://"))
             return Life(*arguments)
 
-        monkeypatch.setattr("coordinator.server.Life", read_slowly)
+        monkeypatch.setattr("kvforge.coordinator.server.Life", read_slowly)
         bench = Bench(folder)
         while not all(select.select([peer], [], [], 0)[0] for peer in early):
             bench.turn()  # each gets a ZMTP greeting
@@ -298,7 +298,7 @@ def test_who_comes_back_waits_at_the_door_while_the_journal_is_read(monkeypatch:
 
 
 def test_a_coordinator_has_one_thread() -> None:
-    script = "import os, coordinator.__main__; print(len(os.listdir('/proc/self/task')))"
+    script = "import os, kvforge.coordinator.__main__; print(len(os.listdir('/proc/self/task')))"
     environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.core import sizes
-from coordinator.core.events import Applied, Event, ToClient, ToWorker
-from coordinator.core.requests import streams
-from coordinator.turn import RESULT_BYTES_MAX
+from kvforge.coordinator.core import sizes
+from kvforge.coordinator.core.events import Applied, Event, ToClient, ToWorker
+from kvforge.coordinator.core.requests import streams
+from kvforge.coordinator.turn import RESULT_BYTES_MAX
 from kvforge.protocol import codec
 from kvforge.protocol.errors import InvalidConfiguration, WorkerError
 from kvforge.protocol.messages import (
@@ -26,11 +26,11 @@ from kvforge.protocol.messages import (
     StepResult,
     Stream,
 )
+from kvforge.worker.step.link import STEP_BYTES_MAX
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
 from tests.coordinator.test_sampling import TopDriver, tops_of
 from tests.limits import make_limits
-from worker.step.link import STEP_BYTES_MAX
 
 
 class Wired(Driver):

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.core.events import FromWorker, ToWorker, WorkerGone
-from coordinator.replacing import Replacer
+from kvforge.coordinator.core.events import FromWorker, ToWorker, WorkerGone
+from kvforge.coordinator.replacing import Replacer
 from kvforge.protocol.messages import CreateSequence, PoolRegistered, Submit, WorkerHello
 from tests.coordinator.driver import PROMPT, REATTACH_US, Driver, FakeWorker, continuation, submit
 from tests.coordinator.net import short_lived_net, until

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.core.limits import Quota
-from coordinator.core.reporting import statistics
-from coordinator.publish import publish
+from kvforge.coordinator.core.limits import Quota
+from kvforge.coordinator.core.reporting import statistics
+from kvforge.coordinator.publish import publish
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.layout import GAUGES, Geometry
 from kvforge.protocol.messages import GetHealth, RequestStats, WorkerHello

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.core.commands.guard import RIGHT_FOR
-from coordinator.core.events import FromClient, ToClient
-from coordinator.core.rights import ADMIN, EVERY_TENANT, READ, RIGHTS, SUBMIT, Access
+from kvforge.coordinator.core.commands.guard import RIGHT_FOR
+from kvforge.coordinator.core.events import FromClient, ToClient
+from kvforge.coordinator.core.rights import ADMIN, EVERY_TENANT, READ, RIGHTS, SUBMIT, Access
 from kvforge.protocol.errors import (
     AlreadyHolder,
     BlockNotFound,

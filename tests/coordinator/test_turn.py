@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.core.events import (
+from kvforge.coordinator.core.events import (
     Applied,
     BeginDrain,
     Boot,
@@ -30,13 +30,13 @@ from coordinator.core.events import (
     Turn,
     WorkerGone,
 )
-from coordinator.core.machine import Machine
-from coordinator.core.workers.reports import Worker
-from coordinator.journal.entries import Reader
-from coordinator.journal.log import Journal, segments
-from coordinator.outbox import BACKLOG_BYTES_MAX, Sent, Who
-from coordinator.server import PROGRESS_US, Ending
-from coordinator.turn import BEAT_US, RETRY_US, TurnLimits, TurnLoop
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.core.workers.reports import Worker
+from kvforge.coordinator.journal.entries import Reader
+from kvforge.coordinator.journal.log import Journal, segments
+from kvforge.coordinator.outbox import BACKLOG_BYTES_MAX, Sent, Who
+from kvforge.coordinator.server import PROGRESS_US, Ending
+from kvforge.coordinator.turn import BEAT_US, RETRY_US, TurnLimits, TurnLoop
 from kvforge.protocol import codec
 from kvforge.protocol.layout import Geometry
 from kvforge.protocol.messages import (

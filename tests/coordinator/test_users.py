@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.listener import Door
-from coordinator.peers import Peers
-from coordinator.users import SO_PEERGROUPS, LocalUsers, credentials
+from kvforge.coordinator.listener import Door
+from kvforge.coordinator.peers import Peers
+from kvforge.coordinator.users import SO_PEERGROUPS, LocalUsers, credentials
 from tests.coordinator.net import until
 
 ME, GROUP, OTHER = os.geteuid(), 4321, 77

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core.cache.blocks import Blocks
-from coordinator.core.cache.pool import Pool
-from coordinator.core.cache.tenants import Tenants
-from coordinator.core.clock import Clock
-from coordinator.core.limits import Quota
-from coordinator.core.scheduling.admission import Admission
-from coordinator.core.scheduling.choice import Choice
-from coordinator.core.waits import Event, Waits, blocks_of
+from kvforge.coordinator.core.cache.blocks import Blocks
+from kvforge.coordinator.core.cache.pool import Pool
+from kvforge.coordinator.core.cache.tenants import Tenants
+from kvforge.coordinator.core.clock import Clock
+from kvforge.coordinator.core.limits import Quota
+from kvforge.coordinator.core.scheduling.admission import Admission
+from kvforge.coordinator.core.scheduling.choice import Choice
+from kvforge.coordinator.core.waits import Event, Waits, blocks_of
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
 from tests.limits import make_limits

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.core.cache.zeroing import Zeroing
-from coordinator.core.limits import CacheLimits, Limits
+from kvforge.coordinator.core.cache.zeroing import Zeroing
+from kvforge.coordinator.core.limits import CacheLimits, Limits
 from kvforge.protocol.errors import Conflict, InvalidConfiguration
 from kvforge.protocol.messages import Refused, Step, WorkerHello
 from tests.coordinator.driver import Driver, FakeWorker, FromWorker, ToWorker, continuation, int32, model_info

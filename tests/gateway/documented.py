@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.anthropic import asked as messages
-from gateway.anthropic import known as messages_known
-from gateway.http.fields import Known
-from gateway.openai import asked as chat
-from gateway.openai import fields, known, responses_asked, shapes
+from kvforge.gateway.anthropic import asked as messages
+from kvforge.gateway.anthropic import known as messages_known
+from kvforge.gateway.http.fields import Known
+from kvforge.gateway.openai import asked as chat
+from kvforge.gateway.openai import fields, known, responses_asked, shapes
 
 FILE = Path(__file__).parents[2] / "docs" / "http.md"
 BEGIN, END = "<!-- fields: python -m tests.gateway.documented -->\n", "<!-- end of fields -->\n"

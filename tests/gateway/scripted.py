@@ -17,21 +17,21 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from gateway.access import Access
-from gateway.anthropic.routes import Anthropic
-from gateway.chat.hygiene import Hygiene
-from gateway.chat.prompts import Prompts
-from gateway.config import Settings
-from gateway.generate.generation import Bell, Generation, Wanted
-from gateway.generate.service import Model
-from gateway.http.guard import Guard
-from gateway.openai.routes import OpenAI
-from gateway.openapi.routes import routes as described
-from gateway.page.routes import routes as page_routes
-from gateway.parse import choose
-from gateway.text.inline import InlineText, NoTexts
 from kvforge.client.aio import AsyncClient, AsyncStreams
 from kvforge.client.options import RequestOptions
+from kvforge.gateway.access import Access
+from kvforge.gateway.anthropic.routes import Anthropic
+from kvforge.gateway.chat.hygiene import Hygiene
+from kvforge.gateway.chat.prompts import Prompts
+from kvforge.gateway.config import Settings
+from kvforge.gateway.generate.generation import Bell, Generation, Wanted
+from kvforge.gateway.generate.service import Model
+from kvforge.gateway.http.guard import Guard
+from kvforge.gateway.openai.routes import OpenAI
+from kvforge.gateway.openapi.routes import routes as described
+from kvforge.gateway.page.routes import routes as page_routes
+from kvforge.gateway.parse import choose
+from kvforge.gateway.text.inline import InlineText, NoTexts
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import Ended, Explanation, Int32Array, ModelInfo, Timings
 from kvforge.text.tokenizer import Tokenizer
@@ -205,7 +205,7 @@ def at_once(work: Coroutine[Any, Any, None]) -> None:
 
 
 class Service:
-    """What `gateway.generate.service.Service` is, played."""
+    """What `kvforge.gateway.generate.service.Service` is, played."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`python -m gateway` as a process, over a coordinator that runs."""
+"""`python -m kvforge.gateway` as a process, over a coordinator that runs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,15 @@ class Gateway:
         """Returns when a request would be served."""
         if self._process is not None and self._process.stdout is not None:
             self._process.stdout.close()
-        command = [sys.executable, "-m", "gateway", "--config", str(self._file), "--runtime-dir", str(self._runtime)]
+        command = [
+            sys.executable,
+            "-m",
+            "kvforge.gateway",
+            "--config",
+            str(self._file),
+            "--runtime-dir",
+            str(self._runtime),
+        ]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, "--port", str(port)],

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from gateway.http.body import read
-from gateway.http.errors import TooSlow
+from kvforge.gateway.http.body import read
+from kvforge.gateway.http.errors import TooSlow
 from tests.standstill import HOUR_S, Standstill, set_forward
 
 BYTES_MAX = 100

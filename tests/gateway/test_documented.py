@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.parse.formats import FORMATS
+from kvforge.gateway.parse.formats import FORMATS
 from tests.gateway import documented
 
 DOCUMENT = documented.FILE.read_text(encoding="utf-8")

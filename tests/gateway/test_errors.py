@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.access import Access
-from gateway.app import make_app
-from gateway.chat.naming import Names
-from gateway.config import Key, Settings
-from gateway.http.entry import plain
-from gateway.http.errors import ContextOverflow, TooLarge
+from kvforge.gateway.access import Access
+from kvforge.gateway.app import make_app
+from kvforge.gateway.chat.naming import Names
+from kvforge.gateway.config import Key, Settings
+from kvforge.gateway.http.entry import plain
+from kvforge.gateway.http.errors import ContextOverflow, TooLarge
 from kvforge.protocol.errors import InvalidRequest, QueueFull, WorkerError
 from tests.gateway.scripted import NAME, Script, application, ask, client
 
@@ -221,7 +221,7 @@ def test_a_fault_of_our_own_is_json_with_an_id_under_every_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(runtime_dir=str(tmp_path))
-    monkeypatch.setattr("gateway.app.__version__", object())  # no JSON
+    monkeypatch.setattr("kvforge.gateway.app.__version__", object())  # no JSON
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(make_app(settings, Access(settings)), raise_app_exceptions=False)

@@ -14,12 +14,12 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from gateway.anthropic.messages import COUNT, CREATE
-from gateway.config import Settings
-from gateway.http import ignored
-from gateway.http.fields import Reader
-from gateway.http.ignored import HEADER, NAMES_MAX, Ignored, Logged
-from gateway.openai import chat, completions, responses
+from kvforge.gateway.anthropic.messages import COUNT, CREATE
+from kvforge.gateway.config import Settings
+from kvforge.gateway.http import ignored
+from kvforge.gateway.http.fields import Reader
+from kvforge.gateway.http.ignored import HEADER, NAMES_MAX, Ignored, Logged
+from kvforge.gateway.openai import chat, completions, responses
 from kvforge.protocol.errors import InvalidRequest
 from tests.gateway.scripted import NAME, Script, application, ask, prompt_text
 
@@ -85,7 +85,7 @@ def test_a_refusal_and_a_stream_name_what_was_ignored_too() -> None:
 
 def test_names_of_strangers_are_bounded(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ignored, "LOGGED", Logged(names_max=3))
-    with caplog.at_level(logging.WARNING, "gateway.http.ignored"):
+    with caplog.at_level(logging.WARNING, "kvforge.gateway.http.ignored"):
         for turn in range(2):
             many = {f"{number}{'a' * 500}": 1 for number in range(500)} | {"b": turn}
             answer = ask(application(Script()), CHAT, {"messages": HELLO, **many})
@@ -398,6 +398,6 @@ class Plain(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def chat_known() -> Any:
-    from gateway.http.fields import only
+    from kvforge.gateway.http.fields import only
 
     return only("counts", 1)

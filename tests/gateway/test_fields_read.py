@@ -16,11 +16,11 @@ import openai.types.responses as items
 import pytest
 from openai.types import shared_params
 
-from gateway.anthropic import asked as messages
-from gateway.anthropic import known as messages_known
-from gateway.http.fields import Reader
-from gateway.http.ignored import Ignored
-from gateway.openai import asked, fields, known, responses_asked, shapes, tokens
+from kvforge.gateway.anthropic import asked as messages
+from kvforge.gateway.anthropic import known as messages_known
+from kvforge.gateway.http.fields import Reader
+from kvforge.gateway.http.ignored import Ignored
+from kvforge.gateway.openai import asked, fields, known, responses_asked, shapes, tokens
 from tests.gateway.scripted import NAME, Script, application, ask, prompt_text
 
 ROOT = Path(__file__).parents[2]

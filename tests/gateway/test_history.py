@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from starlette.applications import Starlette
 
-from gateway.config import Settings
-from gateway.parse.formats import FORMATS
+from kvforge.gateway.config import Settings
+from kvforge.gateway.parse.formats import FORMATS
 
 from .parse.test_arguments import PLACES
 from .parse.test_law import GARBAGE

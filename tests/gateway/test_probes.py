@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.access import Access
-from gateway.app import make_app
-from gateway.config import Settings
+from kvforge.gateway.access import Access
+from kvforge.gateway.app import make_app
+from kvforge.gateway.config import Settings
 from tests.gateway.scripted import client
 
 

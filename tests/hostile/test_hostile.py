@@ -38,7 +38,7 @@ class Coordinator:
         self._log = folder / "log"
         file = folder / "c.toml"
         file.write_text(f'runtime_dir = "{self.runtime}"\n{config}')
-        command = f"exec {sys.executable} -m coordinator --config {file}"
+        command = f"exec {sys.executable} -m kvforge.coordinator --config {file}"
         if descriptors is not None:
             command = f"ulimit -n {descriptors}; {command}"
         with self._log.open("wb") as log:
@@ -217,7 +217,7 @@ def test_a_log_that_nobody_reads_stops_nobody(folder: Path) -> None:
         while True:
             os.write(write_end, b"x" * 4096)
     os.set_blocking(write_end, True)
-    command = [sys.executable, "-m", "coordinator", "--config", str(file)]
+    command = [sys.executable, "-m", "kvforge.coordinator", "--config", str(file)]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=write_end) as process:
         try:
             with Client(client_endpoint(folder / "r"), timeout_s=WAIT_S, connect_timeout_s=WAIT_S) as kv:

@@ -132,7 +132,7 @@ class Cluster:
             return
         with path.open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [sys.executable, "-m", f"kvforge.{module}", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

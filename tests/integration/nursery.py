@@ -1,9 +1,9 @@
 """Workers for tests as real processes, without the seconds that each needs to import torch and transformers.
 
-A test process starts one nursery, which imports what `python -m worker` imports and then does nothing but fork: a
-child runs `worker` as `__main__`, with the arguments, environment and output that it was given. From there on it is a
-worker like any other, with a process id, signals and an exit status of its own. What this leaves out, that the command
-starts in a fresh interpreter, is tested where `kvforge up`, systemd or a test itself starts it.
+A test process starts one nursery, which imports what `python -m kvforge.worker` imports and then does nothing but
+fork: a child runs `worker` as `__main__`, with the arguments, environment and output that it was given. From there on
+it is a worker like any other, with a process id, signals and an exit status of its own. What this leaves out, that the
+command starts in a fresh interpreter, is tested where `kvforge up`, systemd or a test itself starts it.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def nursery() -> Nursery:
 
 def _serve() -> None:
     """Reads requests, forks, tells each child's id and exit status. In a child, returns when its worker has ended."""
-    import worker.step.loop  # noqa: F401 - what takes the seconds
+    import kvforge.worker.step.loop  # noqa: F401 - what takes the seconds
 
     _import_what_any_model_needs()
     threads = os.listdir("/proc/self/task")  # noqa: PTH208
@@ -174,7 +174,7 @@ def _tell(pid: int, status: int | None) -> None:
 
 
 def _become_worker(arguments: list[str], log: str, environment: dict[str, str]) -> None:
-    """As `python -m worker ARGUMENTS` would be started in a shell, its outputs in `log`. Leaves by SystemExit."""
+    """As `python -m kvforge.worker ARGUMENTS` would be started in a shell, outputs in `log`. Leaves by SystemExit."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for descriptor, flags in ((os.open(os.devnull, os.O_RDONLY), (0,)), (_appended(log), (1, 2))):
@@ -184,7 +184,7 @@ def _become_worker(arguments: list[str], log: str, environment: dict[str, str]) 
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["worker", *arguments]
-    runpy.run_module("worker", run_name="__main__", alter_sys=True)
+    runpy.run_module("kvforge.worker", run_name="__main__", alter_sys=True)
 
 
 def _appended(log: str) -> int:

@@ -23,8 +23,8 @@ HALF_MADE = (f"{TABLES_FILE}.half", f"{TOKEN_FILE}.half", "state/state-000000000
 SNAPSHOT = """
 import os, signal, sys
 from pathlib import Path
-from coordinator.journal import snapshot
-from coordinator.journal.keeping import Keeper
+from kvforge.coordinator.journal import snapshot
+from kvforge.coordinator.journal.keeping import Keeper
 def write(*_):
     print(os.getpid(), flush=True)
     signal.pause()

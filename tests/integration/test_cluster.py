@@ -269,7 +269,10 @@ def test_two_coordinators_do_not_share_a_folder_and_two_folders_do_not_disturb_e
         first, second = one.start("w0"), other.start("w0")
         config = one.folder / "coordinator.toml"
         rival = subprocess.run(
-            [sys.executable, "-m", "coordinator", "--config", str(config)], capture_output=True, timeout=60, check=False
+            [sys.executable, "-m", "kvforge.coordinator", "--config", str(config)],
+            capture_output=True,
+            timeout=60,
+            check=False,
         )
         assert rival.returncode == 3
         assert b"another coordinator is serving" in rival.stderr
@@ -329,7 +332,10 @@ def test_a_worker_that_cannot_start_says_why_in_one_sentence(setting: str, statu
         lines = [line for line in config.read_text().splitlines() if not line.startswith(f"{key} ")]
         config.write_text("\n".join([*lines, setting]))
         run = subprocess.run(
-            [sys.executable, "-m", "worker", "--config", str(config)], capture_output=True, timeout=90, check=False
+            [sys.executable, "-m", "kvforge.worker", "--config", str(config)],
+            capture_output=True,
+            timeout=90,
+            check=False,
         )
         assert run.returncode == status, run.stderr
         assert words in run.stderr.decode()

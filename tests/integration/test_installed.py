@@ -97,7 +97,7 @@ def test_the_wheel_is_typed_and_holds_nothing_twice(installed: Path) -> None:
     assert (installed / "kvforge" / "py.typed").is_file()
     assert (installed / "kvforge" / "protocol" / "messages" / "shared.py").is_file()
     top = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
-    assert top == {"kvforge", "coordinator", "worker", "loadtest", "gateway"}
+    assert top == {"kvforge"}
 
 
 def test_the_service_is_installed_from_the_wheel(installed: Path, users: Path) -> None:

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from gateway.metrics.routes import Source, routes
 from kvforge import Sampling
+from kvforge.gateway.metrics.routes import Source, routes
 from tests.integration.cluster import Cluster
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.config import ScheduleSection
-from coordinator.config import load_config as load_coordinator
-from coordinator.turn import BEAT_US
-from gateway.config import load_settings
+from kvforge.coordinator.config import ScheduleSection
+from kvforge.coordinator.config import load_config as load_coordinator
+from kvforge.coordinator.turn import BEAT_US
 from kvforge.deploy.places import STATE_DIR
+from kvforge.gateway.config import load_settings
 from kvforge.protocol.exits import DAMAGED, UNAVAILABLE, USAGE
+from kvforge.worker.config import load_config as load_worker
 from tests.integration import systemd_boot
-from worker.config import load_config as load_worker
 
 HERE = Path(__file__).parent
 CHECKOUT = HERE.parents[1]

@@ -23,9 +23,9 @@ import torch
 from safetensors.numpy import save_file
 
 from kvforge import Client, CoordinatorUnavailable, Draining, KvforgeError, Request, Sampling
+from kvforge.worker.device.device import open_device
+from kvforge.worker.kernels.packed import packing_problem
 from tests.integration.running import Process, processes_of, tiny_model, wait_gone
-from worker.device.device import open_device
-from worker.kernels.packed import packing_problem
 
 READY_S = 90.0
 PIPE_BYTES, LINE_BYTES_MAX = 4096, 400
@@ -362,8 +362,8 @@ def test_weights_of_another_shape_end_it_once_by_name(folder: Path) -> None:
 SPOILT_PRODUCTS = """
 import sys
 
-if sys.orig_argv[1:] and "worker" in sys.orig_argv:
-    from worker.kernels import packed
+if sys.orig_argv[1:] and "kvforge.worker" in sys.orig_argv:
+    from kvforge.worker.kernels import packed
 
     right = packed._product
 

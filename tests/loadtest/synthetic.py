@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvforge.loadtest.drive.outcome import FAILED, FINISHED, TIMED_OUT, Drove, Measured, Outcome, Sample
+from kvforge.loadtest.measure.document import Context
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStats, Timings
-from loadtest.drive.outcome import FAILED, FINISHED, TIMED_OUT, Drove, Measured, Outcome, Sample
-from loadtest.measure.document import Context
 
 
 def zeros(kind: type[msgspec.Struct], **values: Any) -> Any:

@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.config import CoordinatorConfig, load_config
-from gateway.config import Settings, load_settings
+from kvforge.coordinator.config import CoordinatorConfig, load_config
+from kvforge.gateway.config import Settings, load_settings
 from kvforge.launch.up_file import UpFile
 from kvforge.protocol.configuration import _settings, convert
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.sizes import parse_size
-from worker.config import WorkerConfig
-from worker.config import load_config as load_worker
+from kvforge.worker.config import WorkerConfig
+from kvforge.worker.config import load_config as load_worker
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.__main__ import main as coordinator
+from kvforge.coordinator.__main__ import main as coordinator
 from kvforge.process.installation import install_command
 from kvforge.protocol import errors
 from kvforge.protocol.exits import FAILED, TIMED_OUT, UNAVAILABLE, USAGE
+from kvforge.worker.__main__ import _fail
+from kvforge.worker.__main__ import main as worker
 from tests.integration.running import tiny_model
-from worker.__main__ import _fail
-from worker.__main__ import main as worker
 
 
 def test_a_wrong_setting_is_wrong_usage_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +48,10 @@ def test_a_worker_without_torch_says_what_to_install(tmp_path: Path) -> None:
     config = tmp_path / "w.toml"
     model = tiny_model(tmp_path)
     config.write_text(f'name = "w"\nmodel = "{model}"\nruntime_dir = "{tmp_path}"\nload_format = "dummy"')
-    script = "import sys; sys.modules['torch'] = None; from worker.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    script = (
+        "import sys; sys.modules['torch'] = None; "
+        "from kvforge.worker.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
     command = [sys.executable, "-c", script, "--config", str(config)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stderr.count("\n")) == (UNAVAILABLE, 1)

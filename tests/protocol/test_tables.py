@@ -370,8 +370,8 @@ def test_where_there_is_no_room_nothing_is_left() -> None:
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
-        "from coordinator.config import CoordinatorConfig\n"
-        "from coordinator.server import Server\n"
+        "from kvforge.coordinator.config import CoordinatorConfig\n"
+        "from kvforge.coordinator.server import Server\n"
         "from kvforge.protocol.errors import InvalidConfiguration\n"
         "try: Server(CoordinatorConfig(runtime_dir=sys.argv[1]))\n"
         "except InvalidConfiguration as error: print(error)\n"

@@ -18,8 +18,8 @@ from kvforge.protocol import trust
 from kvforge.protocol.layout import Geometry
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from kvforge.protocol.transport import TABLES_FILE, client_endpoint, prepare_runtime_dir, worker_endpoint
+from kvforge.worker.step.link import Link
 from tests.router import router
-from worker.step.link import Link
 
 VICTIM, ATTACKER, SERVICE = 12_346, 12_345, 12_347
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.core.events import (
+from kvforge.coordinator.core.events import (
     Boot,
     ClientCame,
     ClientGone,
@@ -43,9 +43,9 @@ from coordinator.core.events import (
     Turn,
     WorkerGone,
 )
-from coordinator.core.limits import Quota
-from coordinator.core.machine import Machine
-from coordinator.core.rights import EVERY_TENANT, RIGHTS, Access
+from kvforge.coordinator.core.limits import Quota
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.core.rights import EVERY_TENANT, RIGHTS, Access
 from kvforge.protocol.messages import (
     ErrorInfo,
     Message,

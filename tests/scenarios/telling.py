@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.core.cache.blocks import FREE, STATE_NAMES
-from coordinator.core.machine import Machine
+from kvforge.coordinator.core.cache.blocks import FREE, STATE_NAMES
+from kvforge.coordinator.core.machine import Machine
 from kvforge.protocol.messages import (
     Accepted,
     Appended,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from coordinator.core.machine import Machine
+from kvforge.coordinator.core.machine import Machine
 from kvforge.protocol.messages import Drain, GetHealth, RemoveSequences, Submit, UnrefBlock
 from tests.simulation.workers import Violation
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED
-from coordinator.core.machine import Machine
+from kvforge.coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED
+from kvforge.coordinator.core.machine import Machine
 from kvforge.protocol.messages import Step
 from kvforge.protocol.tables import TablesWriter
 from tests.simulation.isolation import Writers

@@ -14,9 +14,9 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, cast
 
-from coordinator.core.cache.groups import Group
-from coordinator.core.cache.placement import Placement
-from coordinator.core.events import (
+from kvforge.coordinator.core.cache.groups import Group
+from kvforge.coordinator.core.cache.placement import Placement
+from kvforge.coordinator.core.events import (
     Applied,
     ClientCame,
     ClientFull,
@@ -30,11 +30,11 @@ from coordinator.core.events import (
     Turn,
     WorkerGone,
 )
-from coordinator.core.machine import Machine
-from coordinator.core.requests.lifecycle import NO_SLOT, Request
-from coordinator.outbox import Sent
-from coordinator.publish import publish
-from coordinator.turn import TurnLimits, TurnLoop
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.core.requests.lifecycle import NO_SLOT, Request
+from kvforge.coordinator.outbox import Sent
+from kvforge.coordinator.publish import publish
+from kvforge.coordinator.turn import TurnLimits, TurnLoop
 from kvforge.protocol import codec
 from kvforge.protocol.errors import CapacityExceeded, KvforgeError
 from kvforge.protocol.messages import (
@@ -363,7 +363,7 @@ class SimulatedCoordinator:
     # ------------------------------------------------------------------------------------------------------ processes
 
     def watch(self, worker: int, pid: int, descriptor: int) -> None:
-        """A worker connected: coordinator.turn.Processes."""
+        """A worker connected: kvforge.coordinator.turn.Processes."""
 
         self._processes[worker] = pid
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.requests.lifecycle import Request
 from kvforge.protocol.messages import Submit
 from tests.simulation.settings import Settings
 from tests.simulation.telling import BookedRequest

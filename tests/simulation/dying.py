@@ -14,10 +14,10 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from coordinator.core.machine import Machine
-from coordinator.journal import snapshot
-from coordinator.journal.log import Journal, remove_before, segments
-from coordinator.journal.recovery import Recovered, cut_torn, recover
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.journal import snapshot
+from kvforge.coordinator.journal.log import Journal, remove_before, segments
+from kvforge.coordinator.journal.recovery import Recovered, cut_torn, recover
 from tests.simulation.likeness import likeness
 from tests.simulation.workers import Violation
 

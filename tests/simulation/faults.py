@@ -12,43 +12,43 @@ from unittest.mock import patch
 
 import numpy as np
 
-from coordinator import publish as publishing
-from coordinator import turn as turns
-from coordinator.core.cache import changes
-from coordinator.core.cache.cache import Cache
-from coordinator.core.cache.changes import IndexChanges
-from coordinator.core.cache.groups import Group
-from coordinator.core.cache.hashing import BlockHasher
-from coordinator.core.cache.holders import who_holds
-from coordinator.core.cache.indexing import Indexing
-from coordinator.core.cache.pins import Pins
-from coordinator.core.cache.pool import Pool
-from coordinator.core.cache.prefix import PrefixIndex
-from coordinator.core.cache.sequences import Sequences, unmarked
-from coordinator.core.cache.supply import Supply
-from coordinator.core.commands import guard as guards
-from coordinator.core.commands.blocks import BlockCommands
-from coordinator.core.commands.guard import Guard
-from coordinator.core.commands.requests import RequestCommands
-from coordinator.core.commands.sequences import SequenceCommands
-from coordinator.core.machine import Machine
-from coordinator.core.reporting.explain import Explainer
-from coordinator.core.requests import deadlines
-from coordinator.core.requests.deadlines import Deadlines
-from coordinator.core.requests.lifecycle import RequestTable
-from coordinator.core.requests.streams import Streams
-from coordinator.core.requests.top_logprobs import TopRecord, Tops
-from coordinator.core.scheduling import admission, endings, plan, preemption
-from coordinator.core.scheduling.admission import Admission
-from coordinator.core.scheduling.choice import Choice
-from coordinator.core.scheduling.endings import Endings
-from coordinator.core.scheduling.plan import Scheduler
-from coordinator.core.scheduling.queue import WaitingQueue
-from coordinator.core.waits import Waits
-from coordinator.core.workers import teams
-from coordinator.core.workers.reports import WorkerReports
-from coordinator.core.workers.results import StepResults
-from coordinator.core.workers.teams import Team
+from kvforge.coordinator import publish as publishing
+from kvforge.coordinator import turn as turns
+from kvforge.coordinator.core.cache import changes
+from kvforge.coordinator.core.cache.cache import Cache
+from kvforge.coordinator.core.cache.changes import IndexChanges
+from kvforge.coordinator.core.cache.groups import Group
+from kvforge.coordinator.core.cache.hashing import BlockHasher
+from kvforge.coordinator.core.cache.holders import who_holds
+from kvforge.coordinator.core.cache.indexing import Indexing
+from kvforge.coordinator.core.cache.pins import Pins
+from kvforge.coordinator.core.cache.pool import Pool
+from kvforge.coordinator.core.cache.prefix import PrefixIndex
+from kvforge.coordinator.core.cache.sequences import Sequences, unmarked
+from kvforge.coordinator.core.cache.supply import Supply
+from kvforge.coordinator.core.commands import guard as guards
+from kvforge.coordinator.core.commands.blocks import BlockCommands
+from kvforge.coordinator.core.commands.guard import Guard
+from kvforge.coordinator.core.commands.requests import RequestCommands
+from kvforge.coordinator.core.commands.sequences import SequenceCommands
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.core.reporting.explain import Explainer
+from kvforge.coordinator.core.requests import deadlines
+from kvforge.coordinator.core.requests.deadlines import Deadlines
+from kvforge.coordinator.core.requests.lifecycle import RequestTable
+from kvforge.coordinator.core.requests.streams import Streams
+from kvforge.coordinator.core.requests.top_logprobs import TopRecord, Tops
+from kvforge.coordinator.core.scheduling import admission, endings, plan, preemption
+from kvforge.coordinator.core.scheduling.admission import Admission
+from kvforge.coordinator.core.scheduling.choice import Choice
+from kvforge.coordinator.core.scheduling.endings import Endings
+from kvforge.coordinator.core.scheduling.plan import Scheduler
+from kvforge.coordinator.core.scheduling.queue import WaitingQueue
+from kvforge.coordinator.core.waits import Waits
+from kvforge.coordinator.core.workers import teams
+from kvforge.coordinator.core.workers.reports import WorkerReports
+from kvforge.coordinator.core.workers.results import StepResults
+from kvforge.coordinator.core.workers.teams import Team
 
 Patch = tuple[Any, str, Any]
 FAULTS: dict[str, Callable[[], list[Patch]]] = {}

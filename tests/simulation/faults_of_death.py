@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from coordinator import life
-from coordinator.away import HostTime
-from coordinator.core.cache.changes import Change, Cleared
-from coordinator.core.commands.requests import RequestCommands
-from coordinator.core.commands.sessions import Sessions
-from coordinator.core.events import Boot, ClientCame, ClientGone, FromClient, ToWorker
-from coordinator.core.machine import Machine
-from coordinator.core.workers import reports
-from coordinator.core.workers.reports import WorkerReports
-from coordinator.core.workers.worker import Worker
-from coordinator.journal import entries, log, memory, records, recovery
-from coordinator.journal.log import Journal
-from coordinator.kv_events.stream import EventStream
-from coordinator.turn import TurnLoop
+from kvforge.coordinator import life
+from kvforge.coordinator.away import HostTime
+from kvforge.coordinator.core.cache.changes import Change, Cleared
+from kvforge.coordinator.core.commands.requests import RequestCommands
+from kvforge.coordinator.core.commands.sessions import Sessions
+from kvforge.coordinator.core.events import Boot, ClientCame, ClientGone, FromClient, ToWorker
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.core.workers import reports
+from kvforge.coordinator.core.workers.reports import WorkerReports
+from kvforge.coordinator.core.workers.worker import Worker
+from kvforge.coordinator.journal import entries, log, memory, records, recovery
+from kvforge.coordinator.journal.log import Journal
+from kvforge.coordinator.kv_events.stream import EventStream
+from kvforge.coordinator.turn import TurnLoop
 from kvforge.protocol.messages import PoolRegistered
 from tests.simulation.faults import Patch
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.core.cache.groups import Group
-from coordinator.core.events import ClientCame, FromClient
-from coordinator.core.machine import Machine
-from coordinator.core.reporting.explain import Explainer
-from coordinator.core.requests.lifecycle import Request
-from coordinator.core.rights import READ, SUBMIT, Access
-from coordinator.outbox import Who
+from kvforge.coordinator.core.cache.groups import Group
+from kvforge.coordinator.core.events import ClientCame, FromClient
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.core.reporting.explain import Explainer
+from kvforge.coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.rights import READ, SUBMIT, Access
+from kvforge.coordinator.outbox import Who
 from kvforge.protocol.messages import (
     Accepted,
     Attached,

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from coordinator.core.events import ClientGone, FromClient
-from coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.events import ClientGone, FromClient
+from kvforge.coordinator.core.requests.lifecycle import Request
 from kvforge.protocol.messages import (
     GENERATED,
     Accepted,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from coordinator.core.machine import Machine
-from coordinator.kv_events.settings import KvEventsSection
-from coordinator.kv_events.stream import Asked, EventStream
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.kv_events.settings import KvEventsSection
+from kvforge.coordinator.kv_events.stream import Asked, EventStream
 from tests.mirror import Mirror
 
 TENANT = "ant"
@@ -57,7 +57,7 @@ def _indexed(machine: Machine) -> list[bytes]:
 
 
 class Mirrored:
-    """One life of the stream: coordinator.turn.Listeners."""
+    """One life of the stream: kvforge.coordinator.turn.Listeners."""
 
     def __init__(self, machine: Machine, router: Router, now_us: Callable[[], int]) -> None:
         """now_us: of the world. A millisecond of the stream's is one of its microseconds: all happens faster here."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from coordinator.outbox import Sent, Who
+from kvforge.coordinator.outbox import Sent, Who
 from kvforge.protocol.codec import Decoder
 from kvforge.protocol.messages import Message
 
@@ -153,7 +153,7 @@ Tap = Callable[[int, Message, Sent], None]
 
 
 class SimulatedPeers:
-    """The transport of one side (clients or workers): coordinator.turn.Transport.
+    """The transport of one side (clients or workers): kvforge.coordinator.turn.Transport.
 
     leaves: called before each message for an admitted connection leaves. tap: told of it, decoded from its bytes, and
     of what became of it, in the order of sending.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.core.machine import READING
+from kvforge.coordinator.core.machine import READING
 from kvforge.protocol import codec
 from kvforge.protocol.messages import Accepted, Attach, Message, Refused
 from tests.simulation.settings import Settings

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.core.cache.groups import Group
-from coordinator.core.cache.placement import Placement
-from coordinator.core.cache.sequences import NO_POOL
-from coordinator.core.machine import Machine
-from coordinator.core.requests.lifecycle import NO_SLOT, Request
-from coordinator.core.scheduling.queue import WaitingQueue
+from kvforge.coordinator.core.cache.groups import Group
+from kvforge.coordinator.core.cache.placement import Placement
+from kvforge.coordinator.core.cache.sequences import NO_POOL
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.core.requests.lifecycle import NO_SLOT, Request
+from kvforge.coordinator.core.scheduling.queue import WaitingQueue
 from kvforge.protocol.messages import Step
 from tests.simulation.settings import Settings
 from tests.simulation.workers import Violation

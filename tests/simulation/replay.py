@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from coordinator.core.events import Applied, Boot, Event, FromClient, FromWorker
-from coordinator.core.machine import Machine
-from coordinator.journal.entries import Reader, pack
+from kvforge.coordinator.core.events import Applied, Boot, Event, FromClient, FromWorker
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.journal.entries import Reader, pack
 from kvforge.protocol import codec
 from tests.simulation.digest import digest, state_digest
 

@@ -6,7 +6,7 @@ from random import Random
 
 import msgspec
 
-from coordinator.core.limits import Limits, Quota
+from kvforge.coordinator.core.limits import Limits, Quota
 from kvforge.protocol.layout import Geometry
 from kvforge.protocol.messages import GENERATED
 from tests.limits import make_limits

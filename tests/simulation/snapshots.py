@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from coordinator.core.cache.groups import SentStep
-from coordinator.core.machine import Machine
-from coordinator.core.requests.idempotency import IdempotencyKey
-from coordinator.core.requests.lifecycle import Request
-from coordinator.core.waits import Wait
+from kvforge.coordinator.core.cache.groups import SentStep
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.core.requests.idempotency import IdempotencyKey
+from kvforge.coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.waits import Wait
 from kvforge.protocol.messages import Grammar, RowStart, Sampling, Step
 from tests.simulation.attributes import getter
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Container
 from typing import Any
 
-from coordinator.core.requests.streams import RETRY_US
+from kvforge.coordinator.core.requests.streams import RETRY_US
 from kvforge.protocol.messages import Ended, Stream
 from tests.simulation.model import Oracle
 from tests.simulation.workers import Violation

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from coordinator.core.limits import Quota
+from kvforge.coordinator.core.limits import Quota
 from tests.simulation.actions import Drawer
 from tests.simulation.draws import Draws
 from tests.simulation.faults import FAULTS, plant

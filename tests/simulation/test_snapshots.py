@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.core.machine import Machine
-from coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.core.requests.lifecycle import Request
 from tests.simulation.attributes import WATCHERS
 from tests.simulation.attributes import attributes as known
 from tests.simulation.coordinators import SimulatedCoordinator

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.core.cache.zeroing import Zeroing
+from kvforge.coordinator.core.cache.zeroing import Zeroing
 from tests.simulation.runner import run_seed
 
 EVENTS = 600

@@ -13,11 +13,11 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from coordinator import life as lives
-from coordinator.away import Anchor, HostTime
-from coordinator.core.events import Boot
-from coordinator.core.requests.lifecycle import Request
-from coordinator.outbox import Sent
+from kvforge.coordinator import life as lives
+from kvforge.coordinator.away import Anchor, HostTime
+from kvforge.coordinator.core.events import Boot
+from kvforge.coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.outbox import Sent
 from kvforge.protocol import codec
 from kvforge.protocol.messages import CLIENT_REPLIES, WORKER_REPLIES, Message, Welcome, WorkerWelcome
 from tests.simulation.actions import Action

@@ -15,11 +15,11 @@ import torch
 
 import tests.interpreted  # noqa: F401 - before a kernel is imported
 from kvforge.text.grammar_trials import GrammarTrials
-from worker.attention import PagedBatch
-from worker.attention.pool import KvPool
-from worker.device.device import Device, open_device
-from worker.loading.load import load_model
-from worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
+from kvforge.worker.attention import PagedBatch
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
 
 TRIAL_S_MAX = 120.0
 # Weights larger than usual: at transformers' 0.02 attention of a tiny model is almost uniform and hides mistakes.

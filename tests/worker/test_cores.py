@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from worker import cores
-from worker.cores import Cores, Place, choose, usable, used_by_others
+from kvforge.worker import cores
+from kvforge.worker.cores import Cores, Place, choose, usable, used_by_others
 
 
 def test_workers_of_one_folder_share_its_cores(tmp_path: Path) -> None:

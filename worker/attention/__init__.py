@@ -10,7 +10,7 @@ selftest.py     the kernels against plain torch, at a worker's start
 
 Law: a slot that was not written, or that a row cannot reach, is never read; what a row gets does not depend on the
 others. Outside, use what this module exports, `pool`, and `selftest.AttentionShape`; the kernels' modules are named by
-`worker.kernels.registry` alone.
+`kvforge.worker.kernels.registry` alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib.util
 
 from kvforge.protocol.errors import InvalidConfiguration
-from worker.device.device import Device
+from kvforge.worker.device.device import Device
 
 from .batch import PagedBatch
 from .interface import AttentionOptions, KvLayer, PagedAttention

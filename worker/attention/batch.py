@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.errors import InvalidRequest
-from worker.device.device import Device
-from worker.device.queue import Staging
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.queue import Staging
 
 PLANS_MAX = 1 << 18  # numbers of all plans of a static batch, each some 10,000 at most: a megabyte
 IntArray = npt.NDArray[np.int64]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from worker.device.target import DecodeTiles, Target, TileKey, head_class, in_units
+from kvforge.worker.device.target import DecodeTiles, Target, TileKey, head_class, in_units
 
 from .decode_kernel import decode_kernel
 from .decode_plan import DecodePlanner

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from worker.device.target import HEAD_UNIT
+from kvforge.worker.device.target import HEAD_UNIT
 
 from .plan_items import DECODE_HEAD, DECODE_PART, FIELDS, place
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from worker.device.host_kernel import threads_for
-from worker.device.vector import CODES
+from kvforge.worker.device.host_kernel import threads_for
+from kvforge.worker.device.vector import CODES
 
 from .batch import IntArray, PagedBatch
 from .host_kernels import ITEM_FIELDS, PART, attend, partial_bytes, scratch_bytes

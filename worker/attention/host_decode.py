@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from worker.device.host_kernel import Calls
-from worker.device.vector import CODES
+from kvforge.worker.device.host_kernel import Calls
+from kvforge.worker.device.vector import CODES
 
 from .batch import PagedBatch
 from .host_attention import HostAttention, plan_of

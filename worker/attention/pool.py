@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.errors import InvalidConfiguration
-from worker.attention import KvLayer
-from worker.device.device import Device
+from kvforge.worker.attention import KvLayer
+from kvforge.worker.device.device import Device
 
 from .quantised import as_bytes
 

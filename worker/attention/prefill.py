@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from worker.device.target import Target, head_class, in_units
+from kvforge.worker.device.target import Target, head_class, in_units
 
 from .interface import AttentionOptions, KvLayer
 from .prefill_copy import copy_rows

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.device.target import head_class
+from kvforge.worker.device.target import head_class
 
 from .interface import KvLayer
 from .plan_items import FIELDS, PAGE_COPY, PREFILL_TILE, named, place

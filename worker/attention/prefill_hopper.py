@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from worker.device.target import HEAD_UNIT, in_units
+from kvforge.worker.device.target import HEAD_UNIT, in_units
 
 from .gluon_names import thread_barrier
 from .interface import AttentionOptions, KvLayer

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 import triton
 
-from worker.device.target import PrefillTiles, Target, TileKey, head_class
+from kvforge.worker.device.target import PrefillTiles, Target, TileKey, head_class
 
 from .interface import AttentionOptions, KvLayer
 from .plan_items import FIELDS, PREFILL_TILE, named

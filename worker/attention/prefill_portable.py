@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from worker.device.target import HEAD_UNIT
+from kvforge.worker.device.target import HEAD_UNIT
 
 from .plan_items import FIELDS, PREFILL_TILE, place
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from kvforge.models.store import default_cache_dir
-from worker.device.check import require_right
-from worker.device.device import WAY_OUT, Device
+from kvforge.worker.device.check import require_right
+from kvforge.worker.device.device import WAY_OUT, Device
 
 from .batch import Int32Array, PagedBatch
 from .interface import AttentionOptions, KvLayer, PagedAttention
@@ -256,8 +256,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def _key(device: Device, shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int) -> str:
     """Names everything that a result depends on."""
-    from worker.device import host_kernel
-    from worker.device.targets import current_target
+    from kvforge.worker.device import host_kernel
+    from kvforge.worker.device.targets import current_target
 
     digest = hashlib.sha256()
     for folder in (Path(__file__).parent, Path(host_kernel.__file__).parent):

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from triton import knobs
 
-from worker.device.device import Device
-from worker.device.target import HEAD_CLASSES, HEAD_UNIT, Target
-from worker.device.targets import current_target
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.target import HEAD_CLASSES, HEAD_UNIT, Target
+from kvforge.worker.device.targets import current_target
 
 from .batch import Int32Array, IntArray, PagedBatch
 from .decode import DecodeWorkspace, decode_planner, paged_decode

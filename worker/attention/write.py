@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.device.target import HEAD_UNIT, Target, head_class, in_units
+from kvforge.worker.device.target import HEAD_UNIT, Target, head_class, in_units
 
 from .interface import KvLayer
 from .quantised import SCALE_MIN, TOP, as_bytes, is_quantised

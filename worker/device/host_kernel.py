@@ -178,7 +178,7 @@ def threads_for(microseconds: float) -> int:
 
 @lru_cache(maxsize=1)
 def _waking_us() -> float:
-    """Return the microseconds that more threads must save. Spinning threads (see `worker.cores`) need no wake-up."""
+    """Return the microseconds that more threads must save. Spinning ones (`kvforge.worker.cores`) need no wake-up."""
     spins = os.environ.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE" or os.environ.get("GOMP_SPINCOUNT", "0") != "0"
     return 20.0 if spins else 100.0
 

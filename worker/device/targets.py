@@ -31,8 +31,8 @@ def _decode(
 def _prefill(*rows: tuple[int, ...], stored: tuple[int, ...] = (1, 2, 4)) -> dict[TileKey, PrefillTiles]:
     """Build prefill tiles.
 
-    They were chosen by the compiler's register use (no spills, or the fewest; see `worker.kernels.aot`), and on sm_90
-    by time as well.
+    They were chosen by the compiler's register use (no spills, or the fewest; see `kvforge.worker.kernels.aot`), and
+    on sm_90 by time as well.
 
     Args:
         rows: (queries, keys, warps, stages) for each of HEAD_CLASSES.
@@ -61,7 +61,8 @@ def _decode_hopper(tiles_in_flight: int, waves: int) -> dict[TileKey, DecodeTile
 def _decode_rdna() -> dict[TileKey, DecodeTiles]:
     """Return small tiles over many warps; more warps without matrix instructions or for large heads.
 
-    A thread has 256 registers and no accumulators beside them. These tiles spill the least (see `worker.kernels.aot`).
+    A thread has 256 registers and no accumulators beside them. These tiles spill the least (see
+    `kvforge.worker.kernels.aot`).
     """
     return {
         key: DecodeTiles(

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from worker.attention import KvLayer, PagedBatch
-from worker.attention.pool import KvPool
-from worker.device.device import Device
+from kvforge.worker.attention import KvLayer, PagedBatch
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.device.device import Device
 
 from .plain import PlainOperations
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
+from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 BLOCK = 1024
 WARPS = 4

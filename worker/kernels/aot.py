@@ -1,9 +1,9 @@
 """Configurations of a kernel, and their compilation for a GPU that is not present.
 
 The assembly shows the resources that a kernel needs: registers, spilled registers, local (private) memory, shared
-memory (LDS) and matrix instructions. Triton includes its compilers, so no GPU is needed. `worker.kernels.compile`
-compiles all configurations. A configuration is the compilation that Triton's launcher performs for a launch (see
-`specialise`).
+memory (LDS) and matrix instructions. Triton includes its compilers, so no GPU is needed.
+`kvforge.worker.kernels.compile` compiles all configurations. A configuration is the compilation that Triton's launcher
+performs for a launch (see `specialise`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from worker.device.target import Target, head_class
+from kvforge.worker.device.target import Target, head_class
 
 from .specialise import Specialisation, gpu_target
 

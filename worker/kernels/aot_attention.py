@@ -12,15 +12,15 @@ import itertools
 
 import torch
 
-from worker.attention.decode import DecodeWorkspace, decode_planner, is_few, paged_decode
-from worker.attention.interface import AttentionOptions, KvLayer
-from worker.attention.plan_items import FIELDS
-from worker.attention.prefill import paged_prefill
-from worker.attention.prefill_copy import PAGE, copy_rows
-from worker.attention.prefill_plan import prefill_shape
-from worker.attention.quantised import is_quantised
-from worker.attention.write import write_kv
-from worker.device.target import Target
+from kvforge.worker.attention.decode import DecodeWorkspace, decode_planner, is_few, paged_decode
+from kvforge.worker.attention.interface import AttentionOptions, KvLayer
+from kvforge.worker.attention.plan_items import FIELDS
+from kvforge.worker.attention.prefill import paged_prefill
+from kvforge.worker.attention.prefill_copy import PAGE, copy_rows
+from kvforge.worker.attention.prefill_plan import prefill_shape
+from kvforge.worker.attention.quantised import is_quantised
+from kvforge.worker.attention.write import write_kv
+from kvforge.worker.device.target import Target
 
 from .aot import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, FP8, I8, Configuration, numbers, once
 from .specialise import recorded

@@ -9,13 +9,13 @@ from itertools import product
 
 import torch
 
-from worker.attention import KvLayer
-from worker.device.copies import copy_numbers
-from worker.device.exchange import Peers
-from worker.device.target import HEAD_CLASSES, Target
-from worker.kernels import HIDDEN_MAX
-from worker.sampling.kernels import PIECE, choose_tokens, feed_tokens
-from worker.sampling.sampler import COLUMNS, WORD_BITS
+from kvforge.worker.attention import KvLayer
+from kvforge.worker.device.copies import copy_numbers
+from kvforge.worker.device.exchange import Peers
+from kvforge.worker.device.target import HEAD_CLASSES, Target
+from kvforge.worker.kernels import HIDDEN_MAX
+from kvforge.worker.sampling.kernels import PIECE, choose_tokens, feed_tokens
+from kvforge.worker.sampling.sampler import COLUMNS, WORD_BITS
 
 from . import activation, exchange, norm, rotary
 from .aot import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, numbers, once

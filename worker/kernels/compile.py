@@ -1,6 +1,6 @@
 """Compiles every declared kernel for GPUs that are not present, in every configuration that can be launched there.
 
-    python -m worker.kernels.compile [--target gfx942 ...] [--only "decode bf16"]
+    python -m kvforge.worker.kernels.compile [--target gfx942 ...] [--only "decode bf16"]
 
 Prints one line per configuration: registers, spilled registers, local (private) memory, shared memory (LDS) and matrix
 instructions. The exit status is 1 if any does not compile.
@@ -14,8 +14,8 @@ import subprocess
 import sys
 from dataclasses import asdict
 
-from worker.device.target import Target
-from worker.device.targets import TARGETS
+from kvforge.worker.device.target import Target
+from kvforge.worker.device.targets import TARGETS
 
 from .aot import compile_one
 from .registry import KERNELS
@@ -33,7 +33,7 @@ def main() -> int:
         return _compile_all(TARGETS[arguments.target[0]], arguments)
     # One process per target: after gfx950, Triton 3.6 also uses some of its instructions for other targets.
     options = ["--json"] * arguments.json + ["--only", arguments.only]
-    command = [sys.executable, "-m", "worker.kernels.compile", *options, "--target"]
+    command = [sys.executable, "-m", "kvforge.worker.kernels.compile", *options, "--target"]
     return max(subprocess.run([*command, name], check=False).returncode != 0 for name in arguments.target)
 
 

@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 
-from worker.attention import AttentionOptions, KvLayer, PagedAttention, PagedBatch
-from worker.attention.pool import KvPool
-from worker.device.exchange import ATTENTION, INNER, LOGITS
-from worker.device.ranks import Ranks
+from kvforge.worker.attention import AttentionOptions, KvLayer, PagedAttention, PagedBatch
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.device.exchange import ATTENTION, INNER, LOGITS
+from kvforge.worker.device.ranks import Ranks
 
 from . import LayerOperations
 

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.device.exchange import PROGRAMS_MAX, RANKS_MAX, Exchange, Peers
-from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
-from worker.device.target import HEAD_UNIT, Target, in_units
+from kvforge.worker.device.exchange import PROGRAMS_MAX, RANKS_MAX, Exchange, Peers
+from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
+from kvforge.worker.device.target import HEAD_UNIT, Target, in_units
 
 from .norm import _normed, block_of, warps_of
 
@@ -138,7 +138,7 @@ def add_norm_of_ranks(
         residual: [tokens, hidden], contiguous; changed.
         weight: [hidden], weight of the norm.
         epsilon: Epsilon of the norm.
-        overlap: See `worker.device.overlap`.
+        overlap: See `kvforge.worker.device.overlap`.
         warp_size: Threads of a warp.
         multiprocessors: Multiprocessors of the device.
 

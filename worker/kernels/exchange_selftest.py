@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from worker.device.check import require_right
-from worker.device.device import WAY_OUT, Device
-from worker.device.exchange import PROGRAMS_MAX, RANKS_MAX, Peers
-from worker.device.targets import current_target
+from kvforge.worker.device.check import require_right
+from kvforge.worker.device.device import WAY_OUT, Device
+from kvforge.worker.device.exchange import PROGRAMS_MAX, RANKS_MAX, Peers
+from kvforge.worker.device.targets import current_target
 
 from .exchange import add_norm_of_ranks, join_of_ranks
 from .plain import PlainOperations

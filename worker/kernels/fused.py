@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, pad
 
-from worker.attention import KvLayer
-from worker.device.device import Device
-from worker.device.targets import current_target
+from kvforge.worker.attention import KvLayer
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.targets import current_target
 
 from . import SLAB, activation, norm, rotary
 from .linear import FEW, LinearTiles, choose_tiles, linear_parts

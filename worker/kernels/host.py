@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from worker.attention import PagedBatch
-from worker.attention.pool import KvPool
-from worker.device.device import Device
-from worker.device.host_kernel import threads_for
-from worker.device.vector import CODES
+from kvforge.worker.attention import PagedBatch
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.host_kernel import threads_for
+from kvforge.worker.device.vector import CODES
 
 from .host_decoder import HostDecoder, can_decode, is_decodes
 from .host_layers import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from worker.device.host_kernel import threads_for
-from worker.device.vector import CODES
+from kvforge.worker.device.host_kernel import threads_for
+from kvforge.worker.device.vector import CODES
 
 from .host_quantised import NUMBERS_PER_US, make_numbers, quantise
 

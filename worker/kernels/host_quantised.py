@@ -9,9 +9,9 @@ import math
 
 import numpy as np
 
-from worker.device.host_kernel import host_kernel, part
-from worker.device.rows import item_bytes, load, load_any, read_any, spread, store, store_any, widen, write_any
-from worker.device.vector import (
+from kvforge.worker.device.host_kernel import host_kernel, part
+from kvforge.worker.device.rows import item_bytes, load, load_any, read_any, spread, store, store_any, widen, write_any
+from kvforge.worker.device.vector import (
     LANES,
     add,
     fma,

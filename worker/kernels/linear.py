@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
-from worker.device.target import Target
+from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
+from kvforge.worker.device.target import Target
 
 MEASURED = "sm_90"  # tuned on an H200 with the shapes of Llama-3.1-8B: see benchmarks/gpu_layers.py
 MEASURED_TOKENS_MAX = 64  # for more, torch's library is as fast or faster there
@@ -178,7 +178,7 @@ def linear_parts(
         dtype: Dtype of the result.
         output: Receives the parts in its own dtype; contiguous.
         gated: Whether weight and bias are [2n], gate and up; the result is then silu(gate) x up [1, tokens, n].
-        overlap: See `worker.device.overlap`.
+        overlap: See `kvforge.worker.device.overlap`.
 
     Returns:
         [parts, tokens, n].

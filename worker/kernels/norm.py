@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
-from worker.device.target import HEAD_UNIT, head_class, in_units
+from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
+from kvforge.worker.device.target import HEAD_UNIT, head_class, in_units
 
 BLOCK_MIN = 1024
 THREADS_MAX = 1024  # limit of a program on every GPU

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch.nn.functional import linear
 
-from worker.device.check import require_right
-from worker.device.device import Device
+from kvforge.worker.device.check import require_right
+from kvforge.worker.device.device import Device
 
 from .plain import PlainOperations
 from .quantised import Groups, Int4Weight, Int8Weight, QuantisedWeight, can_be_int4, quantise_int4, quantise_int8

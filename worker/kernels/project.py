@@ -1,8 +1,8 @@
 """Q, K and V of few tokens in one kernel: projection, rotation, and storing of K and V.
 
-It works like `linear`, followed by the task of `worker.attention.write` for numbers that are not quantised (a scale
-would need a whole head, more than one program has). This saves a kernel and a pass through memory. A program has 64
-rows of the weight, half from the first half of a head and half from the second, because rotation mixes number i of
+It works like `linear`, followed by the task of `kvforge.worker.attention.write` for numbers that are not quantised (a
+scale would need a whole head, more than one program has). This saves a kernel and a pass through memory. A program has
+64 rows of the weight, half from the first half of a head and half from the second, because rotation mixes number i of
 both halves. Groups of eight rows alternate, so that both numbers of a pair are computed in the same thread.
 """
 
@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.attention import KvLayer
-from worker.attention.write import rotated_pair
-from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
+from kvforge.worker.attention import KvLayer
+from kvforge.worker.attention.write import rotated_pair
+from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .linear import LinearTiles, prefetch
 

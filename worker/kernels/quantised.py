@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from worker.device.host_kernel import host_kernel_problem
+from kvforge.worker.device.host_kernel import host_kernel_problem
 
 from .row_counts import padded
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from worker.attention import PagedAttention, ReferenceAttention
-from worker.attention.quantised import dequantise
-from worker.attention.selftest import AttentionShape
-from worker.attention.selftest import self_test as attention_test
-from worker.device.device import Device
-from worker.kernels import PlainOperations
-from worker.sampling.sampler import SamplingState
+from kvforge.worker.attention import PagedAttention, ReferenceAttention
+from kvforge.worker.attention.quantised import dequantise
+from kvforge.worker.attention.selftest import AttentionShape
+from kvforge.worker.attention.selftest import self_test as attention_test
+from kvforge.worker.device.device import Device
+from kvforge.worker.kernels import PlainOperations
+from kvforge.worker.sampling.sampler import SamplingState
 
 from .packed import packing_problem, weight_kind
 from .quantised import PlainAround
@@ -28,7 +28,7 @@ from .selftest import quantising_test
 from .selftest import self_test as layer_test
 
 if TYPE_CHECKING:
-    from worker.device.target import Target
+    from kvforge.worker.device.target import Target
 
     from .aot import Configuration
     from .decoder import FusedDecoder
@@ -91,8 +91,8 @@ class Kernel:
 
     def configurations(self, target: Target) -> list[Configuration]:
         """Return the configurations for `target`; none if the kernel does not run there. Imports Triton."""
-        room = "attention" if self.module.startswith("worker.attention.") else "layers"
-        declaring = import_module(f"worker.kernels.aot_{room}")
+        room = "attention" if self.module.startswith("kvforge.worker.attention.") else "layers"
+        declaring = import_module(f"kvforge.worker.kernels.aot_{room}")
         found: list[Configuration] = getattr(declaring, f"{self.declared}_configurations")(target)
         return found
 
@@ -164,48 +164,59 @@ def _tiles(serving: Serving) -> None:
 
 def _sampling(serving: Serving) -> None:
     if serving.device.runs_kernels or not serving.device.host_kernels_problem:
-        from worker.sampling.selftest import sampling_test
+        from kvforge.worker.sampling.selftest import sampling_test
 
         sampling_test(serving.device, serving.vocab_size)
 
 
 def _copies(serving: Serving) -> None:
     if serving.device.runs_kernels:
-        from worker.sampling.selftest import copies_test
+        from kvforge.worker.sampling.selftest import copies_test
 
         copies_test(serving.device)
 
 
 KERNELS = (
-    Kernel("worker.attention.decode", "decode_kernel", ReferenceAttention.attend, _attention, "decode"),
-    Kernel("worker.attention.prefill", "prefill_portable", ReferenceAttention.attend, _attention, "prefill"),
-    Kernel("worker.attention.prefill_hopper", "prefill_hopper", ReferenceAttention.attend, _attention, "hopper", True),
-    Kernel("worker.attention.prefill_copy", "copy_kernel", dequantise, _attention, "copy", True),
-    Kernel("worker.attention.write", "write_kernel", ReferenceAttention.write_rotated, _attention, "write"),
-    Kernel("worker.kernels.norm", "embed_norm_kernel", PlainOperations.embed, _layers, "embed"),
-    Kernel("worker.kernels.norm", "add_norm_kernel", PlainOperations.add_norm, _layers, "sum"),
-    Kernel("worker.kernels.norm", "head_norm_kernel", PlainOperations.head_norm, _layers, "head_norm"),
-    Kernel("worker.kernels.exchange", "add_norm_of_ranks_kernel", PlainOperations.add_norm, _exchange, "exchange"),
-    Kernel("worker.kernels.exchange", "join_of_ranks_kernel", torch.cat, _exchange, "join"),
-    Kernel("worker.kernels.rotary", "rotary_kernel", PlainOperations.rotary, _layers, "rotary"),
-    Kernel("worker.kernels.activation", "silu_mul_kernel", PlainOperations.gated, _layers, "silu"),
-    Kernel("worker.kernels.linear", "linear_kernel", PlainOperations.linear, _layers, "linear"),
-    Kernel("worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers, "project"),
-    Kernel("worker.sampling.kernels", "scan_kernel", SamplingState.sample, _sampling, "scan"),
-    Kernel("worker.sampling.kernels", "merge_kernel", SamplingState.sample, _sampling, "merge"),
-    Kernel("worker.sampling.kernels", "feed_kernel", SamplingState.feed, _sampling, "feed"),
-    Kernel("worker.device.copies", "copy_kernel", torch.Tensor.copy_, _copies, "copy"),
+    Kernel("kvforge.worker.attention.decode", "decode_kernel", ReferenceAttention.attend, _attention, "decode"),
+    Kernel("kvforge.worker.attention.prefill", "prefill_portable", ReferenceAttention.attend, _attention, "prefill"),
+    Kernel(
+        "kvforge.worker.attention.prefill_hopper",
+        "prefill_hopper",
+        ReferenceAttention.attend,
+        _attention,
+        "hopper",
+        True,
+    ),
+    Kernel("kvforge.worker.attention.prefill_copy", "copy_kernel", dequantise, _attention, "copy", True),
+    Kernel("kvforge.worker.attention.write", "write_kernel", ReferenceAttention.write_rotated, _attention, "write"),
+    Kernel("kvforge.worker.kernels.norm", "embed_norm_kernel", PlainOperations.embed, _layers, "embed"),
+    Kernel("kvforge.worker.kernels.norm", "add_norm_kernel", PlainOperations.add_norm, _layers, "sum"),
+    Kernel("kvforge.worker.kernels.norm", "head_norm_kernel", PlainOperations.head_norm, _layers, "head_norm"),
+    Kernel(
+        "kvforge.worker.kernels.exchange", "add_norm_of_ranks_kernel", PlainOperations.add_norm, _exchange, "exchange"
+    ),
+    Kernel("kvforge.worker.kernels.exchange", "join_of_ranks_kernel", torch.cat, _exchange, "join"),
+    Kernel("kvforge.worker.kernels.rotary", "rotary_kernel", PlainOperations.rotary, _layers, "rotary"),
+    Kernel("kvforge.worker.kernels.activation", "silu_mul_kernel", PlainOperations.gated, _layers, "silu"),
+    Kernel("kvforge.worker.kernels.linear", "linear_kernel", PlainOperations.linear, _layers, "linear"),
+    Kernel("kvforge.worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers, "project"),
+    Kernel("kvforge.worker.sampling.kernels", "scan_kernel", SamplingState.sample, _sampling, "scan"),
+    Kernel("kvforge.worker.sampling.kernels", "merge_kernel", SamplingState.sample, _sampling, "merge"),
+    Kernel("kvforge.worker.sampling.kernels", "feed_kernel", SamplingState.feed, _sampling, "feed"),
+    Kernel("kvforge.worker.device.copies", "copy_kernel", torch.Tensor.copy_, _copies, "copy"),
 )
 HOST_KERNELS = (
-    HostKernelEntry("worker.attention.host_kernels", "attend", ReferenceAttention.attend, _attention),
-    HostKernelEntry("worker.attention.host_write", "write_rotated", ReferenceAttention.write_rotated, _attention),
-    HostKernelEntry("worker.kernels.host_layers", "embed_norm", PlainOperations.embed, _layers),
-    HostKernelEntry("worker.kernels.host_layers", "add_norm", PlainOperations.add_norm, _layers),
-    HostKernelEntry("worker.kernels.host_layers", "head_norm", PlainOperations.head_norm, _layers),
-    HostKernelEntry("worker.kernels.host_layers", "gate", PlainOperations.gated, _layers),
-    HostKernelEntry("worker.kernels.host_tiles", "multiply_tiles", PlainOperations.linear, _tiles),
-    HostKernelEntry("worker.kernels.host_quantised", "quantise", PlainAround.quantise, _quantising),
-    HostKernelEntry("worker.kernels.host_quantised", "make_numbers", PlainAround.make_numbers, _quantising),
-    HostKernelEntry("worker.sampling.host_kernels", "choose", SamplingState.sample, _sampling),
-    HostKernelEntry("worker.sampling.host_kernels", "draw", SamplingState.sample, _sampling),
+    HostKernelEntry("kvforge.worker.attention.host_kernels", "attend", ReferenceAttention.attend, _attention),
+    HostKernelEntry(
+        "kvforge.worker.attention.host_write", "write_rotated", ReferenceAttention.write_rotated, _attention
+    ),
+    HostKernelEntry("kvforge.worker.kernels.host_layers", "embed_norm", PlainOperations.embed, _layers),
+    HostKernelEntry("kvforge.worker.kernels.host_layers", "add_norm", PlainOperations.add_norm, _layers),
+    HostKernelEntry("kvforge.worker.kernels.host_layers", "head_norm", PlainOperations.head_norm, _layers),
+    HostKernelEntry("kvforge.worker.kernels.host_layers", "gate", PlainOperations.gated, _layers),
+    HostKernelEntry("kvforge.worker.kernels.host_tiles", "multiply_tiles", PlainOperations.linear, _tiles),
+    HostKernelEntry("kvforge.worker.kernels.host_quantised", "quantise", PlainAround.quantise, _quantising),
+    HostKernelEntry("kvforge.worker.kernels.host_quantised", "make_numbers", PlainAround.make_numbers, _quantising),
+    HostKernelEntry("kvforge.worker.sampling.host_kernels", "choose", SamplingState.sample, _sampling),
+    HostKernelEntry("kvforge.worker.sampling.host_kernels", "draw", SamplingState.sample, _sampling),
 )

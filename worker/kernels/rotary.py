@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
-from worker.device.target import head_class
+from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
+from kvforge.worker.device.target import head_class
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])  # each program loads one position, at any alignment

@@ -1,8 +1,8 @@
 """Self-test of the kernels of a model's layers against plain torch, on the serving device and weights.
 
-As for attention (see `worker.attention.selftest`), a compiler may be wrong for one architecture and right for all
-others. No result is cached: the test takes milliseconds once the kernels are compiled, which serving needs anyway. NaN
-follows every input in memory.
+As for attention (see `kvforge.worker.attention.selftest`), a compiler may be wrong for one architecture and right for
+all others. No result is cached: the test takes milliseconds once the kernels are compiled, which serving needs anyway.
+NaN follows every input in memory.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from worker.attention import KvLayer
-from worker.attention.reference import rotate
-from worker.device.check import require_right
-from worker.device.device import WAY_OUT, Device
-from worker.kernels import LayerOperations, PlainOperations
+from kvforge.worker.attention import KvLayer
+from kvforge.worker.attention.reference import rotate
+from kvforge.worker.device.check import require_right
+from kvforge.worker.device.device import WAY_OUT, Device
+from kvforge.worker.kernels import LayerOperations, PlainOperations
 
 from .quantised import PlainAround, choose_around, rotation_of
 

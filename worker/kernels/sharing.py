@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from worker.device.device import Device
-from worker.device.exchange import ATTENTION, INNER, LOGITS, RANKS_MAX
-from worker.device.ranks import Ranks
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.exchange import ATTENTION, INNER, LOGITS, RANKS_MAX
+from kvforge.worker.device.ranks import Ranks
 
 from .steady import same_bits
 
@@ -71,7 +71,7 @@ def _share(ranks: Ranks, fused: FusedDecoder | None, device: Device, tokens_max:
     Raises:
         RuntimeError: It is not available; the message gives the reason.
     """
-    from worker.device.targets import current_target
+    from kvforge.worker.device.targets import current_target
 
     from .exchange import Shared
     from .fused import FusedOperations

@@ -21,7 +21,7 @@ from triton.compiler import make_backend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from worker.device.target import Target
+from kvforge.worker.device.target import Target
 
 
 @dataclass(frozen=True)

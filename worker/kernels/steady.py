@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from worker.attention import KvLayer, PagedBatch
-from worker.device.device import Device
+from kvforge.worker.attention import KvLayer, PagedBatch
+from kvforge.worker.device.device import Device
 
 if TYPE_CHECKING:
     from .decoder import FusedDecoder, Projection

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch.nn.functional import linear, pad
 
-from worker.device.check import require_right
-from worker.device.device import WAY_OUT, Device
-from worker.device.host_kernel import threads_for
+from kvforge.worker.device.check import require_right
+from kvforge.worker.device.device import WAY_OUT, Device
+from kvforge.worker.device.host_kernel import threads_for
 
 from .host_tiles import TICKET_ROWS, WIDE, multiply_tiles
 from .packed import EXPECTED_ROWS, set_product

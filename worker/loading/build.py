@@ -8,8 +8,8 @@ import torch
 
 from kvforge.models.files import stored_tensors
 from kvforge.protocol.errors import KvforgeError, ModelNotFound, UnsupportedModel
-from worker.device.device import Device, as_worker_error
-from worker.device.ranks import Ranks
+from kvforge.worker.device.device import Device, as_worker_error
+from kvforge.worker.device.ranks import Ranks
 
 from .composite import config_for, model_class, text_part
 from .foreign import refusing, sentence

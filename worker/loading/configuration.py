@@ -12,7 +12,7 @@ from kvforge.models import files
 from kvforge.models.config_checks import check_config
 from kvforge.models.files import stored_tensors
 from kvforge.protocol.errors import InvalidConfiguration, ModelNotFound, UnsupportedModel
-from worker.device.device import Device
+from kvforge.worker.device.device import Device
 
 from .answer_ends import check_folder
 from .foreign import refusing, sentence

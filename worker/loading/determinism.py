@@ -6,9 +6,9 @@ import logging
 
 import torch
 
-from worker.attention import PLAIN
-from worker.kernels import SLAB, LayerOperations
-from worker.kernels.steady import unsteady_products
+from kvforge.worker.attention import PLAIN
+from kvforge.worker.kernels import SLAB, LayerOperations
+from kvforge.worker.kernels.steady import unsteady_products
 
 from .model import LoadedModel
 from .probe import bound_options

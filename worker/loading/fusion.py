@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from worker.attention import AttentionOptions, PagedAttention
-from worker.device.ranks import Ranks
-from worker.device.target import HEAD_UNIT
-from worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, LayerOperations
-from worker.kernels.decoder import FusedDecoder, FusedLayer, Projection
-from worker.kernels.packed import PackedRows
-from worker.kernels.packed_table import PackedEmbedding, PackedTable, table_of
+from kvforge.worker.attention import AttentionOptions, PagedAttention
+from kvforge.worker.device.ranks import Ranks
+from kvforge.worker.device.target import HEAD_UNIT
+from kvforge.worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, LayerOperations
+from kvforge.worker.kernels.decoder import FusedDecoder, FusedLayer, Projection
+from kvforge.worker.kernels.packed import PackedRows
+from kvforge.worker.kernels.packed_table import PackedEmbedding, PackedTable, table_of
 
 from .quantisation import Packer
 from .rope import STATIC_ROPE

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from kvforge.models.gguf_header import GgufTensor
-from worker.kernels.quantised import GROUP, Groups
+from kvforge.worker.kernels.quantised import GROUP, Groups
 
 from .source import Source
 

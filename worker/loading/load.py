@@ -14,14 +14,14 @@ from msgspec import structs
 
 from kvforge.protocol.errors import InvalidConfiguration, KernelError, KvforgeError, UnsupportedModel, WorkerError
 from kvforge.protocol.messages import ModelInfo
-from worker.attention import choose_attention
-from worker.attention.pool import KV_DTYPES, KvGeometry
-from worker.device.device import Device, as_worker_error
-from worker.device.ranks import Ranks
-from worker.device.targets import check_dtypes
-from worker.kernels import LayerOperations, PlainOperations, choose_operations
-from worker.kernels.packed import QUANTISED_WAY_OUT, WAY_OUT, PackedOperations
-from worker.kernels.registry import Serving, check_kernels
+from kvforge.worker.attention import choose_attention
+from kvforge.worker.attention.pool import KV_DTYPES, KvGeometry
+from kvforge.worker.device.device import Device, as_worker_error
+from kvforge.worker.device.ranks import Ranks
+from kvforge.worker.device.targets import check_dtypes
+from kvforge.worker.kernels import LayerOperations, PlainOperations, choose_operations
+from kvforge.worker.kernels.packed import QUANTISED_WAY_OUT, WAY_OUT, PackedOperations
+from kvforge.worker.kernels.registry import Serving, check_kernels
 
 from .answer_ends import eos_tokens
 from .build import build, lacks_memory

@@ -18,12 +18,12 @@ import transformers
 
 from kvforge.protocol.errors import UnsupportedModel
 from kvforge.protocol.messages import ModelInfo
-from worker.attention import AttentionOptions, PagedAttention, PagedBatch
-from worker.attention.pool import KvGeometry, KvPool
-from worker.device.device import Device
-from worker.device.ranks import Ranks
-from worker.kernels.decoder import FusedDecoder
-from worker.kernels.packed import is_packed
+from kvforge.worker.attention import AttentionOptions, PagedAttention, PagedBatch
+from kvforge.worker.attention.pool import KvGeometry, KvPool
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.ranks import Ranks
+from kvforge.worker.kernels.decoder import FusedDecoder
+from kvforge.worker.kernels.packed import is_packed
 
 from .steadied import packed_weights
 

@@ -17,11 +17,11 @@ import torch
 import transformers
 
 from kvforge.protocol.errors import KvforgeError, UnsupportedModel
-from worker.attention import AttentionOptions
-from worker.attention.pool import LayerShape
-from worker.attention.reference import ReferenceAttention
-from worker.attention.selftest import AttentionShape
-from worker.device.device import Device
+from kvforge.worker.attention import AttentionOptions
+from kvforge.worker.attention.pool import LayerShape
+from kvforge.worker.attention.reference import ReferenceAttention
+from kvforge.worker.attention.selftest import AttentionShape
+from kvforge.worker.device.device import Device
 
 from .model import ATTENTION_NAME, BINDING, ForwardContext, LayerBinding, use_attention
 from .rope import context_range

@@ -19,9 +19,9 @@ import torch
 
 from kvforge.protocol.choices import WEIGHT_DTYPES
 from kvforge.protocol.errors import InvalidConfiguration
-from worker.device.device import Device
-from worker.kernels.packed import PackedOperations, quantising_problem
-from worker.kernels.quantised import Groups
+from kvforge.worker.device.device import Device
+from kvforge.worker.kernels.packed import PackedOperations, quantising_problem
+from kvforge.worker.kernels.quantised import Groups
 
 from .gguf_groups import FOUR_BITS, StoredGroups
 from .source import Source

@@ -14,7 +14,7 @@ import torch
 
 from kvforge.models.safetensors_header import StoredTensor
 from kvforge.protocol.errors import UnsupportedModel
-from worker.device.device import Device
+from kvforge.worker.device.device import Device
 
 from .composite import is_removed
 from .foreign import sentence

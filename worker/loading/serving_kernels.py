@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from worker.attention import ReferenceAttention
-from worker.kernels import PlainOperations
-from worker.kernels.packed import PackedOperations, is_packed, own_product, packing_problem, weight_kind
+from kvforge.worker.attention import ReferenceAttention
+from kvforge.worker.kernels import PlainOperations
+from kvforge.worker.kernels.packed import PackedOperations, is_packed, own_product, packing_problem, weight_kind
 
 from .model import LoadedModel
 from .probe import bound_options

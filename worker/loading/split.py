@@ -21,8 +21,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvforge.models.files import stored_tensors
 from kvforge.protocol.errors import UnsupportedModel
-from worker.device.device import Device
-from worker.device.ranks import Ranks
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.ranks import Ranks
 
 from .composite import is_composite
 from .progress import Progress

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from worker.kernels.steady import same_bits
+from kvforge.worker.kernels.steady import same_bits
 
 from .model import ATTENTION_NAME, BINDING, LoadedModel, use_attention
 

@@ -28,9 +28,9 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.errors import UnsupportedModel
-from worker.attention import PagedBatch
-from worker.attention.pool import KvPool
-from worker.attention.reference import ReferenceAttention
+from kvforge.worker.attention import PagedBatch
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.attention.reference import ReferenceAttention
 
 from .model import ATTENTION_NAME, LoadedModel, use_attention
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from worker.device.host_kernel import threads_for
+from kvforge.worker.device.host_kernel import threads_for
 
 from .host_kernels import choose, draw
 

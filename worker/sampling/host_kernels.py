@@ -9,9 +9,9 @@ import math
 
 import numpy as np
 
-from worker.device.host_kernel import host_kernel, part
-from worker.device.rows import load, spread, spread_one
-from worker.device.vector import (
+from kvforge.worker.device.host_kernel import host_kernel, part
+from kvforge.worker.device.rows import load, spread, spread_one
+from kvforge.worker.device.vector import (
     LANES,
     add,
     exp,

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
+from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 PIECE = 4096  # numbers of a row per program, all at once if it does not draw
 DRAW_TILE = 1024  # numbers in flight if it draws, which needs more registers
@@ -284,7 +284,7 @@ def choose_tokens(
         generated: [slots] int64, updated.
         last_token: [slots] int64, updated.
         packed: [3 * rows] int32 on the device, receives the result in the format of `sampler.SampledRows.packed`.
-        overlap: See `worker.device.overlap`.
+        overlap: See `kvforge.worker.device.overlap`.
         masks: [rows, words] int32 on the device: bit t % 32 of word t // 32 allows token t, at least one per row; None:
             all tokens are allowed.
     """

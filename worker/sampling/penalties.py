@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.messages import Int32Array
-from worker.device.device import Device
+from kvforge.worker.device.device import Device
 
 NO_ROW = -1
 ROWS_AT_FIRST = 4

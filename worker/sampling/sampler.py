@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Float32Array, Int32Array, RowStart, Sampling
-from worker.device.device import Device
-from worker.device.targets import current_target
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.targets import current_target
 
 from .draws import signed, uniforms
 from .filters import log_normaliser, min_p_mask, most_likely_mask, top_logprobs

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.messages import RowStart, Sampling
-from worker.device.check import require_right
-from worker.device.device import WAY_OUT, Device
-from worker.device.queue import Landing, Mark, Staging
+from kvforge.worker.device.check import require_right
+from kvforge.worker.device.device import WAY_OUT, Device
+from kvforge.worker.device.queue import Landing, Mark, Staging
 
 from .sampler import NO_TOKEN, WORD_BITS, HostRows, SamplingState
 

@@ -10,5 +10,5 @@ graphs.py       decode steps from captured graphs
 pending.py      a step in flight, and its outcome; meter.py: the cost of steps
 
 Law: launching a step never waits for the device; only `Runner.finish` does. A faulty row fails alone. Entry points:
-`worker.__main__` starts `loop.Worker`; benchmarks and tests drive `engine.Engine` and `runner.Runner`.
+`kvforge.worker.__main__` starts `loop.Worker`; benchmarks and tests drive `engine.Engine` and `runner.Runner`.
 """

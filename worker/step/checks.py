@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 from kvforge.protocol.messages import Int32Array, Step
-from worker.sampling.sampler import NO_TOKEN
+from kvforge.worker.sampling.sampler import NO_TOKEN
 
 from .starts import split_history
 

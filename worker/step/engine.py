@@ -15,17 +15,17 @@ import torch
 from kvforge.models.store import default_cache_dir
 from kvforge.protocol.errors import ProtocolError
 from kvforge.protocol.messages import WorkerWelcome
-from worker.attention.pool import KvPool
-from worker.config import FAST, WorkerConfig
-from worker.cores import Cores
-from worker.device.device import Device, open_device
-from worker.device.ranks import Ranks
-from worker.kernels.sharing import share_memory
-from worker.loading import Progress
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
-from worker.loading.serving_kernels import serving_kernels
-from worker.model_path import find_model
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.config import FAST, WorkerConfig
+from kvforge.worker.cores import Cores
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.device.ranks import Ranks
+from kvforge.worker.kernels.sharing import share_memory
+from kvforge.worker.loading import Progress
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.serving_kernels import serving_kernels
+from kvforge.worker.model_path import find_model
 
 from .memory import Accounts, DeviceBytes, check_kv_bytes, make_runner, pool_blocks, weight_bytes
 from .runner import Runner

@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.attention import PagedBatch
-from worker.attention.pool import KvPool
-from worker.device.capture import Captured
-from worker.device.queue import Landing, Mark
-from worker.loading.model import LoadedModel
-from worker.sampling.sampler import SamplingState
+from kvforge.worker.attention import PagedBatch
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.device.capture import Captured
+from kvforge.worker.device.queue import Landing, Mark
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.sampling.sampler import SamplingState
 
 from .checks import Rows
 from .pending import Sampled

@@ -55,8 +55,8 @@ from kvforge.protocol.messages import (
 from kvforge.protocol.notify import Watchdog, notify, working
 from kvforge.protocol.steady_clock import monotonic
 from kvforge.protocol.tables import TablesReader
-from worker.config import WorkerConfig
-from worker.cores import Cores, Place
+from kvforge.worker.config import WorkerConfig
+from kvforge.worker.cores import Cores, Place
 
 from .engine import Engine
 from .link import Link

@@ -15,11 +15,11 @@ import numpy as np
 from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError
 from kvforge.protocol.messages import RowStart, Sampling, Step, WorkerWelcome
 from kvforge.text.grammar_helper import TrialLimits
-from worker.attention.pool import KvPool
-from worker.config import CPU_KV_BYTES, GPU_FREE_SHARE, WorkerConfig
-from worker.device.device import Device
-from worker.kernels.packed import stored_bytes
-from worker.loading.model import LoadedModel
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.config import CPU_KV_BYTES, GPU_FREE_SHARE, WorkerConfig
+from kvforge.worker.device.device import Device
+from kvforge.worker.kernels.packed import stored_bytes
+from kvforge.worker.loading.model import LoadedModel
 
 from .graphs import bucket_sizes
 from .runner import Runner

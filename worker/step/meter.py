@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from worker.device.queue import Mark
+from kvforge.worker.device.queue import Mark
 
 from .pending import PendingStep
 

@@ -9,9 +9,9 @@ import torch
 
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, ErrorInfo, Float32Array, Int32Array, RowError
-from worker.device.queue import Fetched, Mark
-from worker.sampling.grammar import GrammarUntried, Shaped
-from worker.sampling.sampler import HostRows
+from kvforge.worker.device.queue import Fetched, Mark
+from kvforge.worker.sampling.grammar import GrammarUntried, Shaped
+from kvforge.worker.sampling.sampler import HostRows
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,12 @@ import torch
 from kvforge.protocol.errors import InvalidRequest, KvforgeError, WorkerError
 from kvforge.protocol.messages import Int32Array, RowStart, Step
 from kvforge.text.grammar_helper import TrialLimits
-from worker.attention import PagedBatch
-from worker.attention.pool import KvPool, require_positive
-from worker.device.device import as_worker_error
-from worker.device.queue import Fetched, Mark, Staging
-from worker.loading.model import LoadedModel
-from worker.sampling.sampler import NO_TOKEN, HostRows, SamplingState
+from kvforge.worker.attention import PagedBatch
+from kvforge.worker.attention.pool import KvPool, require_positive
+from kvforge.worker.device.device import as_worker_error
+from kvforge.worker.device.queue import Fetched, Mark, Staging
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.sampling.sampler import NO_TOKEN, HostRows, SamplingState
 
 from .checks import BoolArray, Rows, StepLimits, bad_copies, check_rows, malformed
 from .graphs import DecodeGraphs

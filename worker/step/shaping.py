@@ -15,10 +15,10 @@ import torch
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import Int32Array, RowStart
 from kvforge.text.grammar_helper import TrialLimits
-from worker.device.queue import Staging
-from worker.loading.model import LoadedModel
-from worker.sampling.grammar import Grammars
-from worker.sampling.grammar_tokens import grammar_tokens
+from kvforge.worker.device.queue import Staging
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.sampling.grammar import Grammars
+from kvforge.worker.sampling.grammar_tokens import grammar_tokens
 
 from .pending import PendingStep, Waiting
 

@@ -1,4 +1,4 @@
-"""Changes of the prefix indexes, for external mirrors (`coordinator.kv_events`).
+"""Changes of the prefix indexes, for external mirrors (`kvforge.coordinator.kv_events`).
 
 Only entries that a prompt can hit are reported. A hit walks from the root, block by block. An entry with a
 broken chain is therefore reported as removed together with the entry that broke it, although the index may keep it a

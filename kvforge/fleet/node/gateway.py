@@ -1,4 +1,5 @@
-"""A gateway on this node: `python -m gateway` over the fleet's replicas, at one port for as long as its keeper lives.
+"""A gateway on this node: `python -m kvforge.gateway` over the fleet's replicas, at one port for as long as its keeper
+lives.
 
 The socket that listens is this program's: whatever becomes of the process that serves it, who connects meanwhile waits
 there. Other replicas are told to that process by SIGHUP; for other settings another process takes its place on the same
@@ -189,7 +190,7 @@ class Gateway:
             self._child.send(signal.SIGTERM)
             self._leaving.append(self._child)
         self._count += 1
-        command = [str(ENTRY), "gateway", "--config", str(self._folder.path / "gateway.toml")]
+        command = [str(ENTRY), "kvforge.gateway", "--config", str(self._folder.path / "gateway.toml")]
         command += ["--host", self._file.gateways.host, "--listen", str(self._listener.fileno())]
         command += ["--patience", str(PATIENCE_S)]
         name = "gateway" if self._count == 1 else f"gateway-{self._count}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from coordinator.journal.recovery import recover
+from kvforge.coordinator.journal.recovery import recover
 from tests.simulation.digest import state_digest
 
 if __name__ == "__main__":

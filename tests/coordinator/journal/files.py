@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coordinator.journal.entries import STATE_VERSION
-from coordinator.journal.identity import MarkWriter, unpack_head
-from coordinator.journal.log import segments
-from coordinator.journal.records import Record, read
-from coordinator.journal.snapshot import Head
+from kvforge.coordinator.journal.entries import STATE_VERSION
+from kvforge.coordinator.journal.identity import MarkWriter, unpack_head
+from kvforge.coordinator.journal.log import segments
+from kvforge.coordinator.journal.records import Record, read
+from kvforge.coordinator.journal.snapshot import Head
 
 
 def head_of(number: int, version: int = STATE_VERSION) -> Head:

@@ -15,10 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from coordinator.journal.entries import STATE_VERSION
-from coordinator.journal.identity import ACKNOWLEDGED
-from coordinator.journal.log import SEGMENT, segments, states
-from coordinator.journal.recovery import Recovered, recover
+from kvforge.coordinator.journal.entries import STATE_VERSION
+from kvforge.coordinator.journal.identity import ACKNOWLEDGED
+from kvforge.coordinator.journal.log import SEGMENT, segments, states
+from kvforge.coordinator.journal.recovery import Recovered, recover
 from tests.coordinator.journal.files import acknowledge, records_of
 from tests.coordinator.journal.test_recovery import cut_by_a_snapshot, lived
 from tests.simulation.digest import state_digest

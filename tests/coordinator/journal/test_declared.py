@@ -17,20 +17,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.core.cache.groups import SentStep
-from coordinator.core.machine import Machine
-from coordinator.core.requests.idempotency import IdempotencyKey
-from coordinator.core.requests.lifecycle import Request
-from coordinator.core.requests.phases import Phases
-from coordinator.core.requests.streams import StreamRows
-from coordinator.core.requests.top_logprobs import Tops
-from coordinator.journal import declared, declared_cache, entries, marks, snapshot
-from coordinator.journal.entries import STATE_VERSION
-from coordinator.journal.fields import Restorer, fields_of
-from coordinator.journal.identity import MarkWriter
-from coordinator.journal.memory import ArrayWriter, Bytes, read_arrays
-from coordinator.journal.recovery import recover
-from coordinator.journal.saving import saved
+from kvforge.coordinator.core.cache.groups import SentStep
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.core.requests.idempotency import IdempotencyKey
+from kvforge.coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.requests.phases import Phases
+from kvforge.coordinator.core.requests.streams import StreamRows
+from kvforge.coordinator.core.requests.top_logprobs import Tops
+from kvforge.coordinator.journal import declared, declared_cache, entries, marks, snapshot
+from kvforge.coordinator.journal.entries import STATE_VERSION
+from kvforge.coordinator.journal.fields import Restorer, fields_of
+from kvforge.coordinator.journal.identity import MarkWriter
+from kvforge.coordinator.journal.memory import ArrayWriter, Bytes, read_arrays
+from kvforge.coordinator.journal.recovery import recover
+from kvforge.coordinator.journal.saving import saved
 from kvforge.protocol.errors import InvalidConfiguration, JournalCorrupt
 from tests.coordinator.journal.test_recovery import boot, cut_by_a_snapshot, lived
 from tests.simulation.digest import state_digest
@@ -254,7 +254,7 @@ def test_arrays_of_huge_shapes_are_refused_before_anything_is_made(good: bytes, 
 def test_reading_never_imports_calls_or_finds_what_a_file_names() -> None:
     """The code that reads a folder neither imports pickle nor resolves names."""
     code = (
-        "import sys, coordinator.replay, coordinator.journal.keeping\n"
+        "import sys, kvforge.coordinator.replay, kvforge.coordinator.journal.keeping\n"
         "sys.exit([name for name in sys.modules if name in ('dill', 'cloudpickle')] != [])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False, timeout=60)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.core.events import Boot, ClientCame
-from coordinator.journal import snapshot
-from coordinator.journal.identity import ACKNOWLEDGED
-from coordinator.journal.log import Journal, remove_before, segments, states
-from coordinator.journal.recovery import recover
+from kvforge.coordinator.core.events import Boot, ClientCame
+from kvforge.coordinator.journal import snapshot
+from kvforge.coordinator.journal.identity import ACKNOWLEDGED
+from kvforge.coordinator.journal.log import Journal, remove_before, segments, states
+from kvforge.coordinator.journal.recovery import recover
 from kvforge.protocol.errors import JournalCorrupt
 from tests.coordinator.journal.files import records_of
 from tests.limits import make_limits
@@ -184,7 +184,7 @@ def test_records_that_a_host_lost_with_its_power_are_named_and_the_rest_goes_on(
     last_record_cut(folder, folder)
     with pytest.raises(JournalCorrupt):
         recover(folder)
-    monkeypatch.setattr("coordinator.journal.recovery.host_boot", lambda: "another boot of this host")
+    monkeypatch.setattr("kvforge.coordinator.journal.recovery.host_boot", lambda: "another boot of this host")
     found = recover(folder)
     assert found is not None and len(found.machine.clients) == 4
     assert "were not on its disk" in caplog.text

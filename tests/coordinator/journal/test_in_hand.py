@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.core.events import ClientCame, CommandRefused, FromClient, ToClient
-from coordinator.core.machine import Machine
-from coordinator.journal.in_hand import FILE, SUSPECTS_MAX, InHand, fingerprint
-from coordinator.journal.keeping import DEATHS_MAX, Keeper
-from coordinator.journal.log import Journal, segments
-from coordinator.journal.recovery import recover
-from coordinator.turn import _refused
+from kvforge.coordinator.core.events import ClientCame, CommandRefused, FromClient, ToClient
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.journal.in_hand import FILE, SUSPECTS_MAX, InHand, fingerprint
+from kvforge.coordinator.journal.keeping import DEATHS_MAX, Keeper
+from kvforge.coordinator.journal.log import Journal, segments
+from kvforge.coordinator.journal.recovery import recover
+from kvforge.coordinator.turn import _refused
 from kvforge.protocol import codec
 from kvforge.protocol.errors import JournalCorrupt, MessageRefused
 from kvforge.protocol.messages import CreateSequence, GetStats, Refused, Submit

@@ -19,14 +19,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.config import CoordinatorConfig
-from coordinator.core.events import ClientCame, Event, FromClient, FromWorker, Turn
-from coordinator.core.limits import Bounds, CacheLimits, ScheduleLimits
-from coordinator.journal import snapshot
-from coordinator.journal.keeping import Keeper
-from coordinator.journal.log import Journal, segments, states
-from coordinator.journal.recovery import Recovered, recover
-from coordinator.life import Life
+from kvforge.coordinator.config import CoordinatorConfig
+from kvforge.coordinator.core.events import ClientCame, Event, FromClient, FromWorker, Turn
+from kvforge.coordinator.core.limits import Bounds, CacheLimits, ScheduleLimits
+from kvforge.coordinator.journal import snapshot
+from kvforge.coordinator.journal.keeping import Keeper
+from kvforge.coordinator.journal.log import Journal, segments, states
+from kvforge.coordinator.journal.recovery import Recovered, recover
+from kvforge.coordinator.life import Life
 from kvforge.protocol import codec
 from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, JournalFull
 from kvforge.protocol.messages import CreateSequence, Message, Submit, WorkerHello, WorkerReady
@@ -223,7 +223,7 @@ def _begins_a_snapshot(keeper: Keeper, found: Recovered, took_us: int, rested_us
 
 
 def test_a_snapshot_that_fails_loses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.journal.snapshot.write", _fails)
+    monkeypatch.setattr("kvforge.coordinator.journal.snapshot.write", _fails)
     lived = Lived(_journal(folder, replay_ms_max=1.0))
     lived.busy()
     keeper = lived.life._keeper
@@ -495,7 +495,7 @@ def test_a_snapshot_that_is_whole_makes_room_while_the_journal_waits_for_it(
         tries[0] += 1
         return real(descriptor, data if len(segments(folder / "s")) == 1 else data[:10])
 
-    monkeypatch.setattr("coordinator.journal.log.os.write", write)
+    monkeypatch.setattr("kvforge.coordinator.journal.log.os.write", write)
     lived.tell(Turn())
     journal.commit()
     monkeypatch.undo()
@@ -510,7 +510,7 @@ def test_the_child_of_a_coordinator_that_dies_dies_with_it_and_holds_nothing(fol
     """Otherwise the next coordinator would find the folder in use."""
     code = (
         "import os, sys, time\n"
-        "import coordinator.journal.keeping as keeping, coordinator.journal.snapshot as snapshot\n"
+        "import kvforge.coordinator.journal.keeping as keeping, kvforge.coordinator.journal.snapshot as snapshot\n"
         "snapshot.write = lambda *_: time.sleep(600)\n"
         "from tests.coordinator.journal.test_keeping import Lived, _journal\n"
         "from pathlib import Path\n"

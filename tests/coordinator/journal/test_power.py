@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.core.events import Boot, ClientCame
-from coordinator.core.machine import Machine
-from coordinator.journal import snapshot
-from coordinator.journal.keeping import Keeper
-from coordinator.journal.log import Journal, remove_before
-from coordinator.journal.recovery import Recovered
+from kvforge.coordinator.core.events import Boot, ClientCame
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.journal import snapshot
+from kvforge.coordinator.journal.keeping import Keeper
+from kvforge.coordinator.journal.log import Journal, remove_before
+from kvforge.coordinator.journal.recovery import Recovered
 from tests.coordinator.journal.power import LOST, NAMES_KEPT, Disk, PowerCut
 from tests.limits import make_limits
 

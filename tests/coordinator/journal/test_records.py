@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.journal.records import HEADER, MAGIC, crc_of, read, record
+from kvforge.coordinator.journal.records import HEADER, MAGIC, crc_of, read, record
 from kvforge.protocol.errors import JournalCorrupt
 
 PAYLOADS = [b"one", b"", b"three" * 100, MAGIC + b"looks like one", b"five"]

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.core.events import Applied, Boot, ClientCame, Event, FromClient, FromWorker
-from coordinator.core.machine import Machine
-from coordinator.journal import snapshot
-from coordinator.journal.entries import FROM_CLIENT, HEAD, STATE_VERSION
-from coordinator.journal.identity import ACKNOWLEDGED
-from coordinator.journal.log import SEGMENT, Journal, segments, states
-from coordinator.journal.records import record
-from coordinator.journal.recovery import recover
+from kvforge.coordinator.core.events import Applied, Boot, ClientCame, Event, FromClient, FromWorker
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.journal import snapshot
+from kvforge.coordinator.journal.entries import FROM_CLIENT, HEAD, STATE_VERSION
+from kvforge.coordinator.journal.identity import ACKNOWLEDGED
+from kvforge.coordinator.journal.log import SEGMENT, Journal, segments, states
+from kvforge.coordinator.journal.records import record
+from kvforge.coordinator.journal.recovery import recover
 from kvforge.protocol import codec
 from kvforge.protocol.errors import InvalidConfiguration, JournalCorrupt
 from kvforge.protocol.messages import GetStats
@@ -215,6 +215,6 @@ def test_what_other_code_wrote_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     journal.note(boot(), 0)
     journal.commit()
     journal.close()
-    monkeypatch.setattr("coordinator.journal.entries.STATE_VERSION", STATE_VERSION + 1)
+    monkeypatch.setattr("kvforge.coordinator.journal.entries.STATE_VERSION", STATE_VERSION + 1)
     with pytest.raises(InvalidConfiguration, match=f"records of state version {STATE_VERSION}, this kvforge has"):
         recover(tmp_path)

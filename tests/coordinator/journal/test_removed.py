@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import CoordinatorConfig
-from coordinator.core.events import ClientCame
-from coordinator.journal.keeping import LOOK_US, Keeper
-from coordinator.life import Life
+from kvforge.coordinator.config import CoordinatorConfig
+from kvforge.coordinator.core.events import ClientCame
+from kvforge.coordinator.journal.keeping import LOOK_US, Keeper
+from kvforge.coordinator.life import Life
 from kvforge.protocol.errors import JournalFailed, KvforgeError, StateRemoved
 from kvforge.protocol.exits import FAILED, UNAVAILABLE, status_of
 from kvforge.protocol.transport import default_state_dir

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.core.events import Boot, ClientCame, FromClient, FromWorker, Turn
-from coordinator.journal.log import Journal, segments, states
-from coordinator.journal.recovery import recover
-from coordinator.replay import main
 from kvforge.commands import cli
+from kvforge.coordinator.core.events import Boot, ClientCame, FromClient, FromWorker, Turn
+from kvforge.coordinator.journal.log import Journal, segments, states
+from kvforge.coordinator.journal.recovery import recover
+from kvforge.coordinator.replay import main
 from kvforge.protocol import codec
 from kvforge.protocol.exits import DAMAGED, OK, USAGE
 from kvforge.protocol.messages import Message, Submit, WorkerHello, WorkerReady
@@ -140,7 +140,7 @@ def test_a_snapshot_that_is_replaced_meanwhile_is_looked_for_again(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, old = states, [{1: folder / "state-0000000000000001"}]
-    monkeypatch.setattr("coordinator.journal.recovery.states", lambda path: old.pop() if old else real(path))
+    monkeypatch.setattr("kvforge.coordinator.journal.recovery.states", lambda path: old.pop() if old else real(path))
     assert said(capsys, str(folder)).startswith("after event 7 at")
     assert not old
 

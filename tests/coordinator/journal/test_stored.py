@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.journal.entries import SNAPSHOTS_SINCE, STATE_VERSION
-from coordinator.journal.recovery import recover
-from coordinator.journal.snapshot import Snapshot
+from kvforge.coordinator.journal.entries import SNAPSHOTS_SINCE, STATE_VERSION
+from kvforge.coordinator.journal.recovery import recover
+from kvforge.coordinator.journal.snapshot import Snapshot
 from tests.coordinator.journal.stored import FACTS, FOLDER, SNAPSHOTS, after, digest_of, unpacked
 
 STORED = json.loads((FOLDER / FACTS).read_text())

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.core.cache import changes as index_changes
-from coordinator.core.cache.changes import Change, Cleared, IndexChanges, Removed, Stored
-from coordinator.core.cache.pool import Pool
-from coordinator.core.cache.prefix import PrefixIndex
-from coordinator.kv_events.format import BATCH_BLOCKS_MAX, Format
+from kvforge.coordinator.core.cache import changes as index_changes
+from kvforge.coordinator.core.cache.changes import Change, Cleared, IndexChanges, Removed, Stored
+from kvforge.coordinator.core.cache.pool import Pool
+from kvforge.coordinator.core.cache.prefix import PrefixIndex
+from kvforge.coordinator.kv_events.format import BATCH_BLOCKS_MAX, Format
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver
 from tests.mirror import DECODERS, Mirror

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import CoordinatorConfig, load_config
+from kvforge.coordinator.config import CoordinatorConfig, load_config
 from kvforge.protocol.errors import InvalidConfiguration
 
 

@@ -7,8 +7,8 @@ from collections import deque
 import msgspec
 import pytest
 
-from coordinator.kv_events.settings import KvEventsSection
-from coordinator.kv_events.stream import ANEW_S, ANSWERS_A_TURN, END, REQUESTS_MAX, STUCK_S, Asked, EventStream
+from kvforge.coordinator.kv_events.settings import KvEventsSection
+from kvforge.coordinator.kv_events.stream import ANEW_S, ANSWERS_A_TURN, END, REQUESTS_MAX, STUCK_S, Asked, EventStream
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver
 from tests.mirror import Mirror

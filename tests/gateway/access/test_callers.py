@@ -13,11 +13,11 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from gateway.access import Access
-from gateway.access.errors import Unauthenticated
-from gateway.access.rates import SharedRates
-from gateway.app import make_app
-from gateway.config import Key, Settings, load_settings
+from kvforge.gateway.access import Access
+from kvforge.gateway.access.errors import Unauthenticated
+from kvforge.gateway.access.rates import SharedRates
+from kvforge.gateway.app import make_app
+from kvforge.gateway.config import Key, Settings, load_settings
 from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest, NotAllowed, RateExceeded
 from tests.gateway.scripted import Script, application, ask, client
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from starlette.datastructures import Headers
 
-from gateway.access import Access
-from gateway.access.hosts import host_of
-from gateway.config import Settings
+from kvforge.gateway.access import Access
+from kvforge.gateway.access.hosts import host_of
+from kvforge.gateway.config import Settings
 from kvforge.protocol.errors import NotAllowed
 from tests.gateway.scripted import Script, application, client
 

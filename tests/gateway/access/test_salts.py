@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.core.commands.validate import own_salt
-from gateway.config import Key, Settings, load_settings
+from kvforge.coordinator.core.commands.validate import own_salt
+from kvforge.gateway.config import Key, Settings, load_settings
 from kvforge.protocol.errors import InvalidConfiguration
 from tests.gateway.scripted import NAME, Script, application, ask
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gateway.chat.hygiene import Hygiene
-from gateway.config import BILLING
+from kvforge.gateway.chat.hygiene import Hygiene
+from kvforge.gateway.config import BILLING
 from tests.gateway.scripted import Script, application, ask, prompt_text
 
 DATE = r"^Today's date: .*$"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from gateway.anthropic.asked import Conversation
-from gateway.anthropic.conversation import messages_of as anthropic_messages
-from gateway.openai.asked import Chat
-from gateway.openai.chat import messages_of as chat_messages
-from gateway.openai.responses_asked import Create
-from gateway.openai.responses_asked import messages_of as response_messages
+from kvforge.gateway.anthropic.asked import Conversation
+from kvforge.gateway.anthropic.conversation import messages_of as anthropic_messages
+from kvforge.gateway.openai.asked import Chat
+from kvforge.gateway.openai.chat import messages_of as chat_messages
+from kvforge.gateway.openai.responses_asked import Create
+from kvforge.gateway.openai.responses_asked import messages_of as response_messages
 from kvforge.protocol.errors import InvalidRequest
 
 WORDS = {"type": "text", "text": "see"}

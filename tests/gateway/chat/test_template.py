@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.chat.template import nine
+from kvforge.gateway.chat.template import nine
 from tests.gateway.scripted import Script, application, ask, prompt_text
 
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}

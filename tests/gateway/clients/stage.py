@@ -18,8 +18,8 @@ from typing import Any, Self
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.config import Settings
-from gateway.serve.protocol import protocol_of
+from kvforge.gateway.config import Settings
+from kvforge.gateway.serve.protocol import protocol_of
 from kvforge.launch.listener import listening, url_of
 from tests.gateway.scripted import Script, application
 

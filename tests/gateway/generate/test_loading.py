@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import Settings
-from gateway.generate.loading import prompts_of
-from gateway.text.pool import TextPool
+from kvforge.gateway.config import Settings
+from kvforge.gateway.generate.loading import prompts_of
+from kvforge.gateway.text.pool import TextPool
 from kvforge.protocol.errors import InvalidConfiguration, KvforgeError
 from kvforge.protocol.messages import ModelInfo
 from kvforge.text.tokenizer import Tokenizer

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from gateway.chat.prompts import Prompts
-from gateway.chat.shapes import Shape
-from gateway.generate.shape_checks import check_shape
-from gateway.text import inline
-from gateway.text.inline import NoTexts
-from gateway.text.jobs import TextLimits
-from gateway.text.pool import TextPool
 from kvforge import Sampling
+from kvforge.gateway.chat.prompts import Prompts
+from kvforge.gateway.chat.shapes import Shape
+from kvforge.gateway.generate.shape_checks import check_shape
+from kvforge.gateway.text import inline
+from kvforge.gateway.text.inline import NoTexts
+from kvforge.gateway.text.jobs import TextLimits
+from kvforge.gateway.text.pool import TextPool
 from kvforge.protocol.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from kvforge.protocol.messages import Grammar
 from kvforge.text import grammar

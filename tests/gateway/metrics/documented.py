@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from gateway.metrics.exposition import GATEWAY
-from gateway.metrics.service import SERVICE
-from gateway.metrics.shared import SECONDS
-from gateway.metrics.told import HISTOGRAM
-from gateway.metrics.vllm import VLLM
+from kvforge.gateway.metrics.exposition import GATEWAY
+from kvforge.gateway.metrics.service import SERVICE
+from kvforge.gateway.metrics.shared import SECONDS
+from kvforge.gateway.metrics.told import HISTOGRAM
+from kvforge.gateway.metrics.vllm import VLLM
 from kvforge.protocol.meters import STEP_TIME, TENANT_ROWS, TENANT_TIMES
 
 ROOT = Path(__file__).parents[3]

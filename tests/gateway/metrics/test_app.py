@@ -8,9 +8,9 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from gateway.access import Access
-from gateway.app import make_app
-from gateway.config import Key, Settings
+from kvforge.gateway.access import Access
+from kvforge.gateway.app import make_app
+from kvforge.gateway.config import Key, Settings
 from kvforge.protocol.tables import TablesWriter
 
 

@@ -16,12 +16,12 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from gateway.metrics.exposition import GATEWAY, names_of
-from gateway.metrics.routes import Source, routes
-from gateway.metrics.service import SERVICE
-from gateway.metrics.shared import Counts
-from gateway.metrics.told import COUNTER, HISTOGRAM
-from gateway.metrics.vllm import VLLM
+from kvforge.gateway.metrics.exposition import GATEWAY, names_of
+from kvforge.gateway.metrics.routes import Source, routes
+from kvforge.gateway.metrics.service import SERVICE
+from kvforge.gateway.metrics.shared import Counts
+from kvforge.gateway.metrics.told import COUNTER, HISTOGRAM
+from kvforge.gateway.metrics.vllm import VLLM
 from kvforge.protocol.errors import NotAllowed
 from kvforge.protocol.meters import GAP, HIT, RUNNING, Facts
 from kvforge.protocol.tables import TablesWriter

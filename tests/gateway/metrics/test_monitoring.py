@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.metrics.exposition import GATEWAY, names_of
-from gateway.metrics.service import SERVICE
+from kvforge.gateway.metrics.exposition import GATEWAY, names_of
+from kvforge.gateway.metrics.service import SERVICE
 from tests.gateway.metrics import dashboard, documented
 
 FOLDER = dashboard.FILE.parent

@@ -16,8 +16,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from gateway.metrics.counting import Counting
-from gateway.metrics.shared import OPEN, RECEIVED, ROWS, SECONDS, SENT, Counts
+from kvforge.gateway.metrics.counting import Counting
+from kvforge.gateway.metrics.shared import OPEN, RECEIVED, ROWS, SECONDS, SENT, Counts
 from kvforge.protocol.errors import CapacityExceeded
 
 PATHS = ["/a", "/b"]
@@ -41,7 +41,7 @@ def test_each_request_is_counted_in_its_place() -> None:
 CHILD = """
 import sys
 from pathlib import Path
-from gateway.metrics.shared import Counts
+from kvforge.gateway.metrics.shared import Counts
 counts = Counts(["/a", "/b"], Path(sys.argv[1]))
 for _ in range(3):
     counts.began()

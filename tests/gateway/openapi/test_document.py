@@ -13,12 +13,12 @@ import pytest
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from gateway.access import Access
-from gateway.app import make_app
-from gateway.config import Settings
-from gateway.http.fields import Reader
-from gateway.openapi.document import document
-from gateway.openapi.operations import OPERATIONS
+from kvforge.gateway.access import Access
+from kvforge.gateway.app import make_app
+from kvforge.gateway.config import Settings
+from kvforge.gateway.http.fields import Reader
+from kvforge.gateway.openapi.document import document
+from kvforge.gateway.openapi.operations import OPERATIONS
 
 DOCUMENT = document()
 

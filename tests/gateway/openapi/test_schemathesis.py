@@ -19,10 +19,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from gateway.access import Access
-from gateway.app import make_app
-from gateway.config import Settings
-from gateway.openapi.operations import OPERATIONS
+from kvforge.gateway.access import Access
+from kvforge.gateway.app import make_app
+from kvforge.gateway.config import Settings
+from kvforge.gateway.openapi.operations import OPERATIONS
 from tests.gateway.scripted import NAME, Script, application, page
 
 EXAMPLES = 12

@@ -19,9 +19,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.access.errors import Unauthenticated
-from gateway.page.routes import routes
 from kvforge import AsyncClient
+from kvforge.gateway.access.errors import Unauthenticated
+from kvforge.gateway.page.routes import routes
 from kvforge.protocol.errors import NotAllowed
 from kvforge.protocol.transport import client_endpoint
 

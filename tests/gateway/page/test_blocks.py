@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.page.blocks import BlockMap, Frame, ages
 from kvforge import BlockColumns
+from kvforge.gateway.page.blocks import BlockMap, Frame, ages
 
 COUNTS = (0, 12, 40)
 

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.page import documents
-from gateway.page.absent import GONE, Absent
-from gateway.page.board import Board
-from gateway.page.history import POINTS_MAX, History, Point
-from gateway.page.latency import ALL, WINDOW_S, Latencies
+from kvforge.gateway.page import documents
+from kvforge.gateway.page.absent import GONE, Absent
+from kvforge.gateway.page.board import Board
+from kvforge.gateway.page.history import POINTS_MAX, History, Point
+from kvforge.gateway.page.latency import ALL, WINDOW_S, Latencies
 from kvforge.protocol.messages import Health, RequestList, RequestRow, RequestStats, Stats, TenantStats, WorkerHealth
 
 

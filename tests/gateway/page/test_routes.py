@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import msgspec
 
-from gateway.page import files
 from kvforge import AsyncClient, Sampling
-from loadtest.fleet.fleet import Fleet
+from kvforge.gateway.page import files
+from kvforge.loadtest.fleet.fleet import Fleet
 from tests.gateway.page.serving import Allowed, everything, keyed, seeing, serving
 
 GREEDY = Sampling(temperature=0.0)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gateway.page import sampler
-from gateway.page.sampler import Sampler
+from kvforge.gateway.page import sampler
+from kvforge.gateway.page.sampler import Sampler
 from kvforge.protocol.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from kvforge.protocol.messages import Health, RequestList, RequestStats, Stats
 

@@ -13,7 +13,7 @@ LIMIT_S = 60.0
 
 
 def test_a_gateway_that_is_told_to_end_ends_its_pages_streams_first(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gateway", "--runtime-dir", str(tmp_path), "--port", "0"]
+    command = [sys.executable, "-m", "kvforge.gateway", "--runtime-dir", str(tmp_path), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from coordinator.core.events import WorkerGone
-from gateway.page.absent import GONE, STARTING, STARTS_AGAIN_S, Absences, Absent
-from gateway.page.view import BAD, GOOD, NOTICE, View, Waiting, summary
+from kvforge.coordinator.core.events import WorkerGone
+from kvforge.gateway.page.absent import GONE, STARTING, STARTS_AGAIN_S, Absences, Absent
+from kvforge.gateway.page.view import BAD, GOOD, NOTICE, View, Waiting, summary
 from kvforge.protocol.messages import GetHealth, Health, RequestStats, Stats, WorkerHealth
 from tests.coordinator.driver import Driver
 

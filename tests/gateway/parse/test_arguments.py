@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.chat.arguments import DEPTH_MAX, UNPARSED, ObjectText, object_of
+from kvforge.gateway.chat.arguments import DEPTH_MAX, UNPARSED, ObjectText, object_of
 
 from .written import WAYS, events_of, joined
 

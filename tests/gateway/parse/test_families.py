@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.parse import choose
+from kvforge.gateway.parse import choose
 
 from .test_rules import read
 

@@ -12,8 +12,8 @@ import llguidance.numpy
 import pytest
 from llguidance import LLMatcher
 
-from gateway.parse.formats import FORMATS
-from gateway.parse.grammars import WRITTEN, Shaped, after_reasoning, calls_grammar
+from kvforge.gateway.parse.formats import FORMATS
+from kvforge.gateway.parse.grammars import WRITTEN, Shaped, after_reasoning, calls_grammar
 from kvforge.protocol.errors import InvalidRequest
 from tests.gateway.scripted import SPECIAL, tokenizer
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionChunk
 
-from gateway.openai.chat import delta_of
-from gateway.parse import choose
-from gateway.parse.formats import FORMATS
+from kvforge.gateway.openai.chat import delta_of
+from kvforge.gateway.parse import choose
+from kvforge.gateway.parse.formats import FORMATS
 from kvforge.protocol.errors import InvalidConfiguration
 
 from .written import TOOLS, WAYS, Call, events_of, joined
@@ -160,7 +160,7 @@ def test_arguments_that_are_a_text_of_json_are_that_json() -> None:
 
 def test_work_grows_with_the_text_and_not_with_its_square() -> None:
     """Counted in characters that a reader holds: they are dropped when they are read."""
-    from gateway.parse import Parser
+    from kvforge.gateway.parse import Parser
 
     parser = Parser(FORMATS["hermes"], TOOLS)
     held = 0

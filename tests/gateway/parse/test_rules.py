@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gateway.parse import Parser, choose
-from gateway.parse.events import ToolCall
-from gateway.parse.formats import FORMATS
+from kvforge.gateway.parse import Parser, choose
+from kvforge.gateway.parse.events import ToolCall
+from kvforge.gateway.parse.formats import FORMATS
 
 from .written import TOOLS, Read, events_of, joined
 

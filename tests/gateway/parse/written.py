@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.parse import Parser
-from gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
-from gateway.parse.formats import FORMATS
+from kvforge.gateway.parse import Parser
+from kvforge.gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
+from kvforge.gateway.parse.formats import FORMATS
 
 Call = tuple[str, dict[str, Any]]
 TOOLS: dict[str, Any] = {

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gateway.config import Replica as Place
-from gateway.replicas import fleet as replicas
-from gateway.replicas.replica import Replica
 from kvforge.client.options import RequestOptions
+from kvforge.gateway.config import Replica as Place
+from kvforge.gateway.replicas import fleet as replicas
+from kvforge.gateway.replicas.replica import Replica
 from kvforge.protocol.steady_clock import monotonic
 
 ANSWER_S, LOST_S = 0.1, 0.5
@@ -45,7 +45,7 @@ def test_the_first_request_waits_until_all_have_answered(
         return SimpleNamespace(silent=(), name=None)
 
     monkeypatch.setattr(Replica, "_look", look)
-    monkeypatch.setattr("gateway.replicas.replica.LOOK_S", 0.05)
+    monkeypatch.setattr("kvforge.gateway.replicas.replica.LOOK_S", 0.05)
     monkeypatch.setattr(Replica, "ready", property(lambda self: not self.reason))
     monkeypatch.setattr(replicas, "ask_and_choose", choose)
 
@@ -73,7 +73,7 @@ def test_it_is_patient_as_long_as_nobody_is_given_up(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Replica, "_look", look)
     monkeypatch.setattr(Replica, "ready", property(lambda _: there))
-    monkeypatch.setattr("gateway.replicas.replica.LOOK_S", 0.02)
+    monkeypatch.setattr("kvforge.gateway.replicas.replica.LOOK_S", 0.02)
 
     async def test() -> None:
         nonlocal there

@@ -9,13 +9,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from gateway.config import Replica as Place
-from gateway.config import Settings
-from gateway.replicas import work
-from gateway.replicas.replica import Replica
-from gateway.replicas.work import Work, seeded
 from kvforge import Sampling
 from kvforge.client.options import RequestOptions
+from kvforge.gateway.config import Replica as Place
+from kvforge.gateway.config import Settings
+from kvforge.gateway.replicas import work
+from kvforge.gateway.replicas.replica import Replica
+from kvforge.gateway.replicas.work import Work, seeded
 from kvforge.protocol.errors import (
     CoordinatorUnavailable,
     Draining,

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from gateway.config import Settings
+from kvforge.gateway.config import Settings
 from tests.gateway.scripted import Script, application, client
 
 ASKED = {

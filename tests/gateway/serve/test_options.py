@@ -1,4 +1,4 @@
-"""The options of `python -m gateway`, as `kvforge up` gives them, applied to its file."""
+"""The options of `python -m kvforge.gateway`, as `kvforge up` gives them, applied to its file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import Settings
-from gateway.serve.main import settings_of
+from kvforge.gateway.config import Settings
+from kvforge.gateway.serve.main import settings_of
 from kvforge.protocol.errors import InvalidConfiguration
 
 HASH = f"sha256:{64 * 'a'}"

@@ -10,8 +10,8 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from gateway.config import Settings
-from gateway.serve.protocol import protocol_of
+from kvforge.gateway.config import Settings
+from kvforge.gateway.serve.protocol import protocol_of
 
 HEAD_BYTES_MAX, WAIT_S = 2000, 20.0
 LARGE = b"x: " + b"a" * 3000 + b"\r\n"

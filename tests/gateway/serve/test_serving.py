@@ -19,8 +19,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.serve.main import main
-from loadtest.drive.own import own
+from kvforge.gateway.serve.main import main
+from kvforge.loadtest.drive.own import own
 from tests.gateway.served import Gateway
 
 pytestmark = pytest.mark.model  # for its tokenizer
@@ -34,7 +34,9 @@ ASKED = {"prompt": [1, 2, 3], "max_tokens": 4}
 def making_tokens_up(pace: int) -> Iterator[Path]:
     """The folder of a coordinator that makes tokens up: so many a second of each request; 0: all at once."""
     with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:
-        command = own("loadtest.drive.null_server", "--endpoint", f"ipc://{folder}/clients.sock", "--pace", str(pace))
+        command = own(
+            "kvforge.loadtest.drive.null_server", "--endpoint", f"ipc://{folder}/clients.sock", "--pace", str(pace)
+        )
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None and process.stdout.readline()
         yield Path(folder)
@@ -188,7 +190,7 @@ def test_streams_may_end_when_it_is_told_to(runtime: Path, tmp_path: Path) -> No
 
 def refused(*arguments: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "gateway", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "kvforge.gateway", *arguments], capture_output=True, text=True, timeout=60, check=False
     )
     return done.returncode, done.stderr
 

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from gateway.text.inline import InlineText
-from gateway.text.jobs import HEAD_BYTES, Load, TextLimits, framed
-from gateway.text.pool import TextPool
+from kvforge.gateway.text.inline import InlineText
+from kvforge.gateway.text.jobs import HEAD_BYTES, Load, TextLimits, framed
+from kvforge.gateway.text.pool import TextPool
 from kvforge.protocol.errors import (
     DeadlineExceeded,
     InvalidConfiguration,

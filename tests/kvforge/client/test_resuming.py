@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from coordinator.core.limits import Bounds
 from kvforge.client.awaited import Pending, Track
 from kvforge.client.results import finished
 from kvforge.client.session import UNANSWERED_MAX, Session
+from kvforge.coordinator.core.limits import Bounds
 from kvforge.protocol import messages as m
 from kvforge.protocol.errors import AlreadyFinished, Conflict, CoordinatorUnavailable, RequestNotFound, StateLost
 from tests.kvforge.client.test_session import accepted, end, rows, take

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.core import rights
-from gateway.access import Access
-from gateway.config import RIGHTS, Settings, load_settings
 from kvforge.commands import cli, keys
+from kvforge.coordinator.core import rights
+from kvforge.gateway.access import Access
+from kvforge.gateway.config import RIGHTS, Settings, load_settings
 from kvforge.protocol.errors import NotAllowed
 from kvforge.protocol.exits import USAGE
 

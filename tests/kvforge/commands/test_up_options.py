@@ -106,9 +106,9 @@ def test_a_device_is_seen_by_its_file(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_names_are_those_that_workers_know() -> None:
-    from worker.attention.pool import KV_DTYPES
-    from worker.loading import LOAD_FORMATS
-    from worker.loading.configuration import MODEL_DTYPES
+    from kvforge.worker.attention.pool import KV_DTYPES
+    from kvforge.worker.loading import LOAD_FORMATS
+    from kvforge.worker.loading.configuration import MODEL_DTYPES
 
     assert ("auto", *MODEL_DTYPES) == choices.DTYPES
     assert ("auto", *KV_DTYPES) == choices.KV_DTYPES
@@ -134,8 +134,8 @@ def settings(
 
 def test_every_setting_of_coordinator_and_worker_is_reached(tmp_path: Path) -> None:
     """The settings come from the structures, so that new settings are covered too."""
-    from coordinator.config import CoordinatorConfig
-    from worker.config import WorkerConfig
+    from kvforge.coordinator.config import CoordinatorConfig
+    from kvforge.worker.config import WorkerConfig
 
     whole = CoordinatorConfig()
     sections = {

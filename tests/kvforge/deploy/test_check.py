@@ -61,7 +61,7 @@ def answers(python: Path, user: Account | None, *arguments: str) -> Outcome:
 
     if "-c" in arguments:
         return Outcome(0, f"{__version__} 3.11.7\n", "")
-    return Outcome(0, json.dumps(MEANING[arguments[2]]), "")
+    return Outcome(0, json.dumps(MEANING[arguments[2].removeprefix("kvforge.")]), "")
 
 
 def bad(findings: list[Finding]) -> list[Finding]:
@@ -147,7 +147,7 @@ def test_a_rank_that_is_not_configured_is_found(places: Places, monkeypatch: pyt
 def test_what_a_role_says_of_its_file_is_passed_on(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(python: Path, user: Account | None, *arguments: str) -> Outcome:
         done = answers(python, user, *arguments)
-        return Outcome(2, "", "worker: colour: there is no such setting\n") if "worker" in arguments else done
+        return Outcome(2, "", "worker: colour: there is no such setting\n") if "kvforge.worker" in arguments else done
 
     monkeypatch.setattr(checks, "_run", refuses)
     [finding] = bad(check(places))

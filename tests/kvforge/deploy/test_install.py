@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.config import load_config as load_coordinator
 from kvforge.commands.cli import main
+from kvforge.coordinator.config import load_config as load_coordinator
 from kvforge.deploy import places as service
 from kvforge.deploy.environment import HIDDEN, Python
 from kvforge.deploy.install import Wishes, devices, install, instances, model_path, worker_file
 from kvforge.deploy.places import FILES, UNITS, Places
 from kvforge.protocol.errors import InvalidConfiguration, Unavailable
-from worker.config import load_config as load_worker
+from kvforge.worker.config import load_config as load_worker
 
 pytestmark = pytest.mark.skipif(shutil.which("systemd-sysusers") is None, reason="needs systemd's programs")
 WISHES = Wishes(("gpu0", "cpu"))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import CoordinatorConfig
 from kvforge import Sampling
+from kvforge.coordinator.config import CoordinatorConfig
 from kvforge.fleet.node.folder import LOCK, SWEPT_S, Folder, reserve
 from kvforge.fleet.node.link import Link, pair
 from kvforge.fleet.node.queue import WINDOW_S, QueueTime, begun_and_waited

@@ -28,8 +28,8 @@ def test_toml_holds_dates_as_the_gateway_reads_them() -> None:
 
 
 def test_the_children_accept_what_is_written_for_them() -> None:
-    from coordinator.config import CoordinatorConfig
-    from worker.config import WorkerConfig
+    from kvforge.coordinator.config import CoordinatorConfig
+    from kvforge.worker.config import WorkerConfig
 
     settings = Settings(
         model=Path('/a "model"'),
@@ -62,7 +62,7 @@ def test_the_cores_are_shared_out_and_a_worker_alone_counts_them_itself() -> Non
 
 
 def test_each_rank_of_a_worker_has_its_file_and_its_device() -> None:
-    from worker.config import WorkerConfig
+    from kvforge.worker.config import WorkerConfig
 
     settings = Settings(model=Path("/m"), runtime_dir=Path("/run/x"), workers=2, tensor_parallel=2)
     made = [convert(tomllib.loads(settings.worker_file(at)), WorkerConfig) for at in range(settings.processes)]

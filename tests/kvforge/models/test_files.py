@@ -252,7 +252,8 @@ def test_a_worker_says_it_before_it_imports_torch(tmp_path: Path) -> None:
     config = tmp_path / "worker.toml"
     config.write_text(f'name = "w"\nmodel = "{path}"\nruntime_dir = "{tmp_path}"\n')
     # Importing the loop, and torch with it, fails.
-    program = "import sys; sys.modules['worker.step.loop'] = None; from worker.__main__ import main; sys.exit(main())"
+    program = "import sys; sys.modules['kvforge.worker.step.loop'] = None; "
+    program += "from kvforge.worker.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "--config", str(config)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 3, ran.stderr

@@ -10,9 +10,9 @@ from time import monotonic
 import numpy as np
 
 from kvforge import AsyncClient, Sampling
+from kvforge.loadtest.drive.outcome import FAILED, FINISHED, Outcome
+from kvforge.loadtest.load.workload import ALL, NO_TOKENS, FloatArray, Session, Turn, prompt
 from kvforge.protocol.errors import KvforgeError
-from loadtest.drive.outcome import FAILED, FINISHED, Outcome
-from loadtest.load.workload import ALL, NO_TOKENS, FloatArray, Session, Turn, prompt
 
 VOCAB = 200
 TIMEOUT_S = 60.0

@@ -12,12 +12,12 @@ from time import monotonic
 import pytest
 
 from kvforge import AsyncClient
+from kvforge.loadtest.chaos.kill import Killer, Running, Strike
+from kvforge.loadtest.chaos.plan import parse
+from kvforge.loadtest.chaos.promise import check
+from kvforge.loadtest.chaos.story import story
+from kvforge.loadtest.fleet.fleet import Fleet
 from kvforge.protocol.errors import CoordinatorUnavailable, InvalidRequest
-from loadtest.chaos.kill import Killer, Running, Strike
-from loadtest.chaos.plan import parse
-from loadtest.chaos.promise import check
-from loadtest.chaos.story import story
-from loadtest.fleet.fleet import Fleet
 from tests.loadtest.chaos.sessions import Sessions, draw, drive
 
 LOAD = Sessions(6, 3, output_tokens=200)

@@ -6,8 +6,8 @@ from itertools import islice
 
 import pytest
 
+from kvforge.loadtest.chaos.plan import Kill, parse, schedule
 from kvforge.protocol.errors import InvalidRequest
-from loadtest.chaos.plan import Kill, parse, schedule
 
 
 def test_several_are_named_at_once_or_one_by_one() -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kvforge import AsyncClient, Finished
+from kvforge.loadtest.chaos.promise import NO_TOKEN, Promise, check
+from kvforge.loadtest.drive.outcome import FAILED, INTERRUPTED, REFUSED, TIMED_OUT, Outcome
 from kvforge.protocol.errors import WorkerError
 from kvforge.protocol.messages import Timings
-from loadtest.chaos.promise import NO_TOKEN, Promise, check
-from loadtest.drive.outcome import FAILED, INTERRUPTED, REFUSED, TIMED_OUT, Outcome
 from tests.loadtest.chaos.sessions import Sessions, draw, drive
 
 LOAD = Sessions(6, 3, output_tokens=8)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.command.main import main
+from kvforge.loadtest.command.main import main
 from tests.integration.cluster import Cluster
 from tests.integration.test_cluster import wait_empty
 
@@ -45,7 +45,7 @@ def measure(cluster: Cluster, folder: Path, *options: str) -> tuple[int, dict[st
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run has no pictures: what takes longest of a short one, and is seen of another."""
-    monkeypatch.setattr("loadtest.report.folder.pictures", lambda found: [])
+    monkeypatch.setattr("kvforge.loadtest.report.folder.pictures", lambda found: [])
 
 
 def errors(found: dict[str, Any]) -> dict[str, int]:
@@ -172,7 +172,7 @@ def test_what_cannot_be_run_says_why(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("loadtest.command.places.READY_S", 0.2)
+    monkeypatch.setattr("kvforge.loadtest.command.places.READY_S", 0.2)
     if not any(option in ("--endpoint", "--model") for option in options):
         options = ["--runtime-dir", str(cluster.runtime), *options]
     assert main(options) == status

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from kvforge.loadtest.drive.http import HttpOptions, HttpTarget
+from kvforge.loadtest.drive.outcome import Outcome
+from kvforge.loadtest.drive.target import Ask
+from kvforge.loadtest.load.texts import Encode
 from kvforge.protocol.messages import Int32Array
-from loadtest.drive.http import HttpOptions, HttpTarget
-from loadtest.drive.outcome import Outcome
-from loadtest.drive.target import Ask
-from loadtest.load.texts import Encode
 
 WAIT_S = 20.0
 PROMPT = np.array([5, 6, 7], np.int32)

@@ -12,9 +12,9 @@ from time import monotonic
 import numpy as np
 import pytest
 
-from loadtest.drive.coordinator import CoordinatorTarget
-from loadtest.drive.outcome import FAILED, FINISHED, INTERRUPTED, REFUSED, TIMED_OUT, Outcome
-from loadtest.drive.target import Ask
+from kvforge.loadtest.drive.coordinator import CoordinatorTarget
+from kvforge.loadtest.drive.outcome import FAILED, FINISHED, INTERRUPTED, REFUSED, TIMED_OUT, Outcome
+from kvforge.loadtest.drive.target import Ask
 from tests.kvforge.fake_coordinator import DEADLINE_S, Running
 
 

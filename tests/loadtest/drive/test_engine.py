@@ -11,11 +11,11 @@ from time import monotonic
 import numpy as np
 import pytest
 
-from loadtest.drive.engine import TICK_S, Engine
-from loadtest.drive.outcome import FAILED, FINISHED, INTERRUPTED, UNSENT, Outcome
-from loadtest.drive.plan import Plan
-from loadtest.drive.target import Ask
-from loadtest.load.workload import ALL, FloatArray, Session, Turn
+from kvforge.loadtest.drive.engine import TICK_S, Engine
+from kvforge.loadtest.drive.outcome import FAILED, FINISHED, INTERRUPTED, UNSENT, Outcome
+from kvforge.loadtest.drive.plan import Plan
+from kvforge.loadtest.drive.target import Ask
+from kvforge.loadtest.load.workload import ALL, FloatArray, Session, Turn
 
 
 @dataclass

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import uvloop
 
+from kvforge.loadtest.drive import http_connection, http_wire
+from kvforge.loadtest.drive.http import HttpOptions, HttpTarget
+from kvforge.loadtest.drive.http_words import Words
+from kvforge.loadtest.drive.outcome import FAILED, FINISHED, INTERRUPTED, REFUSED, TIMED_OUT
+from kvforge.loadtest.drive.proof import null_server
+from kvforge.loadtest.drive.spec import HTTP
 from kvforge.process.installation import install_command
 from kvforge.protocol.errors import InvalidRequest, Unavailable
-from loadtest.drive import http_connection, http_wire
-from loadtest.drive.http import HttpOptions, HttpTarget
-from loadtest.drive.http_words import Words
-from loadtest.drive.outcome import FAILED, FINISHED, INTERRUPTED, REFUSED, TIMED_OUT
-from loadtest.drive.proof import null_server
-from loadtest.drive.spec import HTTP
 
 from .raw_http import DONE, PROMPT, Engine, answering, chunked, driving, in_order, request_of, serving, stream, whole
 

@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from loadtest.drive import http_answer
-from loadtest.drive.http_answer import Answer
-from loadtest.drive.http_wire import encode, token_ids
-from loadtest.drive.outcome import FAILED, FINISHED, REFUSED, RUNNING, Outcome
+from kvforge.loadtest.drive import http_answer
+from kvforge.loadtest.drive.http_answer import Answer
+from kvforge.loadtest.drive.http_wire import encode, token_ids
+from kvforge.loadtest.drive.outcome import FAILED, FINISHED, REFUSED, RUNNING, Outcome
 
 from .raw_http import DONE, event, stream, usage
 

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
+from kvforge.loadtest.drive import http_models
+from kvforge.loadtest.drive.http_models import only_model
+from kvforge.loadtest.drive.proof import null_server
+from kvforge.loadtest.drive.spec import HTTP
 from kvforge.protocol.errors import InvalidRequest, KvforgeError, NotAllowed, ProtocolError, Unavailable
-from loadtest.drive import http_models
-from loadtest.drive.http_models import only_model
-from loadtest.drive.proof import null_server
-from loadtest.drive.spec import HTTP
 
 from .raw_http import answering, chunked, serving, whole
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvforge.loadtest.drive.http_words import Words, common_words
+from kvforge.loadtest.drive.outcome import FINISHED, Outcome
+from kvforge.loadtest.load.texts import Encode
 from kvforge.protocol.messages import Int32Array
-from loadtest.drive.http_words import Words, common_words
-from loadtest.drive.outcome import FINISHED, Outcome
-from loadtest.load.texts import Encode
 
 from .raw_http import DONE, PROMPT, chunked, driving, event, request_of, serving, usage
 

@@ -10,13 +10,13 @@ from collections import Counter
 
 import pytest
 
+from kvforge.loadtest.drive import observer, proof
+from kvforge.loadtest.drive.outcome import FINISHED, INTERRUPTED, TIMED_OUT, Measured
+from kvforge.loadtest.drive.progress import Progress
+from kvforge.loadtest.drive.proof import null_server, prove
+from kvforge.loadtest.drive.run import measure
+from kvforge.loadtest.drive.spec import HTTP, KVFORGE, RunSpec
 from kvforge.protocol.errors import CoordinatorUnavailable, InternalError, InvalidRequest, KvforgeError
-from loadtest.drive import observer, proof
-from loadtest.drive.outcome import FINISHED, INTERRUPTED, TIMED_OUT, Measured
-from loadtest.drive.progress import Progress
-from loadtest.drive.proof import null_server, prove
-from loadtest.drive.run import measure
-from loadtest.drive.spec import HTTP, KVFORGE, RunSpec
 
 TOKENS = 5
 SESSIONS = 40

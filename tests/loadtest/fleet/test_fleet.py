@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvforge import AsyncClient, AsyncRequest, Sampling
+from kvforge.loadtest.command.main import main
+from kvforge.loadtest.fleet.fleet import Fleet
 from kvforge.protocol.errors import InvalidRequest, Unavailable
 from kvforge.routing import POLICIES, PREFIX
-from loadtest.command.main import main
-from loadtest.fleet.fleet import Fleet
 
 GREEDY = Sampling(temperature=0.0)
 REQUESTS, TOKENS = 8, 300
@@ -68,7 +68,7 @@ def test_a_fleet_that_cannot_start_says_why() -> None:
 def test_several_replicas_are_chosen_from(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All requests begin alike, and come one by one: who is asked finds where they are held, who takes turns does not
     before it has been everywhere."""
-    monkeypatch.setattr("loadtest.report.folder.pictures", lambda found: [])
+    monkeypatch.setattr("kvforge.loadtest.report.folder.pictures", lambda found: [])
     command = ["--no-model", "h200-8b", "--time-scale", "0", "--blocks", "512", "--replicas", "3", "--policy", policy]
     command += ["--closed", "1", "--requests", "9", "--prefix", "64", "--input", "20", "--output", "4"]
     main([*command, "--quiet", "--no-proof", "--out", str(tmp_path)])

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvforge.loadtest.fleet.step_times import TABLES, load, names
 from kvforge.protocol.errors import InvalidRequest
-from loadtest.fleet.step_times import TABLES, load, names
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvforge.loadtest.fleet.tokens import Tokens
 from kvforge.protocol.messages import Grammar, RowStart, Sampling, Step
-from loadtest.fleet.tokens import Tokens
 
 VOCABULARY = 1000
 

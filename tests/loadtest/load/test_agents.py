@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvforge.loadtest.load.agents import common
+from kvforge.loadtest.load.build import LoadOptions, build
+from kvforge.loadtest.load.infinite import InfiniteCache
+from kvforge.loadtest.load.workload import Session, prompts
 from kvforge.protocol.errors import InvalidRequest
-from loadtest.load.agents import common
-from loadtest.load.build import LoadOptions, build
-from loadtest.load.infinite import InfiniteCache
-from loadtest.load.workload import Session, prompts
 
 
 def _request(t: float, tokens: int, out: int, runs: list[list[int]], think_time: float = 0.0) -> dict[str, Any]:

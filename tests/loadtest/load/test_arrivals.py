@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvforge.loadtest.load.arrivals import REQUESTS_MAX, Arrivals
 from kvforge.protocol.errors import InvalidRequest
-from loadtest.load.arrivals import REQUESTS_MAX, Arrivals
 
 
 @pytest.mark.parametrize("text", ["poisson:20", "gamma:20,2.5", "weibull:20,0.5", "burst:20,3", "fixed:20"])

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvforge.loadtest.load.build import CLOSED_SESSIONS, LoadOptions, build
 from kvforge.protocol.errors import InvalidRequest
-from loadtest.load.build import CLOSED_SESSIONS, LoadOptions, build
 
 POISSON = LoadOptions(
     arrivals="poisson:5", requests=40, input="10:99", output="2:8", prefix=4, tenant="a:0.7,b:0.3", seed=3
@@ -21,7 +21,8 @@ POISSON = LoadOptions(
 
 def test_another_process_builds_the_same_load_from_json() -> None:
     program = (
-        "import json,sys; from loadtest.load.build import *; load = build(LoadOptions(**json.loads(sys.argv[1])));"
+        "import json,sys; from kvforge.loadtest.load.build import *; "
+        "load = build(LoadOptions(**json.loads(sys.argv[1])));"
         "s = load.session(7); print(load.arrivals[7], s.tenant, s.turns[0].output_tokens, s.turns[0].tokens.tolist())"
     )
     told = subprocess.run(

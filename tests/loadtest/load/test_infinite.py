@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvforge.loadtest.load.infinite import InfiniteCache, infinite_share
 from kvforge.protocol.errors import InvalidRequest
-from loadtest.load.infinite import InfiniteCache, infinite_share
 
 
 def _naive(prompts: list[np.ndarray], block_size: int) -> list[int]:

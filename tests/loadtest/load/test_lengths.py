@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvforge.loadtest.load.content import cut_turn
+from kvforge.loadtest.load.lengths import Empirical, fitted, parse, scaled
 from kvforge.protocol.errors import InvalidRequest
-from loadtest.load.content import cut_turn
-from loadtest.load.lengths import Empirical, fitted, parse, scaled
 
 
 def _drawn(text: str, count: int = 20_000) -> np.ndarray:

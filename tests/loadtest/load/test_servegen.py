@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvforge.loadtest.load.build import LoadOptions, build
 from kvforge.protocol.errors import InvalidRequest
-from loadtest.load.build import LoadOptions, build
 
 RATES = """chunk,timestamp_s,rate_rps,cv,dist,arg1,arg2
 0,600,2,0.5,Gamma,1,1

@@ -8,11 +8,11 @@ import zlib
 import numpy as np
 import pytest
 
+from kvforge.loadtest.load.build import LoadOptions, build
+from kvforge.loadtest.load.files import sample_lines
+from kvforge.loadtest.load.texts import PASSAGES, QUESTIONS, Text, encoder
+from kvforge.loadtest.load.workload import ALL, prompts
 from kvforge.protocol.errors import InvalidRequest
-from loadtest.load.build import LoadOptions, build
-from loadtest.load.files import sample_lines
-from loadtest.load.texts import PASSAGES, QUESTIONS, Text, encoder
-from loadtest.load.workload import ALL, prompts
 
 VOCAB = 1000
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvforge.loadtest.load.build import LoadOptions, build
+from kvforge.loadtest.load.infinite import infinite_share
+from kvforge.loadtest.load.recorded import mooncake, spread_ticks
+from kvforge.loadtest.load.traces import NAMES, find
+from kvforge.loadtest.load.workload import prompts
 from kvforge.protocol.errors import InvalidRequest
-from loadtest.load.build import LoadOptions, build
-from loadtest.load.infinite import infinite_share
-from loadtest.load.recorded import mooncake, spread_ticks
-from loadtest.load.traces import NAMES, find
-from loadtest.load.workload import prompts
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:00:00.0000001,374,44\r\n2023-11-16 18:00:02.5,396,1\r\n"

@@ -9,17 +9,17 @@ from array import array
 import numpy as np
 import pytest
 
+from kvforge.loadtest.drive.outcome import FAILED, Measured, Outcome
+from kvforge.loadtest.measure.document import Context, document
+from kvforge.loadtest.measure.group import group
+from kvforge.loadtest.measure.objective import Objective
+from kvforge.loadtest.measure.percentiles import DIGITS, HIGHEST_US, LOWEST_US, Distribution
+from kvforge.loadtest.measure.requests import Requests
+from kvforge.loadtest.measure.server import counters, prefix
+from kvforge.loadtest.measure.span import Span, measured_span
+from kvforge.loadtest.measure.windows import interval, student95, windows
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Timings
-from loadtest.drive.outcome import FAILED, Measured, Outcome
-from loadtest.measure.document import Context, document
-from loadtest.measure.group import group
-from loadtest.measure.objective import Objective
-from loadtest.measure.percentiles import DIGITS, HIGHEST_US, LOWEST_US, Distribution
-from loadtest.measure.requests import Requests
-from loadtest.measure.server import counters, prefix
-from loadtest.measure.span import Span, measured_span
-from loadtest.measure.windows import interval, student95, windows
 from tests.loadtest.synthetic import context, finished, run, stats
 
 

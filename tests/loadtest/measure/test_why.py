@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvforge.loadtest.drive.outcome import FAILED, FINISHED, TIMED_OUT, UNSENT, Outcome
+from kvforge.loadtest.measure.tail import PHASES, breakdown, phases_s, slowest
 from kvforge.protocol.errors import CoordinatorUnavailable, RequestNotFound
 from kvforge.protocol.messages import Explanation, Timings
-from loadtest.drive.outcome import FAILED, FINISHED, TIMED_OUT, UNSENT, Outcome
-from loadtest.measure.tail import PHASES, breakdown, phases_s, slowest
 from tests.loadtest.synthetic import finished
 
 
@@ -123,7 +123,7 @@ def test_one_that_is_forgotten_keeps_its_times(error: Exception) -> None:
 
 
 def test_a_coordinator_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loadtest.measure.tail.ASK_S", 0.01)
+    monkeypatch.setattr("kvforge.loadtest.measure.tail.ASK_S", 0.01)
     found = asyncio.run(slowest(Coordinator(takes_s=60), [request(2.0, 1), request(3.0, 2)]))
     assert [one["sentence"] for one in found] == ["", ""]
 

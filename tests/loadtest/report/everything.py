@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from loadtest.measure.document import document
-from loadtest.measure.objective import Objective
-from loadtest.report import sweep as sweeping
-from loadtest.report.compare import compare
-from loadtest.report.folder import write
+from kvforge.loadtest.measure.document import document
+from kvforge.loadtest.measure.objective import Objective
+from kvforge.loadtest.report import sweep as sweeping
+from kvforge.loadtest.report.compare import compare
+from kvforge.loadtest.report.folder import write
 from tests.loadtest.synthetic import context, run
 
 PICTURES = ("throughput", "latency", "distributions", "occupancy", "slowest", "breakdown", "sweep")

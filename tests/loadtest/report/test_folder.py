@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from kvforge.loadtest.drive.outcome import INTERRUPTED, REFUSED, Measured, Outcome
+from kvforge.loadtest.measure.document import Context, document
+from kvforge.loadtest.report import sweep as sweeping
+from kvforge.loadtest.report.compare import compare
+from kvforge.loadtest.report.folder import write
+from kvforge.loadtest.report.result import encoded, read, save
 from kvforge.protocol.errors import InvalidRequest
-from loadtest.drive.outcome import INTERRUPTED, REFUSED, Measured, Outcome
-from loadtest.measure.document import Context, document
-from loadtest.report import sweep as sweeping
-from loadtest.report.compare import compare
-from loadtest.report.folder import write
-from loadtest.report.result import encoded, read, save
 from tests.loadtest.report.everything import PICTURES, write_everything
 from tests.loadtest.synthetic import context, run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from loadtest.report.progress import Progress
+from kvforge.loadtest.report.progress import Progress
 
 
 class Terminal(io.StringIO):

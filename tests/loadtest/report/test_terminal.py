@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.drive.outcome import Measured
-from loadtest.measure.document import Context, document
-from loadtest.measure.objective import Objective
-from loadtest.report.terminal import text
-from loadtest.report.words import number
+from kvforge.loadtest.drive.outcome import Measured
+from kvforge.loadtest.measure.document import Context, document
+from kvforge.loadtest.measure.objective import Objective
+from kvforge.loadtest.report.terminal import text
+from kvforge.loadtest.report.words import number
 from tests.loadtest.synthetic import context, run
 
 

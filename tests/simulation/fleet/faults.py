@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import msgspec
 
-from gateway.replicas import work
-from gateway.replicas.stream import MovingStream
+from kvforge.gateway.replicas import work
+from kvforge.gateway.replicas.stream import MovingStream
 from kvforge.routing.router import Router
 
 _FOLLOW, _CHOOSE, _SEEDED, _MOVE = MovingStream.follow, Router.choose, work.seeded, work.Work._move

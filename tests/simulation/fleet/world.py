@@ -17,10 +17,10 @@ from unittest.mock import patch
 
 import numpy as np
 
-from gateway.replicas.fleet import Fleet
-from gateway.replicas.stream import MovingStream
 from kvforge import Sampling
 from kvforge.client.options import RequestOptions
+from kvforge.gateway.replicas.fleet import Fleet
+from kvforge.gateway.replicas.stream import MovingStream
 from kvforge.protocol.errors import CapacityExceeded, Unavailable
 from kvforge.routing import seed_of
 
@@ -63,7 +63,7 @@ class SimulatedGateway:
         places = {
             name: cast(Any, SimpleNamespace(coordinator=name, server_key="", key_file="")) for name in world.replicas
         }
-        with patch("gateway.replicas.replica.AsyncClient", client):
+        with patch("kvforge.gateway.replicas.replica.AsyncClient", client):
             self.fleet = Fleet(places, answer_s=settings.answer_s, lost_s=settings.lost_s)
         self._watching = asyncio.ensure_future(self.fleet.watch())
 
@@ -104,8 +104,8 @@ class World:
     def run(self) -> None:
         """Raises Violation."""
         with (
-            patch("gateway.replicas.replica.AsyncStreams", lambda client: client),
-            patch("gateway.replicas.work.secrets.randbits", self.random("seeds").getrandbits),
+            patch("kvforge.gateway.replicas.replica.AsyncStreams", lambda client: client),
+            patch("kvforge.gateway.replicas.work.secrets.randbits", self.random("seeds").getrandbits),
         ):
             simulated(self._whole())
 

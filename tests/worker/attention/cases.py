@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from worker.attention import AttentionOptions, KvLayer, PagedAttention, PagedBatch
-from worker.attention.quantised import is_quantised
-from worker.attention.reference import write_kv
-from worker.device.device import Device
+from kvforge.worker.attention import AttentionOptions, KvLayer, PagedAttention, PagedBatch
+from kvforge.worker.attention.quantised import is_quantised
+from kvforge.worker.attention.reference import write_kv
+from kvforge.worker.device.device import Device
 
 # Largest error of attention over normally distributed K and V against float64, by the coarser dtype.
 TOLERANCE = {

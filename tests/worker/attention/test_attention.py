@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest
+from kvforge.worker.attention import AttentionOptions, KvLayer, PagedBatch, ReferenceAttention, choose_attention
+from kvforge.worker.device.device import Device
 from tests.worker.attention.cases import HEADS, STEPS, Case, compare
-from worker.attention import AttentionOptions, KvLayer, PagedBatch, ReferenceAttention, choose_attention
-from worker.device.device import Device
 
 REFERENCE = ReferenceAttention()
 QUANTISED = (torch.int8, torch.float8_e4m3fn)

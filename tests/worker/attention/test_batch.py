@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from worker.attention import PagedBatch
-from worker.attention.batch import PLANS_MAX
-from worker.device.device import Device
-from worker.device.queue import Staging
+from kvforge.worker.attention import PagedBatch
+from kvforge.worker.attention.batch import PLANS_MAX
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.queue import Staging
 
 BLOCK_SIZE, WIDTH, EXTRA = 8, 5, 2
 

@@ -11,14 +11,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from worker.attention import AttentionOptions, KvLayer
-from worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
-from worker.attention.decode_plan import STEADY_MIN, STEADY_PARTS, DecodePlanner
-from worker.attention.plan_items import DECODE_HEAD, DECODE_PART, FIELDS, named
-from worker.attention.quantised import dequantise, is_quantised, quantise
-from worker.device.device import Device, open_device
-from worker.device.target import Target
-from worker.device.targets import current_target
+from kvforge.worker.attention import AttentionOptions, KvLayer
+from kvforge.worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
+from kvforge.worker.attention.decode_plan import STEADY_MIN, STEADY_PARTS, DecodePlanner
+from kvforge.worker.attention.plan_items import DECODE_HEAD, DECODE_PART, FIELDS, named
+from kvforge.worker.attention.quantised import dequantise, is_quantised, quantise
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.device.target import Target
+from kvforge.worker.device.targets import current_target
 
 # Against dense attention over the stored numbers; the error of quantisation has its own tests.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

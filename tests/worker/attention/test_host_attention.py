@@ -10,12 +10,12 @@ import torch
 
 pytest.importorskip("numba")
 
+from kvforge.worker.attention import AttentionOptions, PagedBatch, host_attention
+from kvforge.worker.attention.host_attention import HostAttention
+from kvforge.worker.attention.host_kernels import PART
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.host_kernel import host_kernel_problem
 from tests.worker.attention.cases import HEADS, STEPS, Case, compare
-from worker.attention import AttentionOptions, PagedBatch, host_attention
-from worker.attention.host_attention import HostAttention
-from worker.attention.host_kernels import PART
-from worker.device.device import Device
-from worker.device.host_kernel import host_kernel_problem
 
 pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-import worker
+from kvforge import worker
 from kvforge.protocol.errors import InvalidConfiguration
-from worker.attention.pool import KV_DTYPES, KvGeometry, KvPool, LayerShape
-from worker.device.device import Device, open_device
+from kvforge.worker.attention.pool import KV_DTYPES, KvGeometry, KvPool, LayerShape
+from kvforge.worker.device.device import Device, open_device
 
 ONES: dict[str, Any] = {"layers": 1, "kv_heads": 1, "head_size": 1, "block_size": 1, "kv_dtype": "float32"}
 

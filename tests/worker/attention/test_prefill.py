@@ -17,16 +17,16 @@ import torch
 
 pytest.importorskip("triton")
 
+from kvforge.worker.attention.interface import AttentionOptions, KvLayer
+from kvforge.worker.attention.plan_items import FIELDS, PREFILL_TILE, named
+from kvforge.worker.attention.prefill import paged_prefill
+from kvforge.worker.attention.prefill_copy import PAGE, PAGES_MAX, copy_groups, copy_rows, plan_copies, workspace_for
+from kvforge.worker.attention.prefill_plan import packed_heads, plan_prefill, prefill_shape
+from kvforge.worker.attention.quantised import dequantise, is_quantised, quantise
+from kvforge.worker.device.device import open_device
+from kvforge.worker.device.target import Target
+from kvforge.worker.device.targets import TARGETS, current_target
 from tests.worker.kernels.launches import compiler_environment
-from worker.attention.interface import AttentionOptions, KvLayer
-from worker.attention.plan_items import FIELDS, PREFILL_TILE, named
-from worker.attention.prefill import paged_prefill
-from worker.attention.prefill_copy import PAGE, PAGES_MAX, copy_groups, copy_rows, plan_copies, workspace_for
-from worker.attention.prefill_plan import packed_heads, plan_prefill, prefill_shape
-from worker.attention.quantised import dequantise, is_quantised, quantise
-from worker.device.device import open_device
-from worker.device.target import Target
-from worker.device.targets import TARGETS, current_target
 
 F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
 # Largest relative error of a number, and of all numbers by the Euclidean norm. Numbers of the output are below 5.
@@ -311,8 +311,8 @@ COMPILE_FOR_HOPPER = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from worker.kernels.aot_attention import hopper_configurations
-from worker.device.targets import TARGETS
+from kvforge.worker.kernels.aot_attention import hopper_configurations
+from kvforge.worker.device.targets import TARGETS
 
 made = hopper_configurations(TARGETS["sm_90"])[0].specialisation
 source = GluonASTSource(made.kernel, made.types, made.constants, made.attributes)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from worker.attention.quantised import TOP, dequantise, is_quantised, quantise
+from kvforge.worker.attention.quantised import TOP, dequantise, is_quantised, quantise
 
 DTYPES = pytest.mark.parametrize("dtype", TOP, ids=["int8", "fp8"])
 

@@ -11,11 +11,11 @@ import torch
 pytest.importorskip("triton")
 
 from kvforge.protocol.errors import WorkerError
-from worker.attention import AttentionOptions, ReferenceAttention, selftest, triton_attention
-from worker.attention.plan_items import DECODE_PART, FIELDS, named
-from worker.attention.selftest import AttentionShape, self_test
-from worker.attention.triton_attention import TritonAttention, is_interpreted
-from worker.device.device import open_device
+from kvforge.worker.attention import AttentionOptions, ReferenceAttention, selftest, triton_attention
+from kvforge.worker.attention.plan_items import DECODE_PART, FIELDS, named
+from kvforge.worker.attention.selftest import AttentionShape, self_test
+from kvforge.worker.attention.triton_attention import TritonAttention, is_interpreted
+from kvforge.worker.device.device import open_device
 
 DEVICE = open_device("auto")
 pytestmark = [

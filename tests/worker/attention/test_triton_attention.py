@@ -13,16 +13,23 @@ import torch
 
 pytest.importorskip("triton")
 
+from kvforge.worker.attention import (
+    AttentionOptions,
+    KvLayer,
+    PagedBatch,
+    choose_attention,
+    prefill_copy,
+    triton_attention,
+)
+from kvforge.worker.attention.prefill import paged_prefill
+from kvforge.worker.attention.prefill_copy import PAGE, copy_rows, workspace_for
+from kvforge.worker.attention.prefill_plan import plan_prefill, prefill_shape
+from kvforge.worker.attention.reference import rotate
+from kvforge.worker.attention.triton_attention import TritonAttention, is_interpreted
+from kvforge.worker.device.device import open_device
+from kvforge.worker.device.target import Target
+from kvforge.worker.device.targets import TARGETS
 from tests.worker.attention.cases import HEADS, STEPS, Case, broken_layer, compare
-from worker.attention import AttentionOptions, KvLayer, PagedBatch, choose_attention, prefill_copy, triton_attention
-from worker.attention.prefill import paged_prefill
-from worker.attention.prefill_copy import PAGE, copy_rows, workspace_for
-from worker.attention.prefill_plan import plan_prefill, prefill_shape
-from worker.attention.reference import rotate
-from worker.attention.triton_attention import TritonAttention, is_interpreted
-from worker.device.device import open_device
-from worker.device.target import Target
-from worker.device.targets import TARGETS
 
 DEVICE = open_device("auto")
 pytestmark = [

@@ -9,15 +9,15 @@ import torch
 
 pytest.importorskip("triton")
 
+from kvforge.worker.attention import KvLayer, PagedBatch
+from kvforge.worker.attention.quantised import TOP, dequantise
+from kvforge.worker.attention.reference import rotate
+from kvforge.worker.attention.reference import write_kv as write_kv_reference
+from kvforge.worker.attention.triton_attention import TritonAttention, is_interpreted
+from kvforge.worker.attention.write import write_kv
+from kvforge.worker.device.device import open_device
+from kvforge.worker.device.targets import current_target
 from tests.worker.attention.cases import broken_layer
-from worker.attention import KvLayer, PagedBatch
-from worker.attention.quantised import TOP, dequantise
-from worker.attention.reference import rotate
-from worker.attention.reference import write_kv as write_kv_reference
-from worker.attention.triton_attention import TritonAttention, is_interpreted
-from worker.attention.write import write_kv
-from worker.device.device import open_device
-from worker.device.targets import current_target
 
 DEVICE = open_device("auto")
 pytestmark = pytest.mark.skipif(

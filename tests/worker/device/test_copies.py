@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from worker.device.device import KERNEL_COPY_MAX, open_device
-from worker.device.queue import STAGING_RING, Landing, Mark, Staging
+from kvforge.worker.device.device import KERNEL_COPY_MAX, open_device
+from kvforge.worker.device.queue import STAGING_RING, Landing, Mark, Staging
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("auto", marks=pytest.mark.gpu)])

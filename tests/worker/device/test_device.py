@@ -11,9 +11,9 @@ import torch
 
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.messages import RowStart, Sampling, Step, WorkerWelcome
-from worker.config import WorkerConfig
-from worker.device.device import open_device
-from worker.step.engine import Engine
+from kvforge.worker.config import WorkerConfig
+from kvforge.worker.device.device import open_device
+from kvforge.worker.step.engine import Engine
 
 BLOCK_SIZE, WIDTH, ROWS = 8, 4, 3
 

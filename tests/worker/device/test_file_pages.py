@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.device.device import Device
-from worker.device.file_pages import Mapping, mappings, release_library_pages
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.file_pages import Mapping, mappings, release_library_pages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/smaps is Linux's")
 

@@ -16,10 +16,10 @@ import torch
 pytest.importorskip("numba")
 
 from kvforge.models import code_cache
-from worker.device import host_kernel
-from worker.device.host_kernel import HostKernel, host_kernel_problem, part
-from worker.device.rows import load, load_any, narrow, read_any, store, widen
-from worker.device.vector import CODES, exp, read_integer, take_ticket, write_float, write_integer
+from kvforge.worker.device import host_kernel
+from kvforge.worker.device.host_kernel import HostKernel, host_kernel_problem, part
+from kvforge.worker.device.rows import load, load_any, narrow, read_any, store, widen
+from kvforge.worker.device.vector import CODES, exp, read_integer, take_ticket, write_float, write_integer
 
 pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
 

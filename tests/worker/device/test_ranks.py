@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from worker.device.device import open_device
-from worker.device.ranks import Ranks
-from worker.step.loop import _ending_at_once
+from kvforge.worker.device.device import open_device
+from kvforge.worker.device.ranks import Ranks
+from kvforge.worker.step.loop import _ending_at_once
 
 END_S = 60
 MET = """
 import atexit, logging, sys, time
 import torch.distributed as dist
 from pathlib import Path
-from worker.__main__ import leave
-from worker.device.device import open_device
-from worker.device.ranks import Ranks
+from kvforge.worker.__main__ import leave
+from kvforge.worker.device.device import open_device
+from kvforge.worker.device.ranks import Ranks
 ranks = Ranks(0, 1, open_device("cpu"))
 ranks.meet(Path(sys.argv[1]))
 ranks._backend = sys.argv[2]  # nccl: as on a GPU
@@ -50,9 +50,9 @@ import sys
 from pathlib import Path
 import torch
 from kvforge.protocol.errors import WorkerError
-from worker.__main__ import leave
-from worker.device.device import open_device
-from worker.device.ranks import Ranks
+from kvforge.worker.__main__ import leave
+from kvforge.worker.device.device import open_device
+from kvforge.worker.device.ranks import Ranks
 ranks = Ranks(int(sys.argv[2]), 2, open_device("cpu"), "gloo")
 ranks.meet(Path(sys.argv[1]))
 print("met", flush=True)
@@ -88,7 +88,7 @@ def test_memory_is_handed_over_where_all_ranks_see_it(tmp_path: Path, monkeypatc
         seen.append(subprocess.run(process, capture_output=True, text=True, check=True).stdout.strip())
         return None
 
-    monkeypatch.setattr("worker.device.ranks.Exchange", exchange)
+    monkeypatch.setattr("kvforge.worker.device.ranks.Exchange", exchange)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "own"))
     place = tmp_path / "shared"
     place.mkdir()
@@ -104,7 +104,7 @@ def test_memory_is_handed_over_where_all_ranks_see_it(tmp_path: Path, monkeypatc
 BLOCKED = """
 import ctypes, sys
 import signal
-from worker.step.loop import _ending_at_once
+from kvforge.worker.step.loop import _ending_at_once
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 with _ending_at_once():

@@ -14,13 +14,13 @@ import torch
 pytest.importorskip("triton")
 
 from kvforge.protocol.errors import InvalidConfiguration
-from worker.attention import AttentionOptions, triton_attention
-from worker.attention.selftest import AttentionShape, self_test
-from worker.attention.triton_attention import TritonAttention
-from worker.device.device import Device, open_device
-from worker.device.target import Target
-from worker.device.targets import TARGETS, check_dtypes, current_target
-from worker.loading import load
+from kvforge.worker.attention import AttentionOptions, triton_attention
+from kvforge.worker.attention.selftest import AttentionShape, self_test
+from kvforge.worker.attention.triton_attention import TritonAttention
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.device.target import Target
+from kvforge.worker.device.targets import TARGETS, check_dtypes, current_target
+from kvforge.worker.loading import load
 
 KIB = 1024
 F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn

@@ -33,15 +33,15 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from worker.device.target import Target
-from worker.device.targets import TARGETS
-from worker.kernels import aot
-from worker.kernels.aot import Compiled, Configuration, compile_one
-from worker.kernels.registry import KERNELS
+from kvforge.worker.device.target import Target
+from kvforge.worker.device.targets import TARGETS
+from kvforge.worker.kernels import aot
+from kvforge.worker.kernels.aot import Compiled, Configuration, compile_one
+from kvforge.worker.kernels.registry import KERNELS
 
 VERSION = "3.6.0"  # Triton's version for the files; others compile other code, within other bounds
 FOLDER = Path(__file__).parents[2] / "data" / "compiled"
-GLUON = ("worker.attention.prefill_hopper", "worker.attention.gluon_names")
+GLUON = ("kvforge.worker.attention.prefill_hopper", "kvforge.worker.attention.gluon_names")
 SHARE = 0.2  # share of each target's kernels that is verified in each run, one configuration each
 UNTIDY = "gfx950"  # compiled last: after it, Triton 3.6 uses some of its instructions for other targets as well
 READING = (aot.compile_one, aot._hip_usage, aot._cuda_usage, aot._unordered_stores)

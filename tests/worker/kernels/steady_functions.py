@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch.nn import functional
 
-from worker.kernels.partition import apply_aligned
-from worker.kernels.steady import same_bits
+from kvforge.worker.kernels.partition import apply_aligned
+from kvforge.worker.kernels.steady import same_bits
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

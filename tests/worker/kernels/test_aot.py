@@ -21,23 +21,23 @@ import torch
 
 pytest.importorskip("triton")
 
+from kvforge.worker.attention import AttentionOptions, KvLayer, decode, prefill, prefill_copy, write
+from kvforge.worker.attention.plan_items import FIELDS
+from kvforge.worker.attention.prefill_plan import prefill_shape
+from kvforge.worker.attention.quantised import is_quantised
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.target import HEAD_CLASSES, Target, TileKey
+from kvforge.worker.device.targets import TARGETS, current_target
+from kvforge.worker.kernels import aot
+from kvforge.worker.kernels.aot import Compiled, Configuration
+from kvforge.worker.kernels.aot_attention import DTYPES
+from kvforge.worker.kernels.registry import KERNELS
+from kvforge.worker.kernels.specialise import recorded
 from tests.worker.kernels.compiled import VERSION, code_of, every, fingerprint
 from tests.worker.kernels.launches import compiler_environment
-from worker.attention import AttentionOptions, KvLayer, decode, prefill, prefill_copy, write
-from worker.attention.plan_items import FIELDS
-from worker.attention.prefill_plan import prefill_shape
-from worker.attention.quantised import is_quantised
-from worker.device.device import Device
-from worker.device.target import HEAD_CLASSES, Target, TileKey
-from worker.device.targets import TARGETS, current_target
-from worker.kernels import aot
-from worker.kernels.aot import Compiled, Configuration
-from worker.kernels.aot_attention import DTYPES
-from worker.kernels.registry import KERNELS
-from worker.kernels.specialise import recorded
 
 COMPILED = [name for name, target in TARGETS.items() if target.backend != "cpu"]
-ATTENTION = [kernel for kernel in KERNELS if kernel.module.startswith("worker.attention.")]
+ATTENTION = [kernel for kernel in KERNELS if kernel.module.startswith("kvforge.worker.attention.")]
 KIB = 1024
 SHARED_KIB = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
 # Limit of a thread's private memory in bytes. gfx9 has 512 registers and needs none. RDNA has 256: too few for heads

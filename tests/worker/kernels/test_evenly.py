@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from worker.device.device import open_device
-from worker.kernels import choose_operations
-from worker.kernels.evenly import Evenly, mean_of_rows
-from worker.kernels.partition import apply_aligned
-from worker.kernels.steady import same_bits
+from kvforge.worker.device.device import open_device
+from kvforge.worker.kernels import choose_operations
+from kvforge.worker.kernels.evenly import Evenly, mean_of_rows
+from kvforge.worker.kernels.partition import apply_aligned
+from kvforge.worker.kernels.steady import same_bits
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,

@@ -12,13 +12,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from kvforge.worker.attention.triton_attention import is_interpreted
+from kvforge.worker.device.device import open_device
+from kvforge.worker.device.exchange import ATTENTION, INNER, LOGITS, PROGRAMS_MAX, Exchange, Peers
+from kvforge.worker.kernels import PlainOperations, sharing
+from kvforge.worker.kernels.exchange import add_norm_of_ranks, join_of_ranks
+from kvforge.worker.kernels.exchange_selftest import Pretended
 from tests.worker.loading.several import several
-from worker.attention.triton_attention import is_interpreted
-from worker.device.device import open_device
-from worker.device.exchange import ATTENTION, INNER, LOGITS, PROGRAMS_MAX, Exchange, Peers
-from worker.kernels import PlainOperations, sharing
-from worker.kernels.exchange import add_norm_of_ranks, join_of_ranks
-from worker.kernels.exchange_selftest import Pretended
 
 DEVICE = open_device("auto")
 PLACE = DEVICE.torch_device

@@ -12,15 +12,15 @@ import torch
 
 pytest.importorskip("numba")
 
-from worker.attention import PagedBatch
-from worker.attention.pool import KvPool
-from worker.device.device import Device
-from worker.device.host_kernel import Calls, host_kernel_problem
-from worker.kernels.host import HostOperations
-from worker.kernels.host_decoder import ROWS_MAX
-from worker.kernels.host_layers import gate
-from worker.kernels.packed import packing_problem, quantising_problem
-from worker.loading.model import LoadedModel
+from kvforge.worker.attention import PagedBatch
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.host_kernel import Calls, host_kernel_problem
+from kvforge.worker.kernels.host import HostOperations
+from kvforge.worker.kernels.host_decoder import ROWS_MAX
+from kvforge.worker.kernels.host_layers import gate
+from kvforge.worker.kernels.packed import packing_problem, quantising_problem
+from kvforge.worker.loading.model import LoadedModel
 
 pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
 BLOCK_SIZE, WIDTH, LENGTH_MAX = 4, 8, 30

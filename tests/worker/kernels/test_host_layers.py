@@ -10,13 +10,13 @@ import torch
 
 pytest.importorskip("numba")
 
+from kvforge.worker.attention import ReferenceAttention
+from kvforge.worker.attention.host_attention import HostAttention
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.host_kernel import host_kernel_problem
+from kvforge.worker.kernels import PlainOperations
+from kvforge.worker.kernels.host import HostOperations
 from tests.worker.attention.cases import Case
-from worker.attention import ReferenceAttention
-from worker.attention.host_attention import HostAttention
-from worker.device.device import Device
-from worker.device.host_kernel import host_kernel_problem
-from worker.kernels import PlainOperations
-from worker.kernels.host import HostOperations
 
 pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -39,7 +39,7 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def test_each_computes_what_plain_torch_does(
     threads: int, rows: int, width: int, dtype: torch.dtype, cpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.kernels.host.threads_for", lambda _: threads)
+    monkeypatch.setattr("kvforge.worker.kernels.host.threads_for", lambda _: threads)
     table, weight, x = random(50, width, dtype=dtype), random(width, dtype=dtype), random(rows, width, dtype=dtype)
     tokens = torch.arange(rows).remainder(50)
     heads = random(rows, 5 * width, dtype=dtype)

@@ -11,20 +11,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from worker.attention import KvLayer
-from worker.device.device import Device
-from worker.device.exchange import ATTENTION, LOGITS, PROGRAMS_MAX, Peers
-from worker.device.targets import TARGETS
-from worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, fused
-from worker.kernels.aot import Configuration
-from worker.kernels.aot_layers import RANKS
-from worker.kernels.exchange import Shared
-from worker.kernels.fused import FusedOperations
-from worker.kernels.registry import KERNELS
-from worker.kernels.specialise import recorded
+from kvforge.worker.attention import KvLayer
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.exchange import ATTENTION, LOGITS, PROGRAMS_MAX, Peers
+from kvforge.worker.device.targets import TARGETS
+from kvforge.worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, fused
+from kvforge.worker.kernels.aot import Configuration
+from kvforge.worker.kernels.aot_layers import RANKS
+from kvforge.worker.kernels.exchange import Shared
+from kvforge.worker.kernels.fused import FusedOperations
+from kvforge.worker.kernels.registry import KERNELS
+from kvforge.worker.kernels.specialise import recorded
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LAYERS = [kernel for kernel in KERNELS if kernel.module.startswith("worker.kernels.")]
+LAYERS = [kernel for kernel in KERNELS if kernel.module.startswith("kvforge.worker.kernels.")]
 # The other targets launch the same kernels as one of these.
 COMPILED = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx1100", "gfx1201")
 

@@ -13,11 +13,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvforge.protocol.errors import KernelError
-from worker.device.device import Device
-from worker.kernels import PlainOperations, choose_operations, packed
-from worker.kernels.packed import PackedOperations, PackedRows, packing_problem, stored_bytes
-from worker.loading import fusion, load
-from worker.loading.model import LoadedModel
+from kvforge.worker.device.device import Device
+from kvforge.worker.kernels import PlainOperations, choose_operations, packed
+from kvforge.worker.kernels.packed import PackedOperations, PackedRows, packing_problem, stored_bytes
+from kvforge.worker.loading import fusion, load
+from kvforge.worker.loading.model import LoadedModel
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 SHAPES = [(1, 1, 1), (1, 7, 5), (3, 97, 33), (8, 64, 64), (17, 130, 72), (100, 31, 129)]  # rows, n, k
@@ -142,7 +142,7 @@ def test_a_cpu_or_a_torch_that_cannot_serves_as_before(cpu: Device, monkeypatch:
 
     assert isinstance(choose_operations(cpu, torch.float32), PackedOperations)
     with monkeypatch.context() as patch:
-        patch.setattr("worker.device.device.host_kernel_problem", lambda: "Numba cannot be imported")
+        patch.setattr("kvforge.worker.device.device.host_kernel_problem", lambda: "Numba cannot be imported")
         assert type(choose_operations(cpu, torch.float32)) is PackedOperations
     with monkeypatch.context() as patch:
         patch.setattr(torch.backends.mkldnn, "is_available", lambda: False)

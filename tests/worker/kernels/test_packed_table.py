@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from worker.device.device import Device
-from worker.kernels import packed_table
-from worker.kernels.packed import PackedOperations, packing_problem
-from worker.kernels.packed_table import PackedTable, look_up, table_of
-from worker.loading.model import LoadedModel
+from kvforge.worker.device.device import Device
+from kvforge.worker.kernels import packed_table
+from kvforge.worker.kernels.packed import PackedOperations, packing_problem
+from kvforge.worker.kernels.packed_table import PackedTable, look_up, table_of
+from kvforge.worker.loading.model import LoadedModel
 
 CPU = Device("cpu", torch.device("cpu"), "CPU")
 DTYPES = tuple(dtype for dtype in (torch.float32, torch.bfloat16) if not packing_problem(CPU, dtype))
@@ -91,7 +91,7 @@ def test_a_tied_model_computes_what_it_did(
     found = []
     for known in (True, False):
         if not known:
-            monkeypatch.setattr("worker.loading.fusion.table_of", lambda *_: None)
+            monkeypatch.setattr("kvforge.worker.loading.fusion.table_of", lambda *_: None)
         model = tiny(model_type, dtype=name, tie_word_embeddings=True)
         assert model.fused is not None and isinstance(model.fused.table, PackedTable) == known
         embedding = model.module.get_input_embeddings()

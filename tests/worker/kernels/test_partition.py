@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from worker.kernels.partition import GELU_SERIAL_MAX, GRAIN, VECTOR_STEP, aligned_count, apply_aligned
+from kvforge.worker.kernels.partition import GELU_SERIAL_MAX, GRAIN, VECTOR_STEP, aligned_count, apply_aligned
 
 from . import steady_functions
 

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from worker.attention import KvLayer, ReferenceAttention
-from worker.attention.reference import rotate
-from worker.device.device import Device, open_device
-from worker.kernels import PlainOperations
-from worker.loading.model import LoadedModel
+from kvforge.worker.attention import KvLayer, ReferenceAttention
+from kvforge.worker.attention.reference import rotate
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.kernels import PlainOperations
+from kvforge.worker.loading.model import LoadedModel
 
 triton = pytest.importorskip("triton")
 
 from triton import knobs  # noqa: E402
 
-from worker.kernels.fused import FusedOperations  # noqa: E402 - it imports triton
-from worker.kernels.linear import LinearTiles  # noqa: E402
-from worker.kernels.project import can_project, project  # noqa: E402
+from kvforge.worker.kernels.fused import FusedOperations  # noqa: E402 - it imports triton
+from kvforge.worker.kernels.linear import LinearTiles  # noqa: E402
+from kvforge.worker.kernels.project import can_project, project  # noqa: E402
 
 interpreted = pytest.mark.skipif(not knobs.runtime.interpret, reason="only under Triton's interpreter")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

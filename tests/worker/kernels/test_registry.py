@@ -20,24 +20,24 @@ pytest.importorskip("triton")
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
-import worker
+from kvforge import worker
 from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError, WorkerError
 from kvforge.protocol.messages import WorkerWelcome
+from kvforge.worker.attention import AttentionOptions, choose_attention, selftest
+from kvforge.worker.attention.selftest import AttentionShape
+from kvforge.worker.attention.triton_attention import is_interpreted
+from kvforge.worker.config import WorkerConfig
+from kvforge.worker.device.check import require_right
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.kernels import choose_operations, registry
+from kvforge.worker.kernels.packed import quantising_problem
+from kvforge.worker.kernels.quantised import quantise_int8
+from kvforge.worker.kernels.registry import HOST_KERNELS, KERNELS, HostKernelEntry, Kernel, Serving
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.step.engine import Engine
 from tests.worker.conftest import TINY
 from tests.worker.device.test_device import BLOCK_SIZE, ROWS, WIDTH, tokens_of
-from worker.attention import AttentionOptions, choose_attention, selftest
-from worker.attention.selftest import AttentionShape
-from worker.attention.triton_attention import is_interpreted
-from worker.config import WorkerConfig
-from worker.device.check import require_right
-from worker.device.device import Device, open_device
-from worker.kernels import choose_operations, registry
-from worker.kernels.packed import quantising_problem
-from worker.kernels.quantised import quantise_int8
-from worker.kernels.registry import HOST_KERNELS, KERNELS, HostKernelEntry, Kernel, Serving
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
-from worker.step.engine import Engine
 
 DEVICE = open_device("auto")
 CPU = open_device("cpu")
@@ -52,7 +52,7 @@ SHAPE |= {"head_dim": 64, "num_hidden_layers": 1, "vocab_size": 5000}
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
     for path in PACKAGE.rglob("*.py"):
-        yield ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts), ast.parse(path.read_text())
+        yield ".".join(path.relative_to(PACKAGE.parents[1]).with_suffix("").parts), ast.parse(path.read_text())
 
 
 def jitted(tree: ast.Module) -> set[str]:
@@ -104,7 +104,7 @@ def test_every_kernel_of_the_cpu_is_declared() -> None:
     assert made == {(kernel.module, kernel.name) for kernel in HOST_KERNELS}
     for name, tree in modules():
         called = names([node.func for node in ast.walk(tree) if isinstance(node, ast.Call)])
-        assert "HostKernel" not in called or name == "worker.device.host_kernel"
+        assert "HostKernel" not in called or name == "kvforge.worker.device.host_kernel"
 
 
 def test_every_kernel_has_a_reference_without_kernels() -> None:
@@ -171,7 +171,7 @@ def serving(
     """Return a model that uses kernels for layers, attention and sampling, also where they are interpreted."""
 
     def make(model_type: str = "llama") -> Serving:
-        from worker.kernels.fused import FusedOperations
+        from kvforge.worker.kernels.fused import FusedOperations
 
         fused = loaded(model_type).fused
         assert fused is not None
@@ -202,7 +202,7 @@ def test_a_kernel_that_is_wrong_or_does_not_compile_is_refused_at_start(
     if kernel.hopper and DEVICE.architecture[0] != "sm_90":
         pytest.skip("runs on NVIDIA's Hopper only")
     started = serving(model_of(kernel))
-    if kernel.module == "worker.attention.prefill_copy":
+    if kernel.module == "kvforge.worker.attention.prefill_copy":
         started = replace(started, kv_dtype=torch.int8)
     if kernel.name == "prefill_portable" and DEVICE.architecture[0] == "sm_90":
         started = replace(started, dtype=torch.float32, kv_dtype=torch.float32)
@@ -231,7 +231,7 @@ def test_right_kernels_pass(model_type: str, serving: Callable[[str], Serving]) 
 def test_a_kernel_of_the_cpu_that_is_wrong_or_does_not_compile_is_refused_at_start(
     compiles: bool, kernel: HostKernelEntry, write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from worker.device.host_kernel import HostKernel
+    from kvforge.worker.device.host_kernel import HostKernel
 
     right = getattr(import_module(kernel.module), kernel.name)
     skipped = []
@@ -249,12 +249,12 @@ def test_a_kernel_of_the_cpu_that_is_wrong_or_does_not_compile_is_refused_at_sta
     fused = load_model(folder, load_format="dummy", dtype="float32", device=plain, block_size=8).fused
     assert fused is not None
     fused = replace(fused, operations=choose_operations(CPU, torch.float32))
-    if kernel.module == "worker.kernels.host_quantised":
+    if kernel.module == "kvforge.worker.kernels.host_quantised":
         if problem := quantising_problem(CPU, torch.float32, "int8"):
             pytest.skip(problem)
         fused = replace(fused, head=replace(fused.head, weight=quantise_int8(fused.head.weight)))
-    if kernel.module == "worker.kernels.host_tiles":
-        from worker.kernels.packed import own_product
+    if kernel.module == "kvforge.worker.kernels.host_tiles":
+        from kvforge.worker.kernels.packed import own_product
 
         if own_product(choose_operations(CPU, torch.float32).pack(torch.randn(130, 1100))) is None:  # type: ignore[attr-defined]
             pytest.skip("oneDNN's layout on this CPU is another one: the kernel does not run")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.device.device import Device
-from worker.kernels import PlainOperations, plain
-from worker.kernels.packed import PackedOperations, packing_problem, quantising_problem
-from worker.kernels.row_counts import padded, row_count
+from kvforge.worker.device.device import Device
+from kvforge.worker.kernels import PlainOperations, plain
+from kvforge.worker.kernels.packed import PackedOperations, packing_problem, quantising_problem
+from kvforge.worker.kernels.row_counts import padded, row_count
 
 ROWS_MAX = 160
 GROWTH_BYTES_MAX = 6 << 20  # compiling all row counts takes 16 MB and more

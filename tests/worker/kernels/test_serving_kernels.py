@@ -11,14 +11,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from worker.attention import AttentionOptions, KvLayer, ReferenceAttention, prefill_plan, triton_attention
-from worker.attention.prefill_plan import gluon_problem, hopper_problem, prefill_shape
-from worker.attention.triton_attention import TritonAttention
-from worker.device.device import Device
-from worker.device.targets import TARGETS
-from worker.kernels.packed import own_product
-from worker.loading.model import ForwardContext, LoadedModel
-from worker.loading.serving_kernels import serving_kernels
+from kvforge.worker.attention import AttentionOptions, KvLayer, ReferenceAttention, prefill_plan, triton_attention
+from kvforge.worker.attention.prefill_plan import gluon_problem, hopper_problem, prefill_shape
+from kvforge.worker.attention.triton_attention import TritonAttention
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.targets import TARGETS
+from kvforge.worker.kernels.packed import own_product
+from kvforge.worker.loading.model import ForwardContext, LoadedModel
+from kvforge.worker.loading.serving_kernels import serving_kernels
 
 F32, F16, BF16, I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
 HOPPER = TARGETS["sm_90"]
@@ -86,10 +86,10 @@ def test_a_model_tells_what_serves_it(tiny: Callable[..., LoadedModel], monkeypa
     assert serving_kernels(model) == others | {"layers": f"{by}, weights packed at load{between}"}
     with monkeypatch.context() as other:  # an unknown oneDNN layout for some weights
         found = iter((None, None))
-        other.setattr("worker.loading.serving_kernels.own_product", lambda each: next(found, own_product(each)))
+        other.setattr("kvforge.worker.loading.serving_kernels.own_product", lambda each: next(found, own_product(each)))
         some = "Numba in oneDNN's tiles and oneDNN" if True in ours else "oneDNN"
         assert serving_kernels(model)["layers"].startswith(f"{some}, weights packed")
-    monkeypatch.setattr("worker.loading.fusion.table_of", lambda *_: None)  # an unknown oneDNN layout
+    monkeypatch.setattr("kvforge.worker.loading.fusion.table_of", lambda *_: None)  # an unknown oneDNN layout
     wide = {"tie_word_embeddings": True, "vocab_size": 997}  # most of the model, so it is not stored twice
     head = f"{by}, weights packed at load; the head, tied to the embedding, in plain torch{between}"
     assert serving_kernels(tiny("llama", **wide))["layers"] == head

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvforge.worker.device.device import open_device
+from kvforge.worker.device.targets import TARGETS
+from kvforge.worker.kernels import SLAB, choose_operations, fused, row_counts
+from kvforge.worker.kernels.fused import FusedOperations
+from kvforge.worker.kernels.linear import FEW, choose_tiles
+from kvforge.worker.kernels.steady import same_bits, unsteady_products
+from kvforge.worker.loading.determinism import made_steady
+from kvforge.worker.loading.model import LoadedModel
 from tests.worker.step.company import wide_model
-from worker.device.device import open_device
-from worker.device.targets import TARGETS
-from worker.kernels import SLAB, choose_operations, fused, row_counts
-from worker.kernels.fused import FusedOperations
-from worker.kernels.linear import FEW, choose_tiles
-from worker.kernels.steady import same_bits, unsteady_products
-from worker.loading.determinism import made_steady
-from worker.loading.model import LoadedModel
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 64}
 ROWS_OFF = 33

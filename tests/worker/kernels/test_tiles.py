@@ -8,13 +8,13 @@ from torch.nn.functional import linear
 
 pytest.importorskip("numba")
 
-from worker.device.device import Device
-from worker.device.host_kernel import host_kernel_problem
-from worker.kernels import tiles
-from worker.kernels.host import HostOperations
-from worker.kernels.packed import EXPECTED_ROWS, Product, own_product, packing_problem
-from worker.kernels.steady import same_bits
-from worker.kernels.tiles import TICKET_ROWS, Tiles
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.host_kernel import host_kernel_problem
+from kvforge.worker.kernels import tiles
+from kvforge.worker.kernels.host import HostOperations
+from kvforge.worker.kernels.packed import EXPECTED_ROWS, Product, own_product, packing_problem
+from kvforge.worker.kernels.steady import same_bits
+from kvforge.worker.kernels.tiles import TICKET_ROWS, Tiles
 
 pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
 # n, k: full and partial tiles of 64 and of 16 rows; one block of k, a few, and a partial one.

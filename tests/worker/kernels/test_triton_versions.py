@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from kvforge.worker.attention.prefill_plan import GLUON_VERSIONS
 from tests.worker.kernels.triton_names import EITHER, GLUON, TABLE, VERSIONS, is_there, names_used
-from worker.attention.prefill_plan import GLUON_VERSIONS
 
 FOUND = json.loads(TABLE.read_text())
 

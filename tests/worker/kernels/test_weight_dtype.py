@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from kvforge.protocol.errors import InvalidConfiguration, KernelError
+from kvforge.worker.config import WorkerConfig
+from kvforge.worker.device.device import Device
+from kvforge.worker.kernels import quantised
+from kvforge.worker.kernels.packed import PackedOperations, quantising_problem, weight_kind
+from kvforge.worker.kernels.quantised import GROUP, Groups, QuantisedWeight
+from kvforge.worker.loading.gguf_groups import read_groups
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
 from tests.worker.loading.gguf_files import write_gguf
-from worker.config import WorkerConfig
-from worker.device.device import Device
-from worker.kernels import quantised
-from worker.kernels.packed import PackedOperations, quantising_problem, weight_kind
-from worker.kernels.quantised import GROUP, Groups, QuantisedWeight
-from worker.loading.gguf_groups import read_groups
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
 
 CPU = Device("cpu", torch.device("cpu"), "CPU")
 PROBLEM = quantising_problem(CPU, torch.float32, "int8") or quantising_problem(CPU, torch.float32, "int4")
@@ -172,7 +172,7 @@ def test_groups_that_are_not_the_weight_are_not_taken(
         found = read_groups(octets, type_name)
         return Groups(found.levels ^ 1, found.scales, found.lows)
 
-    monkeypatch.setattr("worker.loading.gguf_groups.read_groups", other)
+    monkeypatch.setattr("kvforge.worker.loading.gguf_groups.read_groups", other)
     model = load_model(path, dtype="float32", weight_dtype="auto", device=cpu, block_size=4)
     assert kinds_of(model) == ["int8"] * 9
 
@@ -226,7 +226,8 @@ def test_what_serves_is_compared_with_the_numbers_that_are_kept(
         PackedOperations, "quantise", lambda self, weight, *rest: made(self, weight.flip(0).contiguous(), *rest)
     )
     monkeypatch.setattr(
-        "worker.kernels.packed.PackedRows.weight", property(lambda self: self._packed.widened()[self._rows].flip(0))
+        "kvforge.worker.kernels.packed.PackedRows.weight",
+        property(lambda self: self._packed.widened()[self._rows].flip(0)),
     )
     with pytest.raises(KernelError, match=r"with quantised weights: .*differs.*; set weight_dtype = 'dtype'"):
         tiny("llama", weight_dtype="int8")

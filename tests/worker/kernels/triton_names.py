@@ -17,7 +17,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import worker
+from kvforge import worker
 
 VERSIONS = ("3.5.1", "3.6.0", "3.7.0", "3.8.0", "3.9.0")  # in torch 2.9, 2.10 and 2.11, 2.12, 2.14, 2.15
 TABLE = Path(__file__).with_suffix(".json")

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from kvforge.protocol.errors import KvforgeError
+from kvforge.worker.__main__ import leave
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.device.ranks import Ranks
+from kvforge.worker.kernels.sharing import share_memory
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
 from tests.worker.step.company import Alone, Company, Request, compare, draw
-from worker.__main__ import leave
-from worker.device.device import Device, open_device
-from worker.device.ranks import Ranks
-from worker.kernels.sharing import share_memory
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
 
 ASKED = 3
 COMPANY_TOKENS, COMPANY_ROWS = 256, 24  # limits of a step

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
-from worker.device.device import Device
-from worker.loading.load import load_model
-from worker.loading.model import BINDING, LoadedModel
+from kvforge.worker.device.device import Device
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import BINDING, LoadedModel
 
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 FOUR_LAYERS = {"num_hidden_layers": 4}

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from kvforge.protocol.errors import UnsupportedModel
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.ranks import Ranks
+from kvforge.worker.loading import build, find_source, read_config
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
 from tests.worker.conftest import TINY
-from worker.device.device import Device
-from worker.device.ranks import Ranks
-from worker.loading import build, find_source, read_config
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
 
 TEXT = {**TINY, "head_dim": 16}
 PIXTRAL = {

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from kvforge.protocol.errors import KvforgeError, UnsupportedModel
 from kvforge.protocol.exits import UNAVAILABLE, status_of
+from kvforge.worker.device.device import Device
+from kvforge.worker.loading.foreign import sentence
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
 from tests.worker.conftest import TINY
-from worker.device.device import Device
-from worker.loading.foreign import sentence
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
 
-loading = sys.modules["worker.loading.load"]
-building = sys.modules["worker.loading.build"]  # the package has a function of that name
+loading = sys.modules["kvforge.worker.loading.load"]
+building = sys.modules["kvforge.worker.loading.build"]  # the package has a function of that name
 SMALL = {**TINY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -155,7 +155,7 @@ def test_interrupting_is_no_refusal(saved: Path, cpu: Device, monkeypatch: pytes
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("worker.loading.load.verify", stop)
+    monkeypatch.setattr("kvforge.worker.loading.load.verify", stop)
     with pytest.raises(KeyboardInterrupt):
         load_model(saved, dtype="float32", device=cpu, block_size=4)
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvforge.protocol.errors import UnsupportedModel
+from kvforge.worker.device.device import Device
+from kvforge.worker.loading.load import load_model
 from tests.worker.conftest import TINY
-from worker.device.device import Device
-from worker.loading.load import load_model
 
 Weights = dict[str, torch.Tensor]
 

@@ -13,22 +13,22 @@ import pytest
 import torch
 
 from kvforge.protocol.errors import ModelNotFound, WorkerError
-from worker.attention import PagedBatch
-from worker.attention.pool import KvPool
-from worker.device.device import Device, open_device
-from worker.kernels import LayerOperations, PlainOperations
-from worker.loading import MODEL_CONFIGS, find_source, known_configs, read_config
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
+from kvforge.worker.attention import PagedBatch
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.kernels import LayerOperations, PlainOperations
+from kvforge.worker.loading import MODEL_CONFIGS, find_source, known_configs, read_config
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
 
 triton = pytest.importorskip("triton")
 
 from triton import knobs  # noqa: E402
 
-from worker.kernels.fused import FusedOperations  # noqa: E402 - it imports triton
-from worker.kernels.linear import LinearTiles, linear_parts, split_depth  # noqa: E402
-from worker.kernels.plain import sum_parts  # noqa: E402
-from worker.kernels.selftest import self_test  # noqa: E402
+from kvforge.worker.kernels.fused import FusedOperations  # noqa: E402 - it imports triton
+from kvforge.worker.kernels.linear import LinearTiles, linear_parts, split_depth  # noqa: E402
+from kvforge.worker.kernels.plain import sum_parts  # noqa: E402
+from kvforge.worker.kernels.selftest import self_test  # noqa: E402
 
 interpreted = pytest.mark.skipif(not knobs.runtime.interpret, reason="only under Triton's interpreter")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -155,7 +155,7 @@ def test_layers_that_differ_are_left_alone(
         def add_norm(self, addend: Any, residual: Any, weight: Any, epsilon: float) -> torch.Tensor:
             return super().add_norm(2 * addend, residual, weight, epsilon)
 
-    monkeypatch.setattr("worker.loading.load.choose_operations", lambda *_: Wrong())
+    monkeypatch.setattr("kvforge.worker.loading.load.choose_operations", lambda *_: Wrong())
     model = load_model(write_config("llama"), load_format="dummy", dtype="float32", device=cpu, block_size=4)
     assert model.fused is None
     assert "one operation at a time" in caplog.text

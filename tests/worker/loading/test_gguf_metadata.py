@@ -14,10 +14,10 @@ import torch
 import transformers
 
 from kvforge.protocol.errors import UnsupportedModel
+from kvforge.worker.device.device import Device
+from kvforge.worker.loading import build, find_source, read_config
 from tests.worker.conftest import TINY
 from tests.worker.loading.gguf_files import Tensors, write_gguf
-from worker.device.device import Device
-from worker.loading import build, find_source, read_config
 
 HALF = 8  # frequencies in a head of 16
 TOKENS = torch.arange(3, 103)[None] % TINY["vocab_size"]

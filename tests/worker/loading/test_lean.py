@@ -10,10 +10,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from kvforge.worker.device.device import Device
+from kvforge.worker.loading import find_source, gguf_read_once, read_config
+from kvforge.worker.loading.model import LoadedModel
 from tests.worker.loading.gguf_files import write_gguf
-from worker.device.device import Device
-from worker.loading import find_source, gguf_read_once, read_config
-from worker.loading.model import LoadedModel
 
 UNUSED = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "sympy", "scipy.optimize")
 
@@ -30,8 +30,8 @@ def test_a_load_imports_no_compiler_and_leaves_it_as_it_was(tiny: Callable[..., 
     tiny("llama").module.save_pretrained(folder)
     code = f"""
 import sys
-from worker.device.device import open_device
-from worker.loading.load import load_model
+from kvforge.worker.device.device import open_device
+from kvforge.worker.loading.load import load_model
 import torch
 
 load_model({str(folder)!r}, device=open_device("cpu"), block_size=4)
@@ -49,7 +49,7 @@ print(found, *answers, same, losses.linear_sum_assignment is not linear_sum_assi
 def test_who_asks_for_more_of_the_compiler_gets_the_real_one() -> None:
     code = """
 import sys
-from worker.loading.lean import less_of_torch
+from kvforge.worker.loading.lean import less_of_torch
 import torch
 
 def f(): pass
@@ -66,7 +66,7 @@ print(same, stood_in, compiling, sys.modules["torch._dynamo"].__file__ is not No
 def test_who_asks_about_symbols_gets_the_real_answers() -> None:
     code = """
 import sys
-from worker.loading.lean import less_of_torch
+from kvforge.worker.loading.lean import less_of_torch
 import torch
 
 with less_of_torch():
@@ -98,7 +98,7 @@ def refusing(name, package=None):
     return kept(name, package)
 
 importlib.import_module = refusing
-import worker.loading.load
+import kvforge.worker.loading.load
 import transformers
 print(refused, transformers.AttentionInterface.__name__, hasattr(sys.modules["torch._dynamo"], "__file__"))
 """
@@ -127,7 +127,7 @@ def test_a_build_for_a_gpu_has_transformers_import_what_it_wants() -> None:
 import torch
 torch.version.cuda = "13.0"
 import sys
-import worker.loading.lean as lean
+import kvforge.worker.loading.lean as lean
 
 with lean.less_of_torch():
     print(lean.ON_CPU_ALONE, getattr(sys.modules.get("torch._dynamo"), "__file__", None) is not None)

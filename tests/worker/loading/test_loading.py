@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import worker.loading.load as load_module
+import kvforge.worker.loading.load as load_module
 from kvforge.protocol.errors import InvalidConfiguration, ModelNotFound, UnsupportedModel, WorkerError
+from kvforge.worker.attention import ReferenceAttention
+from kvforge.worker.device.device import Device
+from kvforge.worker.loading import find_source, model_dtype, read_config
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
 from tests.worker.loading.gguf_files import write_gguf
-from worker.attention import ReferenceAttention
-from worker.device.device import Device
-from worker.loading import find_source, model_dtype, read_config
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
 
 
 def load(source: Path, device: Device, **keywords: object) -> LoadedModel:

@@ -11,10 +11,10 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from kvforge.worker.device.device import open_device
+from kvforge.worker.kernels.packed import quantising_problem
+from kvforge.worker.loading.load import load_model
 from tests.worker.loading.several import say, several
-from worker.device.device import open_device
-from worker.kernels.packed import quantising_problem
-from worker.loading.load import load_model
 
 BASE: dict[str, Any] = {
     "vocab_size": 256,

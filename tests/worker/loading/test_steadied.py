@@ -12,18 +12,18 @@ import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
 
+from kvforge.worker.device.device import open_device
+from kvforge.worker.kernels import choose_operations
+from kvforge.worker.kernels.experts import Experts
+from kvforge.worker.kernels.packed import PackedOperations
+from kvforge.worker.kernels.packed_table import read_from, table_of
+from kvforge.worker.kernels.plain import PlainOperations
+from kvforge.worker.loading.determinism import made_steady
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.steadied import PackedLinear, SteadyLinear, make_rows_steady
+from kvforge.worker.step.memory import weight_bytes
 from tests.worker.loading.test_architectures import ARCHITECTURES
-from worker.device.device import open_device
-from worker.kernels import choose_operations
-from worker.kernels.experts import Experts
-from worker.kernels.packed import PackedOperations
-from worker.kernels.packed_table import read_from, table_of
-from worker.kernels.plain import PlainOperations
-from worker.loading.determinism import made_steady
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
-from worker.loading.steadied import PackedLinear, SteadyLinear, make_rows_steady
-from worker.step.memory import weight_bytes
 
 FUSED = ("llama", "llama MQA", "llama yarn", "qwen2", "qwen2 windows", "qwen3", "mistral", "smollm3 without positions")
 
@@ -70,7 +70,7 @@ def test_a_model_that_cannot_be_tried_is_promised_nothing(
     def fail(*_: Any) -> None:
         raise IndexError("no layer 2")
 
-    monkeypatch.setattr("worker.loading.trial._run", fail)
+    monkeypatch.setattr("kvforge.worker.loading.trial._run", fail)
     model = tiny("phi3")
     assert model.info.determinism == f"not promised: {model.unsteady}"
     assert model.unsteady.endswith("own: a trial of a few layers failed: IndexError: no layer 2")

@@ -12,12 +12,12 @@ import torch
 import transformers
 
 from kvforge.protocol.errors import UnsupportedModel
+from kvforge.worker.device.device import Device
+from kvforge.worker.loading import verification
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
+from kvforge.worker.loading.verification import TOLERANCE, distance, in_float32
 from tests.worker.conftest import TINY
-from worker.device.device import Device
-from worker.loading import verification
-from worker.loading.load import load_model
-from worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
-from worker.loading.verification import TOLERANCE, distance, in_float32
 
 SEQUENCES = [np.random.default_rng(0).integers(0, TINY["vocab_size"], 7)]
 
@@ -55,7 +55,7 @@ def test_a_model_that_16_bits_round_hard_is_served(
     wide = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **keywords)
     theirs = distance(eager(narrow), eager(wide))
     assert theirs > TOLERANCE[dtype], "else it would be no such model"
-    with caplog.at_level("DEBUG", "worker.loading.verification"):
+    with caplog.at_level("DEBUG", "kvforge.worker.loading.verification"):
         assert load(folder, cpu, dtype=str(dtype).removeprefix("torch.")).dtype == dtype
     assert "of the largest from float32, transformers' own" in caplog.text
 

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvforge.protocol.errors import KvforgeError, UnsupportedModel
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.loading import build, find_source, fingerprint, read_config
+from kvforge.worker.loading.fingerprint import PIECE_WORDS, _on_device, _sums
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
 from tests.worker.loading.gguf_files import Tensors, write_gguf
-from worker.device.device import Device, open_device
-from worker.loading import build, find_source, fingerprint, read_config
-from worker.loading.fingerprint import PIECE_WORDS, _on_device, _sums
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
 
 Weights = dict[str, torch.Tensor]
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kvforge.protocol.messages import RowStart, Sampling
-from worker.device.device import Device
-from worker.sampling.draws import uniforms
-from worker.sampling.filters import log_normaliser, min_p_mask, most_likely_mask, top_logprobs
-from worker.sampling.sampler import SampledRows, SamplingState
+from kvforge.worker.device.device import Device
+from kvforge.worker.sampling.draws import uniforms
+from kvforge.worker.sampling.filters import log_normaliser, min_p_mask, most_likely_mask, top_logprobs
+from kvforge.worker.sampling.sampler import SampledRows, SamplingState
 
 VOCAB = 61
 
@@ -127,7 +127,7 @@ def test_a_nucleus_found_among_the_likeliest_is_that_of_the_whole_vocabulary(
     top_k, top_p = torch.zeros(40, dtype=torch.int64), torch.linspace(0.01, 0.999, 40).double()
     kept = most_likely_mask(scores, top_k, top_p, 5000)
     alone = [most_likely_mask(scores[row : row + 1], top_k[:1], top_p[row : row + 1], 5000) for row in range(40)]
-    monkeypatch.setattr("worker.sampling.filters.NARROW", 5000)  # sort all tokens
+    monkeypatch.setattr("kvforge.worker.sampling.filters.NARROW", 5000)  # sort all tokens
     assert torch.equal(kept, most_likely_mask(scores, top_k, top_p, 5000))
     assert torch.equal(torch.cat(alone), kept)
     assert (kept[:1].sum() < 1024) and (spread > 1.0 or kept[-1:].sum() > 1024)

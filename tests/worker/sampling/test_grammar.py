@@ -10,9 +10,9 @@ from llguidance import LLParserLimits, LLTokenizer
 
 from kvforge.protocol.errors import InvalidRequest, KvforgeError, WorkerError
 from kvforge.protocol.messages import NO_INT32, Grammar
+from kvforge.worker.sampling.grammar import COMPILED_MAX, Grammars
+from kvforge.worker.sampling.grammar_tokens import GrammarTokens, grammar_tokens
 from tests.worker.characters import CHARACTERS, EOS, ID_OF, characters_json, encoded, text_of
-from worker.sampling.grammar import COMPILED_MAX, Grammars
-from worker.sampling.grammar_tokens import GrammarTokens, grammar_tokens
 
 VOCAB = 131  # more than the tokenizer's 97, and no multiple of 32
 NUMBER = Grammar(kind="regex", text="-?[0-9]{1,3}")
@@ -129,7 +129,7 @@ def test_an_answer_that_the_grammar_does_not_allow_fails(grammars: Grammars) -> 
 def test_a_token_that_brings_a_grammar_to_a_limit_is_not_said_to_be_a_wrong_one(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.sampling.grammar.limits", lambda: LLParserLimits(max_items_in_row=20))
+    monkeypatch.setattr("kvforge.worker.sampling.grammar.limits", lambda: LLParserLimits(max_items_in_row=20))
     rules = "".join(f"a{i}: a{i + 1} a{i + 1} |\n" for i in range(20))
     wide = Grammar(kind="lark", text=f'start: a0\n{rules}a20: "x" |')
     begun(grammars, 0, wide)
@@ -147,7 +147,7 @@ def test_a_grammar_that_becomes_too_much_fails_alone_and_says_so(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun(grammars, 0, NUMBER)
-    monkeypatch.setattr("worker.sampling.grammar.limits", lambda: LLParserLimits(step_max_items=20))
+    monkeypatch.setattr("kvforge.worker.sampling.grammar.limits", lambda: LLParserLimits(step_max_items=20))
     begun(grammars, 1, Grammar(kind="lark", text="start: a*\na: b | c | d\nb: /x/\nc: /xy/\nd: /x[a-z]/"))
     masks, problems = np.zeros((2, grammars.words), np.int32), dict[int, KvforgeError]()
     for _ in range(50):

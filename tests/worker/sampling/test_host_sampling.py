@@ -12,9 +12,9 @@ import torch
 pytest.importorskip("numba")
 
 from kvforge.protocol.messages import RowStart, Sampling
-from worker.device.device import Device
-from worker.device.host_kernel import host_kernel_problem
-from worker.sampling.sampler import HostRows, SamplingState
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.host_kernel import host_kernel_problem
+from kvforge.worker.sampling.sampler import HostRows, SamplingState
 
 pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
 TEMPERATURES = (0.0, 0.3, 1.0, 5.0, 1e-3, 30.0)

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import NO_INT32, Grammar
 from kvforge.text.grammar import check
-from worker.sampling.grammar import Grammars
-from worker.sampling.grammar_tokens import GrammarTokens
+from kvforge.worker.sampling.grammar import Grammars
+from kvforge.worker.sampling.grammar_tokens import GrammarTokens
 
 SCHEMAS = Path(__file__).parents[2] / "data" / "json_schemas" / "schemas.jsonl.xz"
 EOS, BYTES = 0, 1  # token BYTES + n is byte n

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvforge.protocol.messages import RowStart, Sampling
-from worker.device.device import Device, open_device
-from worker.sampling.sampler import HostRows, SamplingState, unpacked
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.sampling.sampler import HostRows, SamplingState, unpacked
 
 ROWS = 6
 TEMPERATURES = (0.0, 1.0, 0.3, 0.0, 5.0, 1e-3)
@@ -62,7 +62,7 @@ def chosen(state: SamplingState, logits: torch.Tensor, masks: torch.Tensor | Non
     slots, wanted = torch.arange(ROWS, device=where), torch.ones(ROWS, dtype=torch.int64, device=where)
     packed = torch.full((3 * ROWS,), -1, dtype=torch.int32, device=where)
     if triton:
-        from worker.sampling.kernels import choose_tokens
+        from kvforge.worker.sampling.kernels import choose_tokens
 
         kept = (state.values, state.seed, state.generated, state.last_token)
         choose_tokens(logits, slots, wanted, *kept, packed, masks=masks)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvforge.protocol.messages import Sampling
-from worker.loading import Source, model_sampling
-from worker.loading.sampling_defaults import UNSAID
+from kvforge.worker.loading import Source, model_sampling
+from kvforge.worker.loading.sampling_defaults import UNSAID
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05, "eos_token_id": 2}
 

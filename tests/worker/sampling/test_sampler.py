@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvforge.protocol.messages import RowStart, Sampling
-from worker.device.device import Device
-from worker.sampling.draws import philox, splitmix64, uniforms
-from worker.sampling.sampler import NO_TOKEN, SamplingState
+from kvforge.worker.device.device import Device
+from kvforge.worker.sampling.draws import philox, splitmix64, uniforms
+from kvforge.worker.sampling.sampler import NO_TOKEN, SamplingState
 
 VOCAB = 1000
 

@@ -10,20 +10,22 @@ import pytest
 import torch
 
 from kvforge.protocol.messages import RowStart, Sampling
-from worker.device.device import Device, open_device
-from worker.sampling.sampler import HostRows, SamplingState
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.sampling.sampler import HostRows, SamplingState
 
 pytest.importorskip("triton")
 
-from worker.device import copies
-from worker.device.targets import TARGETS
-from worker.kernels import aot
-from worker.kernels.registry import KERNELS
-from worker.kernels.specialise import recorded
-from worker.sampling import kernels
+from kvforge.worker.device import copies
+from kvforge.worker.device.targets import TARGETS
+from kvforge.worker.kernels import aot
+from kvforge.worker.kernels.registry import KERNELS
+from kvforge.worker.kernels.specialise import recorded
+from kvforge.worker.sampling import kernels
 
 ROWS = 7
-SMALL = [kernel for kernel in KERNELS if kernel.module in ("worker.sampling.kernels", "worker.device.copies")]
+SMALL = [
+    kernel for kernel in KERNELS if kernel.module in ("kvforge.worker.sampling.kernels", "kvforge.worker.device.copies")
+]
 
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -23,11 +23,11 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.messages import GENERATED, RowStart, Sampling, Step
-from worker.attention.pool import KvPool
-from worker.device.device import Device, open_device
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
-from worker.step.runner import Runner
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.step.runner import Runner
 
 # Wide enough for every kind of product and attention: parts of rows, tiles of our kernels and torch's products.
 SHAPE = {

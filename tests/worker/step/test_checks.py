@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
-from worker.step import checks
-from worker.step.checks import Rows, StepLimits, bad_copies, check_rows
+from kvforge.worker.step import checks
+from kvforge.worker.step.checks import Rows, StepLimits, bad_copies, check_rows
 
 LIMITS = StepLimits(
     slots_max=20,

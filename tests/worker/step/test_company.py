@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvforge.protocol.errors import KvforgeError
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
 from tests.worker.step.company import FIELDS, Alone, Company, Request, compare, draw, wide_model
-from worker.device.device import Device, open_device
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
 
 CASES = json.loads((Path(__file__).parents[2] / "data" / "smollm2_sample.json").read_text(encoding="utf-8"))["cases"]
 NARROW = {

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvforge.protocol.messages import RowStart, Sampling, Step
-from worker.attention.pool import KvPool
-from worker.device.device import Device
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
-from worker.step.runner import Runner
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.device.device import Device
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.step.runner import Runner
 
 pytestmark = pytest.mark.model
 

@@ -9,13 +9,13 @@ import pytest
 
 from kvforge.protocol.messages import Grammar
 from kvforge.text.grammar_trials import GrammarTrials
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.sampling.grammar_tokens import GrammarTokens, grammar_tokens
+from kvforge.worker.step import shaping
 from tests.kvforge.text.test_grammar_trials import DEADLINE_S, GatedHelper, trials_of
 from tests.worker.characters import encoded, write_characters
 from tests.worker.step.test_runner import BLOCK_SIZE, PROMPTS, Bench, begin
 from tests.worker.step.test_shaping import WORD, launch, shaped
-from worker.loading.model import LoadedModel
-from worker.sampling.grammar_tokens import GrammarTokens, grammar_tokens
-from worker.step import shaping
 
 # Each mask recomputes the forced tokens: a valid grammar that takes seconds of a core.
 COSTLY = Grammar(kind="lark", text="start: a{1000}\na: /x{1000}/")

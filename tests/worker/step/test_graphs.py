@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from kvforge.protocol.messages import Sampling, Step
+from kvforge.worker.attention import ReferenceAttention
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.step.graphs import DecodeGraphs, bucket_sizes
+from kvforge.worker.step.runner import PendingStep, Runner, StepOutcome
 from tests.worker.conftest import TINY
 from tests.worker.step.test_runner import BLOCK_SIZE, begin, i4, replace_start
-from worker.attention import ReferenceAttention
-from worker.attention.pool import KvPool
-from worker.device.device import Device, open_device
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
-from worker.step.graphs import DecodeGraphs, bucket_sizes
-from worker.step.runner import PendingStep, Runner, StepOutcome
 
 SLOTS, WIDTH = 40, 8
 RNG = np.random.default_rng(5)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvforge.protocol.messages import GENERATED
-from worker.step import kinds
-from worker.step.checks import Rows
-from worker.step.kinds import by_kind, passes, told_apart
+from kvforge.worker.step import kinds
+from kvforge.worker.step.checks import Rows
+from kvforge.worker.step.kinds import by_kind, passes, told_apart
 
 
 def int32(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -30,12 +30,12 @@ from kvforge.protocol.messages import (
     WorkerWelcome,
 )
 from kvforge.protocol.notify import Watchdog
+from kvforge.worker.config import WorkerConfig
+from kvforge.worker.step import loop
+from kvforge.worker.step.loop import ANSWERS_KEPT, Worker
+from kvforge.worker.step.meter import Meter
+from kvforge.worker.step.pending import StepOutcome
 from tests.protocol.systemd_ear import Ear
-from worker.config import WorkerConfig
-from worker.step import loop
-from worker.step.loop import ANSWERS_KEPT, Worker
-from worker.step.meter import Meter
-from worker.step.pending import StepOutcome
 
 
 def outcome(*errors: RowError) -> StepOutcome:

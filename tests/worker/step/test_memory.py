@@ -12,14 +12,14 @@ import pytest
 
 from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError, KvforgeError, WorkerError
 from kvforge.protocol.messages import ErrorInfo, RowError, WorkerWelcome
+from kvforge.worker.config import CPU_KV_BYTES, WorkerConfig
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.kernels.packed import stored_bytes
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.step import memory
+from kvforge.worker.step.engine import Engine
+from kvforge.worker.step.runner import Runner
 from tests.worker.conftest import TINY
-from worker.config import CPU_KV_BYTES, WorkerConfig
-from worker.device.device import Device, open_device
-from worker.kernels.packed import stored_bytes
-from worker.loading.model import LoadedModel
-from worker.step import memory
-from worker.step.engine import Engine
-from worker.step.runner import Runner
 
 
 def welcome(**fields: int) -> WorkerWelcome:

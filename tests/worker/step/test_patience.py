@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from worker.step import patience
-from worker.step.patience import SLEEP_MS, Patience
+from kvforge.worker.step import patience
+from kvforge.worker.step.patience import SLEEP_MS, Patience
 
 MS = 1_000_000
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvforge.protocol.messages import RowStart, Sampling
+from kvforge.worker.loading.model import LoadedModel
 from tests.worker.step.test_runner import BLOCK_SIZE, PROMPTS, Bench, i4
-from worker.loading.model import LoadedModel
 
 COUNT = 10
 SAMPLINGS = {

@@ -12,9 +12,9 @@ import torch
 
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.messages import RowStart, Sampling, Step
-from worker.attention.pool import KvPool
-from worker.loading.model import LoadedModel
-from worker.step.runner import PendingStep, Runner, StepOutcome
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.step.runner import PendingStep, Runner, StepOutcome
 
 BLOCK_SIZE = 4
 
@@ -502,7 +502,7 @@ def test_the_time_of_a_step_that_waited_for_the_one_before_it_begins_when_that_o
             return self.now_ns
 
     clock = Clock()
-    monkeypatch.setattr("worker.step.runner.time", clock)
+    monkeypatch.setattr("kvforge.worker.step.runner.time", clock)
     first = launch(bench, [(0, 0, [1, 2], 1)], begins=(begin(0),))
     clock.now_ns += 1_000_000
     second = launch(bench, [(0, 2, [-1], 1)])

@@ -13,13 +13,13 @@ import torch
 
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Grammar, RowStart, Sampling
+from kvforge.worker.device.device import open_device
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.step.runner import PendingStep, StepOutcome
 from tests.worker.characters import EOS, encoded, text_of, write_characters
 from tests.worker.step.test_preemption import start
 from tests.worker.step.test_runner import BLOCK_SIZE, PROMPTS, Bench, i4
-from worker.device.device import open_device
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
-from worker.step.runner import PendingStep, StepOutcome
 
 pytestmark = pytest.mark.usefixtures("grammars_known")
 COUNT = 12

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from kvforge.worker.device.device import open_device
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.step.loop import pool_local
 from tests.worker.step.test_graphs import WIDTH, Decoding, gpu
 from tests.worker.step.test_runner import BLOCK_SIZE, PROMPTS, Bench, begin, i4
-from worker.device.device import open_device
-from worker.loading.load import load_model
-from worker.loading.model import LoadedModel
-from worker.step.loop import pool_local
 
 PROMPT = PROMPTS[0]  # 9 tokens: blocks 0 to 2 of slot 0, one token in the last
 
