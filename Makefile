@@ -72,7 +72,7 @@ docs: $(VENV)/.docs
 
 # `make amd TARGETS=gfx942` for one of them.
 amd: venv
-	$(BIN)/python -m tests.amdgcn.suite $(if $(TARGETS),--target $(TARGETS))
+	$(BIN)/python -m tools.amdgcn.suite $(if $(TARGETS),--target $(TARGETS))
 
 # Every Triton that torch's releases bring, fetched for a look at its names (1.3 GB): see
 # tests/worker/kernels/triton_names.py.

@@ -239,7 +239,7 @@ def allocations(seconds: float, bulk: int) -> float:
 
 def simulated(seeds: int) -> str:
     """The simulator's own last line for `seeds` seeds of 2,000 events on one core."""
-    command = [sys.executable, "-m", "tests.simulation", "--seeds", str(seeds), "--events", "2000", "--jobs", "1"]
+    command = [sys.executable, "-m", "tools.simulation", "--seeds", str(seeds), "--events", "2000", "--jobs", "1"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     return (run.stdout.strip() or run.stderr.strip()).splitlines()[-1].split("\r")[-1]
 

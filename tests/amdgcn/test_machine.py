@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.amdgcn.checks import Fault, Findings, Unsupported
-from tests.amdgcn.machine import Program, launch
+from tools.amdgcn.checks import Fault, Findings, Unsupported
+from tools.amdgcn.machine import Program, launch
 
 Array = npt.NDArray[Any]
 TEXT = """
@@ -137,7 +137,7 @@ def test_an_unknown_instruction_says_so_when_it_is_reached() -> None:
 
 
 def test_a_loop_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.amdgcn.machine._TURNS_MAX", 1000)
+    monkeypatch.setattr("tools.amdgcn.machine._TURNS_MAX", 1000)
     with pytest.raises(Fault, match="does not end"):
         run([".L:", "s_branch .L"])
 

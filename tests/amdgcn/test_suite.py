@@ -15,16 +15,16 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.amdgcn.suite import NAMES, WHOLE, checks
 from tests.worker.kernels.compiled import VERSION
 from tests.worker.kernels.launches import compiler_environment
+from tools.amdgcn.suite import NAMES, WHOLE, checks
 
 # Other Triton releases choose other instructions and registers, and refuse other code.
 known_triton = pytest.mark.skipif(version("triton") != VERSION, reason=f"needs the code of Triton {VERSION}")
 
 
 def run(module: str, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"tests.amdgcn.{module}", *arguments]
+    command = [sys.executable, "-m", f"tools.amdgcn.{module}", *arguments]
     environment = compiler_environment(cache)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 

@@ -14,11 +14,10 @@ import pytest
 
 from kvforge import CapacityExceeded, CoordinatorUnavailable
 from kvforge.protocol.messages import RequestInfo, RequestRow
-
-from .cases import Answer, Case, Known
-from .ledger import Ledger, Record
-from .notes import ACCEPTED, ASKED, BROKEN, CANCELLING, ENDED, FAULT, LEFT, REFUSED, UNKNOWN, Notes, Story
-from .processes import LEFT_TAKEN_UP_MAX, Absence, Processes
+from tools.chaos.cases import Answer, Case, Known
+from tools.chaos.ledger import Ledger, Record
+from tools.chaos.notes import ACCEPTED, ASKED, BROKEN, CANCELLING, ENDED, FAULT, LEFT, REFUSED, UNKNOWN, Notes, Story
+from tools.chaos.processes import LEFT_TAKEN_UP_MAX, Absence, Processes
 
 PROCESS = "p0.1"
 GREEDY = {"temperature": 0.0}

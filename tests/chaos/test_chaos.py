@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from .driver import Driver
+from tools.chaos.driver import Driver
 
 MINUTES = 1.0
 SEED = "KVFORGE_CHAOS_SEED"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from .misfortunes import COORDINATOR, KILL, STOP, TERM, draw
+from tools.chaos.misfortunes import COORDINATOR, KILL, STOP, TERM, draw
 
 WORKERS, CLIENTS = ("w0", "w1"), ("p0", "p1", "p2")
 KINDS = 18  # common kinds; each occurs once before any occurs twice

@@ -16,13 +16,12 @@ import pytest
 
 from kvforge.client.results import Token
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats
-
-from . import remains, sizes
-from .cases import Answer
-from .deeds import Doer
-from .notes import Notes, Story
-from .processes import Life, Processes
-from .sizes import Sample, Span
+from tools.chaos import remains, sizes
+from tools.chaos.cases import Answer
+from tools.chaos.deeds import Doer
+from tools.chaos.notes import Notes, Story
+from tools.chaos.processes import Life, Processes
+from tools.chaos.sizes import Sample, Span
 
 MB = 1 << 20
 HELD = "import sys; print(flush=True); sys.stdin.read()"

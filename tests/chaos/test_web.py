@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from .cases import Answer, Case, Known
-from .notes import LOST, Notes, Story
-from .tokenizer import decode, write
-from .web import Web
+from tools.chaos.cases import Answer, Case, Known
+from tools.chaos.notes import LOST, Notes, Story
+from tools.chaos.tokenizer import decode, write
+from tools.chaos.web import Web
 
 TOKENS = (40, 70, 201, 71)
 KNOWN = Known(Case(0, (5,), {"temperature": 0.0}, 4, (), 9), (Answer(TOKENS, "length"),), Answer((), "length"))

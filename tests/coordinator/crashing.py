@@ -53,7 +53,7 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from tests.coordinator.driver import GREEDY, FakeWorker, continuation, fingerprint, model_info
-from tests.limits import make_limits
+from tools.simulation.limits import make_limits
 
 BLOCKS, BLOCK_SIZE = 24, 4
 REATTACH_US = 1_000_000

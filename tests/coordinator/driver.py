@@ -74,8 +74,8 @@ from kvforge.protocol.messages import (
     WorkerHello,
     WorkerReady,
 )
-from tests.limits import make_limits
-from tests.simulation.digest import refusal_digest
+from tools.simulation.digest import refusal_digest
+from tools.simulation.limits import make_limits
 
 VOCABULARY = 1000
 BYTES_PER_BLOCK = 4096

@@ -24,7 +24,7 @@ from tests.coordinator.driver import (
     submit,
     waiting_driver,
 )
-from tests.simulation.digest import refusal_digest
+from tools.simulation.digest import refusal_digest
 
 
 def driver(client: int = 1, **limits: int) -> Driver:

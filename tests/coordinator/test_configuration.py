@@ -16,7 +16,7 @@ from kvforge.coordinator.core.limits import Quota, microseconds
 from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest
 from kvforge.protocol.messages import GetHealth, WorkerHello
 from tests.coordinator.driver import Driver, FakeWorker, model_info
-from tests.limits import SECTIONS, counts, in_core, make_limits
+from tools.simulation.limits import SECTIONS, counts, in_core, make_limits
 
 COUNTS = counts()
 IMPURE = frozenset(

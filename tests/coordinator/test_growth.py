@@ -9,7 +9,7 @@ from kvforge.coordinator.core.events import Boot, ClientCame, FromClient, FromWo
 from kvforge.coordinator.core.machine import Machine
 from kvforge.protocol.messages import Accepted, Step, StepResult, Stream, Submit, WorkerHello, WorkerReady
 from tests.coordinator.driver import GREEDY, model_info
-from tests.limits import make_limits
+from tools.simulation.limits import make_limits
 
 BLOCKS = 1_000_000
 LARGEST = make_limits(

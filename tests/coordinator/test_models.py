@@ -31,8 +31,8 @@ from kvforge.protocol.messages import Cancel, Fork, RefBlock, UnrefBlock
 from tests.coordinator.driver import Driver, FakeWorker, continuation
 from tests.coordinator.naive import NaiveBlock, NaivePool, NaiveSequences, NaiveTrie, Refused, WeakHasher
 from tests.coordinator.test_pool import Flags
-from tests.limits import make_limits
-from tests.simulation.digest import digest, refusal_digest
+from tools.simulation.digest import digest, refusal_digest
+from tools.simulation.limits import make_limits
 
 TENANTS = st.sampled_from([1, 2, 3])
 

@@ -23,8 +23,8 @@ from kvforge.protocol.errors import (
 )
 from kvforge.protocol.messages import Explain, GetBlock, RefBlock, UnrefBlock
 from tests.coordinator.conftest import MakePool
-from tests.limits import make_limits
-from tests.simulation.digest import digest
+from tools.simulation.digest import digest
+from tools.simulation.limits import make_limits
 
 
 def new_pool(count: int, base: int = 0, **quotas: Quota) -> Pool:

@@ -15,7 +15,7 @@ from kvforge.protocol.errors import InvalidRequest
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation, int32
 from tests.coordinator.naive import WeakHasher
-from tests.simulation.digest import digest
+from tools.simulation.digest import digest
 
 PROMPT = [10, 11, 12, 13, 20, 21, 22, 23, 30]
 

@@ -19,7 +19,7 @@ from kvforge.protocol.errors import QueueFull
 from kvforge.protocol.messages import Submit
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import GREEDY, Driver, continuation, int32
-from tests.limits import make_limits
+from tools.simulation.limits import make_limits
 
 
 def waiting(driver: Driver) -> list[int]:

@@ -13,7 +13,7 @@ from kvforge.coordinator.core.cache.tenants import Tenants
 from kvforge.coordinator.core.limits import Quota
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 from tests.coordinator.driver import Driver, continuation
-from tests.limits import make_limits
+from tools.simulation.limits import make_limits
 
 
 def with_quotas(blocks: int, quotas: dict[str, Quota], **limits: Any) -> Driver:

@@ -16,7 +16,7 @@ from kvforge.protocol.errors import InvalidConfiguration, NotAllowed, QueueFull,
 from kvforge.protocol.messages import Append, Cancel, CreateSequence, FinishAt, GetStats
 from tests.coordinator.driver import Driver, continuation, int32
 from tests.coordinator.net import Net, short_lived_net, until
-from tests.simulation.digest import refusal_digest
+from tools.simulation.digest import refusal_digest
 
 S_NS = 10**9
 NEVER = 1e-3  # per second: after the first, the next message is due in a quarter of an hour

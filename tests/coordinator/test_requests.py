@@ -43,8 +43,8 @@ from kvforge.protocol.messages import (
 )
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import GREEDY, Driver, FakeWorker, continuation, int32, model_info
-from tests.limits import make_limits
-from tests.simulation.digest import digest
+from tools.simulation.digest import digest
+from tools.simulation.limits import make_limits
 
 STATES = ("pending", "running", "preempted", *TERMINAL)
 EVENTS = ("schedule", "preempt", "finish", "fail", "cancel", "expire")

@@ -36,7 +36,7 @@ from tests.coordinator.driver import (
     submit,
     waiting_driver,
 )
-from tests.simulation.digest import refusal_digest
+from tools.simulation.digest import refusal_digest
 
 BACK = 50  # the number of a worker's next connection
 NOT_ENDED = 1 << 60

@@ -15,7 +15,7 @@ from kvforge.protocol.errors import (
 from kvforge.protocol.messages import Append, Cancel, Explain, Fork, GetRequest, GetSequence, GetTokens
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation, fingerprint, int32
-from tests.simulation.digest import digest
+from tools.simulation.digest import digest
 
 UNKNOWN = 4711
 

@@ -30,7 +30,7 @@ from kvforge.worker.step.link import STEP_BYTES_MAX
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
 from tests.coordinator.test_sampling import TopDriver, tops_of
-from tests.limits import make_limits
+from tools.simulation.limits import make_limits
 
 
 class Wired(Driver):

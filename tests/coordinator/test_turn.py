@@ -61,7 +61,7 @@ from kvforge.protocol.messages import (
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from tests.coordinator.journal.files import records_of
 from tests.coordinator.net import Net, fill, short_lived_net, until
-from tests.limits import make_limits
+from tools.simulation.limits import make_limits
 
 Frames = Sequence[bytes | memoryview]
 BACKLOG = 4

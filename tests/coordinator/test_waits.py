@@ -14,7 +14,7 @@ from kvforge.coordinator.core.scheduling.choice import Choice
 from kvforge.coordinator.core.waits import Event, Waits, blocks_of
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
-from tests.limits import make_limits
+from tools.simulation.limits import make_limits
 
 
 def test_a_request_starts_when_the_step_is_over_that_kept_an_idle_sequence_from_being_evicted(

@@ -8,7 +8,7 @@ from kvforge.protocol.errors import RequestNotFound, SequenceNotFound
 from kvforge.protocol.messages import GetRequest, GetSequence
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
-from tests.simulation.digest import digest
+from tools.simulation.digest import digest
 
 SECOND = 1_000_000
 TTL_US = 600 * SECOND  # default retention of finished requests

@@ -11,7 +11,7 @@ from kvforge.coordinator.core.limits import CacheLimits, Limits
 from kvforge.protocol.errors import Conflict, InvalidConfiguration
 from kvforge.protocol.messages import Refused, Step, WorkerHello
 from tests.coordinator.driver import Driver, FakeWorker, FromWorker, ToWorker, continuation, int32, model_info
-from tests.limits import make_limits
+from tools.simulation.limits import make_limits
 
 BLOCKS = 8
 SIZE = 4

@@ -19,8 +19,8 @@ import pytest
 
 from kvforge import Client
 from tests.gateway.served import Gateway
-from tests.integration.cluster import Cluster
 from tests.integration.test_conformance import CASES, SAMPLE
+from tools.cluster.cluster import Cluster
 
 pytestmark = pytest.mark.model
 

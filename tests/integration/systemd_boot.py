@@ -23,8 +23,8 @@ import transformers
 import zmq
 
 from kvforge.deploy.environment import HIDDEN
-from tests.chaos import tokenizer
-from tests.integration.running import tiny_model
+from tools.chaos import tokenizer
+from tools.cluster.running import tiny_model
 
 HERE = Path(__file__).parent
 CHECKOUT = HERE.parents[1]

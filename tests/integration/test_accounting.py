@@ -9,8 +9,8 @@ import pytest
 from kvforge import Client, Sampling
 from kvforge.protocol.errors import CapacityExceeded, InvalidRequest, QuotaExceeded, SequenceNotFound, StaleGeneration
 from kvforge.protocol.messages import PoolStats
+from tools.cluster.cluster import Cluster
 
-from .cluster import Cluster
 from .test_cluster import wait_empty
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)

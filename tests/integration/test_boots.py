@@ -7,8 +7,8 @@ import pytest
 from kvforge.protocol import codec
 from kvforge.protocol.errors import CoordinatorUnavailable, RequestNotFound, SequenceNotFound
 from kvforge.protocol.messages import Hello, Refused
+from tools.cluster.cluster import Cluster
 
-from .cluster import Cluster
 from .test_cluster import RawPeer
 
 

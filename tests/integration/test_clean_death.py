@@ -11,9 +11,9 @@ from pathlib import Path
 
 from kvforge.protocol.token import TOKEN_FILE
 from kvforge.protocol.transport import CLIENT_SOCKET, TABLES_FILE, WORKER_SOCKET
+from tools.cluster.cluster import Cluster
+from tools.cluster.running import wait_gone
 
-from .cluster import Cluster
-from .running import wait_gone
 from .test_cluster import GREEDY
 
 SERVING = {CLIENT_SOCKET, WORKER_SOCKET, TABLES_FILE, TOKEN_FILE, "coordinator.lock", "state"}

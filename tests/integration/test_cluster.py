@@ -44,8 +44,7 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.tables import TablesReader
 from kvforge.protocol.transport import TABLES_FILE, configure_dealer
-
-from .cluster import Cluster
+from tools.cluster.cluster import Cluster
 
 EMPTY_S = 30.0
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvforge import Client, Sampling
-
-from .cluster import Cluster
+from tools.cluster.cluster import Cluster
 
 pytestmark = pytest.mark.model
 

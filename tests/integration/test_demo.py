@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.running import Process, processes_of
+from tools.cluster.running import Process, processes_of
 
 pytestmark = pytest.mark.model
 

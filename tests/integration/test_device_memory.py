@@ -17,7 +17,7 @@ import torch
 
 from kvforge import Client, Sampling
 from kvforge.protocol.transport import client_endpoint
-from tests.integration.running import tiny_model, wait_gone
+from tools.cluster.running import tiny_model, wait_gone
 
 BESIDE_OTHERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
 pytestmark = [

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.running import Process, tiny_model
+from tools.cluster.running import Process, tiny_model
 
 pytest.importorskip("hatchling", reason="builds the wheel; it is in the extra dev")
 REPOSITORY = Path(__file__).parents[2]

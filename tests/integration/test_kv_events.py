@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from kvforge import Client, Sampling
-from tests.integration.cluster import Cluster
-from tests.mirror import Known, Mirror
+from tools.cluster.cluster import Cluster
+from tools.simulation.mirror import Known, Mirror
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 END = (-1).to_bytes(8, "big", signed=True)

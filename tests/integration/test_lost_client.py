@@ -13,8 +13,8 @@ from time import monotonic
 import pytest
 
 from kvforge import Client, Sampling
+from tools.cluster.cluster import Cluster
 
-from .cluster import Cluster
 from .test_cluster import wait_empty
 
 END_S = 60.0

@@ -6,8 +6,8 @@ import signal
 from operator import itemgetter
 
 from kvforge import Client, Request, Sampling
+from tools.cluster.cluster import Cluster
 
-from .cluster import Cluster
 from .test_cluster import wait_empty
 
 TOKENS, REQUESTS = 300, 6

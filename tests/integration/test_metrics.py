@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from kvforge import Sampling
 from kvforge.gateway.metrics.routes import Source, routes
-from tests.integration.cluster import Cluster
+from tools.cluster.cluster import Cluster
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 WAIT_S = 60.0

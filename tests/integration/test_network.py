@@ -24,8 +24,7 @@ from kvforge.protocol.errors import (
     RequestNotFound,
     SequenceNotFound,
 )
-
-from .cluster import END_S, READY_S, Cluster
+from tools.cluster.cluster import END_S, READY_S, Cluster
 
 LISTEN = 'listen = "tcp://127.0.0.1:0"\nlisten_workers = "tcp://127.0.0.1:0"\n'
 

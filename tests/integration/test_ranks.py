@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from kvforge import Client, Request, Sampling
+from tools.cluster.cluster import Cluster
 
-from .cluster import Cluster
 from .test_cluster import wait_empty
 
 TOKENS, REQUESTS = 120, 4

@@ -12,7 +12,7 @@ import pytest
 
 from kvforge import AsyncClient, Client, Sampling
 from tests.integration.cable import Cable
-from tests.integration.cluster import Cluster
+from tools.cluster.cluster import Cluster
 
 DEADLINE_S = 60.0
 TASKS, APPENDS, KILLS = 8, 120, 3

@@ -8,7 +8,7 @@ from time import monotonic
 import pytest
 
 from kvforge import Client, Sampling
-from tests.integration.cluster import Cluster
+from tools.cluster.cluster import Cluster
 
 DEADLINE_S = 60.0
 PROMPT = list(range(5, 45))

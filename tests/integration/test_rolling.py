@@ -11,8 +11,8 @@ from itertools import count
 
 from kvforge import Client, Sampling
 from kvforge.protocol.errors import KvforgeError
+from tools.cluster.cluster import Cluster
 
-from .cluster import Cluster
 from .mixed import Shape
 from .test_cluster import wait_empty
 from .test_thousand import answers_alone

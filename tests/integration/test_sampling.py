@@ -8,8 +8,7 @@ from kvforge import Client, InvalidRequest, Request, Sampling
 from kvforge.client import exchanges
 from kvforge.client.blocking.waiting import drive
 from kvforge.protocol.messages import Stats
-
-from .cluster import Cluster
+from tools.cluster.cluster import Cluster
 
 COUNT = 150
 EVERYTHING = Sampling(

@@ -23,8 +23,8 @@ from kvforge.protocol.errors import (
     StaleGeneration,
 )
 from kvforge.protocol.messages import Stats
+from tools.cluster.cluster import Cluster
 
-from .cluster import Cluster
 from .test_cluster import wait_empty
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)

@@ -12,8 +12,7 @@ import pytest
 from kvforge import Client, InvalidRequest, Request, Sampling
 from kvforge.protocol.errors import KvforgeError
 from tests.worker.characters import EOS, encoded, text_of, write_characters
-
-from .cluster import Cluster
+from tools.cluster.cluster import Cluster
 
 PROMPT = [5, 9, 31, 7, 7, 2, 88, 14, 3]
 PAIRS = 70

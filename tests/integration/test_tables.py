@@ -13,8 +13,8 @@ import pytest
 
 from kvforge import AsyncClient, Client, CoordinatorUnavailable, Sampling, SequenceNotFound, Tables
 from kvforge.commands import cli
+from tools.cluster.cluster import Cluster
 
-from .cluster import Cluster
 from .test_cluster import wait_empty
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)

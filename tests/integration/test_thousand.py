@@ -10,8 +10,8 @@ from collections import Counter
 
 from kvforge import AsyncClient, Client
 from kvforge.protocol.errors import AlreadyFinished
+from tools.cluster.cluster import Cluster
 
-from .cluster import Cluster
 from .mixed import Shape, shapes
 from .test_cluster import wait_empty
 

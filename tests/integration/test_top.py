@@ -22,7 +22,7 @@ from typing import Self
 import pytest
 
 from kvforge import Client, Tables
-from tests.integration.running import Process, tiny_model
+from tools.cluster.running import Process, tiny_model
 
 DEADLINE_S = 60.0
 STYLE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")

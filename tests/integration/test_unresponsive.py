@@ -9,8 +9,7 @@ from time import monotonic
 import pytest
 
 from kvforge import Client, Draining, KvforgeError, Request, Sampling
-
-from .cluster import END_S, Cluster
+from tools.cluster.cluster import END_S, Cluster
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 

@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 from kvforge import Client, CoordinatorUnavailable, Draining, KvforgeError, Request, Sampling
 from kvforge.worker.device.device import open_device
 from kvforge.worker.kernels.packed import packing_problem
-from tests.integration.running import Process, processes_of, tiny_model, wait_gone
+from tools.cluster.running import Process, processes_of, tiny_model, wait_gone
 
 READY_S = 90.0
 PIPE_BYTES, LINE_BYTES_MAX = 4096, 400

@@ -12,8 +12,8 @@ import pytest
 
 from kvforge import Client, Sampling
 from tests.coordinator.driver import continuation
+from tools.cluster.cluster import END_S, Cluster
 
-from .cluster import END_S, Cluster
 from .version_1 import VOCABULARY, Answer, Lost, Wire
 
 PROMPT = [5, 6, 7, 8, 9]

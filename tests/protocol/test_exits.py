@@ -14,7 +14,7 @@ from kvforge.protocol import errors
 from kvforge.protocol.exits import FAILED, TIMED_OUT, UNAVAILABLE, USAGE
 from kvforge.worker.__main__ import _fail
 from kvforge.worker.__main__ import main as worker
-from tests.integration.running import tiny_model
+from tools.cluster.running import tiny_model
 
 
 def test_a_wrong_setting_is_wrong_usage_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,9 +56,9 @@ from kvforge.protocol.messages import (
     WorkerHello,
     WorkerReady,
 )
-from tests.limits import make_limits
 from tests.scenarios.commands import COMMANDS
 from tests.scenarios.telling import Names, tell, tell_state
+from tools.simulation.limits import make_limits
 
 DEFAULTS: dict[str, Any] = {
     "block_size": 4,

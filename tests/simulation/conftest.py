@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.simulation.runner import collected_at_their_end
+from tools.simulation.runner import collected_at_their_end
 
 
 @pytest.fixture(autouse=True, scope="module")

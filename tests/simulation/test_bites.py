@@ -8,12 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from kvforge.coordinator.core.limits import Quota
-from tests.simulation.actions import Drawer
-from tests.simulation.draws import Draws
-from tests.simulation.faults import FAULTS, plant
-from tests.simulation.faults_of_death import FAULTS_OF_DEATH
-from tests.simulation.runner import Outcome, drawn, play, run_seed
-from tests.simulation.settings import Settings, with_crashes, with_ranks
+from tools.simulation.actions import Drawer
+from tools.simulation.draws import Draws
+from tools.simulation.faults import FAULTS, plant
+from tools.simulation.faults_of_death import FAULTS_OF_DEATH
+from tools.simulation.runner import Outcome, drawn, play, run_seed
+from tools.simulation.settings import Settings, with_crashes, with_ranks
 
 EVENTS = 800
 MORTAL_EVENTS = 1200

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.replay import Recording
-from tests.simulation.runner import drawn
-from tests.simulation.world import World
+from tools.simulation.replay import Recording
+from tools.simulation.runner import drawn
+from tools.simulation.world import World
 
 ROOT = Path(__file__).parents[2]
 EVENTS = 1000
@@ -31,7 +31,7 @@ def test_recorded_events_make_the_same_effects_and_the_same_state_in_another_pro
         world.close()
     world.recording.write(world.coordinator.machine, tmp_path / "events")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.simulation.replay", str(tmp_path / "events")],
+        [sys.executable, "-m", "tools.simulation.replay", str(tmp_path / "events")],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(1000 + seed)},
         capture_output=True,

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.simulation.actions import text
-from tests.simulation.digest import digest
-from tests.simulation.faults import plant
-from tests.simulation.runner import NO_LIMIT, play, run_seed, shrunk, shrunk_text, trace_seed
-from tests.simulation.settings import Settings
-from tests.simulation.shrink import shrink
+from tools.simulation.actions import text
+from tools.simulation.digest import digest
+from tools.simulation.faults import plant
+from tools.simulation.runner import NO_LIMIT, play, run_seed, shrunk, shrunk_text, trace_seed
+from tools.simulation.settings import Settings
+from tools.simulation.shrink import shrink
 
 START = int(os.environ.get("KVFORGE_SIM_START", "0"))
 SEEDS = int(os.environ.get("KVFORGE_SIM_SEEDS", "80"))
@@ -54,7 +54,7 @@ def test_a_seed_replays_exactly() -> None:
 
 
 def test_a_seed_replays_exactly_in_another_process() -> None:
-    command = [sys.executable, "-m", "tests.simulation", "--seed", str(START), "--trace", "--events", "300"]
+    command = [sys.executable, "-m", "tools.simulation", "--seed", str(START), "--trace", "--events", "300"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     told = [
         subprocess.run(

@@ -14,13 +14,13 @@ import pytest
 
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.requests.lifecycle import Request
-from tests.simulation.attributes import WATCHERS
-from tests.simulation.attributes import attributes as known
-from tests.simulation.coordinators import SimulatedCoordinator
-from tests.simulation.likeness import likeness
-from tests.simulation.runner import drawn
-from tests.simulation.snapshots import Snapshots
-from tests.simulation.world import World
+from tools.simulation.attributes import WATCHERS
+from tools.simulation.attributes import attributes as known
+from tools.simulation.coordinators import SimulatedCoordinator
+from tools.simulation.likeness import likeness
+from tools.simulation.runner import drawn
+from tools.simulation.snapshots import Snapshots
+from tools.simulation.world import World
 
 EVENTS_MAX = 1500
 NO_STATE = SimulatedCoordinator | FunctionType | BuiltinFunctionType | type
@@ -87,7 +87,7 @@ def attributes(value: Any) -> list[tuple[str, Any]]:
 
 def test_all_parts_of_a_class_have_the_same_attributes(busy: tuple[Machine, Snapshots]) -> None:
     machine, _ = busy
-    parts = [part for part in objects(machine) if type(part).__module__.startswith("coordinator.")]
+    parts = [part for part in objects(machine) if type(part).__module__.startswith("kvforge.coordinator.")]
     with_dictionary = [part for part in parts if hasattr(part, "__dict__")]
     for part in with_dictionary:
         assert vars(part).keys() - WATCHERS == known(part).keys(), type(part).__name__

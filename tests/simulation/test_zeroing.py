@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvforge.coordinator.core.cache.zeroing import Zeroing
-from tests.simulation.runner import run_seed
+from tools.simulation.runner import run_seed
 
 EVENTS = 600
 SEEDS = 12

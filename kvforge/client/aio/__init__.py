@@ -1,6 +1,6 @@
 """The client for asyncio; and the description that the blocking client is made of.
 
-`client` and `requests` say each public call once: its arguments, its types, its words. `python -m tests.kvforge.twins`
+`client` and `requests` say each public call once: its arguments, its types, its words. `python -m tools.twins`
 writes the same two files of `kvforge.client.blocking` from them, and a test fails where that was forgotten. Why files
 that are written, and not one class for both: a method that is awaited and one that is not have different types, which
 Python cannot derive from each other; so whatever is put together at runtime shows an editor, `help()` and mypy less

@@ -1,6 +1,6 @@
 """The blocking client. `client` and `requests` are made from those of `kvforge.client.aio`: change them there.
 
-python -m tests.kvforge.twins
+python -m tools.twins
 """
 
 from .client import Client

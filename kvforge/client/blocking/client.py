@@ -1,4 +1,4 @@
-"""Made of `aio/client.py` by `python -m tests.kvforge.twins`: change it there."""
+"""Made of `aio/client.py` by `python -m tools.twins`: change it there."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from kvforge.coordinator.journal.recovery import recover
-from tests.simulation.digest import state_digest
+from tools.simulation.digest import state_digest
 
 if __name__ == "__main__":
     found = recover(Path(sys.argv[1]))

@@ -21,7 +21,7 @@ from kvforge.coordinator.journal.log import SEGMENT, segments, states
 from kvforge.coordinator.journal.recovery import Recovered, recover
 from tests.coordinator.journal.files import acknowledge, records_of
 from tests.coordinator.journal.test_recovery import cut_by_a_snapshot, lived
-from tests.simulation.digest import state_digest
+from tools.simulation.digest import state_digest
 
 FOLDER = Path(__file__).parents[2] / "data" / "journal"
 SNAPSHOTS = Path(__file__).parents[2] / "data" / "snapshots"  # snapshots of this version and the previous one

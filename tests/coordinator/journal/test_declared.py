@@ -33,7 +33,7 @@ from kvforge.coordinator.journal.recovery import recover
 from kvforge.coordinator.journal.saving import saved
 from kvforge.protocol.errors import InvalidConfiguration, JournalCorrupt
 from tests.coordinator.journal.test_recovery import boot, cut_by_a_snapshot, lived
-from tests.simulation.digest import state_digest
+from tools.simulation.digest import state_digest
 
 CRC = struct.Struct("<I")
 SIZE = struct.Struct("<Q")

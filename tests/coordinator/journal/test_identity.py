@@ -15,7 +15,7 @@ from kvforge.coordinator.journal.log import Journal, remove_before, segments, st
 from kvforge.coordinator.journal.recovery import recover
 from kvforge.protocol.errors import JournalCorrupt
 from tests.coordinator.journal.files import records_of
-from tests.limits import make_limits
+from tools.simulation.limits import make_limits
 
 SMALL = make_limits(sequences_max=2, blocks_max=8, blocks_per_sequence_max=4)
 

@@ -20,7 +20,7 @@ from kvforge.protocol.errors import JournalCorrupt, MessageRefused
 from kvforge.protocol.messages import CreateSequence, GetStats, Refused, Submit
 from tests.coordinator.journal.files import records_of
 from tests.coordinator.journal.test_recovery import boot
-from tests.simulation.digest import state_digest
+from tools.simulation.digest import state_digest
 
 POISON = CreateSequence(rid=7, tokens=np.arange(5, dtype=np.int32))
 FINE = GetStats(rid=8)

@@ -32,7 +32,7 @@ from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, Jour
 from kvforge.protocol.messages import CreateSequence, Message, Submit, WorkerHello, WorkerReady
 from tests.coordinator.driver import model_info
 from tests.coordinator.journal.files import head_of, records_of
-from tests.simulation.digest import state_digest
+from tools.simulation.digest import state_digest
 
 DEADLINE_S = 60.0
 READY = WorkerReady(rid=2, model=model_info(), blocks=8, bytes_per_block=1, kv_dtype="float32", device="cpu")

@@ -14,7 +14,7 @@ from kvforge.coordinator.journal.keeping import Keeper
 from kvforge.coordinator.journal.log import Journal, remove_before
 from kvforge.coordinator.journal.recovery import Recovered
 from tests.coordinator.journal.power import LOST, NAMES_KEPT, Disk, PowerCut
-from tests.limits import make_limits
+from tools.simulation.limits import make_limits
 
 POINTS_MAX = 400
 BOOT = Boot("b" * 32, bytes(32), make_limits(sequences_max=2, blocks_max=8, blocks_per_sequence_max=4))

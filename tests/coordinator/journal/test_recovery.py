@@ -24,10 +24,10 @@ from kvforge.protocol import codec
 from kvforge.protocol.errors import InvalidConfiguration, JournalCorrupt
 from kvforge.protocol.messages import GetStats
 from tests.coordinator.journal.files import acknowledge, head_of, records_of
-from tests.limits import make_limits
-from tests.simulation.digest import state_digest
-from tests.simulation.runner import drawn
-from tests.simulation.world import World
+from tools.simulation.digest import state_digest
+from tools.simulation.limits import make_limits
+from tools.simulation.runner import drawn
+from tools.simulation.world import World
 
 ROOT = Path(__file__).parents[3]
 EVENTS = 1200

@@ -18,7 +18,7 @@ from kvforge.protocol.exits import DAMAGED, OK, USAGE
 from kvforge.protocol.messages import Message, Submit, WorkerHello, WorkerReady
 from tests.coordinator.driver import model_info
 from tests.coordinator.journal.files import records_of
-from tests.limits import make_limits
+from tools.simulation.limits import make_limits
 
 READY = WorkerReady(rid=2, model=model_info(), blocks=8, bytes_per_block=1, kv_dtype="float32", device="cpu")
 

@@ -16,8 +16,8 @@ from kvforge.coordinator.core.cache.prefix import PrefixIndex
 from kvforge.coordinator.kv_events.format import BATCH_BLOCKS_MAX, Format
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver
-from tests.mirror import DECODERS, Mirror
-from tests.simulation.digest import digest
+from tools.simulation.digest import digest
+from tools.simulation.mirror import DECODERS, Mirror
 
 PROMPT = [10, 11, 12, 13, 20, 21, 22, 23, 30]
 

@@ -11,7 +11,7 @@ from kvforge.coordinator.kv_events.settings import KvEventsSection
 from kvforge.coordinator.kv_events.stream import ANEW_S, ANSWERS_A_TURN, END, REQUESTS_MAX, STUCK_S, Asked, EventStream
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver
-from tests.mirror import Mirror
+from tools.simulation.mirror import Mirror
 
 PROMPT = [10, 11, 12, 13, 20, 21, 22, 23, 30]
 

@@ -14,7 +14,7 @@ from kvforge.gateway.text.pool import TextPool
 from kvforge.protocol.errors import InvalidConfiguration, KvforgeError
 from kvforge.protocol.messages import ModelInfo
 from kvforge.text.tokenizer import Tokenizer
-from tests.chaos import tokenizer
+from tools.chaos import tokenizer
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 

@@ -19,9 +19,9 @@ import pytest
 
 from kvforge import Client
 from kvforge.routing import seed_of
-from tests.chaos import tokenizer
 from tests.gateway.served import Gateway
-from tests.integration.cluster import Cluster
+from tools.chaos import tokenizer
+from tools.cluster.cluster import Cluster
 
 NAMES = ("a", "b", "c")
 DEADLINE_S = 60.0

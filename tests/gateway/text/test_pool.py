@@ -27,8 +27,8 @@ from kvforge.protocol.errors import (
     UnsupportedModel,
 )
 from kvforge.text.tokenizer import Tokenizer
-from tests.chaos import tokenizer
 from tests.standstill import HOUR_S, Standstill, set_forward
+from tools.chaos import tokenizer
 
 T = TypeVar("T")
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

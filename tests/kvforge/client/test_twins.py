@@ -8,7 +8,7 @@ import typing
 import pytest
 
 import kvforge
-from tests.kvforge import twins
+from tools.twins import generate as twins
 
 PAIRS = (
     (kvforge.Client, kvforge.AsyncClient),
@@ -21,7 +21,7 @@ PAIRS = (
 def test_the_blocking_client_is_what_the_description_says(name: str) -> None:
     pytest.importorskip("ruff", reason="formats the generated code; install the extra dev")
     committed = (twins.CLIENT / "blocking" / name).read_text(encoding="utf-8")
-    assert committed == twins.blocking(name), "run `python -m tests.kvforge.twins`"
+    assert committed == twins.blocking(name), "run `python -m tools.twins`"
 
 
 def calls(cls: type) -> dict[str, str]:

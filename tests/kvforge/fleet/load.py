@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import httpx
 
-from tests.integration.running import DEADLINE_S
+from tools.cluster.running import DEADLINE_S
 
 CASES, TOKENS = 6, 150
 

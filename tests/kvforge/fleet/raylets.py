@@ -23,7 +23,7 @@ from typing import Any, Self
 import msgspec
 
 from kvforge.fleet.told import Status
-from tests.integration.running import wait_gone
+from tools.cluster.running import wait_gone
 
 ROOT = Path(__file__).parents[3]
 ANSWER_S, END_S = 120.0, 60.0

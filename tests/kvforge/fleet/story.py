@@ -11,8 +11,8 @@ from pathlib import Path
 from time import monotonic
 
 from kvforge.fleet.told import READY, Seen, Status
-from tests.chaos import tokenizer
-from tests.integration.running import Process, tiny_model
+from tools.chaos import tokenizer
+from tools.cluster.running import Process, tiny_model
 
 from .load import Load
 from .raylets import RayCluster

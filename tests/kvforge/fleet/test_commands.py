@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvforge.process.installation import install_command
-from tests.integration.running import Process
+from tools.cluster.running import Process
 
 FILE = '[up]\nmodel = "m"\n'
 on_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray, the extra `ray`")

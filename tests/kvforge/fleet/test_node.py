@@ -22,7 +22,7 @@ from kvforge.fleet.told import READY, Begin, Drain, Place, Stop, Told, Use, enco
 from kvforge.protocol import keys
 from kvforge.protocol.configuration import convert
 from kvforge.protocol.errors import DeadlineExceeded, InternalError, InvalidConfiguration, Unavailable
-from tests.integration.cluster import Cluster
+from tools.cluster.cluster import Cluster
 
 BEGIN = Begin(name="a", address="127.0.0.1", text="", public="p")
 LOCAL = "127.0.0.1"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.integration.running import wait_gone
+from tools.cluster.running import wait_gone
 
 # A child that ignores signals, as during a model load or a wait for a device; it prints its id at the start.
 DEAF = """

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from kvforge.loadtest.command.main import main
-from tests.integration.cluster import Cluster
 from tests.integration.test_cluster import wait_empty
+from tools.cluster.cluster import Cluster
 
 # A queue of 4 and two rows: a burst is refused in part.
 COORDINATOR = "[limits]\nqueue_max = 4\n[schedule]\nstep_rows_max = 2\n"

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.simulation.fleet.faults import FAULTS, planted
-from tests.simulation.fleet.world import World
+from tools.simulation.fleet.faults import FAULTS, planted
+from tools.simulation.fleet.world import World
 
 START = int(os.environ.get("KVFORGE_SIM_START", "0"))
 SEEDS = int(os.environ.get("KVFORGE_FLEET_SEEDS", "16"))

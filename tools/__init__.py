@@ -1,0 +1,1 @@
+"""Tools of development: what tests and people run to break kvforge, and to generate parts of it."""

@@ -1,0 +1,63 @@
+"""Kill and stop real processes for some minutes, and check that no work is lost.
+
+    python -m tools.chaos --minutes 10 --seed 1
+
+Runs a coordinator, two workers with a tiny model, a gateway, and twenty clients in five processes, four clients over
+HTTP. A seed fixes the faults and the requests; their relative timing depends on the machine. Prints a report as JSON
+and exits with status 1 if the report has faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from kvforge.loadtest.machine import machine, versions
+
+from .driver import Driver
+from .planted import FAULTS
+
+TITLE = "chaos: requests lost, duplicated, changed or left behind while processes were killed and stopped"
+
+
+def main() -> int:
+    """Run the chaos test; return exit status 1 if it found a fault."""
+    parser = argparse.ArgumentParser(prog="python -m tools.chaos", description=__doc__)
+    parser.add_argument(
+        "--minutes", type=float, default=1.0, help="minutes of process faults; start and end add half a minute"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="also write the report to this file")
+    parser.add_argument("--quiet", action="store_true", help="do not log each process fault")
+    parser.add_argument(
+        "--plant", choices=sorted(FAULTS), default="", help="plant this bug in the product; the run must detect it"
+    )
+    parser.add_argument("--device", default="cpu", help="the workers' device: cpu, cuda, hip or auto [cpu]")
+    parser.add_argument(
+        "--dtype", default="float32", help="the workers' dtype; tokens must match for every dtype [float32]"
+    )
+    parser.add_argument(
+        "--ranks", action="store_true", help="run the worker processes as ranks of one worker (tensor parallel)"
+    )
+    options = parser.parse_args()
+    tell = _silent if options.quiet else _say
+    computing = (options.device, options.dtype)
+    report = Driver(options.minutes, options.seed, tell, options.plant, *computing, together=options.ranks).run()
+    print(json.dumps(report, indent=1))
+    if options.json is not None:
+        document = {"title": TITLE, "machine": machine(), "versions": versions(), "results": report}
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 1 if report["faults"] else 0
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def _silent(_words: str) -> None: ...
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,355 @@
+"""Driver of a chaos run: starts real processes, strikes them with faults, waits for calm, and compares the ledgers.
+
+The workload comes from client processes (`client`). The driver kills, stops, restarts and measures processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from kvforge import AsyncClient, Client, KvforgeError
+from kvforge.coordinator.journal.recovery import recover
+from kvforge.protocol.messages import Stats
+from tools.cluster.cluster import READY_S, Cluster
+
+from . import cases, misfortunes, planted, remains, sizes, tokenizer
+from .ledger import FINISHED, LIST_MAX, Ledger
+from .misfortunes import COORDINATOR, GATEWAY
+from .processes import CLIENT_END_S, Processes
+
+WORKERS = ("w0", "w1")
+CLIENTS = ("p0", "p1", "p2", "p3", "h0")  # the last process uses HTTP
+CLIENTS_EACH = 4
+BLOCKS = 128
+SILENCE_S, PEER_SILENCE_S = 2.0, 10.0
+LEASE_S = 3.0
+WAIT_S = 60.0  # timeout of every wait, far longer than any process fault
+CALM_S = 8.0  # calm at the end, so that every process is warm at the last measurement
+TEND_S, LOOK_S, MEASURE_S = 0.02, 2.0, 1.0
+LOOK_TIMEOUT_S = 5.0
+ATTACHED_AT_END = 20
+BYTES_MAX = {
+    "c": 24 << 20,
+    "g": 24 << 20,
+    "w": 64 << 20,
+    "p": 12 << 20,
+    "h": 12 << 20,
+}  # maximum memory growth of a process, by the first letter of its name
+CONFIG = f"""
+on_stop = "keep"
+[limits]
+silence_s = {SILENCE_S}
+lease_s = {LEASE_S}
+# Keep few finished requests, so that the limits are reached early and memory can be flat.
+finished_max = 2048
+answers_kept_max = 128
+[schedule]
+step_timeout_s = 8
+# Prompts take several steps. Few distinct row counts occur, because a CPU compiles its products for each one.
+step_tokens_max = 64
+# Workers crash all the time here, and not because of their requests.
+crashes_max = 100
+[journal]
+# Make snapshots frequent.
+bytes_max = 1000000
+replay_ms_max = 300
+"""
+
+
+class Driver:
+    """A chaos run; `faults` describes every violation that it found."""
+
+    def __init__(
+        self,
+        minutes: float,
+        seed: int,
+        tell: Callable[[str], None],
+        fault: str = "",
+        device: str = "cpu",
+        dtype: str = "float32",
+        *,
+        together: bool = False,
+    ) -> None:
+        """Create a run.
+
+        Args:
+            minutes: duration of the process faults.
+            seed: the seed of faults and requests.
+            tell: called with a description of each process fault.
+            fault: the bug to plant (see `planted`), or "".
+            device: the workers' device.
+            dtype: the workers' dtype.
+            together: run the workers as ranks of one worker.
+        """
+        self._minutes, self._seed, self._tell = minutes, seed, tell
+        self._computing = {"device": device, "dtype": dtype}
+        self._planted = fault
+        self._together = together
+        self.faults: list[str] = []
+        self._struck: Counter[str] = Counter()
+        self._sizes: dict[str, Any] = {}
+        self._report: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Run to the end and return the report, with all violations in its `faults`."""
+        ranks = len(WORKERS) if self._together else 1
+        with self._cluster_of(blocks=BLOCKS, coordinator=CONFIG, ranks=ranks, **self._computing) as cluster:
+            tokenizer.write(cluster.model)
+            kv = cluster.start(*WORKERS)
+            self._known = cases.answered(kv, cases.draw(self._seed))
+            kv.close()
+            file = cluster.folder / "cases.json"
+            file.write_text(json.dumps([known.as_json() for known in self._known]))
+            options = {
+                "endpoint": cluster.endpoint,
+                "cases": str(file),
+                "model": str(cluster.model),
+                "clients": CLIENTS_EACH,
+                "wait_s": WAIT_S,
+                "gone_s": SILENCE_S / 2,
+            }
+            self._cluster = cluster
+            self._ledger = Ledger(self._known)
+            self._processes = Processes(cluster, WORKERS, CLIENTS, options, self._together)
+            try:
+                asyncio.run(self._run())
+            except (KvforgeError, AssertionError, subprocess.TimeoutExpired) as error:
+                self.faults.append(f"the run did not finish: {error!r}")
+            finally:
+                self._processes.close()
+                if self.faults:
+                    kept = shutil.copytree(cluster.folder, f"{cluster.folder}-failed", ignore=_no_sockets)
+                    self._tell(f"kept logs, notes and journal in {kept}")
+        return {**self._computing, "ranks_of_one": self._together, **self._report, "faults": self.faults}
+
+    def _cluster_of(self, **options: Any) -> Cluster:
+        return planted.PlantedCluster(self._planted, **options) if self._planted else Cluster(**options)
+
+    # --------------------------------------------------------------------------------------------------------- the run
+
+    async def _run(self) -> None:
+        began = time.monotonic()
+        processes = self._processes
+        for member in (COORDINATOR, *WORKERS):
+            processes.begin(member)
+        async with AsyncClient(
+            self._cluster.endpoint, timeout_s=WAIT_S, connect_timeout_s=WAIT_S, reconnect_s=WAIT_S
+        ) as kv:
+            await self._ledger.begin(kv)
+            processes.start_gateway()
+            for member in CLIENTS:
+                processes.start_client(member)
+            background = [
+                asyncio.create_task(_every(TEND_S, self._tend)),
+                asyncio.create_task(_every(LOOK_S, lambda: self._look(kv))),
+                asyncio.create_task(_every(MEASURE_S, self._measure)),
+            ]
+            await self._misfortunes()
+            self._tell("calm")
+            processes.calm()
+            await self._until("both workers serve", lambda: self._serving(kv), READY_S)
+            await asyncio.sleep(CALM_S)
+            for task in background:
+                task.cancel()
+            for error in await asyncio.gather(*background, return_exceptions=True):
+                if not isinstance(error, asyncio.CancelledError):
+                    self.faults.append(f"a monitoring task failed: {error!r}")
+            processes.measure()
+            await self._settle(kv)
+        self._check_sizes()
+        self._report = self._told(time.monotonic() - began)
+        await self._end_all()
+
+    async def _misfortunes(self) -> None:
+        until = time.monotonic() + self._minutes * 60
+        drawn = misfortunes.draw(self._seed, WORKERS, CLIENTS, SILENCE_S, PEER_SILENCE_S)
+        for pause_s, misfortune in drawn:
+            if time.monotonic() + pause_s > until:
+                break
+            await asyncio.sleep(pause_s)
+            self._tell(f"{time.strftime('%H:%M:%S')} {misfortune}")
+            for member in misfortune.members:
+                self._struck[f"{misfortune.kind} {member[0] if member in CLIENTS else member}"] += 1
+            self._processes.strike(misfortune)
+        await asyncio.sleep(max(0.0, until - time.monotonic()))
+
+    async def _tend(self) -> None:
+        self._processes.tend()
+
+    async def _measure(self) -> None:
+        self._processes.measure()
+
+    async def _look(self, kv: AsyncClient) -> None:
+        with suppress(KvforgeError, TimeoutError):  # the coordinator may be dead or stopped
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                await self._ledger.look(kv)
+                workers = (await kv.health()).workers
+                serving = {worker.pid for worker in workers if worker.state == "ready"}
+                self._processes.serving({*serving, self._processes.lives[COORDINATOR][-1].pid})
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                if (pid := await self._processes.gateway_serves()) is not None:
+                    self._processes.serving({pid})
+
+    async def _serving(self, kv: AsyncClient) -> bool:
+        health = await kv.health()
+        return sum(worker.state == "ready" for worker in health.workers) == len(WORKERS)
+
+    # ----------------------------------------------------------------------------------------------------- the end
+
+    async def _settle(self, kv: AsyncClient) -> None:
+        """Wait until all work has ended, then compare the ledgers."""
+        processes, ledger = self._processes, self._ledger
+        processes.end_clients()
+        if not await self._until("the clients have ended", self._clients_ended, CLIENT_END_S):
+            processes.clients_ended(late=True)
+        if (status := processes.end_gateway()) != 0:
+            self.faults.append(f"{GATEWAY} exited with status {status}")
+        await self._until("all requests have ended", lambda: self._ended(kv), WAIT_S)
+        stories = processes.stories()
+        await self._attach(kv, stories)
+        ledger.account(stories, processes.absences, processes.killed_clients)
+        self.faults += ledger.faults
+        self.excused = Counter(note["code"] for story in stories for note in story.broken)
+        await self._until("only the books' own client is left", lambda: self._alone(kv), WAIT_S)
+        stats = self._stats = await kv.stats()
+        self._check_empty(stats)
+        for request_id in sorted(ledger.records)[-ATTACHED_AT_END:]:
+            if not (await kv.explain(request=request_id)).sentences:
+                self.faults.append(f"explain returns nothing for request {request_id}")
+
+    async def _clients_ended(self) -> bool:
+        return self._processes.clients_ended(late=False)
+
+    async def _ended(self, kv: AsyncClient) -> bool:
+        await self._ledger.look(kv)
+        return not self._ledger.running
+
+    async def _alone(self, kv: AsyncClient) -> bool:
+        return (await kv.stats()).clients == 1
+
+    async def _attach(self, kv: AsyncClient, stories: list[Any]) -> None:
+        """Attach to detached requests that no client read to the end, and compare their tokens."""
+        listed = {row.request_id for row in (await kv.requests(LIST_MAX)).requests}  # older requests may be evicted
+        left = sorted({request_id for story in stories for request_id in story.left} & listed)
+        for request_id in random.Random(self._seed).sample(left, min(len(left), ATTACHED_AT_END)):
+            done = await (await kv.attach(request_id)).result()
+            record = self._ledger.records.get(request_id)
+            if record is None or done.tokens != record.tokens:
+                self.faults.append(f"request {request_id} returns {done.tokens} on attach, but its record is {record}")
+
+    def _check_empty(self, stats: Stats) -> None:
+        self.faults += remains.not_given_back(stats)
+        requests = stats.requests
+        # The reference answers are counted, too.
+        if requests.accepted_total != len(self._ledger.records):
+            self.faults.append(
+                f"accepted {requests.accepted_total} requests, but {len(self._ledger.records)} have ended"
+            )
+
+    async def _end_all(self) -> None:
+        """Recover the journal and check the machine, then end all processes and check that nothing is left."""
+        cluster = self._cluster
+        cluster.kill(COORDINATOR)
+        found = recover(cluster.runtime / "state")
+        if found is None or found.torn is not None:
+            self.faults.append(f"the journal does not recover cleanly: {found}")
+        else:
+            try:
+                found.machine.check_invariants()
+            except AssertionError as error:
+                self.faults.append(f"the recovered machine violates an invariant: {error}")
+            if found.machine.requests.live:
+                self.faults.append(f"the recovered machine has {len(found.machine.requests.live)} unfinished requests")
+        cluster.start_coordinator()
+        with cluster.client() as kv:
+            cluster.wait_workers(kv, len(WORKERS))
+            self._check_last(kv)
+        for member in (COORDINATOR, *WORKERS):
+            cluster.signal(member, signal.SIGTERM)
+            if (status := cluster.end(member)) != 0:
+                self.faults.append(f"{member} exited with status {status}")
+        self.faults += remains.orphans(cluster.folder)
+        self.faults += remains.files(cluster.runtime)
+        for member in (COORDINATOR, GATEWAY, *WORKERS, *CLIENTS):
+            self.faults += remains.complaints(member, cluster.log(member))
+
+    def _check_last(self, kv: Client) -> None:
+        stats = kv.stats()
+        if stats.requests.accepted_total != self._stats.requests.accepted_total:
+            self.faults.append(
+                f"request counts changed over the last restart: {self._stats.requests}, then {stats.requests}"
+            )
+        self._check_empty(stats)
+        kv.purge_finished(0)
+
+    # -------------------------------------------------------------------------------------------------- the report
+
+    def _check_sizes(self) -> None:
+        for member, lives in self._processes.lives.items():
+            spans = self._processes.spans(member)
+            if not spans:
+                continue
+            grown = sizes.growth(spans)
+            self._sizes[member] = {
+                "processes": len(lives),
+                "last_mb": round(spans[-1].last.bytes / 1e6, 1),
+                "grown_mb_most": round(grown.bytes / 1e6, 1),
+                "last_descriptors": spans[-1].last.descriptors,
+                "grown_descriptors_most": grown.descriptors,
+            }
+            self.faults += sizes.too_large(member, spans, BYTES_MAX[member[0]])
+
+    def _told(self, took_s: float) -> dict[str, Any]:
+        records = self._ledger.records.values()
+        requests = self._stats.requests
+        return {
+            "seed": self._seed,
+            "minutes": self._minutes,
+            "took_s": round(took_s, 1),
+            "clients": len(CLIENTS) * CLIENTS_EACH,
+            "misfortunes": dict(sorted(self._struck.items())),
+            "processes_started": {member: len(lives) for member, lives in self._processes.lives.items()},
+            "requests": {
+                "accepted": requests.accepted_total,
+                "finished": sum(record.state == FINISHED for record in records),
+                "cancelled": requests.cancelled_total,
+                "tokens": requests.generated_tokens_total,
+                "tokens_compared": sum(len(record.tokens) for record in records),
+                "recomputed_tokens": requests.recomputed_tokens_total,
+                "preemptions": requests.preemptions_total,
+            },
+            "away_too_long": len(self._processes.absences),
+            "errors_of_those": dict(self.excused),
+            "sizes": self._sizes,
+        }
+
+    async def _until(self, what: str, ready: Callable[[], Awaitable[bool]], wait_s: float) -> bool:
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            with suppress(KvforgeError):
+                if await ready():
+                    return True
+            await asyncio.sleep(TEND_S)
+        self.faults.append(f"timed out after {wait_s:g} s: {what}")
+        return False
+
+
+async def _every(pause_s: float, do: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await do()
+        await asyncio.sleep(pause_s)
+
+
+def _no_sockets(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if name.endswith(".sock")]

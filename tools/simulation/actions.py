@@ -1,0 +1,458 @@
+"""What happens in a simulated run: plain tuples, drawn from a seed, replayed from a list, printed as text.
+
+An action is (time_us, verb, who, *parameters). Parameters are explicit: nothing is drawn while an action is carried
+out, so a list of them is a complete scenario. Things are named by labels ("r3", "s2"); a label that was never
+answered makes the action do nothing, so any action may be left out of a scenario.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterator
+from itertools import accumulate
+from random import Random
+from typing import Any
+
+from tools.simulation.draws import Draws
+from tools.simulation.dying import AFTER, BEFORE, TORN, WHOLE
+from tools.simulation.model import DEADLY, poison
+from tools.simulation.settings import SAMPLES_MAX, TENANTS, Settings
+
+Action = tuple[Any, ...]
+
+# How often a whole tree search begins: a sequence, forks of it, and requests on all of them at once.
+TREE_SHARE = 0.02
+# How often several clients ask for one request at once.
+TUG_SHARE = 0.004
+# How often one prompt gets several answers, the first is cancelled, and the command comes again later.
+SAMPLES_SHARE = 0.01
+# How often a fork is made, written to and removed again at once, so that a copy is owed that nobody needs any more.
+WHIM_SHARE = 0.004
+# How often someone goes on writing to a sequence on which a request runs, or waits to run again.
+MEDDLE_SHARE = 0.01
+# How often a snapshot is made of the coordinator's state, instead of its death.
+CUT_SHARE = 0.5
+# How often somebody gives up a request right before it: then a step under way has rows that have ended.
+CANCEL_SHARE = 0.4
+# How often somebody asks on, with an answer in the prompt, where prompts and answers are not computed alike.
+TALK, TALK_SHARE = "talk", 0.06
+COORDINATOR = "k"
+WALL_JUMPS_S = (0.0, 0.0, -86_400.0, 3_600.0, 31_536_000.0)  # of the wall clock, while there is no coordinator
+# verb: weight
+MIX = {
+    "submit": 22,
+    "submit_on": 6,
+    "again": 2,
+    "attach": 2,
+    "cancel": 5,
+    "finish": 3,
+    "get": 4,
+    "list": 2,
+    "stats": 2,
+    "health": 1,
+    "create": 7,
+    "append": 9,
+    "fork": 5,
+    "info": 2,
+    "tokens": 3,
+    "remove": 6,
+    "block": 1,
+    "ref": 3,
+    "unref": 3,
+    "explain": 2,
+    "purge": 1,
+    "hostile": 4,
+    "disconnect": 1,
+    "goodbye": 1,
+    "connect": 4,
+    "stall": 0.7,
+    "kill": 1,
+    "hang": 0.3,
+    "garble": 1,
+}
+# What looks like the death of a worker.
+DEATHS = ("kill", "hang", "garble")
+HOSTILE = (
+    "zero_tokens",
+    "no_prompt",
+    "vocabulary",
+    "too_long",
+    "temperature",
+    "tenant",
+    "stops",
+    "attach_unknown",
+    "deadline",
+    "priority",
+    "key",
+    "many",
+    "unknown_request",
+    "unknown_sequence",
+    "twice",
+    "counts",
+    "block_range",
+    "count_max",
+    "explain_nothing",
+    "bytes",
+    "tag",
+    "frames",
+)
+
+
+class Drawer:
+    """Draws actions from a seed, knowing only the settings and the labels it gave.
+
+    deaths: from which those of the coordinator are drawn, so that all else is as in a world without them. So are
+    conversations, from another one.
+    """
+
+    def __init__(self, settings: Settings, random: Random, deaths: Random | None = None) -> None:
+        self._settings, self._random, self._deaths = settings, random, deaths or Draws("deaths")
+        self._talks = Draws(f"talks/{settings.gap_us}/{settings.step_us}/{settings.workers}")
+        self._jumps = Draws(f"jumps/{settings.gap_us}/{settings.step_us}/{settings.workers}")
+        self._stands = Draws(f"stands/{settings.gap_us}/{settings.step_us}/{settings.workers}")
+        self._requests = self._sequences = 0
+        shared = [[self._token() for _ in range(settings.context)] for _ in range(3)]
+        self._stems = shared
+        self._owner: dict[str, str] = {}
+        self._keyed: list[str] = []
+
+    def actions(self) -> Iterator[Action]:
+        """Without end; times never decrease."""
+        every = self._with_talks() if self._settings.kinds else self._everyday()
+        if self._settings.stand_gap_us:
+            every = self._with_standstills(every)
+        if not self._settings.crash_gap_us:
+            yield from every
+            return
+        dies_us, *death = self._death(0)
+        for action in every:
+            while dies_us <= action[0]:
+                if self._deaths.random() < CANCEL_SHARE:
+                    number = self._requests - int(self._deaths.expovariate(0.3))
+                    yield (max(0, dies_us - self._settings.short_us), "cancel", "c0", f"r{max(0, number)}")
+                yield (dies_us, *death)
+                dies_us, *death = self._death(dies_us)
+            yield action
+
+    def _with_standstills(self, actions: Iterator[Action]) -> Iterator[Action]:
+        """Actions among which the coordinator's process is stopped now and then."""
+        random, gap_us = self._stands, self._settings.stand_gap_us
+        stands_us = int(random.expovariate(1.0) * gap_us)
+        for action in actions:
+            if stands_us <= action[0]:
+                for_us = random.choice((1_000, 10_000, 100_000))
+                gives_up = tuple(random.random() < 0.5 for _ in range(3))
+                yield (stands_us, "stand", COORDINATOR, for_us, gives_up)
+                # Commands meanwhile wait in the sockets: more than a few dozen show nothing new.
+                stands_us += for_us + 1 + int(random.expovariate(1.0) * gap_us)
+            yield action
+
+    def _with_talks(self) -> Iterator[Action]:
+        random = self._talks
+        for action in self._everyday():
+            yield action
+            if random.random() < TALK_SHARE:
+                earlier = f"r{max(0, self._requests - int(random.expovariate(0.3)))}"
+                self._requests += 1
+                client = f"c{random.randrange(self._settings.clients)}"
+                text = tuple(random.randrange(self._settings.vocabulary - 1) for _ in range(random.randint(1, 4)))
+                yield (action[0], TALK, client, f"r{self._requests}", earlier, text, random.randint(1, 6))
+
+    def _death(self, at_us: int) -> Action:
+        """The coordinator dies, or its journal is cut."""
+        random = self._deaths
+        at_us += 1 + int(random.expovariate(1.0) * self._settings.crash_gap_us)
+        if random.random() < CUT_SHARE:
+            return (at_us, "cut", COORDINATOR)
+        how = random.choice((BEFORE, TORN, AFTER, AFTER, AFTER))
+        part = random.randrange(WHOLE) if how == TORN else int(random.expovariate(0.5))
+        back_us = random.choice((100, 1_000, 8_000))
+        return (at_us, "crash", COORDINATOR, how, part, back_us, self._jumps.choice(WALL_JUMPS_S))
+
+    def _everyday(self) -> Iterator[Action]:
+        at_us = 0
+        for i in range(self._settings.clients):
+            yield (0, "connect", f"c{i}", False)
+        mix = {verb: weight for verb, weight in MIX.items() if not (self._settings.deadly and verb in DEATHS)}
+        verbs, weights = list(mix), list(accumulate(mix.values()))
+        total, last = float(weights[-1]), len(verbs) - 1
+        parameters = {verb: getattr(self, f"_{verb}") for verb in verbs}
+        while True:
+            at_us += int(self._random.expovariate(1.0) * self._settings.gap_us)
+            if self._random.random() < TREE_SHARE:
+                for action in self._tree(at_us):
+                    at_us = action[0]
+                    yield action
+                continue
+            if self._random.random() < TUG_SHARE:
+                label = self._request()
+                for _ in range(3):
+                    yield (at_us, "attach", self._client(), label, -1)
+                continue
+            if self._random.random() < SAMPLES_SHARE:
+                for action in self._samples(at_us):
+                    at_us = action[0]
+                    yield action
+                continue
+            if self._random.random() < WHIM_SHARE:
+                for action in self._whim(at_us):
+                    at_us = action[0]
+                    yield action
+                continue
+            if self._random.random() < MEDDLE_SHARE:
+                for action in self._meddle(at_us):
+                    at_us = action[0]
+                    yield action
+                continue
+            verb = verbs[bisect(weights, self._random.random() * total, 0, last)]  # what `choices` does
+            yield (at_us, verb, *parameters[verb]())
+
+    # ----------------------------------------------------------------------------------------------------- parameters
+
+    def _client(self) -> str:
+        return f"c{self._random.randrange(self._settings.clients)}"
+
+    def _worker(self) -> str:
+        return f"w{self._random.randrange(len(self._settings.workers))}"
+
+    def _token(self) -> int:
+        return self._random.randrange(self._settings.vocabulary - 1)
+
+    def _text(self, size: int) -> tuple[int, ...]:
+        """Often the start of a shared stem, sometimes cut off by other tokens."""
+        stem = self._random.choice(self._stems)[:size]
+        if self._random.random() < 0.5:
+            at = self._random.randrange(size + 1)
+            stem = [*stem[:at], *(self._token() for _ in range(size - at))]
+        if self._random.random() < 0.01 and stem:
+            stem[self._random.randrange(size)] = poison(self._settings.vocabulary)
+        return tuple(stem)
+
+    def _size(self, share: float = 1.0) -> int:
+        return self._random.randint(1, max(1, int(self._settings.context * share) - 2))
+
+    def _tenant(self) -> str:
+        return self._random.choice(TENANTS)
+
+    def _request(self) -> str:
+        """A request, mostly one of the latest."""
+        return f"r{max(0, self._requests - int(self._random.expovariate(0.3)))}"
+
+    def _sequence(self) -> str:
+        return f"s{max(0, self._sequences - int(self._random.expovariate(0.3)))}"
+
+    def _new_sequence(self, client: str) -> str:
+        self._sequences += 1
+        label = f"s{self._sequences}"
+        self._owner[label] = client
+        return label
+
+    def _of(self, label: str) -> str:
+        """Who should act on a sequence: mostly its owner."""
+        return self._owner.get(label, "c0") if self._random.random() < 0.9 else self._client()
+
+    def _tree(self, at_us: int) -> Iterator[Action]:
+        """Forks that write different tokens at the same time, where their parent's last block is half full."""
+        client = self._client()
+        root = self._new_sequence(client)
+        settings, later_us = self._settings, 4 * self._settings.short_us + 2 * self._settings.turn_us
+        yield (at_us, "create", client, root, self._text(self._size(0.5)), self._tenant(), 100, "")
+        at_us += later_us
+        self._requests += 1
+        yield (at_us, "submit_on", client, f"r{self._requests}", root, (), 1, ())
+        at_us += later_us + 4 * settings.step_us
+        leaves = tuple(self._new_sequence(client) for _ in range(self._random.choice((1, 2))))
+        yield (at_us, "fork", client, root, leaves)
+        at_us += later_us
+        for label in (root, *leaves):
+            self._requests += 1
+            yield (at_us, "submit_on", client, f"r{self._requests}", label, (self._token(),), 4, ())
+
+    def _samples(self, at_us: int) -> Iterator[Action]:
+        """Several answers to one prompt, the first of which is cancelled; the same command again, twice."""
+        client, settings = self._client(), self._settings
+        labels = tuple(f"r{self._requests + 1 + i}" for i in range(SAMPLES_MAX - 1))
+        self._requests += len(labels)
+        more = (("count", len(labels)), ("key", f"key of {labels[0]}"))
+        yield (at_us, "submit", client, labels, self._text(self._size(0.8)), 2, None, (), self._tenant(), more)
+        at_us += 2 * settings.short_us + 2 * settings.turn_us
+        yield (at_us, "cancel", client, labels[0])
+        for _ in range(2):
+            at_us += 8 * settings.step_us
+            yield (at_us, "again", client, labels[0], True)
+
+    def _whim(self, at_us: int) -> Iterator[Action]:
+        """A sequence with KV; then a fork of it, a token for that one, and the end of both, in one breath."""
+        client, settings = self._client(), self._settings
+        root = self._new_sequence(client)
+        self._requests += 1
+        yield (at_us, "create", client, root, self._text(self._size(0.7)), self._tenant(), 100, "")
+        at_us += 4 * settings.short_us + 2 * settings.turn_us
+        yield (at_us, "submit_on", client, f"r{self._requests}", root, (), 1, ())
+        at_us += 4 * settings.short_us + 2 * settings.turn_us + 4 * settings.step_us
+        leaf = self._new_sequence(client)
+        yield (at_us, "fork", client, root, (leaf,))
+        at_us += 2 * settings.short_us + settings.turn_us
+        yield (at_us, "append", client, ((leaf, (self._token(),)),))
+        yield (at_us, "remove", client, (root, leaf))
+
+    def _meddle(self, at_us: int) -> Iterator[Action]:
+        """A long request on a sequence; and while it runs, or is preempted, tokens for the sequence: all refused."""
+        client, settings = self._client(), self._settings
+        label = self._new_sequence(client)
+        self._requests += 1
+        yield (at_us, "create", client, label, self._text(self._size(0.5)), self._tenant(), 5, "")
+        at_us += 2 * settings.short_us + settings.turn_us
+        yield (at_us, "submit_on", client, f"r{self._requests}", label, (), self._size(0.4), ())
+        for _ in range(4):
+            at_us += 2 * settings.step_us
+            yield (at_us, "append", client, ((label, (self._token(),)),))
+
+    # ---------------------------------------------------------------------------------------------------------- verbs
+
+    def _submit(self) -> Action:
+        size = self._size()
+        most = self._settings.context - size
+        seed = self._random.randrange(1 << 64) if self._random.random() < 0.5 else None
+        stops = tuple(self._token() for _ in range(self._random.choice((0, 0, 1, 3))))
+        answer = self._random.randint(1, max(1, most))
+        count = self._random.randint(2, SAMPLES_MAX) if self._random.random() < 0.08 else 1
+        labels = tuple(f"r{self._requests + 1 + i}" for i in range(count))
+        self._requests += count
+        more = self._more(labels[0], ("count", count) if count > 1 else None)
+        return (self._client(), labels, self._prompt(size), answer, seed, stops, self._tenant(), more)
+
+    def _prompt(self, size: int) -> tuple[int, ...]:
+        """A text; now and then one that kills workers, in a world where that is so."""
+        if self._settings.deadly and self._random.random() < 0.06:
+            return (poison(self._settings.vocabulary),) * DEADLY
+        return self._text(size)
+
+    def _submit_on(self) -> Action:
+        self._requests += 1
+        label, sequence = f"r{self._requests}", self._sequence()
+        text = self._text(self._random.randint(0, 3))
+        return (self._of(sequence), label, sequence, text, self._size(0.4), self._more(label, None))
+
+    def _more(self, label: str, count: tuple[str, int] | None) -> tuple[tuple[str, Any], ...]:
+        """The rarer wishes: few requests have any, some have several."""
+        random = self._random.random
+        more: list[tuple[str, Any]] = [count] if count else []
+        if random() < 0.3:
+            more.append(("stream", False))
+        if random() < 0.2:
+            more.append(("priority", self._random.choice((-2, 1, 5))))
+        if random() < 0.15:
+            more.append(("logprobs", self._random.choice((1, 2, 4))))
+        if random() < 0.06:
+            more.append(("deadline_ms", self._random.choice((1, 5, 30, 100))))
+        if random() < 0.04:
+            more.append(("first_token_ms", self._random.choice((1, 5, 30))))
+        if random() < 0.08:
+            more.append(("detached", True))
+        if random() < 0.15:
+            more.append(("key", f"key of {label}"))
+            self._keyed.append(label)
+        return tuple(more)
+
+    def _again(self) -> Action:
+        label = self._random.choice(self._keyed[-4:]) if self._keyed else "r0"
+        return (self._client(), label, self._random.random() < 0.8)
+
+    def _attach(self) -> Action:
+        return (self._client(), self._request(), self._random.choice((-1, -1, 0, 1, 3)))
+
+    def _stall(self) -> Action:
+        return (self._client(), self._random.choice((0, 1, 3)), self._random.randint(500, 80_000))
+
+    def _hang(self) -> Action:
+        return (self._worker(),)
+
+    def _cancel(self) -> Action:
+        return (self._client(), self._request())
+
+    def _finish(self) -> Action:
+        return (self._client(), self._random.randrange(8), self._random.choice((-1, 0, 0, 1, 2)))
+
+    def _get(self) -> Action:
+        return (self._client(), self._request(), self._random.random() < 0.7)
+
+    def _list(self) -> Action:
+        return (self._client(), self._random.randint(1, 8))
+
+    def _stats(self) -> Action:
+        return (self._client(),)
+
+    _health = _stats
+
+    def _create(self) -> Action:
+        client = self._client()
+        ttl_ms = self._random.choice((0, 0, 5, 100))
+        size = self._random.choice((0, self._size(0.7)))
+        salt = self._random.choice(("", "", "", "shared"))
+        return (client, self._new_sequence(client), self._text(size), self._tenant(), ttl_ms, salt)
+
+    def _append(self) -> Action:
+        labels = sorted({self._sequence() for _ in range(self._random.choice((1, 1, 2, 3)))})
+        return (self._of(labels[0]), tuple((label, self._text(self._size(0.2))) for label in labels))
+
+    def _fork(self) -> Action:
+        parent = self._sequence()
+        client = self._of(parent)
+        return (client, parent, tuple(self._new_sequence(client) for _ in range(self._random.choice((1, 1, 2)))))
+
+    def _info(self) -> Action:
+        return (self._client(), self._sequence())
+
+    _tokens = _info
+
+    def _remove(self) -> Action:
+        labels = sorted({self._sequence() for _ in range(self._random.choice((1, 2)))})
+        return (self._of(labels[0]), tuple(labels))
+
+    def _block(self) -> Action:
+        return (self._client(), self._random.randrange(sum(self._settings.workers)))
+
+    def _ref(self) -> Action:
+        holder = self._random.choice(("x", "y", "z"))
+        generation = self._random.choice((-1, -1, self._random.randrange(3)))
+        return (self._client(), self._random.randrange(sum(self._settings.workers)), holder, generation)
+
+    _unref = _ref
+
+    def _explain(self) -> Action:
+        kind = self._random.choice(("block", "request", "sequence", "tenant"))
+        subject = {
+            "block": self._random.randrange(sum(self._settings.workers)),
+            "request": self._request(),
+            "sequence": self._sequence(),
+            "tenant": self._tenant(),
+        }[kind]
+        return (self._client(), kind, subject)
+
+    def _purge(self) -> Action:
+        return (self._client(), self._random.choice((0, 10, 1000)))
+
+    def _hostile(self) -> Action:
+        return (self._client(), self._random.choice(HOSTILE), self._sequence())
+
+    def _disconnect(self) -> Action:
+        return (self._client(),)
+
+    _goodbye = _disconnect
+
+    def _connect(self) -> Action:
+        return (self._client(), self._random.random() < 0.7)
+
+    def _kill(self) -> Action:
+        return (self._worker(), self._random.randint(1, 30_000))
+
+    def _garble(self) -> Action:
+        return (self._worker(), self._random.choice(("vocabulary", "missing", "step", "epoch")))
+
+
+def text(action: Action) -> str:
+    """One line for people."""
+    at_us, verb, *rest = action
+    words = " ".join(part if isinstance(part, str) else repr(part) for part in rest)
+    return f"{at_us / 1000:9.3f} ms  {verb:<11} {words}"

@@ -1,0 +1,184 @@
+"""Invariants that are cheap enough for every event: a second opinion, written apart from the core's own checks.
+
+Mostly in lists and bytes: of a few dozen numbers numpy takes twice as long.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvforge.coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED
+from kvforge.coordinator.core.machine import Machine
+from kvforge.protocol.messages import Step
+from kvforge.protocol.tables import TablesWriter
+from tools.simulation.isolation import Writers
+from tools.simulation.settings import tenant_of
+
+
+def _some(holds: npt.NDArray[np.bool_]) -> bool:
+    """any(), which for a few dozen takes several times as long."""
+    return b"\1" in holds.tobytes()
+
+
+def _marks(*states: int) -> bytes:
+    """What makes of the states of blocks, a byte each, whether each is one of these."""
+    return bytes(state in states for state in range(256))
+
+
+NOBODY = np.zeros(0, np.bool_)
+IS_REFERENCED, IS_KEPT = _marks(REFERENCED), _marks(REFERENCED, QUARANTINED)
+
+
+class Checker:
+    """Checks one machine against itself and against its published tables."""
+
+    def __init__(self, machine: Machine, tables: TablesWriter) -> None:
+        self._machine, self._tables = machine, tables
+        self._blocks = machine.cache.blocks.refcount.size
+        assert machine.cache.blocks.state.itemsize == 1
+        self._flying: dict[int, deque[tuple[int, array[int]]]] = {}
+        self._payers: dict[int, set[str]] = {}
+        self._writers = Writers(machine) if machine.limits.cache.zero_on_tenant_change else None
+
+    def goes_on(self, before: Checker) -> None:
+        """The machine was made anew where that one's was: the same steps are under way."""
+        self._flying, self._payers = before._flying, before._payers
+
+    def lengths(self) -> None:
+        """Every sequence holds the blocks of its length, and KV for no more than its tokens."""
+        s = self._machine.cache.sequences
+        columns = (s.length, s.pending, s.used, s.pool, s.computed, s.scheduled)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for length, pending, used, pool, computed, scheduled in rows:
+            tokens = length + pending
+            assert used == (0 if pool < 0 else -(-tokens // s.block_size)), "blocks held disagree with a length"
+            assert computed <= scheduled <= tokens, "KV beyond the tokens"
+
+    def light(self) -> None:
+        """Design section 3, 1 to 5: holders are counted exactly, states agree with counts, every pool adds up, and free
+        lists hold free blocks once each."""
+        s, blocks = self._machine.cache.sequences, self._machine.cache.blocks
+        holders = [0] * self._blocks
+        for row, used in zip(s.table.tolist(), s.used.tolist(), strict=True):
+            for block in row[:used]:
+                holders[block] += 1
+        for block, names in blocks.external.items():
+            holders[block] += len(names)
+        counts = blocks.refcount.tolist()
+        assert holders == counts, f"holders {holders}, counts {counts}"
+        states = blocks.state.tobytes()
+        assert states.translate(IS_REFERENCED) == (blocks.refcount > 0).tobytes(), "a state disagrees with its count"
+        if blocks.external or self._payers:
+            self._charged()
+        for group in self._machine.cache.groups.values():
+            pool = group.pool
+            own = states[pool.base : pool.base + pool.count]
+            assert own.count(FREE) == pool.free, "free"
+            listed = pool._stack[: pool.free].tolist()
+            assert len(set(listed)) == pool.free, "a free list holds a block twice"
+            assert {states[block] for block in listed} <= {FREE}, "a free list holds a block that is not free"
+            assert own.count(CACHED) == pool.cached, "cached"
+            assert own.count(QUARANTINED) == pool.quarantined, "quarantined"
+            if group.sent:
+                self._untouchable(group, states.translate(IS_KEPT))
+
+    def _charged(self) -> None:
+        """A block that has names is charged to a tenant that named it, not to the one that computed it."""
+        cache = self._machine.cache
+        named = cache.blocks.external.items()
+        self._payers = {b: self._payers.get(b, set()) | {tenant_of(name) for name in names} for b, names in named}
+        for block, payers in self._payers.items():
+            owner = cache.tenants.names[int(cache.blocks.owner[block])]
+            assert owner in payers, f"block {block} is charged to {owner}, and {sorted(payers)} named it"
+
+    def _untouchable(self, group: Any, kept: bytes) -> None:
+        """No block that a step under way may touch is free, or cached and so about to be given to someone else.
+
+        kept: of each block, whether it is neither.
+        """
+        flying = self._flying.setdefault(group.epoch, deque())
+        while flying and flying[0][0] < group.sent[0].step_id:
+            flying.popleft()
+        for step_id, ids in flying:
+            assert all(map(kept.__getitem__, ids)), f"step {step_id} may touch a block that was given up"
+
+    def planned(self, group: Any, step: Step) -> None:
+        """Each block that a new step writes has one holder and is not indexed. Keeps in mind what it touches."""
+        s, blocks = self._machine.cache.sequences, self._machine.cache.blocks
+        touched: list[int] = []
+        written: list[int] = []
+        rows = zip(s.table[step.slots].tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)
+        for row, start, count in rows:
+            end = -(-(start + count) // s.block_size)
+            touched += row[:end]
+            written += row[start // s.block_size : end]
+        holders = blocks.refcount[written].tolist()
+        assert holders.count(1) == len(holders), f"step {step.step_id} writes a block that another one holds"
+        assert not _some(blocks.indexed[written]), f"step {step.step_id} writes a block of the prefix index"
+        copies = step.copies.tolist()
+        flying = self._flying.setdefault(group.epoch, deque())
+        flying.append((step.step_id, array("q", [*touched, *copies[0::3], *copies[1::3]])))
+        if self._writers is not None:
+            self._writers.planned(group, step)
+
+    def turned(self, now_us: int) -> None:
+        """After a Turn no sequence is there whose time to live is over, and nothing waits for a step that no worker
+        was sent."""
+        s, cache = self._machine.cache.sequences, self._machine.cache
+        limited = s.owned & (s.idle_ttl_us > 0) if any(s.idle_ttl_us.tolist()) else NOBODY
+        if _some(limited):
+            over = limited & (s.request == 0) & (s.accessed_us + s.idle_ttl_us <= now_us)
+            assert not _some(over), f"sequence {s.id[over][0]} outlives its time to live"
+        for group in cache.groups.values():
+            if not group.sent and not group.away:
+                waiting = [slot for pool, _, slot in s._quarantine if pool == group.number]
+                assert not (group.pool.quarantined or waiting), f"{group.name} waits for a step that was never sent"
+
+    def full(self) -> None:
+        """Everything the core can say about itself."""
+        self._machine.check_invariants()
+
+    def published(self) -> None:
+        """What readers see is what the core knows."""
+        s, blocks, tables = self._machine.cache.sequences, self._machine.cache.blocks, self._tables
+        assert not any(version & 1 for version in tables.row_version.tolist()), "a row was left open"
+        assert tables.row_length.tolist() == s.length.tolist(), "a length is not published"
+        used = s.used.tolist()
+        assert tables.row_blocks.tolist() == used, "a count of blocks is not published"
+        assert tables.row_sequence.tolist() == s.id.tolist(), "a sequence id is not published"
+        rows = zip(tables.block_table.tolist(), s.table.tolist(), used, strict=True)
+        wrong = [slot for slot, (told, row, width) in enumerate(rows) if told[:width] != row[:width]]
+        assert not wrong, f"row {wrong[0]} is published with other blocks"
+        assert tables.block_refcount.tolist() == blocks.refcount.tolist(), "a reference count is not published"
+        told, known = tables.block_generation.tolist(), blocks.generation.tolist()
+        if told != known:  # of pools that are gone a new table says nothing
+            pools = [group.pool for group in self._machine.cache.groups.values()]
+            there = {block for pool in pools for block in range(pool.base, pool.base + pool.count)}
+            wrong = [b for b, (says, is_) in enumerate(zip(told, known, strict=True)) if says != is_]
+            assert not any(told[block] or block in there for block in wrong), "a generation is not published"
+
+
+class Generations:
+    """A block that is given up gets a new generation: an old name never names new content."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._blocks = machine.cache.blocks
+        self._was_free, self._before = self._blocks.state == FREE, self._blocks.generation.copy()
+        self._seen = self._blocks.state.tobytes(), self._before.tobytes()
+
+    def check(self) -> None:
+        """Compares with the event before."""
+        blocks = self._blocks
+        seen = blocks.state.tobytes(), blocks.generation.tobytes()
+        if seen == self._seen:
+            return
+        free = blocks.state == FREE
+        stale = free & ~self._was_free & (blocks.generation == self._before)
+        assert not _some(stale), f"block {np.flatnonzero(stale)[0]} was freed and keeps its generation"
+        assert not _some(blocks.generation < self._before), "a generation went back"
+        self._seen, self._was_free, self._before = seen, free, blocks.generation.copy()

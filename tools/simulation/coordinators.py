@@ -1,0 +1,494 @@
+"""One life of the simulated coordinator: the real core, the real turn and the real tables, watched from all sides.
+
+The loop is called when something arrives and exactly when it said, never by itself: what nobody waits for does not
+happen. More than that is asked of it (`_probe`): until the moment that was told, another Turn must find nothing to do.
+
+All that ends with the process is here. What others know and remember, the clock and the books are the world's.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, cast
+
+from kvforge.coordinator.core.cache.groups import Group
+from kvforge.coordinator.core.cache.placement import Placement
+from kvforge.coordinator.core.events import (
+    Applied,
+    ClientCame,
+    ClientFull,
+    ClientGone,
+    Effect,
+    Event,
+    FromClient,
+    FromWorker,
+    Restarted,
+    ToClient,
+    Turn,
+    WorkerGone,
+)
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.core.requests.lifecycle import NO_SLOT, Request
+from kvforge.coordinator.outbox import Sent
+from kvforge.coordinator.publish import publish
+from kvforge.coordinator.turn import TurnLimits, TurnLoop
+from kvforge.protocol import codec
+from kvforge.protocol.errors import CapacityExceeded, KvforgeError
+from kvforge.protocol.messages import (
+    Accepted,
+    Done,
+    Drain,
+    Message,
+    PoolRegistered,
+    Refused,
+    Step,
+    Stream,
+)
+from kvforge.protocol.tables import TablesWriter
+from tools.simulation.checks import Checker, Generations
+from tools.simulation.digest import digest
+from tools.simulation.dying import AFTER, Books, Crash, Death, DyingJournal, copied
+from tools.simulation.likeness import likeness
+from tools.simulation.mirroring import Mirrored
+from tools.simulation.progress import Progress
+from tools.simulation.snapshots import NOTHING, Snapshot, Snapshots
+from tools.simulation.workers import Violation
+
+if TYPE_CHECKING:
+    from tools.simulation.world import World
+
+# So often it is tried out whether what a turn left undone would have been done by another one: two comparisons each.
+# Oftener before a turn that is due by itself: that is when something was too early, or nobody was told.
+PROBE_EVERY, PROBE_DUE_EVERY = 32, 8
+# So many of these also compare right after asking when something is due; the others see it at their end, unless the
+# turn undid what asking did.
+ASK_EVERY = 8
+COMPARE_EVERY = 32
+# After so many turns it is asked whether somebody waits for what is there: who does, mostly does for longer.
+WAITS_EVERY = 3
+SAME_INSTANT_MAX = 32
+REPLACED_US = 5_000
+NO_END = -1
+NO_CHANGES = (0, (0, 0, 0))
+
+
+class WatchedMachine(Machine):
+    """The real machine; every event is counted and checked."""
+
+    watcher: SimulatedCoordinator
+
+    def apply(self, event: Event, now_us: int) -> Applied:
+        """Applies, then checks. A refusal must leave the state as it was."""
+        watcher = self.watcher
+        before = watcher.snapshots.take() if watcher.compares(event) else NOTHING
+        watcher.begins(event)
+        applied = super().apply(event, now_us)
+        watcher.applied(event, now_us, applied, before)
+        return applied
+
+    def gauges(self, now_us: int, journal: tuple[int, int] = (0, 0)) -> list[int]:
+        """The last thing that is published."""
+        self.watcher.published = True
+        return super().gauges(now_us, journal)
+
+
+class SparseTables(TablesWriter):
+    """The real tables. Most of the file stays empty, and there is room: it is not asked for page by page."""
+
+    @staticmethod
+    def _make_room(handle: int, size: int) -> None:
+        os.ftruncate(handle, size)
+
+
+class SimulatedCoordinator:
+    """Machine, tables and loop of one process, between the world's two networks. It tells the world's books."""
+
+    def __init__(
+        self, world: World, machine: Machine, folder: Path, entropy: Random, journal: DyingJournal | None = None
+    ) -> None:
+        """journal: what enters is written there; None: nowhere."""
+        settings = world.settings
+        self._world, self._clock, self._ledger, self._entropy = world, world.clock, world.ledger, entropy
+        self._cause: Event | None = None
+        self.published = False
+        self._compare_every = min(COMPARE_EVERY, world.full_check_every)
+        self._core_due_us: int | None = None
+        self._probes = 0
+        self._turn_planned = False
+        self._due_us = self._turned_us = self._turns_at_once = 0
+        self._mark = NO_CHANGES
+        self._flushed = self._unpublished = False
+        self.death: Death | None = None  # how the next turn ends
+        self.up, self.dead = True, False
+        self._stands = False  # it is stopped, and takes no turn
+        self._processes: dict[int, int] = {}  # of workers, by connection
+        self._books: Books | None = None  # as they were when the turn began that dies before it is written
+        self._effects_left = NO_END
+        self.journal = journal
+        if type(machine) is Machine:  # it comes from a journal
+            machine.__class__ = WatchedMachine
+        self.machine = cast(WatchedMachine, machine)
+        self.machine.watcher = self
+        fill = partial(publish, machine, now_us=world.steady_us)
+        self.tables = SparseTables(folder / "tables", settings.geometry(), machine.boot, fill)
+        self.loop = TurnLoop(
+            self.machine,
+            self.tables,
+            world.client_side,
+            world.worker_side,
+            lambda: entropy.getrandbits(64),
+            lambda: world.steady_us,
+            TurnLimits(messages_per_turn_max=8, clients_max=16, client_backlog_max=settings.backlog_max),
+            self,
+            journal,
+            world.ledger.isolation,
+            Mirrored(machine, world.router, lambda: world.steady_us),
+        )
+        self.checker, self._generations = Checker(self.machine, self.tables), Generations(self.machine)
+        self._progress = Progress(self.machine, settings)
+        self._watch()
+        self.snapshots = Snapshots(self.machine)
+
+    def goes_on(self, before: Books) -> None:
+        """The machine was made anew. It waits for `rise`."""
+        self.up = False
+        self._progress.goes_on(before.progress)
+        self.checker.goes_on(before.checker)
+
+    def rise(self) -> None:
+        """The process is there."""
+        now_us = self._world.steady_us
+        self.up = True
+        self._due_us = self._turned_us = now_us
+        self._ledger.dues.rises(now_us)
+        self.loop.restarted(now_us)
+        self.wake()
+
+    def stop(self) -> None:
+        """The process is stopped, as by SIGSTOP: nothing is taken from the sockets."""
+        self._stands, self._turn_planned = True, False
+
+    def go_on(self) -> None:
+        """The process goes on. Its clock has left out the time between."""
+        self._stands = False
+        self.loop.stood_still(self._world.steady_us)
+        self.wake()
+
+    @property
+    def stands(self) -> bool:
+        """Whether the process is stopped."""
+        return self._stands
+
+    def _watch(self) -> None:
+        """Puts itself between the parts of the core, to see what no message tells."""
+        machine, scheduler, admission = self.machine, self.machine.scheduler, self.machine.admission
+        self._plan, self._end, self._make_way = scheduler.plan, machine.endings.end, scheduler._make_way
+        self._start, self._add, self._requeue = admission._start, admission.waiting.add, admission.requeue
+        self._asking = NO_SLOT
+        put: list[tuple[Any, str, Any]] = [
+            (scheduler, "plan", self._planned),
+            (scheduler, "_make_way", self._making_way),
+            (machine.endings, "end", self._ended),
+            (admission, "_start", self._started),
+            (admission, "requeue", self._requeued),
+            (admission.waiting, "add", self._added),
+        ]
+        for part, name, mine in put:
+            setattr(part, name, mine)
+        self.between = [(machine, "watcher"), *((part, name) for part, name, _ in put)]
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Snapshots of the core end here: it holds references to whoever watches it."""
+        return (str, ("the watcher",))
+
+    # ---------------------------------------------------------------------------------------------------------- events
+
+    def compares(self, event: Event) -> bool:
+        """Whether the state is compared around the event. Not every one: a comparison costs as much as the event."""
+        return isinstance(event, FromClient) and self._world.events % self._compare_every == 0
+
+    def begins(self, event: Event) -> None:
+        """An event is about to be applied."""
+        self._cause, kind = event, type(event)
+        if kind is Turn:
+            self._ledger.presence.passes(self._world.steady_us)
+        elif kind is Restarted:
+            self._ledger.restarts(self._world.steady_us)
+        self._ledger.isolation.before(event, self.machine.requests.finished)
+
+    def applied(self, event: Event, now_us: int, applied: Applied, before: Snapshot) -> None:
+        """Checks after each event."""
+        world, ledger = self._world, self._ledger
+        self._core_due_us = applied.due_us
+        if world.recording is not None:
+            world.recording.applied(self.machine, event, now_us, applied)
+        world.events += 1
+        if isinstance(event, Turn):
+            ledger.left(now_us)
+            self._flushed = True
+            ledger.dues.turn(now_us)
+            self.checker.turned(now_us)
+        elif isinstance(event, FromClient):
+            self._replied(event, applied.effects, before)
+        elif isinstance(event, FromWorker):
+            pass
+        elif isinstance(event, ClientCame):
+            ledger.isolation.came(event)
+            ledger.came(event.client, event.session)
+        elif isinstance(event, ClientGone):
+            ledger.connection_ended(event.client, event.goodbye, now_us)
+            self._unpublished |= self.published
+        elif isinstance(event, ClientFull):
+            ledger.streamed(event.client, event.lost, now_us, lost=True)
+        elif isinstance(event, WorkerGone):
+            self._progress.disturbed()
+        elif isinstance(event, Restarted):
+            ledger.left(now_us)
+            self._progress.disturbed()
+        self._check()
+
+    def _replied(self, event: FromClient, effects: list[Effect], before: Snapshot) -> None:
+        """Books the answer to a command, as it can be read from its bytes."""
+        answer, ledger, now_us = effects[-1], self._ledger, self._world.steady_us
+        assert isinstance(answer, ToClient)
+        reply = self._world.client_side.foresee(codec.encode(answer.message))
+        if isinstance(reply, Refused) and before is not NOTHING and before != self.snapshots.take():
+            raise Violation(f"a refused command changed the state: {event.message!r} -> {reply.error}")
+        if isinstance(reply, Accepted) and not reply.repeated:
+            ledger.prompt_sizes[reply.request_id] = self.machine.requests.live[reply.request_id].prompt.size
+        if isinstance(event.message, Drain) and isinstance(reply, Done):
+            ledger.dues.drain(event.message.deadline_ms, now_us)
+        ledger.replied(event.client, event.message, reply, now_us)
+        ledger.isolation.replied(event, reply)
+
+    def _check(self) -> None:
+        cache = self.machine.cache
+        s = cache.sequences
+        mark = (len(s.changed_lengths), (len(s.changed_rows), len(s.changed_cells), len(cache.blocks.changed)))
+        if mark != self._mark:  # whatever touches a row or a block says so, or it would not be published
+            (_, before), self._mark = self._mark, mark
+            self.checker.lengths()
+            if mark[1] != before:  # where only lengths change, no block does
+                self.checker.light()
+                self._generations.check()
+        if self._world.events % self._world.full_check_every == 0:
+            self.checker.full()
+            self._ledger.isolation.explained(self.machine.explainer, self.machine.requests.live)
+            self._progress.check_shares()
+
+    def to_client(self, number: int, message: Message, sent: Sent) -> None:
+        """A message for a client left the loop, and this became of it."""
+        if sent is Sent.GONE:
+            self._ledger.telling.gone(number)
+        elif sent is Sent.DONE:
+            self._world.note(f"c{number}", message)
+            self._ledger.isolation.told(number, message)
+            if isinstance(message, Stream):
+                self._ledger.streamed(number, message, self._world.steady_us)
+
+    def to_worker(self, number: int, message: Message, _sent: Sent) -> None:
+        """A message for a worker left the loop."""
+        self._world.note(f"w{number}", message)
+        if isinstance(message, Step):
+            self._within_limits(message)
+        elif isinstance(message, PoolRegistered):
+            self._ledger.model_known = True
+            self.snapshots.renew()
+
+    def _within_limits(self, step: Step) -> None:
+        settings = self._world.settings
+        tokens = sum(step.counts.tolist())
+        if step.slots.size > settings.step_rows_max or tokens > settings.step_tokens_max:
+            raise Violation(f"step {step.step_id} has {step.slots.size} rows of {tokens} tokens")
+        if len(set(step.slots.tolist())) != step.slots.size:
+            raise Violation(f"step {step.step_id} names a slot twice")
+
+    # -------------------------------------------------------------------------------------------------- between parts
+
+    def _planned(self, group: Group) -> Step | None:
+        """Plans a step, and looks at it before anything else happens."""
+        step = self._plan(group)
+        if step is not None:
+            self.checker.planned(group, step)
+            self._progress.planned(group, step)
+        return step
+
+    def _ended(
+        self,
+        request: Request,
+        event: str,
+        reason: str,
+        error: KvforgeError | None,
+        keep: int | None = None,
+    ) -> None:
+        """Ends a request, and asks why."""
+        if event == "fail" and isinstance(error, CapacityExceeded):
+            self._progress.hopeless(request)
+            self._ledger.hopeless.add(request.id)
+        self._end(request, event, reason, error, keep)
+        self._ledger.over(request, self._world.steady_us, self._cause)
+        self._progress.over(request)
+        self._progress.disturbed()
+
+    def _started(self, request: Request, placement: Placement) -> None:
+        """Starts a request, and looks at whom it passes."""
+        self._progress.starts(request, placement.group)
+        self._start(request, placement)
+        self._progress.started(request)
+
+    def _making_way(self, group: Group, slot: int, count: int) -> bool:
+        """Room is made for a row: whoever is preempted meanwhile is preempted for it."""
+        self._asking = slot
+        return self._make_way(group, slot, count)
+
+    def _requeued(self, request: Request) -> None:
+        """A running request waits again: because its worker is gone, or because the scheduler wants its blocks."""
+        if isinstance(self._cause, Turn) and request.worker in self._names():
+            self._progress.preempted(request, self._asking)
+        self._requeue(request)
+
+    def _names(self) -> set[str]:
+        return {worker.name for worker in self.machine.workers.values()}
+
+    def _added(self, request: Request) -> None:
+        """A request joins the queue."""
+        queue = self.machine.admission.waiting
+        before = float(queue.service[request.tenant])
+        self._add(request)
+        self._progress.added(queue, request.tenant, before)
+
+    # ------------------------------------------------------------------------------------------------------ processes
+
+    def watch(self, worker: int, pid: int, descriptor: int) -> None:
+        """A worker connected: kvforge.coordinator.turn.Processes."""
+
+        self._processes[worker] = pid
+
+    def ended(self, worker: int) -> bool:
+        """Return whether the process of this connection is gone."""
+        pid = self._processes.get(worker)
+        return not any(one.pid == pid and one.alive for one in self._world.workers.values())
+
+    def leave(self, worker: int) -> None:
+        """Its connection ended."""
+
+    def replace(self, worker: int, pid: int, reason: str, now_us: int) -> None:
+        """Whoever keeps workers running ends the process, and starts another one."""
+        self.leaves()
+        for one in self._world.workers.values():
+            if one.pid == pid:
+                one.replaced(1 + self._entropy.randrange(REPLACED_US))
+
+    def act(self, now_us: int) -> int | None:
+        """Nothing is left to do."""
+        return None
+
+    # ---------------------------------------------------------------------------------------------------------- turns
+
+    def begin_drain(self, now_us: int, deadline_us: int) -> None:
+        """A signal reached the process."""
+        self.loop.begin_drain(now_us, deadline_us)
+        self.wake()
+
+    def wake(self) -> None:
+        """Something arrived: it takes a turn soon."""
+        if not self._turn_planned and self.up and not self._stands:
+            self._turn_planned = True
+            self._clock.after(self._world.settings.turn_us, self._turn)
+
+    def _turn(self) -> None:
+        world, now_us = self._world, self._world.steady_us
+        if self.dead or self._stands:
+            return
+        if world.turns % (PROBE_DUE_EVERY if now_us >= self._due_us else PROBE_EVERY) == 0:
+            self._probe(max(self._turned_us, min(now_us, self._due_us - 1)))
+        self._turn_planned = False
+        self._mark = NO_CHANGES
+        self._flushed = self._unpublished = self.published = False
+        world.turns += 1
+        self._ledger.dues.late(now_us)
+        self._ledger.telling.late(now_us - world.settings.turn_us)
+        try:
+            self._due_us = self._loop_turn(now_us)
+        except Crash:
+            self._die()
+            return
+        self._turned_us, before_us = now_us, self._turned_us
+        if self._flushed:
+            self._ledger.telling.turn_ends(self.machine.clients)
+        if world.turns % WAITS_EVERY == 0:
+            self._progress.turned(now_us)
+        # A change that nobody told of shows in the next turn that tells of one.
+        if self._mark != NO_CHANGES and not self._unpublished:
+            self.checker.published()
+        if world.trace is not None:
+            world.trace.append(f"{now_us:>9} turn {world.turns}: {digest(self.machine)}")
+        self._turns_at_once = self._turns_at_once + 1 if now_us == before_us else 0
+        if self._turns_at_once > SAME_INSTANT_MAX:
+            raise Violation("the loop spins: it asks for turn after turn at the same moment")
+        turns = world.turns
+        self._clock.at(self._due_us + world.left_out_us, lambda: self._turn() if world.turns == turns else None)
+        if world.client_side.waiting or world.worker_side.waiting:
+            self.wake()
+
+    # ---------------------------------------------------------------------------------------------------------- death
+
+    def leaves(self) -> None:
+        """An effect is about to be carried out."""
+        if self._effects_left == 0 and self.journal is not None and not self.journal.unwritten:
+            raise Crash
+        self._effects_left -= self._effects_left > 0
+
+    def _loop_turn(self, now_us: int) -> int:
+        """One turn of the loop. Raises Crash where it is to die in it, or at its end."""
+        if self.death is None or self.journal is None:
+            return self.loop.turn(now_us)
+        if self.journal.unwritten:  # of the turn before: it cannot go back to what is not known any more
+            self.death = Death(AFTER, 0, self.death.back_us, self.death.wall_jump_s)
+        death = self.journal.death = self.death
+        if death.how == AFTER:
+            self._effects_left = death.part
+        else:
+            world = self._world
+            shared = [world, world.settings, self.tables, world.client_side, world.worker_side]
+            self._books = copied(self._ledger, self._progress, self.checker, self.machine, shared)
+        due_us = self.loop.turn(now_us)
+        self._books = None  # nothing was to be written
+        if not self.journal.unwritten:
+            raise Crash
+        # What was entered by its last effect is written by the next turn, and that will be its last.
+        self.journal.death, self._effects_left = None, NO_END
+        return due_us
+
+    def close(self) -> None:
+        """Its files, but for the tables: they are the next one's, or the world's to remove."""
+        self.snapshots.close()
+        if self.journal is not None:
+            self.journal.close()
+
+    def _die(self) -> None:
+        assert self.death is not None and self.journal is not None
+        self.dead = True
+        self.close()
+        now = self._books or Books(self._ledger, self._progress, self.checker, likeness(self.machine))
+        self._world.died(now, self.death.back_us, self.death.wall_jump_s)
+
+    def _probe(self, at_us: int) -> None:
+        """Another Turn, after the last one and before the next is due, must change nothing: what it could do was left
+        undone, or became due and nobody was told."""
+        machine, snapshots = self.machine, self.snapshots
+        if (self._core_due_us is not None and self._core_due_us <= at_us) or machine.streams.due_us is not None:
+            return  # what was lost or given up when the last turn sent its messages is for the next one
+        before = snapshots.take()
+        self._probes += 1
+        in_between = self._probes % ASK_EVERY == 0
+        if machine.due_us() != machine.due_us() or (in_between and before != snapshots.take()):
+            raise Violation("asking when something is due changed the state")
+        turns, clock_us = machine.turns, machine._clock.now_us
+        effects = Machine.apply(machine, Turn(), at_us).effects
+        machine.turns, machine._clock.now_us = turns, clock_us
+        if effects or before != snapshots.take():
+            raise Violation(f"nothing was due at {at_us} us, and yet asking or another turn did something: {effects}")

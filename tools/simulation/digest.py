@@ -1,0 +1,127 @@
+"""A canonical digest of any object: equal states give equal digests, in any process.
+
+Walks plain values, containers, numpy arrays, msgspec structs and objects with attributes. Sets are sorted, dicts keep
+their order (the core's own orders matter: least recently used first). What is only owed to the outside is left out:
+the lists of published changes, and functions.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import types
+from collections import deque
+from collections.abc import Collection, Iterable
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tools.simulation.attributes import WATCHERS
+
+# Lists of what is still to be published: publishing the same twice is harmless. `watcher` is the simulator's own.
+PUBLISH_LISTS = frozenset({"changed", "changed_rows", "changed_lengths", "changed_cells", "watcher"})
+# A refusal is counted, its sender is known from then on, and time passes; nothing else may change.
+REFUSAL_COUNTERS = frozenset({"refused_total", "clients", "now_us"})
+_ATOMS = frozenset((int, float, str, bytes, bool, type(None)))
+# Tuples, which are quicker to ask about than unions that are made anew at each question.
+_SCALARS = (np.generic, enum.Enum)
+_VALUES = (tuple, msgspec.Struct)
+_LISTS = (list, tuple, deque)
+_SETS = (set, frozenset)
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial, type)
+
+
+def digest(value: Any, ignore: frozenset[str] = PUBLISH_LISTS) -> str:
+    """The digest of `value`: 32 hex digits. ignore: names of attributes that do not count."""
+    said = _Said(ignore)
+    said.all_of(value)
+    hasher = hashlib.blake2b("".join(said.words).encode(), digest_size=16)
+    hasher.update(b"".join(said.arrays))
+    return hasher.hexdigest()
+
+
+def state_digest(machine: Any) -> str:
+    """The digest of a machine, whichever class it is of and whoever watches it."""
+    state = {name: value for name, value in vars(machine).items() if name not in WATCHERS}
+    return digest(state, PUBLISH_LISTS | WATCHERS)
+
+
+def refusal_digest(machine: Any) -> str:
+    """The digest of everything that a refused command must leave as it was."""
+    return digest(machine, PUBLISH_LISTS | REFUSAL_COUNTERS)
+
+
+class _Said:
+    """All that a value says: words, and beside them the bytes of arrays, of which the words tell type and shape.
+
+    What is in a container that holds atoms alone, as most do, is written out at once: their repr tells them apart.
+    """
+
+    def __init__(self, ignore: frozenset[str]) -> None:
+        self.words: list[str] = []
+        self.arrays: list[bytes] = []
+        self._ignore, self._seen = ignore, dict[int, int]()
+
+    def all_of(self, value: Any) -> None:
+        """Says it, and all that is in it."""
+        kind, words = type(value), self.words
+        if kind in _ATOMS:
+            words.append(f"{value!r};")
+        elif kind is np.ndarray:
+            words.append(f"a{value.dtype.str}{value.shape}")
+            self.arrays.append(value.tobytes())
+        elif isinstance(value, _SCALARS):
+            words.append(f"{value!r};")
+        elif isinstance(value, _FUNCTIONS):
+            return
+        elif isinstance(value, _VALUES):  # values: whether two are the same object means nothing
+            self._container(value)
+        elif id(value) in self._seen:
+            words.append(f"again{self._seen[id(value)]};")
+        else:
+            self._seen[id(value)] = len(self._seen)
+            self._container(value)
+
+    def _container(self, value: Any) -> None:
+        if isinstance(value, dict):
+            self._items("{", [*value, *value.values()])
+        elif isinstance(value, _LISTS):
+            self._items("[", value)
+        elif isinstance(value, _SETS):
+            self.words.append(f"s{sorted(value)!r}")
+        else:
+            self._object(value)
+
+    def _items(self, bracket: str, items: Collection[Any]) -> None:
+        self.words.append(bracket)
+        if _ATOMS.issuperset(map(type, items)):
+            self.words.append(repr([*items]))
+        else:
+            for item in items:
+                self.all_of(item)
+        self.words.append("]")
+
+    def _object(self, value: Any) -> None:
+        words, ignore, atoms = self.words, self._ignore, {}
+        words.append(f"({type(value).__name__}")
+        for name, item in _attributes(value):
+            if name not in ignore:
+                if type(item) in _ATOMS:
+                    atoms[name] = item
+                else:
+                    words.append(f".{name}=")
+                    self.all_of(item)
+        words.append(f"{atoms!r})")
+
+
+def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, msgspec.Struct):
+        return zip(value.__struct_fields__, msgspec.structs.astuple(value), strict=True)
+    names = getattr(type(value), "__slots__", None)
+    if names is not None:
+        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    if isinstance(value, BaseException):
+        return [("args", value.args)]
+    return vars(value).items()

@@ -1,0 +1,221 @@
+"""That a client which acts for one tenant is told of nothing else, and changes nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvforge.coordinator.core.cache.groups import Group
+from kvforge.coordinator.core.events import ClientCame, FromClient
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.core.reporting.explain import Explainer
+from kvforge.coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.rights import READ, SUBMIT, Access
+from kvforge.coordinator.outbox import Who
+from kvforge.protocol.messages import (
+    Accepted,
+    Attached,
+    BlockInfo,
+    Done,
+    Drain,
+    Explain,
+    Explanation,
+    Message,
+    PurgeFinished,
+    Refused,
+    RequestInfo,
+    RequestList,
+    SequenceInfo,
+    Stats,
+    Step,
+    Stream,
+    UnrefBlock,
+)
+from tools.simulation.settings import Settings, tenant_of
+from tools.simulation.workers import Violation
+
+if TYPE_CHECKING:
+    from tools.simulation.ledger import BookedSequence
+
+REQUESTS_MAX = 5
+CLEAN, UNSEEN = 0, -1
+NAMED = re.compile(r"(?<!has )\b(request|sequence) (\d+)")
+BY_NAME = re.compile(r"'([^']+)' holds")
+
+
+class Isolation:
+    """The coordinator's gate, and what must follow from it. known: the core's request of an id."""
+
+    def __init__(
+        self, settings: Settings, known: Callable[[int], Request | None], sequences: Mapping[int, BookedSequence]
+    ) -> None:
+        self._tenants, self._known, self._sequences = settings.bound, known, sequences
+        self._of: dict[int, str] = {}  # the tenant of each restricted connection
+        self._others: list[int] = []
+
+    # ---------------------------------------------------------------------------------------- as the coordinator's gate
+
+    def client(self, who: Who) -> Access:
+        """What a client may do; its number says which one it is."""
+        name = f"c{who.user}"
+        tenant = self._tenants.get(name)
+        return Access(name) if tenant is None else Access(name, tenant, (SUBMIT, READ), REQUESTS_MAX)
+
+    def check_worker(self, who: Who, token: str) -> None:
+        """Workers are all let in."""
+
+    # ---------------------------------------------------------------------------------------------------------- checks
+
+    def came(self, event: ClientCame) -> None:
+        """A client said hello."""
+        if not event.access.unlimited:
+            self._of[event.client] = event.access.tenant
+
+    def restricts(self, client: int) -> bool:
+        """Whether the client acts for one tenant."""
+        return client in self._of
+
+    def hides(self, client: int, tenant: str) -> bool:
+        """Whether what is this tenant's does not exist for the client."""
+        return self._of.get(client, tenant) != tenant
+
+    def before(self, event: Any, finished: Mapping[int, Request]) -> None:
+        """What an event must leave alone."""
+        self._others = []
+        if type(event) is FromClient and type(event.message) is PurgeFinished:
+            self._others = [i for i, request in finished.items() if self.hides(event.client, request.tenant_name)]
+
+    def replied(self, event: FromClient, reply: Message) -> None:
+        """The coordinator answered a command."""
+        tenant = self._of.get(event.client)
+        if tenant is None:
+            return
+        gone = [request_id for request_id in self._others if self._known(request_id) is None]
+        if gone:
+            raise Violation(f"a client of {tenant} purged requests {gone} of others")
+        if isinstance(event.message, Drain) and isinstance(reply, Done):
+            raise Violation(f"a client of {tenant}, who may not, drained the coordinator")
+        if isinstance(reply, Refused):
+            return
+        for request_id in _ids(event.message, "request_id"):
+            self._own_request(tenant, request_id, event.message)
+        for sequence_id in _ids(event.message, "sequence_id") + _ids(event.message, "sequence_ids"):
+            self._own_sequence(tenant, sequence_id, event.message)
+        if isinstance(event.message, UnrefBlock) and tenant_of(event.message.holder) != tenant:
+            raise Violation(f"a client of {tenant} took another's name away: {event.message!r}")
+
+    def explained(self, explainer: Explainer, live: Mapping[int, Request]) -> None:
+        """Whoever asks why a request of a tenant waits is told of that tenant alone."""
+        for request in live.values():
+            if request.tenant_name in self._tenants.values():
+                reply = explainer.explain(request.tenant_name, Explain(rid=0, request_id=request.id))
+                assert isinstance(reply, Explanation)
+                self._own_words(request.tenant_name, reply.sentences, reply)
+
+    def told(self, client: int, message: Message) -> None:
+        """A message for a client."""
+        tenant = self._of.get(client)
+        if tenant is None:
+            return
+        if isinstance(message, Stream):
+            told = [*message.request_ids.tolist(), *(ended.request_id for ended in message.ended), *message.paused]
+        elif isinstance(message, Accepted):
+            told = list(range(message.request_id, message.request_id + message.count))
+        elif isinstance(message, RequestInfo | Attached):
+            told = [message.request_id]
+        elif isinstance(message, RequestList):
+            told = [row.request_id for row in message.requests]
+        else:
+            told = []
+            self._told_more(tenant, message)
+        for request_id in told:
+            self._own_request(tenant, request_id, message)
+        if isinstance(message, RequestInfo) and message.error is not None:
+            self._own_words(tenant, [message.error.message], message)
+
+    def _told_more(self, tenant: str, message: Message) -> None:
+        if isinstance(message, SequenceInfo) and message.tenant != tenant:
+            raise Violation(f"a client of {tenant} was told {message!r}")
+        if isinstance(message, Stats) and (message.pools or {row.tenant for row in message.tenants} - {tenant}):
+            raise Violation(f"a client of {tenant} was told the statistics of others: {message!r}")
+        if isinstance(message, Explanation):
+            self._own_words(tenant, message.sentences, message)
+        if isinstance(message, BlockInfo):
+            self._own_block(tenant, message)
+
+    def _own_block(self, tenant: str, block: BlockInfo) -> None:
+        if not block.holders and block.tenant != tenant:
+            raise Violation(f"a client of {tenant} was told of a block of others: {block!r}")
+        for holder in block.holders:
+            if holder.kind == "request":
+                self._own_request(tenant, holder.id, block)
+            elif holder.kind == "sequence":
+                self._own_sequence(tenant, holder.id, block)
+            elif tenant_of(holder.name) != tenant:
+                raise Violation(f"a client of {tenant} was told a name of others: {block!r}")
+
+    def _own_words(self, tenant: str, sentences: Any, message: Message) -> None:
+        for sentence in sentences:
+            for kind, number in NAMED.findall(sentence):
+                own = self._own_request if kind == "request" else self._own_sequence
+                own(tenant, int(number), message)
+            for name in BY_NAME.findall(sentence):
+                if tenant_of(name) != tenant:
+                    raise Violation(f"a client of {tenant} was told a name of others: {sentence}")
+
+    def _own_request(self, tenant: str, request_id: int, message: Message) -> None:
+        request = self._known(request_id)
+        if request is not None and request.tenant_name != tenant:
+            raise Violation(f"request {request_id} is of {request.tenant_name}, for a client of {tenant}: {message!r}")
+
+    def _own_sequence(self, tenant: str, sequence_id: int, message: Message) -> None:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is not None and sequence.tenant != tenant:
+            raise Violation(f"sequence {sequence_id} is of {sequence.tenant}, for a client of {tenant}: {message!r}")
+
+
+class Writers:
+    """Who wrote what of each pool, by the steps that were planned: no row gets a block that holds what another tenant
+    left there. Rows that name a salt share what they name it with, and are left out.
+
+    A pool that has done steps before it was first seen is known block by block, as rows write it.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._cache = machine.cache
+        self._of: dict[int, npt.NDArray[np.int64]] = {}
+        self._numbers: dict[str, int] = {}
+        self._salts: dict[str, int] = {}  # of prompts that name none
+
+    def planned(self, group: Group, step: Step) -> None:
+        """A step was planned: its tables are those that it will find."""
+        s, pool = self._cache.sequences, group.pool
+        writers = self._of.get(group.epoch)
+        if writers is None:
+            writers = self._of[group.epoch] = np.full(pool.count, UNSEEN if step.step_id == 1 else CLEAN)
+        writers[step.zeros - pool.base] = CLEAN
+        for slot, end in zip(step.slots.tolist(), (step.starts + step.counts).tolist(), strict=True):
+            name = self._cache.tenants.names[int(s.tenant[slot])]
+            if name not in self._salts:
+                self._salts[name] = self._cache.hasher.salt(f"tenant:{name}")
+            if s.salt[slot] != self._salts[name]:
+                continue
+            tenant = self._numbers.setdefault(name, len(self._numbers) + 1)
+            ids = s.blocks_of(slot)[: s.blocks_for(end)] - pool.base
+            foreign = ids[(writers[ids] != CLEAN) & (writers[ids] != tenant)]
+            if foreign.size:
+                raise Violation(
+                    f"step {step.step_id}: {name} is given block {foreign[0] + pool.base} with another's KV"
+                )
+            writers[ids] = tenant
+
+
+def _ids(command: Any, field: str) -> list[int]:
+    """The ids that a command names in a field."""
+    value = getattr(command, field, 0)
+    ids = [value] if isinstance(value, int) else value.tolist()
+    return [number for number in ids if number > 0]

@@ -1,0 +1,294 @@
+"""Carries out actions on the simulated clients and workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvforge.protocol.messages import (
+    Append,
+    Attach,
+    Cancel,
+    CreateSequence,
+    Explain,
+    FinishAt,
+    Fork,
+    GetBlock,
+    GetHealth,
+    GetRequest,
+    GetSequence,
+    GetStats,
+    GetTokens,
+    ListRequests,
+    PurgeFinished,
+    RefBlock,
+    RemoveSequences,
+    Sampling,
+    Submit,
+    UnrefBlock,
+)
+from tools.simulation.actions import COORDINATOR, DEATHS, MIX, TALK, Action
+from tools.simulation.clients import PROBE
+from tools.simulation.settings import tenant_of
+
+if TYPE_CHECKING:
+    from tools.simulation.clients import SimulatedClient
+    from tools.simulation.world import World
+
+UNKNOWN = 1 << 40
+
+
+def int32(values: Any) -> Any:
+    """[n] int32."""
+    return np.array(values, np.int32)
+
+
+class Performer:
+    """One method for each verb."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._verbs = {verb: getattr(self, f"_{verb}") for verb in (*MIX, TALK) if verb not in DEATHS}
+        self._keyed: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
+        self._tenants: dict[str, str] = {}  # of requests on no sequence
+
+    def perform(self, action: Action) -> None:
+        """Does it, or nothing where it makes no sense any more."""
+        at_us, verb, who, *parameters = action
+        if who == COORDINATOR:
+            getattr(self._world, verb)(*parameters)
+            return
+        if who.startswith("w"):
+            ranks = [label for label in self._world.workers if label.partition(".")[0] == who]
+            worker = self._world.workers.get(ranks[at_us % len(ranks)] if ranks else who)
+            if worker is not None:
+                self._worker(worker, verb, parameters)
+            return
+        client = self._world.clients.get(who)
+        if client is not None:
+            self._verbs[verb](client, *parameters)
+
+    @staticmethod
+    def _worker(worker: Any, verb: str, parameters: list[Any]) -> None:
+        if verb == "kill":
+            worker.kill(parameters[0])
+        elif verb == "hang":
+            worker.hangs = True
+        else:
+            worker.garble = parameters[0]
+
+    def _acting(self, client: SimulatedClient, tenant: str, chance: int) -> str:
+        """For whom a client acts: one that may act for one tenant mostly does."""
+        bound = self._world.settings.bound.get(client.name)
+        return tenant if bound is None or chance % 8 == 0 else bound
+
+    def _id(self, label: str) -> int | None:
+        return self._world.id_of(label)
+
+    # ----------------------------------------------------------------------------------------------------- connection
+
+    def _connect(self, client: SimulatedClient, resume: bool) -> None:
+        client.connect(resume)
+
+    def _stall(self, client: SimulatedClient, room: int, for_us: int) -> None:
+        client.stall(room)
+        connection = client.connection
+        if connection is not None:
+            self._world.clock.after(for_us, connection.read_on)
+
+    def _disconnect(self, client: SimulatedClient) -> None:
+        client.disconnect()
+
+    def _goodbye(self, client: SimulatedClient) -> None:
+        client.goodbye()
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def _submit(
+        self,
+        client: SimulatedClient,
+        labels: tuple[str, ...],
+        prompt: tuple[int, ...],
+        answer: int,
+        seed: int | None,
+        stops: tuple[int, ...],
+        tenant: str,
+        more: tuple[tuple[str, Any], ...],
+    ) -> None:
+        fields = {"max_tokens": answer, "tenant": self._acting(client, tenant, len(prompt)), "prompt": int32(prompt)}
+        fields.update(more)
+        tops = fields.pop("logprobs", 0)
+        fields["sampling"] = Sampling(temperature=0.7, seed=seed, stop_tokens=stops, logprobs=tops)
+        self._tenants.update(dict.fromkeys(labels, fields["tenant"]))
+        self._send_submit(client, labels, fields)
+
+    def _talk(self, client: SimulatedClient, label: str, earlier: str, text: tuple[int, ...], answer: int) -> None:
+        """The next turn of a conversation: what was asked before, the answer, and a text."""
+        found, tenant = self._id(earlier), self._tenants.get(earlier)
+        if found is not None and tenant is not None:
+            oracle = self._world.oracle(found)
+            prompt = [*oracle.prompt, *oracle.tokens[: oracle.answer_size], *text]
+            prompt = prompt[: self._world.settings.context - answer]
+            self._tenants[label] = tenant
+            client.send(Submit, (label,), max_tokens=answer, tenant=tenant, prompt=int32(prompt))
+
+    def _send_submit(self, client: SimulatedClient, labels: tuple[str, ...], fields: dict[str, Any]) -> None:
+        if "key" in fields:
+            self._keyed[labels[0]] = (labels, fields)
+        client.send(Submit, labels, **fields)
+
+    def _submit_on(
+        self,
+        client: SimulatedClient,
+        label: str,
+        sequence: str,
+        prompt: tuple[int, ...],
+        answer: int,
+        more: tuple[tuple[str, Any], ...],
+    ) -> None:
+        found = self._id(sequence)
+        if found is not None:
+            fields = {"max_tokens": answer, "sequence_id": found, "prompt": int32(prompt), **dict(more)}
+            fields["sampling"] = Sampling(logprobs=fields.pop("logprobs", 0))
+            self._send_submit(client, (label,), fields)
+
+    def _again(self, client: SimulatedClient, label: str, same: bool) -> None:
+        """The key of an earlier command, with the same command or with another one."""
+        found = self._keyed.get(label)
+        if found is not None:
+            labels, fields = found
+            client.send(Submit, labels, **(fields if same else {**fields, "max_tokens": fields["max_tokens"] + 1}))
+
+    def _attach(self, client: SimulatedClient, label: str, offset: int) -> None:
+        """From where the client is, or from another offset (one that may be wrong)."""
+        found = self._id(label)
+        if found is not None and offset < 0:
+            client.send(Attach, (PROBE,), request_id=found, offset=client.readings.at(found))
+        elif found is not None:
+            client.send(Attach, (PROBE,), request_id=found, offset=offset)
+
+    def _cancel(self, client: SimulatedClient, label: str) -> None:
+        found = self._id(label)
+        if found is not None:
+            client.send(Cancel, request_id=found)
+
+    def _finish(self, client: SimulatedClient, which: int, back: int) -> None:
+        """Of one that it reads, what came before the last `back` tokens is enough; -1: and one that has not come."""
+        begun = [request_id for request_id in client.readings.unfinished() if client.readings.at(request_id)]
+        if begun:
+            found = begun[which % len(begun)]
+            client.send(FinishAt, request_id=found, tokens=max(1, client.readings.at(found) - back))
+
+    def _get(self, client: SimulatedClient, label: str, with_tokens: bool) -> None:
+        found = self._id(label)
+        if found is not None:
+            client.send(GetRequest, request_id=found, with_tokens=with_tokens)
+
+    def _list(self, client: SimulatedClient, count: int) -> None:
+        client.send(ListRequests, count_max=count)
+
+    def _stats(self, client: SimulatedClient) -> None:
+        client.send(GetStats)
+
+    def _health(self, client: SimulatedClient) -> None:
+        client.send(GetHealth)
+
+    def _purge(self, client: SimulatedClient, older_than_ms: int) -> None:
+        client.send(PurgeFinished, older_than_ms=older_than_ms)
+
+    # ------------------------------------------------------------------------------------------------------ sequences
+
+    def _create(
+        self, client: SimulatedClient, label: str, tokens: tuple[int, ...], tenant: str, ttl_ms: int, salt: str
+    ) -> None:
+        acting = self._acting(client, tenant, len(tokens))
+        client.send(CreateSequence, (label,), tenant=acting, salt=salt, idle_ttl_ms=ttl_ms, tokens=int32(tokens))
+
+    def _append(self, client: SimulatedClient, parts: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
+        known = [(self._id(label), tokens) for label, tokens in parts if self._id(label) is not None]
+        if known:
+            client.send(
+                Append,
+                sequence_ids=np.array([sequence for sequence, _ in known], np.int64),
+                counts=int32([len(tokens) for _, tokens in known]),
+                tokens=int32([token for _, tokens in known for token in tokens]),
+            )
+
+    def _fork(self, client: SimulatedClient, parent: str, labels: tuple[str, ...]) -> None:
+        found = self._id(parent)
+        if found is not None:
+            client.send(Fork, labels, sequence_id=found, count=len(labels))
+
+    def _info(self, client: SimulatedClient, label: str) -> None:
+        found = self._id(label)
+        if found is not None:
+            client.send(GetSequence, sequence_id=found)
+
+    def _tokens(self, client: SimulatedClient, label: str) -> None:
+        found = self._id(label)
+        if found is not None:
+            client.send(GetTokens, sequence_id=found)
+
+    def _remove(self, client: SimulatedClient, labels: tuple[str, ...]) -> None:
+        known = [self._id(label) for label in labels if self._id(label) is not None]
+        if known:
+            client.send(RemoveSequences, sequence_ids=np.array(known, np.int64))
+
+    # --------------------------------------------------------------------------------------------------------- blocks
+
+    def _block(self, client: SimulatedClient, block: int) -> None:
+        client.send(GetBlock, block_id=block)
+
+    def _ref(self, client: SimulatedClient, block: int, holder: str, generation: int) -> None:
+        client.send(RefBlock, block_id=block, holder=holder, generation=generation, tenant=tenant_of(holder))
+
+    def _unref(self, client: SimulatedClient, block: int, holder: str, generation: int) -> None:
+        client.send(UnrefBlock, block_id=block, holder=holder, generation=generation)
+
+    def _explain(self, client: SimulatedClient, kind: str, subject: Any) -> None:
+        if kind in ("request", "sequence"):
+            subject = self._id(subject)
+        if subject is not None:
+            client.send(Explain, **{kind if kind == "tenant" else f"{kind}_id": subject})
+
+    # -------------------------------------------------------------------------------------------------------- hostile
+
+    def _hostile(self, client: SimulatedClient, how: str, sequence: str) -> None:
+        """What must be refused, whatever the state."""
+        settings = self._world.settings
+        one = int32([1])
+        known = self._id(sequence)
+        two = np.array([known or UNKNOWN] * 2, np.int64)
+        many = int32([0] * (settings.context + 1))
+        commands: dict[str, tuple[Any, dict[str, Any]]] = {
+            "zero_tokens": (Submit, {"max_tokens": 0, "prompt": one}),
+            "no_prompt": (Submit, {"max_tokens": 1}),
+            "vocabulary": (Submit, {"max_tokens": 1, "prompt": int32([settings.vocabulary + (1 << 20)])}),
+            "too_long": (Submit, {"max_tokens": 1, "prompt": many}),
+            "temperature": (Submit, {"max_tokens": 1, "prompt": one, "sampling": Sampling(temperature=-1.0)}),
+            "tenant": (Submit, {"max_tokens": 1, "prompt": one, "tenant": ""}),
+            "stops": (Submit, {"max_tokens": 1, "prompt": one, "sampling": Sampling(stop_tokens=(-5,))}),
+            "attach_unknown": (Attach, {"request_id": UNKNOWN}),
+            "deadline": (Submit, {"max_tokens": 1, "prompt": one, "deadline_ms": -1}),
+            "priority": (Submit, {"max_tokens": 1, "prompt": one, "priority": 1000}),
+            "key": (Submit, {"max_tokens": 1, "prompt": one, "key": "\n"}),
+            "many": (Submit, {"max_tokens": 1, "prompt": one, "count": 1000}),
+            "unknown_request": (Cancel, {"request_id": UNKNOWN}),
+            "unknown_sequence": (GetTokens, {"sequence_id": UNKNOWN}),
+            "twice": (Append, {"sequence_ids": two, "counts": int32([1, 1]), "tokens": int32([1, 1])}),
+            "counts": (Append, {"sequence_ids": two, "counts": int32([0, 2]), "tokens": int32([1, 1])}),
+            "block_range": (GetBlock, {"block_id": settings.blocks_max + 1}),
+            "count_max": (ListRequests, {"count_max": 0}),
+            "explain_nothing": (Explain, {}),
+        }
+        raw = {
+            "bytes": [b"\xc1\x00garbage"],
+            "tag": [b"\x81\xa1t\xa4step"],
+            "frames": [b"\x81\xa1t\xa6submit", b"123", b"", b""],
+        }
+        if how in raw:
+            client.send_raw(raw[how])
+        else:
+            cls, fields = commands[how]
+            client.send(cls, (PROBE,) if cls is Attach else ("never",), **fields)

@@ -1,0 +1,78 @@
+"""Which clients are there, which may come back, and what those who may were answered."""
+
+from __future__ import annotations
+
+from kvforge.coordinator.core.machine import READING
+from kvforge.protocol import codec
+from kvforge.protocol.messages import Accepted, Attach, Message, Refused
+from tools.simulation.settings import Settings
+from tools.simulation.workers import Violation
+
+Bytes = tuple[bytes, ...]
+
+
+class Presence:
+    """By the numbers of their connections. leaving: those that the event under way gives up, though there is no event
+    of their own for it; and whether their requests have no lease any more."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._reattach_us, self._lease_us = settings.reattach_us, settings.lease_us
+        self._there: set[int] = set()
+        self._answers: dict[int, dict[int, Bytes]] = {}  # of those that have a session
+        self._away: dict[int, tuple[int, bool]] = {}  # until when, and whether that was its lease
+        self.leaving: dict[int, bool] = {}
+
+    def came(self, client: int, session: str) -> bool:
+        """A client said hello. Returns whether it has come back."""
+        self._there.add(client)
+        self._away.pop(client, None)
+        back = client in self._answers
+        if session:
+            self._answers.setdefault(client, {})
+        return back
+
+    def left(self, client: int, now_us: int) -> bool:
+        """Its connection ended without a word. Returns whether it is waited for."""
+        waited = client in self._answers and self._lease_us > 0
+        if waited:
+            self._away[client] = (now_us + self._lease_us, True)
+        return waited
+
+    def gone(self, client: int) -> None:
+        """It is, for good."""
+        self._there.discard(client)
+        self._answers.pop(client, None)
+        self._away.pop(client, None)
+
+    def restarts(self, now_us: int) -> list[int]:
+        """No connection is there any more. Returns those that may come back."""
+        self.leaving = dict.fromkeys(self._there - self._answers.keys(), False)
+        self._away = dict.fromkeys(sorted(self._answers), (now_us + self._reattach_us, False))
+        return list(self._away)
+
+    def passes(self, now_us: int) -> None:
+        """Time does: some have been away for too long."""
+        if not self._away:
+            self.leaving = {}
+            return
+        self.leaving = {client: leased for client, (until_us, leased) in self._away.items() if until_us <= now_us}
+
+    def answered_before(self, client: int, command: Message, reply: Message) -> bool:
+        """Whether this very command was done and answered already. Raises Violation where it is answered otherwise."""
+        answers = self._answers.get(client)
+        if answers is None or isinstance(command, (Attach, *READING)) or isinstance(reply, Refused):
+            return False
+        rid: int = command.rid  # type: ignore[attr-defined]
+        told, before = _told(reply), answers.get(rid)
+        if before is None:
+            answers[rid] = told
+            return False
+        if before != told or (isinstance(reply, Accepted) and not reply.repeated):
+            raise Violation(f"{command!r} was done already, and answered otherwise: {reply!r}")
+        return True
+
+
+def _told(message: Message) -> Bytes:
+    if isinstance(message, Accepted):  # the same requests, though repeated
+        return (b"%d" % message.request_id, b"%d" % message.count)
+    return tuple(bytes(frame) for frame in codec.encode(message))

@@ -1,0 +1,214 @@
+"""That the system gets on: no set of requests preempts each other for ever, nobody is passed for ever, and tenants are
+charged for what is computed for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from kvforge.coordinator.core.cache.groups import Group
+from kvforge.coordinator.core.cache.placement import Placement
+from kvforge.coordinator.core.cache.sequences import NO_POOL
+from kvforge.coordinator.core.machine import Machine
+from kvforge.coordinator.core.requests.lifecycle import NO_SLOT, Request
+from kvforge.coordinator.core.scheduling.queue import WaitingQueue
+from kvforge.protocol.messages import Step
+from tools.simulation.settings import Settings
+from tools.simulation.workers import Violation
+
+WAITS = 8
+
+
+class Progress:
+    """Watches the starts, the preemptions and the steps of one machine."""
+
+    def __init__(self, machine: Machine, settings: Settings) -> None:
+        self._machine, self._settings = machine, settings
+        self._reached: dict[int, int] = {}
+        self._fruitless: Counter[int] = Counter()
+        self.fruitless_most = 0
+        self._passed: Counter[int] = Counter()
+        self._charged = np.zeros_like(machine.admission.waiting.service)
+        self._lifted = np.zeros_like(self._charged)
+        self._generated = np.zeros_like(self._charged)
+        # The oldest request of a pool is not preempted, and has a share of every step. So a step in which nobody comes
+        # further than ever before is one in which the oldest computes again what a death or an earlier preemption took,
+        # at most a context of tokens, or waits for a block that a step under way still uses.
+        self._fruitless_max = settings.context + WAITS * settings.steps_in_flight_max
+
+    def goes_on(self, before: Progress) -> None:
+        """The machine was made anew where that one's was."""
+        self._reached, self.fruitless_most = before._reached, before.fruitless_most
+        self._passed, self._charged = before._passed, before._charged
+        self._lifted, self._generated = before._lifted, before._generated
+
+    # ------------------------------------------------------------------------------------------------------- livelock
+
+    def planned(self, group: Group, step: Step) -> None:
+        """A step was planned: it brings someone further, or it counts."""
+        s, further = self._machine.cache.sequences, False
+        for slot, end in zip(step.slots.tolist(), (step.starts + step.counts).tolist(), strict=True):
+            request_id = int(s.request[slot])
+            if end > self._reached.get(request_id, 0):
+                self._reached[request_id] = end
+                further = True
+        if further:
+            self._fruitless[group.epoch] = 0
+            return
+        self._fruitless[group.epoch] += 1
+        self.fruitless_most = max(self.fruitless_most, self._fruitless[group.epoch])
+        if self._fruitless[group.epoch] > self._fruitless_max:
+            raise Violation(
+                f"livelock: {self._fruitless_max} steps of {group.name} only computed again what had been computed"
+            )
+
+    def preempted(self, request: Request, asking: int) -> None:
+        """The scheduler is about to preempt a running request for the row in slot `asking`: never the oldest of a pool,
+        unless it is alone there, and never one of another tenant that is within its floor.
+
+        At a tenant's ceiling it is alone where no other request of the tenant runs in the pool.
+        """
+        s, order = self._machine.cache.sequences, self._machine.admission.rows.order
+        floor = int(self._machine.cache.tenants.floor[request.tenant])
+        usage = int(self._machine.cache.groups[int(s.pool[request.slot])].pool.usage[request.tenant])
+        if s.tenant[asking] != request.tenant and 0 < usage <= floor:
+            raise Violation(
+                f"request {request.id} is preempted though its tenant holds {usage} of its floor of {floor}"
+            )
+        sharing = s.running & (s.pool == s.pool[request.slot])
+        rivals = sharing & (s.tenant == request.tenant) if self._settings.quotas else sharing
+        if np.count_nonzero(rivals) > 1 and order[sharing].min() == order[request.slot]:
+            raise Violation(f"livelock: request {request.id}, the oldest of those that share its pool, is preempted")
+
+    def disturbed(self) -> None:
+        """A worker died or a request ended from outside: who is the oldest of a pool may be another one now."""
+        self._fruitless.clear()
+
+    def turned(self, now_us: int) -> None:
+        """A turn is over: a group that has rows works on them, and nobody waits for what has come."""
+        if self._machine.due_us() == now_us:
+            return  # there is more to do at once
+        for group in self._machine.cache.groups.values():
+            if group.running and not group.sent and not group.away:
+                raise Violation(f"{group.running} rows of {group.name} stand still, and nothing is under way")
+        admission = self._machine.admission
+        waiting = [request for request in admission.waiting if request.wait is not None]
+        if any(self._is_kept_for(request) for request in waiting):
+            return
+        for request in waiting:
+            if request.awaits_sibling or request.awaits_trial:
+                continue
+            hashes, found = request.hashes, admission.choice.choose(request, ())
+            request.hashes = hashes
+            if isinstance(found, Placement) and request.wait.limit != "kept":
+                raise Violation(f"request {request.id} waits for {request.wait}, and would find room")
+
+    def _is_kept_for(self, request: Request) -> bool:
+        """Whether room is kept for the request. To ask chooses where, which is not for a check to do."""
+        chosen, hashes = request.kept_epoch, request.hashes
+        kept = self._machine.admission._kept_for(request) is not None
+        request.kept_epoch, request.hashes = chosen, hashes
+        return kept
+
+    def hopeless(self, request: Request) -> None:
+        """A row is ended because it can never go on: a second opinion, with sets.
+
+        Rightly where even alone it would find no block, or where nothing is under way in its group.
+        """
+        assert request.wait is not None, "a row that did not stand still was ended"
+        cache = self._machine.cache
+        group = cache.groups[int(cache.sequences.pool[request.slot])]
+        could = self._could_have(group, request.tenant, {request.slot})
+        if group.sent and could >= max(1, request.wait.needed):
+            raise Violation(f"request {request.id} was ended though {could} blocks would come: {request.wait}")
+
+    def _could_have(self, group: Group, tenant: int, stay: set[int]) -> int:
+        """Blocks that the tenant could get if every row but those in `stay` had ended: clients hold the others."""
+        cache, s, pool = self._machine.cache, self._machine.cache.sequences, group.pool
+        if self._settings.policy == "none":
+            stay = stay | {
+                t for t in np.flatnonzero(s.pool == group.number).tolist() if s.owned[t] and not s.request[t]
+            }
+        kept = {block for slot in stay for block in s.blocks_of(slot).tolist()} | set(cache.blocks.external)
+        owner = cache.blocks.owner
+        used = Counter(int(owner[block]) for block in kept if pool.base <= block < pool.base + pool.count)
+        floors = {t: int(floor) for t, floor in enumerate(cache.tenants.floor.tolist()) if t != tenant}
+        free = pool.count - used.total() - sum(max(0, floor - used[t]) for t, floor in floors.items())
+        return min(free, int(cache.tenants.ceiling[tenant]) - used[tenant])
+
+    # ------------------------------------------------------------------------------------------------------- fairness
+
+    def starts(self, request: Request, group: Group) -> None:
+        """A waiting request is about to start in the group: those before it that wait for the same group are passed.
+
+        A request that only one group can hold, and that is not held up by its tenant's ceiling or its siblings, is
+        passed in that group at most `passes_max` times.
+        """
+        admission = self._machine.admission
+        at_ceiling: set[int] = set()
+        for earlier in admission.waiting:
+            if earlier is request:
+                break
+            if earlier.tenant in at_ceiling or earlier.awaits_sibling or earlier.awaits_trial:
+                continue
+            if earlier.at_ceiling:
+                at_ceiling.add(earlier.tenant)
+            elif self._only_group(earlier) == group.number and self._could_start(earlier, group):
+                self._pass(earlier, request)
+        self._passed.pop(request.id, None)
+
+    def _could_start(self, request: Request, group: Group) -> bool:
+        """Whether it would find room if all rows had ended: else only a client can help it, and none waits for that."""
+        s = self._machine.cache.sequences
+        needed = s.blocks_for(request.prompt.size + request.tokens.size + 1)
+        return self._could_have(group, request.tenant, set()) >= needed
+
+    def _pass(self, earlier: Request, request: Request) -> None:
+        if self._passed[earlier.id] >= self._settings.passes_max:
+            raise Violation(
+                f"starvation: request {request.id} starts before {earlier.id}, which {self._settings.passes_max} passed"
+            )
+        self._passed[earlier.id] += 1
+
+    def _only_group(self, request: Request) -> int:
+        """The number of the one group that can take the request; NO_POOL where there are several, or none."""
+        cache = self._machine.cache
+        slot = cache.sequences.slot_of.get(request.sequence_id, NO_SLOT) if request.sequence_id else NO_SLOT
+        if slot != NO_SLOT and cache.sequences.pool[slot] != NO_POOL:
+            return int(cache.sequences.pool[slot])
+        able = [g.number for g in cache.groups.values() if self._machine.admission.choice.could_hold(g, request)]
+        return able[0] if len(able) == 1 else NO_POOL
+
+    # --------------------------------------------------------------------------------------------------------- shares
+
+    def started(self, request: Request) -> None:
+        """It did: its tenant pays for what must be computed first."""
+        s = self._machine.cache.sequences
+        self._charged[request.tenant] += int(s.length[request.slot] - s.computed[request.slot])
+
+    def added(self, queue: WaitingQueue, tenant: int, before: float) -> None:
+        """A request joined the queue: a tenant that had nothing to do gets no credit for it."""
+        if queue.service[tenant] < before:
+            raise Violation("a tenant was given credit")
+        self._lifted[tenant] += queue.service[tenant] - before
+
+    def over(self, request: Request) -> None:
+        """It ended; what it generated was paid for token by token."""
+        self._generated[request.tenant] += request.tokens.size + request.cut
+        self._reached.pop(request.id, None)
+        self._passed.pop(request.id, None)
+
+    def check_shares(self) -> None:
+        """Each tenant's counter is what was computed for it, by its weight, and what it was lifted by."""
+        machine: Any = self._machine
+        generated = self._generated.copy()
+        s, rows = machine.cache.sequences, machine.admission.rows
+        for request in machine.requests.live.values():
+            slot = request.slot
+            size = request.tokens.size if slot == NO_SLOT else int(s.length[slot] - rows.base[slot])
+            generated[request.tenant] += size
+        expected = (self._charged + generated) / machine.cache.tenants.weight + self._lifted
+        if not np.allclose(machine.admission.waiting.service, expected):
+            raise Violation(f"tenants were charged {machine.admission.waiting.service}, not {expected}")

@@ -1,0 +1,245 @@
+"""The world one seed lives in: limits of the core, workers, tenants, and how the network behaves."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+
+from kvforge.coordinator.core.limits import Limits, Quota
+from kvforge.protocol.layout import Geometry
+from kvforge.protocol.messages import GENERATED
+from tools.simulation.limits import make_limits
+
+TENANTS = ("ant", "bee", "cat")
+DAY_US = 86_400_000_000
+SAMPLES_MAX = 4
+CRASHES_SHARE = KINDS_SHARE = 0.4  # of the worlds
+RANKS_SHARE = STANDS_SHARE = 0.3
+
+
+def tenant_of(holder: str) -> str:
+    """Whom a name on a block is charged to, in every world."""
+    return TENANTS[ord(holder[-1]) % len(TENANTS)]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Drawn from a seed, or given in full. Times in microseconds, shares 0 to 1.
+
+    deadly: some prompts kill every worker that runs them; nothing else kills one in such a world, so that whoever else
+    was on board must finish. drain_ms: -1, the run does not end with a Drain; 0, with one that has no deadline;
+    drain_by_signal: nobody sends that one.
+    backlog_max: replies kept for a client that does not read.
+    bound: clients that act for one tenant alone; c0, which gives all back at the end, is none.
+    zeroes: blocks that change tenant are zeroed first.
+    kinds: workers compute generated tokens in another way than prompts, and so their KV is not the same.
+    ranks: processes of each worker that compute together; none: one of each.
+    stand_gap_us: between two standstills of the coordinator's process, on average; 0: it never stands still.
+    crash_gap_us: between two deaths of the coordinator, on average; 0: it never dies, writes no journal, and its
+    clients have no sessions.
+    """
+
+    block_size: int = 4
+    context_blocks: int = 8
+    sequences_max: int = 8
+    queue_max: int = 16
+    finished_max: int = 64
+    finished_ttl_us: int = 600_000_000
+    step_tokens_max: int = 16
+    step_rows_max: int = 4
+    steps_in_flight_max: int = 2
+    partial_tokens_min: int = 2
+    ageing_us: int = 10_000_000
+    passes_max: int = 16
+    deadline_max_us: int = DAY_US
+    lease_us: int = 0
+    step_timeout_us: int = 60_000_000
+    decode_gap_us: int = 200_000
+    crashes_max: int = 1000
+    deadly: bool = False
+    drain_ms: int = -1
+    drain_by_signal: bool = False
+    backlog_max: int = 1024
+    policy: str = "lru"
+    quotas: dict[str, Quota] = {}
+    workers: tuple[int, ...] = (16,)
+    clients: int = 2
+    vocabulary: int = 24
+    eos: tuple[int, ...] = ()
+    short_us: int = 200
+    long_us: int = 20_000
+    long_share: float = 0.02
+    step_us: int = 600
+    duplicate_share: float = 0.05
+    gap_us: int = 700
+    turn_us: int = 50
+    bound: dict[str, str] = {}
+    zeroes: bool = False
+    kinds: bool = False
+    ranks: tuple[int, ...] = ()
+    stand_gap_us: int = 0
+    crash_gap_us: int = 0
+    reattach_us: int = 10_000_000
+
+    @property
+    def mark(self) -> int:
+        """What a generated token has more than its id, as workers see and keep it."""
+        return GENERATED if self.kinds else 0
+
+    def ranks_of(self, worker: int) -> int:
+        """Processes of a worker."""
+        return self.ranks[worker] if self.ranks else 1
+
+    @property
+    def processes(self) -> int:
+        """Of all workers."""
+        return sum(self.ranks) or len(self.workers)
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.block_size * self.context_blocks
+
+    @property
+    def blocks_max(self) -> int:
+        """Enough for every worker at once."""
+        return sum(self.workers) + max(self.workers)
+
+    def limits(self) -> Limits:
+        """The core's limits."""
+        return make_limits(
+            block_size=self.block_size,
+            sequences_max=self.sequences_max,
+            blocks_max=self.blocks_max,
+            blocks_per_sequence_max=self.context_blocks,
+            pools_max=self.processes + 1,
+            tenants_max=len(TENANTS) + 2,
+            queue_max=self.queue_max,
+            finished_max=self.finished_max,
+            finished_ttl_us=self.finished_ttl_us,
+            step_tokens_max=self.step_tokens_max,
+            step_rows_max=self.step_rows_max,
+            steps_in_flight_max=self.steps_in_flight_max,
+            stop_tokens_max=4,
+            holders_per_block_max=2,
+            bulk_max=4,
+            list_max=8,
+            partial_tokens_min=self.partial_tokens_min,
+            policy=self.policy,
+            samples_max=SAMPLES_MAX,
+            ageing_us=self.ageing_us,
+            passes_max=self.passes_max,
+            deadline_max_us=self.deadline_max_us,
+            lease_us=self.lease_us,
+            step_timeout_us=self.step_timeout_us,
+            decode_gap_us=self.decode_gap_us,
+            crashes_max=self.crashes_max,
+            reattach_us=self.reattach_us,
+            quotas=self.quotas,
+            zero_on_tenant_change=self.zeroes,
+        )
+
+    def geometry(self) -> Geometry:
+        """Of the shared tables."""
+        return Geometry(
+            slots=self.sequences_max,
+            blocks=self.blocks_max,
+            blocks_per_sequence=self.context_blocks,
+            block_size=self.block_size,
+            pools=self.processes + 1,
+        )
+
+
+def draw_settings(random: Random) -> Settings:
+    """A small, tight world: everything that can be full is full now and then."""
+    block_size = random.choice((1, 2, 3, 4, 4, 8))
+    context_blocks = random.randint(3, 8) if block_size > 2 else random.randint(6, 16)
+    workers = tuple(random.randint(context_blocks + 1, 4 * context_blocks) for _ in range(random.choice((1, 1, 2, 3))))
+    rows = random.randint(1, 6)
+    vocabulary = random.choice((12, 24, 60))
+    deadly = random.random() < 0.2
+    return Settings(
+        block_size=block_size,
+        context_blocks=context_blocks,
+        sequences_max=random.randint(max(2, rows), rows + 8),
+        queue_max=random.choice((2, 6, 12)),
+        finished_max=random.choice((3, 30)),
+        finished_ttl_us=random.choice((20_000, 600_000_000)),
+        step_tokens_max=random.randint(max(rows, 2), 24),
+        step_rows_max=rows,
+        steps_in_flight_max=random.randint(1, 3),
+        partial_tokens_min=random.choice((1, 2, 4)),
+        policy=random.choice(("lru", "lru", "none")),
+        quotas=_draw_quotas(random, min(workers), context_blocks),
+        workers=workers,
+        clients=random.randint(1, 4),
+        vocabulary=vocabulary,
+        eos=(random.randrange(vocabulary - 1),) if random.random() < 0.3 else (),
+        short_us=random.choice((50, 200, 1000)),
+        long_us=random.choice((5_000, 40_000)),
+        long_share=random.choice((0.0, 0.01, 0.1)),
+        step_us=random.choice((100, 600, 2000)),
+        duplicate_share=random.choice((0.0, 0.05, 0.2)),
+        gap_us=random.choice((100, 250, 1000)),
+        turn_us=random.choice((20, 200, 800)),
+        ageing_us=random.choice((1_000, 100_000, 10_000_000)),
+        passes_max=random.choice((1, 1, 2, 4, 16)),
+        deadline_max_us=random.choice((DAY_US, DAY_US, DAY_US, 200_000)),
+        lease_us=random.choice((0, 2_000, 20_000, 10_000_000)),
+        # Longer than any step without faults; under faults a long delay may look like a hung worker. A deadly world
+        # has nothing that looks like a death, so there it is out of reach.
+        step_timeout_us=60_000_000 if deadly else random.choice((20_000, 60_000)),
+        decode_gap_us=random.choice((50, 500, 200_000)),
+        crashes_max=random.choice((3, 4, 6)) if deadly else 1000,
+        deadly=deadly,
+        drain_ms=random.choice((-1, -1, -1, 0, 1, 20)),
+        backlog_max=random.choice((1, 4, 1024)),
+        drain_by_signal=random.random() < 0.4,
+        bound={f"c{i}": random.choice(TENANTS) for i in range(1, random.choice((1, 1, 2, 3)))},
+        zeroes=random.random() < 0.4,
+    )
+
+
+def with_crashes(settings: Settings, random: Random, share: float = CRASHES_SHARE) -> Settings:
+    """The same world; in a share of them the coordinator dies now and then."""
+    if random.random() >= share:
+        return settings
+    gap_us = random.choice((8_000, 40_000, 100_000))
+    # Where nothing may look like a worker's death, all of them have the time to come back.
+    reattach_us = 10_000_000 if settings.deadly else random.choice((2_000, 20_000, 10_000_000))
+    return msgspec.structs.replace(settings, crash_gap_us=gap_us, reattach_us=reattach_us)
+
+
+def with_kinds(settings: Settings, random: Random, share: float = KINDS_SHARE) -> Settings:
+    """The same world; in a share of them generated tokens are not computed as prompts are."""
+    return msgspec.structs.replace(settings, kinds=random.random() < share)
+
+
+def with_standstills(settings: Settings, random: Random, share: float = STANDS_SHARE) -> Settings:
+    """The same world; in some worlds the coordinator's process is stopped now and then."""
+    if random.random() >= share:
+        return settings
+    # Workers that nothing kills must all have the time to come back.
+    reattach_us = 10_000_000 if settings.deadly else settings.reattach_us
+    gap_us = random.choice((20_000, 100_000))
+    return msgspec.structs.replace(settings, stand_gap_us=gap_us, reattach_us=reattach_us)
+
+
+def with_ranks(settings: Settings, random: Random, share: float = RANKS_SHARE) -> Settings:
+    """The same world; in a share of them some workers are several processes."""
+    if random.random() >= share:
+        return settings
+    return msgspec.structs.replace(settings, ranks=tuple(random.choice((1, 2, 2, 3)) for _ in settings.workers))
+
+
+def _draw_quotas(random: Random, pool: int, context_blocks: int) -> dict[str, Quota]:
+    """None, or floors that mostly leave room for the longest sequence, and ceilings that hold at least a short one."""
+    if random.random() < 0.5:
+        return {}
+    quotas = {}
+    spare = max(0, pool - random.choice((context_blocks, context_blocks, 2)))
+    for tenant in TENANTS[:2]:
+        floor = random.randint(0, spare // 2)
+        ceiling = random.choice((0, random.randint(max(floor, 2), max(floor, 2) + context_blocks // 2)))
+        quotas[tenant] = Quota(floor=floor, ceiling=ceiling, weight=random.choice((0.25, 1.0, 4.0)))
+    return quotas

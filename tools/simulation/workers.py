@@ -1,0 +1,503 @@
+"""Simulated workers: real steps carried out on a KV memory that remembers what was written where.
+
+The memory starts as garbage and is written by steps alone. Each cell keeps (token, position); where kinds matter, also
+whether it was computed as a generated token or as one of a prompt. A step reads the block
+tables from the published file when it runs, not when it was planned. Attention over a cell that does not hold the
+position it should is a violation at once; a wrong token there is one too, because the fingerprint of the context
+differs from the oracle's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from random import Random
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvforge.protocol import codec
+from kvforge.protocol.messages import (
+    ErrorInfo,
+    Meeting,
+    Message,
+    ModelInfo,
+    PoolRegistered,
+    Refused,
+    RowError,
+    RowStart,
+    Step,
+    StepResult,
+    Stop,
+    WorkerHello,
+    WorkerLoading,
+    WorkerReady,
+    WorkerWelcome,
+)
+from kvforge.protocol.tables import TablesReader
+from tools.simulation.draws import Draws
+from tools.simulation.model import CONTEXT_MAX, DEADLY, Oracle, choose, fingerprint_of, poison, tops_of
+from tools.simulation.network import Clock, Connection, SimulatedPeers
+from tools.simulation.settings import Settings
+
+RETRY_US = 3_000
+REBORN_US = 5_000
+LOOKS_US = 200
+ANSWERS_KEPT = 16  # more than may be under way
+PIDS = 100_000
+POSITIONS = list(range(CONTEXT_MAX))
+
+
+class Died(Exception):
+    """A worker process died of what it was given to compute."""
+
+
+class Violation(AssertionError):
+    """The system broke a promise."""
+
+
+class Host(Protocol):
+    """What a worker sees of the world around it."""
+
+    clock: Clock
+    settings: Settings
+    calm: bool
+
+    def oracle(self, request_id: int) -> Oracle:
+        """What the request must generate."""
+
+    def kept_pool(self, name: str, epoch: int) -> bool:
+        """Whether the coordinator knows this pool, and still waits for its worker."""
+
+    def met(self, name: str, epoch: int, meeting: str) -> None:
+        """A rank has a pool of that epoch, and had met the others under that name."""
+
+    def others(self, worker: SimulatedWorker) -> list[SimulatedWorker]:
+        """The ranks that have met with this one and are alive."""
+
+    def counts(self, request_id: int) -> bool:
+        """Whether a row of the request can still count: its client's sequence may have gone on without it."""
+
+    def delivered(self) -> None:
+        """A message reached a peer."""
+
+
+class KvMemory:
+    """Blocks of (token, position) cells, garbage at first. Block ids are global, from `base` on.
+
+    In lists: of a few dozen cells numpy would take longer, however it is asked.
+    """
+
+    def __init__(self, base: int, blocks: int, block_size: int, random: Random) -> None:
+        self.base, self.blocks, self.block_size = base, blocks, block_size
+        cells = blocks * block_size
+        self._tokens = [random.randrange(1 << 16) for _ in range(cells)]
+        self._positions = [-1] * cells
+
+    def copy(self, triples: npt.NDArray[np.int32]) -> None:
+        """Copies leading cells of blocks: all reads before all writes, as a device may do it."""
+        sources, targets = set(triples[0::3].tolist()), triples[1::3].tolist()
+        if len(set(targets)) != len(targets) or sources & set(targets):
+            raise Violation(f"copies of one step depend on each other: {triples.tolist()}")
+        size = self.block_size
+        read = []
+        for source, target, count in triples.reshape(-1, 3).tolist():
+            if not 1 <= count <= size:
+                raise Violation(f"a copy of {count} tokens in blocks of {size}")
+            start = self._cell(source)
+            cells = slice(start, start + count)
+            read.append((self._cell(target), count, self._tokens[cells], self._positions[cells]))
+        for start, count, tokens, positions in read:
+            self._tokens[start : start + count] = tokens
+            self._positions[start : start + count] = positions
+
+    def zero(self, blocks: npt.NDArray[np.int32]) -> None:
+        """Nothing is left in the blocks: whoever still reads them finds out."""
+        for block in blocks.tolist():
+            start = self._cell(block)
+            self._tokens[start : start + self.block_size] = [0] * self.block_size
+            self._positions[start : start + self.block_size] = [-1] * self.block_size
+
+    def _cell(self, block: int) -> int:
+        if not self.base <= block < self.base + self.blocks:
+            raise Violation(f"block {block} is not of this worker's pool")
+        return (block - self.base) * self.block_size
+
+    def write(self, rows: Iterable[tuple[list[int], int, int]], tokens: list[int]) -> None:
+        """New KV of all rows of a step, for positions [start, end) of (block ids, start, end): no cell twice."""
+        at = [
+            (self._cell(ids[p // self.block_size]) + p % self.block_size, p)
+            for ids, *ends in rows
+            for p in range(*ends)
+        ]
+        if len({cell for cell, _ in at}) != len(at):
+            raise Violation("two rows of a step write the same cell")
+        for (cell, position), token in zip(at, tokens, strict=True):
+            self._tokens[cell] = token
+            self._positions[cell] = position
+
+    def read(self, ids: list[int], end: int, counting: bool) -> list[int]:
+        """Tokens at positions 0, 1, ... of a row of block ids, until `end`.
+
+        counting: whether the row's outcome matters; one that does not may find anything, but only in the pool.
+        """
+        tokens: list[int] = []
+        positions: list[int] = []
+        for block in ids[: -(-end // self.block_size)]:
+            start = self._cell(block)
+            tokens += self._tokens[start : start + self.block_size]
+            positions += self._positions[start : start + self.block_size]
+        if counting and positions[:end] != POSITIONS[:end]:
+            position, found = next((p, found) for p, found in enumerate(positions) if p != found)
+            raise Violation(f"a row attends at position {position} to KV of position {found} (-1: garbage)")
+        return tokens[:end]
+
+
+class Row:
+    """What a worker keeps of a slot from its RowStart on."""
+
+    def __init__(self, begin: RowStart) -> None:
+        self.request_id, self.seed, self.generated = begin.request_id, begin.seed, begin.generated
+        self.tops = begin.sampling.logprobs
+        self.last = -1
+        self.failed = False
+
+
+class SimulatedWorker:
+    """One worker process, or one rank of several of a name, through deaths and returns: each life begins with an empty
+    pool.
+
+    Where the coordinator's process dies it keeps its pool, works on, and comes back with both, and with the results
+    that were not acknowledged.
+    """
+
+    def __init__(
+        self, name: str, blocks: int, host: Host, peers: SimulatedPeers, seed: str, rank: int = 0, ranks: int = 1
+    ) -> None:
+        self.name, self.blocks = name, blocks
+        self.rank, self.ranks = rank, ranks
+        self.label = f"{name}.{rank}" if rank else name
+        self.meeting = ""
+        self.lives = 0
+        self.garble = ""
+        self.wrong = False  # whether it has sent nonsense in this life
+        self.hangs = False
+        self.alive = False  # whether the process runs
+        self.connection: Connection | None = None
+        self._host, self._peers, self._seed = host, peers, seed
+
+    def replaced(self, back_after_us: int) -> None:
+        """It is ended because it seems to hang: rightly, unless it has done and told all that it was given, and no
+        other rank could have kept it waiting."""
+        told_us = self._host.clock.now_us - 2 * self._host.settings.turn_us
+        busy = self.hangs or self._working or self._steps
+        alone = self.ranks == 1
+        if (
+            alone
+            and self.connection is not None
+            and self.connection.last_us < told_us
+            and self._registered
+            and not busy
+        ):
+            raise Violation(f"{self.name} has done all that it was given, and is replaced")
+        self.kill(back_after_us)
+
+    @property
+    def pid(self) -> int:
+        """Another one in each life."""
+        return PIDS * (1 + int(self.name[1:])) + PIDS // 10 * self.rank + self.lives
+
+    def start(self) -> None:
+        """A new life."""
+        if self.alive:
+            return
+        self.alive = True
+        self.lives += 1
+        self._random = Draws(f"{self._seed}/{self.label}/{self.lives}")
+        self.hangs = self.wrong = False
+        self._boot, self._pools, self.meeting = "", 0, ""
+        self._empty()
+        self._connect()
+
+    def _empty(self) -> None:
+        """It holds nothing, and has nothing to do."""
+        self._pools += 1
+        self._epoch = self._taken = 0
+        self._rows: dict[int, Row] = {}
+        self._steps: deque[Step] = deque()
+        self._answers: deque[StepResult] = deque(maxlen=ANSWERS_KEPT)
+        self._working = self._registered = self._stands = False
+        self._begun = 0
+        self._reader: TablesReader | None = None
+
+    def _connect(self) -> None:
+        if self._stands:
+            if self.hangs and len(self._host.others(self)) < self.ranks - 1:
+                self.kill(REBORN_US)  # it would find out in `_finish` that another one is gone, if it got there
+            else:
+                self._lost()
+            return
+        self._registered = False
+        self.connection = self._peers.connect(self._random, self._receive, lost=self._lost)
+        ours = {"boot": self._boot, "epoch": self._epoch, "rank": self.rank, "ranks": self.ranks}
+        self._send(WorkerHello(rid=1, name=self.name, pid=self.pid, **ours))
+
+    def _lost(self) -> None:
+        """The coordinator's process has died."""
+        self.connection, self._registered = None, False
+        life = self.lives
+        delay_us = 1 + self._random.randrange(RETRY_US)
+        self._host.clock.after(delay_us, lambda: self._connect() if self.alive and life == self.lives else None)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the pool that it holds; 0: none."""
+        return self._epoch
+
+    def cut_off(self) -> bool:
+        """Give up a connection on which nothing comes, and connect anew. Return whether there was one, of a pool."""
+        if (
+            self.connection is None
+            or not self._registered
+            or any(each.wrong for each in (self, *self._host.others(self)))
+        ):
+            return False  # one that has sent nonsense is dropped for it, and may not know that yet
+        self.connection.cut(at_once=True)  # the kernel has noted it before the next connection is made
+        self._lost()
+        return True
+
+    def kill(self, back_after_us: int) -> None:
+        """The process dies and comes back later."""
+        if not self.alive:
+            return
+        if self.connection is not None:
+            self.connection.cut()
+        self.connection, self.alive = None, False
+        self._host.clock.after(back_after_us, self.start)
+
+    def _send(self, message: Message) -> None:
+        if self.connection is not None:
+            self.connection.send(codec.encode(message))
+
+    def _receive(self, message: Message) -> None:
+        self._host.delivered()
+        if isinstance(message, Step):
+            if message.step_id > self._taken:  # else it came before, from a coordinator that has died
+                self._taken = message.step_id
+                self._steps.append(message)
+                self._work()
+        elif isinstance(message, WorkerWelcome):
+            self._welcome(message)
+        elif isinstance(message, PoolRegistered):
+            self._pool_registered(message)
+        elif isinstance(message, Meeting):
+            self.meeting = message.name
+            self._load()
+        elif isinstance(message, Refused | Stop):
+            self.kill(RETRY_US)
+
+    def _pool_registered(self, message: PoolRegistered) -> None:
+        if not self._epoch:
+            self._epoch = message.epoch
+            self._memory = KvMemory(message.base_block, self.blocks, self._host.settings.block_size, self._random)
+        elif message.epoch != self._epoch:
+            raise Violation(f"{self.name} has a pool of epoch {self._epoch}, and is told {message.epoch}")
+        self._registered = True
+        if self.ranks > 1:
+            self._host.met(self.name, self._epoch, self.meeting)
+        for answer in self._answers:
+            if answer.step_id > message.done:
+                self._send(answer)
+        self._work()
+
+    def _welcome(self, message: WorkerWelcome) -> None:
+        if message.epoch:
+            self._reader = TablesReader(Path(message.tables_path), message.boot)
+            return  # what it holds is known there
+        if self.meeting:
+            self.kill(RETRY_US)  # another rank may stand in a step that this one will never get
+            return
+        if self._epoch and self.ranks == 1 and self._host.kept_pool(self.name, self._epoch):
+            raise Violation(f"{self.name} came back with its pool in time, and is told to begin anew")
+        self._empty()
+        self._boot = message.boot
+        self._reader = TablesReader(Path(message.tables_path), message.boot)
+        if self.ranks == 1:
+            self._load()
+
+    def _load(self) -> None:
+        settings = self._host.settings
+        self._send(WorkerLoading(phase="reading", progress=0.5))
+        model = ModelInfo(
+            name="hash",
+            source="simulation",
+            architecture="hash",
+            fingerprint="00",
+            vocab_size=settings.vocabulary,
+            context_tokens_max=settings.context,
+            eos_tokens=settings.eos,
+        )
+        pool = {"blocks": self.blocks, "bytes_per_block": 64, "kv_dtype": "pair", "device": "none"}
+        self._send(WorkerReady(rid=2, model=model, zeroes=True, wants_kinds=settings.kinds, **pool))
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    def _work(self) -> None:
+        if self._working or not self._steps:
+            return
+        self._working = True
+        took_us = 1 + int(self._random.random() * self._host.settings.step_us)
+        life = self.lives, self._pools
+        self._begun = self._steps[0].step_id
+        self._host.clock.after(took_us, lambda: self._finish(life, took_us))
+
+    def _waits_for_others(self, life: tuple[int, int], took_us: int) -> bool:
+        """Whether this rank stands in the middle of a step until another one has begun it: it does nothing else then,
+        and says nothing. Where another one is gone it dies of that."""
+        if self.ranks == 1:
+            return False
+        others = self._host.others(self)
+        if len(others) < self.ranks - 1:
+            self.kill(REBORN_US)
+            return True
+        self._stands = any(other._begun < self._begun for other in others)
+        if self._stands:
+            self._host.clock.after(LOOKS_US, lambda: self._finish(life, took_us))
+        return self._stands
+
+    def _finish(self, life: tuple[int, int], took_us: int) -> None:
+        if not self.alive or life != (self.lives, self._pools) or self.hangs:
+            return
+        if self._waits_for_others(life, took_us):
+            return
+        self._working = False
+        if self._unknown():
+            return  # it was dropped and is about to learn it, or goes on when it is known again
+        try:
+            result = self.carry_out(self._steps.popleft(), took_us)
+        except Died:
+            self.kill(1 + int(self._random.random() * REBORN_US))
+            return
+        self._answers.append(result)
+        if self._registered:
+            self._send(self._garbled(result))
+        if not self._host.calm and self._random.random() < self._host.settings.duplicate_share:
+            self._send(result)
+        self._work()
+
+    def _unknown(self) -> bool:
+        """Whether there is a coordinator that does not know it: what it does may not count any more."""
+        connection = self.connection
+        if connection is None or not self._peers.serves(connection):
+            return False
+        return self._peers.number(connection.identity) is None
+
+    def _garbled(self, result: StepResult) -> StepResult:
+        how, self.garble = self.garble, ""
+        self.wrong |= bool(how)
+        if how == "vocabulary" and result.tokens.size and self.ranks > 1:  # what the other ranks alone can tell
+            other = (result.tokens + 1 + self.rank) % self._host.settings.vocabulary
+            return msgspec.structs.replace(result, tokens=other.astype(np.int32))
+        if how == "vocabulary" and result.tokens.size:
+            wrong = result.tokens + self._host.settings.vocabulary
+            return StepResult(result.step_id, result.epoch, (), 0, result.slots, wrong, result.logprobs)
+        if how == "missing" and result.tokens.size:
+            lost = int(result.top_counts[0]) if result.top_counts.size else 0
+            tops = (result.top_counts[1:], result.top_tokens[lost:], result.top_logprobs[lost:])
+            short = (result.slots[1:], result.tokens[1:], result.logprobs[1:], *tops)
+            return StepResult(result.step_id, result.epoch, result.errors, 0, *short)
+        if how == "step":
+            return StepResult(result.step_id + 1, result.epoch)
+        if how == "epoch":
+            self._send(StepResult(result.step_id, result.epoch - 1, (), 0, result.slots, result.tokens * 0))
+        return result
+
+    def carry_out(self, step: Step, took_us: int) -> StepResult:
+        """Zeroes, then copies, then writes, then samples: exactly what the message says."""
+        assert self._reader is not None
+        memory, size = self._memory, self._host.settings.block_size
+        if step.zeros.size:
+            memory.zero(step.zeros)
+        if step.copies.size:
+            memory.copy(step.copies)
+        for begin in step.begins:
+            self._rows[begin.slot] = Row(begin)
+        if not step.slots.size:
+            return StepResult(step_id=step.step_id, epoch=self._epoch, duration_us=took_us)
+        starts, counts = step.starts.tolist(), step.counts.tolist()
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        table, _, _ = self._reader.rows(step.slots, -(-max(ends) // size))
+        rows: list[list[int]] = table.tolist()
+        memory.write(zip(rows, starts, ends, strict=True), self._resolved(step))
+        counting = [self._host.counts(self._rows[slot].request_id) for slot in step.slots.tolist()]
+        found = [memory.read(*row) for row in zip(rows, ends, counting, strict=True)]
+        bad = poison(self._host.settings.vocabulary)
+        poisons = [tokens.count(bad) for tokens in found]
+        if self._host.settings.deadly and any(c and p >= DEADLY for c, p in zip(counting, poisons, strict=True)):
+            raise Died
+        fingerprints = list(map(fingerprint_of, found))
+        return self._sampled(step, ends, counting, fingerprints, [p > 0 for p in poisons], took_us)
+
+    def _resolved(self, step: Step) -> list[int]:
+        tokens: list[int] = step.tokens.tolist()
+        if -1 in tokens:
+            slots, rows = step.slots.tolist(), np.arange(step.slots.size).repeat(step.counts).tolist()
+            for i, token in enumerate(tokens):
+                if token == -1:
+                    row = self._rows[slots[rows[i]]]
+                    if not row.failed and row.last < 0:
+                        raise Violation(f"slot {slots[rows[i]]} is fed a sampled token before it sampled one")
+                    tokens[i] = (0 if row.failed else row.last) + self._host.settings.mark
+        return tokens
+
+    def _sampled(
+        self,
+        step: Step,
+        ends: list[int],
+        counting: list[bool],
+        fingerprints: list[int],
+        poisoned: list[bool],
+        took_us: int,
+    ) -> StepResult:
+        slots, chosen, errors, tops = [], [], [], []
+        vocabulary = self._host.settings.vocabulary
+        for i, slot in enumerate(step.slots.tolist()):
+            row = self._rows[slot]
+            if row.failed:
+                errors.append(RowError(slot, ErrorInfo("worker_error", "failed before")))
+                continue
+            if counting[i] and fingerprints[i] != self._host.oracle(row.request_id).fingerprint(ends[i]):
+                raise Violation(
+                    f"{self.name} step {step.step_id}: request {row.request_id} attends over wrong tokens "
+                    f"in positions 0 to {ends[i] - 1}"
+                )
+            if poisoned[i]:
+                row.failed = True
+                errors.append(RowError(slot, ErrorInfo("worker_error", "poison")))
+            elif step.samples[i]:
+                row.last = choose(fingerprints[i], row.seed, row.generated, vocabulary)
+                row.generated += 1
+                slots.append(slot)
+                chosen.append(row.last)
+                tops.append(tops_of(row.last, row.tops, vocabulary))
+        result = StepResult(
+            step_id=step.step_id,
+            epoch=self._epoch,
+            errors=tuple(errors),
+            duration_us=took_us,
+            slots=np.array(slots, np.int32),
+            tokens=np.array(chosen, np.int32),
+            logprobs=-np.array(chosen, np.float32),
+        )
+        pairs = [pair for row_tops in tops for pair in row_tops]
+        if not pairs:
+            return result
+        return msgspec.structs.replace(
+            result,
+            top_counts=np.array([len(row_tops) for row_tops in tops], np.int32),
+            top_tokens=np.array([token for token, _ in pairs], np.int32),
+            top_logprobs=np.array([logprob for _, logprob in pairs], np.float32),
+        )

@@ -1,0 +1,278 @@
+"""One simulated world: a coordinator, with simulated time, network, workers and clients around it.
+
+An event is one `Machine.apply` call or one message that reaches a client or a worker. Everything random was drawn from
+the seed, by streams of their own for the actions, for each connection and for each worker's life: the same scenario
+always runs the same way.
+
+What dies with the coordinator's process is in `coordinators`; all others, and what was promised to them, are here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from kvforge.coordinator import life as lives
+from kvforge.coordinator.away import Anchor, HostTime
+from kvforge.coordinator.core.events import Boot
+from kvforge.coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.outbox import Sent
+from kvforge.protocol import codec
+from kvforge.protocol.messages import CLIENT_REPLIES, WORKER_REPLIES, Message, Welcome, WorkerWelcome
+from tools.simulation.actions import Action
+from tools.simulation.calm import Calm
+from tools.simulation.clients import SimulatedClient
+from tools.simulation.coordinators import SimulatedCoordinator, WatchedMachine
+from tools.simulation.draws import Draws
+from tools.simulation.dying import Books, Death, DyingJournal, cut, next_life
+from tools.simulation.ledger import Ledger
+from tools.simulation.mirroring import Router
+from tools.simulation.model import Oracle
+from tools.simulation.network import Clock, Delays, SimulatedPeers
+from tools.simulation.performing import Performer
+from tools.simulation.replay import Left, Recording
+from tools.simulation.settings import Settings
+from tools.simulation.workers import SimulatedWorker, Violation
+
+# The light checks run after every event; the core's own, which cost as much as ten events, now and then.
+FULL_CHECK_EVERY = 128
+# A coordinator that went through more records than this before it was there makes a snapshot at once: the next one does
+# not go through them again.
+REPLAYED_MAX = 16
+HOST_BOOT, AWAY_S_MAX = "the only boot of this host", 300.0
+
+
+class World:
+    """Runs one scenario. Raises Violation or AssertionError where a promise is broken.
+
+    events, turns: how many there were so far, whoever took them.
+    """
+
+    def __init__(self, settings: Settings, seed: str, folder: Path, full_check_every: int = FULL_CHECK_EVERY) -> None:
+        self.settings, self.full_check_every = settings, full_check_every
+        self.calm = False
+        self.events = self.turns = 0
+        self.left_out_us = 0  # of the coordinator's clock, because its process stood still
+        self.trace: list[str] | None = None
+        self.recording: Recording | Left | None = None
+        self.clock = Clock()
+        self.ledger = Ledger(settings, self._known)
+        self.delays = Delays(settings.short_us, settings.long_us, settings.long_share)
+        self._numbers = 0
+        self._entropy = Draws(f"{seed}/entropy")
+        self.client_side, self.worker_side = self._sides()
+        self.boot = Boot("b" * 32, hashlib.blake2b(seed.encode()).digest()[:32], settings.limits())
+        self._folder = folder
+        self._pools: dict[tuple[str, int], int] = {}  # for which the coordinator waits, until when by its time
+        self._given_up: set[tuple[str, int]] = set()  # while it stands still
+        self.router = Router()
+        journal = self._first_journal() if settings.crash_gap_us else None
+        self.coordinator = SimulatedCoordinator(
+            self, WatchedMachine(self.boot, self.clock.now_us), folder, self._entropy, journal
+        )
+        self.clients = {
+            name: SimulatedClient(name, self.client_side, seed, self, lasting=settings.crash_gap_us > 0 and i % 3 < 2)
+            for i, name in enumerate(f"c{i}" for i in range(settings.clients))
+        }
+        self.workers = {
+            worker.label: worker
+            for i, blocks in enumerate(settings.workers)
+            for rank in range(settings.ranks_of(i))
+            for worker in [SimulatedWorker(f"w{i}", blocks, self, self.worker_side, seed, rank, settings.ranks_of(i))]
+        }
+        self._meetings: dict[tuple[str, int], str] = {}
+        for client in self.clients.values():
+            client.duplicate_share = settings.duplicate_share
+        self._performer = Performer(self)
+
+    def close(self) -> None:
+        """It is over."""
+        self.coordinator.tables.close()
+        self.coordinator.close()
+
+    # ------------------------------------------------------------------------------------------------- the coordinator
+
+    def _first_journal(self) -> DyingJournal:
+        state = self._folder / "state"
+        state.mkdir()
+        journal = DyingJournal(state, 1)
+        journal.note(self.boot, self.steady_us)
+        journal.commit()
+        return journal
+
+    def crash(self, how: str, part: int, back_us: int, wall_jump_s: float = 0.0) -> None:
+        """The coordinator's process dies in its next turn, and the wall clock is set before the next one is there."""
+        if self.coordinator.up and self.coordinator.death is None:
+            self.coordinator.death = Death(how, part, back_us, wall_jump_s)
+            self.coordinator.wake()
+
+    @property
+    def steady_us(self) -> int:
+        """The coordinator's time: it leaves out its own standstills."""
+        return self.clock.now_us - self.left_out_us
+
+    def stand(self, for_us: int, gives_up: tuple[bool, ...]) -> None:
+        """The coordinator's process is stopped for a while; meanwhile some workers give the connection up.
+
+        Args:
+            for_us: How long it stands still.
+            gives_up: Which workers hear nothing for so long that they connect anew, repeated as often as needed.
+        """
+        coordinator = self.coordinator
+        if not coordinator.up or coordinator.stands:
+            return
+        coordinator.stop()
+        self.clock.after(for_us // 2, lambda: self._give_up(gives_up))
+        self.clock.after(for_us, lambda: self._go_on(for_us))
+
+    def _give_up(self, gives_up: tuple[bool, ...]) -> None:
+        for i, worker in enumerate(self.workers.values()):
+            if gives_up[i % len(gives_up)] and worker.cut_off():
+                self._given_up.add((worker.name, worker.epoch))
+
+    def _go_on(self, for_us: int) -> None:
+        self.left_out_us += for_us
+        for group in self.coordinator.machine.cache.groups.values():
+            pool = (group.name, group.epoch)
+            if pool in self._given_up and not group.away:  # one that was away already has no more time than it had
+                self._pools[pool] = self.steady_us + self.settings.reattach_us
+        self._given_up.clear()
+        self.coordinator.go_on()
+
+    def cut(self) -> None:
+        """A snapshot is made of the coordinator's state, and its journal begins anew."""
+        coordinator, journal = self.coordinator, self.coordinator.journal
+        if coordinator.up and journal is not None and not journal.unwritten:
+            cut(journal, coordinator.machine, coordinator.machine._clock.now_us, self._numbers)
+
+    def died(self, before: Books, back_us: int, wall_jump_s: float) -> None:
+        """It did. before: what everybody could rely on. Another process makes its state anew."""
+        self.ledger = before.ledger
+        found = next_life(self._folder / "state", before)
+        self._numbers = found.numbers
+        self._pools = {(group.name, group.epoch): 0 for group in found.machine.cache.groups.values()}
+        self._given_up.clear()
+        for side in (self.client_side, self.worker_side):
+            side.die()
+        journal = DyingJournal(self._folder / "state", found.number, origin=found.origin)
+        self.coordinator = SimulatedCoordinator(self, found.machine, self._folder, self._entropy, journal)
+        self.coordinator.goes_on(before)
+        if found.records > REPLAYED_MAX:
+            cut(journal, self.coordinator.machine, found.now_us, found.numbers)
+        anchor, written_us = Anchor(HOST_BOOT, self.left_out_us), self.clock.now_us
+        self.clock.after(back_us, lambda: self._rise(found.now_us, anchor, written_us, wall_jump_s))
+
+    def kept_pool(self, name: str, epoch: int) -> bool:
+        """Whether a coordinator that died knew this pool, and the present one still waits for its worker."""
+        return self.steady_us < self._pools.get((name, epoch), 0)
+
+    def others(self, worker: SimulatedWorker) -> list[SimulatedWorker]:
+        """The ranks that have met with this one and are alive."""
+        return [
+            each
+            for each in self.workers.values()
+            if each is not worker and each.name == worker.name and each.alive and each.meeting == worker.meeting
+        ]
+
+    def met(self, name: str, epoch: int, meeting: str) -> None:
+        """A rank holds a pool: all that hold it have met each other."""
+        if self._meetings.setdefault((name, epoch), meeting) != meeting:
+            raise Violation(f"a rank of {name} is in a pool with others that it has not met")
+
+    def _rise(self, last_us: int, anchor: Anchor, written_us: int, wall_jump_s: float) -> None:
+        """The next process computes its time as the real one does, and must not notice that the wall clock was set."""
+        wall_s = self.clock.now_us / 1e6 + wall_jump_s
+        now = HostTime(HOST_BOOT, self.clock.now_us, wall_s)
+        steady_us = last_us + lives.away_us(anchor, last_us, written_us / 1e6, now, AWAY_S_MAX)
+        self.left_out_us = self.clock.now_us - steady_us
+        self._pools = dict.fromkeys(self._pools, steady_us + self.settings.reattach_us)
+        for side in (self.client_side, self.worker_side):
+            side.rise()
+        self.coordinator.rise()
+
+    # -------------------------------------------------------------------------------------------------------- network
+
+    def _sides(self) -> tuple[SimulatedPeers, SimulatedPeers]:
+        """Where clients and workers connect to: whoever is the coordinator then has what arrives."""
+
+        def side(decoder: codec.Decoder, tap: Callable[[int, Message, Sent], None]) -> SimulatedPeers:
+            wake, leaves = lambda: self.coordinator.wake(), lambda: self.coordinator.leaves()
+            return SimulatedPeers(self.clock, self.delays, self._number, wake, decoder, leaves, tap)
+
+        return (
+            side(codec.Decoder(CLIENT_REPLIES), lambda *told: self.coordinator.to_client(*told)),
+            side(codec.Decoder(WORKER_REPLIES), lambda *told: self.coordinator.to_worker(*told)),
+        )
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def delivered(self) -> None:
+        """A message reached a client or a worker."""
+        self.events += 1
+
+    def note(self, whom: str, message: Message) -> None:
+        """A message was sent: for the trace."""
+        if self.trace is not None and not isinstance(
+            message, Welcome | WorkerWelcome
+        ):  # a welcome names a temporary folder
+            body = hashlib.blake2b(b"|".join(bytes(frame) for frame in codec.encode(message)), digest_size=8)
+            self.trace.append(f"{self.clock.now_us:>9} -> {whom:<4} {type(message).__name__:<14} {body.hexdigest()}")
+
+    # --------------------------------------------------------------------------------------------------- what is known
+
+    def id_of(self, label: str) -> int | None:
+        """What a label turned out to be, whoever was told."""
+        for client in self.clients.values():
+            if label in client.ids:
+                return client.ids[label]
+        return None
+
+    def oracle(self, request_id: int) -> Oracle:
+        """What a request must generate."""
+        return self.ledger.requests[request_id].oracle
+
+    def is_over(self, request_id: int) -> bool:
+        """Whether a request that somebody was told of may be forgotten by now."""
+        booked = self.ledger.requests.get(request_id)
+        return booked is not None and bool(booked.reason)
+
+    def counts(self, request_id: int) -> bool:
+        """Whether a row of the request can still count."""
+        return request_id in self.coordinator.machine.requests.live
+
+    def _known(self, request_id: int) -> Request | None:
+        return self.coordinator.machine.requests.known(request_id)
+
+    # ------------------------------------------------------------------------------------------------------------ run
+
+    def run(self, actions: Iterable[Action], events_max: int) -> list[Action]:
+        """Performs actions until there are none left or `events_max` events happened, then calms down and ends.
+
+        Returns the actions that were performed.
+        """
+        performed: list[Action] = []
+        self._rest: Iterator[Action] = iter(actions)
+        for worker in self.workers.values():
+            self.clock.after(1 + self._entropy.randrange(2_000), worker.start)
+        self._plan_next(performed, events_max)
+        while self._acting:
+            if not self.clock.step():
+                raise Violation("nothing is planned any more")
+        Calm(self).come()
+        return performed
+
+    def _plan_next(self, performed: list[Action], events_max: int) -> None:
+        action = next(self._rest, None) if self.events < events_max else None
+        self._acting = action is not None
+        if action is not None:
+            self.clock.at(action[0], lambda: self._perform(action, performed, events_max))
+
+    def _perform(self, action: Action, performed: list[Action], events_max: int) -> None:
+        performed.append(action)
+        if self.trace is not None:
+            self.trace.append(f"{self.clock.now_us:>9} action {action}")
+        self._performer.perform(action)
+        self._plan_next(performed, events_max)
