@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 COORDINATOR, GATEWAY = "coordinator", "gateway"
@@ -82,7 +82,7 @@ def draw(
         # peers.
         (0.5, lambda: Misfortune(STOP, (COORDINATOR,), silent_s * rng.uniform(1.05, 1.3))),
     )
-    first = [kind for weight, kind in kinds if weight >= 1]
+    first: list[Callable[[], Misfortune]] = [kind for weight, kind in kinds if weight >= 1]
     rng.shuffle(first)
     weights = [weight for weight, _ in kinds]
     while True:

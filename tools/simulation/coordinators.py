@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, cast
 
+from kvforge.coordinator.access import Gate
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.placement import Placement
 from kvforge.coordinator.core.events import (
@@ -144,7 +145,7 @@ class SimulatedCoordinator:
             TurnLimits(messages_per_turn_max=8, clients_max=16, client_backlog_max=settings.backlog_max),
             self,
             journal,
-            world.ledger.isolation,
+            cast(Gate, world.ledger.isolation),
             Mirrored(machine, world.router, lambda: world.steady_us),
         )
         self.checker, self._generations = Checker(self.machine, self.tables), Generations(self.machine)

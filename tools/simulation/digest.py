@@ -118,10 +118,10 @@ class _Said:
 
 def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, msgspec.Struct):
-        return zip(value.__struct_fields__, msgspec.structs.astuple(value), strict=True)
+        return list(zip(value.__struct_fields__, msgspec.structs.astuple(value), strict=True))
     names = getattr(type(value), "__slots__", None)
     if names is not None:
         return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
     if isinstance(value, BaseException):
         return [("args", value.args)]
-    return vars(value).items()
+    return list(vars(value).items())

@@ -685,7 +685,7 @@ def sibling_never_released() -> list[Patch]:
 def cut_not_told() -> list[Patch]:
     """A client is not told how many of the tokens that it has do not count."""
     real = endings.ended
-    return [(endings, "ended", lambda request, cut: real(request, 0))]
+    return [(endings, "ended", lambda request, cut, now_us: real(request, 0, now_us))]
 
 
 @fault

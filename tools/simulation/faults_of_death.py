@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvforge.coordinator import life
+from kvforge.coordinator import publish as publishing
 from kvforge.coordinator.away import HostTime
 from kvforge.coordinator.core.cache.changes import Change, Cleared
 from kvforge.coordinator.core.commands.requests import RequestCommands
@@ -63,7 +64,7 @@ def event_not_written() -> list[Patch]:
 @fault
 def entropy_not_written() -> list[Patch]:
     """A request that had no seed of its own draws another one."""
-    real = log.pack
+    real = entries.pack
 
     def pack(event: Any, now_us: int, frames: Any = ()) -> Any:
         if isinstance(event, FromClient):
@@ -76,7 +77,7 @@ def entropy_not_written() -> list[Patch]:
 @fault
 def times_written_in_milliseconds() -> list[Patch]:
     """Nearly the same times."""
-    real = log.pack
+    real = entries.pack
 
     def pack(event: Any, now_us: int, frames: Any = ()) -> Any:
         return real(event, now_us // 1000 * 1000, frames)
@@ -87,7 +88,7 @@ def times_written_in_milliseconds() -> list[Patch]:
 @fault
 def rights_not_written() -> list[Patch]:
     """Whoever comes may do everything, after the next death."""
-    real = log.pack
+    real = entries.pack
 
     def pack(event: Any, now_us: int, frames: Any = ()) -> Any:
         return real(ClientCame(event.client, event.session) if isinstance(event, ClientCame) else event, now_us, frames)
@@ -257,7 +258,7 @@ def steps_not_sent_again() -> list[Patch]:
 @fault
 def ended_rows_left_out_of_the_new_tables() -> list[Patch]:
     """A step under way finds no blocks in them."""
-    real = recovery.all_changed
+    real = publishing.all_changed
 
     def all_changed(machine: Machine) -> None:
         real(machine)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -61,7 +61,7 @@ class _Walk(pickle.Pickler):
         if type(value) is np.ndarray:
             self.arrays.append(value.tobytes())
             return list, (value.dtype.str, value.shape)
-        tell = _told_by(type(value))
+        tell = _told_by(cast(Any, type(value)))
         if tell is not None:
             return tell(value)
         numbers, key = self._numbers, id(value)
@@ -73,7 +73,7 @@ class _Walk(pickle.Pickler):
 
 def _what_is_in(value: Any) -> Any:
     """The attributes of an object, or what is in its slots."""
-    if (in_slots := _slots(type(value))) is not None:
+    if (in_slots := _slots(cast(Any, type(value)))) is not None:
         return in_slots(value)
     if isinstance(value, BaseException):
         return value.args

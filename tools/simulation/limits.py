@@ -14,9 +14,9 @@ UNITS_US = {"_s": 1e6, "_ms": 1e3}
 
 def make_limits(quotas: dict[str, Quota] | None = None, **named: Any) -> Limits:
     """Raises TypeError for a name that no section has, InvalidConfiguration for what may not be."""
-    parts = {}
+    parts: dict[str, Any] = {}
     for section, struct in SECTIONS.items():
-        ours = {}
+        ours: dict[str, Any] = {}
         for field in struct.__struct_fields__:
             name, per_us = in_core(field)
             if name in named:

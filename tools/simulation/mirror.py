@@ -85,7 +85,7 @@ class NamedBatch(EventBatch):
     events: list[NamedStored | NamedRemoved | NamedCleared]
 
 
-DECODERS = {"array": msgspec.msgpack.Decoder(KVEventBatch), "map": msgspec.msgpack.Decoder(NamedBatch)}
+DECODERS: dict[str, Any] = {"array": msgspec.msgpack.Decoder(KVEventBatch), "map": msgspec.msgpack.Decoder(NamedBatch)}
 
 
 class Known(NamedTuple):
@@ -134,10 +134,10 @@ def _store(held: dict[int, Known], event: BlockStored | NamedStored) -> None:
     for i, value in enumerate(event.block_hashes):
         assert isinstance(value, int) and value not in held, "stored twice"
         assert above is None or above in held, "stored before the one that it follows"
-        assert above is None or held[above].name == event.lora_name, "two chains in one"  # type: ignore[index]
+        assert above is None or held[above].name == event.lora_name, "two chains in one"
         salted = event.extra_keys is not None and event.extra_keys[i] == (event.lora_name,)
         assert salted == (above is None and event.lora_name is not None)
-        held[value] = Known(above, tuple(event.token_ids[i * size : (i + 1) * size]), event.lora_name)  # type: ignore[arg-type]
+        held[value] = Known(above, tuple(event.token_ids[i * size : (i + 1) * size]), event.lora_name)
         above = value
 
 
@@ -147,7 +147,7 @@ def hittable(machine: Machine, group: Group, plain_salt: int) -> dict[int, Known
     ids = pool.base + blocks.indexed[pool.base : pool.base + pool.count].nonzero()[0]
     keys = (ids | blocks.generation[ids].astype(np.int64) << 32).tolist()
     contents = store.tokens[ids]
-    of_prompts = (contents < GENERATED).all(axis=1).tolist()
+    of_prompts: list[bool] = np.all(contents < GENERATED, axis=1).tolist()
     rows = zip(keys, store.parent[ids].tolist(), store.hash[ids].tolist(), contents.tolist(), of_prompts, strict=True)
     after: dict[int, list[tuple[int, int, list[int]]]] = {}
     for key, above, value, tokens, of_prompt in rows:

@@ -21,7 +21,7 @@ _SUMS = [0, *accumulate(_WEIGHTS)]
 
 def fingerprint_of(tokens: list[int]) -> int:
     """What stands for a context: the sum of each token plus 1, by the weight of its place."""
-    return (sum(map(mul, tokens, _WEIGHTS)) + _SUMS[len(tokens)]) & MASK
+    return int(sum(map(mul, tokens, _WEIGHTS)) + _SUMS[len(tokens)]) & MASK
 
 
 def choose(fingerprint: int, seed: int, generated: int, vocabulary: int) -> int:

@@ -102,7 +102,7 @@ class Progress:
                 continue
             hashes, found = request.hashes, admission.choice.choose(request, ())
             request.hashes = hashes
-            if isinstance(found, Placement) and request.wait.limit != "kept":
+            if isinstance(found, Placement) and (request.wait is None or request.wait.limit != "kept"):
                 raise Violation(f"request {request.id} waits for {request.wait}, and would find room")
 
     def _is_kept_for(self, request: Request) -> bool:

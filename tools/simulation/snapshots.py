@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from functools import cache
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -54,7 +54,7 @@ class Finder(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """Called once for each of them. Of some it is enough to know what else is reached by them."""
         self.found.append(value)
-        kind = type(value)
+        kind: Any = type(value)
         if kind is np.ndarray:
             return list, (value.dtype,)
         if _kind(kind) == PART:
@@ -74,7 +74,7 @@ class Known:
     def __init__(self, found: list[Any]) -> None:
         of_kind: dict[str, list[Any]] = {PART: [], FROZEN: [], ARRAY: [], NAME: [], OTHER: []}
         for value in found:
-            of_kind[_kind(type(value))].append(value)
+            of_kind[_kind(cast(Any, type(value)))].append(value)
         self.parts, frozen, named = of_kind[PART], of_kind[FROZEN], of_kind[NAME]
         self.arrays = [value for value in of_kind[ARRAY] if value.flags.c_contiguous]
         owners = {id(owner): owner for value in named if not _is_alone(owner := getattr(value, "__self__", None))}
@@ -93,7 +93,7 @@ class Snapshots:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._reducers = {
+        self._reducers: dict[Any, Any] = {
             **copyreg.dispatch_table,
             np.ndarray: _array,
             deque: _deque,
@@ -132,10 +132,11 @@ class Snapshots:
         if not self._renewed:
             self._find()
         machine = self._machine
-        requests, clock = machine.requests, machine.cache.clock
+        requests: Any = machine.requests
+        clock = machine.cache.clock
         finished, clients = requests.finished, machine.clients
         refused_total, now_us = requests.refused_total, clock.now_us
-        requests.finished, machine.clients, requests.refused_total, clock.now_us = tuple(finished), (), 0, 0
+        requests.finished, machine.clients, requests.refused_total, clock.now_us = tuple(finished), {}, 0, 0
         file = io.BytesIO()
         pickler = pickle.Pickler(file, 5)
         pickler.memo, pickler.dispatch_table = self._memo, self._reducers

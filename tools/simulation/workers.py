@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -242,7 +242,7 @@ class SimulatedWorker:
             return
         self._registered = False
         self.connection = self._peers.connect(self._random, self._receive, lost=self._lost)
-        ours = {"boot": self._boot, "epoch": self._epoch, "rank": self.rank, "ranks": self.ranks}
+        ours: dict[str, Any] = {"boot": self._boot, "epoch": self._epoch, "rank": self.rank, "ranks": self.ranks}
         self._send(WorkerHello(rid=1, name=self.name, pid=self.pid, **ours))
 
     def _lost(self) -> None:
@@ -340,7 +340,7 @@ class SimulatedWorker:
             context_tokens_max=settings.context,
             eos_tokens=settings.eos,
         )
-        pool = {"blocks": self.blocks, "bytes_per_block": 64, "kv_dtype": "pair", "device": "none"}
+        pool: dict[str, Any] = {"blocks": self.blocks, "bytes_per_block": 64, "kv_dtype": "pair", "device": "none"}
         self._send(WorkerReady(rid=2, model=model, zeroes=True, wants_kinds=settings.kinds, **pool))
 
     # ---------------------------------------------------------------------------------------------------------- steps

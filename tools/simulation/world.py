@@ -184,7 +184,7 @@ class World:
         """The next process computes its time as the real one does, and must not notice that the wall clock was set."""
         wall_s = self.clock.now_us / 1e6 + wall_jump_s
         now = HostTime(HOST_BOOT, self.clock.now_us, wall_s)
-        steady_us = last_us + lives.away_us(anchor, last_us, written_us / 1e6, now, AWAY_S_MAX)
+        steady_us = last_us + vars(lives)["away_us"](anchor, last_us, written_us / 1e6, now, AWAY_S_MAX)
         self.left_out_us = self.clock.now_us - steady_us
         self._pools = dict.fromkeys(self._pools, steady_us + self.settings.reattach_us)
         for side in (self.client_side, self.worker_side):

@@ -27,7 +27,7 @@ def blocking(name: str) -> str:
     """Return the text of a file of the blocking client."""
     source = (CLIENT / "aio" / name).read_text(encoding="utf-8")
     head = ast.parse(source).body[0]
-    edits = [(head.lineno, head.col_offset, head.end_lineno, head.end_col_offset, HEAD.format(name))]
+    edits: list[tuple[int, int, int, int, str]] = [(head.lineno, head.col_offset, *_end(head), HEAD.format(name))]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.AsyncFunctionDef):
             edits.append((node.lineno, node.col_offset, node.lineno, node.col_offset + len("async "), ""))
@@ -36,7 +36,7 @@ def blocking(name: str) -> str:
             edits.append(
                 (node.lineno, node.col_offset, node.lineno, node.col_offset + len("await "), "drive(" * driven)
             )
-            edits.append((node.end_lineno, node.end_col_offset, node.end_lineno, node.end_col_offset, ")" * driven))
+            edits.append((*_end(node), *_end(node), ")" * driven))
     lines = source.splitlines(keepends=True)
     for line, start, end_line, end, text in sorted(edits, reverse=True):  # from the end: positions stay valid
         after = lines[end_line - 1][end:]
@@ -57,6 +57,11 @@ def blocking(name: str) -> str:
         ]
         made = subprocess.run(command, input=made, capture_output=True, text=True, check=True, timeout=60).stdout
     return made
+
+
+def _end(node: ast.stmt | ast.expr) -> tuple[int, int]:
+    assert node.end_lineno is not None and node.end_col_offset is not None, "parsed from a text"
+    return node.end_lineno, node.end_col_offset
 
 
 def said(text: str) -> str:

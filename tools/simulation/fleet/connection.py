@@ -228,7 +228,7 @@ class Connection:
             if stream.done:
                 self._open.pop(stream)
             elif journal_lost and stream.request_id:
-                self._ends(stream, StateLost("its journal is gone"))
+                self._ends(stream, StateLost("its journal is gone", ""))
             else:
                 if journal_lost:
                     stream.job = None

@@ -13,6 +13,7 @@ import msgspec
 
 from kvforge.gateway.replicas import work
 from kvforge.gateway.replicas.stream import MovingStream
+from kvforge.protocol.errors import QueueFull
 from kvforge.routing.router import Router
 
 _FOLLOW, _CHOOSE, _SEEDED, _MOVE = MovingStream.follow, Router.choose, work.seeded, work.Work._move
@@ -42,7 +43,7 @@ def _draws_again(options: Any) -> Any:
 
 def _drops_the_full(self: Any, error: Any) -> None:
     """What was accepted is refused where the next one's queue is full."""
-    if self._accepted and isinstance(error, work.QueueFull):
+    if self._accepted and isinstance(error, QueueFull):
         self._fail(error)
     else:
         _MOVE(self, error)
