@@ -1,14 +1,17 @@
 """The client library: a connection to a coordinator, for asyncio (`aio`) and for blocking code (`blocking`).
 
-Its law: nothing here keeps state of the service. What a caller asks for becomes one message, the coordinator decides,
-and what it says is passed on unchanged. Every wait has an end, and no thread is started. Numbers and names are checked
-before anything is sent, each mistake naming its argument.
+Rules of this package:
 
-The way of a call: `aio.client` says it; `exchanges` makes one message and reads its answer, or `operations` takes more
-steps; `connection` sends and waits; `session` knows who waits for what; `link` holds the socket. The blocking client
-goes the same way, with another wait.
+- It keeps no state of the service. Each call becomes one message, the coordinator decides, and its reply is returned
+  unchanged.
+- Every wait has a deadline, and no thread is started.
+- Arguments are checked before anything is sent, and each error names the argument.
 
-From outside: the names that `kvforge` lists (`Client`, `AsyncClient`, `Sampling`, `Tables`, ...). The command line may
-also use `arguments`, `options` and `sampling`, to refuse an option in the same words. Nobody touches a session or a
-link.
+A call passes through these modules: `aio.client` declares it; `exchanges` builds one message and reads its reply, or
+`operations` takes several steps; `connection` sends and waits; `session` matches replies to commands; `link` holds the
+socket. The blocking client takes the same path with another wait.
+
+Other code imports the names that `kvforge` lists (`Client`, `AsyncClient`, `Sampling`, `Tables`, ...). The command line
+also uses `arguments`, `options` and `sampling`, to report wrong options in the same words. Sessions and links are
+private.
 """

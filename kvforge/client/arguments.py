@@ -1,4 +1,4 @@
-"""What a client can check before it sends anything: each wrong argument is an InvalidRequest that names its field."""
+"""Checks of arguments before anything is sent. Each wrong argument raises an InvalidRequest that names its field."""
 
 from __future__ import annotations
 
@@ -25,12 +25,29 @@ PROMPT_TOKENS_MAX = FRAME_BYTES_MAX // 4
 
 
 def prompt_array(prompt: Sequence[int] | np.ndarray[Any, Any], empty: bool = False) -> Int32Array:
-    """The token ids as [prompt_tokens] int32. Raises InvalidRequest naming `prompt`."""
+    """Convert the token ids of a prompt to [prompt_tokens] int32.
+
+    Args:
+        prompt: The token ids.
+        empty: Whether no token at all is allowed.
+
+    Raises:
+        InvalidRequest: Names `prompt`.
+    """
     return token_array("prompt", prompt, empty)
 
 
 def token_array(field: str, tokens: object, empty: bool = False) -> Int32Array:
-    """Token ids as [tokens] int32. `empty`: none at all is fine too. Raises InvalidRequest naming `field`."""
+    """Convert token ids to [tokens] int32.
+
+    Args:
+        field: The argument's name.
+        tokens: The token ids.
+        empty: Whether no token at all is allowed.
+
+    Raises:
+        InvalidRequest: Names `field`.
+    """
     if isinstance(tokens, str | bytes):
         raise InvalidRequest(field, "is text; submit() takes token ids, generate() takes text")
     try:
@@ -39,14 +56,14 @@ def token_array(field: str, tokens: object, empty: bool = False) -> Int32Array:
     except (TypeError, ValueError, OverflowError):
         raise InvalidRequest(field, "is not a sequence of token ids") from None
     if ids.ndim != 1:
-        raise InvalidRequest(field, f"is one sequence of token ids; this has {ids.ndim} dimensions")
+        raise InvalidRequest(field, f"has {ids.ndim} dimensions; expected one sequence of token ids")
     if not len(ids):
         if empty:
             return np.zeros(0, np.int32)
         raise InvalidRequest(field, "is empty; it needs at least one token id")
     if len(ids) > PROMPT_TOKENS_MAX:
-        raise InvalidRequest(field, f"has {len(ids)} token ids; the most that can be sent is {PROMPT_TOKENS_MAX}")
-    # Among integers numpy reads True as 1; comparing the set of types is a cheap way to find it.
+        raise InvalidRequest(field, f"has {len(ids)} token ids; at most {PROMPT_TOKENS_MAX} can be sent")
+    # numpy reads True among integers as 1; comparing the set of types finds it cheaply.
     if ids.dtype.kind not in "iu" or (isinstance(items, list) and set(map(type, items)) != {int}):
         _point_at(field, items)
     wrong = np.flatnonzero((ids < 0) | (ids > INT32_MAX))
@@ -56,7 +73,7 @@ def token_array(field: str, tokens: object, empty: bool = False) -> Int32Array:
 
 
 def _point_at(field: str, tokens: Sequence[Any] | np.ndarray[Any, Any]) -> None:
-    """Raises for the first item that is no token id, if there is one."""
+    """Raise for the first item that is not a token id, if there is one."""
     for index, item in enumerate(tokens):
         if isinstance(item, bool | np.bool_) or not isinstance(item, int | np.integer) or not 0 <= item <= INT32_MAX:
             _refuse(field, index, item)
@@ -69,7 +86,14 @@ def _refuse(field: str, index: int, item: object) -> None:
 
 
 def check_submit(max_tokens: object, sampling: object, tenant: object, salt: object) -> int:
-    """Returns `max_tokens` as int. Raises InvalidRequest naming `max_tokens`, `tenant`, `salt` or `sampling`."""
+    """Check the arguments of a request.
+
+    Returns:
+        `max_tokens` as int.
+
+    Raises:
+        InvalidRequest: Names `max_tokens`, `tenant`, `salt` or `sampling`.
+    """
     if not isinstance(tenant, str) or not tenant:
         raise InvalidRequest("tenant", f"is {tenant!r}; it must be a name")
     if not isinstance(salt, str):
@@ -80,35 +104,58 @@ def check_submit(max_tokens: object, sampling: object, tenant: object, salt: obj
 
 
 def stop_strings(stop: object) -> tuple[str, ...]:
-    """Stop strings from one or several. Raises InvalidRequest naming `stop`."""
+    """Return stop strings, given as one or several.
+
+    Raises:
+        InvalidRequest: Names `stop`.
+    """
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, tuple | list) or not all(isinstance(item, str) for item in stops):
         raise InvalidRequest("stop", "is neither a text nor a sequence of texts")
     if len(stops) > STOP_STRINGS_MAX or not all(0 < len(item) <= STOP_LENGTH_MAX for item in stops):
-        problem = f"holds more than {STOP_STRINGS_MAX} texts, or one that has not 1 to {STOP_LENGTH_MAX} characters"
+        problem = f"must hold at most {STOP_STRINGS_MAX} texts of 1 to {STOP_LENGTH_MAX} characters"
         raise InvalidRequest("stop", problem)
     return tuple(stops)
 
 
 def check_request(priority: object, detached: object, key: object) -> tuple[int, bool]:
-    """Returns `priority` and `detached` as they are sent. Raises InvalidRequest naming one of them, or `key`."""
+    """Check further arguments of a request.
+
+    Returns:
+        `priority` and `detached` as they are sent.
+
+    Raises:
+        InvalidRequest: Names `priority`, `detached` or `key`.
+    """
     if not isinstance(key, str) or len(key) > KEY_LENGTH_MAX or not key.isprintable():
         raise InvalidRequest("key", f"must be a text of at most {KEY_LENGTH_MAX} printable characters")
     return whole("priority", priority, -PRIORITY_MAX, PRIORITY_MAX), flag("detached", detached)
 
 
 def answer_count(count: object) -> int:
-    """How many answers to one prompt. Raises InvalidRequest naming `count`."""
+    """Check the number of answers to one prompt.
+
+    Raises:
+        InvalidRequest: Names `count`.
+    """
     return whole("count", count, 1, SAMPLES_MAX)
 
 
 def request_number(request_id: object, field: str = "request_id") -> int:
-    """The id of a request. Raises InvalidRequest naming `field`."""
+    """Check the id of a request.
+
+    Raises:
+        InvalidRequest: Names `field`.
+    """
     return whole(field, request_id, 1, INT64_MAX)
 
 
 def milliseconds(field: str, value: object) -> int:
-    """A limit in seconds as whole milliseconds, rounded up; 0 for None. Raises InvalidRequest naming `field`."""
+    """Convert a limit in seconds to whole milliseconds, rounded up; 0 for None.
+
+    Raises:
+        InvalidRequest: Names `field`.
+    """
     if value is None:
         return 0
     try:
@@ -118,5 +165,5 @@ def milliseconds(field: str, value: object) -> int:
     if not seconds:
         problem = f"is {shown(value)}; it must be a number of seconds above 0, at most {LIMIT_S_MAX}"
         raise InvalidRequest(field, problem)
-    # A microsecond is not worth a millisecond: 1.1 s are 1100 ms, though the product is a little more.
+    # Round before ceil: 1.1 s are 1100 ms, though the floating-point product is slightly larger.
     return max(1, math.ceil(round(seconds * 1000, 3)))

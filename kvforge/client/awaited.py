@@ -1,6 +1,6 @@
-"""What callers wait for: the answer to a command (`Pending`), the tokens of a request (`Track`).
+"""Objects that callers wait for: the reply to a command (`Pending`) and the tokens of a request (`Track`).
 
-A session makes them and forgets them once they are done; whoever holds one keeps its data.
+A session creates them and drops them once they are done. A caller that holds one keeps its data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvforge.protocol.messages import (
 )
 
 M = TypeVar("M", bound=Message)
-# Commands that are the same when they are done twice.
+# Idempotent commands.
 REPEATABLE = (
     Attach,
     Cancel,
@@ -45,12 +45,12 @@ REPEATABLE = (
 
 
 def again(error: KvforgeError) -> KvforgeError:
-    """A new exception equal to `error`, so that raising it twice does not pile up tracebacks on one object."""
+    """Return a new exception equal to `error`: raising one object twice would accumulate tracebacks on it."""
     return restore(error.code, error.message, error.fields)
 
 
 class Watched:
-    """Something that callers wait for; each registers a function that is called whenever it changes."""
+    """Something that callers wait for. Each registers a function that is called on every change."""
 
     __slots__ = ("wakers",)
 
@@ -58,18 +58,22 @@ class Watched:
         self.wakers: set[Callable[[], None]] = set()
 
     def wake(self) -> None:
-        """Calls every registered function."""
+        """Call every registered function."""
         for waker in [*self.wakers]:
             waker()
 
 
 class Pending(Watched):
-    """One command on its way. Done when it has a reply or an error; `tracks` are the requests it started or reads.
+    """One command on its way, done when it has a reply or an error.
 
-    count: how many requests it starts. resumes: the request whose stream it takes up again, where the session itself
-    sent it; else 0. sent: the message, once it was sent: it is sent again where the connection is lost before its
-    answer comes. keyed: it was sent with a key, so that it can be asked for again. resent: the answer may have been
-    given before. abandoned: nobody waits for it any more, but what it starts is to be cancelled.
+    Attributes:
+        count: The number of requests that it starts.
+        tracks: The requests that it started or reads.
+        resumes: The request with the stream that an Attach of the session itself resumes, else 0.
+        sent: The message once it was sent. It is sent again if the connection is lost before the reply.
+        keyed: It was sent with an idempotency key, so that it can be repeated.
+        resent: A reply may have been sent before.
+        abandoned: The caller gave up, but the requests that it starts must still be cancelled.
     """
 
     __slots__ = (
@@ -94,26 +98,36 @@ class Pending(Watched):
 
     @property
     def repeatable(self) -> bool:
-        """Whether it may be done a second time."""
+        """Return whether the command may be executed twice."""
         return self.keyed or isinstance(self.sent, REPEATABLE)
 
     @property
     def done(self) -> bool:
+        """Return whether the reply or an error has arrived."""
         return self.reply is not None or self.error is not None
 
     def answer(self, expects: type[M]) -> M:
-        """The reply, which must be an `expects`. Raises the error that came instead."""
+        """Return the reply.
+
+        Args:
+            expects: The type of the reply.
+
+        Raises:
+            KvforgeError: The error that arrived instead.
+        """
         if self.error is not None:
             raise again(self.error)
-        assert isinstance(self.reply, expects), "asked for before it was done, or as something else"
+        assert isinstance(self.reply, expects), "the reply has not arrived, or has another type"
         return self.reply
 
 
 class Track(Watched):
-    """The stream of one request, kept from its token `start` on. logprobs are in nats.
+    """The stream of one request from its token `start` on. logprobs are in nats.
 
-    tops: for each token the most likely ones at its place, as (token id, log-probability); empty unless asked for.
-    kept: it goes on though nobody here reads it any more. readers: who does now.
+    Attributes:
+        tops: For each token the most likely ones at its place, as (token id, log-probability); empty unless requested.
+        kept: The request goes on when the last reader here stops.
+        readers: The number of tasks that read it.
     """
 
     __slots__ = ("ended", "error", "kept", "logprobs", "readers", "request_id", "seed", "start", "tokens", "tops")
@@ -133,27 +147,31 @@ class Track(Watched):
 
     @property
     def done(self) -> bool:
+        """Return whether the request has ended or failed."""
         return self.ended is not None or self.error is not None
 
     @property
     def reach(self) -> int:
-        """The offset of the token that is due next."""
+        """Return the offset of the next token."""
         return self.start + len(self.tokens)
 
     def settle(self) -> None:
-        """Forgets a token that was not taken in whole: a signal's handler may have broken that off."""
+        """Drop a partly stored token, which a signal handler may have interrupted."""
         columns: tuple[list[Any], ...] = (self.tokens, self.logprobs, self.tops)
         whole = min(map(len, columns))
         for column in columns:
             del column[whole:]
 
     def end(self, ended: Ended, anew: int | None = None) -> None:
-        """The request has ended: with what the coordinator says, or with an error where its tokens did not all come.
+        """Record the end of the request; if tokens are missing, record an error instead.
 
-        anew: up to where a stream came that began anew; None: it did not. What is taken back by then is not in it.
+        Args:
+            ended: The end as the coordinator reports it.
+            anew: The offset that a restarted stream has reached, None if the stream was not restarted. Tokens that were
+                cut by then are not in it.
         """
         streamed = ended.generated_tokens + ended.cut_tokens
-        # A track that starts behind the last token has no tokens, and lacks none.
+        # A track that starts behind the last token is complete without any token.
         whole = max(streamed, self.start) == self.reach or (anew == streamed and streamed < self.reach)
         if ended.cut_tokens < 0 or not whole:
             self.error = self.gap(f"it ended after {ended.generated_tokens} tokens and {self.reach} came")
@@ -163,11 +181,11 @@ class Track(Watched):
         self.ended = ended
 
     def gap(self, problem: str) -> ProtocolError:
-        """What is wrong with this stream."""
+        """Return the error for a gap in this stream."""
         return ProtocolError(f"the stream of request {self.request_id} has a gap: {problem}")
 
     def failure(self) -> KvforgeError | None:
-        """The error this request ended with; None while it runs, or when it ended well or was cancelled."""
+        """Return the error that ended the request; None while it runs, or if it succeeded or was cancelled."""
         if self.error is not None:
             return again(self.error)
         if self.ended is None:
@@ -176,7 +194,7 @@ class Track(Watched):
             info = self.ended.error
             return restore(info.code, info.message, info.fields)
         if self.ended.reason == "failed":
-            return InternalError(f"request {self.request_id} failed; the coordinator did not say why")
+            return InternalError(f"request {self.request_id} failed; the coordinator gave no reason")
         if self.ended.reason == "expired":
             return DeadlineExceeded(f"request {self.request_id} ran out of time in the coordinator")
         return None

@@ -1,7 +1,7 @@
-"""The connection of a client: made by its first call, made again when it was lost, used by one thread.
+"""The connection of a client: made by its first call, made again after a loss, used by one thread.
 
-Written once for both clients, as coroutines that wait only in `_until`. The asyncio client awaits them; the blocking
-client supplies an `_until` that blocks, and runs each coroutine to its end at once. So both behave the same, and
+The code serves both clients as coroutines that wait only in `_until`. The asyncio client awaits them; the blocking
+client supplies an `_until` that blocks, and runs each coroutine to its end at once. Both therefore behave the same, and
 neither uses a thread.
 """
 
@@ -38,7 +38,7 @@ RECONNECT_S_MAX = 24 * 3600.0
 
 
 class Connection(ABC):
-    """The connection of one client, and how a message is sent over it and answered."""
+    """The connection of one client: sends messages and waits for their replies."""
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class Connection(ABC):
     async def _until(
         self, ready: Callable[[], bool], watch: Sequence[Watched], deadline: float, *, for_room: bool = False
     ) -> bool:
-        """Takes in messages until `ready()`; False if `deadline` (steady_clock.monotonic) passes first.
+        """Receive messages until `ready()`; return False if `deadline` (steady_clock.monotonic) passes first.
 
-        `ready` can become true only when one of `watch` is woken or, with `for_room`, when the link gets writable.
+        `ready` can become true only when one of `watch` is woken or, with `for_room`, when the link becomes writable.
         """
 
     def _link_opened(self) -> None:
@@ -78,19 +78,28 @@ class Connection(ABC):
         return
 
     async def call(self, exchange: Exchange[T], timeout_s: float | None = None) -> T:
-        """Sends one message; returns what its caller gets of the answer. Raises what it was refused with."""
+        """Send one message and return its result.
+
+        Args:
+            exchange: The message and its reply.
+            timeout_s: The time limit, by default the client's.
+
+        Raises:
+            KvforgeError: The error with which the coordinator refused the message.
+        """
         pending = await self._ask(exchange.build, exchange.reply, timeout_s)
         return exchange.result(pending.answer(exchange.reply))
 
     def close(self) -> None:
+        """Leave the coordinator and close the sockets. May be called again."""
         if self._ended:
             return
-        if os.getpid() == self._pid:  # else the sockets belong to the process that made them
+        if os.getpid() == self._pid:  # after a fork, the sockets belong to the parent
             self._check_closable()
             self._closed = True
             self.link.goodbye()
             self.session.lost(Conflict("this client was closed while the request ran"))
-        self._closed = self._ended = True  # now: what Ctrl-C broke off is ended by the next call
+        self._closed = self._ended = True  # last: after a Ctrl-C above, the next close() completes the work
 
     # -------------------------------------------------------------------------------------------------- connection
 
@@ -105,14 +114,17 @@ class Connection(ABC):
             raise Conflict(f"{problem}: a client is for one thread; make one for each")
 
     def _check_closable(self) -> None:
-        """Raises Conflict where another thread is in the middle of a call."""
+        """Raise Conflict if another thread is in the middle of a call."""
         if self._waiting and (owner := self._other_thread()) is not None:
             raise Conflict(f"this client waits in thread {owner.name!r}: close it there, or when that has ended")
 
     def _other_thread(self) -> threading.Thread | None:
-        """The thread that this client belongs to, where it is another one: that which used it first, and still runs."""
+        """Return the thread that owns this client, if it is another one.
+
+        The first thread that uses the client owns it as long as it runs.
+        """
         here = threading.current_thread()
-        owner = self._owner.setdefault("", here)  # atomic: of two threads that come at once, one is the first
+        owner = self._owner.setdefault("", here)  # atomic: one of two racing threads wins
         if owner is not here and not owner.is_alive():
             owner = self._owner[""] = here
         return None if owner is here else owner
@@ -120,7 +132,7 @@ class Connection(ABC):
     async def _connect(self, deadline: float) -> None:
         self._check_usable()
         session, dialler = self.session, self.link.dialler
-        # A connection that ended while nobody looked is noticed here, before anything is sent.
+        # Notice here that the connection ended between two calls, before anything is sent.
         self.link.pump()
         if session.welcome is not None:
             return
@@ -167,17 +179,17 @@ class Connection(ABC):
             if not await self._until(lambda: pending.done, (pending,), deadline):
                 raise self._late(f"did not answer {what} within {wait_s:g} s", wait_s)
         except BaseException:
-            # Whatever ended the wait (a deadline, Ctrl-C, a cancelled task), no request may run for nobody. A detached
-            # one neither, since nobody has its id; one with a key may, since whoever sends the key again gets it.
+            # Whatever ended the wait (a deadline, Ctrl-C, a cancelled task), the request must not run on without a
+            # reader. That holds for a detached one too: its id is unknown. A key allows it: the key finds it again.
             link.tell(session.forget(pending))
             raise
         return pending
 
     def _late(self, what: str, wait_s: float) -> KvforgeError:
-        """The error of a command that has no answer in its time."""
+        """Return the error for a command without a reply in time."""
         if self.session.interrupted:
             problem = f"the connection to the coordinator at {self.endpoint} was lost during the call"
-            return CoordinatorUnavailable(f"{problem}, and not made again within its {wait_s:g} s")
+            return CoordinatorUnavailable(f"{problem} and could not be restored within {wait_s:g} s")
         return DeadlineExceeded(f"the coordinator at {self.endpoint} {what}")
 
     async def _move(
@@ -189,14 +201,18 @@ class Connection(ABC):
             raise DeadlineExceeded(f"no token of {what} came within {wait_s:.3g} s")
 
     async def _pause(self, pause_s: float, deadline: float) -> bool:
-        """Takes in messages for a moment; False if the deadline has passed."""
+        """Receive messages for a moment; return False if the deadline has passed."""
         end = min(deadline, monotonic() + pause_s)
         await self._until(lambda: False, (), end)
         return monotonic() < deadline
 
 
 def seconds(value: float, field: str = "timeout_s") -> float:
-    """How long to wait. Raises InvalidRequest naming `field`, for no time at all too."""
+    """Check a time limit in seconds, which must be above 0.
+
+    Raises:
+        InvalidRequest: Names `field`.
+    """
     try:
         seconds = number(field, value, 0, math.inf)
     except InvalidRequest:

@@ -1,7 +1,7 @@
-"""Makes the connection that calls want, and makes a lost one again while somebody waits.
+"""Opens the connection that calls need, and reconnects after a loss while a call waits.
 
-Nothing here waits: `step` does what can be done now, and `due` says when it must be called though nothing arrives. A
-client works only inside its calls, so the time for which a lost connection is tried again counts while one waits.
+Nothing here waits: `step` does what can be done now, and `due` returns when to call it next even if nothing arrives. A
+client works only inside its calls, so the time limit for reconnecting counts only while a call waits.
 """
 
 from __future__ import annotations
@@ -18,44 +18,45 @@ from kvforge.protocol.steady_clock import monotonic
 from .awaited import Pending
 from .session import Session
 
-# Each pause is longer than the one before by a tenth of it, so that one who is there again after t seconds is noticed a
-# fraction of t later.
+# Each pause is a tenth longer than the one before: a coordinator that returns after t seconds is noticed a fraction of
+# t later.
 RETRY_PAUSE_S = 0.05
 RETRY_PAUSE_GROWTH = 1.1
 RETRY_PAUSE_S_MAX = 0.5
 ROOM_POLL_S = 0.02
-# A connection that ends sooner was none: one that hangs up on us again and again is not asked without a pause.
+# A connection that ends sooner counts as a failed attempt, so that a peer that keeps hanging up is not retried at once.
 LASTED_S = 1.0
 
 
 class Line(Protocol):
-    """The sockets of a connection, as `link.Link` has them."""
+    """The sockets of a connection; `link.Link` implements it."""
 
     @property
     def is_open(self) -> bool:
-        """Whether there are sockets."""
+        """Return whether there are sockets."""
 
     def open(self) -> None:
-        """Starts connecting."""
+        """Start connecting."""
 
     def close(self) -> None:
-        """Ends the connection, if there is one."""
+        """End the connection, if there is one."""
 
     def writable(self) -> bool:
-        """Whether somebody took the connection."""
+        """Return whether a coordinator has accepted the connection."""
 
     def greet(self, hello: Hello) -> None:
-        """Sends the first message."""
+        """Send the first message."""
 
     def wake(self) -> None:
-        """Something has changed."""
+        """Wake the callers that wait for this link."""
 
 
 class Dialler:
-    """Decides when a session's link is opened, and says hello on it.
+    """Decides when a session's link is opened, and sends Hello on it.
 
-    refused: why the coordinator did not take the last connection, where trying again is of no use. problem: how far the
-    last attempt came, in words.
+    Attributes:
+        refused: Why the coordinator refused the last connection, if retrying is useless.
+        problem: How far the last attempt came, for error texts.
     """
 
     def __init__(self, session: Session, link: Line, reconnect_s: float) -> None:
@@ -75,24 +76,24 @@ class Dialler:
 
     @property
     def resumes(self) -> bool:
-        """Whether a connection that is lost is tried again."""
+        """Return whether a lost connection is retried."""
         return self._reconnect_s > 0
 
     @property
     def left_s(self) -> float:
-        """How long a lost connection will still be tried again; 0 where none was lost."""
+        """Return how long a lost connection will still be retried, in seconds; 0 if none was lost."""
         if not self._session.interrupted:
             return 0.0
         return max(0.0, self._left_s - (monotonic() - self._since if self._waiting else 0.0))
 
     @property
     def wants_room(self) -> bool:
-        """Whether hello is to be said as soon as the link is writable."""
+        """Return whether to send Hello as soon as the link is writable."""
         return self._link.is_open and self._hello is None
 
     @contextmanager
     def wanting(self) -> Iterator[None]:
-        """Held by a call that needs a connection."""
+        """Keep trying to connect while a call that needs a connection is in this context."""
         if not self._wanting:
             self.refused = None
         self._wanting += 1
@@ -105,7 +106,7 @@ class Dialler:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Held by a call while it waits for anything."""
+        """Count a call as waiting while it is in this context."""
         if not self._waiting:
             self._since = monotonic()
         self._waiting += 1
@@ -117,23 +118,27 @@ class Dialler:
                 self._left_s -= monotonic() - self._since
 
     def opened(self) -> None:
-        """The link has new sockets: nothing was said on them yet."""
+        """Note that the link has new sockets, on which nothing was sent yet."""
         self._hello = None
         self.problem = "does not answer"
 
     def due(self) -> float | None:
-        """When `step` must be called, on steady_clock.monotonic; None: it has nothing to do by itself."""
+        """Return when `step` must be called, on steady_clock.monotonic; None if it has nothing to do by itself."""
         if self._session.welcome is not None or not self._waiting:
             return None
         times = [self._since + self._left_s] if self._session.interrupted else []
-        if self.wants_room:  # to ask whether there is room may swallow the event that says so
+        if self.wants_room:  # asking for room may swallow the event that signals it
             times.append(monotonic() + ROOM_POLL_S)
         elif not self._link.is_open and self._tries:
             times.append(self._retry_at)
         return min(times, default=None)
 
     def step(self) -> None:
-        """Goes on as far as it can. Raises InvalidConfiguration if the endpoint is none."""
+        """Proceed as far as possible.
+
+        Raises:
+            InvalidConfiguration: The endpoint is invalid.
+        """
         if self._session.welcome is not None:
             if not self._up:
                 self._up, self._up_at = True, plain_monotonic()
@@ -151,13 +156,13 @@ class Dialler:
             self._link.open()
 
     def lost(self, error: CoordinatorUnavailable | ProtocolError) -> None:
-        """The connection has ended."""
-        if self._hello is not None and self._hello.error is not None:  # with the refusal of hello
+        """Handle the end of the connection."""
+        if self._hello is not None and self._hello.error is not None:  # Hello was refused first
             self.turned_away(self._hello.error)
             return
         greeted, self._hello = self._session.welcome is not None, None
         now = monotonic()
-        # Between two calls the client does not read the steady clock, and the connection lasts all the same.
+        # The plain clock: between two calls the client does not read the steady one, but the connection lasts.
         lasted, self._up = self._up and plain_monotonic() - self._up_at >= LASTED_S, False
         if lasted:
             self._left_s, self._pause_s, self._retry_at = self._reconnect_s, RETRY_PAUSE_S, now
@@ -175,14 +180,14 @@ class Dialler:
             self.problem = "hung up at once"
 
     def unanswered(self) -> None:
-        """Nobody was there to take the connection."""
+        """Handle an attempt that reached no coordinator."""
         self._try_later()
 
     def turned_away(self, error: KvforgeError) -> None:
-        """Hello was refused, or the handshake before it."""
+        """Handle the refusal of Hello or of the handshake before it."""
         self._hang_up()
         if isinstance(error, StateLost):
-            # The coordinator was started anew and lost what we knew of it: our requests have failed, others may come.
+            # The coordinator restarted without its state: earlier requests have failed, new ones are possible.
             self._session.boot = ""
             self._lose(CoordinatorUnavailable(f"the coordinator at {self._session.endpoint} is gone: {error}"))
         else:
@@ -192,7 +197,7 @@ class Dialler:
 
     @property
     def _tries(self) -> bool:
-        """Whether a connection is worth an attempt."""
+        """Return whether to attempt a connection."""
         return self.refused is None and bool(self._wanting or (self._session.interrupted and self._waiting))
 
     def _try_later(self) -> None:
@@ -204,23 +209,23 @@ class Dialler:
         rid = session.new_rid()
         hello = Hello(rid=rid, boot=session.boot, session=session.name if self.resumes else "")
         self._hello = session.expect(rid, Welcome, "Hello")
-        self.problem = "took the connection and does not answer"
+        self.problem = "accepted the connection but does not answer"
         self._link.greet(hello)
 
     def _give_up(self) -> None:
-        assert self._lost is not None, "interrupted by something"
+        assert self._lost is not None, "an interruption has a cause"
         problem = f"{self._lost.message}; tried again for {self._reconnect_s:g} s (reconnect_s)"
         self._hang_up()
         self._lose(CoordinatorUnavailable(problem))
         self._link.wake()
 
     def _lose(self, error: KvforgeError) -> None:
-        """What waited fails; the next connection begins without a history."""
+        """Fail all that waits. The next connection starts without a history."""
         self._lost, self._left_s = None, self._reconnect_s
         self._session.lost(error)
 
     def _hang_up(self) -> None:
-        """Ends an attempt."""
+        """End an attempt."""
         hello, self._hello = self._hello, None
         if hello is not None:
             self._session.forget(hello)

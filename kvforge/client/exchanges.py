@@ -1,4 +1,4 @@
-"""The calls of a client that are one message and its answer, each written once, as an `Exchange`."""
+"""The calls of a client that are one message and its reply, each written once as an `Exchange`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TTL_S_MAX = 30 * 24 * 3600
 
 @dataclass(frozen=True)
 class Exchange(Generic[T]):
-    """One message to send, the reply that answers it, and what the caller gets of it."""
+    """One message to send, the type of its reply, and the conversion of the reply to the caller's result."""
 
     build: Callable[[int], Message]
     reply: type[Message]
@@ -69,7 +69,7 @@ class Exchange(Generic[T]):
 def create(
     tokens: Sequence[int] | np.ndarray[Any, Any], tenant: str, salt: str, idle_ttl_s: float
 ) -> Exchange[CachedSequence]:
-    """A new sequence; may be empty."""
+    """Return the exchange that creates a sequence, which may be empty."""
     ids = token_array("tokens", tokens, empty=True)
     ttl_ms = math.ceil(number("idle_ttl_s", idle_ttl_s, 0, TTL_S_MAX, "0 (until the connection ends)") * 1000)
     return Exchange(
@@ -82,7 +82,7 @@ def create(
 def append(
     sequences: SequenceRef | Iterable[SequenceRef], tokens: Sequence[int] | Sequence[Sequence[int]]
 ) -> Exchange[tuple[int, ...]]:
-    """Appends to one sequence or to each of several; the result is their lengths."""
+    """Return the exchange that appends to one sequence or to each of several; its result is their lengths."""
     several = _several(sequences)
     lists: list[Any] = [tokens] if several is None else list(tokens)
     refs = [sequences] if several is None else several
@@ -100,7 +100,7 @@ def append(
 
 
 def fork(sequence: SequenceRef, count: int) -> Exchange[tuple[CachedSequence, ...]]:
-    """More sequences over the same blocks."""
+    """Return the exchange that creates sequences over the same blocks."""
     parent, children = sequence_id(sequence), whole("count", count, 1, INT32_MAX)
     tenant = sequence.tenant if isinstance(sequence, CachedSequence) else "default"
     return Exchange(
@@ -111,13 +111,13 @@ def fork(sequence: SequenceRef, count: int) -> Exchange[tuple[CachedSequence, ..
 
 
 def info(sequence: SequenceRef) -> Exchange[SequenceInfo]:
-    """What is known of a sequence."""
+    """Return the exchange that describes a sequence."""
     wanted = sequence_id(sequence)
     return Exchange(lambda rid: GetSequence(rid=rid, sequence_id=wanted), SequenceInfo, _itself)
 
 
 def tokens(sequence: SequenceRef) -> Exchange[tuple[int, ...]]:
-    """The tokens of a sequence."""
+    """Return the exchange that reads the tokens of a sequence."""
     wanted = sequence_id(sequence)
     return Exchange(
         lambda rid: GetTokens(rid=rid, sequence_id=wanted), SequenceTokens, lambda reply: tuple(reply.tokens.tolist())
@@ -125,7 +125,7 @@ def tokens(sequence: SequenceRef) -> Exchange[tuple[int, ...]]:
 
 
 def remove(sequences: SequenceRef | Iterable[SequenceRef]) -> Exchange[int]:
-    """Removes sequences; the result is how many blocks came back."""
+    """Return the exchange that removes sequences; its result is the number of freed blocks."""
     several = _several(sequences)
     ids = np.array([sequence_id(ref, "sequences") for ref in ([sequences] if several is None else several)], np.int64)
     return Exchange(
@@ -134,13 +134,13 @@ def remove(sequences: SequenceRef | Iterable[SequenceRef]) -> Exchange[int]:
 
 
 def block(block_id: int) -> Exchange[BlockInfo]:
-    """One block and its holders."""
+    """Return the exchange that describes a block and its holders."""
     wanted = block_number(block_id)
     return Exchange(lambda rid: GetBlock(rid=rid, block_id=wanted), BlockInfo, _itself)
 
 
 def ref(block_id: int, holder: str, generation: int | None, tenant: str) -> Exchange[BlockCount]:
-    """One more holder."""
+    """Return the exchange that adds a holder to a block."""
     held, known = block_number(block_id), _generation(generation)
 
     def build(rid: int) -> RefBlock:
@@ -150,7 +150,7 @@ def ref(block_id: int, holder: str, generation: int | None, tenant: str) -> Exch
 
 
 def unref(block_id: int, holder: str, generation: int | None) -> Exchange[BlockCount]:
-    """One holder less."""
+    """Return the exchange that removes a holder from a block."""
     held, known = block_number(block_id), _generation(generation)
     return Exchange(
         lambda rid: UnrefBlock(rid=rid, block_id=held, holder=holder, generation=known), BlockCount, _itself
@@ -160,7 +160,7 @@ def unref(block_id: int, holder: str, generation: int | None) -> Exchange[BlockC
 def explain(
     block: int | None, request: int | None, sequence: SequenceRef | None, tenant: str | None
 ) -> Exchange[Explanation]:
-    """Why, of exactly one subject."""
+    """Return the exchange that explains the state of exactly one subject."""
     if sum(subject is not None for subject in (block, request, sequence, tenant)) != 1:
         raise InvalidRequest("subject", "give exactly one of block=, request=, sequence=, tenant=")
     message = Explain(
@@ -174,48 +174,48 @@ def explain(
 
 
 def purge_finished(older_than_s: float) -> Exchange[int]:
-    """Forgets requests that ended at least so long ago."""
+    """Return the exchange that forgets requests that ended at least so long ago."""
     older_ms = math.floor(number("older_than_s", older_than_s, 0, TTL_S_MAX) * 1000)
     return Exchange(lambda rid: PurgeFinished(rid=rid, older_than_ms=older_ms), Purged, lambda reply: int(reply.count))
 
 
 def cancel(request_id: int) -> Exchange[None]:
-    """The end of a request."""
+    """Return the exchange that cancels a request."""
     wanted = request_number(request_id)
     return Exchange(lambda rid: Cancel(rid=rid, request_id=wanted), Done, lambda _: None)
 
 
 def finish_at(request_id: int, tokens: int) -> Exchange[None]:
-    """The end of a request after its first `tokens` tokens."""
+    """Return the exchange that ends a request after its first `tokens` tokens."""
     return Exchange(lambda rid: FinishAt(rid=rid, request_id=request_id, tokens=tokens), Done, lambda _: None)
 
 
 def status(request_id: int, with_tokens: bool) -> Exchange[RequestInfo]:
-    """One request."""
+    """Return the exchange that describes a request."""
     wanted, tokens_too = request_number(request_id), flag("with_tokens", with_tokens)
     return Exchange(lambda rid: GetRequest(rid=rid, request_id=wanted, with_tokens=tokens_too), RequestInfo, _itself)
 
 
 def requests(count_max: int) -> Exchange[RequestList]:
-    """The newest requests."""
+    """Return the exchange that lists the newest requests."""
     most = whole("count_max", count_max, 1, INT32_MAX)
     return Exchange(lambda rid: ListRequests(rid=rid, count_max=most), RequestList, _itself)
 
 
 def stats() -> Exchange[Stats]:
-    """Counters and gauges."""
+    """Return the exchange that reads counters and gauges."""
     return Exchange(lambda rid: GetStats(rid=rid), Stats, _itself)
 
 
 def health() -> Exchange[Health]:
-    """Whether a request would be served, and the workers."""
+    """Return the exchange that reads the health of the service and of its workers."""
     return Exchange(lambda rid: GetHealth(rid=rid), Health, _itself)
 
 
 def find_prefix(
     prompt: Sequence[int] | np.ndarray[Any, Any], tenant: str, salt: str, key: str
 ) -> Exchange[PrefixFound]:
-    """What a request would find."""
+    """Return the exchange that looks up the cached prefix and the load for a prompt."""
     ids = token_array("prompt", prompt)
     return Exchange(
         lambda rid: FindPrefix(rid=rid, tenant=tenant, salt=salt, key=key, prompt=ids), PrefixFound, _itself
@@ -223,26 +223,31 @@ def find_prefix(
 
 
 def drain(deadline_s: float | None) -> Exchange[None]:
-    """The end of admission."""
+    """Return the exchange that stops admission."""
     deadline_ms = milliseconds("deadline_s", deadline_s)
     return Exchange(lambda rid: Drain(rid=rid, deadline_ms=deadline_ms), Done, lambda _: None)
 
 
 def block_number(block_id: object, field: str = "block_id") -> int:
-    """The id of a block. Raises InvalidRequest naming `field`, BlockNotFound where no block has such a number."""
+    """Check the id of a block.
+
+    Raises:
+        InvalidRequest: Names `field`.
+        BlockNotFound: The id is negative, so that no block has it.
+    """
     integer = whole(field, block_id, -INT32_MAX, INT32_MAX)
     if integer < 0:
-        raise BlockNotFound(integer)  # as for any other id that does not exist; on the wire -1 would mean "none"
+        raise BlockNotFound(integer)  # as for any unknown id; on the wire, -1 would mean "none"
     return integer
 
 
 def _several(sequences: object) -> list[Any] | None:
-    """More than one, perhaps none; None: it is one, or what is no sequence."""
+    """Return the sequences of a collection as a list; None for a single value."""
     return list(sequences) if isinstance(sequences, Iterable) and not isinstance(sequences, str | bytes) else None
 
 
 def _generation(generation: object) -> int:
-    """-1: whatever is current."""
+    """Return the generation on the wire; -1 means the current one."""
     return -1 if generation is None else whole("generation", generation, 0, INT64_MAX)
 
 

@@ -1,4 +1,4 @@
-"""What the two clients' requests have in common: `Handle`, and `Feed`, the tokens of several as they come."""
+"""The common part of both clients' requests: `Handle`, and `Feed`, which merges the tokens of several requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ H = TypeVar("H", bound="Handle")
 
 
 class Handle:
-    """One request. id: the coordinator's. seed: repeats its draws. start: the offset of the first token it gives."""
+    """One request.
+
+    Attributes:
+        id: The coordinator's id of the request.
+        seed: The seed that repeats its draws.
+        start: The offset of the first token that this handle returns.
+    """
 
     def __init__(self, calls: Operations, track: Track, start: int = 0) -> None:
         self._calls = calls
@@ -28,16 +34,16 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """True once the end has come (looks only at what was received so far)."""
+        """Return whether the end has been received. Looks only at messages received so far."""
         return self._track.done
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The token ids received so far, from offset `start` on; they stay after an error."""
+        """Return the token ids received so far, from offset `start` on. They are kept after an error."""
         return tuple(self._track.tokens[self.start - self._track.start :])
 
     def _text_stops(self, stop: str | Sequence[str]) -> tuple[str, ...]:
-        """The stop strings for reading this as text. Raises InvalidRequest naming `stop` or `offset`."""
+        """Return the checked stop strings. Raises InvalidRequest naming `stop` or `offset`."""
         if self.start:
             raise InvalidRequest("offset", f"is {self.start}; text is read from the first token on")
         return stop_strings(stop)
@@ -48,7 +54,7 @@ class Handle:
 
 
 class Feed(Generic[H]):
-    """The tokens of several requests in the order they arrived in, without waiting."""
+    """The tokens of several requests in the order of their arrival, without waiting."""
 
     def __init__(self, requests: Sequence[H]) -> None:
         self._seen = {id(request): request.start for request in requests}
@@ -56,16 +62,20 @@ class Feed(Generic[H]):
 
     @property
     def tracks(self) -> Sequence[Track]:
-        """The streams of the requests that have not ended, or still hold tokens not given out."""
+        """Return the streams of the requests that have not ended or still hold unread tokens."""
         return [request._track for request in self._open]
 
     @property
     def ready(self) -> bool:
-        """True if `arrived` would do something."""
+        """Return whether `arrived` has something to return or to raise."""
         return any(request.done or request._track.reach > self._seen[id(request)] for request in self._open)
 
     def arrived(self) -> list[tuple[H, Token]]:
-        """What came since the last call, each with its request. Raises the error that a request ended with."""
+        """Return the tokens received since the last call, each with its request.
+
+        Raises:
+            KvforgeError: The error that ended a request.
+        """
         rows: list[tuple[H, Token]] = []
         for request in tuple(self._open):
             track, seen = request._track, self._seen[id(request)]
@@ -82,14 +92,18 @@ class Feed(Generic[H]):
 
 
 class FeedCursor(Generic[H]):
-    """Reads a feed, waiting for what is to come."""
+    """Reads a feed and waits for its next token."""
 
     def __init__(self, calls: Operations, feed: Feed[H]) -> None:
         self._calls, self._feed = calls, feed
         self._arrived: deque[tuple[H, Token]] = deque()
 
     async def next(self) -> tuple[H, Token] | None:
-        """The next token, with its request; None once all have ended. Raises the error that one ended with."""
+        """Return the next token with its request; None once all requests have ended.
+
+        Raises:
+            KvforgeError: The error that ended a request.
+        """
         feed = self._feed
         while not self._arrived and feed.tracks:
             await self._calls.more(lambda: feed.ready, feed.tracks)

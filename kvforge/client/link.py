@@ -1,7 +1,8 @@
 """The socket under a session. Nothing here waits: the two clients differ only in how they wait.
 
-One ZeroMQ socket serves one connection: when the monitor reports that the coordinator is gone, the socket is closed,
-and another one is opened for the next. So a command can never slip onto a new connection ahead of its `Hello`.
+Each connection has its own ZeroMQ socket. When the monitor reports that the coordinator is gone, the socket is closed,
+and the next connection opens another one. A command can therefore never slip onto a new connection ahead of its
+`Hello`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .dialler import Dialler
 from .session import Session
 from .sockets import Sockets
 
-# What is taken in at once, before others get their turn.
+# Limits of one pump, so that other tasks get their turn.
 MESSAGES_PER_PUMP_MAX = 256
 PUMP_S_MAX = 0.0005
 GOODBYE_LINGER_MS = 200
@@ -33,8 +34,10 @@ def _nothing() -> None: ...
 
 
 class Link(Watched):
-    """The connections of a session, one after the other. Waiters on the link itself are woken whenever it opens, moves
-    or closes."""
+    """The connections of a session, one after the other.
+
+    Callers that watch the link itself are woken whenever it opens, makes progress or closes.
+    """
 
     def __init__(
         self,
@@ -43,32 +46,41 @@ class Link(Watched):
         opened: Callable[[], None] = _nothing,
         proof: network.Proof | None = None,
     ) -> None:
-        """proof: of who we are, for a coordinator that is reached over a network."""
+        """Create a closed link.
+
+        Args:
+            session: The session that the connections serve.
+            reconnect_s: How long to retry a lost connection, in seconds.
+            opened: Called whenever there are new sockets.
+            proof: The keys of this client, for a coordinator on a network.
+        """
         super().__init__()
         self._session, self._proof = session, proof
         self._sockets = Sockets()
         self._opened = opened
         self._ended = False
-        # A signal's handler broke off taking in a message, or sending one: this connection is of no use any more.
+        # A signal handler interrupted receiving or sending a message: this connection is unusable.
         self._torn = False
-        # What the session itself has to say and found no room for.
+        # Messages of the session itself that await room.
         self._outbox: deque[Message] = deque()
         self.dialler = Dialler(session, self, reconnect_s)
         self.closing: Callable[[], None] = _nothing
-        self._trusted: frozenset[int] | None = None  # who may be at the other end; None: it proves itself by a key
-        self.came_at = 0.0  # when the message that is taken in was received, on time.monotonic
+        self._trusted: frozenset[int] | None = None  # allowed users at the other end; None: keys decide
+        self.came_at = 0.0  # when the current message was received, on time.monotonic
         self.socket: zmq.Socket[bytes] | None = None
         self.is_up = False  # a coordinator has taken the connection
         self.monitor: zmq.Socket[bytes] | None = None
 
     @property
     def is_open(self) -> bool:
+        """Return whether there are sockets."""
         return self.socket is not None
 
     def open(self) -> None:
-        """Starts connecting, unless the endpoint's path is of a user who is not trusted: then the dialler gives up.
+        """Start connecting. If the endpoint's path belongs to a user who is not trusted, the dialler gives up instead.
 
-        Raises InvalidConfiguration if the endpoint is not one.
+        Raises:
+            InvalidConfiguration: The endpoint is invalid.
         """
         assert self.socket is None, "a link is opened once per connection"
         self.is_up = False
@@ -85,45 +97,49 @@ class Link(Watched):
             self.close()
             problem = f"cannot connect to {self._session.endpoint!r}: {error.strerror}"
             raise InvalidConfiguration("endpoint", problem) from None
-        except BaseException:  # a signal's handler raised: half a connection is none
+        except BaseException:  # a signal handler raised: drop the partial connection
             self.close()
             raise
         self.dialler.opened()
         self._opened()
 
     def writable(self) -> bool:
-        """True once a coordinator has taken the connection and there is room for one more message."""
+        """Return whether a coordinator has accepted the connection and there is room for one more message."""
         return self.socket is not None and self.is_up and bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
     def send(self, message: Message) -> bool:
-        """Sends a command, or returns False if that is not possible now."""
+        """Send a command; return False if that is not possible now."""
         return self._session.welcome is not None and self._flush() and self._put(message)
 
     def greet(self, hello: Hello) -> None:
-        """Sends the first message of a connection, which is writable."""
+        """Send the first message of a connection, which is writable."""
         self._put(hello)
 
     def tell(self, messages: Iterable[Message]) -> None:
-        """Sends what the session has to say as soon as that is possible, before any later command.
+        """Send messages of the session as soon as possible, before any later command.
 
-        Without a connection it is said on the next one: the session knows what has no answer.
+        Without a connection they are dropped: on the next one, the session repeats all commands without a reply.
         """
         if self._session.welcome is not None:
             self._outbox.extend(messages)
             self._flush()
 
     def pump(self) -> bool:
-        """Takes in what has arrived, and connects where that is wanted; returns True if there may be more."""
+        """Receive arrived messages, and connect if needed.
+
+        Returns:
+            Whether there may be more messages.
+        """
         if self._ended:
             return False
         try:
             if self._torn:
-                self.fail(CoordinatorUnavailable(f"a message from or to {self._session.endpoint} was broken off"))
+                self.fail(CoordinatorUnavailable(f"a message from or to {self._session.endpoint} was interrupted"))
             more = self._pump()
         except InvalidConfiguration:
             raise
         except BaseException:
-            self._torn |= self.dialler.resumes  # the next connection makes up for it
+            self._torn |= self.dialler.resumes  # the next connection resumes the streams
             raise
         return more
 
@@ -132,7 +148,7 @@ class Link(Watched):
             return True
         events = self._events()
         if zmq.Event.DISCONNECTED in events:
-            # What arrived before the end still counts.
+            # Process the messages that arrived before the end.
             while self._drain():
                 pass
             self.fail(
@@ -150,23 +166,23 @@ class Link(Watched):
         return False
 
     def fail(self, error: CoordinatorUnavailable | ProtocolError) -> None:
-        """Ends the connection, which is of no use any more."""
-        self._torn = True  # until all of it is done
+        """End a connection that is unusable."""
+        self._torn = True  # in case a signal handler interrupts this
         self.close()
         self.dialler.lost(error)
         self._torn = False
 
     def goodbye(self) -> None:
-        """Tells the coordinator, if it can be told at once, that this client leaves; then frees everything."""
+        """Send Goodbye if that is possible at once, then free everything."""
         self._ended = True
         if self.socket is not None and self.send(Goodbye()):
-            # A linger of zero would throw the message away before ZeroMQ's I/O thread has written it.
+            # A linger of zero would discard the message before ZeroMQ's I/O thread has written it.
             self.socket.setsockopt(zmq.LINGER, GOODBYE_LINGER_MS)
         self.close()
         self._sockets.end()
 
     def close(self) -> None:
-        """Closes the sockets of this connection, if any."""
+        """Close the sockets of this connection, if any."""
         if self.socket is None:
             return
         self.closing()
@@ -184,13 +200,13 @@ class Link(Watched):
             self.socket.send_multipart(frames, flags=zmq.DONTWAIT)
         except zmq.Again:
             return False
-        except BaseException:  # a signal's handler raised: half of the message may lie there, and wait for its end
+        except BaseException:  # a signal handler raised: the message may be half sent
             self._torn = True
             raise
         return True
 
     def _flush(self) -> bool:
-        """Whether all that the session itself has to say is sent."""
+        """Send the messages of the session itself; return whether all are sent."""
         while self._outbox:
             if not self._put(self._outbox[0]):
                 return False
@@ -198,7 +214,7 @@ class Link(Watched):
         return True
 
     def _events(self) -> set[int]:
-        """What has become of the connection: whether it began or ended, or nobody was there to take it."""
+        """Return the events of the connection: established, ended, or not accepted."""
         found: set[int] = set()
         while self.monitor is not None and (event := _receive(self.monitor)) is not None:
             told = parse_monitor_message(event)
@@ -231,8 +247,8 @@ class Link(Watched):
             try:
                 replies = self._session.receive(frames)
             except ProtocolError as error:
-                where = f"what came from {self._session.endpoint} is not a coordinator's message"
-                self.fail(ProtocolError(f"{where} ({error}); is it a kvforge of another version?"))
+                problem = f"invalid message from {self._session.endpoint}: {error}"
+                self.fail(ProtocolError(f"{problem} (is it a kvforge of another version?)"))
                 return False
             self.tell(replies)
             if (now := monotonic()) >= end:

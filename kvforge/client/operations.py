@@ -1,6 +1,6 @@
-"""What a client does in more than one step: submit and try again, follow a stream, wait for an outcome, read text.
+"""Client calls of more than one step: submit with retries, follow a stream, wait for an outcome, read text.
 
-As in `connection`, each is written once, for both clients. What is one message and its answer is in `exchanges`.
+As in `connection`, the code serves both clients. Calls of one message and its reply are in `exchanges`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MOMENT_S = 0.1
 
 
 class Operations(Connection):
-    """The operations of one client; `kvforge.Client` says what each does."""
+    """The operations of one client. `kvforge.Client` documents them."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Operations(Connection):
         self._tokenizer: Tokenizer | None = None
 
     def _awaiting(self, tracks: Sequence[Track]) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Held while somebody waits for the outcome of these requests."""
+        """Mark the requests as awaited while the caller is in this context."""
         return nullcontext()
 
     async def submit(
@@ -90,6 +90,7 @@ class Operations(Connection):
         timeout_s: float | None = None,
         sequence: SequenceRef | None = None,
     ) -> Track:
+        """Submit one request; see `Client.submit`."""
         ids = prompt_array(prompt, empty=sequence is not None)
         continued = sequence_id(sequence) if sequence is not None else 0
         tracks = await self._admit(lambda rid: options.command(rid, ids, continued, 1), timeout_s, options.retry_s)
@@ -102,6 +103,7 @@ class Operations(Connection):
         options: RequestOptions,
         timeout_s: float | None = None,
     ) -> tuple[Track, ...]:
+        """Submit one prompt for several answers; see `Client.samples`."""
         ids = prompt_array(prompt)
         several = answer_count(count)
         tracks = await self._admit(lambda rid: options.command(rid, ids, 0, several), timeout_s, options.retry_s)
@@ -110,7 +112,7 @@ class Operations(Connection):
     async def _admit(
         self, build: Callable[[int], Submit], timeout_s: float | None, retry_s: float | None
     ) -> tuple[Track, ...]:
-        """Submits, and while the queue is full again and again for `retry_s` seconds."""
+        """Submit, and retry for `retry_s` seconds while the queue is full."""
         deadline = monotonic() + (retry_s or 0.0)
         while True:
             try:
@@ -124,6 +126,7 @@ class Operations(Connection):
                 return pending.tracks
 
     async def attach(self, request_id: int, offset: int, timeout_s: float | None) -> Track:
+        """Attach to a request; see `Client.attach`."""
         wanted, start = request_number(request_id), whole("offset", offset, 0, INT32_MAX)
         self._check_usable()
         track = self.session.tracked(wanted, start)
@@ -134,12 +137,14 @@ class Operations(Connection):
         return pending.tracks[0]
 
     async def tables(self, timeout_s: float | None) -> Tables:
+        """Open the shared tables; see `Client.tables`."""
         await self._connect(monotonic() + (self.timeout_s if timeout_s is None else seconds(timeout_s)))
         if self.session.welcome is None:
             raise self._nobody("hung up at once")
         return Tables.of(self.session.welcome, self.endpoint)
 
     async def wait_ready(self, timeout_s: float, progress: Callable[[Health], None] | None) -> Health:
+        """Wait until the service is ready; see `Client.wait_ready`."""
         deadline = monotonic() + seconds(timeout_s)
         while True:
             try:
@@ -160,6 +165,7 @@ class Operations(Connection):
                 raise error
 
     async def result(self, track: Track, timeout_s: float | None, start: int = 0) -> Finished:
+        """Wait for the end of a request; see `Request.result`."""
         with self._awaiting((track,)):
             if not track.done:
                 wait_s = self.stream_timeout_s if timeout_s is None else seconds(timeout_s)
@@ -169,18 +175,25 @@ class Operations(Connection):
             return finished(track, start)
 
     async def cancel(self, track: Track, timeout_s: float | None) -> None:
-        """Ends a request, unless it has ended."""
+        """Cancel a request, unless it has ended."""
         if track.done:
             return
         try:
             await self.call(exchanges.cancel(track.request_id), timeout_s)
-        except AlreadyFinished:  # its end is on the way to us
+        except AlreadyFinished:  # its end is on the way
             return
 
     async def token(self, track: Track, offset: int, deadline: float | None = None) -> Token | None:
-        """The token at `offset`, None if the request ended before it. Raises the error the request ended with.
+        """Return the token at `offset`, None if the request ended before it.
 
-        deadline: on steady_clock.monotonic; None: the client's limit for each token.
+        Args:
+            track: The stream of the request.
+            offset: The offset of the token.
+            deadline: On steady_clock.monotonic; None: the client's limit for each token.
+
+        Raises:
+            KvforgeError: The error that ended the request.
+            DeadlineExceeded: The token did not arrive in time.
         """
         if offset >= track.reach and not track.done:
             what = f"request {track.request_id}"
@@ -192,7 +205,7 @@ class Operations(Connection):
         return None
 
     async def text(self, track: Track, stops: Sequence[str], timeout_s: float | None) -> Completion:
-        """Waits for the end, or for a stop string, and returns the text with the outcome."""
+        """Wait for the end or for a stop string, and return the text with the outcome."""
         wait_s = self.stream_timeout_s if timeout_s is None else seconds(timeout_s)
         with self._awaiting((track,)):
             if not stops:
@@ -204,39 +217,43 @@ class Operations(Connection):
                 while (piece := await cursor.next(deadline)) is not None:
                     pieces.append(piece)
             except DeadlineExceeded:
-                if track.done:  # the request's own end
+                if track.done:  # the request itself expired
                     raise
                 raise _not_ended(track, wait_s) from None
             done = await self.result(track, max(deadline - monotonic(), MOMENT_S))
             return Completion("".join(pieces), cursor.outcome(done))
 
     async def text_so_far(self, track: Track, stops: Sequence[str]) -> str:
-        """The text of the tokens that have come, up to a stop string."""
+        """Return the text of the tokens received so far, up to a stop string."""
         stream, stop = (await self.tokenizer()).stream(), StopText(stops)
         text = stop.push(stream.push(track.tokens)) + stop.push(stream.finish())
         return text + stop.finish()
 
     async def more(self, ready: Callable[[], bool], tracks: Sequence[Track]) -> None:
-        """Waits until `ready`, which one of these streams makes true."""
+        """Wait until `ready`, which one of these streams makes true."""
         await self._move(ready, tracks, "any of the requests")
 
     async def tokenizer(self) -> Tokenizer:
-        """The tokenizer, loaded at first use. Raises InvalidConfiguration where none can be found."""
+        """Return the tokenizer, loaded at first use.
+
+        Raises:
+            InvalidConfiguration: No tokenizer can be found.
+        """
         if self._tokenizer is None:
             source = self._tokenizer_source or os.environ.get("KVFORGE_TOKENIZER")
             if not source:
                 health = await self.call(exchanges.health())
                 source = health.model.source if health.model is not None else None
             if not source:
-                problem = "no worker has said which model it serves; name one with Client(tokenizer=...)"
+                problem = "no worker has reported its model yet; name one with Client(tokenizer=...)"
                 raise InvalidConfiguration("tokenizer", f"{problem} or KVFORGE_TOKENIZER")
-            from kvforge.text.tokenizer import Tokenizer  # imported only here, since it loads transformers
+            from kvforge.text.tokenizer import Tokenizer  # here, because it imports transformers
 
             self._tokenizer = Tokenizer.load(os.fspath(source))
         return self._tokenizer
 
     async def encode(self, prompt: Prompt, raw: bool) -> list[int]:
-        """Token ids of a text or of a chat. A text is put as a user's message unless `raw`."""
+        """Return the token ids of a text or of a chat. Without `raw`, a text is sent as a user's message."""
         if not prompt:
             raise InvalidRequest("prompt", "is empty")
         tokenizer = await self.tokenizer()
@@ -254,7 +271,11 @@ class TokenCursor:
         self._calls, self._track, self._offset = calls, track, offset
 
     async def next(self) -> Token | None:
-        """The next token, or None at the end. Raises the error that the request ended with."""
+        """Return the next token, or None at the end.
+
+        Raises:
+            KvforgeError: The error that ended the request.
+        """
         token = await self._calls.token(self._track, self._offset)
         self._offset += 1
         return token
@@ -263,8 +284,11 @@ class TokenCursor:
 class TextCursor:
     """Reads the text of one request from its first token on.
 
-    tokens: how many were read. With a vocabulary whose decoder gives only the whole text (see `TextStream`), a stop
-    string is found at the end of the answer: the text is cut there, its tokens are not.
+    With a vocabulary that can only decode the whole text (see `TextStream`), a stop string is found at the end of the
+    answer. The text is then cut there, but its tokens are not.
+
+    Attributes:
+        tokens: The number of tokens read so far.
     """
 
     def __init__(self, calls: Operations, track: Track, stops: Sequence[str]) -> None:
@@ -275,9 +299,14 @@ class TextCursor:
         self.tokens = 0
 
     async def next(self, deadline: float | None = None) -> str | None:
-        """The next piece of text, never empty, or None at the end. Raises the error that the request ended with.
+        """Return the next piece of text, never empty, or None at the end.
 
-        deadline: on steady_clock.monotonic, for the piece to come; None: the client's own limit for each token.
+        Args:
+            deadline: For the piece, on steady_clock.monotonic; None: the client's own limit for each token.
+
+        Raises:
+            KvforgeError: The error that ended the request.
+            DeadlineExceeded: The piece did not arrive in time.
         """
         if self.tokens == 0 and not self._over:
             tokenizer = await self._calls.tokenizer()
@@ -298,7 +327,7 @@ class TextCursor:
         return None
 
     async def _finish(self) -> None:
-        """The stop string is complete: nothing more is wanted. The request may have ended by itself meanwhile."""
+        """End the request at the stop string. It may have ended by itself meanwhile."""
         if self._track.done:
             return
         try:
@@ -307,7 +336,7 @@ class TextCursor:
             return
 
     def outcome(self, finished: Finished) -> Finished:
-        """The request's end as the reader of the text sees it: stopped after the token that completed the string."""
+        """Return the outcome for a reader of the text: stopped after the token that completed the stop string."""
         if not self._stop.found or finished.reason == "cancelled":
             return finished
         if self._whole_only:
@@ -323,7 +352,7 @@ class TextCursor:
 
 
 def _owned(tracks: tuple[Track, ...], options: RequestOptions) -> tuple[Track, ...]:
-    """Requests of ours: whether they outlast whoever reads them is ours to say."""
+    """Mark requests of this client: its options decide whether these outlast their readers."""
     for track in tracks:
         track.kept = options.kept
     return tracks

@@ -1,4 +1,4 @@
-"""What can be said about a request beside its prompt, checked when it is made."""
+"""The options of a request beside its prompt, checked at construction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ RECONNECT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """The options of `Client.submit`, which says what each means. Raises InvalidRequest naming the wrong one."""
+    """The options of `Client.submit`, which documents them.
+
+    Raises:
+        InvalidRequest: Names the wrong option.
+    """
 
     max_tokens: int = MAX_TOKENS
     sampling: Sampling | None = None
@@ -37,15 +41,22 @@ class RequestOptions:
 
     @property
     def kept(self) -> bool:
-        """Whether the request goes on though whoever reads it gave up: it can be asked for again."""
+        """Return whether the request outlives its readers, because it can be attached to again."""
         return self.detached or bool(self.key)
 
     def command(self, rid: int, prompt: Int32Array, sequence_id: int, count: int) -> Submit:
-        """What is sent. prompt: [prompt_tokens]; sequence_id: 0 for none."""
+        """Return the message to send.
+
+        Args:
+            rid: The number of the command.
+            prompt: [prompt_tokens] int32.
+            sequence_id: The sequence to continue, 0 for none.
+            count: The number of answers.
+        """
         return msgspec.structs.replace(self._submit, rid=rid, prompt=prompt, sequence_id=sequence_id, count=count)
 
     def _checked(self) -> Submit:
-        """All of it that is the same for every prompt."""
+        """Return the part of the message that is the same for every prompt."""
         sampling = self.sampling if self.sampling is not None else Sampling()
         max_tokens = check_submit(self.max_tokens, sampling, self.tenant, self.salt)
         priority, detached = check_request(self.priority, self.detached, self.key)

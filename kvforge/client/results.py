@@ -1,4 +1,4 @@
-"""What a caller gets back: plain immutable values, the same for the blocking and the asyncio client."""
+"""Results for callers: plain immutable values, the same for both clients."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from .awaited import Track
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One generated token. offset: 0 is the first generated one. logprob: of the chosen token, in nats.
+    """One generated token.
 
-    top: the most likely tokens at its place, as (token id, logprob), where `Sampling.logprobs` asks for them.
+    Attributes:
+        offset: Its place; 0 is the first generated token.
+        token_id: Its id.
+        logprob: The log-probability of the chosen token, in nats.
+        top: The most likely tokens at its place, as (token id, logprob), if `Sampling.logprobs` requests them.
     """
 
     offset: int
@@ -24,12 +28,15 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request that ended. Of one that was attached to at an offset: `tokens`, `logprobs` and `top` begin there.
+    """A request that ended. After an attach at an offset, `tokens`, `logprobs` and `top` start there.
 
-    reason: `length` (max_tokens reached), `stop` (a stop or end-of-sequence token, which is the last token, or a stop
-    string, which the last token completed) or `cancelled`. cached_tokens: how many of the prompt's tokens came from
-    the prefix cache. timings: microseconds since submission, by the coordinator's clock. logprobs: one for each token,
-    in nats. top: for each token what `Token.top` is.
+    Attributes:
+        reason: `length` (max_tokens reached), `stop` (the last token is a stop or end-of-sequence token, or completed a
+            stop string) or `cancelled`.
+        cached_tokens: How many of the prompt's tokens came from the prefix cache.
+        timings: Microseconds since submission, by the coordinator's clock.
+        logprobs: One for each token, in nats.
+        top: The `Token.top` of each token.
     """
 
     request_id: int
@@ -51,20 +58,21 @@ class Completion:
 
 
 def token_at(track: Track, offset: int) -> Token:
-    """The token of a stream at an offset that has been received."""
+    """Return the token of a stream at an offset that has been received."""
     at = offset - track.start
     return Token(offset, track.tokens[at], track.logprobs[at], track.tops[at])
 
 
 def finished(track: Track, start: int = 0) -> Finished:
-    """The outcome of a request whose end has come, with its tokens from offset `start` on, or as many as are known.
+    """Return the outcome of a request that has ended, with its known tokens from offset `start` on.
 
-    Raises the error it ended with.
+    Raises:
+        KvforgeError: The error that ended the request.
     """
     if (error := track.failure()) is not None:
         raise error
     ended = track.ended
-    assert ended is not None, "asked for the outcome of a request that runs"
+    assert ended is not None, "the request still runs"
     at = max(0, start - track.start)
     return Finished(
         request_id=track.request_id,

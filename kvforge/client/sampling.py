@@ -1,4 +1,4 @@
-"""How the next token is chosen, as a caller says it: what is not said, the model's own defaults decide."""
+"""Sampling parameters as a caller sets them. The model's own defaults apply to the rest."""
 
 from __future__ import annotations
 
@@ -23,36 +23,41 @@ KINDS: dict[str, Literal["json_schema", "regex", "lark"]] = {
     "regex": "regex",
     "grammar": "lark",
 }
-SHAPES = ("json_schema", "json_object", "regex", "grammar")  # what an answer must look like: one of them at most
+SHAPES = ("json_schema", "json_object", "regex", "grammar")  # constraints on the answer, at most one
 WORDS = {"json_schema": "mapping, or its JSON text", "regex": "text", "grammar": "text"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How the next token is chosen. Applied in this order: logit_bias, penalties (repetition, then frequency and
-    presence), the answer's shape, temperature, top_k, top_p, min_p; then one draw. Greedy (temperature 0) takes the
-    largest after the shape.
+    """Sampling parameters.
 
-    None: as the model's own generation_config has it (`Health.model.sampling`, or `kvforge health`); a model that says
-    nothing of itself is drawn from at temperature 0.6. Everything else that is not given is off.
+    They apply in this order: logit_bias, penalties (repetition, then frequency and presence), the answer's shape,
+    temperature, top_k, top_p, min_p; then one draw. Greedy sampling (temperature 0) takes the largest logit after the
+    shape.
 
-    temperature: 0 is greedy; otherwise logits are divided by it (0 to 100).
-    seed: 64-bit; the same request with the same seed draws the same. None: the coordinator draws one.
-    stop_tokens: token ids that end the request with reason `stop`; the stop token itself is the last token.
-    ignore_eos: do not end at the model's own end-of-sequence tokens.
-    top_k: only the k most likely tokens (0: off). top_p: only the fewest most likely ones that reach top_p together
-    (1: off). min_p: only tokens at least min_p times as likely as the most likely one (0: off).
-    repetition_penalty: above 1, against tokens of the prompt and of the answer so far (1: off).
-    presence_penalty, frequency_penalty: -2 to 2, subtracted from the logits of tokens of the answer so far: the one
-    once, the other times the count.
-    logit_bias: added to the logits of token ids, {id: value} or pairs: -100 to 100, or -inf, which bans the token.
-    logprobs: how many of the most likely tokens to report for each generated token (0 to 20).
+    None means the value of the model's own generation_config (`Health.model.sampling`, or `kvforge health`); a model
+    without one is sampled at temperature 0.6. All other defaults are off.
 
-    At most one of these shapes the answer; it ends, with reason `stop`, where its shape is complete, so that ignore_eos
-    cannot be given with it. max_tokens may cut it off before.
-    json_schema: JSON of a schema, given as a mapping or as its text. What of it cannot be enforced is refused by name.
-    json_object: any JSON object. regex: what all of a regular expression matches (Rust's syntax: no look-around).
-    grammar: what a grammar in llguidance's dialect of Lark derives.
+    At most one of json_schema, json_object, regex and grammar constrains the answer. The answer ends with reason `stop`
+    where the constraint is complete, so that ignore_eos is not allowed; max_tokens may cut it off earlier.
+
+    Attributes:
+        temperature: 0 is greedy; otherwise the logits are divided by it (0 to 100).
+        seed: 64-bit; the same request with the same seed draws the same. None: the coordinator draws one.
+        stop_tokens: Token ids that end the request with reason `stop`; the stop token itself is the last token.
+        ignore_eos: Do not end at the model's own end-of-sequence tokens.
+        top_k: Keep the k most likely tokens (0: off).
+        top_p: Keep the fewest most likely tokens that reach top_p together (1: off).
+        min_p: Keep tokens at least min_p times as likely as the most likely one (0: off).
+        repetition_penalty: Above 1, penalises tokens of the prompt and of the answer so far (1: off).
+        presence_penalty: -2 to 2, subtracted once from the logit of each token in the answer so far.
+        frequency_penalty: -2 to 2, subtracted once per occurrence in the answer so far.
+        logit_bias: Added to the logits of token ids, {id: value} or pairs: -100 to 100, or -inf, which bans the token.
+        logprobs: How many of the most likely tokens to report for each generated token (0 to 20).
+        json_schema: JSON of a schema, given as a mapping or as its text. Unsupported keywords are refused by name.
+        json_object: Any JSON object.
+        regex: The whole answer matches the regular expression (Rust's syntax: no look-around).
+        grammar: A grammar in llguidance's dialect of Lark.
     """
 
     temperature: float | None = None
@@ -74,11 +79,15 @@ class Sampling:
 
     @property
     def unnamed(self) -> tuple[str, ...]:
-        """The fields that the model's own defaults decide."""
+        """Return the fields that the model's own defaults decide."""
         return tuple(name for name in MODEL_DEFAULTS if getattr(self, name) is None)
 
     def message(self) -> messages.Sampling:
-        """What is sent; fields that are not named are off in it. Raises InvalidRequest naming the wrong field."""
+        """Return the message to send, in which fields that are not set are off.
+
+        Raises:
+            InvalidRequest: Names the wrong field.
+        """
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in SHAPES}
         chosen = {name: value for name, value in given.items() if value is not None or name not in OPTIONAL}
         values = {name: _checked(name, value) for name, value in chosen.items()}
@@ -100,7 +109,9 @@ class Sampling:
         if len(named) > 1:
             raise InvalidRequest(field, f"give one of {' and '.join(named)}, not both")
         if self.ignore_eos:
-            raise InvalidRequest("sampling.ignore_eos", f"an answer shaped by {named[0]} ends where that is complete")
+            raise InvalidRequest(
+                "sampling.ignore_eos", f"cannot be combined with {named[0]}, which ends the answer where it is complete"
+            )
         if named[0] == "json_object":
             flag(field, value)
             return messages.Grammar(kind="json_object")
@@ -153,7 +164,7 @@ def _bias(field: str, pairs: object) -> tuple[tuple[int, float], ...]:
     if not isinstance(items, tuple | list) or not all(isinstance(p, tuple | list) and len(p) == 2 for p in items):
         raise InvalidRequest(field, "is neither {token id: value} nor a sequence of (token id, value) pairs")
     if len(items) > LOGIT_BIAS_MAX:
-        raise InvalidRequest(field, f"has {len(items)} entries; there may be {LOGIT_BIAS_MAX}")
+        raise InvalidRequest(field, f"has {len(items)} entries; at most {LOGIT_BIAS_MAX} are allowed")
     checked: dict[int, float] = {}
     for token, value in items:
         token_id = _token(field, token)

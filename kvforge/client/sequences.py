@@ -1,4 +1,4 @@
-"""A sequence as a caller holds it."""
+"""Handles of sequences."""
 
 from __future__ import annotations
 
@@ -19,5 +19,9 @@ SequenceRef = CachedSequence | int
 
 
 def sequence_id(sequence: object, field: str = "sequence") -> int:
-    """The id behind a handle. Raises InvalidRequest."""
+    """Return the id of a handle.
+
+    Raises:
+        InvalidRequest: The value is not a handle or an id.
+    """
     return whole(field, sequence.id if isinstance(sequence, CachedSequence) else sequence, 1, INT64_MAX)

@@ -1,18 +1,19 @@
-"""What a client waits for from its coordinator, over one connection after the other, without any input or output.
+"""The state of a client's session across its connections, without any input or output.
 
-Bytes come in through `receive`, the end of the connection through `lost` or, where another one is to take its place,
-through `interrupt`; what must be sent comes back as messages. `Client` and `AsyncClient` are two shells around this.
+Bytes arrive through `receive`. The end of a connection arrives through `interrupt` if another connection will follow,
+else through `lost`. Messages to send are returned. `Client` and `AsyncClient` are two shells around this.
 
-Kept here:
-- a command or request that has ended is forgotten by the session; whoever holds its Pending or Track keeps the data;
-- `track.tokens[i]` is the token at offset `track.start + i`: a repeated row is ignored, a missing one ends that request
-  with an error;
-- a request that was accepted after its caller gave up is cancelled: nobody would read it. Not where the command had a
-  key, or repeated an earlier one: then it can be asked for again;
-- a stream that stopped because we read too slowly is taken up where it stopped, by an Attach of the session's own;
-- a coordinator that knows the session's name goes on with it on a new connection: commands without an answer are sent
-  again with their rids, and have the answer that was lost; streams are taken up where they stopped. One that has
-  forgotten the session gets what may be done twice; for the rest the outcome is unknown.
+Invariants:
+
+- The session drops a command or request that has ended; a caller that holds its Pending or Track keeps the data.
+- `track.tokens[i]` is the token at offset `track.start + i`. A repeated row is ignored; a missing one ends that request
+  with an error.
+- A request that is accepted after its caller gave up is cancelled. A command with a key, or one that repeated an
+  earlier command, keeps its requests, because these can be found again.
+- A stream that was paused because this client reads slowly is resumed by an Attach of the session itself.
+- If the coordinator knows the session's name on a new connection, unanswered commands are sent again with their rids
+  and get their lost replies, and streams are resumed. If it has forgotten the session, only repeatable commands are
+  sent again; the outcome of the others is unknown.
 """
 
 from __future__ import annotations
@@ -39,16 +40,18 @@ from .awaited import Pending, Track
 
 NAME_BYTES = 16
 SEEDS = 1 << 64
-# Fewer than the answers that a coordinator keeps for a client by default: what is sent again is not done again.
+# Fewer than the replies that a coordinator keeps per client by default, so that a repeated command is executed once.
 UNANSWERED_MAX = 1000
-NO_OFFSET = 1 << 32  # larger than any
+NO_OFFSET = 1 << 32  # larger than any offset
 
 
 class Session:
-    """Who waits for what, and what has come for them.
+    """Matches replies and tokens to the commands and requests that wait for them.
 
-    name: by which the coordinator knows this client on its next connection. welcome: None: there is no connection.
-    interrupted: it was lost, and what is kept here is waiting for the next one.
+    Attributes:
+        name: Identifies this client on its next connection.
+        welcome: The coordinator's Welcome; None without a connection.
+        interrupted: The connection was lost, and the state here waits for the next one.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -59,49 +62,58 @@ class Session:
         self.interrupted = False
         self._decoder = Decoder(CLIENT_REPLIES)
         self._pending: dict[int, Pending] = {}
-        # A request has several only where it was attached to again, from an earlier offset.
+        # Several tracks for a request only after another attach from an earlier offset.
         self._tracks: dict[int, list[Track]] = {}
-        # Requests whose stream is to start anew, and the command that asks for it. What comes before its answer is old.
+        # Requests with a restarting stream, and the rid of the Attach. Rows before its reply are outdated.
         self._resuming: dict[int, int] = {}
-        # The offset where a stream starts anew, until the token there has come. What comes before that is old.
+        # The offset where a stream restarts, until its token arrives. Rows before it are outdated.
         self._due: dict[int, int] = {}
-        # For streams that began anew: the offset after what has come since.
+        # For restarted streams: the offset after the last received token.
         self._anew: dict[int, int] = {}
         self._last_rid = 0
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The ids of requests whose end has not come yet."""
+        """Return the ids of requests that have not ended."""
         return tuple(self._tracks)
 
     def new_rid(self) -> int:
-        """A number that no command of this session has had."""
+        """Return a new number for a command of this session."""
         self._last_rid += 1
         return self._last_rid
 
     def tracked(self, request_id: int, offset: int) -> Track | None:
-        """The stream of a request that runs, where this session has it from `offset` or earlier."""
+        """Return the stream of a running request that starts at `offset` or earlier, else None."""
         return next((track for track in self._tracks.get(request_id, ()) if track.start <= offset), None)
 
     def has_room(self, rid: int) -> bool:
-        """Whether the command `rid` may be sent: not too many before it have no answer yet."""
+        """Return whether the command `rid` may be sent: the number of unanswered commands is limited."""
         return rid - next(iter(self._pending), rid) < UNANSWERED_MAX
 
     def expect(self, rid: int, expects: type[Message], what: str, count: int = 1) -> Pending:
-        """Registers the command `rid`, about to be sent; `what` names it in errors. count: the requests it starts."""
+        """Register a command that is about to be sent.
+
+        Args:
+            rid: The number of the command.
+            expects: The type of its reply.
+            what: The command's name for errors.
+            count: The number of requests that it starts.
+        """
         pending = self._pending[rid] = Pending(rid, expects, what, count)
         return pending
 
     def forget(self, pending: Pending) -> list[Message]:
-        """Nobody waits for this command any more. Requests it started, or will still start, are cancelled.
+        """Drop a command, and cancel the requests that it started or will start.
 
-        Those that were there before it stay, and so do those of a command with a key: whoever repeats it gets them.
-        Returns what must be sent because of it.
+        Requests that existed before it are kept, and so are those of a command with a key, which finds them again.
+
+        Returns:
+            Messages to send.
         """
         if pending.keyed:
-            return []  # its answer is still expected, and makes the requests known as ours
+            return []  # its reply is still expected and registers the requests
         if pending.expects is Accepted and pending.sent is not None and not pending.done:
-            pending.abandoned = True  # to be asked for again, where its answer is lost: else it would run for nobody
+            pending.abandoned = True  # sent again if its reply is lost; then cancelled
             return []
         self._pending.pop(pending.rid, None)
         if not isinstance(pending.reply, Accepted) or pending.reply.repeated:
@@ -109,9 +121,13 @@ class Session:
         return self.cancel(track.request_id for track in pending.tracks if not track.done)
 
     def receive(self, frames: Sequence[bytes | memoryview]) -> list[Message]:
-        """Takes in one message; returns what must be sent because of it.
+        """Process one message.
 
-        Raises ProtocolError if it is not a message a coordinator may send: then the connection is of no use.
+        Returns:
+            Messages to send.
+
+        Raises:
+            ProtocolError: The message is not one that a coordinator may send. The connection is then unusable.
         """
         try:
             message = self._decoder.decode(frames)
@@ -122,7 +138,7 @@ class Session:
         return self._reply(message)
 
     def interrupt(self) -> None:
-        """The connection has ended, and another one will be tried: whatever waits goes on waiting."""
+        """Handle the end of a connection that will be followed by another one: all waiting commands keep waiting."""
         self.welcome = None
         self.interrupted = True
         for of_streams in (self._resuming, self._due, self._anew):
@@ -133,14 +149,14 @@ class Session:
         for request_id, tracks in tuple(self._tracks.items()):
             for track in tracks:
                 track.settle()
-            if all(track.done for track in tracks):  # noting that was broken off
+            if all(track.done for track in tracks):  # a signal handler had interrupted this
                 self._drop(request_id)
 
     def lost(self, error: KvforgeError) -> None:
-        """There is no connection any more: everything that still waits fails with `error`. Tokens received stay."""
+        """Handle the final end of a connection: all waiting commands fail with `error`. Received tokens are kept."""
         self.welcome = None
         self.interrupted = False
-        # What the coordinator keeps for the old name is wanted no more: it ends with its lease.
+        # A new name: the coordinator's state for the old one ends with its lease.
         self.name = os.urandom(NAME_BYTES).hex()
         waiting = list(self._pending.values())
         self._pending.clear()
@@ -154,7 +170,7 @@ class Session:
     def _reply(self, message: Message) -> list[Message]:
         rid: int = getattr(message, "rid", -1)
         if rid == 0 and isinstance(message, Refused) and self._pending:
-            # The coordinator could not read which command it refuses. It answers in order, so it means the oldest.
+            # The coordinator could not read the rid. It answers in order, so the refusal is of the oldest command.
             rid = next(iter(self._pending))
         pending = self._pending.get(rid)
         if pending is None:
@@ -175,7 +191,7 @@ class Session:
         return replies
 
     def _late(self, message: Message) -> list[Message]:
-        """The answer to a command that nobody waits for."""
+        """Process the reply to a command that was dropped."""
         if isinstance(message, Accepted) and not message.repeated:
             return self.cancel(range(message.request_id, message.request_id + message.count))
         if isinstance(message, Attached):
@@ -183,7 +199,7 @@ class Session:
         return []
 
     def _answer(self, pending: Pending, message: Message) -> list[Message]:
-        """The answer that a command expected."""
+        """Process the expected reply to a command."""
         if isinstance(message, Accepted):
             return self._accepted(pending, message)
         pending.reply = message
@@ -193,17 +209,17 @@ class Session:
             return []
         if not pending.resumes:
             pending.tracks = (self._track(message.request_id, message.seed, message.offset),)
-        if pending.resent:  # what came after the answer that was lost is lost too
+        if pending.resent:  # rows after the lost reply are lost too
             return [self._resume(message.request_id)]
         return self._moved(message.request_id, message.offset, message.rid)
 
     def _welcomed(self, message: Welcome) -> list[Message]:
-        """A connection begins. What is to be sent on it before anything else: commands in their order, then streams."""
+        """Start a connection. Return the messages to send first: commands in their order, then streams."""
         self.welcome, self.boot = message, message.boot
         self.interrupted = False
         messages: list[Message] = []
         for pending in tuple(self._pending.values()):
-            if pending.sent is None:  # whoever makes it will send it
+            if pending.sent is None:  # its caller will send it
                 continue
             if message.resumed or pending.repeatable:
                 pending.resent = True
@@ -224,14 +240,14 @@ class Session:
             return [] if message.repeated else self.cancel(ids)
         pending.reply = message
         pending.tracks = tuple(self._track(id_, (message.seed + i) % SEEDS, 0) for i, id_ in enumerate(ids))
-        if pending.resent and not message.repeated:  # tokens may have been sent to the connection that was lost
+        if pending.resent and not message.repeated:  # tokens may have been sent to the lost connection
             return [self._resume(request_id) for request_id in ids]
         for request_id in ids if message.repeated else ():
             self._moved(request_id, 0, message.rid)
         return []
 
     def _track(self, request_id: int, seed: int, start: int) -> Track:
-        """The track that holds a request from `start` on: one that is there, else a new one."""
+        """Return the track of a request from `start` on: an existing one, else a new one."""
         track = self.tracked(request_id, start)
         if track is None:
             track = Track(request_id, seed, start)
@@ -239,7 +255,10 @@ class Session:
         return track
 
     def _moved(self, request_id: int, offset: int, rid: int) -> list[Message]:
-        """The command `rid` made a stream start anew at `offset`; moved back where a track lacks tokens before that."""
+        """Note that the command `rid` restarted a stream at `offset`.
+
+        If a track lacks earlier tokens, the stream is restarted once more.
+        """
         if self._resuming.get(request_id) == rid:
             del self._resuming[request_id]
         if request_id not in self._tracks:
@@ -249,9 +268,12 @@ class Session:
         return [self._resume(request_id)] if behind else []
 
     def _resume(self, request_id: int, *, ours: bool = True) -> Message:
-        """Asks for the stream of a request from the first token on that one of its tracks lacks.
+        """Return an Attach for the first token that one of the request's tracks lacks.
 
-        ours: the coordinator knows that this client reads it, so that another one who has taken it meanwhile keeps it.
+        Args:
+            request_id: The request.
+            ours: The coordinator knows that this client reads it. Another client that has taken it meanwhile then keeps
+                it.
         """
         rid = self.new_rid()
         self._pending[rid] = Pending(rid, Attached, "Attach", resumes=request_id)
@@ -261,27 +283,27 @@ class Session:
         return Attach(rid=rid, request_id=request_id, offset=offset, resume=ours)
 
     def cancel(self, request_ids: Iterable[int]) -> list[Message]:
-        """The commands that end requests. Nobody waits for their answers, but they are sent until they have them."""
+        """Return the commands that cancel requests. They are repeated until they are answered."""
         commands = [Cancel(rid=self.new_rid(), request_id=request_id) for request_id in request_ids]
         for command in commands:
             self.expect(command.rid, Done, "Cancel").sent = command
         return list(commands)
 
     def _fail(self, request_id: int, error: KvforgeError) -> None:
-        """Whoever reads this request gets `error` after what has come."""
+        """End a request with `error` for its readers, after the tokens received so far."""
         for track in self._tracks.get(request_id, ()):
             track.error = error
             track.wake()
         self._drop(request_id)
 
     def _drop(self, request_id: int) -> None:
-        """Nothing more is expected of this request."""
+        """Forget a request."""
         self._due.pop(request_id, None)
         self._anew.pop(request_id, None)
         self._tracks.pop(request_id, None)
 
     def _stream(self, message: Stream) -> list[Message]:
-        # This comes first, since rows in the same message may be later than those that were lost.
+        # First, since rows in the same message may follow the missing ones.
         paused = [id_ for id_ in message.paused if id_ in self._tracks and id_ not in self._resuming]
         replies = [self._resume(request_id) for request_id in paused]
         touched: dict[Track, None] = {}
@@ -303,7 +325,7 @@ class Session:
         return replies
 
     def _rows(self, message: Stream, touched: dict[Track, None]) -> list[Message]:
-        """Takes in the tokens, and notes whose they are; returns what must be sent because some are missing."""
+        """Store tokens and note the touched tracks; return messages to send because rows are missing."""
         columns = (message.request_ids, message.offsets, message.tokens, message.logprobs)
         lengths = {len(column) for column in columns}
         if len(lengths) > 1:
@@ -318,7 +340,7 @@ class Session:
                 del due_of[request_id]
             if anew_of and anew_of.get(request_id) == offset:
                 anew_of[request_id] = offset + 1
-            # Without a track it is no longer ours: we gave up on it, or found it broken.
+            # No track: this client gave up on the request, or found its stream broken.
             for track in tracks_of.get(request_id, ()):
                 tokens = track.tokens
                 reach = track.start + len(tokens)
@@ -327,12 +349,12 @@ class Session:
                     track.logprobs.append(logprob)
                     track.tops.append(top)
                     touched[track] = None
-                elif not 0 <= offset < reach:  # not a row that came twice
+                elif not 0 <= offset < reach:  # neither the next row nor a repeated one
                     broken += self._break(track, f"token {reach} was due and token {offset} came")
         return broken
 
     def _break(self, track: Track, problem: str) -> list[Message]:
-        # A new list, since the caller iterates over the old one.
+        # A new list, because the caller iterates over the old one.
         left = [other for other in self._tracks[track.request_id] if other is not track]
         if left:
             self._tracks[track.request_id] = left
@@ -344,18 +366,18 @@ class Session:
 
 
 def _unknown_outcome(what: str, endpoint: str) -> CoordinatorUnavailable:
-    """The error of a command that may have been done, or not."""
-    problem = f"the connection to {endpoint} was lost before {what} was answered, and the coordinator has forgotten us"
+    """Return the error of a command that may or may not have been executed."""
+    problem = f"the connection to {endpoint} was lost before {what} was answered, and the session has expired"
     hints = {
-        "Submit": "it was perhaps accepted, and then ends with its lease; with a key the same call can be made again",
-        "Append": "ask for the sequence's length before you append again",
+        "Submit": "if it was accepted, it ends with its lease; a call with a key can be repeated",
+        "Append": "check the sequence's length before appending again",
     }
-    hint = hints.get(what, "look at what it was to change before you make the call again")
-    return CoordinatorUnavailable(f"{problem}: whether it was done is not known; {hint}")
+    hint = hints.get(what, "check the state that it was to change before repeating the call")
+    return CoordinatorUnavailable(f"{problem}: its outcome is unknown; {hint}")
 
 
 def _tops(message: Stream) -> list[tuple[tuple[int, float], ...]]:
-    """For each row of a stream its most likely tokens. Raises ProtocolError where the columns do not fit."""
+    """Return the most likely tokens of each row of a stream. Raises ProtocolError if the columns do not match."""
     rows, counts = len(message.tokens), message.top_counts
     if not len(counts) and not len(message.top_tokens) and not len(message.top_logprobs):
         return [()] * rows

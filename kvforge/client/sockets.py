@@ -1,9 +1,12 @@
-"""The ZeroMQ sockets of a link, all of which can be closed whenever that is wanted.
+"""The ZeroMQ sockets of a link, which can all be closed at any time.
 
-ZeroMQ's context waits for each of them for ever when it is ended, and two things take one out of our hands. The handler
-of a signal runs between any two steps of Python: Ctrl-C may break off what makes a socket before it has a name, or what
-closes it, and who catches the exception holds that socket by its traceback. And who drops a client without closing it
-leaves it to Python's collector, for which ZeroMQ's own list of sockets is empty already.
+When ZeroMQ's context is terminated, it waits for each open socket without a limit. Two cases leave a socket that no
+variable names:
+
+- A signal handler runs between any two steps of Python. Ctrl-C may interrupt the creation of a socket before it is
+  assigned, or its closing; the traceback of the exception then keeps it alive.
+- A client that is dropped without being closed is left to Python's garbage collector, which has already emptied
+  ZeroMQ's own list of sockets.
 """
 
 from __future__ import annotations
@@ -21,7 +24,12 @@ HEARD_OF = (
 
 
 class _Context(zmq.Context[zmq.Socket[bytes]]):
-    """made: its sockets that are not known to be closed, each from before anything of it is open."""
+    """A ZeroMQ context that records its sockets.
+
+    Attributes:
+        made: The sockets not known to be closed, each recorded before it is opened.
+        maker: The process that created them.
+    """
 
     made: list[zmq.Socket[bytes]]
     maker: int
@@ -31,7 +39,7 @@ class _Context(zmq.Context[zmq.Socket[bytes]]):
         super().__init__()
 
     def socket(self, socket_type: int, *_: Any, **__: Any) -> zmq.Socket[bytes]:
-        """Of that type, noted."""
+        """Create and record a socket of a type."""
         return super().socket(socket_type, self._make)
 
     def _make(self, context: zmq.Context[Any], socket_type: int) -> zmq.Socket[bytes]:
@@ -43,40 +51,40 @@ class _Context(zmq.Context[zmq.Socket[bytes]]):
     def close_sockets(self) -> None:
         for socket in tuple(self.made):
             if not socket.closed:
-                socket.disable_monitor()  # else it might wait for its monitor's reader, which is closed
+                socket.disable_monitor()  # closing could otherwise wait for the monitor's closed reader
                 socket.close()
         self.made.clear()
 
     def __del__(self) -> None:
-        if self.__dict__.get("maker") == os.getpid():  # a fork's sockets are its parent's
+        if self.__dict__.get("maker") == os.getpid():  # after a fork, the sockets belong to the parent
             self.close_sockets()
         super().__del__()
 
 
 class Sockets:
-    """Those of one connection at a time."""
+    """The sockets of one connection at a time."""
 
     def __init__(self) -> None:
         self._context: _Context | None = None
 
     def dealer(self, proof: network.Proof | None) -> zmq.Socket[bytes]:
-        """The first of a connection. What another connection has left behind is closed."""
+        """Create the DEALER of a connection. Sockets of an earlier connection are closed."""
         self.close()
         if self._context is None:
             self._context = _Context()
         return transport.dealer(self._context, proof, immediate=False)
 
     def monitor(self, dealer: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-        """Says what becomes of its connection."""
+        """Return the socket that reports the events of the DEALER's connection."""
         return dealer.get_monitor_socket(HEARD_OF)
 
     def close(self) -> None:
-        """Closes all of them, those too whose making or closing was broken off."""
+        """Close all sockets, including those with an interrupted creation or closing."""
         if self._context is not None:
             self._context.close_sockets()
 
     def end(self) -> None:
-        """Closes them, and waits until what they still have to send is sent or has taken too long."""
+        """Close all sockets, and wait until their unsent messages are sent or their linger has passed."""
         self.close()
         if self._context is not None:
             self._context.term()

@@ -1,7 +1,7 @@
-"""What the coordinator publishes, read where it is: from the file of its shared tables, without a message to it.
+"""Reads the state that the coordinator publishes in its shared tables, without a message to it.
 
-The file is mapped read-only, so a reader can neither change nor delay anything. What is read is as new as the
-coordinator's last turn, and a turn is published before its answers are sent: whoever has an answer finds it here too.
+The file is mapped read-only, so that a reader can neither change nor delay anything. The state is that of the
+coordinator's last turn. A turn is published before its replies are sent, so that the effect of a reply is visible here.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from .values import INT64_MAX, whole
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceRow:
-    """One sequence, all of one instant. length: its tokens. blocks: [blocks] int32, the ids of its blocks in order.
+    """One sequence at one instant.
 
-    `blocks` is empty where the sequence holds none: it is empty itself, or its blocks were taken away.
+    Attributes:
+        sequence_id: Its id.
+        length: Its tokens.
+        blocks: [blocks] int32, the ids of its blocks in order; empty if it is empty or was evicted.
     """
 
     sequence_id: int
@@ -37,7 +40,13 @@ class SequenceRow:
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """One block. refcount: its holders. generation: how often it was recycled. owner: a tenant's number, 0 = nobody."""
+    """One block.
+
+    Attributes:
+        refcount: The number of its holders.
+        generation: How often it was recycled.
+        owner: The number of the tenant that is charged for it, 0 for none.
+    """
 
     refcount: int
     generation: int
@@ -46,7 +55,7 @@ class BlockCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockColumns:
-    """Every block by its id, as in `BlockCounts`: [n] int32 each."""
+    """All blocks by id, as in `BlockCounts`: [n] int32 each."""
 
     refcount: Int32Array
     generation: Int32Array
@@ -54,14 +63,20 @@ class BlockColumns:
 
 
 class Tables:
-    """The shared tables of one start of a coordinator, which `boot` names. Nothing needs to be closed.
+    """The shared tables of one boot of a coordinator. Nothing needs to be closed.
 
-    runtime_dir: by default KVFORGE_RUNTIME_DIR, else where a coordinator without a configuration serves.
-    Every read gives copies, and none waits longer than about a second. After the coordinator's end the tables show what
-    it last wrote, also when another one serves in the same folder: look at `alive`, then make a new object. A killed
-    one that goes on with all that it knew is the same start, in a new file: from then on that one is read.
-    Raises CoordinatorUnavailable where there is no file, Unavailable where it cannot be read, and ProtocolError naming
-    both layout versions where it is of another one.
+    Reads return copies, and none waits longer than about a second. After the coordinator's end the tables keep its last
+    state, even if another coordinator serves in the same folder: check `alive`, then create a new object. A coordinator
+    that recovers from its journal keeps its boot and publishes a new file, which is then read.
+
+    Args:
+        runtime_dir: The runtime folder, by default KVFORGE_RUNTIME_DIR, else that of a coordinator without a
+            configuration.
+
+    Raises:
+        CoordinatorUnavailable: There is no file.
+        Unavailable: The file cannot be read.
+        ProtocolError: The file has another layout version.
     """
 
     def __init__(self, runtime_dir: str | os.PathLike[str] | None = None) -> None:
@@ -76,19 +91,24 @@ class Tables:
 
     @classmethod
     def of(cls, welcome: Welcome, endpoint: str) -> Self:
-        """The tables of the coordinator that sent `welcome`. Raises Unavailable, ProtocolError."""
+        """Return the tables of the coordinator that sent `welcome`.
+
+        Raises:
+            Unavailable: The file is not there, cannot be read, or belongs to another coordinator.
+            ProtocolError: The file has another layout version.
+        """
         tables, path = cls.__new__(cls), Path(welcome.tables_path)
         try:
             tables._hold(path)
         except FileNotFoundError:
             raise CoordinatorUnavailable(
-                f"the shared tables of the coordinator at {endpoint} are not here ({path}): "
+                f"the shared tables of the coordinator at {endpoint} are not at {path}: "
                 "it runs on another machine, where they can be read, or has just ended"
             ) from None
         if tables.boot != welcome.boot:
             raise CoordinatorUnavailable(
-                f"{path} is not of the coordinator at {endpoint}, but of boot {tables.boot[:8]}: "
-                "that one runs on another machine, or has just been started again (then ask again)"
+                f"{path} belongs to boot {tables.boot[:8]}, not to the coordinator at {endpoint}: "
+                "that one runs on another machine, or has just restarted (then try again)"
             )
         return tables
 
@@ -98,12 +118,12 @@ class Tables:
 
     @property
     def _reader(self) -> TablesReader:
-        """The tables as they lie there now. Raises ProtocolError where they are of another layout by now."""
+        """Return the reader of the current file. Raises ProtocolError if its layout has changed."""
         try:
             status = self._path.stat()
-        except OSError:  # between two lives of the coordinator, or after the last
+        except OSError:  # the coordinator is restarting or has ended
             return self._held
-        # The old file exists as long as it is mapped: no new one has its number.
+        # The old file exists as long as it is mapped, so that no new file can have its inode number.
         if (inode := (status.st_dev, status.st_ino)) != self._seen:
             try:
                 found = _open(self._path)
@@ -116,58 +136,73 @@ class Tables:
 
     @property
     def boot(self) -> str:
-        """The start of the coordinator that writes, or wrote, these tables; `Stats.boot` is the same."""
+        """Return the boot of the coordinator that wrote these tables, as in `Stats.boot`."""
         return self._held.boot
 
     @property
     def block_size(self) -> int:
-        """Tokens a block."""
+        """Return the number of tokens in a block."""
         return self._held.geometry.block_size
 
     @property
     def pid(self) -> int:
-        """The coordinator's process, by its number on its own machine."""
+        """Return the process id of the coordinator, on its own machine."""
         return self._reader.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the coordinator's process still runs. One that was killed leaves its file, with its last numbers."""
+        """Return whether the coordinator's process still runs. A killed one leaves its file with its last numbers."""
         return not self.ended()
 
     def ended(self, wait_s: float = 0.0) -> bool:
-        """Waits for the end of the coordinator's process, for `wait_s` seconds at most; returns whether it came."""
+        """Wait for the end of the coordinator's process.
+
+        Args:
+            wait_s: The limit in seconds.
+
+        Returns:
+            Whether the process has ended.
+        """
         try:
             process = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return True
         try:
             poll = select.poll()
-            poll.register(process, select.POLLIN)  # readable as soon as it has ended, even while nobody waited for it
+            poll.register(process, select.POLLIN)  # readable once it has ended, even before it is reaped
             return bool(poll.poll(math.ceil(wait_s * 1000)))
         finally:
             os.close(process)
 
     def gauges(self) -> dict[str, int]:
-        """The coordinator's counters and gauges by name (`protocol.layout.GAUGES`), all of one instant.
+        """Return the coordinator's counters and gauges by name (`protocol.layout.GAUGES`), all of one instant.
 
-        Raises DeadlineExceeded where the coordinator ended, or hangs, in the middle of writing them.
+        Raises:
+            DeadlineExceeded: The coordinator died or hangs during a write.
         """
         return self._reader.gauges()
 
     def numbers(self) -> Numbers:
-        """All that is counted, by tenant and by worker too, with the gauges of the same moment (`protocol.meters`).
+        """Return all metrics, by tenant and by worker too, with the gauges of the same instant (`protocol.meters`).
 
-        They are some milliseconds older than the last turn at most, a second where requests wait and nothing happens,
-        and as new as it where no request is alive.
-        Raises DeadlineExceeded as `gauges` does.
+        They are at most some milliseconds older than the last turn, or a second where requests wait and nothing
+        happens. Without live requests they are current.
+
+        Raises:
+            DeadlineExceeded: The coordinator died or hangs during a write.
         """
         return self._reader.numbers()
 
     def sequences(self) -> tuple[Int64Array, Int32Array]:
-        """Every sequence, clients' and requests': ids [n] int64 and lengths [n] int32, in tokens, in no special order.
+        """Return all sequences of clients and requests, in no special order.
 
-        Each length belongs to its id; one that came or went during the call may be there or not. Raises
-        DeadlineExceeded as `gauges` does.
+        A sequence that appears or ends during the call may be missing.
+
+        Returns:
+            Ids [n] int64 and their lengths in tokens [n] int32.
+
+        Raises:
+            DeadlineExceeded: The coordinator died or hangs during a write.
         """
         reader = self._reader
         _, lengths, ids = reader.rows(reader.slots_taken(), 1)
@@ -175,9 +210,18 @@ class Tables:
         return ids[taken], lengths[taken]
 
     def sequence(self, sequence: SequenceRef) -> SequenceRow:
-        """One sequence, by its handle or id. Raises SequenceNotFound, InvalidRequest, and DeadlineExceeded as above."""
+        """Return one sequence.
+
+        Args:
+            sequence: Its handle or id.
+
+        Raises:
+            SequenceNotFound: There is no such sequence.
+            InvalidRequest: The value is not a handle or an id.
+            DeadlineExceeded: The coordinator died or hangs during a write.
+        """
         wanted, reader = sequence_id(sequence), self._reader
-        # If the slot changes hands before its row is read, look again. That ends, since no id is given twice.
+        # Look again if the slot changes hands before its row is read. This ends, because ids are never reused.
         while (slot := reader.slot_of(wanted)) is not None:
             blocks, length, found = reader.row(slot)
             if found == wanted:
@@ -185,9 +229,12 @@ class Tables:
         raise SequenceNotFound(wanted)
 
     def block(self, block_id: int) -> BlockCounts:
-        """One block. Raises BlockNotFound outside the tables, which may have room for more blocks than there are.
+        """Return one block.
 
-        Each number was true during the call; of a block that changed hands meanwhile they may be of before and after.
+        Each number was correct during the call. If the block changed hands meanwhile, the numbers may mix both states.
+
+        Raises:
+            BlockNotFound: The id is outside the tables, which may have room for more blocks than exist.
         """
         reader, block_id = self._reader, whole("block_id", block_id, -INT64_MAX, INT64_MAX)
         if not 0 <= block_id < reader.geometry.blocks:
@@ -196,7 +243,10 @@ class Tables:
         return BlockCounts(*(int(column[block_id]) for column in counts))
 
     def blocks(self, count: int) -> BlockColumns:
-        """The first `count` blocks, or as many as the tables have room for: copies. Numbers as `block` gives them."""
+        """Return copies of the first `count` blocks, or of as many as the tables have room for.
+
+        Consistency is as in `block`.
+        """
         reader, upto = self._reader, slice(whole("count", count, 0, INT64_MAX))
         columns = (reader.block_refcount, reader.block_generation, reader.block_owner)
         return BlockColumns(*(column[upto].copy() for column in columns))

@@ -1,4 +1,4 @@
-"""Numbers that callers give, of whatever type they are: numpy's integers come out of our own tables."""
+"""Checks of numbers of any type, including numpy's integers, which the shared tables return."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ SHOWN_LENGTH_MAX = 30
 
 
 def whole(field: str, value: object, low: int, high: int) -> int:
-    """An integer of any type from `low` to `high`, as int; True and False are none. Raises InvalidRequest."""
+    """Convert an integer of any type from `low` to `high` to int; True and False are refused.
+
+    Raises:
+        InvalidRequest: Names `field`.
+    """
     if not isinstance(value, bool | np.bool_):
         try:
             integer = operator.index(value)  # type: ignore[arg-type]
@@ -31,8 +35,19 @@ def whole(field: str, value: object, low: int, high: int) -> int:
 def number(
     field: str, value: object, low: float, high: float, low_words: str = "", *, also: float | None = None
 ) -> float:
-    """A number of any type from `low` to `high`, as float. low_words: says what `low` means. also: one more that may
-    be. Raises InvalidRequest."""
+    """Convert a number of any type from `low` to `high` to float.
+
+    Args:
+        field: The argument's name.
+        value: The value.
+        low: The lowest value.
+        high: The highest value.
+        low_words: Describes `low` in the error.
+        also: One more allowed value.
+
+    Raises:
+        InvalidRequest: Names `field`.
+    """
     if not isinstance(value, bool | np.bool_) and isinstance(value, numbers.Real):
         real = float(value)
         if (math.isfinite(real) and low <= real <= high) or (also is not None and real == also):
@@ -41,13 +56,17 @@ def number(
 
 
 def flag(field: str, value: object) -> bool:
-    """True or False. Raises InvalidRequest."""
+    """Check for True or False.
+
+    Raises:
+        InvalidRequest: Names `field`.
+    """
     if not isinstance(value, bool | np.bool_):
         raise InvalidRequest(field, f"is {shown(value)}; it must be True or False")
     return bool(value)
 
 
 def shown(value: object) -> str:
-    """A wrong value in a sentence."""
+    """Return a wrong value as it appears in an error text."""
     text = repr(value)
     return text if len(text) <= SHOWN_LENGTH_MAX else text[: SHOWN_LENGTH_MAX - 3] + "..."

@@ -1,13 +1,13 @@
-"""The client for asyncio; and the description that the blocking client is made of.
+"""The asyncio client, which is also the source of the blocking client.
 
-`client` and `requests` say each public call once: its arguments, its types, its words. `python -m tools.twins`
-writes the same two files of `kvforge.client.blocking` from them, and a test fails where that was forgotten. Why files
-that are written, and not one class for both: a method that is awaited and one that is not have different types, which
-Python cannot derive from each other; so whatever is put together at runtime shows an editor, `help()` and mypy less
-than there is. httpx keeps its twin clients alike by hand; httpcore, below it, has its files made as these are.
+`client` and `requests` declare each public call once: arguments, types, documentation. `python -m tools.twins`
+generates the same two files of `kvforge.client.blocking` from them, and a test fails if they are out of date. They are
+generated files rather than one class because Python cannot derive the type of a blocking method from an awaited one: a
+class built at runtime would show less to editors, `help()` and mypy. httpx keeps its twin clients alike by hand;
+httpcore, below it, generates them in the same way.
 
-What differs is in `waiting`, by hand on both sides: how a client waits, and what iterating over a request means. In a
-docstring, a paragraph that begins with "In asyncio:" is for this side alone.
+`waiting` differs and is written by hand on both sides: how a client waits, and what iterating over a request does. A
+docstring paragraph that starts with "In asyncio:" is omitted from the blocking client.
 """
 
 from .client import AsyncClient

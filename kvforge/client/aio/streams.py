@@ -1,7 +1,7 @@
-"""Many requests of one client without a task for each: what happens to one of them calls a function.
+"""Many requests of one client without a task for each: a callback per request reports its events.
 
-`AsyncRequest` costs a future for each wait and an iteration for each token; here a message with the tokens of two
-thousand requests is two thousand plain calls. For programs that have thousands under way, as the load harness.
+`AsyncRequest` costs a future per wait and an iteration per token. Here, a message with the tokens of two thousand
+requests is two thousand plain calls. It serves programs with thousands of requests in flight, such as the load harness.
 """
 
 from __future__ import annotations
@@ -27,10 +27,16 @@ NO_TOPS: Sequence[tuple[tuple[int, float], ...]] = ()
 
 
 class AsyncStream:
-    """One request. request_id: the coordinator's; 0 until it was accepted. ended: its end; None: not yet, or an error.
+    """One request.
 
-    error: what it was refused with or ended with. tokens, logprobs (nats), tops (`Token.top`): what has come so far,
-    not copies: they grow, and shrink only at an end that takes tokens back. All of it stays.
+    Attributes:
+        request_id: The coordinator's id; 0 until the request is accepted.
+        ended: Its end; None before it, or after an error.
+        error: The error that refused or ended it.
+        tokens: The tokens received so far. Like `logprobs` and `tops`, this is the live list: it grows, and shrinks
+            only at an end that takes tokens back.
+        logprobs: Their log-probabilities in nats.
+        tops: The `Token.top` of each token.
     """
 
     __slots__ = (
@@ -53,16 +59,16 @@ class AsyncStream:
 
     @property
     def done(self) -> bool:
-        """Nothing more will come."""
+        """Return whether the request has ended or failed."""
         return self.ended is not None or self.error is not None
 
     @property
     def given_up(self) -> bool:
-        """Its function is not called any more."""
+        """Return whether its callback is no longer called."""
         return self._changed is None
 
     def cancel(self) -> None:
-        """Gives it up: its function is not called again, and the coordinator is told as soon as it can be."""
+        """Give the request up: its callback is not called again, and the coordinator cancels it."""
         if self._changed is None:
             return
         self._changed = None
@@ -75,14 +81,16 @@ class AsyncStream:
         self._streams.pump_soon()
 
     def leave(self) -> None:
-        """Stops reading: its function is not called again. The request goes on, for whoever asks with its key."""
+        """Stop reading without cancelling: the request goes on and can be found by its key."""
         self._changed = None
         if self._track is not None:
             self._track.wakers.discard(self._moved)
 
     def finish_at(self, tokens: int) -> None:
-        """Ends the request after its first `tokens` tokens, of which it has as many. What came after them is taken
-        back; where it has ended meanwhile, nothing is."""
+        """End the request after its first `tokens` tokens, which have been received.
+
+        Later tokens are taken back, unless the request has ended meanwhile.
+        """
         link, session = self._streams.calls.link, self._streams.calls.session
         command = FinishAt(rid=session.new_rid(), request_id=self.request_id, tokens=tokens)
         session.expect(command.rid, Done, "FinishAt").sent = command
@@ -102,20 +110,20 @@ class AsyncStream:
         self.tokens, self.logprobs, self.tops = track.tokens, track.logprobs, track.tops
         if self._changed is not None:
             track.wakers.add(self._moved)
-            if track.done:  # of a key that was used before, all may be here already
+            if track.done:  # the tokens of a repeated key may be complete already
                 self._moved()
             else:
                 self._changed()
 
     def _moved(self) -> None:
-        """Tokens came, or the end."""
+        """Handle new tokens or the end."""
         changed, track = self._changed, self._track
         if changed is None or track is None:
             return
         if track.ended is not None or track.error is not None:
             track.wakers.discard(self._moved)
             self.ended, self.error = track.ended, track.failure()
-            self._changed = None  # breaks the circle of the two: garbage is left to nobody
+            self._changed = None  # breaks the reference cycle with the callback
         changed()
 
 
@@ -131,13 +139,13 @@ class _Submission:
             stream._submission = self
 
     def given_up(self) -> None:
-        """One of the streams is not wanted any more."""
+        """Drop the submission if all its streams were given up."""
         if all(stream.given_up for stream in self._streams):
             self._pending.wakers.clear()
             self._calls.link.tell(self._calls.session.forget(self._pending))
 
     def _answered(self) -> None:
-        """It was accepted or refused."""
+        """Handle the acceptance or the refusal."""
         pending = self._pending
         pending.wakers.clear()
         if pending.error is not None:
@@ -155,11 +163,13 @@ class _Submission:
 
 
 class AsyncStreams:
-    """Submits over a client's connection. From its making until `close` that is kept up, and made again when it was
-    lost; what is submitted meanwhile is sent when it is there again.
+    """Submits requests over a client's connection, which is kept open and restored after a loss until `close`.
 
-    Make it in the client's loop, and when the client is connected (`await client.wait_ready()`), so that the first
-    request does not wait for that. Raises Conflict where the client cannot be used here.
+    Requests submitted during a loss are sent on the next connection. Create it in the client's loop once the client is
+    connected (`await client.wait_ready()`), so that the first request does not wait for the connection.
+
+    Raises:
+        Conflict: The client cannot be used here.
     """
 
     def __init__(self, client: AsyncClient) -> None:
@@ -176,26 +186,35 @@ class AsyncStreams:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection now; else what is submitted waits for one."""
+        """Return whether there is a connection now; if not, submitted requests wait for one."""
         return self.calls.session.welcome is not None
 
     @property
     def came_at(self) -> float:
-        """When the message was received of which streams are told now, on time.monotonic: the same for all of them."""
+        """Return when the current message was received, on time.monotonic.
+
+        All streams with tokens in the message have the same time.
+        """
         return self.calls.link.came_at
 
     def submit(self, prompt: Int32Array, options: RequestOptions, changed: Callable[[], None]) -> AsyncStream:
-        """Sends now, or as soon as there is room, and returns at once. prompt: [prompt_tokens] int32, not checked here.
+        """Send a request now, or as soon as there is room, without waiting.
 
-        `changed` is called, never from within this call, when the request was accepted, whenever tokens came, and at
-        its end, which may be an error and is last. Raises what the coordinator turned this client away with.
+        Args:
+            prompt: [prompt_tokens] int32, not checked here.
+            options: The options of the request.
+            changed: Called when the request is accepted, when tokens arrive, and last at its end or error. Never called
+                from within this call.
+
+        Raises:
+            KvforgeError: The error with which the coordinator refused this client.
         """
         return self._submit(prompt, 1, options, changed)[0]
 
     def samples(
         self, prompt: Int32Array, count: int, options: RequestOptions, changed: Callable[[], None]
     ) -> tuple[AsyncStream, ...]:
-        """The same for `count` answers to one prompt, which share its blocks; `changed` is called for any of them."""
+        """Submit one prompt for `count` answers, which share its blocks; `changed` is called for each request."""
         return self._submit(prompt, answer_count(count), options, changed)
 
     def _submit(
@@ -211,11 +230,11 @@ class AsyncStreams:
         _Submission(self.calls, pending, streams)
         self._unsent.append((pending, message))
         self._flush()
-        self.pump_soon()  # sending may have swallowed the edge that says that something came
+        self.pump_soon()  # sending may have swallowed the edge of an arrived message
         return streams
 
     def close(self) -> None:
-        """The connection is the client's own again. Streams that run are no longer followed: cancel them before."""
+        """Stop keeping the connection open. Running streams are no longer followed: cancel them first."""
         self.calls.link.wakers.discard(self._flush)
         for handle in (self._pumping, self._polling):
             if handle is not None:
@@ -223,7 +242,7 @@ class AsyncStreams:
         self._held.close()
 
     def pump_soon(self) -> None:
-        """Takes in what has come, once, after what runs now."""
+        """Schedule one pump after the current callback."""
         if self._pumping is None:
             self._pumping = self._loop.call_soon(self._pump)
 
@@ -236,13 +255,13 @@ class AsyncStreams:
         self.calls._pump()
 
     def _flush(self) -> None:
-        """Sends what was not sent yet, as far as there is room. Called whenever the link has moved, too."""
+        """Send unsent requests as far as there is room. Also called whenever the link makes progress."""
         unsent, link, session = self._unsent, self.calls.link, self.calls.session
         while unsent:
             pending, message = unsent[0]
-            if pending.wakers:  # else it was given up, or failed
+            if pending.wakers:  # else the request was given up or has failed
                 if not (session.has_room(pending.rid) and link.send(message)):
-                    if self._polling is None and session.welcome is not None:  # that there is room again is not said
+                    if self._polling is None and session.welcome is not None:  # new room is not signalled
                         self._polling = self._loop.call_later(ROOM_POLL_S, self._poll)
                     return
                 pending.sent = message

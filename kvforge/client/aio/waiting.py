@@ -1,10 +1,10 @@
-"""How the asyncio client waits, and what becomes of a request when the task that reads it is cancelled.
+"""How the asyncio client waits, and what happens to a request when its reading task is cancelled.
 
-ZeroMQ's file descriptors are watched by the event loop itself (edge-triggered, so everything is drained each time).
+The event loop watches ZeroMQ's file descriptors. They are edge-triggered, so everything is drained each time.
 
-A task may be cancelled while it waits for a token, or between two of them, in whatever its loop's body waits for. The
-second is seen when the iterator is dropped while the task that used it is being cancelled: so that is an iterator of
-its own. (A generator that is dropped is closed later, by another task, which knows nothing of this.)
+A task may be cancelled while it waits for a token, or in the body of its loop between two tokens. The second case shows
+only when the iterator is dropped while the cancelled task still runs; `_Reading` is therefore a class. (A dropped
+generator is closed later by another task, which does not know about the cancellation.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class AsyncCalls(Operations):
-    """The operations, with a wait that lets other tasks run."""
+    """The operations with a wait that lets other tasks run."""
 
     _loop: asyncio.AbstractEventLoop | None = None
     _timer: asyncio.TimerHandle | None = None
@@ -44,6 +44,7 @@ class AsyncCalls(Operations):
             raise Conflict("this client belongs to another event loop: close it there, or when that has ended")
 
     def close(self) -> None:
+        """Leave the coordinator, close the sockets and stop the timer."""
         super().close()
         if self._timer is not None:
             self._timer.cancel()
@@ -61,7 +62,7 @@ class AsyncCalls(Operations):
                 left_s = deadline - monotonic()
                 if left_s <= 0:
                     return False
-                if for_room:  # asking whether there is room may swallow an edge just before the wait: ask again soon
+                if for_room:  # asking for room may swallow an edge just before the wait: poll
                     left_s = min(left_s, ROOM_POLL_S)
                 changed = loop.create_future()
 
@@ -82,7 +83,7 @@ class AsyncCalls(Operations):
 
     @contextmanager
     def _awaiting(self, tracks: Sequence[Track]) -> Iterator[None]:
-        """Where the task that waits is cancelled, so are the requests (see `abandon`)."""
+        """Cancel the requests if the waiting task is cancelled (see `abandon`)."""
         _count(tracks, 1)
         cancelled = False
         try:
@@ -96,11 +97,11 @@ class AsyncCalls(Operations):
                 self.abandon(tracks)
 
     def reading(self, tracks: Sequence[Track], following: Callable[[], Awaitable[T | None]]) -> AsyncIterator[T]:
-        """What `following` gives of these requests, until it gives None."""
+        """Return an iterator over the results of `following` for these requests, until it returns None."""
         return _Reading(self, tracks, following)
 
     def abandon(self, tracks: Sequence[Track]) -> None:
-        """Whoever read these requests was cancelled. Those that nobody else here reads must not run for nobody."""
+        """Cancel requests that lost their last reader here, after a reading task was cancelled."""
         left = [track.request_id for track in tracks if not (track.done or track.kept or track.readers)]
         self.link.tell(self.session.cancel(left))
 
@@ -119,13 +120,13 @@ class AsyncCalls(Operations):
 
     def _pump(self) -> bool:
         more = self.link.pump()
-        if more:  # other tasks run between two shares of a long queue
+        if more:  # other tasks run between two batches of a long queue
             asyncio.get_running_loop().call_soon(self._pump)
         self._set_timer()
         return more
 
     def _set_timer(self) -> None:
-        """One for all that wait: when the next attempt at a connection is due."""
+        """Set the one timer for the next attempt to connect."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -134,7 +135,7 @@ class AsyncCalls(Operations):
 
 
 class _Reading(AsyncIterator[T], Generic[T]):
-    """What `following` gives until it gives None, as long as anybody wants it."""
+    """Iterator over the results of `following`, until it returns None."""
 
     def __init__(
         self, calls: AsyncCalls, tracks: Sequence[Track], following: Callable[[], Awaitable[T | None]]
@@ -160,7 +161,7 @@ class _Reading(AsyncIterator[T], Generic[T]):
     def __del__(self) -> None:
         try:
             task = asyncio.current_task()
-        except RuntimeError:  # no loop runs here any more
+        except RuntimeError:  # the loop has ended
             task = None
         self._end(cancelled=task is not None and task is self._task and task.cancelling() > 0)
 
@@ -172,6 +173,6 @@ class _Reading(AsyncIterator[T], Generic[T]):
 
 
 def _count(tracks: Sequence[Track], more: int) -> None:
-    """So many more tasks read these requests."""
+    """Change the number of tasks that read these requests."""
     for track in tracks:
         track.readers += more

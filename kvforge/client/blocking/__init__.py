@@ -1,4 +1,4 @@
-"""The blocking client. `client` and `requests` are made from those of `kvforge.client.aio`: change them there.
+"""The blocking client. `client` and `requests` are generated from those of `kvforge.client.aio`: change them there.
 
 python -m tools.twins
 """

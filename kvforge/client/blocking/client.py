@@ -35,25 +35,31 @@ from .waiting import Calls, drive
 
 
 class Client:
-    """A connection to a coordinator. Closing it cancels the requests that still run, except detached ones.
+    """A connection to a coordinator. Closing it cancels its running requests, except detached ones.
 
-    endpoint: `ipc://PATH` or `tcp://HOST:PORT`; by default KVFORGE_ENDPOINT, else the one of the runtime folder.
-    timeout_s: how long a command may take; connect_timeout_s: how long to look for a coordinator within that.
-    stream_timeout_s: how long to wait for the next token, and for `result()` without a timeout of its own.
-    reconnect_s: how long a connection that was lost is tried again, while a call waits; 0: not at all.
-    tokenizer: for `generate`; a path or model name. By default KVFORGE_TOKENIZER, else where the worker has its model.
-    server_key, key_file: for `tcp://`, which is encrypted: the coordinator's public key, and the file with the keys of
-    this client (`kvforge keys client` makes one); by default KVFORGE_SERVER_KEY and KVFORGE_KEY_FILE.
+    The first command connects. After a loss, for example when a crashed coordinator restarts, the next attempts restore
+    the session: requests, sequences and held blocks are kept, streams continue with the next token, and a command with
+    a lost reply is executed once. If that fails, waiting calls raise CoordinatorUnavailable; the coordinator keeps the
+    requests for a while, to be read with `attach(request.id, len(request.tokens))`.
 
-    The connection is made by the first command and made again when it was lost, as when the coordinator is killed and
-    started again: requests, sequences and held blocks are as before, streams go on with the next token, and a command
-    whose answer was lost is done once. Where that fails, what waited raises CoordinatorUnavailable; the requests are
-    kept for a while, to be read on with `attach(request.id, len(request.tokens))`. Every method that talks to the
-    coordinator raises CoordinatorUnavailable (nobody answers, or it went away and did not come back; where it came back
-    without knowing us, it says so if a command may have been done), DeadlineExceeded (it did not answer in time),
-    ProtocolError (it does not speak our protocol), NotAllowed (it does not know this client's key, or lets its owner do
-    less) and Conflict (this client is closed, was carried through a fork, or is used by a second thread while the first
-    one that used it runs).
+    Args:
+        endpoint: `ipc://PATH` or `tcp://HOST:PORT`; by default KVFORGE_ENDPOINT, else that of the runtime folder.
+        timeout_s: The limit for a command.
+        connect_timeout_s: The part of `timeout_s` for finding a coordinator.
+        stream_timeout_s: The limit for the next token, and for `result()` without a timeout of its own.
+        reconnect_s: How long a lost connection is retried while a call waits; 0: not at all.
+        tokenizer: A path or model name for `generate`; by default KVFORGE_TOKENIZER, else the worker's model.
+        server_key: For the encrypted `tcp://`: the coordinator's public key; by default KVFORGE_SERVER_KEY.
+        key_file: For `tcp://`: the file with this client's keys (see `kvforge keys client`); by default
+            KVFORGE_KEY_FILE.
+
+    Raises:
+        CoordinatorUnavailable: Any call: the coordinator does not answer, or left and did not return. If it returned
+            without the session, the error states whether the command may have been executed.
+        DeadlineExceeded: Any call: the coordinator did not answer in time.
+        ProtocolError: Any call: the peer does not speak this protocol.
+        NotAllowed: Any call: the client's key is unknown, or its owner lacks a right.
+        Conflict: Any call: the client is closed, was inherited by a fork, or belongs to another running thread.
     """
 
     def __init__(
@@ -87,22 +93,28 @@ class Client:
 
     @property
     def endpoint(self) -> str:
-        """Where this client connects to."""
+        """Return the endpoint of the coordinator."""
         return self._calls.endpoint
 
     def close(self) -> None:
-        """Says goodbye, if it can be said at once, and frees the sockets. May be called again.
+        """Send Goodbye if that is possible at once, and free the sockets. May be called again.
 
-        The coordinator then cancels the requests that still run, except detached ones.
+        The coordinator then cancels the client's running requests, except detached ones.
         """
         self._calls.close()
 
     def wait_ready(
         self, timeout_s: float = READY_TIMEOUT_S, *, progress: Callable[[Health], None] | None = None
     ) -> Health:
-        """Waits until a request would be served. `progress` is called with every answer on the way.
+        """Wait until the service is ready.
 
-        Raises DeadlineExceeded, saying what is missing, or CoordinatorUnavailable if none was there to the end.
+        Args:
+            timeout_s: The limit in seconds.
+            progress: Called with each answer on the way.
+
+        Raises:
+            DeadlineExceeded: The service is not ready; the error names the reason.
+            CoordinatorUnavailable: No coordinator answered.
         """
         return drive(self._calls.wait_ready(timeout_s, progress))
 
@@ -123,19 +135,34 @@ class Client:
         retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Request:
-        """Submits token ids [prompt_tokens] and returns once the request is accepted.
+        """Submit token ids and return once the request is accepted.
 
-        sequence: continue this one instead, from the KV that it has; `prompt`, if any, is appended to it first and
-        what is generated becomes part of it. salt: as in `create_sequence`.
-        priority: -100 to 100, among the tenant's own requests: each step up is worth a fixed time of waiting.
-        deadline_s, first_token_s: seconds after which it expires where it has not ended, or has no token yet; reading
-        it then raises DeadlineExceeded. None: the coordinator's own limit, and none.
-        detached: it goes on when this client is closed or its connection is lost; `attach` reads it later.
-        key: at most 128 printable characters that name this call within the tenant. The same call with the same key is
-        the same request, from its first token on: so it can be made again where its answer was lost. A call that gives
-        up (a timeout, Ctrl-C, a cancelled task) cancels what it started, unless it has a key.
-        retry_s: seconds to try again while the queue is full, as often as the coordinator advises. timeout_s: each try.
-        Raises InvalidRequest naming the wrong argument, QueueFull, CapacityExceeded, Draining, KeyReused.
+        A call that gives up (a timeout, Ctrl-C, a cancelled task) cancels its request, unless the call has a key.
+
+        Args:
+            prompt: [prompt_tokens] token ids.
+            sequence: A sequence to continue with its cached KV. The prompt, if any, is appended to the sequence first;
+                the generated tokens follow.
+            max_tokens: The limit of generated tokens.
+            sampling: The sampling parameters, by default the model's own.
+            tenant: The tenant that the request belongs to.
+            salt: As in `create_sequence`.
+            priority: -100 to 100, among the tenant's own requests. Each step is worth a fixed time of waiting.
+            deadline_s: The request expires if it has not ended after this time; reading it then raises
+                DeadlineExceeded. None: the coordinator's own limit.
+            first_token_s: The same if it has no token by then. None: no limit.
+            detached: The request outlives this client and its connection; `attach` reads it later.
+            key: Idempotency key of at most 128 printable characters. Within a tenant, repeating the call with its key
+                returns the same request from its first token on, so that a call with a lost reply can be repeated.
+            retry_s: How long to retry while the queue is full, at the intervals that the coordinator advises.
+            timeout_s: The limit for each try.
+
+        Raises:
+            InvalidRequest: Names the wrong argument.
+            QueueFull: The queue is full.
+            CapacityExceeded: The request exceeds a limit of the coordinator.
+            Draining: Admission has stopped.
+            KeyReused: The key belongs to another request.
         """
         options = RequestOptions(
             max_tokens=max_tokens,
@@ -169,9 +196,24 @@ class Client:
         retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> tuple[Request, ...]:
-        """Submits one prompt for `count` answers (1 to 256), each a request of its own; they share the prompt's blocks.
+        """Submit one prompt for several answers, each a request of its own. They share the blocks of the prompt.
 
-        Their ids follow each other, and so do their seeds (modulo 2^64). Arguments and errors are those of `submit`.
+        Ids and seeds (modulo 2^64) are consecutive. The other arguments and errors are those of `submit`.
+
+        Args:
+            prompt: [prompt_tokens] token ids.
+            count: The number of answers, 1 to 256.
+            max_tokens: As in `submit`.
+            sampling: As in `submit`.
+            tenant: As in `submit`.
+            salt: As in `submit`.
+            priority: As in `submit`.
+            deadline_s: As in `submit`.
+            first_token_s: As in `submit`.
+            detached: As in `submit`.
+            key: As in `submit`.
+            retry_s: As in `submit`.
+            timeout_s: As in `submit`.
         """
         options = RequestOptions(
             max_tokens=max_tokens,
@@ -189,42 +231,61 @@ class Client:
         return tuple(Request(self._calls, track) for track in tracks)
 
     def attach(self, request_id: int, offset: int = 0, timeout_s: float | None = None) -> Request:
-        """Reads a request, whoever submitted it, running or ended not long ago, from the token at `offset` on.
+        """Read a request of any client, running or recently ended, from the token at `offset` on.
 
-        One connection at a time reads a request: the one that did gets Conflict. Unless it is detached, the request
-        lasts from now on as long as this connection. Raises InvalidRequest naming `request_id` or `offset` (it has not
-        generated so many), RequestNotFound.
+        Only one connection reads a request at a time; the previous one gets Conflict. Unless it is detached, the
+        request then lasts as long as this connection.
+
+        Args:
+            request_id: The request.
+            offset: The offset of the first token to read.
+            timeout_s: The limit in seconds.
+
+        Raises:
+            InvalidRequest: Names `request_id`, or an `offset` beyond the generated tokens.
+            RequestNotFound: There is no such request.
         """
         track = drive(self._calls.attach(request_id, offset, timeout_s))
         return Request(self._calls, track, offset)
 
     def merge(self, *requests: Request) -> Iterator[tuple[Request, Token]]:
-        """The tokens of several requests as they come, each with its request, until all have ended.
+        """Return the tokens of several requests as they arrive, each with its request, until all have ended.
 
-        Raises the error that one of them ended with.
+        Raises:
+            KvforgeError: The error that ended a request.
         """
         feed = Feed(requests)
         return self._calls.reading(feed.tracks, FeedCursor(self._calls, feed).next)
 
     def cancel(self, request_id: int, *, timeout_s: float | None = None) -> None:
-        """Ends a request of any client. Raises RequestNotFound, AlreadyFinished."""
+        """Cancel a request of any client.
+
+        Raises:
+            RequestNotFound: There is no such request.
+            AlreadyFinished: The request has ended.
+        """
         drive(self._calls.call(exchanges.cancel(request_id), timeout_s))
 
     def status(self, request_id: int, *, with_tokens: bool = False, timeout_s: float | None = None) -> RequestInfo:
-        """One request, running or ended not long ago. Raises RequestNotFound."""
+        """Return a request that runs or ended recently.
+
+        Raises:
+            RequestNotFound: There is no such request.
+        """
         return drive(self._calls.call(exchanges.status(request_id, with_tokens), timeout_s))
 
     def requests(self, count_max: int = 100, *, timeout_s: float | None = None) -> RequestList:
-        """The newest requests."""
+        """Return the newest requests."""
         return drive(self._calls.call(exchanges.requests(count_max), timeout_s))
 
     def stats(self, *, timeout_s: float | None = None) -> Stats:
-        """Counters and gauges, all of one instant."""
+        """Return counters and gauges, all of one instant."""
         return drive(self._calls.call(exchanges.stats(), timeout_s))
 
     def health(self, *, timeout_s: float | None = None) -> Health:
-        """Whether a request would be served now; if not, why. And the workers, with what each does and holds:
-        `device_bytes` of one is its device's memory in bytes by purpose (weights, pool, graphs, other).
+        """Return whether a request would be served now, the reason if not, and the state of the workers.
+
+        A worker's `device_bytes` is its device memory in bytes by purpose (weights, pool, graphs, other).
         """
         return drive(self._calls.call(exchanges.health(), timeout_s))
 
@@ -237,16 +298,29 @@ class Client:
         key: str = "",
         timeout_s: float | None = None,
     ) -> PrefixFound:
-        """What a request with this prompt would find cached now, and how much work is before it: for whoever chooses
-        between coordinators. Changes nothing. key: whether the requests of this key are there. Raises InvalidRequest.
+        """Return the cached prefix and the load that a request with this prompt would meet now. Changes nothing.
+
+        Routers use it to choose between coordinators.
+
+        Args:
+            prompt: [prompt_tokens] token ids.
+            tenant: As in `submit`.
+            salt: As in `submit`.
+            key: Also report whether requests of this idempotency key exist.
+            timeout_s: The limit in seconds.
+
+        Raises:
+            InvalidRequest: Names the wrong argument.
         """
         return drive(self._calls.call(exchanges.find_prefix(prompt, tenant, salt, key), timeout_s))
 
     def tables(self, *, timeout_s: float | None = None) -> Tables:
-        """The shared tables of the coordinator that this client is connected to: to be read without a message.
+        """Return the shared tables of the connected coordinator, which are read without messages.
 
-        They are those of one start of the coordinator, and show for ever what that one last wrote: after a restart ask
-        for new ones. Raises Unavailable where the file is not there, as for a coordinator on another machine.
+        The tables belong to one boot and keep its last state. Ask for new ones after a restart.
+
+        Raises:
+            Unavailable: The file is not there, for example because the coordinator runs on another machine.
         """
         return drive(self._calls.tables(timeout_s))
 
@@ -259,11 +333,19 @@ class Client:
         idle_ttl_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> CachedSequence:
-        """A sequence of token ids [length] that the coordinator keeps until it is removed.
+        """Create a sequence that the coordinator keeps until it is removed.
 
-        idle_ttl_s: removed after so long without access; 0: when this connection ends. salt: share cached prefixes
-        with whoever names the same salt, instead of within the tenant. Raises InvalidRequest, CapacityExceeded,
-        QuotaExceeded.
+        Args:
+            tokens: [length] token ids.
+            tenant: The tenant that is charged for it.
+            salt: Shares cached prefixes with all requests of the same salt, instead of all of the tenant.
+            idle_ttl_s: Remove it after this time without access; 0: when this connection ends.
+            timeout_s: The limit in seconds.
+
+        Raises:
+            InvalidRequest: Names the wrong argument.
+            CapacityExceeded: There is no room.
+            QuotaExceeded: The tenant's ceiling is reached.
         """
         return drive(self._calls.call(exchanges.create(tokens, tenant, salt, idle_ttl_s), timeout_s))
 
@@ -274,38 +356,70 @@ class Client:
         *,
         timeout_s: float | None = None,
     ) -> tuple[int, ...]:
-        """Appends token ids to one sequence, or a list of them to each of several: to all or to none.
+        """Append token ids to one sequence, or to each of several: to all or to none.
 
-        Returns the new lengths. Raises SequenceNotFound, SequenceBusy, CapacityExceeded, InvalidRequest.
+        Args:
+            sequence: One sequence or several.
+            tokens: Token ids, or a list of token ids for each sequence.
+            timeout_s: The limit in seconds.
+
+        Returns:
+            The new lengths.
+
+        Raises:
+            SequenceNotFound: There is no such sequence.
+            SequenceBusy: A request runs on a sequence.
+            CapacityExceeded: There is no room.
+            InvalidRequest: Names the wrong argument.
         """
         return drive(self._calls.call(exchanges.append(sequence, tokens), timeout_s))
 
     def fork(
         self, sequence: SequenceRef, count: int = 1, *, timeout_s: float | None = None
     ) -> tuple[CachedSequence, ...]:
-        """`count` more sequences with the same tokens; no KV is copied until one side writes.
+        """Create `count` sequences with the same tokens. No KV is copied until one side writes.
 
-        Works while a request runs on the sequence. Raises SequenceNotFound, CapacityExceeded.
+        This works while a request runs on the sequence.
+
+        Raises:
+            SequenceNotFound: There is no such sequence.
+            CapacityExceeded: There is no room.
         """
         return drive(self._calls.call(exchanges.fork(sequence, count), timeout_s))
 
     def info(self, sequence: SequenceRef, *, timeout_s: float | None = None) -> SequenceInfo:
-        """What is known of a sequence. Raises SequenceNotFound, saying why where it expired."""
+        """Return the state of a sequence.
+
+        Raises:
+            SequenceNotFound: There is no such sequence; the error reports an expiry.
+        """
         return drive(self._calls.call(exchanges.info(sequence), timeout_s))
 
     def tokens(self, sequence: SequenceRef, *, timeout_s: float | None = None) -> tuple[int, ...]:
-        """The token ids of a sequence [length]. Raises SequenceNotFound."""
+        """Return the token ids of a sequence, [length].
+
+        Raises:
+            SequenceNotFound: There is no such sequence.
+        """
         return drive(self._calls.call(exchanges.tokens(sequence), timeout_s))
 
     def remove(self, sequence: SequenceRef | Iterable[SequenceRef], *, timeout_s: float | None = None) -> int:
-        """Removes one sequence or several, all or none; what runs on one is cancelled.
+        """Remove one sequence or several, all or none. Requests that run on them are cancelled.
 
-        Returns how many blocks nobody holds any more. Raises SequenceNotFound.
+        Returns:
+            The number of blocks that no other holder keeps.
+
+        Raises:
+            SequenceNotFound: There is no such sequence.
         """
         return drive(self._calls.call(exchanges.remove(sequence), timeout_s))
 
     def block(self, block_id: int, *, timeout_s: float | None = None) -> BlockInfo:
-        """One block: its state, generation and holders. Raises BlockNotFound."""
+        """Return a block's state, generation and holders.
+
+        Raises:
+            BlockNotFound: There is no such block.
+        """
         return drive(self._calls.call(exchanges.block(block_id), timeout_s))
 
     def ref(
@@ -317,19 +431,38 @@ class Client:
         tenant: str = "default",
         timeout_s: float | None = None,
     ) -> BlockCount:
-        """Adds a named holder to a block, until it is taken away or this connection ends.
+        """Add a named holder to a block, until `unref` or the end of this connection.
 
-        `tenant` is charged for the block while it has a name. Raises BlockNotFound, BlockNotHeld (it is free),
-        AlreadyHolder, StaleGeneration, QuotaExceeded, CapacityExceeded.
+        Args:
+            block_id: The block.
+            holder: The holder's name.
+            generation: The expected generation; None: any.
+            tenant: The tenant charged for the block while it has named holders.
+            timeout_s: The limit in seconds.
+
+        Raises:
+            BlockNotFound: There is no such block.
+            BlockNotHeld: The block is free.
+            AlreadyHolder: The holder already holds it.
+            StaleGeneration: The block was recycled.
+            QuotaExceeded: The tenant's ceiling is reached.
+            CapacityExceeded: There are too many holders.
         """
         return drive(self._calls.call(exchanges.ref(block_id, holder, generation, tenant), timeout_s))
 
     def unref(
         self, block_id: int, holder: str, *, generation: int | None = None, timeout_s: float | None = None
     ) -> BlockCount:
-        """Takes a named holder away; the reply says what became of the block.
+        """Remove a named holder from a block.
 
-        Raises BlockNotFound, BlockNotHeld, NotAHolder, StaleGeneration.
+        Returns:
+            The resulting state of the block.
+
+        Raises:
+            BlockNotFound: There is no such block.
+            BlockNotHeld: The block is free.
+            NotAHolder: The holder does not hold it.
+            StaleGeneration: The block was recycled.
         """
         return drive(self._calls.call(exchanges.unref(block_id, holder, generation), timeout_s))
 
@@ -342,30 +475,39 @@ class Client:
         tenant: str | None = None,
         timeout_s: float | None = None,
     ) -> Explanation:
-        """Who holds a block and since when; why a request waits; what a sequence or a tenant occupies.
+        """Explain a block's holders, why a request waits, or the memory of a sequence or tenant.
 
-        Exactly one subject. Raises InvalidRequest, BlockNotFound, RequestNotFound, SequenceNotFound, NotFound.
+        Exactly one subject must be given.
+
+        Raises:
+            InvalidRequest: Not exactly one subject was given.
+            NotFound: There is no such subject.
         """
         return drive(self._calls.call(exchanges.explain(block, request, sequence, tenant), timeout_s))
 
     def purge_finished(self, older_than_s: float = 0.0, *, timeout_s: float | None = None) -> int:
-        """Makes the coordinator forget requests that ended at least so long ago. Returns how many."""
+        """Make the coordinator forget requests that ended at least `older_than_s` ago; return their number."""
         return drive(self._calls.call(exchanges.purge_finished(older_than_s), timeout_s))
 
     def drain(self, deadline_s: float | None = None, *, timeout_s: float | None = None) -> None:
-        """Stops admission in the coordinator; what runs goes on.
+        """Stop admission in the coordinator; running requests go on.
 
-        deadline_s: what has not ended after so many seconds fails with Draining, to be submitted elsewhere; None: it
-        may take as long as it takes. Raises InvalidRequest naming `deadline_s`.
+        Args:
+            deadline_s: Requests that have not ended by then fail with Draining and can be submitted elsewhere; None: no
+                limit.
+            timeout_s: The limit for the command in seconds.
+
+        Raises:
+            InvalidRequest: Names `deadline_s`.
         """
         drive(self._calls.call(exchanges.drain(deadline_s), timeout_s))
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """The token ids that `generate` submits for a text or a chat. Raises what `generate_stream` raises."""
+        """Return the token ids that `generate` submits for a text or a chat. Raises as `generate_stream` does."""
         return drive(self._calls.encode(prompt, raw))
 
     def has_chat_template(self) -> bool:
-        """Whether the served model says how a chat is written. Raises what `encode` raises of its tokenizer."""
+        """Return whether the served model has a chat template. Raises as `encode` does."""
         return (drive(self._calls.tokenizer())).has_chat_template
 
     def generate_stream(
@@ -385,12 +527,28 @@ class Client:
         retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> TextRequest:
-        """Submits a text, or a chat as a list of {"role", "content"}; iterate over the answer to read it as it comes.
+        """Submit a text, or a chat as a list of {"role", "content"}; iterating over the answer streams its text.
 
-        A text is put to the model as a user's message, by its chat template, unless `raw`. stop: strings that end the
-        answer: the text is cut before the first that appears, and the request ends there with reason `stop`. The other
-        arguments are those of `submit`.
-        Raises what `submit` raises, and Unavailable where the `text` extra is not installed.
+        The other arguments and errors are those of `submit`.
+
+        Args:
+            prompt: A text or a chat. Without `raw`, a text becomes a user's message in the model's chat template.
+            max_tokens: As in `submit`.
+            sampling: As in `submit`.
+            tenant: As in `submit`.
+            raw: Submit the text as it is.
+            stop: Strings that end the answer. The text is cut before the first one found, and the request ends with
+                reason `stop`.
+            priority: As in `submit`.
+            deadline_s: As in `submit`.
+            first_token_s: As in `submit`.
+            detached: As in `submit`.
+            key: As in `submit`.
+            retry_s: As in `submit`.
+            timeout_s: As in `submit`.
+
+        Raises:
+            Unavailable: The `text` extra is not installed.
         """
         stops = stop_strings(stop)
         options = RequestOptions(
@@ -425,7 +583,23 @@ class Client:
         retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
-        """As `generate_stream`, but returns the whole answer. timeout_s: for all of it."""
+        """Submit a text or a chat as `generate_stream` does, and return the whole answer.
+
+        Args:
+            prompt: As in `generate_stream`.
+            max_tokens: As in `submit`.
+            sampling: As in `submit`.
+            tenant: As in `submit`.
+            raw: As in `generate_stream`.
+            stop: As in `generate_stream`.
+            priority: As in `submit`.
+            deadline_s: As in `submit`.
+            first_token_s: As in `submit`.
+            detached: As in `submit`.
+            key: As in `submit`.
+            retry_s: As in `submit`.
+            timeout_s: The limit for the whole answer.
+        """
         text = self.generate_stream(
             prompt,
             max_tokens=max_tokens,

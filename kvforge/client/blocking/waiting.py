@@ -14,13 +14,13 @@ from ..awaited import Track, Watched
 from ..operations import Operations
 
 T = TypeVar("T")
-# A signal that comes just before a wait begins does not end it, and its handler runs when the wait is over: Ctrl-C
-# during a long answer would be lost. So no wait is longer than this.
+# The handler of a signal that arrives just before a wait runs only after that wait. This limits the delay of a Ctrl-C
+# during a long answer.
 POLL_S_MAX = 1.0
 
 
 class Calls(Operations):
-    """The operations, with a wait that blocks."""
+    """The operations with a wait that blocks."""
 
     async def _until(
         self,
@@ -47,7 +47,7 @@ class Calls(Operations):
         tracks: Sequence[Track],  # noqa: ARG002
         following: Callable[[], Coroutine[Any, Any, T | None]],
     ) -> Iterator[T]:
-        """What `following` gives of these requests, until it gives None."""
+        """Return the results of `following` for these requests, until it returns None."""
         while (item := drive(following())) is not None:
             yield item
 
@@ -64,7 +64,7 @@ class Calls(Operations):
 
 
 def drive(operation: Coroutine[Any, Any, T]) -> T:
-    """Runs an operation of `Calls`, which never suspends, to its end."""
+    """Run an operation of `Calls`, which never suspends, to its end."""
     try:
         operation.send(None)
     except StopIteration as stop:

@@ -153,7 +153,7 @@ def test_a_coordinator_restarted_while_nobody_looked(fake: Running, kv: Client) 
 
 def test_bytes_that_are_no_message_end_the_connection(kv: Client) -> None:
     request = kv.submit([1], max_tokens=9, tenant="garbage")
-    with pytest.raises(ProtocolError, match=r"not a coordinator's message .*MessagePack"):
+    with pytest.raises(ProtocolError, match=r"invalid message from .*MessagePack"):
         request.result()
     assert request.tokens == (1, 2)
     assert kv.submit([3], max_tokens=1).result().tokens == (3,)

@@ -59,7 +59,7 @@ def test_a_coordinator_that_has_forgotten_us_gets_what_may_be_done_twice(fake: R
         fake.expect("GetHealth")
         killer = threading.Timer(0.3, fake.process.send_signal, (FORGETFUL,))
         killer.start()
-        with pytest.raises(CoordinatorUnavailable, match=r"before Submit was answered.*not known.*with a key"):
+        with pytest.raises(CoordinatorUnavailable, match=r"before Submit was answered.*outcome is unknown.*with a key"):
             kv.submit([3], tenant="silent")
         killer.join()
         assert kv.submit([3], max_tokens=1).result().tokens == (3,)

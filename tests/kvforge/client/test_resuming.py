@@ -145,7 +145,7 @@ def test_a_coordinator_that_has_forgotten_us(session: Session) -> None:
     session.interrupt()
     assert reconnected(session, resumed=False) == [keyed.sent, asked.sent]
     assert woken == ["plain"]
-    for failed, words in ((plain, "Submit .*key"), (made, "CreateSequence .*look"), (appended, "Append .*length")):
+    for failed, words in ((plain, "Submit .*key"), (made, "CreateSequence .*check"), (appended, "Append .*length")):
         with pytest.raises(CoordinatorUnavailable, match=words):
             failed.answer(failed.expects)
     assert take(session, m.Accepted(rid=keyed.rid, request_id=9, seed=1, repeated=True)) == []

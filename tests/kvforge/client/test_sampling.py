@@ -52,7 +52,7 @@ def test_without_a_shape_there_is_no_grammar() -> None:
         ("regex", {"regex": b"a"}, "must be a text"),
         ("regex", {"regex": ""}, "is empty"),
         ("grammar", {"grammar": "start: nothing"}, "nothing"),
-        ("ignore_eos", {"regex": "a", "ignore_eos": True}, "ends where that is complete"),
+        ("ignore_eos", {"regex": "a", "ignore_eos": True}, "cannot be combined with regex"),
     ],
 )
 def test_a_wrong_shape_is_refused_by_name(field: str, given: dict[str, Any], words: str) -> None:

@@ -325,9 +325,11 @@ def test_the_tables_of_a_welcome(writer: TablesWriter) -> None:
         return Welcome(rid=1, version=1, boot=boot, tables_path=str(path))
 
     assert Tables.of(welcome("boot-1", writer.path), "ipc:///x").boot == "boot-1"
-    with pytest.raises(CoordinatorUnavailable, match=r"tcp://x:1, but of boot boot-1: that one runs on another"):
+    with pytest.raises(
+        CoordinatorUnavailable, match=r"boot boot-1, not to the coordinator at tcp://x:1: that one runs on another"
+    ):
         Tables.of(welcome("boot-2", writer.path), "tcp://x:1")
-    with pytest.raises(CoordinatorUnavailable, match=r"tcp://x:1 are not here .*/none.*another machine"):
+    with pytest.raises(CoordinatorUnavailable, match=r"tcp://x:1 are not at .*/none.*another machine"):
         Tables.of(welcome("boot-1", Path("/none")), "tcp://x:1")
 
 
@@ -339,10 +341,10 @@ def test_both_clients_connect_for_it_and_refuse_what_is_not_here() -> None:
             await kv.tables()
 
     with tempfile.TemporaryDirectory(prefix="kvf", dir="/tmp") as folder, Running(Path(folder)) as fake:
-        with pytest.raises(CoordinatorUnavailable, match="not here"), Client(fake.endpoint, timeout_s=10) as kv:
+        with pytest.raises(CoordinatorUnavailable, match="are not at"), Client(fake.endpoint, timeout_s=10) as kv:
             kv.tables()
         fake.expect("Hello")
-        with pytest.raises(CoordinatorUnavailable, match="not here"):
+        with pytest.raises(CoordinatorUnavailable, match="are not at"):
             asyncio.run(ask(fake.endpoint))
         with Client(f"ipc://{folder}/nobody.sock", connect_timeout_s=0.1) as kv:
             with pytest.raises(CoordinatorUnavailable, match="does not answer"):
