@@ -9,7 +9,7 @@
             print(token.token_id)
         print(request.result().reason)
 
-Importing it loads neither torch nor transformers; text in and out (`generate`) needs the extra `text`.
+Importing it loads neither torch nor transformers. Text prompts and answers (`generate`) need the extra `text`.
 """
 
 from importlib import import_module
@@ -150,7 +150,7 @@ __all__ = [
     "WorkerError",
 ]
 
-# Names are loaded when they are asked for, so that nobody waits for parts that are not used. All others are errors.
+# Names are imported on first access, so that unused parts cost no start-up time. Other names are errors.
 _HOMES = {
     "AsyncClient": ".client.aio",
     "AsyncRequest": ".client.aio",

@@ -1,6 +1,6 @@
-"""python -m kvforge, and the command `kvforge`.
+"""`python -m kvforge`, and the command `kvforge`.
 
-Little is imported here: before a command has begun, Ctrl-C ends it without a word, as nothing is to be cleaned up.
+It imports little, so that Ctrl-C ends it silently before a command has begun, when nothing needs cleaning up.
 """
 
 import os
@@ -16,7 +16,7 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Runs the process's own command line; returns its exit status."""
+    """Run the process's own command line; return its exit status."""
     for number in ENDING:
         signal.signal(number, _leave)
     from .commands.cli import main as run

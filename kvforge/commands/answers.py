@@ -1,4 +1,4 @@
-"""How answers are printed: text for text, token ids for token ids, or as JSON."""
+"""Prints answers: text for text, token ids for token ids, or JSON."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from .screen import printable
 
 @dataclass(frozen=True)
 class Answer:
-    """A request and how it is read. text: None: as token ids. timeout_s: for its end; None: the client's own limit.
-    afterwards: what becomes of it where its end did not come in time, in words.
+    """A request and how its answer is read.
+
+    Attributes:
+        request: The request.
+        text: The request read as text; None: as token ids.
+        timeout_s: The limit for its end; None: the client's own limit.
+        afterwards: The fate of a request that does not end in time, in words.
     """
 
     request: Request
@@ -27,7 +32,11 @@ class Answer:
     afterwards: str = "it is cancelled"
 
     def show(self, *, stream: bool) -> None:
-        """Prints it, with `stream` as it comes. Raises what the request ended with, after what there is of it."""
+        """Print the answer, with `stream` as it arrives.
+
+        Raises:
+            KvforgeError: The error that ended the request, after printing the tokens received so far.
+        """
         if stream:
             self._stream()
             return
@@ -40,20 +49,25 @@ class Answer:
         print(text if text is not None else " ".join(map(str, done.tokens)))
 
     def _result(self) -> tuple[str | None, Finished]:
-        """Waits for the end. Raises what it ended with, or DeadlineExceeded, which says what becomes of it."""
+        """Wait for the end.
+
+        Raises:
+            KvforgeError: The error that ended the request.
+            DeadlineExceeded: The request has not ended in time; the error states what happens to it.
+        """
         try:
             if self.text is None:
                 return None, self.request.result(self.timeout_s)
             completion = self.text.result(self.timeout_s)
             return completion.text, completion.finished
         except DeadlineExceeded:
-            if self.request.done:  # the request's own end
+            if self.request.done:  # the request itself expired
                 raise
-            limit = "in its time" if self.timeout_s is None else f"within {self.timeout_s:g} s (--generate-timeout)"
+            limit = "in time" if self.timeout_s is None else f"within {self.timeout_s:g} s (--generate-timeout)"
             raise DeadlineExceeded(f"request {self.request.id} has not ended {limit}; {self.afterwards}") from None
 
     def _received(self) -> str:
-        """What has come, up to a stop string."""
+        """Return the part received so far, up to a stop string."""
         return self.text.received() if self.text is not None else " ".join(map(str, self.request.tokens))
 
     def _stream(self) -> None:
@@ -69,7 +83,10 @@ class Answer:
         self._result()
 
     def document(self) -> tuple[dict[str, Any], KvforgeError | None]:
-        """What --json prints of it, and the error that it ended with: then the document holds what there is."""
+        """Return the document for --json, and the error that ended the request.
+
+        With an error, the document holds the part received before it.
+        """
         try:
             text, done = self._result()
         except KvforgeError as error:
@@ -91,7 +108,9 @@ class Answer:
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
-    """Declares the options that say how an answer is read."""
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
+    """Declare the options for reading an answer."""
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="string that ends the text; may be repeated"
+    )
     parser.add_argument("--tokenizer", metavar="PATH", help="where to load the tokenizer from [KVFORGE_TOKENIZER]")
     parser.add_argument("--generate-timeout", type=parsing.seconds, metavar="S", help="seconds for the answer [600]")

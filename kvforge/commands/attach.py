@@ -1,4 +1,4 @@
-"""kvforge attach ID: reads the answer of a request that runs, or ended not long ago."""
+"""`kvforge attach ID`: read the answer of a request that runs or ended recently."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .waiting import add_wait, wait_for_model
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
+    """Declare the subcommand."""
     parser = parsing.add(
         subparsers,
         "attach",
         run,
-        "Read the answer of a request as it comes; leaving cancels it, unless it was detached.",
+        "Stream the answer of a request; leaving cancels the request unless it is detached.",
     )
-    parser.add_argument("request_id", type=int, metavar="ID", help="as `kvforge requests` shows it")
-    parser.add_argument("--offset", type=int, default=0, metavar="N", help="leave out the first N tokens (with --ids)")
+    parser.add_argument("request_id", type=int, metavar="ID", help="as listed by `kvforge requests`")
+    parser.add_argument("--offset", type=int, default=0, metavar="N", help="skip the first N tokens (with --ids)")
     parser.add_argument("--ids", action="store_true", help="print token ids; no tokenizer is needed")
     add_reading(parser)
     add_wait(parser)
@@ -30,16 +30,16 @@ def add(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the answer as it comes."""
+    """Print the answer as it arrives."""
     stop_strings(options.stop)
     if options.ids and options.stop:
-        raise InvalidRequest("stop", "is looked for in text; with --ids there is none")
+        raise InvalidRequest("stop", "applies to text only, not to --ids")
     if options.offset and not options.ids:
-        raise InvalidRequest("offset", "text is read from the first token on; with --ids it may begin anywhere")
+        raise InvalidRequest("offset", "must be 0 for text; use --ids to start at another token")
     with parsing.open_client(options, options.tokenizer) as kv:
         if not options.ids:
             wait_for_model(kv, options.wait)
-            # Loads the tokenizer before attaching: if there is none, whoever reads the request now must not lose it.
+            # Load the tokenizer before attaching: if there is none, the current reader must not lose the request.
             kv.encode("-", raw=True)
         request = kv.attach(options.request_id, options.offset)
         afterwards = "it goes on: attach again" if kv.status(request.id).detached else "it is cancelled"

@@ -1,4 +1,4 @@
-"""kvforge cancel ID: ends a request."""
+"""`kvforge cancel ID`: cancel a request."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from . import parsing, printing
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
-    parser = parsing.add(subparsers, "cancel", run, "Cancel a request; its blocks are free again.")
-    parser.add_argument("request_id", type=int, metavar="ID", help="as `kvforge requests` shows it")
+    """Declare the subcommand."""
+    parser = parsing.add(subparsers, "cancel", run, "Cancel a request and free its blocks.")
+    parser.add_argument("request_id", type=int, metavar="ID", help="as listed by `kvforge requests`")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Cancels."""
+    """Cancel the request."""
     with parsing.open_client(options) as kv:
         kv.cancel(options.request_id)
     printing.say(f"cancelled request {options.request_id}")

@@ -1,4 +1,4 @@
-"""kvforge chat: a conversation in the terminal, or one prompt a line from a pipe."""
+"""`kvforge chat`: a conversation in the terminal, or one prompt per line from a pipe."""
 
 from __future__ import annotations
 
@@ -24,41 +24,53 @@ from .waiting import add_wait, wait_for_model
 BLOCK = '"""'
 HELP = f"""\
 /help              this list
-/reset             forget what was said (the system prompt stays)
-/system TEXT       set the system prompt and begin anew; without TEXT: none
+/reset             forget the conversation (the system prompt stays)
+/system TEXT       set the system prompt and start over; without TEXT: none
 /temperature X     0 is greedy; without X: the model's own
 /stats             tokens a second and cached tokens of the last answer
 /save FILE         write the conversation as text; an existing file is not overwritten
 /quit              leave (also Ctrl-D)
-A line that ends with \\ goes on in the next one; {BLOCK} begins and ends several lines. Ctrl-C stops an answer.\
+A line that ends with \\ continues on the next one; {BLOCK} starts and ends several lines. Ctrl-C stops an answer.\
 """
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
+    """Declare the subcommand."""
     parser = parsing.add(
-        subparsers, "chat", run, "Talk to the model; from a pipe each line is a prompt of one conversation."
+        subparsers, "chat", run, "Talk to the model; each line from a pipe is a prompt of one conversation."
     )
     parser.add_argument("--system", metavar="TEXT", default="", help="the system prompt")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy [the model's own]")
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help=f"of an answer [{MAX_TOKENS}]")
+    parser.add_argument(
+        "--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help=f"limit of an answer [{MAX_TOKENS}]"
+    )
     parser.add_argument("--tenant", default="default", metavar="NAME")
     parser.add_argument("--tokenizer", metavar="PATH", help="where to load the tokenizer from [KVFORGE_TOKENIZER]")
     add_wait(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Talks until the input ends. Raises UnsupportedModel where the model has no chat template."""
+    """Chat until the input ends.
+
+    Raises:
+        UnsupportedModel: The model has no chat template.
+    """
     with parsing.open_client(options, options.tokenizer) as kv:
         health = wait_for_model(kv, options.wait)
         if not kv.has_chat_template():
             name = health.model.name if health.model is not None else "the model"
-            raise UnsupportedModel(name, "it has no chat template; `kvforge generate --raw` continues a text")
+            raise UnsupportedModel(name, "it has no chat template; use `kvforge generate --raw` to continue a text")
         return Chat(kv, options, interactive=sys.stdin.isatty() and sys.stdout.isatty()).run()
 
 
 class Chat:
-    """One conversation. interactive: with prompts and notes, and an error or Ctrl-C ends the answer alone."""
+    """One conversation.
+
+    Args:
+        kv: The client.
+        options: The options of the command.
+        interactive: Print prompts and notes; an error or Ctrl-C ends only the current answer.
+    """
 
     def __init__(self, kv: Client, options: argparse.Namespace, *, interactive: bool) -> None:
         self._kv, self._interactive = kv, interactive
@@ -70,10 +82,10 @@ class Chat:
         self._sampling()
 
     def run(self) -> int:
-        """Reads and answers until the end of the input or /quit."""
+        """Read prompts and print answers until the end of the input or /quit."""
         if self._interactive:
             with suppress(ImportError):
-                import readline  # noqa: F401 - gives input() its keys and its history, which is kept in no file
+                import readline  # noqa: F401 - line editing and history for input(); no history file
             self._note("/help lists the commands; Ctrl-D ends")
         while True:
             try:
@@ -101,7 +113,7 @@ class Chat:
                 self._note(str(error))
 
     def _read(self) -> str:
-        """A prompt, of several lines perhaps. Raises EOFError."""
+        """Return a prompt, which may have several lines. Raises EOFError."""
         line = self._line("> ")
         if line.startswith(BLOCK):
             lines = [line.removeprefix(BLOCK)]
@@ -119,7 +131,7 @@ class Chat:
         return input(prompt if self._interactive else "")
 
     def _answer(self, text: str) -> None:
-        """Prints the answer as it comes. One that was stopped is a part of the conversation as far as it came."""
+        """Print the answer as it arrives. A stopped answer joins the conversation as far as it was received."""
         asked = [*self._said, {"role": "user", "content": text}]
         system = [{"role": "system", "content": self._system}] if self._system else []
         began = monotonic()
@@ -145,7 +157,7 @@ class Chat:
             self._note(f"cut after {self._max_tokens} tokens (--max-tokens)")
 
     def _command(self, name: str, rest: str) -> bool:
-        """Whether the chat goes on. Raises InvalidRequest for what is no command."""
+        """Run a command; return whether the chat continues. Raises InvalidRequest for an unknown command."""
         if name == "quit":
             return False
         if name == "help":
@@ -161,7 +173,7 @@ class Chat:
         elif name == "save":
             self._save(rest)
         else:
-            raise InvalidRequest("command", f"there is no /{name}; /help lists the commands")
+            raise InvalidRequest("command", f"unknown command /{name}; /help lists the commands")
         return True
 
     def _set_temperature(self, text: str) -> None:
@@ -191,9 +203,9 @@ class Chat:
 
     def _save(self, name: str) -> None:
         if not name:
-            raise InvalidRequest("file", "give it a name: /save FILE")
+            raise InvalidRequest("file", "is missing: /save FILE")
         system = [{"role": "system", "content": self._system}] if self._system else []
-        text = "\n\n".join(f"{said['role']}: {said['content']}" for said in [*system, *self._said])
+        text = "\n\n".join(f"{entry['role']}: {entry['content']}" for entry in [*system, *self._said])
         try:
             with Path(name).expanduser().open("x", encoding="utf-8") as file:
                 file.write(text + "\n")
@@ -202,7 +214,7 @@ class Chat:
         self._note(f"written to {name}")
 
     def _note(self, text: str) -> None:
-        """What the chat says itself: not among the answers that a pipe reads."""
+        """Print a note of the chat itself; from a pipe, to standard error, apart from the answers."""
         print(printable(text), file=sys.stdout if self._interactive else sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The command line. Each command ends with a status of `kvforge.protocol.exits`, and never with a traceback."""
+"""The command line. Each command ends with a status of `kvforge.protocol.exits`, never with a traceback."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ COMMANDS = (
     *(keys, fleet, demo, deploy, completion, version),
 )
 DEBUG = "KVFORGE_DEBUG"
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what a write to standard output may say
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of a write to standard output
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and options."""
+    """Return the parser of all commands and options."""
     top = Parser(
         prog="kvforge",
         description="Serve language models from a paged KV cache.",
-        epilog=f"{table()}\n\n{DEBUG}=1 shows where an error came from.",
+        epilog=f"{table()}\n\n{DEBUG}=1 shows the traceback of an error.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", "-V", action=version.Version, help="print the version")
@@ -68,10 +68,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status. Without `argv`, this is the process's own command line."""
+    """Run one command.
+
+    Args:
+        argv: The arguments. None: the process's own command line.
+
+    Returns:
+        The exit status.
+    """
     try:
         if argv is None:
-            # Being asked to end is like Ctrl-C: a request is cancelled, a download removed.
+            # SIGTERM acts like Ctrl-C: it cancels the request and removes the download.
             signal.signal(signal.SIGTERM, _interrupt)
             signal.signal(signal.SIGINT, signal.default_int_handler)
         options = parser().parse_args(argv)
@@ -91,16 +98,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in UNWRITABLE or error.filename is not None:
             return _internal(error)
         return _unwritable(error)
-    except Exception as error:  # noqa: BLE001 - the last line of defence: a user is told in one sentence
+    except Exception as error:  # noqa: BLE001 - the last resort: report one sentence instead of a traceback
         return _internal(error)
 
 
 def _internal(error: Exception) -> int:
-    return _fail(error, FAILED, f"internal error: {type(error).__name__}: {error} ({DEBUG}=1 shows where)")
+    return _fail(error, FAILED, f"internal error: {type(error).__name__}: {error} (set {DEBUG}=1 for the traceback)")
 
 
 def _flushed(status: int) -> int:
-    """The status, once all output is where it belongs."""
+    """Flush standard output; return the status, or that of a failed flush."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -111,7 +118,7 @@ def _flushed(status: int) -> int:
 
 
 def _unwritable(error: OSError) -> int:
-    """Standard output takes nothing: its disk is full, for example."""
+    """Report that standard output takes nothing, for example because its disk is full."""
     _no_output()
     return _fail(error, FAILED, f"the output cannot be written: {error.strerror}")
 
@@ -126,7 +133,7 @@ def _fail(error: Exception, status: int, message: str = "") -> int:
 
 
 def _no_output() -> int:
-    """Whoever read our output has gone, as `head` does: no error. Python must not flush into it at exit."""
+    """Handle a reader of the output that has left, as `head` does: no error. Python must not flush to it at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return OK

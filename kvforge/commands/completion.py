@@ -1,4 +1,4 @@
-"""kvforge completion: a script that completes commands and options in a shell."""
+"""`kvforge completion`: a script that completes commands and options in a shell."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INSTALL = """\
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
+    """Declare the subcommand."""
     parser = parsing.add(
         subparsers,
         "completion",
@@ -34,7 +34,11 @@ def add(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the script. Raises Unavailable without the extra `terminal`."""
+    """Print the script.
+
+    Raises:
+        Unavailable: The extra `terminal` is not installed.
+    """
     if find_spec("shtab") is None:
         raise Unavailable(f"completion needs the extra `terminal`: {install_command('terminal')}")
     import shtab

@@ -1,4 +1,4 @@
-"""`kvforge demo`: the whole path with a real model, in a folder of its own that is gone afterwards."""
+"""`kvforge demo`: serve a real model end to end, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STREAM_TIMEOUT_S = 120.0
 STOP_S = 5.0
 LOG_LINES = 15
 
-# The first two begin alike, by more than a block of tokens: the second finds the first one's blocks in the cache.
+# The first two share a prefix of more than one block, so that the second hits the first one's blocks in the cache.
 _GUIDE = (
     "You are the guide of a small museum of natural history. You answer visitors in two or three plain sentences, "
     "without lists, and you never make anything up. "
@@ -53,23 +53,33 @@ PROMPTS: tuple[tuple[str, list[dict[str, str]]], ...] = tuple(
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
+    """Declare the subcommand."""
     parser = parsing.add(
-        subparsers, "demo", run, "Serve a small model, ask it four things at once, show the cache, clean up."
+        subparsers, "demo", run, "Serve a small model, send it four prompts at once, show the cache, clean up."
     )
     parser.add_argument("--model", default="smollm2-135m", help="[smollm2-135m]")
-    parser.add_argument("--max-tokens", type=int, default=48, metavar="N", help="of each answer [48]")
+    parser.add_argument("--max-tokens", type=int, default=48, metavar="N", help="limit of each answer [48]")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the demonstration."""
+    """Run the demonstration."""
     return run_demo(options.model, options.max_tokens)
 
 
 def run_demo(model: str, max_tokens: int) -> int:
-    """Pulls the model, serves it, asks four things at once. Returns the exit status; leaves nothing behind.
+    """Pull the model, serve it, send four prompts at once and remove all files.
 
-    Raises KvforgeError, Stopped (a process could not start) or Interrupted.
+    Args:
+        model: The model's name or path.
+        max_tokens: The limit of each answer.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        KvforgeError: A call failed.
+        Stopped: A process could not start.
+        Interrupted: A signal asked to end.
     """
     progress = Progress()
     with Signals() as signals, _private_folder() as folder:
@@ -100,7 +110,7 @@ def run_demo(model: str, max_tokens: int) -> int:
 
 def _ask(endpoint: str, model: Path, max_tokens: int) -> int:
     tokenizer = Tokenizer.load(model)
-    # The first prompt goes a moment ahead, so that its prefix is in the cache when the second one comes.
+    # Wait for the first prompt's first token, so that its prefix is cached when the second one arrives.
     with Client(endpoint, stream_timeout_s=STREAM_TIMEOUT_S) as kv:
         started = monotonic()
         requests: list[Request] = []
@@ -156,7 +166,7 @@ def _show_logs(folder: Path) -> None:
 
 @contextmanager
 def _private_folder() -> Iterator[Path]:
-    """A temporary folder whose path is short enough for sockets; removed at the end."""
+    """Create a temporary folder with a path short enough for sockets; remove it at the end."""
     folder = Path(tempfile.mkdtemp(prefix="kvforge-", dir=_short_base()))
     try:
         yield folder
@@ -165,7 +175,7 @@ def _private_folder() -> Iterator[Path]:
 
 
 def _short_base() -> Path:
-    for base in (Path(tempfile.gettempdir()), Path("/tmp")):  # noqa: S108 - mkdtemp makes a private folder in it
+    for base in (Path(tempfile.gettempdir()), Path("/tmp")):  # noqa: S108 - mkdtemp creates a private folder in it
         try:
             transport.worker_endpoint(base / "kvforge-12345678" / "run")
         except InvalidConfiguration:

@@ -1,4 +1,4 @@
-"""kvforge deploy: the service under systemd, put in place and looked at."""
+"""`kvforge deploy`: install, check and remove the service under systemd."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ from . import parsing, printing
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
-    parser = parsing.add(subparsers, "deploy", run_nothing, "Put the service under systemd in place, or look at it.")
+    """Declare the subcommand."""
+    parser = parsing.add(subparsers, "deploy", run_nothing, "Install, check or remove the service under systemd.")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     put = parsing.add(
-        actions, "install", run_install, "Put user, folders, environment, configuration and units in place (as root)."
+        actions, "install", run_install, "Install user, folders, environment, configuration and units (as root)."
     )
-    put.add_argument("--root", type=Path, default=Path("/"), metavar="DIR", help="of a system that is being made [/]")
-    put.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    put.add_argument("--root", type=Path, default=Path("/"), metavar="DIR", help="root of a system image [/]")
+    put.add_argument("--dry-run", action="store_true", help="print the actions without performing them")
     put.add_argument(
         "--worker",
         action="append",
         default=[],
         metavar="DEVICE",
-        help="a worker's configuration: gpu0, gpu1, ... or cpu; may be repeated [those that are there, else each GPU]",
+        help="a worker's configuration: gpu0, gpu1, ... or cpu; may be repeated [existing ones, else one per GPU]",
     )
-    put.add_argument("--model", metavar="NAME", help="that workers serve: a path or a known name [as before]")
-    put.add_argument("--python", type=Path, metavar="PATH", help="the environment is made of it [this one]")
+    put.add_argument("--model", metavar="NAME", help="model that workers serve: a path or a known name [unchanged]")
+    put.add_argument("--python", type=Path, metavar="PATH", help="interpreter of the environment [this one]")
     put.add_argument(
         "--pip", action="append", default=[], metavar="ARG", help="an argument of `pip install`; may be repeated"
     )
     put.add_argument(
-        "--system-site-packages", action="store_true", help="use what is installed beside that Python (ROCm's torch)"
+        "--system-site-packages", action="store_true", help="use packages installed for that Python (ROCm's torch)"
     )
-    put.add_argument("--no-venv", action="store_true", help="make no environment")
+    put.add_argument("--no-venv", action="store_true", help="create no environment")
     away = parsing.add(
         actions,
         "uninstall",
         run_uninstall,
-        "Stop the service, and remove units, environment and system files (as root); configuration and state stay.",
+        "Stop the service and remove units, environment and system files (as root); keep configuration and state.",
     )
-    away.add_argument("--root", type=Path, default=Path("/"), metavar="DIR", help="of a system that is being made [/]")
-    away.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    away.add_argument("--root", type=Path, default=Path("/"), metavar="DIR", help="root of a system image [/]")
+    away.add_argument("--dry-run", action="store_true", help="print the actions without performing them")
     away.add_argument(
-        "--purge", action="store_true", help="remove configuration, state, cached models and the user, too"
+        "--purge", action="store_true", help="also remove configuration, state, cached models and the user"
     )
-    look = parsing.add(actions, "check", run_check, "Say what is wrong with the service; exit status 1 if anything is.")
+    look = parsing.add(actions, "check", run_check, "List problems of the service; exit status 1 if there are any.")
     look.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run_nothing(_options: argparse.Namespace) -> int:
-    """An action is required."""
-    raise AssertionError("argparse asks for an action")
+    """Run without an action, which argparse refuses."""
+    raise AssertionError("argparse requires an action")
 
 
 def run_install(options: argparse.Namespace) -> int:
-    """Does it, and says what is next."""
+    """Install the service, and print the next step."""
     python = None
     if not options.no_venv:
         python = Python(options.python or own_python(), tuple(options.pip), options.system_site_packages)
@@ -71,7 +71,7 @@ def run_install(options: argparse.Namespace) -> int:
     wishes = Wishes(named, model_path(options.model), python)
     count = install(places, wishes, printing.say, dry_run=options.dry_run)
     if not count:
-        printing.say("everything is in place")
+        printing.say("everything is installed")
     elif not options.dry_run:
         units = " ".join(f"kvforge-worker@{instance}.service" for instance in named)
         printing.say(f"next: kvforge deploy check; systemctl enable --now {units} kvforge.target")
@@ -79,19 +79,19 @@ def run_install(options: argparse.Namespace) -> int:
 
 
 def run_uninstall(options: argparse.Namespace) -> int:
-    """Remove the service, and list what stays."""
+    """Remove the service, and list the files that are kept."""
     places = Places(options.root.absolute())
     count = uninstall(places, printing.say, dry_run=options.dry_run, purge=options.purge)
     if not count:
         printing.say("nothing is installed")
     elif not options.dry_run and not options.purge:
         kept = f"{places.configuration}, {places.of(STATE_DIR)} and {places.of(CACHE_DIR)}"
-        printing.say(f"{kept} stay, and the user {USER}: `kvforge deploy uninstall --purge` removes them")
+        printing.say(f"kept: {kept} and the user {USER}; `kvforge deploy uninstall --purge` removes them")
     return OK
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """Prints the findings, the bad ones last."""
+    """Print the findings, problems last."""
     findings = check(Places())
     if options.json:
         printing.print_json([finding.document() for finding in findings])
@@ -100,5 +100,5 @@ def run_check(options: argparse.Namespace) -> int:
             print(finding.line())
     wrong = sum(finding.kind == WRONG for finding in findings)
     if wrong:
-        printing.say(f"kvforge: {wrong} {'thing is' if wrong == 1 else 'things are'} wrong")
+        printing.say(f"kvforge: {wrong} problem{'' if wrong == 1 else 's'} found")
     return FAILED if wrong else OK

@@ -1,4 +1,4 @@
-"""kvforge drain: no new requests; what runs goes on, and is waited for if that is wanted."""
+"""`kvforge drain`: stop admission, and optionally wait for running requests."""
 
 from __future__ import annotations
 
@@ -15,18 +15,25 @@ POLL_S = 0.1
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
-    drain = parsing.add(subparsers, "drain", run, "Stop admission; what runs goes on.")
+    """Declare the subcommand."""
+    drain = parsing.add(subparsers, "drain", run, "Stop admission; running requests go on.")
     drain.add_argument(
-        "--wait", type=float, default=0.0, metavar="SECONDS", help="wait so long for the last request to end"
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="wait up to this long for the last request to end"
     )
     drain.add_argument(
-        "--deadline", type=float, metavar="SECONDS", help="what has not ended by then is handed back to its client"
+        "--deadline",
+        type=float,
+        metavar="SECONDS",
+        help="hand requests that have not ended by then back to their clients",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Drains. Raises DeadlineExceeded where something still runs after the wait."""
+    """Drain the coordinator.
+
+    Raises:
+        DeadlineExceeded: Requests still run after the wait.
+    """
     with parsing.open_client(options) as kv:
         kv.drain(options.deadline)
         left = wait(kv, options.wait)
@@ -37,7 +44,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def wait(kv: Client, wait_s: float) -> int:
-    """Waits up to `wait_s` for the last request to end, telling whenever fewer are left. Returns how many are."""
+    """Wait up to `wait_s` for the last request to end, and report each change.
+
+    Returns:
+        The number of requests left.
+    """
     deadline, told = time.monotonic() + wait_s, -1
     while True:
         requests = kv.stats().requests

@@ -1,4 +1,4 @@
-"""kvforge explain: why a request waits, who holds a block, what a tenant occupies."""
+"""`kvforge explain`: why a request waits, which holders a block has, what a tenant occupies."""
 
 from __future__ import annotations
 
@@ -14,17 +14,25 @@ SUBJECTS = ("request", "block", "tenant", "sequence")
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
+    """Declare the subcommand."""
     parser = parsing.add(
-        subparsers, "explain", run, "Say why a request waits, who holds a block, what a tenant or sequence occupies."
+        subparsers,
+        "explain",
+        run,
+        "Explain why a request waits, a block's holders, or the memory of a tenant or sequence.",
     )
     parser.add_argument("subject", choices=SUBJECTS, help=", ".join(SUBJECTS), metavar="SUBJECT")
-    parser.add_argument("id", metavar="ID", help="its number as `kvforge requests` lists it; of a tenant, its name")
+    parser.add_argument("id", metavar="ID", help="number as listed by `kvforge requests`, or a tenant's name")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints a heading and sentences, or one JSON document. Raises InvalidRequest, NotFound."""
+    """Print a heading and sentences, or one JSON document.
+
+    Raises:
+        InvalidRequest: The id is not a number.
+        NotFound: There is no such object.
+    """
     subject: Any = options.id if options.subject == "tenant" else _number(options.subject, options.id)
     with parsing.open_client(options) as kv:
         told = kv.explain(**{options.subject: subject})
@@ -39,5 +47,5 @@ def run(options: argparse.Namespace) -> int:
 
 def _number(subject: str, text: str) -> int:
     if not text.isdecimal():
-        raise InvalidRequest(subject, f"{text!r} is not the number of a {subject}, like 17")
+        raise InvalidRequest(subject, f"{text!r} is not a number of a {subject}, like 17")
     return int(text)

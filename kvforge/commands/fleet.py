@@ -1,4 +1,4 @@
-"""kvforge fleet: replicas and gateways in an existing Ray cluster."""
+"""`kvforge fleet`: replicas and gateways in an existing Ray cluster."""
 
 from __future__ import annotations
 
@@ -25,41 +25,45 @@ NAME = "fleet"
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand and its own."""
+    """Declare the subcommand and its actions."""
     parser = subparsers.add_parser(
         "fleet", help="Replicas and gateways in a Ray cluster.", description="Replicas and gateways in a Ray cluster."
     )
     commands = parser.add_subparsers(metavar="WHAT", required=True)
-    up = _add(commands, "up", _up, "Bring a fleet up, or make one that is there what the file says now.")
+    up = _add(commands, "up", _up, "Start a fleet, or update a running one to the file.")
     up.add_argument("file", type=Path, metavar="FILE", help="fleet.toml")
-    _add_wait(up, WAIT_S, "for all of it to serve")
-    status = _add(commands, "status", _status, "Say how a fleet is: exit status 0 where all of it serves, else 1.")
+    _add_wait(up, WAIT_S, "until the whole fleet serves")
+    status = _add(commands, "status", _status, "Show a fleet: exit status 0 if the whole fleet serves, else 1.")
     status.add_argument("--json", action="store_true", help="print one JSON document")
-    scale = _add(commands, "scale", _scale, "Have so many replicas; those that leave end what runs there first.")
+    scale = _add(commands, "scale", _scale, "Set the number of replicas; leaving replicas finish their requests first.")
     scale.add_argument("count", type=int, metavar="N")
-    _add_wait(scale, WAIT_S, "for that")
-    _add_wait(_add(commands, "down", _down, "Drain a fleet, and leave nothing of it."), DOWN_WAIT_S, "for that")
+    _add_wait(scale, WAIT_S, "until they serve")
+    _add_wait(_add(commands, "down", _down, "Drain and remove a fleet."), DOWN_WAIT_S, "until it has ended")
 
 
 def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
     parser.set_defaults(run=run)
     parser.add_argument(
-        "--address", metavar="HOST:PORT", help="of the cluster's head [RAY_ADDRESS, else this machine's]"
+        "--address", metavar="HOST:PORT", help="address of the cluster's head [RAY_ADDRESS, else this machine's]"
     )
     if name != "up":
-        parser.add_argument("--name", default=NAME, help=f"of the fleet [{NAME}]")
+        parser.add_argument("--name", default=NAME, help=f"name of the fleet [{NAME}]")
     return parser
 
 
 def _add_wait(parser: argparse.ArgumentParser, wait_s: float, what: str) -> None:
     parser.add_argument(
-        "--wait", type=float, default=wait_s, metavar="SECONDS", help=f"wait so long {what}; 0: not at all [{wait_s:g}]"
+        "--wait",
+        type=float,
+        default=wait_s,
+        metavar="SECONDS",
+        help=f"wait up to this long {what}; 0: not at all [{wait_s:g}]",
     )
 
 
 def _in_cluster(options: argparse.Namespace, name: str, use: Callable[[Fleet], int]) -> int:
-    """Ray is imported where a fleet is meant, and nowhere else. Raises Unavailable."""
+    """Join the cluster and call `use`. Ray is imported here only. Raises Unavailable."""
     from kvforge.fleet.cluster.joining import joined
 
     with joined(options.address):
@@ -110,7 +114,7 @@ def _down(options: argparse.Namespace) -> int:
 
 
 def _wait(fleet: Fleet, wait_s: float, done: Callable[[Status], bool]) -> Status:
-    """Until it is so. What it waits for is said on standard error. Raises DeadlineExceeded."""
+    """Wait until `done`, and report on standard error what is missing. Raises DeadlineExceeded."""
     deadline, said = monotonic() + wait_s, ""
     while True:
         status = fleet.status()
@@ -121,13 +125,15 @@ def _wait(fleet: Fleet, wait_s: float, done: Callable[[Status], bool]) -> Status
             said = words
             printing.say(words)
         if monotonic() >= deadline:
-            raise DeadlineExceeded(f"not after {wait_s:g} s, and it goes on: {said or 'see `kvforge fleet status`'}")
+            raise DeadlineExceeded(
+                f"not done after {wait_s:g} s; the fleet goes on: {said or 'see `kvforge fleet status`'}"
+            )
         sleep(LOOK_S)
 
 
 def _show(status: Status) -> None:
     if status.ended:
-        print(f"{status.fleet} ends")
+        print(f"{status.fleet} is shutting down")
     ready = sum(one.told.phase == READY for one in status.replicas)
     print(f"{status.fleet}: {ready} of {status.count} replicas serve")
     rows = [_row(one, one.told.place.endpoint if one.told.place is not None else "") for one in status.replicas]

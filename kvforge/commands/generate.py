@@ -1,4 +1,4 @@
-"""kvforge generate: text or token ids in, text or token ids out."""
+"""`kvforge generate`: text or token ids in, text or token ids out."""
 
 from __future__ import annotations
 
@@ -19,49 +19,57 @@ from .waiting import add_wait, wait_for_model
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
+    """Declare the subcommand."""
     parser = parsing.add(subparsers, "generate", run, "Generate from a prompt; Ctrl-C cancels the request.")
-    parser.add_argument("prompt", nargs="?", help="text, put to the model as a user's message; - reads standard input")
+    parser.add_argument("prompt", nargs="?", help="text, sent as a user's message; - reads standard input")
     parser.add_argument("--prompt-tokens", metavar="IDS", help="token ids like 1,2,3 instead of text")
-    parser.add_argument("--raw", action="store_true", help="give the text as it is, without the chat template")
+    parser.add_argument("--raw", action="store_true", help="send the text as it is, without the chat template")
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help=f"[{MAX_TOKENS}]")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy [the model's own]")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same numbers")
     parser.add_argument("--stop-tokens", metavar="IDS", default="", help="token ids that end the answer")
-    parser.add_argument("--top-k", type=int, metavar="K", help="only the K most likely; 0: all [the model's]")
+    parser.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens; 0: all [the model's]")
     parser.add_argument(
-        "--top-p", type=float, metavar="P", help="only the likeliest that reach P; 1: all [the model's]"
+        "--top-p", type=float, metavar="P", help="keep the likeliest tokens that reach P; 1: all [the model's]"
     )
     parser.add_argument(
-        "--min-p", type=float, metavar="P", help="only those P times the likeliest; 0: all [the model's]"
+        "--min-p", type=float, metavar="P", help="keep tokens at least P times the likeliest; 0: all [the model's]"
     )
     parser.add_argument(
-        "--repetition-penalty", type=float, metavar="R", help="above 1: against what was there [the model's]"
+        "--repetition-penalty", type=float, metavar="R", help="above 1: penalise repeated tokens [the model's]"
     )
     parser.add_argument(
-        "--presence-penalty", type=float, default=0.0, metavar="P", help="-2 to 2, for tokens of the answer [0]"
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="-2 to 2, for each token that occurred in the answer [0]",
     )
     parser.add_argument(
-        "--frequency-penalty", type=float, default=0.0, metavar="P", help="-2 to 2, for each time one occurred [0]"
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="-2 to 2, for each occurrence in the answer [0]",
     )
     parser.add_argument(
         "--logit-bias", action="append", default=[], metavar="ID:VALUE", help="-100 to 100 or -inf; may be repeated"
     )
     parser.add_argument(
-        "--logprobs", type=int, default=0, metavar="N", help="report the N likeliest of each place (with --json)"
+        "--logprobs", type=int, default=0, metavar="N", help="report the N likeliest tokens of each place (with --json)"
     )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that the schema in FILE allows")
     shape.add_argument("--json-object", action="store_true", help="the answer is a JSON object")
-    shape.add_argument("--regex", metavar="REGEX", help="the answer is what all of REGEX matches")
-    shape.add_argument("--grammar", metavar="FILE", help="the answer is what the Lark grammar in FILE derives")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end-of-sequence token")
+    shape.add_argument("--regex", metavar="REGEX", help="the whole answer matches REGEX")
+    shape.add_argument("--grammar", metavar="FILE", help="the answer follows the Lark grammar in FILE")
+    parser.add_argument("--ignore-eos", action="store_true", help="continue after the model's end-of-sequence token")
     parser.add_argument("--tenant", default="default", metavar="NAME")
     _add_scheduling(parser)
     add_reading(parser)
     add_wait(parser)
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--stream", action="store_true", help="print the answer as it comes")
+    output.add_argument("--stream", action="store_true", help="print the answer as it arrives")
     output.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -69,12 +77,12 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--priority", type=int, default=0, metavar="N", help="-100 to 100, among the requests of the tenant [0]"
     )
-    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="it expires if it has not ended by then")
-    parser.add_argument("--first-token", type=float, metavar="SECONDS", help="it expires if it has no token by then")
-    parser.add_argument("--retry", type=float, metavar="SECONDS", help="try again so long while the queue is full")
-    parser.add_argument("--samples", type=int, metavar="N", help="so many answers, each with its own seed")
+    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="expire unless ended by then")
+    parser.add_argument("--first-token", type=float, metavar="SECONDS", help="expire without a token by then")
+    parser.add_argument("--retry", type=float, metavar="SECONDS", help="retry for this long while the queue is full")
+    parser.add_argument("--samples", type=int, metavar="N", help="number of answers, each with its own seed")
     parser.add_argument(
-        "--key", default="", metavar="KEY", help="the same command with the same key is the same request"
+        "--key", default="", metavar="KEY", help="idempotency key: repeating the command returns the same request"
     )
     parser.add_argument(
         "--detach", action="store_true", help="print the request's id and leave; `kvforge attach ID` reads the answer"
@@ -82,7 +90,7 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the answer: text for text, token ids for token ids."""
+    """Print the answer: text for text, token ids for token ids."""
     _check(options)
     sampling = Sampling(
         temperature=options.temperature,
@@ -119,11 +127,11 @@ def _check(options: argparse.Namespace) -> None:
         raise InvalidRequest("prompt", "give either a text or --prompt-tokens")
     stop_strings(options.stop)
     if options.stop and options.prompt_tokens is not None:
-        raise InvalidRequest("stop", "is looked for in text; with --prompt-tokens there is none (use --stop-tokens)")
+        raise InvalidRequest("stop", "applies to text only; use --stop-tokens with --prompt-tokens")
     if options.stop and options.detach:
-        raise InvalidRequest("stop", "is looked for by whoever reads the answer: give it to `kvforge attach`")
+        raise InvalidRequest("stop", "does not apply to --detach: pass it to `kvforge attach`")
     if options.stream and options.detach:
-        raise InvalidRequest("stream", "with --detach nothing is read: use `kvforge attach`")
+        raise InvalidRequest("stream", "does not apply to --detach: use `kvforge attach`")
 
 
 def _text_of(option: str, file: str | None) -> str | None:
@@ -179,7 +187,7 @@ def _leave(requests: tuple[Request, ...], options: argparse.Namespace) -> int:
 
 
 def _show(answers: list[Answer], options: argparse.Namespace) -> int:
-    """One answer as it is; several each with a heading, or as a list of documents."""
+    """Print one answer as it is, several answers with headings, or all as JSON."""
     if options.json:
         documents, errors = zip(*(answer.document() for answer in answers), strict=True)
         printing.print_json(documents[0] if options.samples is None else documents)

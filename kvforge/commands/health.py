@@ -1,4 +1,4 @@
-"""kvforge health: probes for whoever supervises the service."""
+"""`kvforge health`: probes for supervisors of the service."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from . import parsing, printing
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
+    """Declare the subcommand."""
     parser = parsing.add(
-        subparsers, "health", run, "Probe the service: exit status 0, or 1 where it is not ready (or not live)."
+        subparsers, "health", run, "Probe the service: exit status 0, or 1 if it is not ready (or not live)."
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--live", action="store_true", help="ask only whether the coordinator's loop answers")
-    what.add_argument("--ready", action="store_true", help="ask only whether a request submitted now would be served")
+    what.add_argument("--live", action="store_true", help="check only that the coordinator's loop answers")
+    what.add_argument("--ready", action="store_true", help="check only that a request submitted now would be served")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what was asked for; what is wrong goes to standard error. Raises CoordinatorUnavailable."""
+    """Print the probe's result; problems go to standard error.
+
+    Raises:
+        CoordinatorUnavailable: The coordinator does not answer.
+    """
     with parsing.open_client(options) as kv:
         health = kv.health()
     if options.json:
@@ -31,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     elif not options.live and not options.ready:
         _show(health)
     if options.live:
-        return _verdict(health.live, "live", "the coordinator says that its loop is not live", options)
+        return _verdict(health.live, "live", "the coordinator's loop is not live", options)
     return _verdict(health.ready, "ready" if options.ready else "", f"not ready: {health.reason}", options)
 
 
@@ -63,7 +67,7 @@ def _show(health: Health) -> None:
 def _doing(worker: WorkerHealth) -> str:
     if worker.state == "loading":
         return f"{worker.phase} {100 * worker.progress:.0f} %"
-    busy = f", {worker.since_step_us / 1e6:.1f} s on the one it works on" if worker.since_step_us else ""
+    busy = f", {worker.since_step_us / 1e6:.1f} s on the current one" if worker.since_step_us else ""
     return f"{worker.steps} steps{busy}"
 
 

@@ -1,4 +1,4 @@
-"""What the subcommands share of their command lines: the global options, and the client that these name."""
+"""Shared parts of the subcommands: the global options, and the client that they name."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def global_options(parser: argparse.ArgumentParser, *, top: bool, connects: bool = True) -> None:
-    """Declare the options that may stand before or after the subcommand; of one that does not connect, the folder."""
-    # They are declared twice. Only the outer ones set defaults: inner ones would undo what stood before the subcommand.
+    """Declare the options that may stand before or after the subcommand.
+
+    Args:
+        parser: The parser.
+        top: It is the outer parser.
+        connects: The subcommand connects to a coordinator; otherwise only --runtime-dir is declared.
+    """
+    # Declared twice. Only the outer parser sets defaults: inner ones would override values before the subcommand.
     default: Any = None if top else argparse.SUPPRESS
     group = parser.add_argument_group("where" if top else "also")
     group.add_argument(
@@ -41,21 +47,21 @@ def global_options(parser: argparse.ArgumentParser, *, top: bool, connects: bool
         "--server-key", metavar="KEY", default=default, help="for tcp://, its public key [KVFORGE_SERVER_KEY]"
     )
     group.add_argument(
-        "--key-file", metavar="FILE", default=default, help="for tcp://, our own keys [KVFORGE_KEY_FILE]"
+        "--key-file", metavar="FILE", default=default, help="for tcp://, the client's keys [KVFORGE_KEY_FILE]"
     )
     group.add_argument(
         "--timeout",
         type=seconds,
         metavar="S",
         default=default,
-        help=f"seconds the coordinator may take to answer a command [{TIMEOUT_S:g}]",
+        help=f"seconds to wait for the answer to a command [{TIMEOUT_S:g}]",
     )
     group.add_argument(
         "--reconnect",
         type=perhaps_seconds,
         metavar="S",
         default=default,
-        help=f"seconds to try again where the connection is lost; 0: not at all [{RECONNECT_S:g}]",
+        help=f"seconds to retry a lost connection; 0: not at all [{RECONNECT_S:g}]",
     )
 
 
@@ -65,9 +71,12 @@ def add(
     """Declare a subcommand.
 
     Args:
-        summary: a sentence.
-        connects: it asks a coordinator, so it takes the options that name one; else --runtime-dir alone.
-        settings: of argparse, like `aliases`.
+        subparsers: The subparsers of the outer parser.
+        name: The subcommand's name.
+        run: Its function.
+        summary: A sentence.
+        connects: It connects to a coordinator, so it takes the options that name one; otherwise --runtime-dir alone.
+        settings: Settings of argparse, like `aliases`.
     """
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary, **settings)
     parser.set_defaults(run=run)
@@ -76,12 +85,12 @@ def add(
 
 
 def open_client(options: argparse.Namespace, tokenizer: str | None = None) -> Client:
-    """A client of the coordinator that the options name."""
+    """Return a client of the coordinator that the options name."""
     return Client(**connection(options), tokenizer=tokenizer)
 
 
 def connection(options: argparse.Namespace) -> dict[str, Any]:
-    """What a client of it is made with, blocking or not."""
+    """Return the arguments of that client, blocking or not."""
     endpoint = options.endpoint
     if endpoint is None and options.runtime_dir is not None:
         endpoint = transport.client_endpoint(options.runtime_dir)
@@ -95,18 +104,18 @@ def connection(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def reconnect_s(options: argparse.Namespace) -> float:
-    """How long to try again where the coordinator is gone; 0: not at all."""
+    """Return how long to retry when the coordinator is gone, in seconds; 0: not at all."""
     return RECONNECT_S if options.reconnect is None else float(options.reconnect)
 
 
 def runtime_dir(options: argparse.Namespace) -> Path:
-    """The runtime folder that the options or the environment name, absolute."""
+    """Return the runtime folder that the options or the environment name, absolute."""
     chosen: Path = options.runtime_dir if options.runtime_dir is not None else transport.default_runtime_dir()
     return chosen.absolute()
 
 
 def seconds(text: str) -> float:
-    """Type of an option: seconds above 0."""
+    """Parse an option of seconds above 0."""
     value = float(text)
     if not 0 < value <= 86_400:
         raise ValueError
@@ -117,7 +126,7 @@ seconds.__name__ = "number of seconds (above 0, at most a day)"
 
 
 def perhaps_seconds(text: str) -> float:
-    """Type of an option: seconds, 0 too."""
+    """Parse an option of seconds, 0 included."""
     return float(text) and seconds(text)
 
 
@@ -125,7 +134,7 @@ perhaps_seconds.__name__ = "number of seconds (0 to a day)"
 
 
 def size(text: str) -> int:
-    """Type of an option: a number of bytes, like 4G or 512MiB."""
+    """Parse an option of bytes, like 4G or 512MiB."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -133,7 +142,11 @@ def size(text: str) -> int:
 
 
 def token_ids(text: str, field: str) -> list[int]:
-    """Token ids from `1,2,3`. Raises InvalidRequest naming `field`."""
+    """Parse token ids like `1,2,3`.
+
+    Raises:
+        InvalidRequest: Names `field`.
+    """
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:

@@ -1,4 +1,4 @@
-"""How the subcommands print: tables and lines for people, one JSON document for programs."""
+"""Output of the subcommands: tables and lines for people, one JSON document for programs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvforge.protocol.messages import MODEL_DEFAULTS, ModelInfo, WorkerHealth
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
+    """Print one JSON document on standard output."""
     print(msgspec.json.encode(plain(value)).decode())
 
 
 def plain(value: Any) -> Any:
-    """A message or result as dictionaries and lists, without what only the wire needs."""
+    """Return a message or result as dictionaries and lists, without fields that only the wire needs."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, msgspec.Struct):
@@ -32,7 +32,7 @@ def plain(value: Any) -> Any:
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table on standard output: numbers to the right, words to the left."""
+    """Print a table on standard output, with numbers aligned to the right and words to the left."""
     cells = [[str(item) for item in row] for row in rows]
     widths = [max(len(line[column]) for line in [list(head), *cells]) for column in range(len(head))]
     right = [bool(rows) and all(isinstance(row[column], int | float) for row in rows) for column in range(len(head))]
@@ -44,7 +44,7 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 
 def size(count: int) -> str:
-    """A number of bytes for people."""
+    """Return a number of bytes for people."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -54,27 +54,27 @@ def size(count: int) -> str:
 
 
 def print_device_bytes(worker: WorkerHealth) -> None:
-    """The line below a worker's own that says what its device's memory is for, once it is known."""
+    """Print a worker's device memory by purpose, once it is known."""
     if worker.device_bytes:
         parts = ", ".join(f"{purpose} {size(held)}" for purpose, held in worker.device_bytes.items())
         print(f"    device memory: {parts}")
 
 
 def print_kernels(worker: WorkerHealth) -> None:
-    """The lines below a worker's own that say which kernels serve, and why not others."""
+    """Print the kernels that a worker uses, and why others are not used."""
     for what, kernel in worker.kernels.items():
         print(f"    {what}: {kernel}")
 
 
 def print_model(model: ModelInfo) -> None:
-    """The lines that say what the model is computed in, and what a request gets that names no sampling of its own."""
+    """Print the model's dtypes and the sampling defaults of a request."""
     if model.dtype:
         weights = f", weights in {model.weight_dtype}" if model.weight_dtype not in ("", model.dtype) else ""
         print(f"computed in {model.dtype}{weights}")
     chosen = [f"{name} {getattr(model.sampling, name):g}" for name in MODEL_DEFAULTS]
-    print(f"sampling unless a request says otherwise: {', '.join(chosen)}")
+    print(f"sampling defaults: {', '.join(chosen)}")
 
 
 def say(text: str) -> None:
-    """A line on standard error."""
+    """Print a line on standard error."""
     print(text, file=sys.stderr, flush=True)

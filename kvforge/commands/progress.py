@@ -1,4 +1,4 @@
-"""Progress of downloads and loading on standard error: one line that moves on a terminal, a line a step elsewhere."""
+"""Progress of downloads and loading on standard error: one updated line on a terminal, else a line per step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvforge.protocol.messages import Health
 
 STEP_PERCENT = 25
 READY = "ready"
-LINE_S = 2.0  # between two lines of one step, where lines stay
+LINE_S = 2.0  # between two lines of one step, off a terminal
 
 
 class Progress:
@@ -24,7 +24,13 @@ class Progress:
         say: Callable[[str], None] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """say: takes each line instead of the stream. clock: in seconds."""
+        """Create a display without steps.
+
+        Args:
+            stream: The output, by default standard error.
+            say: Takes each line instead of the stream.
+            clock: The time in seconds.
+        """
         self._stream = stream if stream is not None else sys.stderr
         self._say = say
         self._terminal = say is None and self._stream.isatty()
@@ -34,7 +40,7 @@ class Progress:
         self._width = 0
 
     def step(self, who: str, phase: str, fraction: float) -> None:
-        """`who` is in `phase`, `fraction` of it done."""
+        """Show that `who` is in `phase`, with `fraction` (0 to 1) completed."""
         percent = int(100 * min(max(fraction, 0.0), 1.0))
         coarse = (phase, percent if self._terminal else percent - percent % STEP_PERCENT)
         if self._shown.get(who) == coarse:
@@ -43,7 +49,7 @@ class Progress:
             now_s = self._clock()
             last_s = self._written_s.get(who, -LINE_S)
             if now_s - last_s < LINE_S and phase != READY:
-                return  # steps that pass quickly are not worth a line each
+                return  # no line for each of several quick steps
             self._shown[who], self._written_s[who] = coarse, now_s
             self._write(f"{who}: {_words(coarse)}\n")
             return
@@ -53,7 +59,7 @@ class Progress:
         self._width = len(line)
 
     def health(self, health: Health) -> None:
-        """Every worker's loading."""
+        """Show the loading of all workers."""
         for worker in health.workers:
             if worker.state == "ready":
                 self.step(worker.title, READY, 0.0)
@@ -61,7 +67,7 @@ class Progress:
                 self.step(worker.title, worker.phase or worker.state, worker.progress)
 
     def close(self) -> None:
-        """Ends the moving line."""
+        """End the updated line."""
         if self._terminal and self._width:
             self._write("\n")
         self._width = 0
@@ -72,7 +78,7 @@ class Progress:
         if self._say is not None:
             self._say(text.rstrip("\n"))
             return
-        with suppress(OSError, ValueError):  # nobody there to read it
+        with suppress(OSError, ValueError):  # the reader has left
             self._stream.write(text)
             self._stream.flush()
 

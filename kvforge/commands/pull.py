@@ -1,4 +1,4 @@
-"""kvforge pull MODEL: makes a model available on this machine."""
+"""`kvforge pull MODEL`: make a model available on this machine."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .progress import Progress
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
+    """Declare the subcommand."""
     parser = parsing.add(subparsers, "pull", run, "Fetch a model into the cache folder, or check a local one.")
     parser.add_argument(
         "model",
-        help="smollm2-135m, a path, or a name of the Hugging Face Hub: org/name, org/name:FILE.gguf, org/name@REVISION",
+        help="smollm2-135m, a path, or a Hugging Face name: org/name, org/name:FILE.gguf, org/name@REVISION",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the model's path."""
+    """Print the model's path."""
     progress = Progress()
     try:
         path = pull(options.model, progress=lambda phase, fraction: progress.step(options.model, phase, fraction))

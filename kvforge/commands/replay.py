@@ -1,4 +1,4 @@
-"""kvforge replay: what a coordinator's journal says of any moment, in a process of the coordinator's package."""
+"""`kvforge replay`: show the state in a coordinator's journal at any event, in a separate process."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from . import parsing
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
+    """Declare the subcommand."""
     replay = parsing.add(subparsers, "replay", run, "Show the state at any point of a coordinator's journal.")
     replay.add_argument(
         "journal",
         type=Path,
         nargs="?",
         metavar="FOLDER",
-        help="state_dir of a coordinator, which may be running [the default one]",
+        help="state_dir of a coordinator, running or not [the default one]",
     )
     replay.add_argument(
         "--until",
         type=int,
         metavar="EVENT",
-        help="stop before this event, counted from 1 behind the last snapshot [the end]",
+        help="stop before this event, counted from 1 after the last snapshot [the end]",
     )
-    replay.add_argument("--events", type=int, default=5, metavar="N", help="show so many events before that [5]")
+    replay.add_argument("--events", type=int, default=5, metavar="N", help="show this many events before it [5]")
     replay.add_argument(
         "--explain",
         action="append",
         default=[],
         metavar="SUBJECT=ID",
-        help="why it is as it is then: request, sequence, block or tenant; may be given several times",
+        help="explain a request, sequence, block or tenant at that point; may be repeated",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints it. Returns the exit status of the process that does."""
+    """Print the state. Return the exit status of the separate process."""
     journal = options.journal if options.journal is not None else default_state_dir(parsing.runtime_dir(options))
     arguments = [str(journal), "--events", str(options.events)]
     if options.until is not None:

@@ -1,4 +1,4 @@
-"""kvforge requests: what runs, waits, or ended not long ago."""
+"""`kvforge requests`: list running, waiting and recently ended requests."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from . import parsing, printing
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
+    """Declare the subcommand."""
     parser = parsing.add(subparsers, "requests", run, "List requests, the newest first.")
     parser.add_argument("--count", type=int, default=100, metavar="N", help="at most this many [100]")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints a table, or one JSON document."""
+    """Print a table, or one JSON document."""
     with parsing.open_client(options) as kv:
         listed = kv.requests(options.count)
     if options.json:
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     if rows:
         printing.print_table(head, rows)
     if listed.total > len(rows):
-        printing.say(f"{listed.total - len(rows)} more; --count shows more of them")
+        printing.say(f"{listed.total - len(rows)} more; raise --count to show them")
     elif not rows:
         printing.say("no requests")
     return 0

@@ -1,4 +1,4 @@
-"""Several texts that grow at once: columns beside each other on a wide terminal, one after the other elsewhere."""
+"""Shows several growing texts: side by side on a wide terminal, one after the other elsewhere."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ HEIGHT_MIN = 12
 
 
 class Screen(Protocol):
-    """Where the texts are shown."""
+    """A display of several texts."""
 
     def add(self, index: int, text: str) -> None:
-        """Text `index` has grown by `text`."""
+        """Append `text` to text `index`."""
 
     def end(self, index: int) -> None:
-        """Text `index` is whole."""
+        """Mark text `index` as complete."""
 
     def close(self) -> None:
-        """No more will come."""
+        """End the display."""
 
 
 def screen(titles: Sequence[str], stream: TextIO) -> Screen:
-    """The kind of screen that suits the stream."""
+    """Return the kind of screen that suits the stream."""
     if stream.isatty():
         size = shutil.get_terminal_size()
         width = (size.columns - len(GAP) * (len(titles) - 1)) // len(titles)
@@ -37,7 +37,7 @@ def screen(titles: Sequence[str], stream: TextIO) -> Screen:
 
 
 class InTurn:
-    """Shows the first text as it grows, then the next one: those that came meanwhile have been kept."""
+    """Shows the first text as it grows, then the next one; later texts are buffered meanwhile."""
 
     def __init__(self, titles: Sequence[str], stream: TextIO) -> None:
         self._titles = titles
@@ -48,20 +48,20 @@ class InTurn:
         self._next()
 
     def add(self, index: int, text: str) -> None:
-        """Shows it if it is this text's turn."""
+        """Show the text if it is its turn, else buffer it."""
         if index == self._now:
             self._write(text)
         else:
             self._kept[index] += text
 
     def end(self, index: int) -> None:
-        """If it was this text's turn, it is that of the next one that is not whole yet."""
+        """Mark a text as complete, and go on to the next incomplete one."""
         self._whole.add(index)
         while self._now in self._whole and self._now < len(self._titles) - 1:
             self._next()
 
     def close(self) -> None:
-        """Shows the others."""
+        """Show the remaining texts."""
         while self._now < len(self._titles) - 1:
             self._next()
         self._write("\n")
@@ -77,7 +77,7 @@ class InTurn:
 
 
 class Columns:
-    """Redraws all texts beside each other; of a text that is too long for the screen, its end."""
+    """Redraws all texts side by side. It shows the end of a text that is too long for the screen."""
 
     def __init__(self, titles: Sequence[str], stream: TextIO, width: int, height: int) -> None:
         self._titles = titles
@@ -89,16 +89,16 @@ class Columns:
         self._draw()
 
     def add(self, index: int, text: str) -> None:
-        """Redraws if something came."""
+        """Redraw if the text has grown."""
         if text:
             self._texts[index] += text
             self._draw()
 
     def end(self, index: int) -> None:
-        """Nothing changes: it stands where it stood."""
+        """Do nothing: the text stays."""
 
     def close(self) -> None:
-        """Leaves the cursor below; what is on the screen stays."""
+        """Draw once more and leave the cursor below."""
         self._draw()
 
     def _draw(self) -> None:
@@ -125,7 +125,7 @@ class Columns:
 
 
 def printable(text: str) -> str:
-    """The text without control characters: a model must not steer the terminal."""
+    """Return the text without control characters, so that a model cannot control the terminal."""
     return "".join(char for char in text if char in "\n\t" or unicodedata.category(char)[0] != "C")
 
 

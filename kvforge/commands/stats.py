@@ -1,4 +1,4 @@
-"""kvforge stats: the cache and the requests in numbers."""
+"""`kvforge stats`: the cache and the requests in numbers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from . import parsing, printing
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
+    """Declare the subcommand."""
     parser = parsing.add(subparsers, "stats", run, "Show the cache and the requests in numbers.")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints tables, or one JSON document."""
+    """Print tables, or one JSON document."""
     with parsing.open_client(options) as kv:
         stats = kv.stats()
     if options.json:
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show(stats: Stats) -> None:
-    """Tables for people: pools (in blocks), requests, tenants."""
+    """Print tables for people: pools (in blocks), requests, tenants."""
     head = ("pool", "state", "blocks", "free", "cached", "used", "peak", "quarantined", "freed", "tokens", "size", "kv")
     rows = [
         (
@@ -80,7 +80,7 @@ def show(stats: Stats) -> None:
 
 
 def preempted(requests: RequestStats) -> str:
-    """How often requests gave way to others, and what computing their tokens again cost."""
+    """Return the number of preemptions and the cost of recomputing their tokens."""
     share = 100 * requests.recomputed_tokens_total / max(1, requests.computed_tokens_total)
     paused = requests.streams_paused_total
     return (
@@ -90,7 +90,7 @@ def preempted(requests: RequestStats) -> str:
 
 
 def hit_rate(tenants: Any) -> str:
-    """Prefix tokens found over prefix tokens looked for."""
+    """Return the prefix hits over the queried prefix tokens."""
     hits = sum(tenant.prefix_hit_tokens_total for tenant in tenants)
     queried = sum(tenant.prefix_queried_tokens_total for tenant in tenants)
     return f"{hits} of {queried} tokens" + (f" ({100 * hits / queried:.0f} %)" if queried else "")

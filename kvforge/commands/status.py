@@ -1,4 +1,4 @@
-"""kvforge status: whether a request would be served now."""
+"""`kvforge status`: whether a request would be served now."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .progress import Progress
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
-    parser = parsing.add(subparsers, "status", run, "Say whether a request would be served now: exit status 0 or 1.")
-    parser.add_argument("--wait", type=parsing.seconds, metavar="SECONDS", help="wait this long for it")
+    """Declare the subcommand."""
+    parser = parsing.add(subparsers, "status", run, "Show whether a request would be served now: exit status 0 or 1.")
+    parser.add_argument("--wait", type=parsing.seconds, metavar="SECONDS", help="wait up to this long until it would")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the state of the coordinator and its workers."""
+    """Print the state of the coordinator and its workers."""
     with parsing.open_client(options) as kv:
         if options.wait is not None:
             progress = Progress()

@@ -1,6 +1,6 @@
-"""kvforge top: the service at work, as a full screen on a terminal, else a line now and then.
+"""`kvforge top`: watch the service, as a full screen on a terminal, else as lines.
 
-The lines come from the shared tables, without a message; the full screen also asks, once a second.
+The lines come from the shared tables, without messages. The full screen also queries the coordinator once a second.
 """
 
 from __future__ import annotations
@@ -42,27 +42,32 @@ Rates = Mapping[str, float | None]
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
+    """Declare the subcommand."""
     parser = parsing.add(
-        subparsers, "top", run, "Watch the cache and the requests: a full screen on a terminal, lines into a pipe."
+        subparsers, "top", run, "Watch the cache and the requests: a full screen on a terminal, lines in a pipe."
     )
     parser.add_argument(
-        "--every", type=_every, default=EVERY_S, metavar="SECONDS", help=f"time between lines or looks [{EVERY_S:g}]"
+        "--every",
+        type=_every,
+        default=EVERY_S,
+        metavar="SECONDS",
+        help=f"time between lines or refreshes [{EVERY_S:g}]",
     )
     parser.add_argument("--count", type=_count, metavar="N", help="end after N lines")
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="print one JSON document a line")
-    output.add_argument("--lines", action="store_true", help="print lines on a terminal, too")
+    output.add_argument("--json", action="store_true", help="print one JSON document per line")
+    output.add_argument("--lines", action="store_true", help="print lines even on a terminal")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Shows the full screen until a key ends it, or prints lines until there are enough.
+    """Show the full screen until a key ends it, or print lines until there are enough.
 
-    Raises CoordinatorUnavailable where there is no coordinator, and for lines where it went and does not come back.
+    Raises:
+        CoordinatorUnavailable: There is no coordinator; for lines, also if it left and does not return.
     """
     folder = _folder(options)
     if _full_screen(options):
-        from .dashboard.loop import Loop  # imported only here, since it needs rich, and asyncio takes time
+        from .dashboard.loop import Loop  # here, because it needs rich and imports asyncio
 
         Loop(folder, options.every, _rates, _clock).run(parsing.connection(options))
         return OK
@@ -70,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _full_screen(options: argparse.Namespace) -> bool:
-    """Whether there is a terminal for it, and nobody asked for lines; says what is missing where that is `rich`."""
+    """Return whether to use the full screen; report if `rich` is missing."""
     wanted = not (options.json or options.lines or options.count) and sys.stdin.isatty() and sys.stdout.isatty()
     if wanted and find_spec("rich") is None:
         printing.say(f"kvforge: the full screen needs the extra `terminal`: {install_command('terminal')}")
@@ -94,19 +99,19 @@ def _print_lines(options: argparse.Namespace, folder: Path) -> int:
             if lines % LINES_PER_HEADER == 0:
                 _print_columns([*COLUMNS, "tokens/s", "steps/s", "up"])
             _print_columns([*(now[name] for name in COLUMNS.values()), *_shown(rates), _clock(now["uptime_us"])])
-        sys.stdout.flush()  # so that the reader of a pipe sees each line as it comes
+        sys.stdout.flush()  # so that the reader of a pipe sees each line at once
         lines, wait_s, before = lines + 1, options.every, now
     return OK
 
 
 def _successor(folder: Path, ended: Tables, wait_s: float) -> Tables:
-    """The tables of the coordinator that takes the place of one that has ended. Raises CoordinatorUnavailable."""
+    """Return the tables of the coordinator that replaces an ended one. Raises CoordinatorUnavailable."""
     problem = f"the coordinator in {folder} is gone (process {ended.pid})"
     if wait_s:
         printing.say(f"kvforge: {problem}; reconnecting")
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
-        with suppress(CoordinatorUnavailable):  # its file is not there yet
+        with suppress(CoordinatorUnavailable):  # its file does not exist yet
             if (tables := Tables(folder)).alive:
                 return tables
         time.sleep(LOOK_S)
@@ -114,7 +119,7 @@ def _successor(folder: Path, ended: Tables, wait_s: float) -> Tables:
 
 
 def _folder(options: argparse.Namespace) -> Path:
-    """The runtime folder that the options or the environment name: that of the coordinator a client would ask."""
+    """Return the runtime folder of the coordinator that the options or the environment name."""
     if options.endpoint is None and options.runtime_dir is not None:
         return parsing.runtime_dir(options)
     endpoint: str = options.endpoint or transport.default_client_endpoint()
@@ -126,10 +131,10 @@ def _folder(options: argparse.Namespace) -> Path:
 
 
 def _rates(before: Mapping[str, int] | None, now: Mapping[str, int]) -> Rates:
-    """Per second of the coordinator's clock since the line before; None in the first line.
+    """Return the rates per second of the coordinator's clock since the last line; None in the first line.
 
-    The clock stands still while nothing is published: then nothing was done. A pool takes its steps with it when its
-    worker dies: that is no rate below zero.
+    The clock stands still while nothing is published; the rate is then 0. A dying worker's pool takes its steps along,
+    which must not give a negative rate.
     """
     if before is None:
         return dict.fromkeys(RATES)

@@ -1,4 +1,4 @@
-"""kvforge up: a coordinator and workers in the foreground."""
+"""`kvforge up`: a coordinator and workers in the foreground."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ POOL_SIZES = ("blocks", "kv_bytes", "memory_share")
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
+    """Declare the subcommand."""
     parser = parsing.add(
         subparsers,
         "up",
@@ -64,7 +64,7 @@ def add(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves until it is told to stop."""
+    """Serve until a signal stops it."""
     file = load_up_file(options.config)
     _fill_in(options, file)
     check(options, file)
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _fill_in(options: argparse.Namespace, file: UpFile) -> None:
-    """Take from the file the options that the command line does not give, then the defaults."""
+    """Fill in missing options from the file, then from the defaults."""
     _one_model(options)
     if options.model is not None or options.model_config is not None:
         file = msgspec.structs.replace(file, model=None, model_config=None)
@@ -103,7 +103,7 @@ def _fill_in(options: argparse.Namespace, file: UpFile) -> None:
 
 
 def _one_model(options: argparse.Namespace) -> None:
-    """Read `kvforge up MODEL` as --model. Raises InvalidConfiguration where both are given."""
+    """Read `kvforge up MODEL` as --model. Raises InvalidConfiguration if both are given."""
     if options.model_name is not None:
         if options.model is not None:
             raise InvalidConfiguration("--model", f"is {options.model}, and MODEL is {options.model_name}: give one")
@@ -113,14 +113,17 @@ def _one_model(options: argparse.Namespace) -> None:
 def _address(
     http: str | int | None, host: str | None, port: int | None, name: str, others: str
 ) -> tuple[str | None, int | None]:
-    """The host and the port of HTTP, each None where it is not given.
+    """Return the host and the port of HTTP, each None if it is not given.
 
     Args:
-        http: PORT or HOST:PORT. host, port: the same in two parts.
-        name: what `http` is called; others: what the two parts are.
+        http: PORT or HOST:PORT.
+        host: The host alone.
+        port: The port alone.
+        name: The name of `http` in errors.
+        others: The names of the two parts in errors.
 
     Raises:
-        InvalidConfiguration: it is not an address, or given twice.
+        InvalidConfiguration: It is not an address, or given twice.
     """
     if http is None:
         if port is not None and not 0 <= port < 1 << 16:
@@ -135,12 +138,14 @@ def _address(
 
 
 def check(options: argparse.Namespace, file: UpFile) -> None:
-    """Refuses what cannot work, in the option's own words, before anything is fetched or started.
+    """Check the options before anything is fetched or started.
 
-    Raises InvalidConfiguration, or Unavailable where the extra `worker` is not installed.
+    Raises:
+        InvalidConfiguration: Names the option that cannot work.
+        Unavailable: The extra `worker` is not installed.
     """
     if options.endpoint is not None:
-        problem = "is where an existing coordinator listens; `kvforge up` makes its own: use --runtime-dir"
+        problem = "names an existing coordinator; `kvforge up` starts its own: use --runtime-dir"
         raise InvalidConfiguration("--endpoint", problem)
     if options.memory_share is not None and not 0 < options.memory_share <= 1:
         problem = f"is {options.memory_share:g}; it must be more than 0 and at most 1"
@@ -155,29 +160,29 @@ def check(options: argparse.Namespace, file: UpFile) -> None:
         problem = f"is {options.tensor_parallel}; it must be 1 to {WORKERS_MAX}, all workers' processes together"
         raise InvalidConfiguration("--tensor-parallel", problem)
     if any(device < 0 for device in options.devices or ()):
-        raise InvalidConfiguration("--devices", "are indices from 0")
+        raise InvalidConfiguration("--devices", "must be indices from 0")
     if options.threads is not None:
         check_threads("--threads", options.threads)
     if options.model is not None and options.model_config is not None:
-        problem = "names a shape to be filled with random weights, and --model names weights: give one of them"
+        problem = "names a shape for random weights, and --model names weights: give only one"
         raise InvalidConfiguration("--model-config", problem)
     if options.model_config is not None and options.load_format not in (None, "dummy"):
         problem = f"a shape has no weights: use --load-format dummy, not {options.load_format}, or give --model"
         raise InvalidConfiguration("--model-config", problem)
     for name, known in NAMES.items():
-        if (said := file.worker.get(name, known[0])) not in known:
-            raise InvalidConfiguration(f"worker.{name}", f"is {said!r}; it must be one of {', '.join(known)}")
+        if (value := file.worker.get(name, known[0])) not in known:
+            raise InvalidConfiguration(f"worker.{name}", f"is {value!r}; it must be one of {', '.join(known)}")
     logs.check(options.log_level, options.log_format)
     http_of(options)
     device = options.device or str(file.worker.get("device", "auto"))
     check_device("--device", device)
     if device == "cpu" and "memory_share" in _pool_size(options, file):
-        raise InvalidConfiguration("--memory-share", "is of a GPU's memory; with --device cpu use --kv-bytes")
+        raise InvalidConfiguration("--memory-share", "applies to a GPU's memory; with --device cpu use --kv-bytes")
     check_installed()
 
 
 def _shape(options: argparse.Namespace) -> Path | None:
-    """What --model-config names, for the worker to find: shapes come with it. None where it is not given."""
+    """Return the path in --model-config, for the worker to find (shapes come with it). None if it is not given."""
     if options.model_config is None:
         return None
     options.load_format = "dummy"
@@ -185,7 +190,7 @@ def _shape(options: argparse.Namespace) -> Path | None:
 
 
 def model_path(name: str, load_format: str | None, progress: Progress) -> Path:
-    """The model on this machine, fetched if need be. Weights made up at random need only a configuration."""
+    """Return the model's path on this machine, fetching it if needed. Random weights need only a configuration."""
     if load_format == "dummy":
         return find(name, weights=False)
     try:
@@ -195,11 +200,16 @@ def model_path(name: str, load_format: str | None, progress: Progress) -> Path:
 
 
 def http_of(options: argparse.Namespace) -> Http | None:
-    """The gateway that the options ask for. Raises InvalidConfiguration, or Unavailable without the extra `gateway`."""
+    """Return the gateway that the options ask for, or None.
+
+    Raises:
+        InvalidConfiguration: Names a wrong option.
+        Unavailable: The extra `gateway` is not installed.
+    """
     if options.host is None and options.port is None:
         given = [name for name in ("http_processes", "gateway", "name", "api_key") if getattr(options, name)]
         if given:
-            raise InvalidConfiguration(f"--{given[0].replace('_', '-')}", "comes with --http or --port")
+            raise InvalidConfiguration(f"--{given[0].replace('_', '-')}", "needs --http or --port")
         return None
     processes = options.http_processes if options.http_processes is not None else 1
     if not 1 <= processes <= WORKERS_MAX:
@@ -219,13 +229,17 @@ def http_of(options: argparse.Namespace) -> Http | None:
 
 
 def _pool_size(options: argparse.Namespace, file: UpFile) -> dict[str, Value]:
-    """The size of the pool, which has several names: an option of one replaces all of the file's."""
+    """Return the size of the pool. It has several names; an option of one replaces all in the file."""
     given = {name: getattr(options, name) for name in POOL_SIZES if getattr(options, name) is not None}
     return given or {name: value for name, value in file.worker.items() if name in POOL_SIZES}
 
 
 def settings_of(options: argparse.Namespace, file: UpFile, model: Path) -> Settings:
-    """The settings that the options and the file name. Raises InvalidConfiguration."""
+    """Return the settings that the options and the file name.
+
+    Raises:
+        InvalidConfiguration: Names a wrong setting.
+    """
     given = vars(options)
 
     def chosen(section: str, in_file: Mapping[str, Value]) -> dict[str, Value]:

@@ -1,4 +1,4 @@
-"""kvforge version: what is installed."""
+"""`kvforge version`: print the installed version."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from . import parsing
 
 
 def add(subparsers: Any) -> None:
-    """Declares the subcommand."""
+    """Declare the subcommand."""
     parsing.add(subparsers, "version", run, "Print the version.")
 
 
 def run(_options: argparse.Namespace) -> int:
-    """Prints one line."""
+    """Print one line."""
     from kvforge import __version__
 
     print(f"kvforge {__version__} (protocol {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION})")
@@ -25,11 +25,12 @@ def run(_options: argparse.Namespace) -> int:
 
 
 class Version(argparse.Action):
-    """--version: print the version, and exit."""
+    """The option --version: prints the version and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **settings)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        """Print the version and exit."""
         run(argparse.Namespace())
         parser.exit()

@@ -1,4 +1,4 @@
-"""How a command waits for a worker that is loading its model, with progress on standard error."""
+"""Waits for workers that load their model, with progress on standard error."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def wait_for_model(kv: Client, wait_s: float) -> Health:
     """Wait until a worker serves.
 
     Args:
-        wait_s: at most so long; 0: not at all.
+        kv: The client.
+        wait_s: The limit in seconds; 0: do not wait.
 
     Returns:
         The coordinator's state, ready unless `wait_s` is 0 or it drains.
 
     Raises:
-        CoordinatorUnavailable: no coordinator is there.
-        DeadlineExceeded: no worker serves in that time.
+        CoordinatorUnavailable: There is no coordinator.
+        DeadlineExceeded: No worker serves in time.
     """
     health = kv.health()
     if health.ready or health.draining or not wait_s:

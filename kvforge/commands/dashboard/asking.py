@@ -1,9 +1,9 @@
-"""What the tables do not hold, asked of the coordinator: one round a second at most, beside the loop that draws.
+"""Queries the coordinator for data that the tables do not hold, at most one round a second, beside the drawing loop.
 
-Why a request waits is asked for a few requests each round in turn. An answer is shown while the request is in the same
-state, and for a few seconds: an older one may be wrong by now.
+Each round also asks why a few requests wait, in turn. A reason is shown for a few seconds while the request is in the
+same state; an older one may be outdated.
 
-A coordinator that hangs, or is away, then holds up neither a key nor the map of blocks.
+A coordinator that hangs or is away therefore delays neither keys nor the map of blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ ENDED = ("finished", "failed", "cancelled", "expired")
 
 @dataclass(frozen=True)
 class Told:
-    """One round's answers. why: what `explain` says of requests, by their ids. problem: why there are no newer ones."""
+    """The answers of one round.
+
+    Attributes:
+        why: The explanations of requests, by id.
+        problem: Why there are no newer answers.
+    """
 
     stats: Stats | None = None
     health: Health | None = None
@@ -38,7 +43,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a request waits: the sentences, the state that it was in, and when it was asked."""
+    """Why a request waits: the sentences, the request's state, and the time of the query."""
 
     text: str
     state: str
@@ -46,10 +51,21 @@ class Reason:
 
 
 class Asking:
-    """`told` is the newest answer. `selected` is the request that is explained first."""
+    """Queries the coordinator in rounds.
+
+    Attributes:
+        told: The newest answers.
+        selected: The request to explain first.
+        paused: Whether to skip rounds.
+    """
 
     def __init__(self, kv: AsyncClient, clock: Callable[[], float] = monotonic) -> None:
-        """clock: in seconds."""
+        """Create it without answers.
+
+        Args:
+            kv: The client.
+            clock: The time in seconds.
+        """
         self.told = Told()
         self.selected = 0
         self.paused = False
@@ -57,7 +73,7 @@ class Asking:
         self._reasons: dict[int, Reason] = {}
 
     async def run(self) -> None:
-        """Asks until it is cancelled."""
+        """Run rounds until cancelled."""
         while True:
             if not self.paused:
                 try:
@@ -81,7 +97,7 @@ class Asking:
         for row in asked[:EXPLAINED_MAX]:
             try:
                 explained = await kv.explain(request=row.request_id)
-            except NotFound:  # it has ended meanwhile
+            except NotFound:  # the request has ended meanwhile
                 self._reasons.pop(row.request_id, None)
             else:
                 self._reasons[row.request_id] = Reason(" ".join(explained.sentences), row.state, now_s)
@@ -89,5 +105,5 @@ class Asking:
         return Told(stats, health, tuple(listed.requests), listed.total, why)
 
     def _asked_s(self, request: int) -> float:
-        """When it was asked for last; before all others where it never was."""
+        """Return the time of the last query for a request, before all others if there was none."""
         return self._reasons[request].asked_s if request in self._reasons else -1.0

@@ -1,4 +1,4 @@
-"""The map of blocks as characters: one cell a block, or the busiest of several where there is no room."""
+"""The map of blocks as characters: one cell per block, or per several blocks where space is short."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvforge.client.tables import BlockColumns
 
-# What a block is, by rising weight: a cell that stands for several shows the heaviest, so that none is overlooked.
+# States by rising weight: a cell for several blocks shows the heaviest one, so that none is overlooked.
 FREE, CACHED, USED, SHARED = range(4)
 NAMES = ("free", "cached", "used", "shared")
 CHARACTERS = "·o█#"
@@ -16,9 +16,17 @@ STYLES = ("bright_black", "blue", "green", "magenta")
 
 
 def states(columns: BlockColumns, base: int, count: int) -> npt.NDArray[np.int8]:
-    """The state of each block of a pool, [count] int8; fewer where the tables have no more of them.
+    """Return the state of each block of a pool.
 
-    A block without holders that is still charged to a tenant is cached, or free as soon as the present step is over.
+    A block without holders that is still charged to a tenant is cached, or becomes free after the present step.
+
+    Args:
+        columns: The blocks.
+        base: The id of the pool's first block.
+        count: The number of its blocks.
+
+    Returns:
+        [count] int8; fewer if the tables hold fewer.
     """
     refcount, owner = columns.refcount[base : base + count], columns.owner[base : base + count]
     found = np.where(owner != 0, CACHED, FREE).astype(np.int8)
@@ -28,7 +36,15 @@ def states(columns: BlockColumns, base: int, count: int) -> npt.NDArray[np.int8]
 
 
 def scaled(found: npt.NDArray[np.int8], cells: int) -> tuple[npt.NDArray[np.int8], int]:
-    """At most `cells` cells, [n] int8, and how many blocks each stands for (the last one perhaps for fewer)."""
+    """Reduce the map to a number of cells.
+
+    Args:
+        found: [blocks] int8.
+        cells: The largest number of cells.
+
+    Returns:
+        The cells [n] int8, and the number of blocks per cell (the last one may stand for fewer).
+    """
     each = max(1, -(-found.size // max(1, cells)))
     if not found.size:
         return found, each
@@ -36,7 +52,7 @@ def scaled(found: npt.NDArray[np.int8], cells: int) -> tuple[npt.NDArray[np.int8
 
 
 def rows(cells: npt.NDArray[np.int8], width: int) -> list[list[tuple[int, int]]]:
-    """Lines of the map: each a list of runs (state, length)."""
+    """Return the lines of the map, each a list of runs (state, length)."""
     lines = []
     for start in range(0, cells.size, width):
         line = cells[start : start + width]

@@ -1,4 +1,4 @@
-"""Rows of cells with a heading, in columns as wide as what is in them."""
+"""Aligns rows of cells under a heading, in columns as wide as their content."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ GAP = "  "
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Lines of one width for each column.
+    """Return one line per row, with columns of equal width.
 
     Args:
-        rows: the heading first; all with the same number of cells.
-        right: columns of numbers, which are aligned to the right.
+        rows: The heading first; all with the same number of cells.
+        right: Indices of columns to align to the right.
     """
     *columns, last = zip(*rows, strict=True)
     widths = [min(CELL_MAX, max(map(cell_len, column))) for column in columns]

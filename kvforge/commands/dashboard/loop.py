@@ -1,4 +1,4 @@
-"""The loop of the full screen: reads the tables, draws, takes keys, and goes on with a coordinator that comes back."""
+"""The loop of the full screen: reads the tables, draws, handles keys, and follows a coordinator that restarts."""
 
 from __future__ import annotations
 
@@ -23,19 +23,33 @@ Rates = Callable[[Mapping[str, int] | None, Mapping[str, int]], Mapping[str, flo
 
 
 class Loop:
-    """Runs until a key ends it. rates, clock: of the lines, so that both say the same."""
+    """Runs until a key ends it.
+
+    Args:
+        folder: The runtime folder.
+        every_s: The time between refreshes, in seconds.
+        rates: Computes rates, as for the printed lines.
+        clock: Formats the uptime, as for the printed lines.
+    """
 
     def __init__(self, folder: Path, every_s: float, rates: Rates, clock: Callable[[int], str]) -> None:
         self._folder, self._every_s = folder, every_s
         self._rates, self._clock = rates, clock
-        self._tables = Tables(folder)  # said in a line where nobody is there, before the screen is taken
+        self._tables = Tables(folder)  # raises before the full screen starts if there is no coordinator
         self._before: dict[str, int] | None = None
         self._selected = 0
         self._paused = self._help = False
 
     def run(self, connection: Mapping[str, Any]) -> None:
-        """connection: of the client that asks. Raises what the client and the terminal raise; the terminal is restored
-        on every way out."""
+        """Run the full screen. The terminal is restored in any case.
+
+        Args:
+            connection: The arguments of the client.
+
+        Raises:
+            KvforgeError: An error of the client.
+            OSError: An error of the terminal.
+        """
         asyncio.run(self._run(connection))
 
     async def _run(self, connection: Mapping[str, Any]) -> None:
@@ -58,7 +72,7 @@ class Loop:
             if self._press(keys, seen.told):
                 return
             if rounds.done():
-                rounds.result()  # raises what ended them
+                rounds.result()  # raises the error that ended the rounds
             asking.selected, asking.paused = self._selected, self._paused
             if time.monotonic() >= due:
                 due = time.monotonic() + self._every_s
@@ -66,7 +80,7 @@ class Loop:
             seen = replace(seen, selected=self._selected, paused=self._paused, help=self._help)
 
     def _press(self, keys: list[str], told: Told) -> bool:
-        """Whether a key ends it."""
+        """Handle keys; return whether one of these ends the loop."""
         for key in keys:
             if key in ("q", "Q"):
                 return True
@@ -86,7 +100,7 @@ class Loop:
             self._selected = ids[max(0, min(len(ids) - 1, ids.index(self._selected) + step))]
 
     def _look(self, told: Told) -> Seen:
-        """What the tables hold now; what they last held, and that they are of a dead coordinator, where one is away."""
+        """Return the current state of the tables, or the last state and a notice if the coordinator is away."""
         problem = ""
         if self._tables.ended():
             problem = f"the coordinator is gone (process {self._tables.pid}); waiting for it"
@@ -95,7 +109,7 @@ class Loop:
                 if found.alive:
                     self._tables, self._before, problem = found, None, ""
         before = self._before
-        with suppress(DeadlineExceeded):  # it was killed while it wrote them
+        with suppress(DeadlineExceeded):  # the coordinator was killed during a write
             self._before = self._tables.gauges()
         now = self._before or dict.fromkeys(("requests_running", "requests_pending", "sequences", "uptime_us"), 0)
         ends = [pool.base + pool.blocks for pool in told.stats.pools] if told.stats is not None else []

@@ -1,4 +1,4 @@
-"""The terminal as a full screen: its other page, keys without Enter, and all as it was on whichever way out."""
+"""The terminal as a full screen: alternate page, keys without Enter, restored in any case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS = {"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down", "k":
 
 
 class Terminal:
-    """Takes the terminal of standard input and output while it is entered. Ctrl-C stays a signal."""
+    """Takes over the terminal of standard input and output while entered. Ctrl-C stays a signal."""
 
     def __enter__(self) -> Self:
         self._input = sys.stdin.fileno()
@@ -37,13 +37,19 @@ class Terminal:
         self._write(LEAVE)
 
     def size(self) -> tuple[int, int]:
-        """Columns and lines, as they are now."""
+        """Return the current number of columns and lines."""
         found = os.get_terminal_size(sys.stdout.fileno())
         return max(1, found.columns), max(1, found.lines)
 
     async def keys(self, wait_s: float) -> list[str]:
-        """What was pressed: waits for the first key, `wait_s` seconds at most. `up` and `down` are arrows; "q" where
-        nobody can press a key any more."""
+        """Wait for keys, and return those pressed.
+
+        Args:
+            wait_s: The limit for the first key, in seconds.
+
+        Returns:
+            The keys; `up` and `down` are arrows, "q" stands for a closed input.
+        """
         loop, pressed = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._input, pressed.set)
         try:
@@ -67,7 +73,7 @@ class Terminal:
         return found
 
     def show(self, lines: list[str]) -> None:
-        """Draws lines over what is there; nothing flickers, since nothing is cleared first."""
+        """Draw lines over the previous ones. Nothing is cleared first, so that nothing flickers."""
         self._write(HOME + f"{TO_END_OF_LINE}\n".join(lines) + TO_END_OF_LINE + TO_END)
 
     def _write(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What the full screen says: lines of styled text for what is known now, fitted to any size."""
+"""The content of the full screen: lines of styled text for the current state, fitted to any size."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ HEAD, FOOT = 2, 1
 WHY_LINES = 3
 HELP = (
     "q, Ctrl-C   leave",
-    "up, down    select a request (also k, j): all of why it waits",
-    "p           pause: what is shown stays",
+    "up, down    select a request (also k, j): shows why it waits",
+    "p           pause: freeze the screen",
     "h, ?        this help",
     "",
     *(f"{character} {name}" for character, name in zip(cells.CHARACTERS, cells.NAMES, strict=True)),
     "",
     "Where there are more blocks than cells, a cell shows the busiest of",
-    "its blocks. What the tables hold is read, without a message; the rest",
-    "is asked for once a second.",
+    "its blocks. Numbers and blocks come from the shared tables; the rest",
+    "is queried once a second.",
 )
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known at one moment. gauges: of the tables, rates: by name, None where they are not known yet.
+    """The state at one moment.
 
-    selected: a request's id, 0: none. problem: why it is not newer, "" where it is.
+    Attributes:
+        gauges: The gauges of the tables.
+        rates: Rates by name, None if unknown.
+        selected: A request's id, 0 for none.
+        problem: Why the state is outdated, "" if it is not.
     """
 
     gauges: Mapping[str, int]
@@ -53,7 +57,12 @@ class Seen:
 
 
 class View:
-    """Draws what is seen. colour: None asks the environment (NO_COLOR, TERM); plain: no character outside ASCII."""
+    """Draws the state.
+
+    Args:
+        colour: None follows the environment (NO_COLOR, TERM).
+        plain: Use ASCII characters only.
+    """
 
     def __init__(self, *, colour: bool | None = None, plain: bool = False) -> None:
         self._console = Console(
@@ -67,12 +76,12 @@ class View:
         self._more = "..." if plain else "…"
 
     def lines(self, seen: Seen, width: int, height: int) -> list[str]:
-        """At most `height` lines of at most `width` columns, with escape sequences for their styles."""
+        """Return at most `height` lines of at most `width` columns, with escape sequences for their styles."""
         texts = self.texts(seen, width, height)
         return [self._rendered(text, width) for text in texts]
 
     def texts(self, seen: Seen, width: int, height: int) -> list[Text]:
-        """The same before it is rendered."""
+        """Return the same lines before rendering."""
         body = height - HEAD - FOOT
         head = self._head(seen)
         if seen.help:
@@ -121,7 +130,7 @@ class View:
         return lines
 
     def _map(self, seen: Seen, pools: Sequence[PoolStats], width: int, room: int) -> list[Text]:
-        """A heading for each pool and its cells below, as many lines each as the room allows."""
+        """Return a heading and cells for each pool, sharing the lines equally."""
         if not pools:
             return [Text("no pools: no worker is ready", "yellow")][:room]
         lines: list[Text] = []
@@ -210,7 +219,7 @@ UNITS = {"tokens_per_s": "tokens/s", "steps_per_s": "steps/s"}
 
 
 def listed(told: Told) -> list[RequestRow]:
-    """The requests that are shown, in their order: those that wait first, the oldest of each state first."""
+    """Return the shown requests in order: waiting ones first, the oldest of each state first."""
     alive = [row for row in told.requests if row.state not in ENDED]
     return sorted(alive, key=lambda row: (row.state == "running", -row.age_us))
 
@@ -220,7 +229,7 @@ def _sizes(sections: Mapping[str, Sequence[Text]]) -> dict[str, int]:
 
 
 def _shared_out(wanted: Mapping[str, int], room: int) -> dict[str, int]:
-    """Lines for each section: one at a time in turn, until all have what they want or there are no more."""
+    """Distribute lines to the sections, one at a time in turn; the map gets the rest."""
     given = dict.fromkeys(wanted, 0)
 
     while room and (hungry := [name for name in wanted if given[name] < wanted[name]]):
@@ -231,7 +240,7 @@ def _shared_out(wanted: Mapping[str, int], room: int) -> dict[str, int]:
 
 
 def _table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[Text]:
-    """Lines of aligned cells below their heading."""
+    """Return lines of aligned cells below their heading."""
     head, *lines = aligned(rows, right)
     return [Text(f"  {head}", "bold dim"), *(Text(f"  {line}") for line in lines)]
 

@@ -130,7 +130,7 @@ def test_without_a_tokenizer_a_request_stays_with_whoever_reads_it(run: Any, fol
         status, out, err = run(*base, "attach", out.strip())
         assert (status, out) == (exits.USAGE, "")
         one_sentence(err)
-        assert "tokenizer: no worker has said which model it serves" in err
+        assert "tokenizer: no worker has reported its model yet" in err
         fake.expect("GetHealth")
         assert "Attach" not in fake.seen()
 
@@ -144,7 +144,7 @@ def test_health_for_probes(folder: Path, run: Any) -> None:
         status, out, err = run(*base)  # the third query: ready from now on
         assert (status, err) == (0, "")
         assert out == (
-            "live: yes\nready: yes\n  w0  pid 1  ready  17 steps, 2.5 s on the one it works on\n"
+            "live: yes\nready: yes\n  w0  pid 1  ready  17 steps, 2.5 s on the current one\n"
             "    device memory: weights 3 GiB, pool 5 MiB, other 1000 B\n"
             "    prefill: Triton, portable: this device is no Hopper\n"
         )
@@ -263,8 +263,8 @@ def test_explain_prints_the_sentences(run: Any, shared: Running, subject: str, n
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["request", "x"], "request: 'x' is not the number of a request, like 17"),
-        (["block", "-1"], "block: '-1' is not the number of a block"),
+        (["request", "x"], "request: 'x' is not a number of a request, like 17"),
+        (["block", "-1"], "block: '-1' is not a number of a block"),
         (["request", "4242"], "there is no request 4242"),
         (["requests", "1"], "did you mean request?"),
         (["request"], "the following arguments are required: ID"),

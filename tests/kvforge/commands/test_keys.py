@@ -49,11 +49,11 @@ def test_an_api_key_may_generate_and_no_more_where_nothing_is_said(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["api", "--rights", "submit"], "--rights: holds 'submit'; there are generate, see, admin"),
-        (["client", "--rights", "generate"], "--rights: holds 'generate'; there are submit, read, admin"),
+        (["api", "--rights", "submit"], "--rights: holds 'submit'; expected generate, see, admin"),
+        (["client", "--rights", "generate"], "--rights: holds 'generate'; expected submit, read, admin"),
         (["client", "--rights", ""], "--rights: holds ''"),
         (["api", "--tenant", "*"], "--tenant: is *"),
-        (["worker", "--tenant", "a"], "--tenant: is for a client or an API key"),
+        (["worker", "--tenant", "a"], "--tenant: applies to a client or an API key"),
     ],
 )
 def test_what_nobody_would_take_is_refused_before_there_is_a_file(
