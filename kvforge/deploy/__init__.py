@@ -1,9 +1,9 @@
-"""`kvforge deploy`: puts the service in place under systemd, and says what is wrong with one that is in place.
+"""`kvforge deploy`: installs the service under systemd, and checks an installed one.
 
-Its law: what is to be done is said before it is done, and only what is missing is done; nothing that somebody edited is
-overwritten. It knows of coordinator and worker no more than their command lines and configuration files. A check
-changes nothing.
+Each action is announced before it happens, and only missing parts are installed; files that a user edited are never
+overwritten. The package uses only the command lines and configuration files of coordinator and worker. A check changes
+nothing.
 
-From outside: `install.install`, with the `Wishes` it takes, and `check.check`. `files` is the folder deploy/ of the
-repository, by a link: the units and example configurations, which are a part of the package.
+Other code uses `install.install`, with its `Wishes`, and `check.check`. `files` is a link to the folder deploy/ of the
+repository: the units and example configurations, which are part of the package.
 """

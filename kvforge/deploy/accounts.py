@@ -1,4 +1,4 @@
-"""Users and groups of a system that may not be the one that runs: read from its own files."""
+"""Reads users and groups of a system, which may be an image, from its own files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .places import USER, Places
 
 @dataclass(frozen=True)
 class Account:
-    """The service's user: ids, and the names of the groups that it is a member of."""
+    """The service's user: its ids, and the names and ids of its groups."""
 
     uid: int
     gid: int
@@ -21,7 +21,7 @@ class Account:
 
 
 def account(places: Places, name: str = USER) -> Account | None:
-    """The user, or None where there is none."""
+    """Return the user, or None if there is none."""
     if places.here:
         with suppress(KeyError):
             user = pwd.getpwnam(name)
@@ -41,7 +41,7 @@ def account(places: Places, name: str = USER) -> Account | None:
 
 
 def _rows(places: Places, table: str) -> list[list[str]]:
-    """/etc/passwd or /etc/group, line by line."""
+    """Return the lines of /etc/passwd or /etc/group, split into fields."""
     with suppress(OSError):
         lines = places.of(f"/etc/{table}").read_text(encoding="utf-8").splitlines()
         return [row for line in lines if len(row := line.split(":")) >= 4]

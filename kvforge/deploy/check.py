@@ -1,4 +1,4 @@
-"""Looks at a service that is in place: what is wrong, and what to do. Changes nothing."""
+"""Checks an installed service and suggests remedies. Changes nothing."""
 
 from __future__ import annotations
 
@@ -28,9 +28,13 @@ STATE_BYTES_MIN = 1 << 30  # a journal grows until its next snapshot
 
 
 def check(places: Places) -> list[Finding]:
-    """All that was found, in the order in which it should be mended. Raises Unavailable."""
+    """Return all findings, in the order in which to fix them.
+
+    Raises:
+        Unavailable: The caller is not root.
+    """
     if places.here and os.geteuid() != 0:
-        raise Unavailable("only root sees all that is to be looked at: use sudo")
+        raise Unavailable("the check needs root to see all files: use sudo")
     user = account(places)
     return [
         *_check_kernel(),
@@ -49,7 +53,7 @@ def _check_kernel() -> list[Finding]:
     release = platform.release()
     numbers = tuple(map(int, re.findall(r"\d+", release)[:2]))
     if numbers < KERNEL_MIN:
-        return [wrong(f"the kernel is {release}", "5.3 is the oldest in which a hung worker can be ended safely")]
+        return [wrong(f"the kernel is {release}", "5.3 or later is needed to end a hung worker safely")]
     return [good(f"kernel {release}")]
 
 
@@ -60,7 +64,7 @@ def _check_user(user: Account | None) -> list[Finding]:
 
 
 def _check_environment(places: Places, user: Account | None) -> list[Finding]:
-    """That the service's Python starts as the service's user, and has this kvforge."""
+    """Check that the service's Python starts as the service's user and has this version of kvforge."""
     from kvforge import __version__
 
     python = places.of(PYTHON)
@@ -74,10 +78,10 @@ def _check_environment(places: Places, user: Account | None) -> list[Finding]:
     if done.status != OK:
         return [wrong(f"{python} cannot run kvforge as {USER}: {done.last_words}", INSTALL)]
     version, _, python_version = done.output.strip().partition(" ")
-    told = f"{python}: Python {python_version}, kvforge {version}"
+    fact = f"{python}: Python {python_version}, kvforge {version}"
     if version != __version__:
-        return [warning(f"{told}, and this is kvforge {__version__}", INSTALL)]
-    return [good(told)]
+        return [warning(f"{fact}; this is kvforge {__version__}", INSTALL)]
+    return [good(fact)]
 
 
 def _check_coordinator(places: Places, user: Account | None) -> list[Finding]:
@@ -87,15 +91,15 @@ def _check_coordinator(places: Places, user: Account | None) -> list[Finding]:
         return findings
     runtime, state = Path(meaning["runtime_dir"]), Path(meaning["state_dir"])
     if runtime != RUNTIME_DIR:
-        told = f"{path}: runtime_dir is {runtime}, and the unit makes {RUNTIME_DIR} and lets it write nowhere else"
-        findings.append(wrong(told, f'set runtime_dir = "{RUNTIME_DIR}", or say RuntimeDirectory= in a drop-in'))
+        told = f"{path}: runtime_dir is {runtime}, but the unit creates {RUNTIME_DIR} and allows no other"
+        findings.append(wrong(told, f'set runtime_dir = "{RUNTIME_DIR}", or RuntimeDirectory= in a drop-in'))
     if state != STATE_DIR:
-        told = f"{path}: state_dir is {state}, and the unit makes {STATE_DIR}"
-        remedy = f'set state_dir = "{STATE_DIR}", or say ReadWritePaths={state} in a drop-in'
+        told = f"{path}: state_dir is {state}, but the unit creates {STATE_DIR}"
+        remedy = f'set state_dir = "{STATE_DIR}", or ReadWritePaths={state} in a drop-in'
         findings.append(warning(told, remedy))
     if meaning.get("on_stop") == "drain":
-        told = f"{path}: with on_stop = drain a restart of the coordinator hands back what runs, and stops the workers"
-        findings.append(warning(told, 'set on_stop = "keep"; when all is stopped, kvforge-drain.service drains'))
+        told = f"{path}: with on_stop = drain a restart of the coordinator hands requests back and stops the workers"
+        findings.append(warning(told, 'set on_stop = "keep"; kvforge-drain.service drains when all services stop'))
     findings += check_file_system("runtime_dir", places.of(runtime), int(meaning["tables_bytes"]), lasting=False)
     findings += check_file_system("state_dir", places.of(state), STATE_BYTES_MIN, lasting=True)
     return findings
@@ -125,13 +129,13 @@ def _check_workers(places: Places, user: Account | None) -> list[Finding]:
             findings.append(wrong(told_dir, f'set runtime_dir = "{RUNTIME_DIR}"'))
     for name, missing in ranks.items():
         if missing:
-            absent = f"of worker {name!r} rank {', '.join(map(str, sorted(missing)))} is not configured"
-            findings.append(wrong(absent, f"its ranks wait for it: give it a file in {places.configuration}"))
+            absent = f"worker {name!r}: rank {', '.join(map(str, sorted(missing)))} is not configured"
+            findings.append(wrong(absent, f"the other ranks wait for it: add its file to {places.configuration}"))
     return findings
 
 
 def _check_gateway(places: Places, user: Account | None) -> list[Finding]:
-    """Its file is there from the installation on, also where HTTP is not wanted."""
+    """Check the gateway's file, which is installed even if HTTP is not used."""
     path = places.configuration / "gateway.toml"
     meaning, findings = _meaning(places, "gateway", path, user)
     if meaning is not None and meaning["runtime_dir"] not in ("", str(RUNTIME_DIR)):
@@ -143,7 +147,7 @@ def _check_gateway(places: Places, user: Account | None) -> list[Finding]:
 def _meaning(
     places: Places, role: str, path: Path, user: Account | None
 ) -> tuple[dict[str, Any] | None, list[Finding]]:
-    """What the role itself makes of its configuration, as the user that it will be: with its own loaders."""
+    """Return the configuration as the role itself loads it, running as the service's user."""
     if not path.exists():
         return None, [wrong(f"{path} is missing", INSTALL)]
     try:
@@ -159,8 +163,8 @@ def _meaning(
 
 
 def _remedy(role: str) -> str:
-    fetch = f"; a known model is fetched with `sudo -u {USER} env KVFORGE_CACHE_DIR={CACHE_DIR} kvforge pull NAME`"
-    return f"mend it and check again{fetch if role == 'worker' else ''}"
+    fetch = f"; to fetch a known model: `sudo -u {USER} env KVFORGE_CACHE_DIR={CACHE_DIR} kvforge pull NAME`"
+    return f"fix it and check again{fetch if role == 'worker' else ''}"
 
 
 def _run(python: Path, user: Account | None, *arguments: str) -> Outcome:

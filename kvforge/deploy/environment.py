@@ -1,8 +1,8 @@
-"""The virtual environment that the units start, with the kvforge that runs now and what it needs.
+"""The virtual environment that the units start, with this version of kvforge and its dependencies.
 
-Each is made beside those before it, and is found by a link that is replaced when all of it is there. Whatever runs goes
-on with the files that it was started from: it took the link for the folder at its start (`PINNED`), so that what it
-imports late is of its own environment. That one is removed by a later installation, when nothing uses it any more.
+Each environment is built beside the earlier ones; a link to the current one is replaced once the new one is complete. A
+running process keeps the files of its own environment, even for late imports, because it resolves the link at its start
+(`PINNED`). A later installation removes an old environment once no process uses it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .program import must
 from .step import Record, Step
 from .wheel import Wheel
 
-EXTRAS = "worker,gateway,tcp"  # tcp: [tcp] of the coordinator works in every environment, after an upgrade too
+EXTRAS = "worker,gateway,tcp"  # tcp: the coordinator's [tcp] works in every environment, even after an upgrade
 VENV = "environment"  # its name in the record
-# Read by Python when it starts, as all .pth files beside its packages are, in the order of their names.
+# Python reads the .pth files beside its packages at its start, in the order of their names.
 PIN = "zz-kvforge-pin.pth"
 PINNED = "; ".join(
     [
@@ -46,8 +46,12 @@ HIDDEN = ("/root", "/home", "/run/user")  # from services, by ProtectHome=
 
 @dataclass(frozen=True)
 class Python:
-    """path: the interpreter that the environment is made of. pip: arguments of `pip install`, as `--index-url=...`.
-    system_packages: whether what is installed beside the interpreter is used (a ROCm build of torch).
+    """The Python for the environment.
+
+    Attributes:
+        path: The interpreter that the environment is created from.
+        pip: Arguments of `pip install`, such as `--index-url=...`.
+        system_packages: Whether to use packages installed for the interpreter (a ROCm build of torch).
     """
 
     path: Path
@@ -55,27 +59,29 @@ class Python:
     system_packages: bool = False
 
     def check(self) -> None:
-        """Raises InvalidConfiguration where services could not start it."""
+        """Check that services can start the interpreter.
+
+        Raises:
+            InvalidConfiguration: They cannot.
+        """
         real = self.path.resolve()
         if not os.access(real, os.X_OK):
             raise InvalidConfiguration("--python", f"{self.path} cannot be started")
         if any(real.is_relative_to(folder) for folder in HIDDEN):
-            problem = f"{real} is in a home folder, where services see nothing"
+            problem = f"{real} is in a home folder, which services cannot see"
             raise InvalidConfiguration("--python", f"{problem}: name another one, such as /usr/bin/python3")
 
 
 def own_python() -> Path:
-    """The interpreter that this one's environment was made of, if it is in one."""
+    """Return the interpreter that this one's environment was created from, if it is in one."""
     return Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def environment(places: Places, python: Python, record: Record) -> list[Step]:
-    """Steps that bring the environment to the kvforge that runs."""
+    """Return the steps that bring the environment to this version of kvforge."""
     wheel = Wheel()
     wanted = _digest(wheel, python)
-    steps = [
-        Step(f"remove the environment {old}, which nothing uses", partial(shutil.rmtree, old)) for old in _left(places)
-    ]
+    steps = [Step(f"remove the unused environment {old}", partial(shutil.rmtree, old)) for old in _left(places)]
     if (places.venv / "bin" / "pip").exists() and record.get(VENV) == wanted:
         return steps
     made = places.environments / str(1 + max(map(_number, _all(places)), default=0))
@@ -83,14 +89,14 @@ def environment(places: Places, python: Python, record: Record) -> list[Step]:
     fill = partial(_fill, places, made, python, wheel)
     return [
         *steps,
-        Step(f"make the environment {made} of {python.path}", partial(must, [*command, made])),
-        Step(f"install kvforge {wheel.version} and what it needs in {made}", fill),
-        Step(f"make {places.venv} a link to it", partial(_switch, places, made, record, wanted)),
+        Step(f"create the environment {made} from {python.path}", partial(must, [*command, made])),
+        Step(f"install kvforge {wheel.version} and its dependencies in {made}", fill),
+        Step(f"link {places.venv} to it", partial(_switch, places, made, record, wanted)),
     ]
 
 
 def _all(places: Places) -> list[Path]:
-    """Every environment, those that were not finished too."""
+    """Return all environments, including unfinished ones."""
     return [path for path in places.environments.glob("*") if path.name.isdecimal()]
 
 
@@ -99,14 +105,14 @@ def _number(path: Path) -> int:
 
 
 def _left(places: Places) -> list[Path]:
-    """Those that services do not start any more, and that no process has anything of."""
+    """Return the environments that services no longer start and no process uses."""
     current = places.venv.resolve()
     before = [path for path in _all(places) if path.resolve() != current]
     return sorted(path for path in before if not (places.here and _in_use(path)))
 
 
 def _in_use(folder: Path) -> bool:
-    """Whether a process has mapped a file of it: a Python that has imported numpy has."""
+    """Return whether a process has mapped a file of the folder, as any Python that imported numpy has."""
     inside = os.fsencode(folder) + b"/"
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
@@ -134,7 +140,7 @@ def _fill(places: Places, made: Path, python: Python, wheel: Wheel) -> None:
 
 
 def _torch(python: Python) -> list[str]:
-    """The release of torch to install: the one beside this kvforge, else TORCH. Empty where the caller chooses it."""
+    """Return the release of torch to install: the installed one, else TORCH. Empty if the caller chooses it."""
     if python.system_packages or any(TORCH_REQUIREMENT.match(each) for each in python.pip):
         return []
     try:
@@ -144,7 +150,7 @@ def _torch(python: Python) -> list[str]:
 
 
 def _rebase(places: Places, made: Path) -> None:
-    """Programs in the environment name its interpreter where it will be, and not where it was made."""
+    """Replace the folder of an image in scripts by the folder at run time."""
     here, will_be = os.fsencode(made), os.fsencode(Path("/") / made.relative_to(places.root))
     for path in [*(made / "bin").iterdir(), made / "pyvenv.cfg"]:
         if path.is_symlink() or not path.is_file():
@@ -158,17 +164,17 @@ def _rebase(places: Places, made: Path) -> None:
 
 
 def _switch(places: Places, made: Path, record: Record, wanted: str) -> None:
-    """What is started from now on is started from there."""
+    """Point the link to the new environment."""
     link = places.venv.with_name(f"{places.venv.name}.part")
     link.unlink(missing_ok=True)
     link.symlink_to(made.relative_to(places.venv.parent))
-    if places.venv.is_dir() and not places.venv.is_symlink():  # as an earlier kvforge made it: with no other beside it
+    if places.venv.is_dir() and not places.venv.is_symlink():  # a folder: created by an earlier kvforge
         places.venv.rename(places.environments / "0")
     link.replace(places.venv)
     record.note(VENV, wanted)
 
 
 def _digest(wheel: Wheel, python: Python) -> str:
-    """Of all that decides what is in the environment."""
+    """Return a digest of all that determines the content of the environment."""
     parts = [wheel.digest, str(python.path), str(python.system_packages), *python.pip, *_torch(python)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

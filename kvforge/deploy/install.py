@@ -1,4 +1,4 @@
-"""Puts the service in place: user, folders, environment, configuration, units. What is there already is left alone."""
+"""Installs the service: user, folders, environment, configuration, units. Existing parts are left alone."""
 
 from __future__ import annotations
 
@@ -28,8 +28,12 @@ SYSTEMD_RUNS = Path("/run/systemd/system")
 
 @dataclass(frozen=True)
 class Wishes:
-    """instances: a worker for each of these devices (`gpu0`, `gpu1`, `cpu`). model: what they serve; None: what they
-    do already, else the example's. python: None: no environment is made, another hand does that.
+    """The options of an installation.
+
+    Attributes:
+        instances: The devices that get a worker each (`gpu0`, `gpu1`, `cpu`).
+        model: The model that they serve; None: unchanged, else the example's.
+        python: The Python for the environment; None: create no environment.
     """
 
     instances: tuple[str, ...]
@@ -37,7 +41,11 @@ class Wishes:
     python: Python | None = None
 
     def check(self) -> None:
-        """Raises InvalidConfiguration."""
+        """Check the options.
+
+        Raises:
+            InvalidConfiguration: Names a wrong option.
+        """
         for instance in self.instances:
             if INSTANCE.fullmatch(instance) is None:
                 raise InvalidConfiguration("--worker", f"is {instance!r}; it must be cpu, or gpu0, gpu1 and so on")
@@ -46,14 +54,17 @@ class Wishes:
 
 
 def instances(places: Places, named: Sequence[str]) -> tuple[str, ...]:
-    """Those that are meant: the ones that are named, else that are configured, else what this machine has."""
+    """Return the instances to install: the named ones, else the configured ones, else one per device."""
     configured = [instance for instance, _ in places.workers() if INSTANCE.fullmatch(instance)]
     return tuple(dict.fromkeys(named or configured)) or devices()
 
 
 def model_path(model: str | None) -> str | None:
-    """A model as the service's configuration names it. Raises InvalidConfiguration for a path that services do not
-    see."""
+    """Return a model as the service's configuration names it.
+
+    Raises:
+        InvalidConfiguration: The path is not visible to services.
+    """
     if model is None:
         return None
     path = Path(model).expanduser()
@@ -63,27 +74,38 @@ def model_path(model: str | None) -> str | None:
         return model
     if any(path.is_relative_to(folder) for folder in HIDDEN):
         raise InvalidConfiguration(
-            "--model", f"{path} is in a home folder, where services see nothing: put it elsewhere"
+            "--model", f"{path} is in a home folder, which services cannot see: put it elsewhere"
         )
     return str(path)
 
 
 def devices(root: Path = Path("/dev")) -> tuple[str, ...]:
-    """The instances for what this machine has: one for each GPU, else the CPU."""
+    """Return the instances for this machine: one for each GPU, else the CPU."""
     nvidia = len(list(root.glob(DEVICE_FILES["cuda"][0])))
     amd = len(list(root.glob("dri/renderD*"))) if (root / "kfd").exists() else 0
     return tuple(f"gpu{index}" for index in range(nvidia or amd)) or ("cpu",)
 
 
 def install(places: Places, wishes: Wishes, say: Callable[[str], None], *, dry_run: bool) -> int:
-    """Does what is missing and says each step before. dry_run: says them alone. Returns how many there were to do.
+    """Install missing parts, and announce each step.
 
-    Raises InvalidConfiguration, Unavailable.
+    Args:
+        places: The files of the service.
+        wishes: The options.
+        say: Takes one line.
+        dry_run: Only announce the steps.
+
+    Returns:
+        The number of steps.
+
+    Raises:
+        InvalidConfiguration: Names a wrong option.
+        Unavailable: The caller is not root, or a step failed.
     """
     wishes.check()
     if places.here and os.geteuid() != 0 and not dry_run:
-        raise Unavailable("only root can put the service in place: use sudo, or --root DIR to make it elsewhere")
-    count, mask = 0, os.umask(0o022)  # the service's user has to read what is made
+        raise Unavailable("only root can install the service: use sudo, or --root DIR for a system image")
+    count, mask = 0, os.umask(0o022)  # the service's user must be able to read the files
     try:
         for step in chain.from_iterable(_parts(places, wishes, Record(places))):
             if step.act is None:
@@ -102,7 +124,7 @@ def install(places: Places, wishes: Wishes, say: Callable[[str], None], *, dry_r
 
 
 def _parts(places: Places, wishes: Wishes, record: Record) -> Iterator[list[Step]]:
-    """Each is asked for what is missing when the one before is done."""
+    """Yield the missing steps of each part, evaluated after the previous part is done."""
     yield place(places.sysusers, _packaged("sysusers.d/kvforge.conf"), EVERYBODY, record)
     yield _users(places)
     yield place(places.tmpfiles, _packaged("tmpfiles.d/kvforge.conf"), EVERYBODY, record)
@@ -114,11 +136,11 @@ def _parts(places: Places, wishes: Wishes, record: Record) -> Iterator[list[Step
     changed = any(step.act is not None for step in units)
     yield units
     if changed and places.here and SYSTEMD_RUNS.exists():
-        yield [Step("have systemd read its units again", partial(must, ["systemctl", "daemon-reload"]))]
+        yield [Step("reload systemd's units", partial(must, ["systemctl", "daemon-reload"]))]
 
 
 def _packaged(name: str) -> bytes:
-    """A file of deploy/, as it came with this kvforge."""
+    """Return a file of deploy/ of this kvforge."""
     return (FILES / name).read_bytes()
 
 
@@ -126,12 +148,12 @@ def _users(places: Places) -> list[Step]:
     found = account(places)
     if found is not None and set(GPU_GROUPS) <= set(found.groups):
         return []
-    what = f"make the user {USER}" if found is None else f"make the user {USER} a member of {' and '.join(GPU_GROUPS)}"
+    what = f"create the user {USER}" if found is None else f"add the user {USER} to {' and '.join(GPU_GROUPS)}"
     return [Step(what, partial(must, _systemd("systemd-sysusers", places)))]
 
 
 def _folders(places: Places) -> list[Step]:
-    """What tmpfiles.d/kvforge.conf says, where it is not so."""
+    """Return the step that creates the folders of tmpfiles.d/kvforge.conf, if one is missing or differs."""
     found = account(places)
     service = Owner(0, 0, 0) if found is None else Owner(found.uid, found.gid, 0)
     wanted = {
@@ -142,7 +164,7 @@ def _folders(places: Places) -> list[Step]:
     if all(path.is_dir() and owner.holds(path) for path, owner in wanted.items()):
         return []
     names = ", ".join(map(str, wanted))
-    return [Step(f"make the folders {names}", partial(must, [*_systemd("systemd-tmpfiles", places), "--create"]))]
+    return [Step(f"create the folders {names}", partial(must, [*_systemd("systemd-tmpfiles", places), "--create"]))]
 
 
 def _systemd(program: str, places: Places) -> list[str | Path]:
@@ -151,7 +173,7 @@ def _systemd(program: str, places: Places) -> list[str | Path]:
 
 def _configuration(places: Places, wishes: Wishes, record: Record) -> list[Step]:
     found = account(places)
-    owner = Owner(0, 0 if found is None else found.gid, 0o640)  # there may be keys in it one day
+    owner = Owner(0, 0 if found is None else found.gid, 0o640)  # it may hold keys later
     steps = place(places.configuration / "coordinator.toml", _packaged("coordinator.toml"), owner, record)
     steps += place(places.configuration / "gateway.toml", _packaged("gateway.toml"), owner, record)
     for instance in wishes.instances:
@@ -161,14 +183,14 @@ def _configuration(places: Places, wishes: Wishes, record: Record) -> list[Step]
 
 
 def _served(path: Path) -> str | None:
-    """The model that a worker's configuration names; None where it names none, or cannot be read."""
+    """Return the model in a worker's configuration; None if it has none or cannot be read."""
     with suppress(OSError, ValueError, KeyError):
         return str(tomllib.loads(path.read_text(encoding="utf-8"))["model"])
     return None
 
 
 def worker_file(instance: str, model: str | None) -> bytes:
-    """The example configuration for one device."""
+    """Return the example configuration for one device."""
     found = INSTANCE.fullmatch(instance)
     assert found is not None, "checked before"
     said = {"name": f'"{instance}"', "device_index": found[1] or "0"}
@@ -179,5 +201,5 @@ def worker_file(instance: str, model: str | None) -> bytes:
     text = _packaged("worker.toml").decode()
     for key, value in said.items():
         text, count = re.subn(rf"^{key} = \S+ *", lambda _: f"{key} = {value}".ljust(34), text, flags=re.MULTILINE)  # noqa: B023
-        assert count == 1, f"worker.toml says {key} {count} times"
+        assert count == 1, f"worker.toml has {key} {count} times"
     return text.encode()

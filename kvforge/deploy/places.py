@@ -1,4 +1,4 @@
-"""Where the service lives. Units, configuration and this file must say the same: a test compares them."""
+"""Paths of the service. A test checks that units and configuration use the same ones."""
 
 from __future__ import annotations
 
@@ -23,49 +23,55 @@ WORKER_PATTERN = "worker-*.toml"
 
 @dataclass(frozen=True)
 class Places:
-    """The files of the service below `root`, which is / or the folder of a system that is being made."""
+    """The files of the service below `root`, which is / or the folder of a system image."""
 
     root: Path = Path("/")
 
     def of(self, path: Path | str) -> Path:
-        """Where an absolute path of the service is, seen from here."""
+        """Return the place of an absolute path of the service, below `root`."""
         return self.root / Path(path).relative_to("/")
 
     @property
     def here(self) -> bool:
-        """Whether this is the system that runs."""
+        """Return whether this is the running system."""
         return self.root == Path("/")
 
     @property
     def venv(self) -> Path:
-        """A link to one of `environments`."""
+        """Return the link to the current one of `environments`."""
         return self.of(PYTHON.parents[1])
 
     @property
     def environments(self) -> Path:
+        """Return the folder of the environments."""
         return self.of(PYTHON.parents[2] / "environments")
 
     @property
     def configuration(self) -> Path:
+        """Return the folder of the configuration files."""
         return self.of("/etc/kvforge")
 
     @property
     def units(self) -> Path:
+        """Return the folder of the units."""
         return self.of("/etc/systemd/system")
 
     @property
     def sysusers(self) -> Path:
+        """Return the file that declares the user."""
         return self.of("/etc/sysusers.d/kvforge.conf")
 
     @property
     def tmpfiles(self) -> Path:
+        """Return the file that declares the folders."""
         return self.of("/etc/tmpfiles.d/kvforge.conf")
 
     @property
     def record(self) -> Path:
+        """Return the record of the installation."""
         return self.of("/opt/kvforge/installed.json")
 
     def workers(self) -> list[tuple[str, Path]]:
-        """The instances that have a configuration, with its file."""
+        """Return the configured instances, each with its file."""
         found = sorted(self.configuration.glob(WORKER_PATTERN))
         return [(path.stem.removeprefix("worker-"), path) for path in found]

@@ -1,4 +1,4 @@
-"""Programs of the system that are started for an installation or a check: on a leash, their last words kept."""
+"""Runs programs for an installation or a check: leashed to this process, with their output kept."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvforge.protocol.errors import Unavailable
 
 from .accounts import Account
 
-CHECK_S_MAX = 120.0  # importing torch takes seconds, on a slow disk many of them
+CHECK_S_MAX = 120.0  # importing torch takes seconds, or minutes on a slow disk
 INSTALL_S_MAX = 3600.0  # torch is gigabytes
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended, and what it printed."""
+    """A program's exit status and output."""
 
     status: int
     output: str
@@ -29,7 +29,7 @@ class Outcome:
 
     @property
     def last_words(self) -> str:
-        """The last line of what it printed, errors first."""
+        """Return the last line of its output, errors first."""
         lines = [line.strip() for line in (self.errors or self.output).splitlines() if line.strip()]
         return lines[-1] if lines else f"exit status {self.status}"
 
@@ -41,18 +41,26 @@ def run(
     account: Account | None = None,
     show: bool = False,
 ) -> Outcome:
-    """Runs a program to its end. account: as whom, where we are root. show: its output is for the user.
+    """Run a program to its end.
 
-    Raises Unavailable where it is not there, or takes longer.
+    Args:
+        command: The program and its arguments.
+        timeout_s: The limit in seconds.
+        environment: The environment variables, by default this process's own.
+        account: The user to run as, if this process is root.
+        show: Show its output to the user.
+
+    Raises:
+        Unavailable: The program is missing, cannot be started or takes too long.
     """
     name = str(command[0])
     path = shutil.which(name)
     if path is None:
-        raise Unavailable(f"{name} is not there")
+        raise Unavailable(f"{name} is not installed")
     line, them = [path, *map(str, command[1:])], {}
     if account is not None and os.geteuid() == 0:
         them = {"user": account.uid, "group": account.gid, "extra_groups": sorted(account.groups.values())}
-    else:  # another user may not be able to read our interpreter; what is started as one is short
+    else:  # only without an account: another user may be unable to read this interpreter, and its programs are short
         line = leashed(line)
     try:
         done = subprocess.run(
@@ -76,7 +84,11 @@ def run(
 
 
 def must(command: Sequence[str | Path], show: bool = False) -> None:
-    """Runs a program that has to succeed. Raises Unavailable with its last words."""
+    """Run a program that must succeed.
+
+    Raises:
+        Unavailable: It failed; the error has its last line.
+    """
     done = run(command, INSTALL_S_MAX, show=show)
     if done.status != 0:
         words = "see above" if show else done.last_words

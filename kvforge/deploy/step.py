@@ -1,4 +1,4 @@
-"""What an installation is made of: steps that say what they do, and what was put in place before."""
+"""Steps of an installation, which announce themselves, and the record of installed files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ NEW = ".new"
 
 @dataclass(frozen=True)
 class Step:
-    """words: what it does, as an order ("write /etc/..."). act: does it; None: only something to know."""
+    """One step.
+
+    Attributes:
+        words: Its description in the imperative ("write /etc/...").
+        act: Does it; None: the step is only a note.
+    """
 
     words: str
     act: Callable[[], None] | None = None
@@ -26,20 +31,20 @@ class Step:
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose a file is, and who may read it."""
+    """Owner and mode of a file."""
 
     uid: int
     gid: int
     mode: int
 
     def apply(self, path: Path) -> None:
-        """Only root can give files away: whoever makes a system in a folder of their own keeps them."""
+        """Set owner and mode. Without root, the owner stays: only root can give files away."""
         if os.geteuid() == 0:
             os.chown(path, self.uid, self.gid)
         path.chmod(self.mode)
 
     def holds(self, path: Path) -> bool:
-        """Whether the file is so already."""
+        """Return whether the file has this owner and mode."""
         found = path.stat()
         same = (found.st_uid, found.st_gid) == (self.uid, self.gid) or os.geteuid() != 0
         return same and found.st_mode & 0o7777 == self.mode
@@ -49,7 +54,7 @@ EVERYBODY = Owner(0, 0, 0o644)
 
 
 class Record:
-    """What was put in place, by its digest: a file that has another one now was edited. Kept beside the environment."""
+    """Digests of installed files, kept beside the environment. A file with another digest was edited."""
 
     def __init__(self, places: Places) -> None:
         self._path = places.record
@@ -59,11 +64,11 @@ class Record:
             self._facts = dict(json.loads(self._path.read_text(encoding="utf-8")))
 
     def get(self, name: str | Path) -> str:
-        """What was noted; "" where nothing was."""
+        """Return the recorded value, "" if there is none."""
         return str(self._facts.get(self._key(name), ""))
 
     def note(self, name: str | Path, value: str) -> None:
-        """Notes it, at once."""
+        """Record a value, at once."""
         self._facts[self._key(name)] = value
         self._path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         write(self._path, (json.dumps(self._facts, indent=1, sort_keys=True) + "\n").encode(), EVERYBODY)
@@ -73,7 +78,7 @@ class Record:
 
 
 def write(path: Path, content: bytes, owner: Owner) -> None:
-    """The whole file or nothing of it, whatever happens meanwhile."""
+    """Write a file atomically."""
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     with open(part, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
@@ -83,7 +88,7 @@ def write(path: Path, content: bytes, owner: Owner) -> None:
 
 
 def place(path: Path, content: bytes, owner: Owner, record: Record) -> list[Step]:
-    """Steps that bring a file to `content`, unless somebody edited it: then it stays, with the new one beside it."""
+    """Return the steps that bring a file to `content`. An edited file is kept, and the new one is written beside it."""
     wanted = digest(content)
 
     def put() -> None:
@@ -96,14 +101,14 @@ def place(path: Path, content: bytes, owner: Owner, record: Record) -> list[Step
     if current == wanted:
         return [] if owner.holds(path) else [Step(f"set owner and mode of {path}", lambda: owner.apply(path))]
     if current == record.get(path):
-        return [Step(f"replace {path}, which nobody has edited", put)]
+        return [Step(f"replace the unedited {path}", put)]
     beside = path.with_name(path.name + NEW)
-    told = Step(f"keep {path}, which was edited; what this version brings is in {beside}: compare them")
+    told = Step(f"keep the edited {path}; this version's file is {beside}: compare them")
     if beside.exists() and digest(beside.read_bytes()) == wanted:
         return [told]
     return [told, Step(f"write {beside}", lambda: write(beside, content, owner))]
 
 
 def digest(content: bytes) -> str:
-    """sha256, in hexadecimal."""
+    """Return the sha256 of `content` in hexadecimal."""
     return hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""Remove the service: what `install` put in place. Configuration, state, models and the user stay, unless purged."""
+"""Removes the files that `install` created. Configuration, state, models and the user stay, unless purged."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from .program import must, run
 from .step import NEW, Record, Step, digest
 
 EDITED = ".edited"
-# Units that systemd may have loaded, the instances of templates too.
+# Units that systemd may have loaded, including instances of templates.
 LOADED = ("kvforge-*.service", "kvforge-*.target", "kvforge.target")
 
 
 def uninstall(places: Places, say: Callable[[str], None], *, dry_run: bool, purge: bool) -> int:
-    """Remove what is in place, and say each step before.
+    """Remove the service, and announce each step.
 
     Args:
-        say: takes one line.
-        dry_run: only say what would be done.
-        purge: remove configuration, state, cached models and the user, too.
+        places: The files of the service.
+        say: Takes one line.
+        dry_run: Only announce the steps.
+        purge: Also remove configuration, state, cached models and the user.
 
     Returns:
-        The number of steps there were to do.
+        The number of steps.
 
     Raises:
-        Unavailable: the caller is not root, or something cannot be removed.
+        Unavailable: The caller is not root, or a file cannot be removed.
     """
     if places.here and os.geteuid() != 0 and not dry_run:
-        raise Unavailable("only root can remove the service: use sudo, or --root DIR for a system elsewhere")
+        raise Unavailable("only root can remove the service: use sudo, or --root DIR for a system image")
     count = 0
     try:
         for step in chain.from_iterable(_parts(places, Record(places), purge)):
@@ -53,7 +54,7 @@ def uninstall(places: Places, say: Callable[[str], None], *, dry_run: bool, purg
 
 
 def _parts(places: Places, record: Record, purge: bool) -> Iterator[list[Step]]:
-    """Yield the steps in order: nothing is removed that something still running needs."""
+    """Yield the steps in an order that removes nothing while a running process needs it."""
     units = [places.units / name for name in UNITS]
     running = places.here and SYSTEMD_RUNS.exists()
     if any(unit.exists() for unit in units):
@@ -61,7 +62,7 @@ def _parts(places: Places, record: Record, purge: bool) -> Iterator[list[Step]]:
     files = [step for path in units for step in _file(path, record)]
     yield files
     if files and running:
-        yield [Step("have systemd read its units again", partial(_reload))]
+        yield [Step("reload systemd's units", partial(_reload))]
     yield [*_file(places.tmpfiles, record), *_file(places.sysusers, record)]
     yield _environment(places)
     if purge:
@@ -69,7 +70,7 @@ def _parts(places: Places, record: Record, purge: bool) -> Iterator[list[Step]]:
 
 
 def _stop(places: Places, running: bool) -> list[Step]:
-    """Stop the services and take them out of what starts with the system."""
+    """Stop the services and disable their start at boot."""
     named = [name for name in UNITS if "@" not in name]
     named += [f"kvforge-worker@{instance}.service" for instance, _ in places.workers()]
     root = [] if places.here else [f"--root={places.root}"]
@@ -78,17 +79,17 @@ def _stop(places: Places, running: bool) -> list[Step]:
 
 
 def _disable(command: list[str]) -> None:
-    if shutil.which(command[0]) is not None:  # a system that is made in a folder may be made without systemd
-        run(command)  # a unit that was never enabled, or cannot be, is no fault
+    if shutil.which(command[0]) is not None:  # a system image may be built without systemd
+        run(command)  # it may fail for a unit that was never enabled
 
 
 def _reload() -> None:
     must(["systemctl", "daemon-reload"])
-    run(["systemctl", "reset-failed", *LOADED])  # of failed ones nothing is listed any more
+    run(["systemctl", "reset-failed", *LOADED])  # so that failed units are no longer listed
 
 
 def _file(path: Path, record: Record) -> list[Step]:
-    """Remove a file and what a newer version left beside it; one that was edited is kept under another name."""
+    """Remove a file, and the newer version beside it; keep an edited one under another name."""
     beside = path.with_name(path.name + NEW)
     steps = [Step(f"remove {beside}", partial(beside.unlink, missing_ok=True))] if beside.exists() else []
     if not path.exists():
@@ -96,7 +97,7 @@ def _file(path: Path, record: Record) -> list[Step]:
     noted = record.get(path)
     if noted and digest(path.read_bytes()) != noted:
         kept = path.with_name(path.name + EDITED)
-        return [*steps, Step(f"keep {path}, which was edited, as {kept}", partial(_move, path, kept))]
+        return [*steps, Step(f"keep the edited {path} as {kept}", partial(_move, path, kept))]
     return [*steps, Step(f"remove {path}", path.unlink)]
 
 
@@ -114,7 +115,7 @@ def _environment(places: Places) -> list[Step]:
     def remove() -> None:
         for path in paths:
             _remove(path)
-        with suppress(OSError):  # it holds what others put there
+        with suppress(OSError):  # it holds files of others
             folder.rmdir()
 
     return [Step(f"remove the environment {folder}", remove)]
@@ -122,8 +123,8 @@ def _environment(places: Places) -> list[Step]:
 
 def _state(places: Places) -> list[Step]:
     folders = [places.configuration, *map(places.of, (STATE_DIR, CACHE_DIR, RUNTIME_DIR))]
-    folders += sorted(places.units.glob("kvforge*.d"))  # what `systemctl edit` made
-    steps = [Step(f"remove {path} and all in it", partial(_remove, path)) for path in folders if path.exists()]
+    folders += sorted(places.units.glob("kvforge*.d"))  # created by `systemctl edit`
+    steps = [Step(f"remove {path} and its content", partial(_remove, path)) for path in folders if path.exists()]
     if account(places) is not None:
         prefix = [] if places.here else ["--prefix", str(places.root)]
         steps.append(Step(f"remove the user {USER}", partial(must, ["userdel", *prefix, USER])))
@@ -131,7 +132,7 @@ def _state(places: Places) -> list[Step]:
 
 
 def _remove(path: Path) -> None:
-    """A file, a link or a folder with all in it; what is not there is no error."""
+    """Remove a file, a link or a folder with its content, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

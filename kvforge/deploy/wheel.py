@@ -1,4 +1,4 @@
-"""The kvforge that runs, as a wheel: so that the service gets this one, whether from a checkout or installed."""
+"""Builds a wheel of the running kvforge, so that the service gets this version, from a checkout or an installation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,22 @@ from kvforge.protocol.errors import Unavailable
 PACKAGE = "kvforge"
 METADATA = ("METADATA", "WHEEL", "entry_points.txt")
 LEFT_OUT = ("__pycache__",)
-MADE = (1980, 1, 1, 0, 0, 0)  # of every file in it: equal contents make equal wheels
+MADE = (1980, 1, 1, 0, 0, 0)  # the time of every file in it, so that equal contents give equal wheels
 
 
 class Wheel:
-    """A wheel that can be written, and its digest. Raises Unavailable where this kvforge is not installed."""
+    """A wheel and its digest.
+
+    Raises:
+        Unavailable: This kvforge is not installed.
+    """
 
     def __init__(self, root: Path | None = None) -> None:
-        """root: the folder that the packages are in; None: where this one is."""
+        """Collect the files.
+
+        Args:
+            root: The folder of the packages; None: that of this one.
+        """
         found = _installed()
         self.version = found.version
         self._members = _packages(root if root is not None else Path(__file__).absolute().parents[2])
@@ -33,7 +41,7 @@ class Wheel:
         self.digest = hashlib.sha256(self._members[f"{info}/RECORD"]).hexdigest()
 
     def write(self, folder: Path) -> Path:
-        """Makes the file; returns its path."""
+        """Write the wheel into a folder; return its path."""
         path = folder / f"kvforge-{self.version}-py3-none-any.whl"
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, content in self._members.items():
@@ -45,12 +53,12 @@ def _installed() -> Distribution:
     try:
         return distribution("kvforge")
     except PackageNotFoundError:
-        problem = "this kvforge is not installed, so nobody knows what it needs: pip install it first"
+        problem = "this kvforge is not installed, so its dependencies are unknown: pip install it first"
         raise Unavailable(f"{problem} (from a checkout: make venv)") from None
 
 
 def _packages(root: Path) -> dict[str, bytes]:
-    """Every file of the packages by its name in the wheel; what a link leads to is in it as a file."""
+    """Return every file of the packages by its name in the wheel; links are followed."""
     members = {}
     stack = [root / PACKAGE]
     while stack:

@@ -1,7 +1,7 @@
-"""Code that every process needs to begin and end: command line, signals, the leash of a child, stopping a command.
+"""Code that every process needs to start and end: command line, signals, the leash of a child, stopping a command.
 
-Its law: it knows nothing of kvforge but the protocol, so that everything may use it; a signal's handler sets a
-flag and no more, unless who waits asked to be interrupted.
+It depends on nothing of kvforge but the protocol, so that all packages may use it. A signal handler only sets a flag,
+unless the waiting code asked to be interrupted.
 
-From outside: all of it. `leash.py` is also run, as the child's first program.
+Other code uses all its modules. `leash.py` is also run, as the first program of a child.
 """

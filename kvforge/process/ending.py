@@ -1,4 +1,4 @@
-"""How a process of the command line ends early. What the exit statuses mean: `kvforge.protocol.exits`."""
+"""Exceptions that end a command early. `kvforge.protocol.exits` documents the exit statuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Stopped(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked this process to end. Like Ctrl-C for whoever cleans up on the way out."""
+    """A signal asked this process to end. Clean-up code handles it like Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Signals for a process that supervises others: a handler sets a flag and wakes the poll loop, nothing more.
 
-Where nothing has to be put in order (a download, a wait), `interrupting` lets a signal raise `Interrupted` at once;
-where something is half done, `held_back` makes it wait a moment.
+Within `interrupting`, a signal raises `Interrupted` at once, for work without clean-up (a download, a wait). Within
+`held_back`, signals are deferred until a critical section ends.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """What asks to end is heard when this is over: for what must not be cut in two, as starting a process and noting
-    which. Signals interrupt the main thread alone; in any other this does nothing.
+    """Defer signals that ask to end, for work that must not be interrupted.
+
+    An example is starting a process and recording it. Signals interrupt the main thread only; in other threads this
+    does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -41,7 +43,7 @@ def held_back() -> Iterator[None]:
 
 
 class Signals:
-    """While entered, counts requests to end. `fileno` becomes readable at each signal, a child's end included."""
+    """While entered, counts requests to end. `fileno` becomes readable at each signal, including a child's end."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -67,23 +69,23 @@ class Signals:
         self._write.close()
 
     def fileno(self) -> int:
-        """A descriptor that is readable when a signal has come."""
+        """Return a descriptor that is readable after a signal."""
         return self._read.fileno()
 
     def clear(self) -> None:
-        """Makes `fileno` quiet again; what was counted stays."""
+        """Empty the descriptor; the count stays."""
         with suppress(BlockingIOError):
             while self._read.recv(4096):
                 pass
 
     def check(self) -> None:
-        """Raises Interrupted if a signal asked to end."""
+        """Raise Interrupted if a signal asked to end."""
         if self.count:
             raise Interrupted(self.last)
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Within, a signal raises Interrupted at once (also one that came before)."""
+        """Raise Interrupted at once for a signal within this context, or for one before it."""
         self._raising = True
         try:
             self.check()
@@ -97,5 +99,5 @@ class Signals:
         self.count += 1
         self.last = number
         if self._raising:
-            self._raising = False  # the second one waits until the first has cleaned up
+            self._raising = False  # a second signal waits for the clean-up of the first
             raise Interrupted(number)

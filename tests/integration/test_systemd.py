@@ -139,8 +139,8 @@ def found(booted: Path) -> dict[str, Any]:
 
 @pytest.mark.root
 def test_it_is_installed_once_and_found_good(found: dict[str, Any]) -> None:
-    assert "make the user kvforge" in found["installed"]
-    assert found["installed_again"] == "everything is in place\n"
+    assert "create the user kvforge" in found["installed"]
+    assert found["installed_again"] == "everything is installed\n"
     assert found["checked"]["status"] == 0, found["checked"]
     assert not [row for row in found["checked"]["findings"] if row["kind"] == "wrong"]
 
@@ -220,7 +220,7 @@ def test_a_worker_that_does_not_stay_is_given_up_and_the_check_says_why(found: d
     given_up = found["gives_up"]
     assert (given_up["state"]["ActiveState"], given_up["state"]["NRestarts"]) == ("failed", "2")
     assert given_up["status"] == 1
-    assert "kvforge-worker@twin.service has failed: it ended with exit status 1, and was started" in given_up["checked"]
+    assert "kvforge-worker@twin.service has failed: it ended with exit status 1, after" in given_up["checked"]
     assert "/etc/kvforge/worker-twin.toml have one name: give each worker its own `name`" in given_up["checked"]
     assert "a worker named 'cpu' is connected already" in found["logs"]
 

@@ -87,8 +87,8 @@ def remove(path: str) -> Spoil:
         (remove("/etc/kvforge/worker-cpu.toml"), "no worker is configured"),
         (remove("/opt/kvforge/.venv/bin/python"), "there is no environment"),
         (lambda places: places.of("/etc/passwd").write_text(""), "there is no user kvforge"),
-        (lambda places: places.of("/var/lib/kvforge").chmod(0o755), "it can be read by everyone"),
-        (lambda places: places.of("/etc/kvforge").chmod(0o777), "it can be written by everyone"),
+        (lambda places: places.of("/var/lib/kvforge").chmod(0o755), "everyone can read it"),
+        (lambda places: places.of("/etc/kvforge").chmod(0o777), "everyone can write it"),
         (lambda places: places.of("/var/cache/kvforge").rmdir(), "/var/cache/kvforge is missing"),
     ],
 )
@@ -103,10 +103,15 @@ def test_what_is_wrong_is_named_with_a_remedy(places: Places, spoil: Spoil, what
 @pytest.mark.parametrize(
     ("role", "change", "kind", "what"),
     [
-        ("coordinator", {"runtime_dir": "/srv/run"}, WRONG, "runtime_dir is /srv/run, and the unit makes /run/kvforge"),
-        ("coordinator", {"state_dir": "/srv/state"}, WARNING, "state_dir is /srv/state, and the unit makes"),
+        (
+            "coordinator",
+            {"runtime_dir": "/srv/run"},
+            WRONG,
+            "runtime_dir is /srv/run, but the unit creates /run/kvforge",
+        ),
+        ("coordinator", {"state_dir": "/srv/state"}, WARNING, "state_dir is /srv/state, but the unit creates"),
         ("coordinator", {"tables_bytes": 1 << 60}, WRONG, "MiB are needed"),
-        ("coordinator", {"on_stop": "drain"}, WARNING, "a restart of the coordinator hands back what runs"),
+        ("coordinator", {"on_stop": "drain"}, WARNING, "a restart of the coordinator hands requests back"),
         ("worker", {"runtime_dir": "/srv/run"}, WRONG, "the coordinator's is /run/kvforge"),
         ("gateway", {"runtime_dir": "/srv/run"}, WRONG, "the coordinator's is /run/kvforge"),
         ("gateway", {"runtime_dir": ""}, GOOD, "address http://127.0.0.1:8000"),
@@ -160,7 +165,7 @@ def test_units_that_were_edited_and_what_systemd_says_of_them(places: Places) ->
     path.write_text(path.read_text().replace("Type=notify", "Type=nothing"))
     findings = check_units(places)
     assert findings[0].kind == WARNING
-    assert "is not what this version brings" in findings[0].what
+    assert "is not this version's file" in findings[0].what
     if shutil.which("systemd-analyze") is not None:
         assert any("service type" in finding.what and finding.kind == WRONG for finding in findings), findings
 
@@ -174,7 +179,7 @@ def test_units_that_were_edited_and_what_systemd_says_of_them(places: Places) ->
         (
             {"ActiveState": "inactive", "UnitFileState": "disabled", "Id": "kvforge-gateway.service"},
             GOOD,
-            "kvforge-gateway.service is disabled: HTTP is not wanted (systemctl enable --now kvforge-gateway.service)",
+            "kvforge-gateway.service is disabled: HTTP is off (systemctl enable --now kvforge-gateway.service)",
         ),
         (
             {"ActiveState": "inactive", "UnitFileState": "enabled", "Id": "kvforge-gateway.service"},
@@ -189,7 +194,7 @@ def test_units_that_were_edited_and_what_systemd_says_of_them(places: Places) ->
         (
             {"ActiveState": "failed", "Result": "exit-code", "ExecMainStatus": "1", "NRestarts": "5"},
             WRONG,
-            "x.service has failed: it ended with exit status 1, and was started again 5 times before it was given up",
+            "x.service has failed: it ended with exit status 1, after 5 restarts",
         ),
         ({"ActiveState": "failed", "Result": "watchdog"}, WRONG, "x.service has failed: it hung, and was ended"),
         ({"ActiveState": "failed", "Result": "start-limit-hit"}, WRONG, "x.service has failed: it ended too often"),
@@ -268,7 +273,7 @@ def test_a_device_file_that_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch(mode=0o666)
     (tmp_path / "nvidiactl").touch(mode=0o666)
     [finding] = check_devices("gpu0", "cuda", None, tmp_path)
-    assert f"needs {tmp_path}/nvidia-uvm, which is not there" in finding.what
+    assert f"needs {tmp_path}/nvidia-uvm, which is missing" in finding.what
 
 
 def test_a_worker_that_computes_on_the_cpu_beside_a_gpu_is_told(tmp_path: Path) -> None:
@@ -281,7 +286,7 @@ def test_a_worker_that_computes_on_the_cpu_beside_a_gpu_is_told(tmp_path: Path) 
 def test_only_root_sees_all_of_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert main(["deploy", "check"]) == 3
-    assert capsys.readouterr().err == "kvforge: only root sees all that is to be looked at: use sudo\n"
+    assert capsys.readouterr().err == "kvforge: the check needs root to see all files: use sudo\n"
 
 
 def test_the_exit_status_tells(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,4 +298,4 @@ def test_the_exit_status_tells(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert main(["deploy", "check", "--json"]) == 1
     said = capsys.readouterr()
     assert json.loads(said.out)[2] == {"kind": "wrong", "what": "it", "remedy": "mend it"}
-    assert said.err == "kvforge: 1 thing is wrong\n"
+    assert said.err == "kvforge: 1 problem found\n"

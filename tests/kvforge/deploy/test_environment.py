@@ -87,14 +87,14 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Service:
 
 def test_another_version_is_made_beside_the_one_that_runs_and_then_found_in_its_place(service: Service) -> None:
     said = service.install()
-    assert [words.split()[:2] for words in said] == [["make", "the"], ["install", "kvforge"], ["make", ".venv"]]
+    assert [words.split()[:2] for words in said] == [["create", "the"], ["install", "kvforge"], ["link", ".venv"]]
     assert service.install() == [] and service.started == "1"
     seen: list[Any] = []
     service.during = lambda: seen.append((service.started, service.kept))
     said = service.upgrade("2")
     assert seen == [("1", ["1", "2"])]
     assert service.started == "2" and not service.places.venv.readlink().is_absolute()
-    assert service.install() == ["remove the environment environments/1, which nothing uses"]
+    assert service.install() == ["remove the unused environment environments/1"]
     assert service.kept == ["2"] and service.install() == []
 
 
@@ -121,7 +121,7 @@ def test_where_packages_cannot_be_installed_services_have_what_they_had(service:
         service.upgrade("2")
     assert service.started == "1"
     service.during = lambda: None
-    assert service.install()[0] == "remove the environment environments/2, which nothing uses"
+    assert service.install()[0] == "remove the unused environment environments/2"
     assert service.started == "2"
 
 

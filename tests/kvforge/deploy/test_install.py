@@ -86,7 +86,7 @@ def test_what_somebody_edited_stays_with_the_new_one_beside_it(system: System, n
     original = path.read_bytes()
     path.write_bytes(original + b"# mine\n")
     beside = path.with_name(path.name + ".new")
-    told = f"keep {path}, which was edited; what this version brings is in {beside}: compare them"
+    told = f"keep the edited {path}; this version's file is {beside}: compare them"
     assert system.install() == [told, f"write {beside}"]
     assert (path.read_bytes(), beside.read_bytes()) == (original + b"# mine\n", original)
     assert system.install() == [told]
@@ -95,7 +95,7 @@ def test_what_somebody_edited_stays_with_the_new_one_beside_it(system: System, n
 def test_what_nobody_edited_is_replaced_by_another_version(system: System) -> None:
     system.install(Wishes(("cpu",), model="/srv/one"))
     path = system.places.configuration / "worker-cpu.toml"
-    assert system.install(Wishes(("cpu",), model="/srv/two")) == [f"replace {path}, which nobody has edited"]
+    assert system.install(Wishes(("cpu",), model="/srv/two")) == [f"replace the unedited {path}"]
     assert load_worker(path).model == "/srv/two"
 
 
@@ -140,7 +140,7 @@ def test_a_model_is_where_services_find_it(tmp_path: Path, monkeypatch: pytest.M
         "/srv/m",
     ]
     for hidden in ("/home/me/model", "/root/m.gguf", "~/m.gguf"):
-        with pytest.raises(InvalidConfiguration, match=r"--model: .* is in a home folder, where services see nothing"):
+        with pytest.raises(InvalidConfiguration, match=r"--model: .* is in a home folder, which services cannot see"):
             model_path(hidden)
 
 
@@ -202,7 +202,7 @@ def test_each_gpu_has_a_worker(shown: list[str], found: tuple[str, ...], tmp_pat
 @pytest.mark.parametrize("folder", HIDDEN)
 def test_a_python_that_services_do_not_see_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: True)
-    with pytest.raises(InvalidConfiguration, match="where services see nothing"):
+    with pytest.raises(InvalidConfiguration, match="which services cannot see"):
         Python(Path(folder) / "me" / "python3").check()
 
 
@@ -242,4 +242,4 @@ def test_only_root_touches_the_running_system(
     done: list[Any] = []
     monkeypatch.setattr("kvforge.deploy.install._parts", lambda *arguments: done)
     assert main(["deploy", "install", "--no-venv", "--worker", "cpu"]) == 3
-    assert "only root can put the service in place: use sudo" in capsys.readouterr().err
+    assert "only root can install the service: use sudo" in capsys.readouterr().err

@@ -93,7 +93,7 @@ def test_a_unit_that_was_edited_is_kept_under_another_name(system: System) -> No
     text = f"{unit.read_text()}# mine\n"
     unit.write_text(text)
     kept = unit.with_name("kvforge.target.edited")
-    assert f"keep {unit}, which was edited, as {kept}" in system.uninstall()
+    assert f"keep the edited {unit} as {kept}" in system.uninstall()
     assert not unit.exists() and kept.read_text() == text
 
 
@@ -108,7 +108,7 @@ def test_it_is_a_command_and_needs_root(
     system: System, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["deploy", "uninstall", "--root", str(system.places.root)]) == 0
-    assert "stay, and the user kvforge: `kvforge deploy uninstall --purge` removes them" in capsys.readouterr().err
+    assert " and the user kvforge; `kvforge deploy uninstall --purge` removes them" in capsys.readouterr().err
     assert main(["deploy", "uninstall", "--root", str(system.places.root)]) == 0
     assert capsys.readouterr().err == "nothing is installed\n"
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
