@@ -1,9 +1,8 @@
 """`kvforge up`: a coordinator and its workers as children of one process in the foreground.
 
-Its law: nothing outlives the supervisor, however it ends, and it removes nothing that it did not make. It speaks to
-the service only as a client, and knows of coordinator and worker no more than their command lines and configuration
-files.
+No child outlives the supervisor, however it ends, and the supervisor removes only files that it created. It talks to
+the service only as a client, and uses only the command lines and configuration files of coordinator and worker.
 
-From outside: `supervisor.Supervisor` and `run_up`, with the `Settings` they take (`settings`, `up_file`), `Voice`, and
-the checks of `host`. `entry.py` is not imported but run, in each child.
+Other code uses `supervisor.Supervisor` and `run_up`, with their `Settings` (`settings`, `up_file`), `Voice`, and the
+checks of `host`. `entry.py` is not imported but run, in each child.
 """

@@ -1,4 +1,4 @@
-"""One supervised child process: started on a leash, its output read line by line, restarted with a growing pause."""
+"""A supervised child process: leashed, its output read line by line, restarted with exponential backoff."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvforge.protocol.steady_clock import monotonic
 
 BACKOFF_S_MIN = 0.5
 BACKOFF_S_MAX = 30.0
-# A child that ends this often in a row without having served is given up.
+# A child that ends this often in a row without serving is given up.
 RESTARTS_MAX = 5
 LINE_BYTES_MAX = 4096
 TAIL_BYTES = 8192
@@ -24,9 +24,14 @@ TAIL_BYTES = 8192
 class Child:
     """A child process that may be started several times.
 
-    command: its arguments after the interpreter. once: further arguments for its first start. temporary: its folder for
-    temporary files. line: called with each line of its output, unless log_file takes it. descriptors: descriptors of
-    this process that it inherits.
+    Args:
+        name: Its name in messages.
+        command: Its arguments after the interpreter.
+        temporary: Its folder for temporary files.
+        line: Called with each line of its output, unless log_file is given.
+        log_file: The file for its output.
+        descriptors: Descriptors of this process that it inherits.
+        once: Further arguments for its first start.
     """
 
     def __init__(
@@ -58,23 +63,24 @@ class Child:
 
     @property
     def running(self) -> bool:
+        """Return whether the process runs."""
         return self._process is not None
 
     @property
     def pid(self) -> int:
-        """Of the process; 0 where none runs."""
+        """Return the process id, 0 if no process runs."""
         return self._process.pid if self._process is not None else 0
 
     @property
     def output(self) -> int:
-        """Descriptor to poll for output; -1 if there is none."""
+        """Return the descriptor to poll for output, -1 if there is none."""
         return self._output
 
     def start(self) -> None:
-        """Starts the process in a process group of its own: Ctrl-C in the terminal reaches only the supervisor."""
+        """Start the process in its own process group, so that Ctrl-C in the terminal reaches only the supervisor."""
         assert self._process is None, "started while it runs"
         self.restart_at, self.served = None, False
-        # -P: do not import a folder of that name from the working directory.
+        # -P: do not import a folder of the same name from the working directory.
         command = leashed([sys.executable, "-P", *self._command, *self._once])
         self._once = ()
         if self.log_file is not None:
@@ -89,7 +95,7 @@ class Child:
             os.close(theirs)
 
     def read(self) -> None:
-        """Takes in the output that is there."""
+        """Read the available output."""
         while self._output >= 0:
             try:
                 chunk = os.read(self._output, 1 << 16)
@@ -106,7 +112,7 @@ class Child:
                 self._show(line)
 
     def ended(self) -> int | None:
-        """The exit status if the process has ended since the last call (minus the signal's number if killed)."""
+        """Return the exit status if the process has ended since the last call, negative for a signal."""
         if self._process is None or (status := self._process.poll()) is None:
             return None
         self._process = None
@@ -117,7 +123,7 @@ class Child:
         return status
 
     def plan_restart(self) -> None:
-        """Decides when to start it again, or gives it up. A child that had served starts with the shortest pause."""
+        """Schedule the next start, or give the child up. A child that had served restarts after the shortest pause."""
         self._ends_in_a_row = 1 if self.served else self._ends_in_a_row + 1
         if self._ends_in_a_row > RESTARTS_MAX:
             self.given_up = True
@@ -125,12 +131,12 @@ class Child:
         self.restart_at = monotonic() + min(BACKOFF_S_MIN * 2 ** (self._ends_in_a_row - 1), BACKOFF_S_MAX)
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal, if the process runs."""
+        """Send a signal, if the process runs."""
         if self._process is not None:
             self._process.send_signal(number)
 
     def wait(self, deadline: float) -> bool:
-        """Waits for the end until `deadline` (steady_clock.monotonic); False if it still runs."""
+        """Wait for the end until `deadline` (steady_clock.monotonic); return False if the process still runs."""
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(0.0, deadline - monotonic()))
@@ -138,7 +144,7 @@ class Child:
         return self._process is None
 
     def last_words(self) -> str:
-        """The last line of its output, without its own name in front."""
+        """Return the last line of its output, without its own name as prefix."""
         last = self._last
         if self.log_file is not None and self.log_file.exists():
             with self.log_file.open("rb") as log:

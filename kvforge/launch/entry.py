@@ -1,6 +1,6 @@
-"""Run a module of this kvforge: `python -P entry.py kvforge.coordinator --config FILE`.
+"""Runs a module of this kvforge: `python -P entry.py kvforge.coordinator --config FILE`.
 
-`python -m kvforge.coordinator` would take a `kvforge` in PYTHONPATH or in the working directory first.
+With `python -m kvforge.coordinator`, a `kvforge` in PYTHONPATH or in the working folder would take precedence.
 """
 
 import runpy
@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run the module that the first argument names, as `python -m` would."""
+    """Run the module named by the first argument, as `python -m` would."""
     root = str(Path(__file__).absolute().parents[2])
     del sys.argv[0]
     sys.path.insert(0, root)
-    __import__("kvforge")  # from now on its parts are imported from this one
+    __import__("kvforge")  # its submodules are then imported from here too
     sys.path.remove(root)
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -15,7 +15,7 @@ from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration
 
 PRIVATE_FOLDER = "up"
 MARK = "made-by-kvforge-up"
-# What we put into our folder, and what a coordinator that was killed leaves in its runtime folder.
+# Files of `kvforge up` in its folder, and files that a killed coordinator leaves in the runtime folder.
 OURS = re.compile(r"(coordinator|worker-\d+(\.\d+)?)\.toml|gateway\.keys")
 KEY_HASHES = "gateway.keys"
 LEFT_BY_KILLED = (
@@ -28,10 +28,10 @@ LEFT_BY_KILLED = (
 
 
 class PrivateFolder:
-    """A folder of ours in the runtime folder, locked while we run: one supervisor to a runtime folder.
+    """The supervisor's folder in the runtime folder, locked so that only one supervisor uses a runtime folder.
 
-    Nothing is removed from it that was not put there by us, or by one before us that was killed: a folder that is there
-    is taken only if it carries our mark, or nothing.
+    It removes only files that it or a killed predecessor created: an existing folder is used only if it is empty or has
+    the mark.
     """
 
     def __init__(self, runtime: Path) -> None:
@@ -42,7 +42,12 @@ class PrivateFolder:
         self._descriptor = -1
 
     def claim(self) -> None:
-        """Makes and locks it. Raises CoordinatorInUse, InvalidConfiguration."""
+        """Create and lock the folder.
+
+        Raises:
+            CoordinatorInUse: Another supervisor uses it.
+            InvalidConfiguration: It cannot be used.
+        """
         self._made_runtime = not self._runtime.exists()
         transport.prepare_runtime_dir(self._runtime)
         try:
@@ -58,34 +63,38 @@ class PrivateFolder:
         except OSError as error:
             raise InvalidConfiguration("runtime_dir", f"{self._runtime} cannot be used: {error.strerror}") from None
         (self.path / MARK).touch()
-        self._empty()  # of what a supervisor that was killed has left
-        self.temporary.mkdir()  # torch makes folders in TMPDIR when it is imported; nobody else would remove them
+        self._empty()  # files of a killed supervisor
+        self.temporary.mkdir()  # torch creates folders in TMPDIR at import and does not remove them
 
     def release(self, *, clean: bool) -> None:
-        """Removes it, and the runtime folder if we made it. clean: also what a killed coordinator leaves there."""
+        """Remove the folder, and the runtime folder if `claim` created it.
+
+        Args:
+            clean: Also remove the files of a killed coordinator.
+        """
         if self._descriptor < 0:
             return
         if clean:
             for name in LEFT_BY_KILLED:
                 (self._runtime / name).unlink(missing_ok=True)
         self._empty()
-        with suppress(OSError):  # not empty: not only ours
+        with suppress(OSError):  # it holds files of others
             if all(left.name == MARK for left in self.path.iterdir()):
                 (self.path / MARK).unlink()
                 self.path.rmdir()
         if self._made_runtime:
-            with suppress(OSError):  # not empty: not only ours
+            with suppress(OSError):  # it holds files of others
                 self._runtime.rmdir()
         os.close(self._descriptor)
         self._descriptor = -1
 
     def _check(self) -> None:
-        """Raises InvalidConfiguration where the folder that is there is not ours to use."""
+        """Raise InvalidConfiguration if an existing folder must not be used."""
         try:
             status = self.path.lstat()
             names = {entry.name for entry in self.path.iterdir()} if stat.S_ISDIR(status.st_mode) else set()
         except FileNotFoundError:
-            return  # whoever had it has removed it meanwhile; it is made again
+            return  # its owner has just removed it; the caller creates it again
         what = f"{self.path}, where `kvforge up` keeps its files,"
         remedy = "move it away, or choose another --runtime-dir"
         if not stat.S_ISDIR(status.st_mode):
@@ -93,10 +102,10 @@ class PrivateFolder:
         if status.st_uid != os.geteuid():
             raise InvalidConfiguration("runtime_dir", f"{what} belongs to another user (uid {status.st_uid}): {remedy}")
         if names and MARK not in names:
-            raise InvalidConfiguration("runtime_dir", f"{what} holds what it did not make ({min(names)}): {remedy}")
+            raise InvalidConfiguration("runtime_dir", f"{what} holds foreign files ({min(names)}): {remedy}")
 
     def _empty(self) -> None:
-        """Removes what is ours."""
+        """Remove the supervisor's files."""
         with suppress(OSError):
             for entry in list(self.path.iterdir()):
                 if OURS.fullmatch(entry.name):
@@ -105,7 +114,7 @@ class PrivateFolder:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
     def _lock(self) -> int:
-        """The locked descriptor; -1 if the folder was removed meanwhile by the one that had it."""
+        """Return the locked descriptor; -1 if the previous owner has just removed the folder."""
         descriptor = -1
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""What `kvforge up` starts: its settings, and the configuration files it writes for its children."""
+"""The settings of `kvforge up`, and the configuration files that it writes for its children."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ STOP_S = 10.0
 
 @dataclass(frozen=True)
 class Http:
-    """A gateway beside them.
+    """The gateway.
 
-    names: what requests may call the model; named: they were asked for, and go before those of its file. key_hashes: of
-    API keys, as `[keys.NAME]` has them. config: its gateway.toml, or None.
+    Attributes:
+        host: The address that it listens at.
+        port: Its port.
+        processes: The number of its processes.
+        names: The model's names in requests.
+        config: Its gateway.toml, or None.
+        named: The names were given as options and take precedence over those of the file.
+        key_hashes: Hashes of API keys, as in `[keys.NAME]`.
     """
 
     host: str
@@ -38,16 +44,21 @@ class Http:
 
 @dataclass(frozen=True)
 class Settings:
-    """One installation in the foreground. worker, limits, cache, schedule, journal, quotas (by tenant), tcp, access,
-    kv_events: settings that differ from the children's defaults. state: state_dir and durability, where they do.
-    fresh: the coordinator first discards what an earlier one left.
+    """One installation in the foreground.
 
-    worker_module: what is run as a worker, where it is another one than kvforge's own (`python -m
-    kvforge.loadtest.fleet`). tensor_parallel: processes of each worker, its ranks, which compute the model together.
-    devices: the device index of each process in turn; empty: process i takes device i. threads: CPU threads of each
-    process; None: the cores, shared out; one alone counts them itself, for a control group may have a quota.
-    drain_s: how long running requests may take to end when asked to stop; stop_s: how long the processes may take after
-    that.
+    `worker`, `limits`, `cache`, `schedule`, `journal`, `quotas` (by tenant), `tcp`, `access` and `kv_events` hold
+    settings that differ from the children's defaults.
+
+    Attributes:
+        state: state_dir and durability, if they differ from the defaults.
+        fresh: The coordinator first discards the state of an earlier one.
+        worker_module: The module to run as a worker, if it is not kvforge's own (`python -m kvforge.loadtest.fleet`).
+        tensor_parallel: Processes of each worker (its ranks), which compute the model together.
+        devices: The device index of each process in turn; empty: process i uses device i.
+        threads: CPU threads of each process. None: the cores are divided; a single process counts these itself, because
+            its control group may have a quota.
+        drain_s: How long running requests may take to end after a stop.
+        stop_s: How long the processes may take after that.
     """
 
     model: Path
@@ -76,7 +87,10 @@ class Settings:
     stop_s: float = STOP_S
 
     def coordinator_file(self) -> str:
-        """Text of coordinator.toml. The supervisor drains by itself: told to end, the coordinator ends at once."""
+        """Return the text of coordinator.toml.
+
+        It turns the coordinator's own draining off: the supervisor drains, then stops the coordinator at once.
+        """
         top: dict[str, Value] = {
             "runtime_dir": _path(self.runtime_dir),
             **self.state,
@@ -90,20 +104,20 @@ class Settings:
 
     @property
     def processes(self) -> int:
-        """Of all workers together."""
+        """Return the number of processes of all workers."""
         return self.workers * self.tensor_parallel
 
     def worker_of(self, process: int) -> str:
-        """The name of the worker that a process is, or is a rank of."""
+        """Return the name of the worker that a process belongs to."""
         return f"worker-{process // self.tensor_parallel}"
 
     def process_name(self, process: int) -> str:
-        """What it is called in what is said of it, and its log."""
+        """Return the name of a process in messages and log files."""
         rank = f".{process % self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         return f"{self.worker_of(process)}{rank}"
 
     def worker_file(self, process: int) -> str:
-        """Text of the configuration of one process of the workers."""
+        """Return the text of the configuration of one worker process."""
         shared = max(1, len(os.sched_getaffinity(0)) // self.processes) if self.processes > 1 else 0
         ranks: dict[str, Value] = {"ranks": self.tensor_parallel, "rank": process % self.tensor_parallel}
         top: dict[str, Value] = {
@@ -121,8 +135,11 @@ class Settings:
 
 
 def toml(top: Mapping[str, Value], tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """A TOML document of scalars and lists, in tables of tables. Raises InvalidConfiguration for text that TOML cannot
-    hold."""
+    """Return a TOML document of scalars and lists, in nested tables.
+
+    Raises:
+        InvalidConfiguration: TOML cannot hold a text.
+    """
     lines = [f"{key} = {toml_value(key, value)}" for key, value in top.items()]
     for name, table in tables.items():
         lines += _table(name, table)
@@ -130,7 +147,7 @@ def toml(top: Mapping[str, Value], tables: Mapping[str, Mapping[str, Any]]) -> s
 
 
 def _table(name: str, table: Mapping[str, Any]) -> list[str]:
-    """The lines of a table and of those in it; of one that is empty none."""
+    """Return the lines of a table and its subtables; none for an empty one."""
     plain = [f"{key} = {toml_value(key, value)}" for key, value in table.items() if not isinstance(value, Mapping)]
     lines = ["", f"[{name}]", *plain] if plain else []
     for key, value in table.items():
@@ -140,7 +157,11 @@ def _table(name: str, table: Mapping[str, Any]) -> list[str]:
 
 
 def toml_value(key: str, value: Value | list[str] | datetime) -> str:
-    """A scalar or a list as TOML has it. Raises InvalidConfiguration naming `key` for text that TOML cannot hold."""
+    """Return a scalar or a list in TOML.
+
+    Raises:
+        InvalidConfiguration: TOML cannot hold a text. Names `key`.
+    """
     if isinstance(value, list):
         return f"[{', '.join(toml_value(key, item) for item in value)}]"
     if isinstance(value, bool):
@@ -153,13 +174,15 @@ def toml_value(key: str, value: Value | list[str] | datetime) -> str:
         value.encode()
     except UnicodeEncodeError:
         raise InvalidConfiguration(key, f"{value!r} is not valid Unicode") from None
-    # JSON's escapes are TOML's; only DEL, which JSON leaves as it is, may not stand in a TOML string.
+    # JSON's escapes are valid in TOML. Only DEL, which JSON does not escape, is not allowed in TOML.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _path(path: Path) -> str:
-    # Children expand $VARIABLES and ~ in folders, so the name of a folder must not look like one.
+    # Children expand $VARIABLES and ~ in folders, so a folder's name must not look like one.
     text = str(path.absolute())
     if os.path.expandvars(text) != text:
-        raise InvalidConfiguration("runtime_dir", f"{text} holds the name of an environment variable; choose another")
+        raise InvalidConfiguration(
+            "runtime_dir", f"{text} contains the name of an environment variable; choose another folder"
+        )
     return text

@@ -1,8 +1,8 @@
-"""`kvforge up`: a coordinator and its workers in the foreground, restarted when they die, gone when it ends.
+"""`kvforge up`: runs a coordinator and its workers in the foreground, and restarts them when they die.
 
-One loop, no threads: it polls the children's output and the signals' descriptor. Nothing outlives it: children are
-stopped, then killed; they hang on a leash (`leash.py`) should this process itself be killed; the configuration files
-live in a folder of the runtime folder that is locked while it runs and removed at the end.
+A single loop without threads polls the children's output and the signals' descriptor. No child outlives it: children
+are stopped, then killed, and leashed (`leash.py`) in case this process is killed. Their configuration files live in a
+folder of the runtime folder that is locked while it runs and removed at the end.
 """
 
 from __future__ import annotations
@@ -43,10 +43,16 @@ OK_STATUS = 200
 
 
 class Supervisor:
-    """Runs one installation while entered. Call `turn` often; it never waits longer than it is told."""
+    """Runs one installation while entered. Call `turn` often; it waits no longer than its argument."""
 
     def __init__(self, settings: Settings, signals: Signals, voice: Voice) -> None:
-        """voice: says what happens (the children's output too, unless `settings.log_dir`)."""
+        """Prepare the installation.
+
+        Args:
+            settings: The settings.
+            signals: The signals of this process.
+            voice: Reports events, and the children's output unless `settings.log_dir` is set.
+        """
         self.settings = settings
         self.endpoint = transport.client_endpoint(settings.runtime_dir)
         self._signals = signals
@@ -54,7 +60,7 @@ class Supervisor:
         self._folder = PrivateFolder(settings.runtime_dir)
         self._client: Client | None = None
         self.coordinator: Child | None = None
-        self.workers: list[Child] = []  # each rank of each
+        self.workers: list[Child] = []  # every rank of every worker
         self._worker_of: dict[str, str] = {}
         self.gateway: Child | None = None
         self._listener: socket.socket | None = None
@@ -85,27 +91,32 @@ class Supervisor:
 
     @property
     def children(self) -> list[Child]:
-        """The coordinator first, then the workers, then the gateway."""
+        """Return the coordinator, then the workers, then the gateway."""
         return [*_there(self.coordinator), *self.workers, *_there(self.gateway)]
 
     @property
     def url(self) -> str:
-        """Of the gateway; "": there is none."""
+        """Return the gateway's URL, "" without a gateway."""
         http = self.settings.http
         return "" if http is None or self._listener is None else url_of(http.host, self._listener)
 
     @property
     def client(self) -> Client:
-        """For short questions."""
+        """Return a client for short queries."""
         if self._client is None:
             self._client = Client(self.endpoint, timeout_s=ASK_TIMEOUT_S, connect_timeout_s=ASK_CONNECT_S)
         return self._client
 
     def turn(self, wait_s: float, *, restart: bool = True, also: tuple[int, ...] = ()) -> None:
-        """Waits for output, an end or a signal, at most `wait_s`; then does what is due. also: descriptors that end the
-        wait when they can be read.
+        """Wait for output, an end or a signal, then perform what is due.
 
-        Raises Stopped when what is left cannot serve.
+        Args:
+            wait_s: The limit in seconds.
+            restart: Restart children that end.
+            also: Descriptors that end the wait when they become readable.
+
+        Raises:
+            Stopped: The remaining children cannot serve.
         """
         due = [child.restart_at for child in self.children if child.restart_at is not None]
         wait_s = max(0.0, min([wait_s, *(at - monotonic() for at in due)]))
@@ -123,7 +134,7 @@ class Supervisor:
                 child.start()
 
     def health(self) -> Health | None:
-        """The coordinator's answer; None while there is none."""
+        """Return the coordinator's health; None while it does not answer."""
         try:
             health = self.client.health()
         except (Unavailable, DeadlineExceeded):
@@ -134,19 +145,30 @@ class Supervisor:
         return health
 
     def look(self) -> None:
-        """A child that was restarted counts as serving again once it is ready."""
+        """Note which restarted children serve again."""
         if self.health() is not None:
             self._gateway_serves()
 
     def is_ready(self, health: Health | None) -> bool:
-        """True if every worker that is not given up is ready to serve."""
+        """Return whether every worker that is not given up is ready to serve."""
         if health is None or not health.ready:
             return False
         ready = {worker.name for worker in health.workers if worker.state == "ready"}
         return all(child.given_up or self._worker_of[child.name] in ready for child in self.workers)
 
     def wait_ready(self, progress: Callable[[Health], None]) -> int:
-        """Turns until all workers serve; returns their number. Raises Stopped, Interrupted."""
+        """Run turns until all workers serve.
+
+        Args:
+            progress: Called with each health.
+
+        Returns:
+            The number of workers.
+
+        Raises:
+            Stopped: The children cannot serve.
+            Interrupted: A signal asked to end.
+        """
         ranks = self.settings.tensor_parallel
         while True:
             self.turn(STARTING_TURN_S)
@@ -158,7 +180,7 @@ class Supervisor:
                 return sum(not child.given_up for child in self.workers) // ranks
 
     def drain(self) -> None:
-        """Stops admission and waits until what runs has ended: at most `drain_s`, or until one more signal."""
+        """Stop admission and wait for running requests: at most `drain_s`, or until one more signal."""
         before, deadline = self._signals.count, monotonic() + self.settings.drain_s
         try:
             self.client.drain()
@@ -168,11 +190,11 @@ class Supervisor:
                 if not left:
                     return
                 if monotonic() >= deadline:
-                    self._say(f"{left} requests still run after {self.settings.drain_s:g} s: they are ended")
+                    self._say(f"{left} requests still run after {self.settings.drain_s:g} s: stopping them")
                     return
                 self.turn(STARTING_TURN_S, restart=False)
         except KvforgeError as error:
-            self._say(f"not drained: {error}")
+            self._say(f"draining failed: {error}")
 
     # ------------------------------------------------------------------------------------------------------- inside
 
@@ -229,8 +251,8 @@ class Supervisor:
         if child.given_up:
             self._give_up_with(child)
         if not child.given_up:
-            assert child.restart_at is not None, "an end is followed by a restart or by giving up"
-            self._say(f"{child.name} ended ({how}); it is started again in {child.restart_at - monotonic():.1f} s")
+            assert child.restart_at is not None, "a child that ended is restarted or given up"
+            self._say(f"{child.name} ended ({how}); restarting in {child.restart_at - monotonic():.1f} s")
             return
         problem = f"{child.name} cannot serve ({how})" + (f": {words}" if words else "")
         if child in (self.coordinator, self.gateway) or all(worker.given_up for worker in self.workers):
@@ -238,7 +260,7 @@ class Supervisor:
         self._say(problem)
 
     def _give_up_with(self, child: Child) -> None:
-        """A worker of which one rank cannot serve cannot: the others would wait for it."""
+        """Give up all ranks of a worker when one cannot serve: the others would wait for it."""
         worker = self._worker_of.get(child.name)
         for other in self.workers:
             if other is not child and worker is not None and self._worker_of[other.name] == worker:
@@ -246,18 +268,18 @@ class Supervisor:
                 other.send(signal.SIGTERM)
 
     def _end(self, *, at_once: bool) -> None:
-        """Stops every child and removes what is ours. Asked to end a second time, it kills."""
+        """Stop every child and remove the files. A second signal kills the children."""
         at_once = at_once or self._signals.count > 1
         before = self._signals.count
         if self._client is not None:
             self._client.close()
         killed = False
-        # The gateway's streams end with what they are of; workers say goodbye to a coordinator that is still there.
+        # In this order: the gateway's streams need the workers, and workers say goodbye to a running coordinator.
         for group in (_there(self.gateway), self.workers, _there(self.coordinator)):
             if not at_once:
                 for child in group:
                     child.send(signal.SIGTERM)
-                # A child that has not served yet has nothing to put in order, and may be busy with loading.
+                # A child that has not served yet has nothing to clean up, and may be busy with loading.
                 grace_s = self.settings.stop_s if any(child.served for child in group) else UNSERVED_STOP_S
                 self._wait_end(group, monotonic() + min(grace_s, self.settings.stop_s), before)
             for child in group:
@@ -265,21 +287,27 @@ class Supervisor:
                 child.send(signal.SIGKILL)
             for child in group:
                 if not child.wait(monotonic() + KILL_S):
-                    self._say(f"{child.name} does not end even when killed: it hangs in the kernel")
+                    self._say(f"{child.name} does not end after SIGKILL: it hangs in the kernel")
         if self._listener is not None:
             self._listener.close()
         self._folder.release(clean=killed or at_once)
 
     def _wait_end(self, group: list[Child], deadline: float, signals_before: int) -> None:
         while any(child.running for child in group):
-            # `turn` notes which children end; it starts none.
+            # `turn` records which children end; it starts none.
             self.turn(max(0.0, min(TURN_S, deadline - monotonic())), restart=False)
             if monotonic() >= deadline or self._signals.count > signals_before:
                 return
 
 
 def run_up(settings: Settings, signals: Signals, progress: Callable[[Health], None], hint: str) -> int:
-    """Serves until a signal; the first one drains. Raises Stopped, Interrupted (before it was ready), KvforgeError."""
+    """Serve until a signal; the first one drains.
+
+    Raises:
+        Stopped: The children cannot serve.
+        Interrupted: A signal arrived before the service was ready, or a second one while draining.
+        KvforgeError: A call failed.
+    """
     voice = Voice(settings.log_format)
     with Supervisor(settings, signals, voice) as supervisor:
         count = supervisor.wait_ready(progress)
@@ -291,7 +319,7 @@ def run_up(settings: Settings, signals: Signals, progress: Callable[[Health], No
             if not all(child.served for child in supervisor.children):
                 supervisor.look()
         first = signals.last
-        voice.say("stopping: running requests may end first; once more to stop at once")
+        voice.say("stopping: waiting for running requests; press again to stop at once")
         before = signals.count
         supervisor.drain()
         if signals.count > before:

@@ -1,4 +1,4 @@
-"""The file of `kvforge up --config`: its options by their names, and every setting of the processes it starts."""
+"""The file of `kvforge up --config`: options by name, and every setting of the processes it starts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvforge.protocol.errors import InvalidConfiguration
 
 from .settings import Setting, Value
 
-# Settings that `up` gives each worker.
+# Settings of workers that `up` sets itself.
 OURS = ("name", "runtime_dir", "endpoint", "server_key", "key_file", "ranks", "rank", "log_level", "log_format")
-# Options that are settings of a section: by the section, as the command line has them without it.
+# Options that belong to a section, by section; the command line has these without their section.
 IN_SECTIONS = {
     "worker": (
         "device",
@@ -34,7 +34,7 @@ IN_SECTIONS = {
     "limits": ("sequences_max", "queue_max"),
     "cache": ("block_size",),
 }
-# Other spellings of options, as other servers have them.
+# Spellings of options in other servers.
 ALIASES = {
     "tensor_parallel_size": "tensor_parallel",
     "max_model_len": "context_tokens_max",
@@ -46,9 +46,11 @@ ALIASES = {
 
 
 class UpFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """At the top every option of the command by its name (tensor_parallel = 2); an option of the command line goes
-    before it. [worker]: settings of every worker, as in worker.toml. [limits], [cache], [schedule], [journal],
-    [quotas.TENANT], [tcp], [access], [kv_events]: the coordinator's, as in coordinator.toml.
+    """The file of `kvforge up --config`.
+
+    At the top stand the options of the command by name (tensor_parallel = 2); the command line takes precedence.
+    [worker] holds settings of every worker, as in worker.toml. [limits], [cache], [schedule], [journal],
+    [quotas.TENANT], [tcp], [access] and [kv_events] hold the coordinator's, as in coordinator.toml.
     """
 
     runtime_dir: str | None = None
@@ -99,7 +101,7 @@ class UpFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv_events: dict[str, Value] = {}
 
     def __post_init__(self) -> None:
-        """Move the options that are settings of a section into it. Raises InvalidConfiguration for one given twice."""
+        """Move options that belong to a section into it. Raises InvalidConfiguration for one given twice."""
         for section, names in IN_SECTIONS.items():
             given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
             inside: Mapping[str, Value] = getattr(self, section)
@@ -112,18 +114,22 @@ class UpFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def load_up_file(path: Path | None) -> UpFile:
-    """Read the file. Raises InvalidConfiguration naming the file or the key."""
+    """Read the file.
+
+    Raises:
+        InvalidConfiguration: Names the file or the key.
+    """
     if path is None:
         return UpFile()
     found = convert(_named(read_toml(path)), UpFile)
     for name in OURS:
         if name in found.worker:
-            raise InvalidConfiguration(f"worker.{name}", "is given to each worker by `kvforge up`")
+            raise InvalidConfiguration(f"worker.{name}", "is set by `kvforge up`")
     return found
 
 
 def _named(values: dict[str, Any]) -> dict[str, Any]:
-    """The same with options by the names that `UpFile` has: kv-bytes and max_model_len are accepted, too."""
+    """Return the values with the option names of `UpFile`: kv-bytes and max_model_len are accepted, too."""
     named: dict[str, Any] = {}
     for key, value in values.items():
         name = key.replace("-", "_") if key.replace("-", "_") in UpFile.__struct_fields__ else key

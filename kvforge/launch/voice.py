@@ -1,4 +1,4 @@
-"""What `kvforge up` says on standard error: its own words and its children's, as text or as JSON lines."""
+"""Messages of `kvforge up` on standard error: its own and its children's, as text or as JSON lines."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ UP = "up"
 
 
 class Voice:
-    """Says lines. Nobody there to read them is no reason to fail. log_format: as in `protocol.logs`."""
+    """Writes lines, and ignores errors of a reader that has left. log_format: as in `protocol.logs`."""
 
     def __init__(self, log_format: str = "text") -> None:
         self._json = log_format == "json"
 
     def say(self, line: str) -> None:
-        """A line of our own."""
+        """Write a line of the supervisor itself."""
         self._write(json_line(UP, "info", line) if self._json else line)
 
     def child(self, name: str, line: str) -> None:
-        """A line that a child wrote. Not all of them are entries of its log: Python's own last words are none."""
+        """Write a line of a child. Some lines are no log entries, such as a traceback of Python."""
         if not self._json:
             self._write(f"[{name}] {line}")
         elif line.startswith('{"time":'):

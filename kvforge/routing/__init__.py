@@ -1,7 +1,7 @@
-"""Which of several coordinators a request goes to: decided from what they said a moment ago.
+"""Routing of requests to one of several coordinators, based on their answers of a moment ago.
 
-`router` chooses by what each holds and has before it, without input or output; `asking` puts the question to them;
-`seeds` fixes a request's draws before anybody has them. The gateway and the load harness use the same.
+`router` chooses by each replica's cache and load, without input or output. `asking` queries the replicas. `seeds` fixes
+a request's draws before it is placed. The gateway and the load harness use all three.
 """
 
 from .asking import Chosen, ask_and_choose

@@ -1,4 +1,4 @@
-"""The question to all replicas, over their connections, and the choice by what they answer."""
+"""Queries all replicas over their connections, and chooses one by their answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from .router import Offer, Router
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """name: the replica; None: none of those that answered takes the request. silent: who did not answer in time."""
+    """The chosen replica.
+
+    Attributes:
+        name: The replica; None: no replica that answered accepts the request.
+        silent: Replicas that did not answer in time.
+    """
 
     name: str | None
     silent: tuple[str, ...] = ()
@@ -31,10 +36,17 @@ async def ask_and_choose(
     answer_s: float,
     session: str = "",
 ) -> Chosen:
-    """Asks each of the clients, by the replicas' names, what it holds of the prompt, for `answer_s` at most.
+    """Ask each client's coordinator for the cached prefix of the prompt, and choose one.
 
-    The request must be submitted before anything else is waited for: a question that another asks after that finds it
-    there.
+    The caller must submit the request before it waits for anything else, so that later queries already see the request.
+
+    Args:
+        router: The router.
+        clients: The clients by replica.
+        prompt: [prompt_tokens] int32.
+        options: The options of the request.
+        answer_s: The limit for the answers, in seconds.
+        session: The session of the request, "" for none.
     """
     if len(clients) < 2:
         return Chosen(next(iter(clients), None))
@@ -55,10 +67,10 @@ async def ask_and_choose(
                 silent.append(name)
             elif isinstance(answer := task.result(), PrefixFound):
                 offers[name] = Offer(question, answer)
-            elif isinstance(answer, DeadlineExceeded | ProtocolError):  # the latter: it is too old to know the question
+            elif isinstance(answer, DeadlineExceeded | ProtocolError):  # ProtocolError: too old for this query
                 silent.append(name)
             elif not isinstance(answer, CoordinatorUnavailable):
-                return Chosen(name)  # what is wrong with the question is wrong with the request, and it says what
+                return Chosen(name)  # the request would fail with the same error, which then reports the cause
         return Chosen(router.choose(len(prompt), offers, session=session), tuple(silent))
     finally:
         router.close(question)

@@ -2,19 +2,19 @@
 
 A score is in tokens of prompts that are computed before the request's first token, so the lowest is best:
 
-    uncached tokens of its own + tokens of prompts before it + ROW_TOKENS for each request that is there already
+    its own uncached tokens + prompt tokens queued before it + ROW_TOKENS for each request already there
 
-What a replica says is as old as its answer, so what was decided since the question is added: requests that come
-together do not all go to the one that looked idle. A question that was asked after a decision needs no such sum: over
-one connection the coordinator has that request before the question. So nothing is kept for longer than the oldest
-question that is still open, and nothing that a replica says is believed twice.
+A replica's answer is as old as its query, so decisions made since the query are added to it: simultaneous requests then
+do not all go to the one that looked idle. A later query needs no such sum, because the coordinator receives the request
+before the query on the same connection. Decisions are therefore kept only while an older query is open, and none is
+counted twice.
 
-Why a hot prefix does not make a hot spot: whoever holds it pays for each request that it has, and whoever does not hold
-it pays the prefix once. The gap between the two is never larger than the prefix, and then the other holds it too.
+A hot prefix does not create a hot spot: the replica that holds it pays for each of its requests, and another one pays
+for the prefix only once. The gap between the two is never larger than the prefix; at that point the other one computes
+and caches it too.
 
-A session prefers one replica, which follows from its name and from who is there (rendezvous hashing: Thaler and
-Ravishankar, 1998): so it needs no memory, and is the same in every process. The preference is worth SESSION_TOKENS and
-no more.
+A session prefers one replica, which follows from its name and the names of the replicas (rendezvous hashing: Thaler and
+Ravishankar, 1998). It needs no memory and is the same in every process. The preference is worth SESSION_TOKENS.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from itertools import count
 from kvforge.protocol.messages import PrefixFound
 
 PREFIX, ROUND_ROBIN = POLICIES = ("prefix", "round-robin")
-# What a request that runs costs one that joins it. On an H200 a row makes each decode step of an 8B model about 40 us
-# longer, which is 1.7 tokens of a prompt, and an answer has some hundred steps.
+# The cost of a running request for one that joins it. On an H200 a row makes each decode step of an 8B model about
+# 40 us longer, which is 1.7 tokens of a prompt, and an answer has some hundred steps.
 ROW_TOKENS = 128
 SESSION_TOKENS = 512
 QUESTIONS_MAX = 4096
@@ -37,14 +37,14 @@ QUESTIONS_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a replica answered to the question with this number."""
+    """A replica's answer to the query with number `question`."""
 
     question: int
     found: PrefixFound
 
 
 class Router:
-    """Remembers what was decided and is not in the answers yet. names: the replicas."""
+    """Chooses replicas, and keeps decisions that the answers do not include yet. names: the replicas."""
 
     def __init__(self, names: Iterable[str], policy: str = PREFIX) -> None:
         assert policy in POLICIES, policy
@@ -52,26 +52,26 @@ class Router:
         self._numbers = count(1)
         self._open: dict[int, None] = {}
         self._last = 0
-        # By replica: the number of a decision, and the uncached tokens of what was sent there.
+        # By replica: the number of a decision, and the uncached tokens sent there.
         self._decided: dict[str, deque[tuple[int, int]]] = {name: deque() for name in self.names}
         self._turn = 0
 
     def use(self, names: Iterable[str]) -> None:
-        """Others are there from now on; of those that stay, it remembers what was decided."""
+        """Replace the replicas. Decisions about those that stay are kept."""
         self.names = tuple(names)
         self._decided = {name: self._decided.get(name, deque()) for name in self.names}
         self._turn %= len(self.names)
 
     def ask(self) -> int:
-        """The number of a question that is put to the replicas now. `close` it, whatever becomes of it."""
+        """Return the number of a query that is sent to the replicas now. The caller must `close` it."""
         number = self._last = next(self._numbers)
         self._open[number] = None
-        if len(self._open) > QUESTIONS_MAX:  # whoever asked has forgotten it
+        if len(self._open) > QUESTIONS_MAX:  # its caller has not closed it
             del self._open[next(iter(self._open))]
         return number
 
     def close(self, question: int) -> None:
-        """Nothing is decided by the answers to this question any more."""
+        """Close a query: its answers are used no more."""
         self._open.pop(question, None)
         oldest = next(iter(self._open), None)
         for decided in self._decided.values():
@@ -81,10 +81,16 @@ class Router:
     def choose(
         self, prompt_tokens: int, offers: Mapping[str, Offer], *, session: str = "", without: Iterable[str] = ()
     ) -> str | None:
-        """The replica that gets the request, or None: none of those that answered takes it.
+        """Choose the replica for a request.
 
-        offers: the answers, by replica; who has not answered is not chosen. session: what belongs together; "":
-        nothing does. without: replicas that were tried already.
+        Args:
+            prompt_tokens: The length of the prompt.
+            offers: The answers by replica. Replicas without an answer are not chosen.
+            session: The session of the request, "" for none.
+            without: Replicas that were tried already.
+
+        Returns:
+            The replica; None if no replica that answered accepts it.
         """
         left_out = {*without}
         ready = [name for name in self.names if name in offers and name not in left_out and offers[name].found.ready]
@@ -100,11 +106,11 @@ class Router:
         return chosen
 
     def score(self, name: str, prompt_tokens: int, offer: Offer) -> int:
-        """What the request waits for there, in tokens."""
+        """Return the work that the request waits for there, in tokens."""
         found, since = offer.found, [tokens for at, tokens in self._decided[name] if at > offer.question]
         uncached = max(0, prompt_tokens - found.cached_tokens)
         rows = found.running + found.pending + len(since)
-        # What there is no room for waits until something ends.
+        # Tokens without room wait until another request ends.
         lacking = max(0, uncached + sum(since) - found.room_tokens)
         full = max(0, found.pending + len(since) + 1 - found.rows_free) if found.rows_free <= len(since) else 0
         return uncached + found.queued_tokens + sum(since) + ROW_TOKENS * (rows + full) + lacking
@@ -125,10 +131,13 @@ class Router:
 
     @property
     def remembered(self) -> int:
-        """How many decisions are kept."""
+        """Return the number of decisions that are kept."""
         return sum(map(len, self._decided.values()))
 
 
 def weight(session: str, name: str) -> int:
-    """Of a replica for a session: the highest is preferred. Where one goes, only its own sessions go elsewhere."""
+    """Return the weight of a replica for a session; the highest is preferred.
+
+    If a replica leaves, only its own sessions move.
+    """
     return int.from_bytes(hashlib.blake2b(f"{session}\n{name}".encode(), digest_size=8).digest(), "little")

@@ -48,7 +48,7 @@ def test_a_folder_that_it_did_not_make_is_refused_and_not_touched(tmp_path: Path
     file.write_text("mine")
     before = names(tmp_path)
     first = kept.partition("/")[0]
-    with pytest.raises(InvalidConfiguration, match=rf"^runtime_dir: .*/up, where .* did not make \({first}\): move"):
+    with pytest.raises(InvalidConfiguration, match=rf"^runtime_dir: .*/up, .* holds foreign files \({first}\): move"):
         PrivateFolder(tmp_path).claim()
     assert names(tmp_path) == before
     assert file.read_text() == "mine"
