@@ -1,4 +1,4 @@
-"""fleet.toml: what a fleet is, in one file that is validated once, by everybody who reads it in the same way."""
+"""fleet.toml: the description of a fleet, in one file that every reader validates in the same way."""
 
 from __future__ import annotations
 
@@ -25,15 +25,20 @@ Amount = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Replicas(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[replicas]: how many, and what one takes of its node.
+    """[replicas]: their number and the resources of one.
 
-    count: so many, where [autoscale] does not say it. coordinator_cpus: for its coordinator and the programs beside it.
-    rank_cpus, rank_gpus: for each process of its workers. resources: of Ray's own kinds, for the whole replica.
-    surge: how many more than `count` there may be while others take their place; 0: one leaves before its successor
-    comes. drain_s: so long what runs on one that leaves may take to end; then it is computed elsewhere. start_s: so
-    long one may take until it serves. retry_s: one that cannot start is tried anew, perhaps elsewhere, after so long.
-    silent_s: one that is not needed any more and has not been heard of for so long is removed. folder: where each node
-    keeps the files of its replicas and gateways; "": `fleet` in its runtime folder.
+    Attributes:
+        count: The number of replicas, unless [autoscale] sets it.
+        coordinator_cpus: CPUs for the coordinator and the programs beside it.
+        rank_cpus: CPUs for each process of the workers.
+        rank_gpus: GPUs for each process of the workers.
+        resources: Further resources of Ray, for the whole replica.
+        surge: How many replicas above `count` may exist during an update; 0: one leaves before its successor starts.
+        drain_s: How long requests on a leaving replica may take to end; then they are computed elsewhere.
+        start_s: How long a replica may take until it serves.
+        retry_s: When to replace a replica that cannot start, possibly on another node.
+        silent_s: When to remove an unneeded replica that does not answer.
+        folder: The folder of each node for the files of replicas and gateways; "": `fleet` in its runtime folder.
     """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=REPLICAS_MAX)] | None = None
@@ -50,12 +55,17 @@ class Replicas(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Autoscale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[autoscale]: as many replicas as keep the time that requests wait in the queue within bounds.
+    """[autoscale]: scales the number of replicas to keep the queueing time of requests within bounds.
 
-    replicas_min, replicas_max: never fewer, never more. queue_up_s: where requests wait longer than this, on average of
-    the replicas, there are more: in proportion, at most twice as many. up_after_s: for so long they must do that,
-    without a break. queue_down_s: where they wait less, there is one fewer. down_after_s: for so long they must do
-    that. pause_s: so long after a change there is no other.
+    Attributes:
+        replicas_min: The smallest number.
+        replicas_max: The largest number.
+        queue_up_s: Scale up while requests wait longer than this, averaged over the replicas; in proportion, at most to
+            twice as many.
+        up_after_s: How long that must last without a break.
+        queue_down_s: Scale down by one while requests wait less than this.
+        down_after_s: How long that must last without a break.
+        pause_s: The pause after a change.
     """
 
     replicas_min: Annotated[int, msgspec.Meta(ge=1, le=REPLICAS_MAX)] = 1
@@ -68,10 +78,13 @@ class Autoscale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Gateways(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[gateways]: how many, and where each serves.
+    """[gateways]: their number and addresses.
 
-    count: so many, on different nodes where that is possible. cpus: of its node. host, port: on its node; port 0: any
-    that is free, which `kvforge fleet status` shows.
+    Attributes:
+        count: The number of gateways, on different nodes where possible.
+        cpus: CPUs of each on its node.
+        host: The address on its node.
+        port: The port on its node; 0: any free one, which `kvforge fleet status` shows.
     """
 
     count: Number = 1
@@ -80,11 +93,11 @@ class Gateways(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 8000
 
 
-# What the fleet says to each gateway itself.
+# Settings of gateways that the fleet sets itself.
 GATEWAY_OURS = ("runtime_dir", "endpoint", "server_key", "key_file", "host", "port", "replicas")
 
 
-# Settings that the fleet gives each replica, and settings that [gateways] and [gateway] hold.
+# Settings of replicas that the fleet sets itself, or that belong into [gateways] and [gateway].
 REPLICA_OURS = (
     "runtime_dir",
     "state_dir",
@@ -100,10 +113,12 @@ REPLICA_OURS = (
 
 
 class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """fleet.toml. [up]: what each replica is, as in the file of `kvforge up --config`. [gateway]: what each gateway is,
-    as in gateway.toml.
+    """fleet.toml.
 
-    name: of the fleet, one of several in a cluster.
+    Attributes:
+        name: The name of the fleet, one of several in a cluster.
+        up: The settings of each replica, as in the file of `kvforge up --config`.
+        gateway: The settings of each gateway, as in gateway.toml.
     """
 
     name: str = "fleet"
@@ -115,27 +130,27 @@ class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise InvalidConfiguration("name", "1 to 32 of a-z, 0-9 and -, like chat-8b")
+            raise InvalidConfiguration("name", "must be 1 to 32 of a-z, 0-9 and -, like chat-8b")
         _check_up(self.up)
         for name in GATEWAY_OURS:
             if name in self.gateway:
-                where = "say it in [gateways]" if name in ("host", "port") else "is given to each gateway by the fleet"
+                where = "belongs into [gateways]" if name in ("host", "port") else "is set by the fleet"
                 raise InvalidConfiguration(f"gateway.{name}", where)
         _check_sizes(self)
 
     @property
     def count(self) -> int:
-        """So many replicas, where nothing else is known."""
+        """Return the number of replicas to start with."""
         return self.autoscale.replicas_min if self.autoscale is not None else self.replicas.count or 1
 
     @property
     def ranks(self) -> int:
-        """Processes of all workers of one replica."""
+        """Return the number of processes of all workers of one replica."""
         return (self.up.workers or 1) * (self.up.tensor_parallel or 1)
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What a replica takes of its node, in Ray's words. One bundle, for that is what is never split over nodes."""
+        """Return the resources of a replica, by Ray's names. One bundle is never split over nodes."""
         own = self.replicas
         cpus = own.coordinator_cpus + self.ranks * own.rank_cpus
         taken = {"CPU": cpus, "GPU": float(self.ranks * own.rank_gpus), **own.resources}
@@ -143,24 +158,31 @@ class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def gateway_bundle(self) -> dict[str, float]:
-        """What a gateway takes of its node."""
+        """Return the resources of a gateway, by Ray's names."""
         return {"CPU": self.gateways.cpus} if self.gateways.cpus else {}
 
     @property
     def revision(self) -> str:
-        """Of replicas: where it differs, they are others."""
+        """Return the revision of replicas; a replica of another revision is replaced."""
         own = self.replicas
         return _digest([self.up, own.folder, self.bundle])
 
     @property
     def gateway_revision(self) -> str:
-        """Of gateways: where it differs, others take their place. [gateway] itself is taken by those that are there."""
+        """Return the revision of gateways; a gateway of another one is replaced.
+
+        Running gateways reload [gateway] themselves, so it is not part of the revision.
+        """
         own = self.gateways
         return _digest([own.host, own.port, self.replicas.folder, self.gateway_bundle])
 
 
 def load_fleet(path: Path) -> tuple[FleetFile, str]:
-    """The file, and its text. Raises InvalidConfiguration naming the file or the key."""
+    """Return the file and its text.
+
+    Raises:
+        InvalidConfiguration: Names the file or the key.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -170,7 +192,11 @@ def load_fleet(path: Path) -> tuple[FleetFile, str]:
 
 
 def parse(text: str, name: str = "fleet.toml") -> FleetFile:
-    """The file of this text. Raises InvalidConfiguration naming the key."""
+    """Return the file with this text.
+
+    Raises:
+        InvalidConfiguration: Names the key.
+    """
     try:
         return convert(tomllib.loads(text), FleetFile)
     except tomllib.TOMLDecodeError as error:
@@ -180,16 +206,16 @@ def parse(text: str, name: str = "fleet.toml") -> FleetFile:
 def _check_up(up: UpFile) -> None:
     for name in OURS:
         if name in up.worker:
-            raise InvalidConfiguration(f"up.worker.{name}", "is given to each worker by the fleet")
+            raise InvalidConfiguration(f"up.worker.{name}", "is set by the fleet")
     for name in REPLICA_OURS:
         if getattr(up, name) is not None:
-            raise InvalidConfiguration(f"up.{name}", "is given to each replica and gateway by the fleet")
+            raise InvalidConfiguration(f"up.{name}", "is set by the fleet")
     if up.tcp:
-        raise InvalidConfiguration("up.tcp", "is given to each replica by the fleet, with a free port of its node")
+        raise InvalidConfiguration("up.tcp", "is set by the fleet, with a free port of the node")
     if ACCESS_NAME in up.access.get("clients", {}):
         raise InvalidConfiguration(f"up.access.clients.{ACCESS_NAME}", "is the name of the fleet's own gateways")
     if (up.model is None) == (up.model_config is None):
-        raise InvalidConfiguration("up.model", "is required, or up.model_config for random weights, and not both")
+        raise InvalidConfiguration("up.model", "is required, or up.model_config for random weights, but not both")
     for name in ("workers", "tensor_parallel"):
         if (given := getattr(up, name)) is not None and not 1 <= given <= WORKERS_MAX:
             raise InvalidConfiguration(f"up.{name}", f"must be 1 to {WORKERS_MAX}")
@@ -199,18 +225,24 @@ def _check_sizes(file: FleetFile) -> None:
     scale, own = file.autoscale, file.replicas
     if scale is not None:
         if own.count is not None:
-            raise InvalidConfiguration("replicas.count", "is given, and [autoscale] too, which says how many there are")
+            raise InvalidConfiguration(
+                "replicas.count", "conflicts with [autoscale], which sets the number: remove one"
+            )
         if scale.replicas_min > scale.replicas_max:
             problem = f"is {scale.replicas_min}, more than replicas_max = {scale.replicas_max}"
             raise InvalidConfiguration("autoscale.replicas_min", problem)
         if scale.queue_down_s >= scale.queue_up_s:
-            problem = f"is {scale.queue_down_s:g}; below queue_up_s = {scale.queue_up_s:g}, or it would go up and down"
+            problem = (
+                f"is {scale.queue_down_s:g}; must be below queue_up_s = {scale.queue_up_s:g}, to avoid oscillation"
+            )
             raise InvalidConfiguration("autoscale.queue_down_s", problem)
     if own.surge == 0 and file.count == 1:
-        problem = "is 0, and there may be one replica: nobody would serve while another takes its place"
+        problem = "is 0, but with one replica an update would interrupt the service: set 1, or more replicas"
         raise InvalidConfiguration("replicas.surge", problem)
     if not file.bundle:
-        raise InvalidConfiguration("replicas", "take nothing of a node: all of them would come to one")
+        raise InvalidConfiguration(
+            "replicas", "need no resources, so all would be placed on one node: set coordinator_cpus or rank_cpus"
+        )
 
 
 def _digest(values: list[Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a program on a node, its keeper and the controller say to each other: small JSON documents, and no token."""
+"""Messages between a program on a node, its keeper and the controller: small JSON documents, without tokens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 
 from kvforge.protocol.errors import InternalError
 
-# Of a replica or gateway. placing: no node has room for it yet. silent: nothing was heard of it. unready: it served,
-# and does not now. stopped: it has ended as it was asked to, and left nothing. failed: it cannot start.
+# Phases of a replica or gateway. placing: no node has room yet. silent: it does not answer. unready: it has served, but
+# does not now. stopped: it has ended as ordered and removed its files. failed: it cannot start.
 PLACING, STARTING, READY, UNREADY, SILENT, DRAINING, STOPPED, FAILED = PHASES = (
     *("placing", "starting", "ready", "unready", "silent", "draining", "stopped", "failed"),
 )
@@ -16,15 +16,22 @@ DOCUMENT_BYTES_MAX = 1 << 17
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where gateways find a replica. server_key: its public key."""
+    """Address of a replica for gateways. server_key: its public key."""
 
     endpoint: str
     server_key: str
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
-    """The first that a program hears. address: of its node. text: fleet.toml. public, secret: the gateways' own keys;
-    a replica is told the first alone. places: for a gateway."""
+    """The first message to a program.
+
+    Attributes:
+        address: The address of its node.
+        text: fleet.toml.
+        public: The gateways' public key.
+        secret: The gateways' secret key, for gateways only.
+        places: The replicas, for gateways only.
+    """
 
     name: str
     address: str
@@ -35,20 +42,20 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
 
 
 class Use(msgspec.Struct, frozen=True, kw_only=True, tag="use"):
-    """To a gateway: these replicas, and what [gateway] of this fleet.toml says."""
+    """Orders a gateway to use these replicas and [gateway] of this fleet.toml."""
 
     text: str
     places: dict[str, Place]
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
-    """To a replica: take nothing new; what has not ended after so long is handed back."""
+    """Orders a replica to stop admission, and to hand back requests that have not ended after `deadline_s`."""
 
     deadline_s: float
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """End, and leave nothing."""
+    """Orders a program to end and to remove its files."""
 
 
 Order = Begin | Use | Drain | Stop
@@ -56,12 +63,24 @@ _ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What one says of itself. reason: why it does not serve. node: where it is, in Ray's words; life: of its keeper,
-    another one after each of its starts. age_s: since it began to start; failed_s, draining_s: since it failed, since
-    it was told to drain.
+    """The status of a replica or gateway.
 
-    Of a replica: running, pending: requests; queue_s: how long those wait that wait. place: where gateways find it.
-    Of a gateway: url; ready: the replicas that it sends requests to; used: those that it knows of. pids: by name.
+    Attributes:
+        phase: One of PHASES.
+        reason: Why it does not serve.
+        node: Ray's id of its node.
+        life: Identifies the keeper's present process.
+        age_s: Time since its start.
+        failed_s: Time since it failed.
+        draining_s: Time since the order to drain.
+        running: Running requests of a replica.
+        pending: Waiting requests of a replica.
+        queue_s: How long these wait.
+        place: The address of a replica.
+        url: The URL of a gateway.
+        ready: The replicas to which a gateway sends requests.
+        used: The replicas that a gateway knows.
+        pids: Its processes by name.
     """
 
     phase: str
@@ -82,7 +101,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """One of a fleet, as its controller sees it."""
+    """A replica or gateway as the controller sees it."""
 
     name: str
     revision: str
@@ -90,8 +109,14 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet. count: replicas that are wanted. revision: of new ones. sentences: why it is not as it should be.
-    ended: it is to be no more."""
+    """The state of a fleet.
+
+    Attributes:
+        count: The wanted number of replicas.
+        revision: The revision of new replicas.
+        ended: The fleet is being removed.
+        sentences: Why the fleet is not in its wanted state.
+    """
 
     fleet: str
     count: int = 0
@@ -104,24 +129,36 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def serves(self) -> bool:
-        """Whether all are there that are wanted, and nothing is under way."""
+        """Return whether all replicas and gateways are ready and no change is pending."""
         whole = (*self.replicas, *self.gateways)
         return not self.sentences and len(self.replicas) == self.count and all(s.told.phase == READY for s in whole)
 
 
 def encode(document: Order | Told) -> bytes:
-    """As it is sent. Raises InternalError for one that is too large."""
-    said = msgspec.json.encode(document)
-    if len(said) > DOCUMENT_BYTES_MAX:
-        raise InternalError(f"a document of {len(said)} bytes for a node; {DOCUMENT_BYTES_MAX} may be")
-    return said
+    """Encode a message.
+
+    Raises:
+        InternalError: It is too large.
+    """
+    data = msgspec.json.encode(document)
+    if len(data) > DOCUMENT_BYTES_MAX:
+        raise InternalError(f"a message of {len(data)} bytes for a node exceeds {DOCUMENT_BYTES_MAX}")
+    return data
 
 
 def order_of(said: bytes) -> Order:
-    """Raises msgspec.ValidationError."""
+    """Decode an order.
+
+    Raises:
+        msgspec.ValidationError: The bytes are not an order.
+    """
     return _ORDERS.decode(said)
 
 
 def told_of(said: bytes) -> Told:
-    """Raises msgspec.ValidationError."""
+    """Decode a status.
+
+    Raises:
+        msgspec.ValidationError: The bytes are not a status.
+    """
     return msgspec.json.decode(said, type=Told)

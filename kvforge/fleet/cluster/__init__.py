@@ -1,8 +1,8 @@
-"""The fleet in a Ray cluster: the only room that imports Ray, and as little of it as there can be.
+"""The fleet in a Ray cluster: the only package that imports Ray, kept thin.
 
-Its law: what is decided is decided in `deciding`, what runs is run by `node`; here names become actors and placement
-groups, and what they say is asked for. All that must outlive the controller is in Ray: the actors by their names, which
-hold their revision, and one document in the cluster's key-value store (`store`).
+`deciding` makes the decisions, and `node` holds the programs. Here, names become actors and placement groups, and their
+status is queried. Ray holds all state that outlives the controller: the actors, which have their revision in their
+names, and one document in the cluster's key-value store (`store`).
 
-From outside: `joining.joined` and `Fleet` of `fleet`.
+Other code uses `joining.joined` and `fleet.Fleet`.
 """

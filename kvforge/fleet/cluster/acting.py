@@ -1,4 +1,4 @@
-"""What was decided, done: placement groups and actors made and removed, orders passed on."""
+"""Executes decisions: creates and removes placement groups and actors, and sends orders."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ log = logging.getLogger(__name__)
 
 
 class Hands:
-    """Of one controller."""
+    """The actions of one controller."""
 
     def __init__(self, fleet: str, watch: Watch) -> None:
         self._namespace, self._watch = namespace(fleet), watch
-        self._used: dict[str, tuple[str, str, dict[str, Place]]] = {}  # by gateway: what its keeper was told
+        self._used: dict[str, tuple[str, str, dict[str, Place]]] = {}  # by gateway: the last order to its keeper
 
     async def do(self, action: Action, file: FleetFile, spec: Spec) -> None:
-        """Does it. What cannot be done now is decided again at the next look.
+        """Execute an action. One that is impossible now is decided again at the next look.
 
-        Raises RayError, TimeoutError, ValueError.
+        Raises:
+            RayError: Ray failed.
+            TimeoutError: The keeper did not answer.
+            ValueError: The actor is gone.
         """
         log.info("%s", action)
         if isinstance(action, Create):
@@ -51,7 +54,7 @@ class Hands:
             await self._order(member, Drain(deadline_s=action.deadline_s))
 
     def create(self, member: Member, file: FleetFile, spec: Spec) -> None:
-        """Its placement group, if it has none yet, and its actor."""
+        """Create a member's placement group, if it has none yet, and its actor."""
         begin = Begin(name=member.name, address="", text=spec.text, public=spec.public)
         cls = ray.remote(Keeper)
         shared = {
@@ -71,7 +74,7 @@ class Hands:
         bundle = file.bundle
         group = self._group(member)
         if group is None:
-            # One bundle: its coordinator and all ranks of its workers, which are never on two nodes.
+            # One bundle, so that the coordinator and all ranks are on the same node.
             name = f"{self._namespace}/{member.actor}"
             group = ray.util.placement_group([bundle], strategy="STRICT_PACK", name=name, lifetime="detached")
         others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
@@ -84,15 +87,21 @@ class Hands:
         ).remote(member.kind, encode(begin))
 
     async def tell_gateways(self, spec: Spec, places: dict[str, Place], lives: dict[Member, str]) -> None:
-        """Each gateway has these replicas, and this file. lives: of their keepers."""
+        """Send the replicas and the file to each gateway that does not have them yet.
+
+        Args:
+            spec: The fleet's document.
+            places: The replicas.
+            lives: The gateways with the lives of their keepers.
+        """
         if not places:
-            return  # a gateway of replicas stays one: those that it has come back, or others come
+            return  # keep the known replicas: they return, or others will come
         for member, life in lives.items():
-            told = (life, spec.text, places)
-            if self._used.get(member.name) != told:
+            sent = (life, spec.text, places)
+            if self._used.get(member.name) != sent:
                 with suppress(RayError, TimeoutError, ValueError):
                     await self._order(member, Use(text=spec.text, places=places))
-                    self._used[member.name] = told
+                    self._used[member.name] = sent
 
     async def _order(self, member: Member, order: Order) -> None:
         handle = self._watch.handle(member)

@@ -1,6 +1,7 @@
-"""The controller: looks, has it decided, and does it, again and again.
+"""The controller: looks at the fleet, decides, and acts, in a loop.
 
-A detached actor by a fixed name. Killed, Ray starts it again, and it finds its fleet by the names of its actors.
+It is a detached actor with a fixed name. If it is killed, Ray restarts it, and it finds its fleet by the names of its
+actors.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from .store import Spec
 from .watching import Watch
 
 TURN_S = 0.5
-FIRST_S = 10.0  # for it to find what is there
-CREATED_MAX = 32  # at a turn
+FIRST_S = 10.0  # limit for the first look
+CREATED_MAX = 32  # per turn
 log = logging.getLogger(__name__)
 
 
 class Controller:
-    """Of one fleet. All that changes it goes through here: so nobody else writes its document."""
+    """The controller of one fleet.
+
+    All changes pass through it, so that it is the only writer of the fleet's document.
+    """
 
     async def __init__(self, fleet: str) -> None:  # type: ignore[misc]  # Ray awaits it
         self._fleet = fleet
@@ -40,19 +44,19 @@ class Controller:
         self._hands = Hands(fleet, self._watch)
         self._memory = Memory()
         self._again = False
-        self._status = Status(fleet=fleet, sentences=("its controller starts",))
+        self._status = Status(fleet=fleet, sentences=("the controller is starting",))
         self._looked = asyncio.Event()
         self._news = asyncio.Event()
         self._running = asyncio.ensure_future(self._run())
 
     async def status(self) -> bytes:
-        """How the fleet is: a `Status`. A controller that has just begun looks first, for it knows of nobody."""
+        """Return the fleet's `Status`. A controller that has just started looks first."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._looked.wait(), FIRST_S)
         return msgspec.json.encode(self._status)
 
     async def use(self, said: bytes) -> None:
-        """From now on the fleet is this `Spec`. Who cannot start is tried anew."""
+        """Replace the fleet's `Spec`, and retry members that cannot start."""
         new = msgspec.msgpack.decode(said, type=Spec)
         old = store.get(self._fleet)
         if old is not None:
@@ -63,29 +67,33 @@ class Controller:
         self._again = True
 
     async def scale(self, count: int) -> str:
-        """So many replicas. Returns why not; "": there will be."""
+        """Set the number of replicas.
+
+        Returns:
+            Why that is not possible, "" if it is.
+        """
         spec = store.get(self._fleet)
         if spec is None or spec.ended:
-            return "there is no such fleet, or it ends"
+            return "there is no such fleet, or it is shutting down"
         if (rule := parse(spec.text).autoscale) is not None:
             bounds = f"between replicas_min = {rule.replicas_min} and replicas_max = {rule.replicas_max}"
-            return f"this fleet scales itself, {bounds}: change [autoscale] and bring it up again"
+            return f"this fleet scales itself, {bounds}: change [autoscale] and run `kvforge fleet up` again"
         if not 1 <= count <= REPLICAS_MAX:
-            return f"{count} replicas: there may be 1 to {REPLICAS_MAX}; `kvforge fleet down` ends the fleet"
+            return f"{count} is not 1 to {REPLICAS_MAX}; use `kvforge fleet down` to end the fleet"
         if count == 1 and parse(spec.text).replicas.surge == 0:
-            return "one replica, and replicas.surge = 0: nobody would serve while another takes its place"
+            return "with one replica and replicas.surge = 0, an update would interrupt the service"
         store.put(self._fleet, msgspec.structs.replace(spec, count=count))
         self._changed()
         return ""
 
     async def end(self) -> None:
-        """The fleet drains, and is no more."""
+        """Drain and remove the fleet."""
         if (spec := store.get(self._fleet)) is not None:
             store.put(self._fleet, msgspec.structs.replace(spec, ended=True))
         self._changed()
 
     def _changed(self) -> None:
-        self._status = msgspec.structs.replace(self._status, sentences=("something else is wanted since a moment ago",))
+        self._status = msgspec.structs.replace(self._status, sentences=("a change has just been requested",))
         self._news.set()
 
     async def _run(self) -> None:
@@ -93,9 +101,9 @@ class Controller:
             try:
                 await self._turn()
             except (RayError, KvforgeError, TimeoutError, ValueError, OSError) as error:
-                log.warning("the fleet is looked at again: %r", error)
+                log.warning("retrying after an error: %r", error)
             except Exception:
-                log.exception("the fleet is looked at again")
+                log.exception("retrying after an unexpected error")
             self._news.clear()
             try:
                 await asyncio.wait_for(self._news.wait(), TURN_S)
@@ -117,7 +125,7 @@ class Controller:
             store.remove(self._fleet)
             return
         if store.get(self._fleet) != spec:
-            self._news.set()  # something else is wanted meanwhile: it is decided anew
+            self._news.set()  # the wanted state has changed meanwhile: decide again
             return
         self._again = False
         if not spec.ended and decision.count != (file.count if spec.count is None else spec.count):
@@ -139,7 +147,7 @@ class Controller:
             await self._hands.do(action, file, spec)
 
     def _restore(self, file: FleetFile, spec: Spec) -> None:
-        """Who has a placement group and no actor: the controller died between the two."""
+        """Create missing actors of placement groups: an earlier controller died between the two."""
         for member, there in self._watch.members.items():
             if member.kind == REPLICA and not there.actor and not self._watch.died(member) and not spec.ended:
                 self._hands.create(member, file, spec)

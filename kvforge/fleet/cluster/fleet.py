@@ -1,4 +1,4 @@
-"""A fleet, for whoever commands it from outside: brought up, looked at, scaled, ended."""
+"""A fleet as its commands see it: start, status, scale, end."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from . import store
 from .controller import Controller
 from .names import CONTROLLER, namespace
 
-ANSWER_S = 30.0  # also of a controller that is being started again
+ANSWER_S = 30.0  # includes a restart of the controller
 AGAIN_S = 0.2
 
 
 class Fleet:
-    """One of those in the cluster that this process is in."""
+    """A fleet in the cluster that this process has joined."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def up(self, file: FleetFile, text: str) -> None:
-        """Makes it, or makes it another: then replicas take each other's place one by one.
+        """Start the fleet, or update it, replacing replicas one by one.
 
-        Raises NotReady where no node could ever have room, and has changed nothing then; Unavailable.
+        Raises:
+            NotReady: No node could ever have room; nothing was changed.
+            Unavailable: The controller does not answer.
         """
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         for bundle, what in ((file.bundle, "a replica"), (file.gateway_bundle, "a gateway")):
@@ -46,34 +48,49 @@ class Fleet:
         self._ask("use", msgspec.msgpack.encode(spec))
 
     def status(self) -> Status:
-        """Raises InvalidRequest where there is no such fleet, Unavailable."""
+        """Return the state of the fleet.
+
+        Raises:
+            InvalidRequest: There is no such fleet.
+            Unavailable: The controller does not answer.
+        """
         return msgspec.json.decode(self._ask("status"), type=Status)
 
     def scale(self, count: int) -> None:
-        """So many replicas. Raises InvalidRequest, Unavailable."""
+        """Set the number of replicas.
+
+        Raises:
+            InvalidRequest: There is no such fleet, or the number is not possible.
+            Unavailable: The controller does not answer.
+        """
         if problem := self._ask("scale", count):
             raise InvalidRequest("N", problem)
 
     def down(self) -> None:
-        """Begins to end it. Raises InvalidRequest, Unavailable."""
+        """Start to drain and remove the fleet.
+
+        Raises:
+            InvalidRequest: There is no such fleet.
+            Unavailable: The controller does not answer.
+        """
         self._ask("end")
 
     def close(self) -> None:
-        """It has ended: its controller goes, too."""
+        """Remove the controller of a fleet that has ended."""
         try:
             ray.kill(ray.get_actor(CONTROLLER, namespace=namespace(self.name)), no_restart=True)
         except ValueError:
             return
 
     def _ask(self, what: str, *arguments: Any) -> Any:
-        """Of the controller; again, while it is being started again."""
+        """Call the controller; retry while it restarts."""
         deadline = monotonic() + ANSWER_S
         while True:
             try:
                 controller = ray.get_actor(CONTROLLER, namespace=namespace(self.name))
             except ValueError:
                 there = ", ".join(store.fleets())
-                known = f"there are {there}" if there else "there is none"
+                known = f"it has {there}" if there else "it has none"
                 raise InvalidRequest("name", f"there is no fleet {self.name!r} in this cluster; {known}") from None
             try:
                 return ray.get(getattr(controller, what).remote(*arguments), timeout=max(0.1, deadline - monotonic()))
@@ -81,6 +98,6 @@ class Fleet:
                 raise Unavailable(f"the controller of {self.name} does not answer within {ANSWER_S:g} s") from None
             except RayError as error:
                 if monotonic() >= deadline:
-                    said = " ".join(str(error).split())[:300]
-                    raise Unavailable(f"the controller of {self.name} cannot be asked: {said}") from None
+                    text = " ".join(str(error).split())[:300]
+                    raise Unavailable(f"the controller of {self.name} cannot be reached: {text}") from None
                 sleep(AGAIN_S)

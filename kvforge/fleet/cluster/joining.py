@@ -1,4 +1,4 @@
-"""Into an existing Ray cluster, as a client of it that says what went wrong in words."""
+"""Joins an existing Ray cluster as a client, with clear errors."""
 
 from __future__ import annotations
 
@@ -22,17 +22,23 @@ CONNECT_S = 5.0
 
 @contextmanager
 def joined(address: str | None) -> Iterator[None]:
-    """Within, this process is in the cluster. address: HOST:PORT of its head; None: RAY_ADDRESS, else the one that runs
-    on this machine. Raises Unavailable."""
+    """Join the cluster within this context.
+
+    Args:
+        address: HOST:PORT of its head; None: RAY_ADDRESS, else the cluster on this machine.
+
+    Raises:
+        Unavailable: Ray is not installed, or no cluster can be reached.
+    """
     where = address or os.environ.get("RAY_ADDRESS") or "auto"
     if where != "auto":
         _check(where)
     try:
         ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, AssertionError) as error:
-        said = " ".join(str(error).split())[:300]
+        text = " ".join(str(error).split())[:300]
         problem = f"no Ray cluster can be reached at {where}" if where != "auto" else "no Ray cluster runs here"
-        raise Unavailable(f"{problem} ({said}): start one with `ray start --head`, or give --address") from None
+        raise Unavailable(f"{problem} ({text}): start one with `ray start --head`, or give --address") from None
     try:
         yield
     finally:
@@ -40,10 +46,10 @@ def joined(address: str | None) -> Iterator[None]:
 
 
 def _check(address: str) -> None:
-    """Raises Unavailable where nobody is at an address: Ray would try for minutes."""
+    """Check that a server listens at an address, because Ray would retry for minutes. Raises Unavailable."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
-        raise Unavailable(f"{address} is no address of a Ray cluster: HOST:PORT of its head, like 10.0.0.1:6379")
+        raise Unavailable(f"invalid address {address}: expected HOST:PORT of the cluster's head, like 10.0.0.1:6379")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:

@@ -1,7 +1,7 @@
-"""The actor of one replica or gateway: starts its program on this node, and starts it again when it dies.
+"""The actor of one replica or gateway: starts its program on this node, and restarts it when it dies.
 
-It passes on what the program says and what it is to do, and knows nothing of either. Killed, it takes the program with
-it, which hangs on its leash; Ray starts another one, on the same node if that is there.
+It relays status and orders without interpreting them. If it is killed, its program dies with it, by its leash; Ray then
+starts another keeper, on the same node if possible.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from ..told import (
 
 ENTRY = Path(sys.modules["kvforge"].__file__ or "").parent / "launch" / "entry.py"
 TURN_S = 0.1
-# A program that does not end by itself so long after it was told to is killed.
+# How long a program may take to end before it is killed.
 STOP_S_MAX = 120.0
 log = logging.getLogger(__name__)
 
 
 class Keeper:
-    """Lives in a process of Ray's, on its event loop. Documents are as in `told`."""
+    """The actor, on the event loop of a process of Ray. `told` defines the documents."""
 
     async def __init__(self, kind: str, begin: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
         self._kind = kind
@@ -72,26 +72,26 @@ class Keeper:
             _say,
             descriptors=(self._theirs.fileno(),),
         )
-        self._told = Told(phase=STARTING, reason="its program starts")
+        self._told = Told(phase=STARTING, reason="its program is starting")
         self._failed_at = self._stopped_at = 0.0
         self._drain: Drain | None = None
         self._start()
         self._keeping = asyncio.ensure_future(self._keep())
 
     async def look(self) -> bytes:
-        """How it is."""
+        """Return the program's status."""
         told = self._told
         failed_s = monotonic() - self._failed_at if self._failed_at else 0.0
         if self._stopped_at and told.phase != STOPPED:
             told = msgspec.structs.replace(told, phase=DRAINING, running=0, pending=0)
         elif self._drain is not None and told.phase not in (DRAINING, STOPPED, FAILED):
-            # It has not heard of it yet: so what runs there is not known to have ended.
+            # It has not received the order yet, so its requests are not known to have ended.
             told = msgspec.structs.replace(told, phase=DRAINING, running=max(1, told.running))
         pids = {**told.pids, "keeper": os.getpid(), "program": self._child.pid}
         return encode(msgspec.structs.replace(told, failed_s=failed_s, node=self._node, life=self._life, pids=pids))
 
     async def order(self, said: bytes) -> None:
-        """Passes it on; a program that is started later hears it, too."""
+        """Relay an order, and keep it for a program that is started later."""
         order = order_of(said)
         if isinstance(order, Use):
             self._begin = msgspec.structs.replace(self._begin, text=order.text, places=order.places)
@@ -102,11 +102,11 @@ class Keeper:
             if not self._child.running:
                 self._end()
             elif self._told.phase == STARTING:
-                self._child.send(signal.SIGTERM)  # it may be busy with its model, and hear of it when that is there
+                self._child.send(signal.SIGTERM)  # it may be loading its model and read orders only afterwards
         self._send(order)
 
     def _start(self) -> None:
-        with suppress(BlockingIOError):  # what the one before has not read is not for its successor
+        with suppress(BlockingIOError):  # drop orders that the previous program has not read
             while self._theirs.recv(DOCUMENT_BYTES_MAX):
                 pass
         self._child.start()
@@ -139,7 +139,7 @@ class Keeper:
                 self._child.served |= self._told.phase == READY
 
     def _on_end(self, status: int) -> None:
-        """Told to stop, it is over; else it starts again, unless that would be the same again."""
+        """Handle the program's end: finish after a stop, else restart it unless that would fail again."""
         told = self._told
         if self._stopped_at:
             self._end()
@@ -155,13 +155,15 @@ class Keeper:
             self._told = Told(phase=FAILED, reason=reason, place=told.place)
             log.error("%s cannot serve: %s", self._child.name, reason)
             return
-        assert self._child.restart_at is not None, "it is started again"
+        assert self._child.restart_at is not None, "plan_restart schedules a restart"
         again_s = self._child.restart_at - monotonic()
-        log.warning("%s: %s; it is started again in %.1f s", self._child.name, reason, again_s)
-        self._told = Told(phase=STARTING, reason=f"{reason} (again in {again_s:.1f} s)", place=told.place, url=told.url)
+        log.warning("%s: %s; restarting in %.1f s", self._child.name, reason, again_s)
+        self._told = Told(
+            phase=STARTING, reason=f"{reason} (restarting in {again_s:.1f} s)", place=told.place, url=told.url
+        )
 
     def _end(self) -> None:
-        """It is over. A program that was killed, or could not start, has left its folder."""
+        """Finish, and remove the folder of a program that was killed or could not start."""
         if self._told.phase != STOPPED:
             with suppress(KvforgeError):
                 folder = Folder(parse(self._begin.text), self._begin.name)
@@ -171,5 +173,5 @@ class Keeper:
 
 
 def _say(line: str) -> None:
-    """Into Ray's log of this actor."""
+    """Write a line to Ray's log of this actor."""
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What actors and placement groups are called: their names alone say what they are."""
+"""Names of actors and placement groups, which identify the members of a fleet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ CONTROLLER = "controller"
 
 
 class Member(NamedTuple):
-    """kind: replica or gateway. name: of it, never used again. revision: of what it was made."""
+    """A replica or gateway.
+
+    Attributes:
+        kind: replica or gateway.
+        name: Its name, never reused.
+        revision: The revision that it was created from.
+    """
 
     kind: str
     name: str
@@ -19,16 +25,16 @@ class Member(NamedTuple):
 
     @property
     def actor(self) -> str:
-        """The name of its actor, and of its placement group."""
+        """Return the name of its actor and of its placement group."""
         return f"{self.kind}/{self.name}/{self.revision}"
 
 
 def namespace(fleet: str) -> str:
-    """Ray's, of a fleet."""
+    """Return Ray's namespace for a fleet."""
     return NAMESPACE + fleet
 
 
 def member_of(actor: str) -> Member | None:
-    """Whom an actor's name means; None: no member of a fleet."""
+    """Return the member that an actor's name identifies, None if it is not of a fleet."""
     parts = actor.split("/")
     return Member(*parts) if len(parts) == len(Member._fields) and parts[0] in KINDS else None

@@ -1,4 +1,4 @@
-"""The one document of a fleet that outlives its controller, in the cluster's key-value store."""
+"""The document of a fleet that outlives its controller, in the cluster's key-value store."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ PREFIX = b"kvforge-fleet/"
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """text: fleet.toml. public, secret: the gateways' keys. count: replicas, where another number was decided than the
-    file says. ended: the fleet is to be no more."""
+    """The document of a fleet.
+
+    Attributes:
+        text: fleet.toml.
+        public: The gateways' public key.
+        secret: The gateways' secret key.
+        count: The decided number of replicas, None if the file sets it.
+        ended: The fleet is being removed.
+    """
 
     text: str
     public: str
@@ -19,26 +26,26 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     ended: bool = False
 
     def __repr__(self) -> str:
-        """Without the secret."""
+        """Return a text without the secret."""
         return f"Spec(public={self.public!r}, count={self.count}, ended={self.ended})"
 
 
 def get(fleet: str) -> Spec | None:
-    """None: there is no such fleet."""
-    said: bytes | None = internal_kv._internal_kv_get(PREFIX + fleet.encode())
-    return msgspec.msgpack.decode(said, type=Spec) if said is not None else None
+    """Return the document of a fleet, None if there is no such fleet."""
+    data: bytes | None = internal_kv._internal_kv_get(PREFIX + fleet.encode())
+    return msgspec.msgpack.decode(data, type=Spec) if data is not None else None
 
 
 def put(fleet: str, spec: Spec) -> None:
-    """From now on it is this."""
+    """Store the document of a fleet."""
     internal_kv._internal_kv_put(PREFIX + fleet.encode(), msgspec.msgpack.encode(spec), overwrite=True)
 
 
 def remove(fleet: str) -> None:
-    """There is no such fleet any more."""
+    """Remove the document of a fleet."""
     internal_kv._internal_kv_del(PREFIX + fleet.encode())
 
 
 def fleets() -> list[str]:
-    """The names of all."""
+    """Return the names of all fleets."""
     return sorted(key.removeprefix(PREFIX).decode() for key in internal_kv._internal_kv_list(PREFIX))

@@ -1,4 +1,4 @@
-"""What is there of a fleet: found by the names of actors and placement groups, and asked of each."""
+"""Finds the members of a fleet by the names of actors and placement groups, and queries their status."""
 
 from __future__ import annotations
 
@@ -23,25 +23,30 @@ GONE = "REMOVED"
 
 
 class There(NamedTuple):
-    """actor: whether there is one. placed: the state of its placement group; "": it has none."""
+    """The existing parts of a member.
+
+    Attributes:
+        actor: Whether it has an actor.
+        placed: The state of its placement group, "" if it has none.
+    """
 
     actor: bool
     placed: str
 
 
 class Watch:
-    """Looks, again and again. It remembers since when nothing was heard of somebody, and who died at once."""
+    """Looks at a fleet repeatedly, and remembers silent members and those that died at their start."""
 
     def __init__(self, fleet: str) -> None:
         self._fleet, self._namespace = fleet, namespace(fleet)
         self._seen: dict[Member, float] = {}
         self._heard: dict[Member, float] = {}
         self._dead: dict[Member, tuple[str, float]] = {}
-        self.places: dict[str, Place] = {}  # the last that each replica said
+        self.places: dict[str, Place] = {}  # the last known one of each replica
         self.members: dict[Member, There] = {}
 
     async def look(self, file: FleetFile) -> View:
-        """How all of them are."""
+        """Return the present state of all members."""
         self.members = self._find()
         self._forget()
         told = await asyncio.gather(*(self._ask(member, there, file) for member, there in self.members.items()))
@@ -60,15 +65,19 @@ class Watch:
         return View(tuple(replicas), tuple(gateways))
 
     def died(self, member: Member) -> bool:
-        """Whether its actor could not live: there is nobody to be told anything."""
+        """Return whether a member's actor died at its start, so that it cannot receive orders."""
         return member in self._dead
 
     def forget(self, member: Member) -> None:
-        """It is removed."""
+        """Forget a member that was removed."""
         self._dead.pop(member, None)
 
     def handle(self, member: Member) -> Any:
-        """Its actor. Raises ValueError where it is gone."""
+        """Return a member's actor.
+
+        Raises:
+            ValueError: It is gone.
+        """
         return ray.get_actor(member.actor, namespace=self._namespace)
 
     def _find(self) -> dict[Member, There]:
@@ -101,7 +110,7 @@ class Watch:
         try:
             said: bytes = await asyncio.wait_for(self.handle(member).look.remote(), ANSWER_S)
         except ActorDiedError as error:
-            if member not in self._heard:  # it could not even begin
+            if member not in self._heard:  # it died at its start
                 self._dead[member] = (_last_line(error), monotonic())
             return self._unheard(member, file)
         except (RayError, TimeoutError, ValueError):
@@ -111,18 +120,18 @@ class Watch:
 
     def _unheard(self, member: Member, file: FleetFile) -> Told:
         if member in self._heard:
-            return Told(phase=SILENT, reason="its node or its keeper is gone, or slow")
+            return Told(phase=SILENT, reason="its node or its keeper is gone or slow")
         age_s = monotonic() - self._seen[member]
         reason = "" if member.kind == REPLICA else self._no_room(file.gateway_bundle, "a gateway")
-        return Told(phase=STARTING, reason=reason or "its keeper starts", age_s=age_s)
+        return Told(phase=STARTING, reason=reason or "its keeper is starting", age_s=age_s)
 
     def _no_room(self, bundle: Mapping[str, float], what: str) -> str:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         return reason_for_no_room(bundle, nodes, what) or (
-            f"no node has {wanted(bundle)} free for {what}: others have them" if what == "a replica" else ""
+            f"no node has {wanted(bundle)} free for {what}" if what == "a replica" else ""
         )
 
 
 def _last_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"its keeper cannot live: {lines[-1] if lines else error!r}"
+    return f"its keeper cannot start: {lines[-1] if lines else error!r}"

@@ -1,10 +1,10 @@
-"""What is to be done with a fleet: from what it is and what is wanted to actions.
+"""Decides what to do with a fleet, from its present and its wanted state.
 
-Its law: the same input gives the same output. It imports no clock, no randomness, no Ray and no operating system; times
-and names come in. It remembers nothing but since when the queue is long or short: a controller that starts anew decides
-as the one before it would, and is at most slower to grow or shrink.
+The same input gives the same output: the package imports no clock, randomness, Ray or operating system; times and names
+are arguments. Its only memory is since when the queue has been long or short. A restarted controller therefore decides
+like its predecessor, and is at most slower to scale.
 
-From outside: `decide`, with `View`, `Wanted`, `Memory`; `carried`, `words` of an action, and `reason_for_no_room`.
+Other code uses `decide`, with `View`, `Wanted`, `Memory`; `carried`, `words` of an action, and `reason_for_no_room`.
 """
 
 from .decide import decide

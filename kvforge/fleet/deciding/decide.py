@@ -1,8 +1,11 @@
-"""The decision: what to do now, one look at a time.
+"""Decides the next actions, once per look at the fleet.
 
-Laws, which tests go through: no replica that serves is drained while fewer than are wanted would be left, but where
-`surge` is 0 and others take their place; one at a time leaves for a successor, which every gateway knows before; who
-leaves ends only when nothing runs there, or after `drain_s`; what was decided already is not undone by looking again.
+Tests check these rules:
+
+- A serving replica is drained only if enough others remain, except during an update with `surge` 0.
+- During an update, one replica at a time leaves, after every gateway knows its successor.
+- A leaving replica ends when its requests have ended, or after `drain_s`.
+- Looking again does not undo a decision.
 """
 
 from __future__ import annotations
@@ -13,12 +16,23 @@ from ..told import DRAINING, FAILED, GATEWAY, READY, REPLICA, STARTING, STOPPED
 from .scaling import Memory, scaled
 from .views import ON_THE_WAY, Decision, Gateway, Remove, Replica, Stop, View, Wanted, order_of_leaving
 
-# Handed back at the deadline, requests are gone a moment later.
+# Requests handed back at the deadline leave a moment later.
 GRACE_S = 5.0
 
 
 def decide(wanted: Wanted, view: View, memory: Memory, now_s: float, names: Sequence[str]) -> tuple[Decision, Memory]:
-    """What to do. names: for those that are to be created, as many as may be created at once."""
+    """Decide the next actions.
+
+    Args:
+        wanted: The wanted state.
+        view: The present state.
+        memory: The memory of the last decision.
+        now_s: The time in seconds.
+        names: Names for new members; their number limits the creations.
+
+    Returns:
+        The decision and the new memory.
+    """
     decision = Decision(list(names))
     if wanted.ended:
         _end(wanted, view, decision)
@@ -38,7 +52,7 @@ def decide(wanted: Wanted, view: View, memory: Memory, now_s: float, names: Sequ
 
 
 def _count(wanted: Wanted, view: View, new: list[Replica], now_s: float, memory: Memory) -> tuple[int, Memory]:
-    """How many replicas there are to be."""
+    """Return the wanted number of replicas."""
     count = wanted.file.count if wanted.count is None else wanted.count
     rule = wanted.file.autoscale
     if rule is None:
@@ -48,7 +62,7 @@ def _count(wanted: Wanted, view: View, new: list[Replica], now_s: float, memory:
 
 
 def _see_off(wanted: Wanted, ones: Sequence[Replica], decision: Decision) -> None:
-    """Those that leave already."""
+    """Stop or remove members that are leaving."""
     for one in ones:
         if one.phase == STOPPED:
             decision.act(Remove(_kind(one), one.name))
@@ -57,11 +71,11 @@ def _see_off(wanted: Wanted, ones: Sequence[Replica], decision: Decision) -> Non
             if not left or one.told.draining_s >= limit_s:
                 decision.act(Stop(_kind(one), one.name))
             else:
-                decision.sentences.append(f"{one.name} leaves: {left} requests run there")
+                decision.sentences.append(f"{one.name} is leaving: {left} requests still run there")
 
 
 def _try_again(wanted: Wanted, ones: Sequence[Replica], decision: Decision) -> None:
-    """Those that could not start give their places to others, after a while."""
+    """Replace members that could not start, after a while."""
     own = wanted.file.replicas
     for one in ones:
         if one.phase == FAILED:
@@ -74,7 +88,7 @@ def _try_again(wanted: Wanted, ones: Sequence[Replica], decision: Decision) -> N
 
 
 def _keep(wanted: Wanted, new: list[Replica], decision: Decision) -> None:
-    """As many as are wanted. Of too many those leave first that do not serve, so that those that stay do."""
+    """Create missing replicas and drain surplus ones, those that do not serve first."""
     for _ in range(decision.count - len(new)):
         decision.create(REPLICA, wanted.file.revision)
     leaving = sorted(new, key=order_of_leaving)[: max(0, len(new) - decision.count)]
@@ -86,12 +100,12 @@ def _keep(wanted: Wanted, new: list[Replica], decision: Decision) -> None:
 
 
 def _update(wanted: Wanted, view: View, new: list[Replica], old: list[Replica], decision: Decision) -> None:
-    """The new ones take the place of the old, one at a time."""
+    """Replace old replicas by new ones, one at a time."""
     useless = [one for one in old if one.serves_nobody]
     for one in useless:
         decision.leave(one, wanted.file)
     if any(one.phase == FAILED for one in new):
-        decision.sentences.append("the update stands still, and the old replicas go on")
+        decision.sentences.append("the update is stopped, and the old replicas go on")
         return
     coming = [one for one in new if one.phase in ON_THE_WAY]
     unknown = [one for one in new if one.phase == READY and not view.known(one)]
@@ -108,7 +122,10 @@ def _update(wanted: Wanted, view: View, new: list[Replica], old: list[Replica], 
 
 
 def _gateways(wanted: Wanted, gateways: Sequence[Gateway], decision: Decision) -> None:
-    """As many as are wanted. One that is to be another leaves first, for both may want the same port; one at a time."""
+    """Create missing gateways, drain surplus ones, and replace old ones one at a time.
+
+    An old gateway leaves before its successor starts, because both may use the same port.
+    """
     revision, count = wanted.file.gateway_revision, wanted.file.gateways.count
     _see_off(wanted, gateways, decision)
     _try_again(wanted, gateways, decision)
@@ -127,7 +144,7 @@ def _gateways(wanted: Wanted, gateways: Sequence[Gateway], decision: Decision) -
 
 
 def _end(wanted: Wanted, view: View, decision: Decision) -> None:
-    """Nothing is to be left: first who takes requests goes, then who computes them."""
+    """Remove the fleet: first the gateways, then the replicas."""
     for ones in (view.gateways, view.replicas):
         _see_off(wanted, ones, decision)
         for one in ones:

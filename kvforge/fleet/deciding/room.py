@@ -1,4 +1,4 @@
-"""Whether there is a node that has room, in words."""
+"""Explains why no node has room for a replica or gateway."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ WORDS = {"CPU": "CPU", "GPU": "GPU"}
 
 
 def reason_for_no_room(bundle: Amounts, nodes: Iterable[Amounts], what: str) -> str:
-    """Why `bundle` has no place where nodes have so much in all; "": a node is large enough where nothing else is.
+    """Return why no node can hold `bundle`; "" if an empty node could.
 
-    what: who wants it, like `a replica`.
+    Args:
+        bundle: The needed resources.
+        nodes: All resources of each node.
+        what: The member to place, like `a replica`.
     """
     sizes = list(nodes)
     if any(all(node.get(name, 0.0) >= amount for name, amount in bundle.items()) for node in sizes):
         return ""
     largest = {name: max((node.get(name, 0.0) for node in sizes), default=0.0) for name in bundle}
     has = ", ".join(amount_of(name, largest[name]) for name in bundle)
-    return f"the cluster has no node with {wanted(bundle)} for {what}; the most that one has is {has}"
+    return f"the cluster has no node with {wanted(bundle)} for {what}; the largest has {has}"
 
 
 def wanted(bundle: Amounts) -> str:
-    """What a bundle takes, in words: the scarcest first."""
+    """Return a bundle in words, the scarcest resource first."""
     return " and ".join(amount_of(name, bundle[name]) for name in sorted(bundle, key=lambda name: name != "GPU"))
 
 
 def amount_of(name: str, amount: float) -> str:
-    """Like `2 GPUs`."""
+    """Return an amount in words, like `2 GPUs`."""
     return f"{amount:g} {WORDS.get(name, name)}{'s' if name in WORDS and amount != 1 else ''}"

@@ -1,4 +1,4 @@
-"""How many replicas there should be, by how long requests wait."""
+"""Scales the number of replicas by the queueing time of requests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from ..settings import Autoscale, FleetFile
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """above_s, below_s: since when the wait is too long, or short; None: it is not. changed_s: when the number was
-    changed last."""
+    """The memory between two decisions.
+
+    Attributes:
+        above_s: Since when the queueing time is too long, None if it is not.
+        below_s: Since when it is short, None if it is not.
+        changed_s: When the number last changed.
+    """
 
     above_s: float | None = None
     below_s: float | None = None
@@ -21,10 +26,18 @@ class Memory:
 def scaled(
     rule: Autoscale, count: int, queues_s: tuple[float, ...], now_s: float, memory: Memory, *, settled: bool
 ) -> tuple[int, Memory]:
-    """The number that is wanted, where there are `count`.
+    """Return the wanted number of replicas.
 
-    queues_s: how long requests wait on each replica that serves. settled: whether all of them do; before that nobody
-    can say whether they are enough.
+    Args:
+        rule: The bounds.
+        count: The present number.
+        queues_s: The queueing time on each serving replica.
+        now_s: The time in seconds.
+        memory: The memory of the last decision.
+        settled: Whether all replicas serve; before that, their number cannot be judged.
+
+    Returns:
+        The number, and the new memory.
     """
     bounded = min(max(count, rule.replicas_min), rule.replicas_max)
     if bounded != count:
@@ -46,9 +59,17 @@ def scaled(
 
 
 def carried(before: FleetFile, count: int | None, now: FleetFile) -> int | None:
-    """The number of replicas that stays where another file is used: `count`, where one was decided or said. None: what
-    the new file says."""
-    if now.autoscale is not None:  # it begins with those that are there, as far as it may
+    """Return the number of replicas to keep when another file is used.
+
+    Args:
+        before: The previous file.
+        count: The decided number, None if the previous file set it.
+        now: The new file.
+
+    Returns:
+        The number; None: the number in the new file.
+    """
+    if now.autoscale is not None:  # scaling starts from the present number, within the bounds
         return before.count if count is None else count
     said_otherwise = before.autoscale is not None or before.replicas.count != now.replicas.count
     return None if said_otherwise else count

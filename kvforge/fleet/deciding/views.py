@@ -1,4 +1,4 @@
-"""What is known of a fleet, what is wanted of it, and what can be done."""
+"""The present and the wanted state of a fleet, and the actions on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ ON_THE_WAY = (PLACING, STARTING, UNREADY, SILENT)
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """told: what it said last. silent_s: for how long nothing was heard of it, where its phase is that."""
+    """A replica.
+
+    Attributes:
+        told: Its last status.
+        silent_s: How long it has not answered, if its phase is silent.
+    """
 
     name: str
     revision: str
@@ -23,41 +28,47 @@ class Replica:
 
     @property
     def phase(self) -> str:
-        """See `told`."""
+        """Return its phase; see `told`."""
         return self.told.phase
 
     @property
     def leaving(self) -> bool:
-        """It has been told to go."""
+        """Return whether it was ordered to leave."""
         return self.phase in LEAVING
 
     @property
     def serves_nobody(self) -> bool:
-        """There is nothing on it that would have to end first."""
+        """Return whether it has no requests that must end first."""
         return self.phase in (PLACING, STARTING, FAILED)
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway(Replica):
-    """The same of a gateway."""
+    """A gateway."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is there."""
+    """The present state."""
 
     replicas: tuple[Replica, ...] = ()
     gateways: tuple[Gateway, ...] = ()
 
     def known(self, replica: Replica) -> bool:
-        """Whether all gateways that serve send requests to it."""
+        """Return whether all ready gateways send requests to a replica."""
         return all(replica.name in each.told.ready for each in self.gateways if each.phase == READY)
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """file: the fleet's. count: replicas, where another number was decided, or said by somebody. ended: it is to be no
-    more. again: who cannot start is tried anew at once."""
+    """The wanted state.
+
+    Attributes:
+        file: The fleet's file.
+        count: The number of replicas, if it differs from the file.
+        ended: The fleet is to be removed.
+        again: Members that cannot start are replaced at once.
+    """
 
     file: FleetFile
     count: int | None = None
@@ -67,7 +78,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """Place a new one."""
+    """Place a new member."""
 
     kind: str
     name: str
@@ -76,7 +87,7 @@ class Create:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Tell a replica to take nothing new; what has not ended in `deadline_s` is handed back."""
+    """Stop admission on a replica, and hand back requests that have not ended after `deadline_s`."""
 
     name: str
     deadline_s: float
@@ -84,7 +95,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Tell it to end."""
+    """Order a member to end."""
 
     kind: str
     name: str
@@ -92,7 +103,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Give its place back: it has ended, or is given up."""
+    """Free the place of a member that has ended or is given up."""
 
     kind: str
     name: str
@@ -102,17 +113,23 @@ Action = Create | Drain | Stop | Remove
 
 
 def words(action: Action) -> str:
-    """What is done, for people."""
+    """Return an action in words."""
     if isinstance(action, Create):
-        return f"{action.kind} {action.name} is to come"
+        return f"creating {action.kind} {action.name}"
     if isinstance(action, Drain):
-        return f"{action.name} takes nothing new, and what runs there may take {action.deadline_s:g} s"
-    return f"{action.kind} {action.name} {'ends' if isinstance(action, Stop) else 'is gone'}"
+        return f"draining {action.name} for at most {action.deadline_s:g} s"
+    return f"{'stopping' if isinstance(action, Stop) else 'removing'} {action.kind} {action.name}"
 
 
 @dataclass(slots=True)
 class Decision:
-    """actions, in order. count: replicas that are wanted now. sentences: why it is not as it should be."""
+    """The actions in order.
+
+    Attributes:
+        names: Names for new members.
+        count: The wanted number of replicas.
+        sentences: Why the fleet is not in its wanted state.
+    """
 
     names: list[str]
     count: int = 0
@@ -120,27 +137,27 @@ class Decision:
     sentences: list[str] = field(default_factory=list)
 
     def act(self, action: Action) -> None:
-        """Once for each: what was decided of it first is done."""
+        """Add an action, unless there is one for the same member."""
         if all(action.name != other.name for other in self.actions):
             self.actions.append(action)
 
     def create(self, kind: str, revision: str) -> None:
-        """As far as there are names for new ones: the rest the next time."""
+        """Create a member, if there is a name left for it."""
         if self.names:
             self.act(Create(kind, self.names.pop(0), revision))
 
     def say(self, one: Replica, words: str) -> None:
-        """Why something waits for it."""
+        """Add a sentence on what the fleet waits for."""
         self.sentences.append(f"{words} {one.phase}" + (f": {one.told.reason}" if one.told.reason else ""))
 
     def leave(self, one: Replica, file: FleetFile) -> None:
-        """It goes: at once where nobody would notice, else when what runs there has ended."""
+        """Make a member leave: at once if it has no requests, else after these have ended."""
         kind = GATEWAY if isinstance(one, Gateway) else REPLICA
         if one.phase == SILENT:
             if one.silent_s >= file.replicas.silent_s:
                 self.act(Remove(kind, one.name))
             else:
-                self.sentences.append(f"{one.name} is to leave, and nothing is heard of it")
+                self.sentences.append(f"{one.name} should leave but does not answer")
         elif one.phase == PLACING:
             self.act(Remove(kind, one.name))
         elif kind == GATEWAY or one.serves_nobody:
@@ -150,7 +167,7 @@ class Decision:
 
 
 def order_of_leaving(one: Replica) -> tuple[int, int, str]:
-    """Who leaves first: who serves nobody, then who has least to do."""
+    """Return the sort key for leaving: members that do not serve first, then those with the fewest requests."""
     rank = (FAILED, PLACING, SILENT, STARTING, UNREADY, READY)
     return rank.index(one.phase), one.told.running + one.told.pending, one.name
 

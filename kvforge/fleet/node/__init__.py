@@ -1,8 +1,8 @@
-"""The two programs that a keeper runs on a node: a replica, which is what `kvforge up` runs, and a gateway.
+"""The programs that a keeper runs on a node: a replica, which runs what `kvforge up` runs, and a gateway.
 
-Its law: no thread and no Ray; nothing outlives the program that it did not leave on purpose (the journal, the key and
-the port of a replica that is to come again); what is secret goes into files that are their owner's alone, never into a
-command line, an environment or a log.
+They use no threads and no Ray. After a program's end only files remain that a returning replica needs: the journal, the
+key and the port. Secrets are stored only in files that their owner alone can read, never in a command line, an
+environment variable or a log.
 
-Started as `entry.py kvforge.fleet.node KIND --link DESCRIPTOR`: over the link it hears orders and says how it is.
+A keeper starts them as `entry.py kvforge.fleet.node KIND --link DESCRIPTOR`; the link carries orders and status.
 """

@@ -1,4 +1,4 @@
-"""One program of a fleet on this node: `entry.py kvforge.fleet.node replica --link 7`, started by its keeper."""
+"""A program of a fleet on this node: `entry.py kvforge.fleet.node replica --link 7`, started by its keeper."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ BEGIN_S = 30.0
 
 
 def main() -> int:
-    """Runs until it is told to stop, cannot serve, or is signalled. Returns the exit status, as `protocol.exits` has
-    it; why it ended is said over the link, and by the last line of its output."""
+    """Run until an order, a signal or an error ends the program.
+
+    Returns:
+        The exit status of `protocol.exits`. The reason is sent over the link and is the last line of the output.
+    """
     parser = argparse.ArgumentParser(prog="kvforge.fleet.node", description=__doc__)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--link", type=int, required=True, metavar="DESCRIPTOR")
@@ -44,13 +47,13 @@ def main() -> int:
 
 
 def _be_nobodys_guest(kind: str) -> None:
-    """Ray lets its workers wait for all else that wants a processor: a coordinator that does makes everybody wait."""
+    """Restore the normal priority: Ray lowers that of its workers, and a slow coordinator delays all requests."""
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     if nice > 0:
         try:
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         except OSError:
-            problem = f"it runs at niceness {nice}, which Ray gave it and this user may not lower"
+            problem = f"it runs at niceness {nice}, set by Ray, which this user may not lower"
             print(f"{kind}: {problem}: start Ray with RAY_worker_niceness=0", file=sys.stderr, flush=True)
 
 

@@ -1,7 +1,7 @@
-"""The folder of one replica or gateway on its node: its key, its port, its configuration, its runtime folder.
+"""The folder of a replica or gateway on its node: its key, port, configuration and runtime folder.
 
-It is its owner's alone, and locked while its program runs. It stays when the program is killed, so that the next one
-goes on with the journal, the key and the port; it goes when the program was asked to end.
+Only its owner can read it, and it is locked while its program runs. It remains when the program is killed, so that the
+next one keeps the journal, the key and the port. It is removed when the program is ordered to end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SWEPT_S = 3600.0
 
 
 class Folder:
-    """`own.key`: its keys. `port`: where it listened last. `run`: the runtime folder of a replica."""
+    """The folder. `own.key`: its keys; `port`: its last port; `run`: the runtime folder of a replica."""
 
     def __init__(self, file: FleetFile, name: str) -> None:
         own = file.replicas.folder
@@ -35,16 +35,21 @@ class Folder:
 
     @property
     def runtime(self) -> Path:
-        """Of the coordinator and its workers."""
+        """Return the runtime folder of the coordinator and its workers."""
         return self.path / "run"
 
     @property
     def temporary(self) -> Path:
-        """For what children make in TMPDIR."""
+        """Return the folder for temporary files of children."""
         return self.path / "tmp"
 
     def claim(self) -> None:
-        """Makes and locks it. Raises InvalidConfiguration, or Unavailable where another program has it still."""
+        """Create and lock the folder.
+
+        Raises:
+            InvalidConfiguration: It cannot be used.
+            Unavailable: Another program still uses it.
+        """
         try:
             for made in (self.path.parents[1], self.path.parent, self.path):
                 made.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -56,16 +61,16 @@ class Folder:
             shutil.rmtree(self.temporary, ignore_errors=True)
             self.temporary.mkdir(mode=0o700)
         except BlockingIOError:
-            raise Unavailable(f"another program has {self.path} still") from None
+            raise Unavailable(f"another program still uses {self.path}") from None
         except OSError as error:
             raise InvalidConfiguration("replicas.folder", f"{self.path} cannot be used: {error.strerror}") from None
 
     def touch(self) -> None:
-        """It is used: nobody sweeps it."""
+        """Mark the folder as used, so that it is not swept."""
         os.utime(self._lock)
 
     def _sweep(self) -> None:
-        """Removes what others of the fleet have left here long ago, whose node was lost and is there again."""
+        """Remove old folders of this fleet, left when the node was lost."""
         for other in self.path.parent.iterdir():
             lock = other / LOCK
             if other == self.path or not lock.exists() or time.time() - lock.stat().st_mtime < SWEPT_S:
@@ -75,14 +80,14 @@ class Folder:
                 shutil.rmtree(other, ignore_errors=True)
 
     def keys(self) -> keys.KeyPair:
-        """Its own pair, made the first time. The secret is here, and nowhere else."""
+        """Return its key pair, created on first use. The secret exists only here."""
         path = self.path / KEY
         if not path.exists():
             keys.write(path, keys.make(), f"{self.path.name} of the fleet")
         return keys.read(path)
 
     def put_keys(self, public: str, secret: str) -> Path:
-        """The file of a pair that was made elsewhere."""
+        """Write a key pair that was created elsewhere; return the file."""
         path = self.path / KEY
         path.unlink(missing_ok=True)
         keys.write(path, keys.KeyPair(public, secret), "the fleet's gateways")
@@ -90,37 +95,44 @@ class Folder:
 
     @property
     def port(self) -> int:
-        """Where it listened last; 0: nowhere yet."""
+        """Return its last port, 0 if there is none yet."""
         with suppress(OSError, ValueError):
             return int((self.path / PORT).read_text(encoding="ascii"))
         return 0
 
     def keep_port(self, port: int) -> None:
-        """It listens there."""
+        """Record its port."""
         (self.path / PORT).write_text(str(port), encoding="ascii")
 
     def remove(self) -> None:
-        """Nothing is left of it, nor of the folders above that only it needed."""
+        """Remove the folder, and its parents if they are empty."""
         shutil.rmtree(self.path, ignore_errors=True)
-        with suppress(OSError):  # others are in it
+        with suppress(OSError):  # it holds folders of others
             self.path.parent.rmdir()
             self.path.parents[1].rmdir()
         self.close()
 
     def close(self) -> None:
-        """It stays; another program may have it."""
+        """Unlock the folder and keep it."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
 def reserve(address: str, port: int) -> tuple[socket.socket, int]:
-    """A port that a coordinator may listen at, and nobody else is given while the socket is open: `port` again, if it
-    is free, else any. Raises Unavailable."""
+    """Reserve a port for a coordinator while the returned socket is open.
+
+    Args:
+        address: The address of the node.
+        port: The preferred port; if it is taken, any other one.
+
+    Raises:
+        Unavailable: There is no free port.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for wanted in dict.fromkeys((port, 0)):
         held = socket.socket(family, socket.SOCK_STREAM)
-        # Bound and not listening, it lets another of this address listen that says the same.
+        # The socket is bound but does not listen, so another one with the same option may listen at this address.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             held.bind((address, wanted))
@@ -129,4 +141,4 @@ def reserve(address: str, port: int) -> tuple[socket.socket, int]:
             problem = error.strerror
             continue
         return held, int(held.getsockname()[1])
-    raise Unavailable(f"no port of {address} can be had: {problem}")
+    raise Unavailable(f"cannot reserve a port of {address}: {problem}")

@@ -1,9 +1,8 @@
-"""A gateway on this node: `python -m kvforge.gateway` over the fleet's replicas, at one port for as long as its keeper
-lives.
+"""A gateway on this node: runs `python -m kvforge.gateway` over the fleet's replicas, at one port.
 
-The socket that listens is this program's: whatever becomes of the process that serves it, who connects meanwhile waits
-there. Other replicas are told to that process by SIGHUP; for other settings another process takes its place on the same
-socket, while the streams of the first one end.
+This program owns the listening socket: if the serving process dies, clients that connect meanwhile wait there. The
+process learns of other replicas by SIGHUP. For other settings, a new process takes over the socket while the old one
+finishes its streams.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from .link import Link
 
 ENTRY = Path(sys.modules["kvforge"].__file__ or "").parent / "launch" / "entry.py"
 LOOK_S, ASK_S = 0.5, 1.0
-PATIENCE_S = 30.0  # until then who connects waits for a model to be known, and is not turned away
-DRAIN_S, KILL_S = 30.0, 5.0  # the first as gateway.toml has it by default
+PATIENCE_S = 30.0  # until then, requests wait for a known model instead of failing
+DRAIN_S, KILL_S = 30.0, 5.0  # DRAIN_S is the default of gateway.toml
 EVERY_HOST = ("0.0.0.0", "::", "")  # noqa: S104 - compared with
 
 
 class Gateway:
-    """One, from its start to its end."""
+    """A gateway, from its start to its end."""
 
     def __init__(self, link: Link, begin: Begin, signals: Signals) -> None:
         self._link, self._begin, self._signals = link, begin, signals
@@ -53,15 +52,21 @@ class Gateway:
         self._listener: socket.socket | None = None
         self._child: Child | None = None
         self._leaving: list[Child] = []  # their streams end
-        self._started_with = self._written = ""  # what the process was started with, without replicas; its file
+        self._started_with = self._written = ""  # the settings of the running process, without replicas; its file
         self._count = 0
         self._hup = self._stopping = self._served = False
         self._kill_at = 0.0
 
     def run(self) -> int:
-        """Returns where it was told to stop; nothing is left of it then. Raises KvforgeError, Stopped, Interrupted."""
+        """Run until ordered to stop, then remove all files.
+
+        Raises:
+            KvforgeError: The gateway cannot start.
+            Stopped: No process can serve.
+            Interrupted: A signal asked to end.
+        """
         self._folder.claim()
-        # Whoever is started inherits that: a process that cannot read its file again yet must not end by being told to.
+        # Children inherit this: SIGHUP must not end a process that cannot reload its file yet.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         own = self._file.gateways
         try:
@@ -81,7 +86,7 @@ class Gateway:
         return OK
 
     def _listen(self, host: str, port: int) -> socket.socket:
-        """At its port: the one it had, where any will do. Raises KvforgeError."""
+        """Listen at the configured port, or at the previous one if any port will do. Raises KvforgeError."""
         if not port and self._folder.port:
             with suppress(KvforgeError):
                 return listening(host, self._folder.port, "gateways.port")
@@ -89,8 +94,8 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """Where it is reached from elsewhere."""
-        assert self._listener is not None, "asked while it runs"
+        """Return the URL for clients on other machines."""
+        assert self._listener is not None, "the gateway listens"
         host = self._file.gateways.host
         shown = self._begin.address if host in EVERY_HOST else host
         return url_of(f"[{shown}]" if ":" in shown else shown, self._listener)
@@ -105,7 +110,7 @@ class Gateway:
         return not any(child.running for child in self._children)
 
     def _turn(self) -> None:
-        """Waits for something, and does what is due. Raises Stopped where no process of it can serve."""
+        """Wait for an event, and perform what is due. Raises Stopped if no process can serve."""
         outputs = {child.output: child for child in self._children if child.output >= 0}
         waiting = [self._signals.fileno(), self._link.fileno(), *outputs]
         for ready in select.select(waiting, [], [], max(0.0, self._look_at - monotonic()))[0]:
@@ -157,14 +162,14 @@ class Gateway:
                 raise Stopped(status, serving.last_words())
             serving.plan_restart()
             if serving.given_up:
-                raise Stopped(UNAVAILABLE, f"it ends again and again: {serving.last_words()}")
+                raise Stopped(UNAVAILABLE, f"its process keeps ending: {serving.last_words()}")
         elif serving.restart_at is not None and serving.restart_at <= monotonic():
             serving.start()
 
-    # ------------------------------------------------------------------------------------------------- what it serves
+    # ------------------------------------------------------------------------------------------------- its process
 
     def _write(self) -> None:
-        """Its file is as it should be, and somebody serves by it."""
+        """Update the file, and make sure that a process serves by it."""
         settings = toml(*_parted(self._file.gateway))
         text = settings + toml({}, {"replicas": self._tables()})
         if settings != self._started_with or self._child is None:
@@ -173,7 +178,7 @@ class Gateway:
         elif text != self._written:
             self._put(text)
             self._hup = True
-        if self._hup and self._child is not None and self._child.served:  # before that it would be ended by a signal
+        if self._hup and self._child is not None and self._child.served:  # before that, a signal would end it
             self._child.send(signal.SIGHUP)
             self._hup = False
 
@@ -184,7 +189,7 @@ class Gateway:
         self._written = text
 
     def _succeed(self, settings: str) -> None:
-        """Another process serves the socket; the one before it ends when its streams have."""
+        """Start another process on the socket; the previous one ends after its streams."""
         assert self._listener is not None, "it listens"
         if self._child is not None:
             self._child.send(signal.SIGTERM)
@@ -205,7 +210,7 @@ class Gateway:
             for name, place in sorted(self._places.items())
         }
 
-    # -------------------------------------------------------------------------------------------------- what it says
+    # -------------------------------------------------------------------------------------------------- its status
 
     def _look(self) -> None:
         self._folder.touch()
@@ -222,7 +227,7 @@ class Gateway:
         self._served |= ready
         reason = "" if ready else self._why_not(said)
         if replicas and self._child is not None and set(replicas) != set(self._places):
-            self._hup = True  # it was told, and did not hear it yet
+            self._hup = True  # it has not received the signal yet
         self._link.tell(
             Told(
                 phase=READY if ready else UNREADY if self._served else STARTING,
@@ -237,18 +242,18 @@ class Gateway:
 
     def _why_not(self, said: Mapping[str, Any] | None) -> str:
         if not self._places:
-            return "there is no replica yet"
+            return "no replica yet"
         return str(said.get("reason")) if said is not None else "it does not answer yet"
 
     def _health(self) -> dict[str, Any] | None:
-        """What /health says; None: nothing."""
+        """Return the answer of /health, None if there is none."""
         if self._child is None or not self._child.running:
             return None
         assert self._listener is not None, "it listens"
         host = self._file.gateways.host
         url = f"{url_of(f'[{host}]' if ':' in host else host, self._listener)}/health"
         try:
-            with urllib.request.urlopen(url, timeout=ASK_S) as answer:  # noqa: S310 - ours
+            with urllib.request.urlopen(url, timeout=ASK_S) as answer:  # noqa: S310 - this program's own URL
                 return dict(json.load(answer))
         except urllib.error.HTTPError as error:
             with suppress(ValueError, OSError):
@@ -259,7 +264,7 @@ class Gateway:
 
 
 def _parted(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of a document, and its tables."""
+    """Return the values of a document, and its tables."""
     tables = {name: value for name, value in table.items() if isinstance(value, Mapping)}
     return {name: value for name, value in table.items() if name not in tables}, tables
 

@@ -1,4 +1,4 @@
-"""The link between a program and its keeper: a pair of sockets that keep the bounds of documents."""
+"""The link between a program and its keeper: a pair of sockets that preserve message boundaries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..told import DOCUMENT_BYTES_MAX, Begin, Order, Told, encode, order_of
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """The keeper's end, and the program's. Neither waits."""
+    """Return the keeper's end and the program's. Neither blocks."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setblocking(False)
@@ -28,35 +28,39 @@ class Link:
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._socket.setblocking(False)
-        self._came: list[Order] = []  # with the first one
+        self._came: list[Order] = []  # orders received with the first one
 
     def fileno(self) -> int:
-        """Readable where an order has come."""
+        """Return the descriptor, readable when an order has arrived."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Nobody is heard any more."""
+        """Close the link."""
         self._socket.close()
 
     def begin(self, wait_s: float) -> Begin:
-        """What comes first. Raises DeadlineExceeded."""
+        """Wait for the first message.
+
+        Raises:
+            DeadlineExceeded: The keeper sent nothing in time.
+        """
         if select.select([self._socket], [], [], wait_s)[0]:
             came = self.orders()
             if came and isinstance(came[0], Begin):
                 self._came = came[1:]
                 return came[0]
-        raise DeadlineExceeded(f"the keeper has said nothing within {wait_s:g} s")
+        raise DeadlineExceeded(f"the keeper sent nothing within {wait_s:g} s")
 
     def orders(self) -> list[Order]:
-        """Those that have come. What is none is passed over: a keeper of another version sent it."""
+        """Return the orders that have arrived. Unknown ones, of a keeper of another version, are ignored."""
         came, self._came = self._came, []
         with suppress(BlockingIOError, ConnectionError):
-            while said := self._socket.recv(DOCUMENT_BYTES_MAX):
+            while data := self._socket.recv(DOCUMENT_BYTES_MAX):
                 with suppress(msgspec.ValidationError, msgspec.DecodeError):
-                    came.append(order_of(said))
+                    came.append(order_of(data))
         return came
 
     def tell(self, told: Told) -> None:
-        """Says it, unless nobody has listened for long: what comes later is newer."""
+        """Send a status. If the keeper has not read for long, it is dropped: a later one is newer."""
         with suppress(BlockingIOError, ConnectionError):
             self._socket.send(encode(told))

@@ -1,4 +1,4 @@
-"""How long requests wait in a coordinator's queue, from what it counts."""
+"""Measures how long requests wait in a coordinator's queue, from its counters."""
 
 from __future__ import annotations
 
@@ -11,16 +11,25 @@ WINDOW_S = 10.0
 
 
 class QueueTime:
-    """The mean of those that began within the last WINDOW_S; or, where it is longer, how long nobody has begun while
-    some wait: so long the oldest of them has waited at least.
+    """The queueing time over the last WINDOW_S.
+
+    It is the mean of the requests that began in the window, or the time without a beginning while requests wait, if
+    that is longer: the oldest of these has waited at least as long.
     """
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[float, int, int]] = deque()  # when; how many had begun; how long they had waited, us
+        self._looks: deque[tuple[float, int, int]] = deque()  # time; begun requests; their total wait in us
         self._waiting_since: float | None = None
 
     def look(self, now_s: float, begun: int, waited_us: int, pending: int) -> float:
-        """Seconds. begun, waited_us: of all requests so far, which a coordinator that starts anew may count from 0."""
+        """Return the queueing time in seconds.
+
+        Args:
+            now_s: The time in seconds.
+            begun: How many requests have begun so far. A restarted coordinator may count from 0.
+            waited_us: How long these had waited in total, in microseconds.
+            pending: How many requests wait now.
+        """
         looks = self._looks
         if looks and begun < looks[-1][1]:
             looks.clear()
@@ -37,6 +46,6 @@ class QueueTime:
 
 
 def begun_and_waited(numbers: Numbers) -> tuple[int, int]:
-    """Of all tenants: how many requests have begun, and how long they had waited in all, in microseconds."""
+    """Return over all tenants how many requests have begun, and their total wait in microseconds."""
     rows = numbers.tenants
     return int(rows[:, QUEUE.start : QUEUE.total].sum()), int(rows[:, QUEUE.total].sum())

@@ -1,6 +1,6 @@
-"""A replica on this node: what `kvforge up` runs, reached over a network by the fleet's gateways.
+"""A replica on this node: runs what `kvforge up` runs, and serves the fleet's gateways over the network.
 
-Killed and started again, it goes on with its journal, under its key, and at its port if that is free.
+After a restart it keeps its journal, its key, and its port if that is free.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .link import Link
 from .queue import QueueTime, begun_and_waited
 
 LOOK_S = 0.5
-DEADLINE_S_MIN = 0.001  # to hand back at once
+DEADLINE_S_MIN = 0.001  # hands requests back at once
 
 
 class Replica:
-    """One, from its start to its end."""
+    """A replica, from its start to its end."""
 
     def __init__(self, link: Link, begin: Begin, signals: Signals) -> None:
         self._link, self._begin, self._signals = link, begin, signals
@@ -45,14 +45,20 @@ class Replica:
         self._last = Told(phase=STARTING)
 
     def run(self) -> int:
-        """Returns where it was told to stop; nothing is left of it then. Raises KvforgeError, Stopped, Interrupted."""
+        """Run until ordered to stop, then remove all files.
+
+        Raises:
+            KvforgeError: The replica cannot start.
+            Stopped: The processes cannot serve.
+            Interrupted: A signal asked to end.
+        """
         self._folder.claim()
         held, port = reserve(self._begin.address, self._folder.port)
         with held:
             self._folder.keep_port(port)
             host = f"[{self._begin.address}]" if ":" in self._begin.address else self._begin.address
             place = Place(endpoint=f"tcp://{host}:{port}", server_key=self._folder.keys().public)
-            self._tell(Told(phase=STARTING, reason="it looks for its model", place=place))
+            self._tell(Told(phase=STARTING, reason="fetching the model", place=place))
             with self._signals.interrupting():
                 model = model_of(self._file)
             settings = settings_of(self._file, self._folder, model, place.endpoint, self._begin.public)
@@ -94,16 +100,19 @@ class Replica:
         else:
             reason = health.reason if health is not None else "its coordinator does not answer"
             phase = UNREADY if self._served else STARTING
-            self._tell(Told(phase=phase, reason=reason or "not all of its workers serve", **told))
+            self._tell(Told(phase=phase, reason=reason or "some workers do not serve", **told))
 
     def _drain(self, supervisor: Supervisor, health: Health | None) -> None:
-        """Again after a restart of the coordinator."""
+        """Drain the coordinator, and drain it again after a restart."""
         if health is not None and not health.draining:
             with suppress(KvforgeError):
                 supervisor.client.drain(max(DEADLINE_S_MIN, self._drain_until - monotonic()))
 
     def _counted(self, supervisor: Supervisor, health: Health | None) -> dict[str, Any]:
-        """What requests there are, and how long they wait; as before, where nobody answers: nothing has ended then."""
+        """Return the numbers of requests and their queueing time.
+
+        Without an answer, the last numbers are kept: no request is known to have ended.
+        """
         last = self._last
         told = {"running": last.running, "pending": last.pending, "queue_s": last.queue_s}
         if health is None:
@@ -124,7 +133,11 @@ class Replica:
 
 
 def model_of(file: FleetFile) -> Path:
-    """The model on this node, fetched if need be. Raises KvforgeError."""
+    """Return the model's path on this node, fetching it if needed.
+
+    Raises:
+        KvforgeError: There is no such model.
+    """
     up = file.up
     if up.model_config is not None:
         return Path(up.model_config)
@@ -133,7 +146,15 @@ def model_of(file: FleetFile) -> Path:
 
 
 def settings_of(file: FleetFile, folder: Folder, model: Path, endpoint: str, gateways_key: str) -> Settings:
-    """What `kvforge up` would be told. gateways_key: the public key of who may connect."""
+    """Return the settings of `kvforge up` for a replica.
+
+    Args:
+        file: The fleet's file.
+        folder: The replica's folder.
+        model: The model's path.
+        endpoint: The address to listen at.
+        gateways_key: The public key of the gateways.
+    """
     up = file.up
     gateways = {"key": gateways_key, "tenant": "*", "rights": ["submit", "read"]}
     clients = {**up.access.get("clients", {}), ACCESS_NAME: gateways}

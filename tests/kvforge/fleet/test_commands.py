@@ -38,7 +38,7 @@ def test_without_a_cluster_it_says_where_it_looked(tmp_path: Path) -> None:
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
         words = f"kvforge: no Ray cluster can be reached at {address} (Connection refused): see `ray status`"
         assert said(3, "status", "--address", address).strip() == words
-    assert "ray://x is no address of a Ray cluster: HOST:PORT of its head" in said(3, "down", RAY_ADDRESS="ray://x")
+    assert "invalid address ray://x: expected HOST:PORT of the cluster's head" in said(3, "down", RAY_ADDRESS="ray://x")
 
 
 def test_a_file_that_is_wrong_is_refused_before_anything_is_asked(tmp_path: Path) -> None:

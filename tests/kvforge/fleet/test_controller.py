@@ -67,4 +67,4 @@ def test_who_asks_a_controller_that_has_just_begun_hears_what_it_finds(answers: 
     if answers:
         assert [one.name for one in status.replicas] == ["r"] and status.count == 1
     else:
-        assert status.sentences == ("its controller starts",)
+        assert status.sentences == ("the controller is starting",)

@@ -98,7 +98,7 @@ def test_whoever_serves_nobody_leaves_first_and_at_once() -> None:
 def test_one_that_is_silent_is_given_time_before_it_is_removed() -> None:
     both = replica("a"), replica("b")
     done, said = decided(FILE, *both, replica("c", SILENT, silent_s=59.0))
-    assert done == [] and said == "c is to leave, and nothing is heard of it"
+    assert done == [] and said == "c should leave but does not answer"
     assert actions(FILE, *both, replica("c", SILENT, silent_s=60.0)) == [Remove(REPLICA, "c")]
     assert actions(FILE, replica("a"), replica("c", SILENT, silent_s=1e6)) == [], "Ray brings it back where it can"
 
@@ -159,7 +159,7 @@ def test_an_update_that_cannot_start_stands_still_and_a_third_revision_goes_past
     bad = file_of(model="bad")
     there = old("a"), old("b"), replica("n", FAILED, bad, reason="no such model")
     done, said = decided(bad, *there)
-    assert done == [] and "n cannot start: no such model" in said and "the update stands still" in said
+    assert done == [] and "n cannot start: no such model" in said and "the update is stopped" in said
     assert actions(FILE, *there) == [Stop(REPLICA, "n")]
     assert actions(OLD, *there) == [Stop(REPLICA, "n")], "back to the old revision"
 
@@ -388,6 +388,6 @@ def test_from_any_state_a_fleet_becomes_what_is_wanted_and_nobody_is_missed_on_t
 )
 def test_why_nobody_has_room(bundle: dict[str, float], wanted: str, most: str) -> None:
     nodes = [{"CPU": 8.0}, {"CPU": 4.0, "GPU": 1.0}]
-    said = f"the cluster has no node with {wanted} for a replica; the most that one has is {most}"
+    said = f"the cluster has no node with {wanted} for a replica; the largest has {most}"
     assert reason_for_no_room(bundle, nodes, "a replica") == said
     assert reason_for_no_room({"CPU": 4.0, "GPU": 1.0}, nodes, "a replica") == ""

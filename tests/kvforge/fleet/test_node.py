@@ -81,7 +81,7 @@ def test_a_folder_is_one_programs_and_keeps_its_key_and_port_until_it_is_removed
     assert stat.S_IMODE(first.path.stat().st_mode) == 0o700
     assert stat.S_IMODE((first.path / "own.key").stat().st_mode) == 0o600
     second = Folder(file, "a")
-    with pytest.raises(Unavailable, match="another program has"):
+    with pytest.raises(Unavailable, match="another program still uses"):
         second.claim()
     first.close()
     second.claim()

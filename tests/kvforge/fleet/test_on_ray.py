@@ -141,7 +141,7 @@ async def it_changes(story: Story, load: Load) -> None:
 
     good = story.status.replicas
     story.cluster.ask("up", story.write(limits="queue_max = 999", worker='kernels = "nonsense"'))
-    stands = "the update stands still, and the old replicas go on"
+    stands = "the update is stopped, and the old replicas go on"
     await story.until(lambda status: stands in status.sentences)
     assert [(one.name, one.told.phase) for one in story.status.replicas if one.name == good[0].name] == [
         (good[0].name, READY)
