@@ -1,9 +1,8 @@
-"""Models as files: where they are kept, which files make one, what their headers say. No weights are read here.
+"""Model files: their cache, the files of a model, and their headers. No weights are read here.
 
-Its law: what is not whole, or could be meant in two ways, is refused by name and never guessed; and a file in the
-store is whole whatever was interrupted. `kvforge pull`, `kvforge up`, the tokenizer and the worker all ask here, so
-that they agree.
+An incomplete or ambiguous model is refused by name, never guessed. A file in the store is always complete, even after
+an interruption. `kvforge pull`, `kvforge up`, the tokenizer and the worker all use this package, so that they agree.
 
-From outside: `store.pull`, `store.find` and `store.default_cache_dir`; `files` and the two header readers for who
-loads.
+Other code uses `store.pull`, `store.find` and `store.default_cache_dir`; loaders also use `files` and the two header
+readers.
 """

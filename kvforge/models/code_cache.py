@@ -1,7 +1,7 @@
-"""Folders of the cache with files that are run as code: compiled kernels, and files that Numba and torch unpickle.
+"""Cache folders with files that are run as code: compiled kernels, and files that Numba and torch unpickle.
 
 A folder that another user can write to would run that user's code. Such a folder is never read: the user's own cache
-folder takes its place, and a warning names the reason.
+folder is used instead, and a warning names the reason.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ log = logging.getLogger("worker")
 
 
 def code_folder(name: str) -> Path | None:
-    """Return a folder of the cache that only this user and root can write to, and create it where it is missing.
+    """Return a folder of the cache that only this user and root can write to, and create it if it is missing.
 
     Args:
         name: The folder within the cache, such as "numba".
 
     Returns:
-        Its path without symbolic links; None where neither KVFORGE_CACHE_DIR nor the user's own cache is private.
+        Its path without symbolic links; None if neither KVFORGE_CACHE_DIR nor the user's own cache is private.
 
     Raises:
-        OSError: The folder cannot be created or looked at.
+        OSError: The folder cannot be created or examined.
         Unavailable: There is no KVFORGE_CACHE_DIR, and this user has no home folder.
     """
     base = default_cache_dir()
@@ -48,5 +48,5 @@ def _private(base: Path, name: str) -> Path | None:
     try:
         return check_private(folder, FIELD, base)
     except InvalidConfiguration as error:
-        log.warning("compiled code in %s is neither read nor kept: %s", folder, error)
+        log.warning("not using the compiled code in %s: %s", folder, error)
         return None

@@ -1,6 +1,6 @@
-"""Models that a config.json alone rules out: checked before weights are fetched, and again before they are read.
+"""Refuses models by their config.json, before weights are fetched and again before they are read.
 
-Only what is certain is refused here. Whether a decoder can be served is known when transformers has built it.
+Only definite cases are refused here. Whether a decoder can be served is known once transformers has built it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from kvforge.protocol.errors import UnsupportedModel
 
-DEQUANTISED = ("fp8", "mxfp4")  # undone when weights are read
+DEQUANTISED = ("fp8", "mxfp4")  # dequantised when weights are read
 FORMATS = {
     "awq": "AWQ",
     "gptq": "GPTQ",
@@ -19,7 +19,7 @@ FORMATS = {
     "modelopt": "ModelOpt",
 }
 PLAIN_MODEL = "use the folder of the unquantised model, or its GGUF file"
-# Endings of the names of classes that write text.
+# Endings of the names of classes that generate text.
 WRITES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForImageTextToText", "ForVision2Seq")
 VISION = ("ForImageClassification", "ForObjectDetection", "VisionModel", "ForDepthEstimation", "ForMaskedImageModeling")
 VISION_TYPES = frozenset(
@@ -28,14 +28,14 @@ VISION_TYPES = frozenset(
 
 
 def check_config(config: dict[str, Any], model: str) -> None:
-    """Refuse what the contents of a config.json rule out.
+    """Refuse a model by the content of its config.json.
 
     Args:
         config: The parsed file.
         model: The name in the refusal.
 
     Raises:
-        UnsupportedModel: A quantised format that is not served, a model of pictures alone, an adapter.
+        UnsupportedModel: An unsupported quantised format, a vision-only model, or an adapter.
     """
     if "peft_type" in config:
         problem = f"it holds only an adapter (peft_type {config['peft_type']!r}): merge it into its model"
@@ -48,7 +48,11 @@ def check_config(config: dict[str, Any], model: str) -> None:
 
 
 def check_quantisation(config: dict[str, Any], model: str) -> None:
-    """Refuse a quantised format by its name, unless it is dequantised when it is read. Raises UnsupportedModel."""
+    """Refuse a quantised format by its name, unless it is dequantised at loading.
+
+    Raises:
+        UnsupportedModel: The format is not served.
+    """
     wanted = config.get("quantization_config", config.get("compression_config"))
     if wanted is None:
         return
@@ -71,10 +75,10 @@ def _check_kind(config: dict[str, Any], model: str) -> None:
     kind = config.get("model_type")
     if any(name.endswith(VISION) for name in classes) or (kind in VISION_TYPES and "text_config" not in config):
         what = classes[0] if classes else kind
-        raise UnsupportedModel(model, f"it is a model of images alone ({what}): only decoders of text are served")
+        raise UnsupportedModel(model, f"it is a vision-only model ({what}): only text decoders are served")
 
 
 def _asks_for_something(values: dict[str, Any]) -> bool:
-    """Old files switch bitsandbytes off in words: {"load_in_4bit": false}."""
+    """Return whether a quantisation is enabled: old files disable bitsandbytes explicitly ({"load_in_4bit": false})."""
     rest = {name: value for name, value in values.items() if name not in ("load_in_4bit", "load_in_8bit")}
     return bool(rest) or any(values.values())

@@ -1,8 +1,8 @@
-"""Which files a model is made of, and whether they are whole. Headers are read, no weights.
+"""Finds the files of a model and checks that they are complete. Headers are read, no weights.
 
-Two kinds: one GGUF file, or a Hugging Face folder with config.json and its weights in safetensors. What may not be
-guessed is refused: an adapter (alone, or beside weights that it would change), one part of a split file, files that
-nothing names. The worker asks here too, so that what `kvforge pull` accepts is what a worker tries.
+A model is one GGUF file, or a Hugging Face folder with config.json and safetensors weights. Ambiguous cases are
+refused: an adapter (alone, or beside weights that it would change), one part of a split file, and weights that no file
+names. The worker uses the same checks, so that it accepts what `kvforge pull` accepts.
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-# Mistral's own copy of the same weights, under names that transformers does not read.
+# Mistral's own copy of the weights, under names that transformers does not read.
 OTHER_FORMATS = "consolidated*.safetensors"
 GENERAL_TYPES = {"adapter": "a LoRA adapter", "mmproj": "a vision projector", "imatrix": "an importance matrix"}
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What a model is loaded from. path: the GGUF file or the folder. files: all that is read, config.json first."""
+    """The files of a model.
+
+    Attributes:
+        format: gguf or safetensors.
+        path: The GGUF file or the folder.
+        files: All files that are read, config.json first.
+    """
 
     format: str
     path: Path
@@ -37,14 +43,22 @@ class ModelFiles:
 
     @property
     def weights(self) -> tuple[Path, ...]:
+        """Return the files with weights."""
         return tuple(file for file in self.files if file.name != CONFIG)
 
 
 def find_files(path: Path, name: str = "", load_format: str = "auto") -> ModelFiles:
-    """The files of the model at `path`. load_format: auto, gguf or safetensors.
+    """Return the files of the model at `path`.
 
-    Raises ModelNotFound where there is no model, UnsupportedModel where there is one that cannot be served as it is,
-    OSError where it cannot be read.
+    Args:
+        path: A file or a folder.
+        name: The model's name in errors.
+        load_format: auto, gguf or safetensors.
+
+    Raises:
+        ModelNotFound: There is no model.
+        UnsupportedModel: The model cannot be served as it is.
+        OSError: It cannot be read.
     """
     name = name or str(path)
     if path.is_file():
@@ -66,7 +80,12 @@ def find_files(path: Path, name: str = "", load_format: str = "auto") -> ModelFi
 
 
 def check_files(found: ModelFiles) -> None:
-    """Reads every header. Raises UnsupportedModel where a file is damaged or holds no whole model, or OSError."""
+    """Read every header.
+
+    Raises:
+        UnsupportedModel: A file is damaged or incomplete.
+        OSError: A file cannot be read.
+    """
     if found.format == "gguf":
         gguf_model(found.path)
     else:
@@ -75,19 +94,28 @@ def check_files(found: ModelFiles) -> None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file starts like a GGUF file. Raises OSError where it cannot be read."""
+    """Return whether a file starts like a GGUF file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"
 
 
 def gguf_model(path: Path) -> GgufHeader:
-    """The header of a GGUF file that holds a whole model. Raises UnsupportedModel, OSError."""
+    """Return the header of a GGUF file that holds a complete model.
+
+    Raises:
+        UnsupportedModel: It does not.
+        OSError: The file cannot be read.
+    """
     header = gguf_header.read_header(path)
     metadata = header.metadata
     kind = str(metadata.get("general.type", "model"))
     if kind != "model" or "adapter.type" in metadata:
         what = GENERAL_TYPES.get("adapter" if "adapter.type" in metadata else kind, f"general.type {kind!r}")
-        raise UnsupportedModel(str(path), f"the GGUF file holds {what}, no model")
+        raise UnsupportedModel(str(path), f"the GGUF file holds {what}, not a model")
     parts, before = metadata.get("split.count", 0), metadata.get("split.no", 0)
     if not isinstance(parts, int) or not isinstance(before, int):
         raise UnsupportedModel(str(path), f"it is damaged: its split.count is {parts!r} and its split.no {before!r}")
@@ -102,7 +130,12 @@ def gguf_model(path: Path) -> GgufHeader:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json. Raises UnsupportedModel where it is damaged, OSError."""
+    """Return the folder's config.json.
+
+    Raises:
+        UnsupportedModel: It is damaged.
+        OSError: It cannot be read.
+    """
     config = _read_json(folder / CONFIG)
     if "transformers_weights" in config:
         raise UnsupportedModel(str(folder), f"its {CONFIG} names other files of weights (transformers_weights)")
@@ -110,7 +143,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def stored_tensors(found: ModelFiles) -> dict[str, StoredTensor]:
-    """The tensors of all safetensors files, by name. Raises UnsupportedModel, which names file and tensor, OSError."""
+    """Return the tensors of all safetensors files by name.
+
+    Raises:
+        UnsupportedModel: Names the file and the tensor at fault.
+        OSError: A file cannot be read.
+    """
     tensors: dict[str, StoredTensor] = {}
     places: dict[str, str] = {}
     for file in found.weights:
@@ -125,12 +163,12 @@ def stored_tensors(found: ModelFiles) -> dict[str, StoredTensor]:
         return tensors
     for name, file_name in _weight_map(index).items():
         if places.get(name) != file_name:
-            raise UnsupportedModel(str(found.path), f"{INDEX} names the tensor {name} in {file_name}: it is not there")
+            raise UnsupportedModel(str(found.path), f"{INDEX} names the tensor {name}, which {file_name} lacks")
     return tensors
 
 
 def _named_weights(folder: Path, present: list[Path], name: str) -> tuple[Path, ...]:
-    """The files that transformers loads; every other one must be known to be nothing."""
+    """Return the files that transformers loads, and refuse other weights."""
     single, index = folder / WEIGHTS, folder / INDEX
     if single.is_file() and index.is_file():
         raise UnsupportedModel(name, f"the folder holds both {WEIGHTS} and {INDEX}: move one set of weights away")
@@ -141,10 +179,10 @@ def _named_weights(folder: Path, present: list[Path], name: str) -> tuple[Path, 
     else:
         raise ModelNotFound(name, f"the folder {folder} holds neither {WEIGHTS} nor {INDEX}")
     if absent := [file.name for file in named if file not in present]:
-        raise UnsupportedModel(name, f"{INDEX} names {absent[0]}, and the folder does not hold it")
+        raise UnsupportedModel(name, f"{INDEX} names {absent[0]}, which the folder lacks")
     others = [file.name for file in present if file not in named and not file.match(OTHER_FORMATS)]
     if others:
-        raise UnsupportedModel(name, f"the folder holds {others[0]}, which nothing names: move it away")
+        raise UnsupportedModel(name, f"the folder holds {others[0]}, which no file names: move it away")
     return tuple(named)
 
 
@@ -161,7 +199,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UnsupportedModel(str(path), f"it is damaged: {error}") from error
     if not isinstance(values, dict):
-        raise UnsupportedModel(str(path), "it is damaged: it holds no table")
+        raise UnsupportedModel(str(path), "it is damaged: it is not a JSON object")
     return values
 
 

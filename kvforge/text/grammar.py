@@ -1,8 +1,8 @@
-"""What an answer must look like: checked before anybody waits for it, and said in the words of llguidance.
+"""Checks constraints on answers before a request is accepted, with llguidance's error texts.
 
-llguidance enforces it, in the worker. It is strict here: what it cannot enforce is refused by name, also where a schema
-asks it to look away (`x-guidance`). Ours are the bounds of `grammar_bounds`, which keep it from taking seconds or the
-process.
+llguidance enforces the constraints in the worker. It is strict here: unsupported features are refused by name, even if
+a schema asks for leniency (`x-guidance`). The bounds of `grammar_bounds` are kvforge's own: they keep llguidance from
+taking seconds, or from crashing the process.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ FIELDS = {
     "lark": "sampling.grammar",
 }
 OPTIONS, STRICT = "x-guidance", {"lenient": False, "coerce_one_of": False}
-# Between two parts of a document. Small models are known to write blanks until their answer is cut off.
+# Whitespace between two parts of a document. Small models may otherwise write blanks until their answer is cut off.
 BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 PROBLEM_LENGTH_MAX = 300
 VERDICTS_MAX = 4096  # remembered answers of llguidance; each takes less than 1 KB
-# By which a matcher fails that would take longer than about 0.1 s for a mask, or more memory than 100 MB.
+# Limits that stop a matcher before it takes longer than about 0.1 s for a mask, or more than 100 MB of memory.
 ITEMS_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,
@@ -37,15 +37,23 @@ ITEMS_LIMITS: dict[str, Any] = {
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
-_LOOKS_AWAY = "Unimplemented"  # how a warning begins where a grammar has asked for leniency
+_LOOKS_AWAY = "Unimplemented"  # starts a warning if a grammar asked for leniency
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
-_verdicts: OrderedDict[bytes, str] = OrderedDict()  # by the digest of a grammar's words, the oldest use first
+_verdicts: OrderedDict[bytes, str] = OrderedDict()  # by the digest of a grammar's text, least recently used first
 
 
 def check(grammar: Grammar, field: str = "") -> None:
-    """Raises InvalidRequest where the grammar cannot be enforced, naming the keyword. field: what the caller calls it;
-    by default as `kvforge.Sampling` does. Where llguidance is not installed the worker finds what is beyond the bounds.
+    """Check that a grammar can be enforced.
+
+    Without llguidance, only the bounds are checked here, and the worker checks the rest.
+
+    Args:
+        grammar: The grammar.
+        field: The caller's name for it, by default that of `kvforge.Sampling`.
+
+    Raises:
+        InvalidRequest: It cannot be enforced. Names the keyword.
     """
     field = field or FIELDS[grammar.kind]
     if problem := validated(grammar, field):
@@ -53,14 +61,14 @@ def check(grammar: Grammar, field: str = "") -> None:
 
 
 def validated(grammar: Grammar, field: str) -> str:
-    """Return why llguidance cannot enforce a grammar. A new grammar may take it 10 s; its answer is remembered.
+    """Return why llguidance cannot enforce a grammar. A new grammar may take 10 s; the result is cached.
 
     Args:
         grammar: The grammar.
-        field: The caller's name of it.
+        field: The caller's name for the grammar.
 
     Returns:
-        "" where llguidance enforces it, or is not installed.
+        "" if llguidance enforces it, or is not installed.
 
     Raises:
         InvalidRequest: The grammar is out of bounds.
@@ -78,7 +86,7 @@ def validated(grammar: Grammar, field: str) -> str:
 
 
 def known(grammar: Grammar) -> bool:
-    """Return whether `check` answers at once: the answer is remembered, or needs no llguidance."""
+    """Return whether `check` answers at once, because the result is cached or needs no llguidance."""
     try:
         return _remembered(_words(grammar, _bounded(grammar, FIELDS[grammar.kind]))) is not None
     except (ImportError, InvalidRequest):
@@ -86,17 +94,17 @@ def known(grammar: Grammar) -> bool:
 
 
 def note(grammar: Grammar, problem: str) -> None:
-    """Remember the answer of `validated` in another process.
+    """Cache the result of `validated` in another process.
 
     Args:
         grammar: A grammar within the bounds.
-        problem: The answer.
+        problem: The result.
     """
     _remember(_words(grammar, _bounded(grammar, FIELDS[grammar.kind])), problem)
 
 
 def _validate(words: str, dialect: str) -> str:
-    """Have llguidance validate a grammar."""
+    """Validate a grammar with llguidance."""
     from llguidance import LLMatcher
 
     failed, warnings = LLMatcher.validate_grammar_with_warnings(words, limits=limits())
@@ -123,27 +131,37 @@ def _digest(words: str) -> bytes:
 
 
 def compiled_text(grammar: Grammar) -> str:
-    """The grammar as llguidance's matchers take it. Raises InvalidRequest where it is out of bounds, ImportError where
-    llguidance is not installed. What else is wrong with it `check` finds."""
+    """Return the grammar in the form that llguidance's matchers take. `check` finds all other errors.
+
+    Raises:
+        InvalidRequest: The grammar is out of bounds.
+        ImportError: llguidance is not installed.
+    """
     return _words(grammar, _bounded(grammar, FIELDS[grammar.kind]))
 
 
 def limits() -> Any:
-    """LLParserLimits under which matchers work. Raises ImportError where llguidance is not installed."""
+    """Return the LLParserLimits of matchers.
+
+    Raises:
+        ImportError: llguidance is not installed.
+    """
     import llguidance
 
     return llguidance.LLParserLimits(**ITEMS_LIMITS)
 
 
 def overlooked(warnings: list[str]) -> str:
-    """Which of llguidance's warnings says that it enforces less than was asked for; "" where none does."""
+    """Return the warning of llguidance that it enforces less than requested, "" if there is none."""
     return next((each for each in warnings if _LOOKS_AWAY in each), "")
 
 
 def explained(problem: str, dialect: str = "") -> str:
-    """llguidance's words for why a grammar cannot be enforced, with the keyword in front where it is one's fault.
+    """Return llguidance's reason why a grammar cannot be enforced, prefixed by the keyword at fault.
 
-    dialect: what the schema says that it is written in.
+    Args:
+        problem: llguidance's text.
+        dialect: The schema's own `$schema`.
     """
     unimplemented = _UNIMPLEMENTED.search(problem)
     if unimplemented is not None:
@@ -151,14 +169,14 @@ def explained(problem: str, dialect: str = "") -> str:
         return f"{', '.join(keywords)}: cannot be enforced; leave {'it' if len(keywords) == 1 else 'them'} out"
     unknown = _UNKNOWN_FORMAT.search(problem)
     if unknown is not None:
-        return f"format: {unknown[1]!r} cannot be enforced; leave it out, or say it by pattern"
+        return f"format: {unknown[1]!r} cannot be enforced; leave it out, or use pattern"
     if "oneOf" in problem:
-        return "oneOf: its alternatives may overlap, so that it cannot be enforced; say anyOf if one or more may hold"
+        return "oneOf: its alternatives may overlap, so it cannot be enforced; use anyOf if one or more may hold"
     if problem.startswith(("Resource '", "Pointer '")):
         named = problem.split("'")[1]
         if named == dialect.rstrip("#"):
-            return f"$schema: {dialect!r} is not a dialect that is known; leave it out"
-        return f"$ref: {named!r} is not in the schema; references lead to places in it alone"
+            return f"$schema: unknown dialect {dialect!r}; leave it out"
+        return f"$ref: {named!r} is not in the schema; only references within the schema are allowed"
     if problem.startswith("circular"):
         return f"$ref: {problem}"
     if problem.startswith("regex parse error"):
@@ -167,7 +185,7 @@ def explained(problem: str, dialect: str = "") -> str:
 
 
 def _bounded(grammar: Grammar, field: str) -> dict[str, Any]:
-    """The schema, or {} where there is none. Raises InvalidRequest where the grammar is out of bounds or no JSON."""
+    """Return the schema, or {} if there is none. Raises InvalidRequest if the grammar is out of bounds or not JSON."""
     try:
         size = len(grammar.text.encode())
     except UnicodeEncodeError:

@@ -1,8 +1,8 @@
-"""How large a grammar may be: what would take llguidance seconds, or more stack than a thread has.
+"""Bounds on the size of a grammar, above which llguidance would take seconds or overflow a thread's stack.
 
-It works on the only thread of a worker, and it recurses where one definition leads to the next (4.5 kB of stack for
-each level of a schema, 3 kB for each rule or group of a grammar, of 8 MB). Of 495 schemas of SchemaStore 99 in 100 are
-within these bounds. What a mask takes is bounded by llguidance itself (`grammar.limits`).
+llguidance runs on a worker's only thread, and recurses from one definition to the next (4.5 kB of stack for each level
+of a schema, 3 kB for each rule or group of a grammar, out of 8 MB). 99 % of the 495 schemas of SchemaStore are within
+these bounds. llguidance itself bounds the cost of a mask (`grammar.limits`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from typing import Any
 
 from kvforge.protocol.errors import InvalidRequest
 
-DEPTH_MAX = 1000  # of a schema and of all places that references lead to, together
-NESTING_MAX = 100  # of a schema in itself
+DEPTH_MAX = 1000  # a schema and all targets of its references, together
+NESTING_MAX = 100  # levels within one schema
 PROPERTIES_MAX = 2000
-MULTIPLES_MAX = 10_000  # of each multipleOf in units of its last digit: the states of its automaton
-# The least common multiple of every multipleOf: a conjunction, direct or through references, has so many states.
+MULTIPLES_MAX = 10_000  # each multipleOf in units of its last digit: the states of its automaton
+# The least common multiple of all multipleOf: the states of a conjunction, direct or through references.
 COMMON_MAX = 10_000
-RULES_MAX = 600  # and groups in them
+RULES_MAX = 600  # rules and groups within rules
 INLINE, RULE_SIGNS = "%json", ":(["
 
 
 def check_schemas(schemas: Sequence[dict[str, Any]], field: str) -> None:
-    """Raises InvalidRequest naming the keyword of which these schemas together have too much."""
+    """Check the bounds of several schemas together.
+
+    Raises:
+        InvalidRequest: Names the keyword that exceeds a bound.
+    """
     depth = properties = multiples = 0
     factors: set[Fraction] = set()
     for schema in schemas:
@@ -43,19 +47,23 @@ def check_schemas(schemas: Sequence[dict[str, Any]], field: str) -> None:
                 multiples += _states(multiple)
                 factors.add(_fraction(multiple))
     if properties > PROPERTIES_MAX:
-        raise InvalidRequest(field, f"properties: there are {properties} in all; at most {PROPERTIES_MAX}")
+        raise InvalidRequest(field, f"properties: {properties} in total; at most {PROPERTIES_MAX} are allowed")
     if multiples > MULTIPLES_MAX:
-        raise InvalidRequest(field, f"multipleOf: at most {MULTIPLES_MAX} units of the last digit, all together")
+        raise InvalidRequest(field, f"multipleOf: at most {MULTIPLES_MAX} units of the last digit in total")
     if len(factors) > 1 and (common := _common(factors)) > COMMON_MAX:
         problem = f"the least common multiple has {common} units of the last digit"
         raise InvalidRequest(field, f"multipleOf: {problem}; at most {COMMON_MAX}")
     if depth > DEPTH_MAX:
-        problem = f"all that references lead to is {depth} levels deep together; at most {DEPTH_MAX}"
+        problem = f"the targets of all references are {depth} levels deep in total; at most {DEPTH_MAX}"
         raise InvalidRequest(field, f"$ref: {problem}")
 
 
 def check_rules(text: str, field: str) -> None:
-    """The same for a Lark grammar, with the schemas that it holds. Raises InvalidRequest."""
+    """Check the bounds of a Lark grammar and of the schemas in it.
+
+    Raises:
+        InvalidRequest: A bound is exceeded.
+    """
     schemas, rest = [], ""
     decoder = json.JSONDecoder()
     while INLINE in text:
@@ -63,7 +71,7 @@ def check_rules(text: str, field: str) -> None:
         try:
             schema, end = decoder.raw_decode(text.lstrip())
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(field, f"{INLINE}: what follows is not JSON ({error})") from None
+            raise InvalidRequest(field, f"{INLINE}: must be followed by JSON ({error})") from None
         text = text.lstrip()[end:]
         rest += before
         if isinstance(schema, dict):
@@ -75,7 +83,7 @@ def check_rules(text: str, field: str) -> None:
 
 
 def _objects(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every object in it."""
+    """Yield every object in a schema."""
     waiting: list[Any] = [schema]
     while waiting:
         node = waiting.pop()
@@ -85,7 +93,7 @@ def _objects(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _height(node: Any, field: str) -> int:
-    """How many levels of objects and arrays it has. Raises InvalidRequest where they are too many."""
+    """Return the number of levels of objects and arrays. Raises InvalidRequest if there are too many."""
     level, height = [node], 0
     while level:
         level = [inner for each in level for inner in _inner(each)]
@@ -101,7 +109,7 @@ def _inner(node: Any) -> list[Any]:
 
 
 def _place(schema: dict[str, Any], reference: str) -> Any:
-    """What a reference leads to: the whole schema where it is no path in it."""
+    """Return the target of a reference, or the whole schema if it is not a path in the schema."""
     node: Any = schema
     if reference.startswith("#/"):
         for part in reference[2:].split("/"):
@@ -116,7 +124,7 @@ def _place(schema: dict[str, Any], reference: str) -> Any:
 
 
 def _states(multiple: float) -> int:
-    """How many remainders there are: 25 of 0.25, 7 of 7."""
+    """Return the number of remainders: 25 for 0.25, 7 for 7."""
     digits, _, exponent = f"{multiple:.16g}".partition("e")
     whole, _, fraction = digits.partition(".")
     units = abs(int(whole + fraction))
@@ -124,7 +132,7 @@ def _states(multiple: float) -> int:
 
 
 def _fraction(multiple: float) -> Fraction:
-    """As it is written: 1/4 of 0.25."""
+    """Return the number as written: 1/4 for 0.25."""
     try:
         return abs(Fraction(f"{multiple:.16g}"))
     except ValueError:  # infinite
@@ -132,7 +140,7 @@ def _fraction(multiple: float) -> Fraction:
 
 
 def _common(factors: set[Fraction]) -> int:
-    """Return the least common multiple, in units of the last digit that any factor has."""
+    """Return the least common multiple, in units of the last digit of any factor."""
     positive = [factor for factor in factors if factor]
     unit = lcm(*(factor.denominator for factor in positive))
     return lcm(*(int(factor * unit) for factor in positive))

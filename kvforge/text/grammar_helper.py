@@ -1,4 +1,4 @@
-"""The process that tries grammars (`grammar_trial`), started when the first one comes and ended with its starter."""
+"""Runs the process that tries grammars (`grammar_trial`), from the first grammar to the end of this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ log = logging.getLogger("worker")
 
 @dataclass(frozen=True)
 class TrialLimits:
-    """The limits of trials: of one, seconds of a core and bytes of memory. waiting_max: grammars in the queue."""
+    """The limits of trials.
+
+    Attributes:
+        cpu_s: Seconds of a core for one trial.
+        memory_bytes: Memory for one trial, in bytes.
+        waiting_max: Grammars in the queue.
+    """
 
     cpu_s: float = 1.0
     memory_bytes: int = 512 << 20
@@ -40,7 +46,7 @@ class GrammarHelper:
     def __init__(
         self, tokenizer: str, vocab_size: int, eos_tokens: tuple[int, ...], limits: TrialLimits | None = None
     ) -> None:
-        """Starts nothing yet.
+        """Prepare the settings without starting the process.
 
         Args:
             tokenizer: The tokenizer, as JSON of the tokenizers library.
@@ -59,18 +65,18 @@ class GrammarHelper:
         }
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[..., GrammarHelper] | None = None
-        self._tried = False  # by this process: the tokenizer is there
+        self._tried = False  # whether this process has finished a trial, so that its tokenizer is loaded
         self._unsent = memoryview(b"")
         self._received = bytearray()
         self._deadline = 0.0
-        self._refusal = ""  # of a trial for which no process could be started
+        self._refusal = ""  # the error if no process could be started for the trial
 
     def start(self) -> None:
-        """Start the process, if it does not run; it makes its tokenizer meanwhile."""
+        """Start the process, if it does not run. It loads its tokenizer meanwhile."""
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
-        # A file: a pipe has no room for a tokenizer, and writing into it would wait for the reader.
+        # A file: a tokenizer exceeds a pipe's buffer, so writing it into a pipe would block.
         with tempfile.TemporaryFile() as settings:
             settings.write(json.dumps(self._settings).encode())
             settings.flush()
@@ -86,20 +92,20 @@ class GrammarHelper:
         assert self._process.stdin is not None and self._process.stdout is not None
         os.set_blocking(self._process.stdin.fileno(), False)
         os.set_blocking(self._process.stdout.fileno(), False)
-        self._end = weakref.finalize(self, _end, self._process)  # one that is dropped leaves no process
+        self._end = weakref.finalize(self, _end, self._process)  # a dropped helper leaves no process
         self._tried = False
 
     def begin(self, grammar: str) -> None:
-        """Begin a trial. The one before must have had its verdict.
+        """Begin a trial. The previous one must have ended.
 
         Args:
-            grammar: As llguidance takes it.
+            grammar: The grammar in llguidance's form.
         """
         self._refusal = ""
         try:
             self.start()
         except OSError as error:
-            self._refusal = f"could not be tried: no process can be started for it ({error.strerror}); send it again"
+            self._refusal = f"could not be checked: cannot start a process for it ({error.strerror}); send it again"
             return
         wait_s = grammar_trial.WALL_FACTOR * self.limits.cpu_s + 1.0 + (0.0 if self._tried else START_S_MAX)
         self._deadline = time.monotonic() + wait_s
@@ -107,14 +113,14 @@ class GrammarHelper:
         self._received.clear()
 
     def poll(self, seconds: float = 0.0) -> tuple[str, bool] | None:
-        """Return the verdict on the grammar that was begun last, None where it is not known yet.
+        """Return the verdict on the last begun grammar, None while it is unknown.
 
         Args:
-            seconds: Wait for it no longer than this.
+            seconds: How long to wait for it.
 
         Returns:
-            Why it is refused, "" where it may be compiled here; and whether that is true of the grammar: False where
-            the process failed.
+            The reason for a refusal, or "" if it may be compiled here; and whether the verdict is about the grammar
+            (False: the process failed).
         """
         if self._refusal:
             return self._refusal, False
@@ -133,10 +139,10 @@ class GrammarHelper:
                 return None
 
     def problem(self, grammar: str) -> str:
-        """Return why a grammar is refused; "" where it may be compiled here. Waits for the verdict.
+        """Wait for the verdict on a grammar; return the reason for a refusal, or "".
 
         Args:
-            grammar: As llguidance takes it.
+            grammar: The grammar in llguidance's form.
         """
         self.begin(grammar)
         while (verdict := self.poll(START_S_MAX)) is None:
@@ -151,11 +157,11 @@ class GrammarHelper:
 
     def _failed(self) -> tuple[str, bool]:
         self.close()
-        problem = "could not be tried: the process for trials of grammars ended or does not answer; send it again"
+        problem = "could not be checked: the process for grammars ended or does not answer; send it again"
         return problem, False
 
     def _advance(self, seconds: float) -> Any:
-        """Write and read what is possible now, or within the time. None where the answer is not whole yet.
+        """Write and read as much as possible, for at most `seconds`. Return None while the answer is incomplete.
 
         Raises:
             OSError: The process has ended.

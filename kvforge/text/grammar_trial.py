@@ -1,11 +1,13 @@
-"""Tries grammars in a process of its own, each within limits of time and memory: `python grammar_trial.py DESCRIPTOR`
+"""Tries grammars in a separate process, each within limits of time and memory.
 
-llguidance bounds most of the cost of a grammar, not all (`multipleOf` in a conjunction, long forced text). A worker has
-one thread, so a grammar is tried here first: compiled, its first masks made, and a short answer written by it. A
-grammar that exceeds a limit ends its own trial only: each trial is a fork of this process.
+Usage: `python grammar_trial.py DESCRIPTOR`. llguidance bounds most of the cost of a grammar, but not all (`multipleOf`
+in a conjunction, long forced text). A worker has one thread, so a grammar is tried here first: it is compiled, its
+first masks are computed, and it generates a short answer. Each trial is a fork of this process, so that exceeding a
+limit ends only that trial.
 
-The descriptor is of a file with the settings as JSON. Messages on stdin and answers on stdout: 4 bytes little-endian of
-length, then JSON. Each message is a grammar as llguidance takes it, its answer the reason for a refusal, or "".
+The descriptor refers to a file with the settings as JSON. Messages on stdin and answers on stdout are 4 bytes of
+length, little-endian, then JSON. Each message is a grammar in llguidance's form; its answer is the reason for a
+refusal, or "".
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import time
 from typing import IO, Any
 
 STEPS = 24  # tokens of the short answer
-WALL_FACTOR = 10.0  # a loaded machine gives a trial this much less than a core
-TOO_LONG = "takes longer than {cpu_s:g} s of a core to compile and to begin an answer by: make it smaller"
+WALL_FACTOR = 10.0  # a loaded machine may slow a trial down by this factor
+TOO_LONG = "takes longer than {cpu_s:g} s of a core to compile and to start an answer: make it smaller"
 TOO_LARGE = "takes more than {memory_bytes} bytes of memory: make it smaller"
 REASON_BYTES_MAX = 4096
 ANSWER_BYTES_MAX = 8 * REASON_BYTES_MAX  # JSON escapes a character in at most six bytes
@@ -31,7 +33,7 @@ ANSWER_BYTES_MAX = 8 * REASON_BYTES_MAX  # JSON escapes a character in at most s
 
 def main() -> int:
     """Serve trials until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the worker's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker handles a terminal's Ctrl-C
     source, target = sys.stdin.buffer, sys.stdout.buffer
     with open(int(sys.argv[1]), "rb") as file:  # noqa: PTH123 - a descriptor
         settings = json.load(file)
@@ -45,13 +47,13 @@ def main() -> int:
 
 
 def message(value: Any) -> bytes:
-    """Return a message as it is sent."""
+    """Encode a message."""
     body = json.dumps(value).encode()
     return len(body).to_bytes(4, "little") + body
 
 
 def answer(received: bytes | bytearray) -> Any:
-    """Return the value of a message of which these bytes have come so far; None where it is not whole."""
+    """Decode a message from the bytes received so far; return None while it is incomplete."""
     size = int.from_bytes(received[:4], "little")
     return json.loads(received[4 : 4 + size]) if len(received) >= 4 + size > 4 else None
 
@@ -63,14 +65,14 @@ def send(target: IO[bytes], value: Any) -> None:
 
 
 def receive(source: IO[bytes]) -> Any:
-    """Read one message; None where there will be none."""
+    """Read one message; return None at the end of the input."""
     head = source.read(4)
     body = source.read(int.from_bytes(head, "little")) if len(head) == 4 else b""
     return json.loads(body) if body else None
 
 
 def _judged(grammar: str, tokens: Any, limits: Any, cpu_s: float, memory_bytes: int) -> str:
-    """Why the grammar is refused; "" where it is not."""
+    """Return the reason for a refusal of the grammar, or ""."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -88,11 +90,11 @@ def _judged(grammar: str, tokens: Any, limits: Any, cpu_s: float, memory_bytes: 
         return reason
     if status in (-signal.SIGPROF, -signal.SIGKILL):
         return TOO_LONG.format(cpu_s=cpu_s)
-    return TOO_LARGE.format(memory_bytes=memory_bytes)  # Rust aborts where it gets no memory
+    return TOO_LARGE.format(memory_bytes=memory_bytes)  # Rust aborts without memory
 
 
 def _try(grammar: str, tokens: Any, limits: Any, cpu_s: float, memory_bytes: int, writer: int) -> None:
-    """In the fork. Never returns."""
+    """Run a trial in the fork. Never returns."""
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -100,17 +102,17 @@ def _try(grammar: str, tokens: Any, limits: Any, cpu_s: float, memory_bytes: int
             used = int(statm.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes, used + memory_bytes))
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what Rust writes when it panics
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides Rust's panic messages
         os.write(writer, b"=" + _walk(grammar, tokens, limits).encode()[:REASON_BYTES_MAX])
     except MemoryError:
         os._exit(2)
-    except BaseException as error:  # noqa: BLE001 - a panic of Rust is no Exception
+    except BaseException as error:  # noqa: BLE001 - a panic of Rust is not an Exception
         os.write(writer, b"=" + f"cannot be compiled: {type(error).__name__}: {error}".encode()[:REASON_BYTES_MAX])
     os._exit(0)
 
 
 def _walk(grammar: str, tokens: Any, limits: Any) -> str:
-    """Compile, and write a short answer: what is forced, else a random token of those that may follow."""
+    """Compile the grammar and generate a short answer from forced or random allowed tokens."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
@@ -132,7 +134,7 @@ def _walk(grammar: str, tokens: Any, limits: Any) -> str:
 
 
 def _read(reader: int, deadline: float) -> str | None:
-    """All that is written, without its first byte; None where nothing was until the deadline or the end."""
+    """Return the output without its first byte; None if there is none before the deadline or the end."""
     parts = b""
     while (left := deadline - time.monotonic()) > 0 and select.select([reader], [], [], left)[0]:
         part = os.read(reader, 1 << 16)

@@ -1,4 +1,4 @@
-"""Trials of grammars beside a loop that must not wait for them: a bounded queue in front of a `GrammarHelper`."""
+"""A bounded queue of grammar trials in front of a `GrammarHelper`, for a loop that must not wait."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ANSWERS_MAX = 256
 
 
 class GrammarTrials:
-    """Tries grammars one after another in the helper's process. Its methods return at once, but for `wait`."""
+    """Tries grammars one after another in the helper's process. Only `wait` waits."""
 
     def __init__(self, helper: GrammarHelper) -> None:
-        """Start no process yet.
+        """Prepare the queue without starting the process.
 
         Args:
             helper: Used by this object alone; `helper.limits.waiting_max` bounds the queue.
@@ -26,7 +26,7 @@ class GrammarTrials:
         self._under_way: bytes | None = None
         self._since: dict[bytes, float] = {}
         self._answers: OrderedDict[bytes, str] = OrderedDict()  # by a grammar's hash
-        self._failed: set[bytes] = set()  # answers that say nothing about the grammar: given once
+        self._failed: set[bytes] = set()  # failures of the process, returned once
 
     def start(self) -> None:
         """Start the process, if it does not run."""
@@ -34,12 +34,12 @@ class GrammarTrials:
             self._helper.start()
 
     def problem(self, grammar: str) -> str | None:
-        """Return why a grammar is refused, "" where it is not, None while no answer is known.
+        """Return why a grammar is refused, "" if it is accepted, None while the answer is unknown.
 
-        A grammar that is new is put into the queue. Where the queue is full it is not: ask again.
+        A new grammar is queued. If the queue is full, the caller must ask again.
 
         Args:
-            grammar: As llguidance takes it.
+            grammar: The grammar in llguidance's form.
         """
         self._advance(0.0)
         key = _key(grammar)
@@ -56,13 +56,13 @@ class GrammarTrials:
         return self._answers[key]
 
     def wait(self, seconds: float) -> None:
-        """Return when the queue is empty, or the time is over."""
+        """Wait until the queue is empty, for at most `seconds`."""
         until = time.monotonic() + seconds
         while self._since and (left := until - time.monotonic()) > 0:
             self._advance(left)
 
     def waited_s(self, grammar: str) -> float:
-        """Return for how long a grammar has been in the queue; 0 where it is not there."""
+        """Return how long a grammar has been in the queue, 0 if it is not in it."""
         since = self._since.get(_key(grammar))
         return 0.0 if since is None else time.monotonic() - since
 
@@ -71,7 +71,7 @@ class GrammarTrials:
         self._helper.close()
 
     def _advance(self, seconds: float) -> None:
-        """Take the verdicts that are there, or come within the time, and begin the next trial."""
+        """Collect verdicts that arrive within the time, and begin the next trial."""
         while self._under_way is not None or self._queue:
             if self._under_way is None:
                 self._under_way, grammar = self._queue.popleft()

@@ -1,7 +1,7 @@
-"""Text up to a stop string.
+"""Cuts text at a stop string.
 
-A stop string is found where text is known: in the client, which then ends the request after the token that completed
-it.
+Stop strings are matched in text, and therefore in the client. It then ends the request after the token that completed
+the string.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ from collections.abc import Sequence
 
 
 class StopText:
-    """Passes text through until one of the stop strings appears; the stop string itself is not passed.
+    """Passes text through until a stop string appears, which is not passed.
 
-    What might be the beginning of one is held back until it is decided. found: one has appeared; matched: which one.
+    A possible beginning of a stop string is held back until it is decided.
+
+    Attributes:
+        found: Whether one has appeared.
+        matched: The stop string found.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -22,7 +26,7 @@ class StopText:
         self.matched = ""
 
     def push(self, piece: str) -> str:
-        """The text that is now certain to come before any stop string; may be empty."""
+        """Return the text that certainly comes before any stop string; may be empty."""
         if self.found or not self._stops:
             return "" if self.found else piece
         text = self._held + piece
@@ -36,12 +40,12 @@ class StopText:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """What was held back and is no stop string after all."""
+        """Return the text held back that turned out to be no stop string."""
         text, self._held = self._held, ""
         return text
 
 
 def _begun(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Return the length of the longest end of `text` that starts `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""Tokens to text as they come: `TextStream`, and `Pieces`, the bytes that each token stands for."""
+"""Incremental decoding of tokens to text: `TextStream`, and `Pieces`, the bytes of each token."""
 
 from __future__ import annotations
 
@@ -14,26 +14,32 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Decoder(Protocol):
-    """What a stream needs of a tokenizer."""
+    """A tokenizer as a stream needs it."""
 
     def pieces_of(self, keep: frozenset[str]) -> Pieces | None:
-        """The bytes of each token; those of the special ones in `keep` too. None where the pieces of a text depend on
-        each other."""
+        """Return the bytes of each token, including the special tokens in `keep`.
+
+        Returns:
+            None if the pieces of a text depend on each other.
+        """
 
     def decode(self, token_ids: Iterable[int], *, keep: frozenset[str] = frozenset()) -> str:
-        """The text of all these tokens, with the special ones that are in `keep`."""
+        """Return the text of all these tokens, including the special tokens in `keep`."""
 
 
 class TextStream:
-    """Turns one answer's tokens into text as they come.
+    """Turns the tokens of one answer into text as they arrive.
 
-    What `push` and `finish` return, put together, is what `decode` gives for all the tokens; a character whose bytes
-    are spread over tokens comes when it is whole. Each token costs the same however long the answer is.
-    Differs from `decode` in one case: a byte-fallback vocabulary (sentencepiece) that was made to emit bytes which
-    are no UTF-8. `decode` then gives up the valid characters beside them too; here they have been shown already.
+    The concatenated results of `push` and `finish` equal `decode` of all tokens. A character that spans several tokens
+    is returned once it is complete. The cost of a token does not depend on the length of the answer.
 
-    continues: the text goes on after a prompt: a leading space that sentencepiece vocabularies drop is kept.
-    keep: special tokens, as the vocabulary spells them, that are part of the text; all others vanish.
+    The one difference from `decode`: if a byte-fallback vocabulary (sentencepiece) is made to emit invalid UTF-8,
+    `decode` also drops valid characters beside the invalid bytes; here they were already returned.
+
+    Args:
+        tokenizer: The tokenizer.
+        continues: The text continues a prompt: keep a leading space that sentencepiece vocabularies drop.
+        keep: Special tokens, as spelled in the vocabulary, that are part of the text; all others are dropped.
     """
 
     def __init__(self, tokenizer: Decoder, *, continues: bool = False, keep: frozenset[str] = frozenset()) -> None:
@@ -47,7 +53,11 @@ class TextStream:
         self._finished = False
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that is now certain and was not returned before; may be empty. Raises InvalidRequest."""
+        """Return the text that is now certain and was not returned before; may be empty.
+
+        Raises:
+            InvalidRequest: The stream is finished, or a token id is invalid.
+        """
         if self._finished:
             raise InvalidRequest("token_ids", "the stream is finished")
         ids = checked_ids(token_ids)
@@ -57,7 +67,7 @@ class TextStream:
         return self._utf8.decode(b"".join(self._piece(token) for token in ids))
 
     def finish(self) -> str:
-        """What was held back; the stream takes no more tokens. A character that stayed incomplete becomes U+FFFD."""
+        """Return the text held back, and end the stream. An incomplete character becomes U+FFFD."""
         self._finished = True
         if self._pieces is None:
             return self._tokenizer.decode(self._held, keep=self._keep)
@@ -83,10 +93,12 @@ class TextStream:
 class Pieces:
     """The bytes of each token, derived from the description of the tokenizer's decoder.
 
-    Two families are understood, which cover the vocabularies of generating models: byte-level (GPT-2's alphabet, one
-    character a byte) and sentencepiece (a replaced space, byte fallback, a dropped first space).
-    strip: how many leading spaces the decoder drops from the whole text.
-    keep: special tokens that have bytes all the same.
+    Two families are supported, which cover the vocabularies of generating models: byte-level (GPT-2's alphabet, one
+    character per byte) and sentencepiece (a replaced space, byte fallback, a dropped first space).
+
+    Attributes:
+        strip: The number of leading spaces that the decoder drops from the whole text.
+        keep: Special tokens that have bytes nevertheless.
     """
 
     def __init__(self, backend: Any, steps: list[dict[str, Any]], keep: frozenset[str] = frozenset()) -> None:
@@ -106,7 +118,7 @@ class Pieces:
 
     @classmethod
     def of(cls, tokenizer: Any, keep: frozenset[str] = frozenset()) -> Pieces | None:
-        """None where the decoder is of another family."""
+        """Return the pieces of a tokenizer, None if its decoder is of another family."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or backend.decoder is None:
             return None
@@ -136,13 +148,14 @@ class Pieces:
         return fused or kind == "Fuse"
 
     def bytes_of(self, token: int) -> bytes:
+        """Return the bytes of a token."""
         piece = self._cache.get(token)
         if piece is None:
             piece = self._cache[token] = self._spell(token)
         return piece
 
     def first(self, piece: bytes) -> bytes:
-        """The bytes of a piece that is the text's first: the Metaspace decoder drops every space of that one."""
+        """Return the bytes of the first piece of a text: the Metaspace decoder drops all its spaces."""
         return piece.replace(b" ", b"") if self._first_bare else piece
 
     def _spell(self, token: int) -> bytes:
@@ -154,7 +167,7 @@ class Pieces:
         if self._alphabet is not None:
             try:
                 return bytes([self._alphabet[character] for character in text])
-            except KeyError:  # an added token in plain spelling
+            except KeyError:  # an added token, spelled as plain text
                 return text.encode()
         for old, new in self._replacements:
             text = text.replace(old, new)
@@ -164,7 +177,11 @@ class Pieces:
 
 
 def checked_ids(token_ids: Iterable[int]) -> list[int]:
-    """Token ids as a list of int. Raises InvalidRequest for a number that cannot be one."""
+    """Convert token ids to a list of int.
+
+    Raises:
+        InvalidRequest: A number is out of range.
+    """
     ids = [int(token) for token in token_ids]
     if ids and not 0 <= min(ids) <= max(ids) < 1 << 31:
         raise InvalidRequest("token_ids", f"a token id is between 0 and 2^31 - 1; got {min(ids)} to {max(ids)}")

@@ -1,7 +1,7 @@
-"""Text in and out, for the extra `text`: transformers' tokenizers, from a GGUF file or a Hugging Face folder.
+"""Tokenizers for the extra `text`: transformers' tokenizers, from a GGUF file or a Hugging Face folder.
 
-The tokenizers are not ours. What is ours: they load without torch, the split into single digits that transformers
-leaves out for some GGUF files is put back, and `TextStream` turns tokens into text as they come.
+kvforge's additions: they load without torch, the split into single digits that transformers omits for some GGUF files
+is restored, and `TextStream` decodes incrementally.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SPECIAL_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown
 
 
 class Tokenizer:
-    """A model's tokenizer. Made by `Tokenizer.load`."""
+    """A model's tokenizer, created by `Tokenizer.load`."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer = tokenizer
@@ -43,10 +43,15 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str | Path) -> Tokenizer:
-        """Loads the tokenizer of a model: a path, or a name that `models.store.find` knows. No network, no torch.
+        """Load the tokenizer of a model, without using the network or torch.
 
-        Raises ModelNotFound, UnsupportedModel (there is no tokenizer that can be read), or Unavailable (the extra
-        `text` is not installed).
+        Args:
+            source: A path, or a name that `models.store.find` knows.
+
+        Raises:
+            ModelNotFound: There is no such model.
+            UnsupportedModel: Its tokenizer cannot be read.
+            Unavailable: The extra `text` is not installed.
         """
         path = find(str(source), weights=False)
         transformers = _transformers()
@@ -54,43 +59,48 @@ class Tokenizer:
             tokenizer = _from_gguf(path) if path.is_file() and is_gguf(path) else _from_folder(transformers, path)
         except (UnsupportedModel, Unavailable):
             raise
-        except Exception as error:  # transformers raises whatever the file made it stumble over
+        except Exception as error:  # transformers raises many kinds for a damaged file
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UnsupportedModel(str(source), f"its tokenizer cannot be loaded ({reason})") from error
         return cls(tokenizer, str(source))
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that mean something are below this; a model may have a few more, which decode to nothing."""
+        """Return the number of meaningful token ids; a model may have a few more, which decode to nothing."""
         return len(self._tokenizer)
 
     @property
     def vocabulary(self) -> Collection[str]:
-        """Every token as the vocabulary spells it."""
+        """Return every token as spelled in the vocabulary."""
         found: Mapping[str, int] = self._tokenizer.get_vocab()
         return found.keys()
 
     @property
     def has_chat_template(self) -> bool:
+        """Return whether the model has a chat template."""
         return bool(self._tokenizer.chat_template)
 
     @property
     def chat_template(self) -> str:
-        """The Jinja text of it, that for tools where there are several; "" where the model has none."""
+        """Return the Jinja text of the template, the one for tools if there are several; "" if the model has none."""
         template = self._tokenizer.chat_template or ""
         return template if isinstance(template, str) else str(template.get("tool_use") or template.get("default", ""))
 
     def use_chat_template(self, template: str) -> None:
-        """Puts another one in its place."""
+        """Replace the template."""
         self._tokenizer.chat_template = template
 
     def spelled(self, token_id: int) -> str:
-        """A token by the name that the vocabulary has for it: also of a special one; "" where it has none."""
+        """Return a token, including a special one, as spelled in the vocabulary; "" if the id has none."""
         name: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         return name or ""
 
     def as_json(self) -> str:
-        """All of it in the format of tokenizer.json. Raises UnsupportedModel where it is of another library."""
+        """Return the tokenizer in the format of tokenizer.json.
+
+        Raises:
+            UnsupportedModel: It is of another library.
+        """
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise UnsupportedModel(self._name, "its tokenizer is not one of the library `tokenizers`")
@@ -98,26 +108,32 @@ class Tokenizer:
         return text
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a prompt, with the start token where the model wants one. Special tokens in it are read as such.
+        """Return the token ids of a prompt, with the start token if the model has one.
 
-        special: False leaves the start token out: of a text that is a part of one.
+        Special tokens spelled in the text are recognised.
 
-        Raises InvalidRequest when it is not text that UTF-8 can hold.
+        Args:
+            text: The text.
+            special: False omits the start token, for a part of a text.
+
+        Raises:
+            InvalidRequest: The text is not valid Unicode.
         """
         return self._encode(text, special=special)
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Each special token's id, by its spelling: what vanishes from text unless it is kept."""
+        """Return each special token's id by its spelling. Decoding drops these unless they are kept."""
         if self._special is None:
             known = self._tokenizer.added_tokens_decoder
             self._special = {added.content: token for token, added in known.items() if added.special}
         return self._special
 
     def decode(self, token_ids: Iterable[int], *, keep: frozenset[str] = frozenset()) -> str:
-        """The text of tokens, without special ones other than those in `keep`. Bytes that are no UTF-8 become U+FFFD.
+        """Return the text of tokens, without special ones other than those in `keep`. Invalid UTF-8 becomes U+FFFD.
 
-        Raises InvalidRequest for a number that cannot be a token id.
+        Raises:
+            InvalidRequest: A number cannot be a token id.
         """
         ids = checked_ids(token_ids)
         kept = keep.intersection(self.special_tokens) if keep else keep
@@ -129,28 +145,37 @@ class Tokenizer:
 
     @property
     def pieces(self) -> Pieces | None:
-        """`pieces_of` where all special tokens vanish."""
+        """Return `pieces_of` without any special token."""
         return self.pieces_of()
 
     def pieces_of(self, keep: frozenset[str] = frozenset()) -> Pieces | None:
-        """The bytes of each token, remembered for all streams that keep the same special tokens. None: the vocabulary
-        is of a family whose tokens have no bytes of their own."""
+        """Return the bytes of each token, shared by all streams that keep the same special tokens.
+
+        Returns:
+            None if the tokens of the vocabulary have no bytes of their own.
+        """
         there = keep.intersection(self.special_tokens) if keep else keep
         if there not in self._pieces:
             self._pieces[there] = Pieces.of(self._tokenizer, there)
         return self._pieces[there]
 
     def chat(self, messages: Sequence[Mapping[str, Any]] | str) -> list[int]:
-        """Token ids of a conversation up to where the model is to answer. A string is one message from the user.
+        """Return the token ids of a conversation up to the place of the model's answer.
 
-        The model's chat template writes the prompt. A model without one is given the contents of the messages, one
-        a line, encoded as `encode` does. Raises InvalidRequest where a message is malformed or the template refuses
-        the conversation, Unavailable without the extra `text`.
+        The model's chat template writes the prompt. Without a template, the contents of the messages, one per line, are
+        encoded as `encode` does.
+
+        Args:
+            messages: The messages; a string is one message from the user.
+
+        Raises:
+            InvalidRequest: A message is malformed, or the template refuses the conversation.
+            Unavailable: The extra `text` is not installed.
         """
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         for message in conversation:
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-                raise InvalidRequest("messages", f"each needs a role and a content; this has not: {message!r}")
+                raise InvalidRequest("messages", f"each needs a role and a content: {message!r}")
         if not conversation:
             raise InvalidRequest("messages", "are empty")
         if not self.has_chat_template:
@@ -158,21 +183,32 @@ class Tokenizer:
         return self._encode(self.render(conversation, {"add_generation_prompt": True}), special=False)
 
     def render(self, conversation: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """A conversation as the chat template writes it, with the start token in it where the model wants one.
+        """Return a conversation as the chat template writes it, with the start token if the model has one.
 
-        options: what the template is told besides: `tools`, `add_generation_prompt`, `continue_final_message`, and
-        whatever it reads. Raises InvalidRequest where the template refuses it, Unavailable without the extra `text`.
+        Args:
+            conversation: The messages.
+            options: Further variables of the template: `tools`, `add_generation_prompt`, `continue_final_message`, and
+                others.
+
+        Raises:
+            InvalidRequest: The template refuses the conversation.
+            Unavailable: The extra `text` is not installed.
         """
         try:
             text: str = self._tokenizer.apply_chat_template(list(conversation), tokenize=False, **options)
         except ImportError as error:
             raise _missing(error) from error
-        except Exception as error:  # the template is the model's own program: it raises what it likes
+        except Exception as error:  # the template is the model's own program and may raise anything
             raise InvalidRequest("messages", f"the model's chat template refuses them ({error})") from error
         return text
 
     def stream(self, *, continues: bool = False, keep: frozenset[str] = frozenset()) -> TextStream:
-        """A new TextStream for one answer. keep: special tokens that are to be seen in its text."""
+        """Return a new TextStream for one answer.
+
+        Args:
+            continues: The text continues a prompt.
+            keep: Special tokens to show in its text.
+        """
         return TextStream(self, continues=continues, keep=keep)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
@@ -182,7 +218,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest("prompt", f"is not valid Unicode ({error.reason} at {error.start})") from error
-        # verbose: the tokenizer should not warn of lengths on standard error; admission checks them.
+        # verbose=False: no warnings about lengths on standard error; admission checks these.
         ids = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return [int(token) for token in ids]
 
@@ -191,11 +227,11 @@ class Tokenizer:
 
 
 def _missing(error: ImportError) -> Unavailable:
-    return Unavailable(f"text in and out needs the extra `text` ({error}): {install_command('text')}")
+    return Unavailable(f"text needs the extra `text` ({error}): {install_command('text')}")
 
 
 def _transformers() -> ModuleType:
-    # Without torch, transformers says at import that models are not available, which a client does not want to read.
+    # Without torch, transformers warns at import that models are not available, which is irrelevant for a client.
     quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(quiet)
     os.environ[quiet] = "1"
@@ -213,12 +249,12 @@ def _transformers() -> ModuleType:
 def _from_folder(transformers: ModuleType, path: Path) -> Any:
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
         raise UnsupportedModel(str(path), "the folder holds no tokenizer (tokenizer.json or tokenizer.model)")
-    # trust_remote_code is given explicitly, since transformers asks on the terminal where it is left out.
+    # trust_remote_code is explicit, because transformers would otherwise ask on the terminal.
     return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
 
 
 def _from_gguf(path: Path) -> Any:
-    """What AutoTokenizer.from_pretrained(gguf_file=...) does, without the torch that it imports on the way."""
+    """Load a GGUF file's tokenizer like AutoTokenizer.from_pretrained(gguf_file=...), but without importing torch."""
     from transformers import PreTrainedTokenizerFast
 
     metadata = read_metadata(path)
@@ -234,7 +270,7 @@ def _from_gguf(path: Path) -> Any:
     for name, key in _SPECIAL_TOKENS.items():
         token = metadata.get(f"tokenizer.ggml.{key}")
         settings[f"{name}_token"] = None if token is None else tokens[token]
-    # Sentencepiece files without the flag mean yes; Gemma 4's template writes <bos> itself. As transformers has it.
+    # As in transformers: sentencepiece files without the flag mean yes, and Gemma 4's template writes <bos> itself.
     add_bos = metadata.get("tokenizer.ggml.add_bos_token", True if kind == "llama" else None)
     add_eos = metadata.get("tokenizer.ggml.add_eos_token")
     flags = {"add_bos_token": False if kind == "gemma4" else add_bos, "add_eos_token": add_eos}
@@ -245,7 +281,7 @@ def _from_gguf(path: Path) -> Any:
 
 
 def _gguf_converter() -> tuple[Any, dict[str, str]]:
-    """transformers' converter of GGUF vocabularies and the names it wants the metadata under."""
+    """Return transformers' converter of GGUF vocabularies and its names of the metadata."""
     try:
         from transformers.integrations.gguf import gguf_tokenizer_mapping as module
     except ImportError:  # its place before 5.23
@@ -257,10 +293,10 @@ def _gguf_converter() -> tuple[Any, dict[str, str]]:
 
 
 def _split_digits(backend: Any) -> None:
-    """Puts the split into single digits before what is there, unless it is there already.
+    """Prepend the split into single digits, unless it exists already.
 
-    It matters where two or more spaces come before a digit: GPT-2's split alone keeps one of them for the digit, so
-    that "  1" becomes two tokens of one space and a digit instead of one token of two spaces and a digit.
+    It matters where two or more spaces precede a digit. GPT-2's split alone separates the last space from the others,
+    so that "  1" becomes two tokens of one space, and a digit, instead of one token of two spaces, and a digit.
     """
     from tokenizers import pre_tokenizers
 

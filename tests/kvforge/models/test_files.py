@@ -178,7 +178,7 @@ def test_a_safetensors_file_cut_anywhere_is_damaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({"dtype": "F32", "shape": [3, 31], "data_offsets": [0, 384]}, "not those of [3, 31] F32"),
+        ({"dtype": "F32", "shape": [3, 31], "data_offsets": [0, 384]}, "which do not fit [3, 31] F32"),
         ({"dtype": "F32", "shape": [3, -32], "data_offsets": [0, 384]}, "no numbers"),
         ({"dtype": "F32", "shape": [3, 32], "data_offsets": [8, 384]}, "begins at byte 8"),
         ({"dtype": "F32", "shape": [3, 32], "data_offsets": [0, "x"]}, "damaged"),
@@ -196,9 +196,9 @@ def test_an_entry_that_lies_is_damage(tmp_path: Path, entry: object, words: str)
 
 def test_folders_that_do_not_fit_together_are_refused_by_file_and_tensor(tmp_path: Path) -> None:
     shards = write_folder(tmp_path / "a", {"model-00001-of-00002.safetensors": ("one", "two")}, INDEX)
-    refused(shards, "model-00002-of-00002.safetensors, and the folder does not hold it")
+    refused(shards, "model-00002-of-00002.safetensors, which the folder lacks")
     lacking = write_folder(tmp_path / "b", SHARDS | {"model-00002-of-00002.safetensors": ()}, INDEX)
-    refused(lacking, "names the tensor three in model-00002-of-00002.safetensors: it is not there")
+    refused(lacking, "names the tensor three, which model-00002-of-00002.safetensors lacks")
     twice = write_folder(tmp_path / "c", SHARDS | {"model-00002-of-00002.safetensors": ("two", "three")}, INDEX)
     refused(twice, "the tensor two is in model-00001-of-00002.safetensors and in model-00002-of-00002.safetensors")
     both = write_folder(tmp_path / "d", SHARDS | {"model.safetensors": tuple(TENSORS)}, INDEX)

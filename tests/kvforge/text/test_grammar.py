@@ -112,7 +112,7 @@ def test_a_schema_cannot_ask_to_look_away(option: str) -> None:
         ("sampling.regex: ", Grammar(kind="regex", text="a(b")),
         ("sampling.regex: is empty", Grammar(kind="regex")),
         ("sampling.grammar: ", Grammar(kind="lark", text="start: unknown")),
-        ("sampling.grammar: %json: what follows is not JSON", Grammar(kind="lark", text="start: %json {")),
+        ("sampling.grammar: %json: must be followed by JSON", Grammar(kind="lark", text="start: %json {")),
         ("sampling.grammar: $ref: ", Grammar(kind="lark", text=f"start: %json {json.dumps(chain(DEPTH_MAX))}")),
     ],
     ids=lambda value: value if isinstance(value, str) else value.kind,

@@ -193,7 +193,7 @@ def test_what_others_can_write_is_not_read_and_the_users_own_folder_is_used(
     assert int(counts) == 30
     assert not (tmp_path / "trace").exists()
     assert len(list((own / "kvforge" / "numba").rglob("*.nbi"))) == 1
-    assert f"compiled code in {shared / 'numba'} is neither read nor kept: KVFORGE_CACHE_DIR: " in caplog.text
+    assert f"not using the compiled code in {shared / 'numba'}: KVFORGE_CACHE_DIR: " in caplog.text
     assert "is writable by others" in caplog.text
     (own / "kvforge").chmod(0o777)
     forget()
