@@ -22,7 +22,7 @@ class SteadyClock:
     """A clock with readings that never decrease, even across threads."""
 
     def __init__(self, read_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        """Starts the clock.
+        """Start the clock.
 
         Args:
             read_ns: The underlying monotonic clock, in nanoseconds.

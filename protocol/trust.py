@@ -46,7 +46,7 @@ def trusted_users() -> frozenset[int]:
 
 
 def _service() -> tuple[int, ...]:
-    """The account that services run as, where an administrator has created it."""
+    """Return the account that services run as, if an administrator has created it."""
     try:
         return (pwd.getpwnam(SERVICE_USER).pw_uid,)
     except KeyError:
@@ -202,7 +202,7 @@ def _foreign(path: Path, status: os.stat_result, field: str) -> InvalidConfigura
 def _check_entry(
     path: str, status: os.stat_result, parent: os.stat_result, users: frozenset[int], field: str
 ) -> frozenset[int]:
-    """Check one component in its folder. Returns the users who are trusted below it."""
+    """Check one component in its folder; return the users who are trusted below it."""
     owner, mode = status.st_uid, status.st_mode
     vouched = not _others_write(parent, users)
     if vouched and not _stands_for_many(owner):
@@ -222,7 +222,7 @@ def _check_entry(
 
 
 def _others_write(status: os.stat_result, users: frozenset[int]) -> bool:
-    """Whether users who are not trusted can write there."""
+    """Return whether users who are not trusted can write there."""
     if status.st_uid not in users and not _stands_for_many(status.st_uid):
         return True
     if status.st_mode & stat.S_IWOTH:
@@ -231,7 +231,7 @@ def _others_write(status: os.stat_result, users: frozenset[int]) -> bool:
 
 
 def _private_group(group: int, users: frozenset[int]) -> bool:
-    """Whether all members of a group are trusted, as of the group that many systems create for each user."""
+    """Return whether all members of a group are trusted, as with the group that many systems create for each user."""
     if group == 0:
         return True
     try:

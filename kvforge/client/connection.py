@@ -74,7 +74,7 @@ class Connection(ABC):
         """
 
     def _link_opened(self) -> None:
-        """The link has new sockets."""
+        """Handle new sockets of the link."""
         return
 
     async def call(self, exchange: Exchange[T], timeout_s: float | None = None) -> T:

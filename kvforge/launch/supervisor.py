@@ -217,7 +217,7 @@ class Supervisor:
             http.host,
         ]
         command += ["--processes", str(http.processes), "--listen", str(self._listener.fileno())]
-        # When it is asked to end, what ran has been drained: a stream that is left is cut off with an error event.
+        # At its stop, requests have already been drained: remaining streams are cut off with an error event.
         command += ["--drain-max-s", str(max(settings.stop_s / 2, 0.1))]
         command += ["--config", str(http.config)] if http.config is not None else []
         for name in http.names:
@@ -231,11 +231,11 @@ class Supervisor:
         return Child("gateway", command, folder.temporary, line, log, descriptors=(self._listener.fileno(),))
 
     def _gateway_serves(self) -> bool:
-        """Whether it answers, or there is none."""
+        """Return whether the gateway answers, or there is none."""
         if self.gateway is None:
             return True
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=ASK_TIMEOUT_S) as answer:  # noqa: S310 - ours
+            with urllib.request.urlopen(f"{self.url}/health", timeout=ASK_TIMEOUT_S) as answer:  # noqa: S310 - the gateway's own URL
                 self.gateway.served = answer.status == OK_STATUS
         except OSError:
             return False

@@ -121,7 +121,7 @@ class StepResult(Message, frozen=True, tag="step_result"):
 
 
 class WorkerFailed(Message, frozen=True, tag="worker_failed"):
-    """The worker cannot go on (model missing, device lost). It leaves after this."""
+    """The worker fails permanently (model missing, device lost) and leaves after this message."""
 
     error: ErrorInfo
 
