@@ -1,8 +1,8 @@
 """Bounds on the size of a grammar, above which llguidance would take seconds or overflow a thread's stack.
 
-llguidance runs on a worker's only thread, and recurses from one definition to the next (4.5 kB of stack for each level
-of a schema, 3 kB for each rule or group of a grammar, out of 8 MB). 99 % of the 495 schemas of SchemaStore are within
-these bounds. llguidance itself bounds the cost of a mask (`grammar.limits`).
+llguidance runs on a worker's only thread, and recurses from one definition to the next. Of the 8 MB of stack, each
+level of a schema takes 4.5 kB, and each rule or group of a grammar 3 kB. 99 % of the 495 schemas of SchemaStore are
+within these bounds. llguidance itself bounds the cost of a mask (`grammar.limits`).
 """
 
 from __future__ import annotations
