@@ -115,18 +115,18 @@ def _down(options: argparse.Namespace) -> int:
 
 def _wait(fleet: Fleet, wait_s: float, done: Callable[[Status], bool]) -> Status:
     """Wait until `done`, and report on standard error what is missing. Raises DeadlineExceeded."""
-    deadline, said = monotonic() + wait_s, ""
+    deadline, last = monotonic() + wait_s, ""
     while True:
         status = fleet.status()
         if done(status) or not wait_s:
             return status
         words = "; ".join(status.sentences)
-        if words and words != said:
-            said = words
+        if words and words != last:
+            last = words
             printing.say(words)
         if monotonic() >= deadline:
             raise DeadlineExceeded(
-                f"not done after {wait_s:g} s; the fleet goes on: {said or 'see `kvforge fleet status`'}"
+                f"not done after {wait_s:g} s; the fleet goes on: {last or 'see `kvforge fleet status`'}"
             )
         sleep(LOOK_S)
 

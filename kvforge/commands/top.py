@@ -99,7 +99,7 @@ def _print_lines(options: argparse.Namespace, folder: Path) -> int:
             if lines % LINES_PER_HEADER == 0:
                 _print_columns([*COLUMNS, "tokens/s", "steps/s", "up"])
             _print_columns([*(now[name] for name in COLUMNS.values()), *_shown(rates), _clock(now["uptime_us"])])
-        sys.stdout.flush()  # so that the reader of a pipe sees each line at once
+        sys.stdout.flush()  # show each line at once to the reader of a pipe
         lines, wait_s, before = lines + 1, options.every, now
     return OK
 

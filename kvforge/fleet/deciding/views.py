@@ -148,7 +148,8 @@ class Decision:
 
     def say(self, one: Replica, words: str) -> None:
         """Add a sentence on what the fleet waits for."""
-        self.sentences.append(f"{words} {one.phase}" + (f": {one.told.reason}" if one.told.reason else ""))
+        reason = one.told.reason
+        self.sentences.append(f"{words} {one.phase}" + (f": {reason}" if reason else ""))
 
     def leave(self, one: Replica, file: FleetFile) -> None:
         """Make a member leave: at once if it has no requests, else after these have ended."""
