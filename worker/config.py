@@ -124,7 +124,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if getattr(self, field) not in known:
                 raise InvalidConfiguration(field, f"must be one of {', '.join(known)}")
         if (self.attention, self.kernels) == ("triton", "reference"):
-            raise InvalidConfiguration("attention", "kernels = 'reference' leaves out Triton's; use attention = 'auto'")
+            raise InvalidConfiguration("attention", "kernels = 'reference' disables Triton; use attention = 'auto'")
         if self.graph_rows_max < 1:
             raise InvalidConfiguration("graph_rows_max", f"must be 1 or more, not {self.graph_rows_max}")
         for field in ("kv_bytes", "blocks", "threads", "device_index", "seed", "context_tokens_max"):

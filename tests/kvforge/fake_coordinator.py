@@ -437,7 +437,7 @@ class Fake:
             steps=17,
             since_step_us=2_500_000,
             device_bytes={"weights": 3 << 30, "pool": 5 << 20, "other": 1000} if ready else {},
-            kernels={"prefill": "Triton, portable: this device is no Hopper"} if ready else {},
+            kernels={"prefill": "Triton, portable: this device is not a Hopper GPU"} if ready else {},
         )
         reason = "" if ready else "no worker is ready: w0 is loading"
         self.send(peer, m.Health(rid=rid, live=True, ready=ready, reason=reason, workers=(worker,)))

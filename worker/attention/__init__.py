@@ -1,16 +1,16 @@
-"""The paged KV cache, and attention over it: one interface, the plain-torch reference, kernels, the choice.
+"""The paged KV cache, and attention over it: an interface, a plain-torch reference, kernels, and their choice.
 
-interface.py    what every implementation keeps; batch.py: the structure of a step's rows
+interface.py    the interface of every implementation; batch.py: the structure of a step's rows
 pool.py         the KV pool: geometry, byte counts, tensors
 reference.py    plain torch; quantised.py: int8 and fp8 with their scales
-triton_attention.py   Triton's: decode (decode*.py), prefill (prefill*.py), KV write (write.py)
-host_attention.py     the CPU's, compiled by Numba (host_kernels.py, host_write.py); host_decode.py: of all layers of a
-                      few decodes, laid out beforehand
-selftest.py     the kernels against plain torch, at a worker's start
+triton_attention.py   Triton's kernels: decode (decode*.py), prefill (prefill*.py), KV write (write.py)
+host_attention.py     CPU kernels, compiled by Numba (host_kernels.py, host_write.py); host_decode.py: prepared calls
+                      for a few decodes in all layers
+selftest.py     compares the kernels with plain torch, at a worker's start
 
-Law: a slot that was not written, or that a row cannot reach, is never read; what a row gets does not depend on the
-others. Outside, use what this module exports, `pool`, and `selftest.AttentionShape`; the kernels' modules are named by
-`kvforge.worker.kernels.registry` alone.
+Law: no kernel reads a slot that was not written or that the row cannot reach, and a row's result does not depend on
+other rows. Code outside uses the exports of this module, `pool`, and `selftest.AttentionShape`; only
+`kvforge.worker.kernels.registry` names the kernels' modules.
 """
 
 from __future__ import annotations
@@ -37,11 +37,20 @@ KINDS = ("auto", "triton", "reference")
 
 
 def choose_attention(device: Device, kind: str = "auto") -> PagedAttention:
-    """The implementation for `device`: "triton", "reference", or "auto", the fastest that runs there.
+    """Return an attention implementation for a device.
 
-    The reference runs everywhere, Numba's kernels on a CPU that they are written for. Triton's run on GPUs, and on the
-    CPU under Triton's interpreter, which is for tests. Errors: InvalidConfiguration names
-    `attention` where the wanted one cannot run.
+    The reference runs everywhere, Numba's kernels on supported CPUs, Triton's kernels on GPUs, and on the CPU under
+    Triton's interpreter, for tests.
+
+    Args:
+        device: The device.
+        kind: "triton", "reference", or "auto" (the fastest that runs there).
+
+    Returns:
+        The implementation.
+
+    Raises:
+        InvalidConfiguration: Names `attention` if the requested implementation cannot run.
     """
     if kind not in KINDS:
         raise InvalidConfiguration("attention", f"{kind!r} is not one of {', '.join(KINDS)}")
@@ -54,12 +63,12 @@ def choose_attention(device: Device, kind: str = "auto") -> PagedAttention:
 
         return HostAttention()
     if not device.kernels:
-        raise InvalidConfiguration("attention", "kernels = 'reference' leaves out Triton's; use attention = 'auto'")
+        raise InvalidConfiguration("attention", "kernels = 'reference' disables Triton; use attention = 'auto'")
     if importlib.util.find_spec("triton") is None:
         raise InvalidConfiguration("attention", "triton is not installed; use attention = 'auto' or 'reference'")
-    from .triton_attention import TritonAttention, is_interpreted  # only here: a CPU worker needs no triton
+    from .triton_attention import TritonAttention, is_interpreted  # imported here: a CPU worker needs no triton
 
     if not device.runs_kernels and not is_interpreted():
-        problem = f"Triton's kernels need a GPU, and {device.name} is none; use attention = 'auto' or 'reference'"
+        problem = f"Triton's kernels need a GPU, but this is {device.name}; use attention = 'auto' or 'reference'"
         raise InvalidConfiguration("attention", problem)
     return TritonAttention(device)

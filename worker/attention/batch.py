@@ -1,10 +1,10 @@
 """The structure of one step, on the host and on the device.
 
-A batch is built for one step, or it is *static*: made once for a number of rows, each of one new token, and filled
-anew for every step. What a static batch keeps on the device stays where it is, so a captured graph may read it.
+A batch is built for one step, or it is *static*: made once for a number of rows, each with one new token, and refilled
+for every step. The device memory of a static batch never moves, so captured graphs may read it.
 
-What a kernel reads of a batch is a *device array*: int32 numbers that a function makes from the host arrays. A batch
-makes each once, and a static batch again whenever it is filled.
+Kernels read a batch through *device arrays*: int32 numbers that a function computes from the host arrays. A batch
+computes each once, and a static batch again at each refill.
 """
 
 from __future__ import annotations
@@ -21,20 +21,27 @@ from kvforge.protocol.errors import InvalidRequest
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.queue import Staging
 
-PLANS_MAX = 1 << 18  # numbers of all plans of a static batch, each some 10,000 at most: a megabyte
+PLANS_MAX = 1 << 18  # numbers of all plans of a static batch (1 MiB); a plan has about 10,000 at most
 IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(eq=False)
 class PagedBatch:
-    """One step's structure, shared by all layers.
+    """The structure of one step, shared by all layers.
 
-    tables: [rows, width] int64 host, block ids in the pool. starts, counts, lengths: [rows] int64 host;
-    lengths = starts + counts. query_starts: [rows + 1] int64 host: where each row's tokens begin in the flat batch.
-    kv_slots: [tokens] int64 host: where each new token's K and V go; -1: nowhere (padding of a static batch, length 0).
-    generated: [rows] bool host, rows of one token that was generated, or is taken for one: decodes.
-    plans: what an implementation derives from the above; emptied when a static batch is filled.
+    Attributes:
+        tables: [rows, width] int64 on the host, block ids in the pool.
+        starts: [rows] int64 on the host, position of each row's first new token.
+        counts: [rows] int64 on the host, new tokens of each row.
+        lengths: [rows] int64 on the host, starts + counts.
+        query_starts: [rows + 1] int64 on the host, index of each row's first token in the flat batch.
+        kv_slots: [tokens] int64 on the host, slot of each new token's K and V; -1: none (padding of a static batch,
+            with length 0).
+        block_size: Tokens per block.
+        device: The device.
+        generated: [rows] bool on the host, decodes: rows of one token that was generated, or counts as generated.
+        plans: Data that implementations derive from the above; cleared at each refill.
     """
 
     tables: IntArray
@@ -50,7 +57,7 @@ class PagedBatch:
     _device_arrays: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     _renewed: list[tuple[Callable[[PagedBatch], Int32Array], slice]] = field(default_factory=list)
     _places: _Places | None = None
-    _used: int = 0  # numbers of the places' staging buffer
+    _used: int = 0  # numbers used in the staging buffer
 
     @classmethod
     def build(
@@ -62,9 +69,21 @@ class PagedBatch:
         device: Device,
         generated: npt.NDArray[np.bool_] | None = None,
     ) -> PagedBatch:
-        """tables: [rows, width] int32; starts, counts: [rows] int32. generated: [rows] bool; None: rows of one token.
+        """Build a batch for one step.
 
-        Errors: InvalidRequest names the argument.
+        Args:
+            tables: [rows, width] int32.
+            starts: [rows] int32.
+            counts: [rows] int32.
+            block_size: Tokens per block.
+            device: The device.
+            generated: [rows] bool; None: rows of one token.
+
+        Returns:
+            The batch.
+
+        Raises:
+            InvalidRequest: Names the invalid argument.
         """
         _check_rows(tables, starts, counts, block_size)
         tables64, starts64, counts64 = tables.astype(np.int64), starts.astype(np.int64), counts.astype(np.int64)
@@ -81,11 +100,19 @@ class PagedBatch:
     def static(
         cls, rows: int, width: int, block_size: int, device: Device, shared: PagedBatch | None = None, extra: int = 0
     ) -> PagedBatch:
-        """A batch of `rows` decodes, all padding until it is filled. width: most blocks of a row.
+        """Make a static batch of `rows` decodes, all padding until it is filled.
 
-        shared: a static batch of as many rows at least, and the same width and extra, whose memory this one may use
-        too: where only one of the two is under way at a time, as captured graphs on one stream are. extra: numbers of
-        each row that travel with the structure and mean something to the caller.
+        Args:
+            rows: Number of rows.
+            width: Most blocks of a row.
+            block_size: Tokens per block.
+            device: The device.
+            shared: A static batch with at least as many rows and the same width and extra, to share memory with. Only
+                one of the two may be in use at a time, as with captured graphs on one stream.
+            extra: Numbers per row that are copied with the structure and have a meaning for the caller.
+
+        Returns:
+            The batch.
         """
         nothing = np.zeros(rows, np.int64)
         batch = cls(
@@ -114,15 +141,17 @@ class PagedBatch:
 
     @property
     def tokens(self) -> int:
+        """Number of new tokens."""
         return int(self.query_starts[-1])
 
     @property
     def is_static(self) -> bool:
+        """Whether the batch is static."""
         return self._places is not None
 
     @property
     def slot_mapping(self) -> torch.Tensor:
-        """`kv_slots` as the device's int64, for plain torch. Kernels read `tables_on_device`, `kv_slots_on_device`."""
+        """`kv_slots` as int64 on the device, for plain torch. Kernels read `kv_slots_on_device`."""
         if "kv_slots64" not in self.plans:
             self.plans["kv_slots64"] = self.device.upload(self.kv_slots)
         mapping: torch.Tensor = self.plans["kv_slots64"]
@@ -130,26 +159,26 @@ class PagedBatch:
 
     @property
     def tables_on_device(self) -> torch.Tensor:
-        """[rows, width] int32 device. Entries past a row's tokens are not defined."""
+        """[rows, width] int32 on the device. Entries past a row's tokens are undefined."""
         return self.device_array("tables", _tables).view(len(self.counts), -1)
 
     @property
     def extra_on_device(self) -> torch.Tensor:
-        """[extra x rows] int32 device, of a static batch."""
+        """[extra x rows] int32 on the device, for a static batch."""
         return self._device_arrays["extra"]
 
     @property
     def kv_slots_on_device(self) -> torch.Tensor:
-        """[tokens] int32 device."""
+        """[tokens] int32 on the device."""
         return self.device_array("kv_slots", _kv_slots)
 
     def kv_slots_of(self, rows: IntArray, positions: IntArray) -> IntArray:
-        """Slots in the pool of `positions` [n, p] of `rows` [n]: [n, p] int64."""
+        """Return the slots of `positions` [n, p] of `rows` [n] in the pool: [n, p] int64."""
         blocks = self.tables[rows[:, None], positions // self.block_size]
         return np.asarray(blocks * self.block_size + positions % self.block_size)
 
     def device_array(self, key: Hashable, make: Callable[[PagedBatch], Int32Array]) -> torch.Tensor:
-        """make(self) on the device, flat. A static batch makes it again, of the same size, whenever it is filled."""
+        """Return make(self) on the device, flat. A static batch recomputes it, with the same size, at each refill."""
         if key not in self._device_arrays:
             if self._places is None:
                 self.preload({key: make})
@@ -158,7 +187,7 @@ class PagedBatch:
         return self._device_arrays[key]
 
     def _reside(self, key: Hashable, make: Callable[[PagedBatch], Int32Array], places: _Places) -> None:
-        """Gives a device array of a static batch its place for good."""
+        """Give a device array of a static batch its permanent memory."""
         array = make(self).reshape(-1)
         place = slice(self._used, self._used + array.size)
         if place.stop > places.room:
@@ -169,7 +198,7 @@ class PagedBatch:
         self._used = _aligned(place.stop)
 
     def preload(self, makers: Mapping[Hashable, Callable[[PagedBatch], Int32Array]]) -> None:
-        """Makes several device arrays with a single copy to the device, and the tables and slots with them."""
+        """Compute several device arrays, the tables and the slots, and send them with a single copy."""
         if self._places is not None:
             return
         wanted = {"tables": _tables, "kv_slots": _kv_slots, **makers}
@@ -181,11 +210,15 @@ class PagedBatch:
                 self._device_arrays[key] = part[: len(array)]
 
     def fill(self, tables: Int32Array, lengths: Int32Array, extra: Int32Array | None = None) -> None:
-        """The rows of a static batch's next step. tables: [n, any width]; lengths: [n], the new token included, >= 1.
-        extra: [extra x rows], None where there are none.
+        """Refill a static batch for the next step, with one copy on the current stream.
 
-        Rows from n on are padding: they write nothing, and what attention gives for them is not defined. Queues one
-        copy on the current stream; what was queued before reads the old contents.
+        Work queued before reads the old contents. Rows from n on are padding: they write nothing, and their attention
+        is undefined.
+
+        Args:
+            tables: [n, any width].
+            lengths: [n], with the new token, at least 1.
+            extra: [extra x rows]; None if there are none.
         """
         places, count, rows = self._fixed_places(), len(lengths), len(self.counts)
         width = min(tables.shape[1], places.tables.shape[1])
@@ -215,10 +248,15 @@ class PagedBatch:
 
 
 class _Places:
-    """The device memory of static batches that share it; each of them lays out the staging buffer for its own rows:
-    extra numbers, slots, the device arrays, and behind them the block tables, as far as they are used.
+    """Device memory that static batches share.
 
-    tables: [rows, width] int32 device. extra: numbers of a row. room: of the staging buffer before the tables.
+    Each batch uses the staging buffer for its own rows: extra numbers, slots, device arrays, then the used part of the
+    block tables.
+
+    Attributes:
+        tables: [rows, width] int32 on the device.
+        extra: Extra numbers per row.
+        room: Numbers in the staging buffer before the tables.
     """
 
     def __init__(self, rows: int, width: int, device: Device, extra: int) -> None:
@@ -227,18 +265,23 @@ class _Places:
         self.staging = Staging(device, self.room + rows * width)
 
     def send(self, tables: Int32Array, host: Int32Array, used: int) -> None:
-        """host: of the staging buffer, with everything but the tables in its first `used` numbers. tables: [n, only as
-        many columns as are needed]."""
+        """Send a refill to the device.
+
+        Args:
+            tables: [n, only the needed columns].
+            host: The staging buffer, with everything except the tables in its first `used` numbers.
+            used: Numbers before the tables.
+        """
         count, width = tables.shape
         packed = slice(used, used + tables.size)
         host[packed].reshape(tables.shape)[:] = tables
         self.staging.send(packed.stop)
-        # Rows are far apart there: a copy on the device is the cheaper way.
+        # Rows are far apart in `self.tables`: copying them on the device is cheaper.
         self.tables[:count, :width].copy_(self.staging.on_device[packed].view(count, width))
 
 
 def _aligned(numbers: int) -> int:
-    """Where the next array begins: at a multiple of 16 bytes, which kernels are compiled for."""
+    """Return the start of the next array: a multiple of 16 bytes, as kernels require."""
     return numbers + -numbers % 4
 
 
@@ -247,7 +290,7 @@ def _tables(batch: PagedBatch) -> Int32Array:
 
 
 def _kv_slots(batch: PagedBatch) -> Int32Array:
-    assert batch.kv_slots.max(initial=0) < 2**31, "more slots than 32 bits can name"
+    assert batch.kv_slots.max(initial=0) < 2**31, "slots exceed 32 bits"
     return batch.kv_slots.astype(np.int32)
 
 
@@ -260,10 +303,10 @@ def _check_rows(tables: Int32Array, starts: Int32Array, counts: Int32Array, bloc
         if len(array) != len(counts):
             raise InvalidRequest(name, f"has {len(array)} rows, counts {len(counts)}")
     if len(counts) == 0:
-        raise InvalidRequest("counts", "names no row")
+        raise InvalidRequest("counts", "must have at least one row")
     if counts.min() < 1:
         raise InvalidRequest("counts", "every row needs at least 1 token")
     if starts.min() < 0:
         raise InvalidRequest("starts", "positions begin at 0")
     if int((starts.astype(np.int64) + counts).max()) > tables.shape[1] * block_size:
-        raise InvalidRequest("tables", f"{tables.shape[1]} blocks of {block_size} are fewer than a row's tokens")
+        raise InvalidRequest("tables", f"{tables.shape[1]} blocks of {block_size} tokens cannot hold a row's tokens")

@@ -1,6 +1,6 @@
-"""Paged decode attention: launches of `decode_kernel`, the choice of its tiles, and the memory it works in.
+"""Paged decode attention: launches of `decode_kernel`, its tile sizes, and its workspace.
 
-A step's plan is made on the host by `decode_planner(...).plan(lengths)`; every layer's launch reads it.
+`decode_planner(...).plan(lengths)` makes a step's plan on the host; every layer's launch reads it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from .decode_plan import DecodePlanner
 from .interface import AttentionOptions, KvLayer
 from .plan_items import FIELDS
 
-ROWS_MIN = 16  # query heads of a program: what a matrix instruction takes
-# Numbers of a program's tiles of outputs and of scores; more would not fit its registers. Half as many outputs where
-# numbers of K and V are converted or split first.
+ROWS_MIN = 16  # query heads of a program: rows of a matrix instruction
+# Numbers in a program's tiles of outputs and scores; more would not fit its registers. Half as many outputs if K and V
+# are converted or split first.
 OUTPUTS_MAX = 64 * 128
 SCORES_MAX = 32 * 128
-MERGE_PARTS = 16  # parts that the merge has in flight at once
+MERGE_PARTS = 16  # parts that the merge loads at once
 LOG2_E = 1.4426950408889634
 KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # 0: every other dtype
 
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Memory that a launch needs beyond its arguments; launches that run one after another share it.
+    """Memory that a launch needs beyond its arguments. Consecutive launches share it.
 
-    partials: [items, heads, head_size] float32, sizes: [items, heads] float32, counters: int32, all zeros.
+    Attributes:
+        partials: [items, heads, head_size] float32.
+        sizes: [items, heads] float32.
+        counters: int32, all zeros.
     """
 
     partials: torch.Tensor
@@ -41,6 +44,7 @@ class DecodeWorkspace:
 
     @classmethod
     def allocate(cls, planner: DecodePlanner, heads: int, head_size: int, device: torch.device) -> DecodeWorkspace:
+        """Allocate a workspace for a planner and a shape."""
         partials = torch.empty((planner.items_max, heads, head_size), dtype=torch.float32, device=device)
         sizes = torch.empty((planner.items_max, heads), dtype=torch.float32, device=device)
         counters = torch.zeros(planner.rows_max * heads, dtype=torch.int32, device=device)
@@ -50,7 +54,7 @@ class DecodeWorkspace:
 def decode_planner(
     rows_max: int, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, window: int, target: Target
 ) -> DecodePlanner:
-    """The planner whose plans `paged_decode` takes for these shapes. dtype: of K and V."""
+    """Return the planner of `paged_decode` for these shapes. dtype: dtype of K and V."""
     units = _units(heads, kv_heads, head_size, dtype, target)
     tiles = decode_tiles(head_size, dtype, target, is_few(rows_max, heads, kv_heads, head_size, dtype, target))
     programs = max(1, target.multiprocessors * tiles.waves_per_block // units)
@@ -58,32 +62,35 @@ def decode_planner(
 
 
 def is_few(rows: int, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, target: Target) -> bool:
-    """Whether each program of so many whole rows can have a multiprocessor to itself, and may have other tiles then.
+    """Return whether each program of whole rows can have a multiprocessor to itself, and so may use other tiles.
 
-    dtype: of K and V.
+    dtype: dtype of K and V.
     """
     return not target.steady and rows * _units(heads, kv_heads, head_size, dtype, target) <= target.multiprocessors
 
 
 def decode_tiles(head_size: int, dtype: torch.dtype, target: Target, few: bool = False) -> DecodeTiles:
-    """few: see `is_few`. dtype: of K and V."""
+    """Return the tiles for a head size. dtype: dtype of K and V. few: see `is_few`."""
     return (target.decode_few if few else target.decode)[TileKey(head_class(head_size), dtype.itemsize)]
 
 
 def _units(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, target: Target) -> int:
-    """Programs of one part of one row."""
+    """Return the programs of one part of one row."""
     group = heads // kv_heads
     return kv_heads * -(-group // _rows(group, head_size, dtype, target))
 
 
 def _rows(group: int, head_size: int, dtype: torch.dtype, target: Target) -> int:
-    """Query heads of one program, padding included."""
+    """Return the query heads of one program, with padding."""
     fitting = OUTPUTS_MAX // head_class(head_size) // (1 if dtype.itemsize == 2 else 2)
     return int(max(ROWS_MIN, min(triton.next_power_of_2(group), fitting, target.decode_rows)))
 
 
 def _scores_max(rows: int, dtype: torch.dtype) -> int:
-    """What is converted or split takes registers too: as compiled for Hopper, whose tiles are the largest."""
+    """Return the limit of a tile of scores.
+
+    Converting or splitting numbers takes registers too, as measured for Hopper, which has the largest tiles.
+    """
     if dtype.itemsize == 4:
         return SCORES_MAX // 4
     return SCORES_MAX // 2 if dtype.itemsize == 1 and rows > 32 else SCORES_MAX
@@ -99,7 +106,7 @@ def decode_constants(
     target: Target,
     few: bool = False,
 ) -> dict[str, Any]:
-    """The kernel's compile-time arguments. dtype: of K and V. few: see `is_few`."""
+    """Return the kernel's compile-time arguments. dtype: dtype of K and V. few: see `is_few`."""
     tiles = decode_tiles(head_size, dtype, target, few)
     group = heads // kv_heads
     head_tile = head_class(head_size)
@@ -136,11 +143,17 @@ def paged_decode(
     options: AttentionOptions,
     target: Target,
 ) -> None:
-    """Attention of one new token of each row to its row; rows that the plan leaves out keep what output holds.
+    """Compute attention of one new token of each row to its row. Rows without a plan keep the contents of output.
 
-    query: [rows, heads, head_size] float device, each row's heads contiguous; output: the same, contiguous. tables:
-    [rows, width] int32 device, rows contiguous. plan: [size] int32 device, of `decode_planner` with the same shapes,
-    window and target. workspace: of that planner, or of a larger one.
+    Args:
+        query: [rows, heads, head_size] float on the device; each row's heads are contiguous.
+        layer: The KV cache of the layer.
+        tables: [rows, width] int32 on the device, rows contiguous.
+        plan: [size] int32 on the device, from `decode_planner` with the same shapes, window and target.
+        output: [rows, heads, head_size], contiguous.
+        workspace: For that planner, or a larger one.
+        options: Attention options of the layer.
+        target: The architecture.
     """
     rows, heads, head_size = query.shape
     _, block_size, kv_heads, _ = layer.keys.shape
@@ -152,7 +165,7 @@ def paged_decode(
     tiles = decode_tiles(head_size, dtype, target, few)
     constants = decode_constants(heads, kv_heads, head_size, block_size, dtype, options.softcap > 0, target, few)
     units = (plan.shape[0] // FIELDS - 1) * _units(heads, kv_heads, head_size, dtype, target)
-    # Steady plans have room for more parts than most steps need: programs that find nothing to do cost time too.
+    # Steady plans have room for more parts than most steps need, and idle programs cost time too.
     programs = min(units, target.multiprocessors * tiles.waves_per_block) if target.steady else units
     decode_kernel[(programs,)](
         query,

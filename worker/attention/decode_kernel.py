@@ -1,19 +1,19 @@
-"""The kernel of paged decode attention: one new token for each row, split over the row's keys and merged exactly.
+"""The kernel of paged decode attention: one new token per row, split over the row's keys and merged exactly.
 
-A program does one part of one row (see `decode_plan`) for the query heads of one KV head, with the online softmax of
+A program handles one part of one row (see `decode_plan`) for the query heads of one KV head, with the online softmax of
 Milakov and Gimelshein (arXiv 1805.02867) over tiles of keys. The query heads of a KV head are padded to 16 rows, the
-least that matrix instructions take: the memory sets the pace, so the padding is free. The parts of a row are merged by
-the last of its programs to finish, in part order, so that the result does not depend on who was last
-(Flash-Decoding: Dao, Haziza, Massa, Sizov, 2023).
+minimum of matrix instructions; the kernel is memory-bound, so the padding is free. The last program of a row to finish
+merges its parts in order, so the result does not depend on which program is last (Flash-Decoding: Dao, Haziza, Massa,
+Sizov, 2023).
 
-Keys past either end of a part are read from its nearest key instead and get the weight 0: what lies in slots that the
-row does not reach, NaN included, is never read. Scores are kept in units of log2, so that exp2 needs no factor.
+Keys beyond the ends of a part are replaced by its nearest key with weight 0, so unreachable slots, which may hold NaN,
+are never read. Scores are in units of log2, so that exp2 needs no factor.
 
-int8 and fp8 (e4m3fn) are read as pairs in an int16, because matrix instructions want pairs of *keys* side by side in
-V, and shared memory can transpose 16-bit numbers, not bytes. So the even and the odd dimensions of a head are two
-tiles. Only the conversion to float16, which is exact, is done for each number: the scale of a key goes to its score,
-and that of a value to its weight, its exponent before the maximum is taken: no *scaled* weight is above 2 then,
-whatever the scales are, and float16 holds it.
+int8 and fp8 (e4m3fn) are read as pairs in an int16, because matrix instructions need pairs of adjacent *keys* in V, and
+shared memory can transpose 16-bit numbers, not bytes. The even and the odd dimensions of a head are therefore two
+tiles. Only the exact conversion to float16 is done per number. A key's scale multiplies its score. A value's scale
+multiplies its weight, with its exponent applied before the maximum is taken: no *scaled* weight exceeds 2 then,
+whatever the scales, so float16 can hold it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _ROW, _BEGIN, _END, _FIRST_PARTIAL, _PART, _PARTS = (
 
 @triton.jit
 def _unpack(pairs, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """pairs: int16, two int8 or two e4m3fn each -> the low and the high ones as float16.
+    """Unpack int16 pairs of int8 or e4m3fn numbers into the low and the high ones as float16.
 
-    Those of e4m3fn are 2 ** -8 of their value unless ASSEMBLY.
+    e4m3fn numbers are scaled by 2 ** -8 unless ASSEMBLY.
     """
     if ASSEMBLY and KIND == 1:
         # A float16 with the bits 0x6400 + n is 1024 + n; flipping the sign bit of an int8 adds 128 to it.
@@ -78,7 +78,7 @@ def _unpack(pairs, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
         high = (((pairs >> 8) & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
         return low.to(tl.float16), high.to(tl.float16)
     else:
-        # Exponent and mantissa in place; float16's exponent counts from 8 less.
+        # Shift exponent and mantissa into place; the exponent bias of float16 is larger by 8.
         low = ((pairs & 0x7F) << 7) | ((pairs << 8) & -32768)
         high = ((pairs >> 1) & 0x3F80) | (pairs & -32768)
         return low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
@@ -86,9 +86,9 @@ def _unpack(pairs, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _capped(scores, softcap):
-    """softcap x tanh(scores), in units of log2."""
+    """Compute softcap x tanh(scores), in units of log2."""
     LOG2_E: tl.constexpr = 1.4426950408889634
-    # tanh(x) = 1 - 2 / (e^2x + 1), which is right at both infinities too
+    # tanh(x) = 1 - 2 / (e^2x + 1), which is also correct at both infinities
     return (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E)) + 1.0)) * (softcap * LOG2_E)
 
 
@@ -107,10 +107,10 @@ def _merge(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Merges the parts of query heads first_head... of one row into output, [heads, HEAD_SIZE] of that row.
+    """Merge the parts of query heads from first_head on into output [heads, HEAD_SIZE], for one row.
 
-    The tile is [places of four numbers, parts, 4], in this order because Triton spreads the threads over the first
-    dimension then: a thread loads four numbers of every part at once, and the sums over parts stay within it.
+    The tile is [groups of four numbers, parts, 4], in this order because Triton spreads the threads over the first
+    dimension: a thread loads four numbers of every part at once, and sums over parts stay within the thread.
     """
     FOURS: tl.constexpr = HEAD_TILE // 4
     lane = tl.arange(0, ROWS * FOURS)
@@ -125,7 +125,7 @@ def _merge(
         here = (low + i < parts)[None, :]
         place = (first_partial + low + i)[None, :] * HEADS + head[:, None]
         numbers = (place.to(tl.int64) * HEAD_SIZE + d[:, None])[:, :, None] + four[None, None, :]
-        # Other multiprocessors wrote them: past the first-level cache, which does not see that.
+        # Other multiprocessors wrote these: bypass the L1 cache, which is not coherent.
         size = tl.load(sizes + place, mask=here, other=float("-inf"), cache_modifier=".cg")
         mask = (here & (d < HEAD_SIZE)[:, None])[:, :, None]
         part = tl.load(partials + numbers, mask=mask, other=0.0, cache_modifier=".cg")
@@ -140,8 +140,8 @@ def _merge(
     tl.store(output + (head * HEAD_SIZE + d)[:, None] + four[None, :], result, mask=mask)
 
 
-# Nothing is gained by compiling in what is known of these: numbers that are loaded one by one, wherever they begin, and
-# strides that are used once. Each would only be one more kernel to compile, some of them while requests wait.
+# Specialising on these arguments gains nothing: numbers loaded one by one at any alignment, and strides used once. Each
+# specialisation would be one more kernel to compile, possibly while requests wait.
 @triton.jit(
     do_not_specialize=["key_scales", "value_scales", "query_stride", "table_stride"],
     do_not_specialize_on_alignment=["tables"],
@@ -180,27 +180,27 @@ def decode_kernel(
     PRECISION: tl.constexpr,
     FLUSHED: tl.constexpr,
 ):
-    """Parts of rows, each for one KV head, or for a slice of ROWS of its query heads. Grid: [programs], any number.
+    """Compute parts of rows, each for one KV head or a slice of ROWS of its query heads. Grid: [any number].
 
     query, output: [rows, HEADS, HEAD_SIZE]. tables: [rows, table_stride] int32. plan: see DecodePlanner.plan.
-    keys, values: [blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE], or int16 [..., HEAD_SIZE / 2] where KIND names a quantised
-    dtype. partials: [items, HEADS, HEAD_SIZE] float32, each part's own result; sizes: [items, HEADS] float32, log2 of
-    the sum of its exponentials; counters: [rows x KV_HEADS x slices] int32, parts done, 0 before and after.
+    keys, values: [blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE], or int16 [..., HEAD_SIZE / 2] if KIND is a quantised dtype.
+    partials: [items, HEADS, HEAD_SIZE] float32, the result of each part; sizes: [items, HEADS] float32, log2 of the
+    sum of its exponentials; counters: [rows x KV_HEADS x slices] int32, finished parts, 0 before and after.
 
-    scale: factor on q.k, which makes it units of log2, or what tanh is taken of. query_stride: in units of HEAD_UNIT
-    numbers. SOFTCAP: 0 never, 1 always, 2 where `softcap` is above 0. ASSEMBLY: the conversions of NVIDIA GPUs. WIDEN:
-    multiply float32 (for the interpreter). CHAINED: launched before the kernel before it is done (programmatic
-    dependent launch). FLUSHED: see its use.
+    scale: factor of q.k, giving units of log2, or the argument of tanh. query_stride: in units of HEAD_UNIT numbers.
+    SOFTCAP: 0 never, 1 always, 2 if `softcap` is above 0. ASSEMBLY: use NVIDIA's conversions. WIDEN: multiply float32
+    (for the interpreter). CHAINED: launched before the previous kernel has ended (programmatic dependent launch).
+    FLUSHED: see its use.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     SLICES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     UNITS: tl.constexpr = KV_HEADS * SLICES
     PACK: tl.constexpr = 2 if KIND else 1
-    WIDTH: tl.constexpr = HEAD_SIZE // PACK  # numbers of K or V as they are loaded
+    WIDTH: tl.constexpr = HEAD_SIZE // PACK  # numbers of K or V per load
     TILE: tl.constexpr = HEAD_TILE // PACK
     n_units = tl.load(plan + _ITEMS) * UNITS
     if CHAINED:
-        tl.extra.cuda.gdc_wait()  # until the kernel before this one is done: it does not write the plan
+        tl.extra.cuda.gdc_wait()  # wait for the previous kernel, which does not write the plan
     for unit in range(tl.program_id(0), n_units, tl.num_programs(0)):
         kv_head = unit % UNITS // SLICES
         first_in_group = unit % SLICES * ROWS
@@ -222,7 +222,7 @@ def decode_kernel(
             places = head[:, None] * HEAD_SIZE + 2 * d[None, :]
             low = tl.load(query_row + places, mask=in_group & (d < WIDTH)[None, :], other=0.0).to(tl.float32)
             high = tl.load(query_row + places + 1, mask=in_group & (d < WIDTH)[None, :], other=0.0).to(tl.float32)
-            # float16 has fewer exponents than the query's dtype: a head's greatest number becomes 1.
+            # float16 has fewer exponents than the query's dtype: scale a head's greatest number to 1.
             size = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
             size = tl.where(size > 0.0, size, 1.0)
             q = (low / size[:, None]).to(tl.float16)
@@ -242,7 +242,7 @@ def decode_kernel(
         key_columns = (keys + kv_head * WIDTH + d)[None, :]
         value_columns = (values + kv_head * WIDTH + d)[None, :]
         greatest = tl.full([ROWS], float("-inf"), tl.float32)
-        # Summed over keys at the end: a sum across warps for each tile is dear.
+        # Summed over keys at the end: a sum across warps per tile is expensive.
         total = tl.zeros([ROWS, KEYS], tl.float32)
         sums = tl.zeros([ROWS, TILE], tl.float32)
         sums_high = tl.zeros([ROWS, TILE], tl.float32)
@@ -250,7 +250,7 @@ def decode_kernel(
             wanted = first + n
             seen = ((wanted >= begin) & (wanted < end))[None, :]
             position = tl.minimum(tl.maximum(wanted, begin), end - 1)
-            position = position.to(tl.uint32)  # dividing an unsigned number by a power of two is one shift
+            position = position.to(tl.uint32)  # unsigned division by a power of two is one shift
             block = tl.load(table + position // BLOCK_SIZE).to(tl.uint32)
             slot = block * BLOCK_SIZE + position % BLOCK_SIZE
             offset = (slot.to(tl.int64) * (KV_HEADS * WIDTH))[:, None]
@@ -273,13 +273,13 @@ def decode_kernel(
                 scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor[:, None]
             if SOFTCAP == 1:
                 scores = _capped(scores, softcap)
-            elif SOFTCAP == 2:  # a branch would make the compiler write the loop twice, which costs registers
+            elif SOFTCAP == 2:  # a branch would duplicate the loop, which costs registers
                 scores = tl.where(softcap > 0.0, _capped(scores, softcap), scores)
             scores = tl.where(seen, scores, float("-inf"))
             if KIND:
-                # The scale is 2 ** exponent x mantissa; the exponent goes into the maximum, the mantissa (1 to 2) does
-                # not. A scale of 0 keeps its weight in the total, and one that is NaN (broken numbers) makes the result
-                # NaN.
+                # The scale is 2 ** exponent x mantissa. The exponent enters the maximum, the mantissa (1 to 2) does
+                # not. A key with scale 0 keeps its weight in the total, and a scale of NaN (broken numbers) makes the
+                # result NaN.
                 exponent = tl.maximum(value_scale, 1e-18).to(tl.int32, bitcast=True) & 0x7F800000
                 scores += ((exponent >> 23) - 127).to(tl.float32)[None, :]
                 unscale = ((254 << 23) - exponent).to(tl.float32, bitcast=True)  # 2 ** -exponent
@@ -302,7 +302,7 @@ def decode_kernel(
             if KIND == 2 and not ASSEMBLY:
                 sums *= 256.0
 
-        if CHAINED:  # noqa: SIM102 - known when it is compiled, the other is not
+        if CHAINED:  # noqa: SIM102 - a compile-time condition
             if unit + tl.num_programs(0) >= n_units:
                 tl.extra.cuda.gdc_launch_dependents()
         weight = tl.sum(total, 1)
@@ -318,11 +318,11 @@ def decode_kernel(
             tl.store(partials + place.to(tl.int64)[:, None] * HEAD_SIZE + e[None, :], result, mask=mask)
             tl.store(sizes + place, greatest + tl.log2(weight), mask=g < GROUP)
             if FLUSHED:
-                # The barrier of these GPUs waits for shared memory alone.
+                # The barrier of these GPUs waits for shared memory only.
                 tl.inline_asm_elementwise(
                     "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1", "=v,v,~{memory}", [g], dtype=tl.int32, is_pure=False, pack=1
                 )
-            tl.debug_barrier()  # every thread's stores come before the counter
+            tl.debug_barrier()  # order all threads' stores before the counter
             counter = counters + row * UNITS + unit % UNITS
             if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
                 tl.store(counter, 0)  # for the next launch

@@ -1,18 +1,17 @@
-"""How the decodes of a step are cut into parts of work: planned on the host once a step, shared by all its layers.
+"""Plans of decodes: splits a step's rows into parts of work, on the host, once for all layers.
 
-A row is cut into *parts*, spans of its keys. A part times a KV head is what one program of the kernel does; where a row
-has several parts, the last program to finish merges them, in their order. So where a row is cut decides in which order
-its sums are rounded. A *steady* planner cuts a row by its own length alone: into equal parts of STEADY_MIN keys at
-least, and no more than STEADY_PARTS. Any other one cuts by all the rows of a step, in one of two ways:
+A row is split into *parts*, spans of its keys. One program of the kernel handles a part and a KV head. The last program
+of a row to finish merges its parts in order, so the split determines the order of rounding. A *steady* planner splits a
+row by its own length only: into at most STEADY_PARTS equal parts of at least STEADY_MIN keys. Any other planner
+considers all rows of a step, in one of two ways:
 
-- equal parts, all of them at work at once (one wave): where rows are few and such parts come out nearly equal;
-- else rows go longest first, and each part may be as long as a share of the work that is still left (guided
-  self-scheduling: Polychronopoulos and Kuck, IEEE Transactions on Computers C-36, 1987), but no longer than an equal
-  share of all work. Most rows stay whole, and the last ones to start are cut finely enough that all multiprocessors
-  finish together.
+- Equal parts that all run at once (one wave), if there are few rows and such parts are nearly equal.
+- Otherwise guided self-scheduling (Polychronopoulos and Kuck, IEEE Transactions on Computers C-36, 1987): rows go
+  longest first, and a part may be as long as a share of the remaining work, but no longer than an equal share of all
+  work. Most rows stay whole, and the last rows are split finely enough for all multiprocessors to finish together.
 
-Either way the parts with the most keys are started first. The array has a size that depends on rows_max only, so that a
-captured graph finds a new plan where the old one was.
+In both cases the parts with the most keys start first. The size of the array depends on rows_max only, so that a
+captured graph finds each new plan at the same address.
 """
 
 from __future__ import annotations
@@ -24,21 +23,25 @@ import numpy.typing as npt
 
 from .plan_items import DECODE_HEAD, DECODE_PART, FIELDS, Int32Array, named
 
-EQUAL_MIN = 128  # keys of equal parts at least: a part costs about as much as reading that many
-GUIDED_MIN = 384  # keys of the smallest parts of the guided way; see benchmarks/NOTES.md
-GUIDED_SHARE = 2.0  # a part's greatest share of the work left, in equal shares of it
-UNEVEN_MAX = 1.15  # equal parts are taken if the longest is no more than this times the average program's work
-WAVES_MORE = 3  # parts beyond one for each row, in multiples of the programs that run at once
+EQUAL_MIN = 128  # fewest keys of equal parts: a part costs about as much as reading that many
+GUIDED_MIN = 384  # fewest keys of guided parts; see benchmarks/NOTES.md
+GUIDED_SHARE = 2.0  # a guided part's limit, in equal shares of the remaining work
+UNEVEN_MAX = 1.15  # limit of the longest equal part, relative to the average program's work
+WAVES_MORE = 3  # parts beyond one per row, in multiples of the concurrent programs
 STEADY_MIN, STEADY_PARTS = 384, 16  # see benchmarks/NOTES.md
 
 
 @dataclass(frozen=True)
 class DecodePlanner:
-    """Plans for one shape of attention on one device.
+    """Makes plans for one shape of attention on one device.
 
-    rows_max: rows of the batch, padding included. programs: that run at once for one part index, the device's resident
-    programs divided by what a part needs (KV heads x slices of query heads). key_tile: keys of one step of the
-    kernel's loop; parts are cut at multiples of it. window: see AttentionOptions. steady: see `Device.steady`.
+    Attributes:
+        rows_max: Rows of the batch, with padding.
+        programs: Concurrent programs per part: the device's resident programs divided by KV heads x slices of query
+            heads.
+        key_tile: Keys of one step of the kernel's loop; parts are split at multiples.
+        window: See AttentionOptions.
+        steady: See `Device.steady`.
     """
 
     rows_max: int
@@ -53,20 +56,24 @@ class DecodePlanner:
 
     @property
     def items_max(self) -> int:
-        """Parts of one plan at most."""
+        """Most parts of a plan."""
         if self.steady:
             return self.rows_max * STEADY_PARTS
         return self.rows_max + self.programs * (WAVES_MORE if self.rows_max > 1 else 1)
 
     @property
     def size(self) -> int:
-        """Length of the plan's array."""
+        """Length of a plan's array."""
         return FIELDS * (1 + self.items_max)
 
     def plan(self, lengths: npt.NDArray[np.integer]) -> Int32Array:
-        """lengths: [rows <= rows_max] tokens of each row, the new one included; 0: padding, nothing is done for it.
+        """Make the plan of a step.
 
-        Returns [size] int32: `plan_items.DECODE_HEAD`, then `DECODE_PART`s, those with the most keys first, then zeros.
+        Args:
+            lengths: [rows <= rows_max] tokens of each row, with the new one; 0: padding, skipped.
+
+        Returns:
+            [size] int32: `plan_items.DECODE_HEAD`, then `DECODE_PART` entries, most keys first, then zeros.
         """
         assert len(lengths) <= self.rows_max
         ends = lengths.astype(np.int64)
@@ -95,7 +102,7 @@ class DecodePlanner:
         return array.reshape(-1)
 
     def _parts(self, tiles: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """tiles: [rows] of each row, descending, none 0 -> parts of each row; their sum is items_max at most."""
+        """Return the parts of each row, at most items_max in total. tiles: [rows], descending, without zeros."""
         if self.steady:
             return -(-tiles // np.maximum(-(-tiles // STEADY_PARTS), -(-STEADY_MIN // self.key_tile)))
         total = int(tiles.sum())
@@ -114,7 +121,7 @@ class DecodePlanner:
             minimum *= 2
 
     def _least_cap(self, tiles: npt.NDArray[np.int64], minimum: int) -> int:
-        """Of a part's tiles, so that there are no more parts than programs; `minimum` at least."""
+        """Return the least limit of a part's tiles, at least `minimum`, that gives no more parts than programs."""
         low, high = minimum, max(minimum, int(tiles.max(initial=0)))
         while low < high:
             middle = (low + high) // 2

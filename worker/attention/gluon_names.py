@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import builtin
 
-# Of the threads of a group of warps; until 3.6 under the longer name.
+# Barrier of the threads of a group of warps; until 3.6 under the longer name.
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 # (descriptor, coordinates, barrier, target): a box, by the tensor copy engine; from 3.8 on under the shorter name.
 copy_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

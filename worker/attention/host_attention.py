@@ -1,4 +1,4 @@
-"""Paged attention on the CPU by kernels that Numba compiles: see PagedAttention, and host_kernels.py for how."""
+"""Paged attention on the CPU with Numba kernels: see PagedAttention, and host_kernels.py for the method."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from .interface import AttentionOptions, KvLayer, check_attend, check_rotary, ch
 from .quantised import is_quantised
 from .reference import ReferenceAttention
 
-QUERIES = 48  # of an item at least, where a row has so many: what a chunk is brought for
-# Numbers of K and V that a thread takes in a microsecond, products, and numbers stored: to tell how
-# long it will take.
+QUERIES = 48  # least queries of an item, if a row has as many, to amortise loading a chunk
+# Throughput of one thread per microsecond: numbers of K and V loaded, products, and numbers stored.
 BROUGHT_PER_US, MULTIPLIED_PER_US = 5_000, 30_000
 COPIED_PER_US = 2_000
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a batch attends to, for layers of one shape.
+    """The work of a batch, for layers of one shape.
 
-    items: [n, ITEM_FIELDS] int64, see `host_kernels.attend`. tables: [rows, width] int64.
-
-    microseconds: that one thread takes for one KV head. queries: of the largest item. parts, counters: that several
-    threads share.
+    Attributes:
+        items: [n, ITEM_FIELDS] int64, see `host_kernels.attend`.
+        tables: [rows, width] int64.
+        microseconds: Time of one thread for one KV head.
+        queries: Queries of the largest item.
+        parts: Parts that threads share.
+        counters: Counters that threads share.
     """
 
     items: IntArray
@@ -44,20 +46,23 @@ class Plan:
 
 
 class HostAttention:
-    """See PagedAttention. For every head size, block size, group size and dtype of K and V."""
+    """Attention on CPU kernels; see PagedAttention. Supports every head, block and group size and KV dtype."""
 
     def __init__(self) -> None:
         self._reference = ReferenceAttention()
         self.room = Room()
 
     def describe(self, *_: Any) -> tuple[str, str]:
+        """Implement `PagedAttention.describe`."""
         told = f"Numba for {torch.backends.cpu.get_cpu_capability()}, K and V read in place"
         return told, told
 
     def kv_slots(self, batch: PagedBatch) -> torch.Tensor:
+        """Implement `PagedAttention.kv_slots`."""
         return self._reference.kv_slots(batch)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
+        """Implement `PagedAttention.write`."""
         if is_quantised(layer.keys.dtype):
             self._reference.write(key, value, layer, batch)
             return
@@ -74,6 +79,7 @@ class HostAttention:
         layer: KvLayer,
         batch: PagedBatch,
     ) -> torch.Tensor:
+        """Implement `PagedAttention.write_rotated`."""
         if is_quantised(layer.keys.dtype) or not query.dtype == key.dtype == value.dtype:
             return self._reference.write_rotated(query, key, value, cos, sin, layer, batch)
         check_write(key, value, layer, batch)
@@ -90,7 +96,7 @@ class HostAttention:
         layer: KvLayer,
         batch: PagedBatch,
     ) -> None:
-        """Rotates the query in place, and stores key and value. angles: cos and sin; None: nothing is rotated."""
+        """Rotate the query in place, and store key and value. angles: cos and sin; None: no rotation."""
         tokens, kv_heads, size = key.shape
         cos, sin = angles or (key, key)
         threads, stride = self.room.for_writing(tokens * (query.shape[1] + 2 * kv_heads) * size, size)
@@ -120,11 +126,12 @@ class HostAttention:
         )
 
     def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
+        """Implement `PagedAttention.attend`."""
         check_attend(query, layer, batch)
         _, heads, size = query.shape
         kv_heads, keys = layer.keys.shape[2], layer.keys
         plan = plan_of(batch, heads, kv_heads, size, options.window)
-        # Padding of a static batch is not attended to.
+        # The padding of a static batch is skipped.
         output = (torch.empty if batch.lengths.all() else torch.zeros)(query.shape, dtype=query.dtype)
         room = self.room
         threads, stride = room.for_plan(plan, kv_heads, size)
@@ -159,7 +166,7 @@ class HostAttention:
 
 
 class Room:
-    """Memory that the kernels compute in: it grows, and is kept from one call to the next."""
+    """Workspace of the kernels, kept between calls; it only grows."""
 
     def __init__(self) -> None:
         self.scratch = torch.empty(0, dtype=torch.uint8)
@@ -167,7 +174,7 @@ class Room:
         self.counters = torch.zeros(0, dtype=torch.int64)  # each call leaves zeros
 
     def for_plan(self, plan: Plan, kv_heads: int, size: int) -> tuple[int, int]:
-        """Room to attend. Returns how many threads, and the bytes of scratch that each has."""
+        """Reserve workspace for attention. Return the number of threads, and the bytes of scratch of each."""
         threads = threads_for(plan.microseconds * kv_heads)
         stride = -(-scratch_bytes(plan.queries, size) // 64) * 64
         partials, counters = plan.parts * kv_heads * partial_bytes(plan.queries, size), plan.counters * kv_heads
@@ -179,7 +186,7 @@ class Room:
         return threads, stride
 
     def for_writing(self, numbers: int, size: int) -> tuple[int, int]:
-        """Room to rotate and store so many numbers, in heads of `size`. Returns as `for_plan`."""
+        """Reserve workspace to rotate and store `numbers` numbers in heads of `size`. Return as `for_plan` does."""
         threads, stride = threads_for(numbers / COPIED_PER_US), -(-4 * size // 64) * 64
         self._grow(threads * stride)
         return threads, stride
@@ -190,7 +197,7 @@ class Room:
 
 
 def plan_of(batch: PagedBatch, heads: int, kv_heads: int, size: int, window: int) -> Plan:
-    """What layers of this shape attend to, in which order: made once for a batch."""
+    """Return the plan of a batch for layers of this shape, made once per batch."""
     key = ("host", heads, kv_heads, size, window)
     plan: Plan | None = batch.plans.get(key)
     if plan is None:
@@ -199,7 +206,7 @@ def plan_of(batch: PagedBatch, heads: int, kv_heads: int, size: int, window: int
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, int]:
-    """In bytes, from token to token and from head to head."""
+    """Return the strides in bytes from token to token and from head to head."""
     return tensor.stride(0) * tensor.itemsize, tensor.stride(1) * tensor.itemsize
 
 
@@ -224,7 +231,7 @@ def _plan(batch: PagedBatch, group: int, kv_heads: int, size: int, window: int) 
             else:
                 items.append((*place, 0, end_part, -1, 0, 0))
                 costs.append(cost)
-    order = np.argsort(-np.array(costs), kind="stable")  # the longest first
+    order = np.argsort(-np.array(costs), kind="stable")  # longest first
     planned = np.array(items, np.int64).reshape(-1, ITEM_FIELDS)[order]
     queries = group * int(planned[:, 3].max(initial=1))
     tables = np.ascontiguousarray(batch.tables)
@@ -232,6 +239,6 @@ def _plan(batch: PagedBatch, group: int, kv_heads: int, size: int, window: int) 
 
 
 def _splits(batch: PagedBatch, kv_heads: int, window: int) -> bool:
-    """Whether decodes are shared by several threads: where there are few of them, and long ones."""
+    """Return whether threads share a decode: if there are few decodes, and long ones."""
     alone = len(batch.counts) * kv_heads
     return window == 0 and int(batch.lengths.max(initial=0)) > 2 * PART and alone < 8 * torch.get_num_threads()

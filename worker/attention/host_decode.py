@@ -1,7 +1,7 @@
-"""Rotation, KV write and attention for decodes on the CPU: the arguments of each layer's calls are laid out beforehand.
+"""Rotation, KV write and attention of decodes on the CPU, with prepared arguments for each layer's calls.
 
-`HostAttention` checks what it is given and makes each call's arguments anew, which for a few rows takes as long as the
-work. From one step to the next the same few change, and in the same way for all layers, but for the place of a product.
+`HostAttention` checks and packs the arguments of every call, which takes as long as the work for a few rows. Between
+steps only a few arguments change, in the same way for all layers, except for the address of a product.
 """
 
 from __future__ import annotations
@@ -23,8 +23,15 @@ from .interface import AttentionOptions, KvLayer
 
 @dataclass(frozen=True)
 class DecodeLayer:
-    """cache: K and V, float. rotated: numbers of each head. output: [rows, heads x head_size] of the dtype of products,
-    where attention goes."""
+    """One layer of the decodes.
+
+    Attributes:
+        cache: K and V, float.
+        options: Attention options.
+        heads: Query heads.
+        rotated: Rotated numbers of each head.
+        output: [rows, heads x head_size] in the dtype of products, receives the attention.
+    """
 
     cache: KvLayer
     options: AttentionOptions
@@ -34,7 +41,7 @@ class DecodeLayer:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of layers of the same one the attention of a batch is planned once: heads, kv_heads, head_size, window."""
+        """(heads, kv_heads, head_size, window). Layers of one shape share the plan of a batch."""
         kv_heads, size = self.cache.keys.shape[2:]
         return self.heads, kv_heads, size, self.options.window
 
@@ -46,7 +53,7 @@ class DecodeLayer:
 
 
 class _Group:
-    """Layers of one shape. threads: that attend, in this step."""
+    """Layers of one shape. threads: threads that attend in this step."""
 
     def __init__(self, layers: Sequence[DecodeLayer]) -> None:
         self.shape, self.threads = layers[0].shape, 1
@@ -54,14 +61,14 @@ class _Group:
 
 
 class DecodeAttention:
-    """A step is `begin`, then `run` for each layer. The caches stay where they are."""
+    """Runs decodes: each step is a `begin`, then a `run` for each layer. The caches must not move."""
 
     def __init__(self, attention: HostAttention, layers: Sequence[DecodeLayer]) -> None:
         self._room = attention.room
         self._size = max(layer.shape[2] for layer in layers)
         self._width = max(layer.width for layer in layers)
         self._writing = Calls(write_rotated, [_writing(layer) for layer in layers])
-        self._threads = 1  # that write
+        self._threads = 1  # threads that write
         members: dict[tuple[int, ...], list[DecodeLayer]] = {}
         places = []
         for layer in layers:
@@ -70,7 +77,7 @@ class DecodeAttention:
         groups = {shape: _Group(those) for shape, those in members.items()}
         self._groups = tuple(groups.values())
         self._attending = [(groups[shape], number) for shape, number in places]
-        # Where K and V begin in a layer's product, in bytes.
+        # Byte offsets of K and V in a layer's product.
         self._parts = [
             (heads * size * layer.output.itemsize, (heads + kv_heads) * size * layer.output.itemsize)
             for layer in layers
@@ -78,10 +85,16 @@ class DecodeAttention:
         ]
 
     def begin(self, batch: PagedBatch, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Another step. batch: of decodes alone, none of them padding. cos, sin: [rows, rotated], contiguous."""
+        """Begin a step.
+
+        Args:
+            batch: Decodes only, without padding.
+            cos: [rows, rotated], contiguous.
+            sin: [rows, rotated], contiguous.
+        """
         room, plans, strides = self._room, [], []
         self._threads, stride = room.for_writing(batch.tokens * self._width, self._size)
-        for group in self._groups:  # all of them before an address is taken: the room may move
+        for group in self._groups:  # reserve for all groups before taking addresses: the memory may move
             heads, kv_heads, size, window = group.shape
             plans.append(plan_of(batch, heads, kv_heads, size, window))
             group.threads, attend_stride = room.for_plan(plans[-1], kv_heads, size)
@@ -108,7 +121,7 @@ class DecodeAttention:
             )
 
     def run(self, index: int, product: int) -> None:
-        """One layer. product: where that of its tokens lies, [rows, width] contiguous; its Q is rotated in place."""
+        """Run one layer. product: address of its product [rows, width], contiguous; Q is rotated in place."""
         keys, values = self._parts[index]
         self._writing.run(self._threads, index, query=product, key=product + keys, value=product + values)
         group, number = self._attending[index]
@@ -116,7 +129,7 @@ class DecodeAttention:
 
 
 def _writing(layer: DecodeLayer) -> list[int]:
-    """Arguments of `write_rotated`; 0: filled later."""
+    """Return the arguments of `write_rotated`; 0: filled later."""
     heads, kv_heads, size, _ = layer.shape
     code, item = CODES[layer.output.dtype], layer.output.itemsize
     strides = layer.width * item, size * item
@@ -128,7 +141,7 @@ def _writing(layer: DecodeLayer) -> list[int]:
 
 
 def _attending(layer: DecodeLayer) -> list[float]:
-    """Arguments of `attend`; 0: filled later."""
+    """Return the arguments of `attend`; 0: filled later."""
     heads, kv_heads, size, window = layer.shape
     code, item = CODES[layer.output.dtype], layer.output.itemsize
     keys, values = layer.cache.keys, layer.cache.values

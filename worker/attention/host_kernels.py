@@ -1,14 +1,14 @@
-"""Attention on the CPU, read in place through the block table.
+"""CPU kernel of attention, reading K and V in place through the block table.
 
-One kernel serves decodes and prefills: a decode is a prefill of one token. What a token gets is made by the same sums
-in the same order either way, and depends on its own row alone: keys are taken in chunks of 64, counted from the row's
-first token; a chunk's scores have their largest one taken out before they are exponentiated, and chunks are joined as
-they come ("online softmax": Milakov and Gimelshein, arXiv 1805.02867). Every 512 keys that begins anew, in *parts* that
-are joined in their order: so a long row can be shared by several threads, or not, with the same outcome.
+One kernel serves decodes and prefills: a decode is a prefill of one token. Both compute a token's result with the same
+sums in the same order, and from its own row only. Keys are processed in chunks of 64, counted from the row's first
+token. The largest score of a chunk is subtracted before the exponentials, and chunks are joined in sequence ("online
+softmax": Milakov and Gimelshein, arXiv 1805.02867). Sums start anew every 512 keys, in *parts* that are joined in
+order, so a long row gives the same result whether or not threads share it.
 
-An *item* is a few neighbouring tokens of a row; a ticket is one KV head of an item, with all query heads that use it: a
-*query* here is one head of one token. A chunk's keys are turned into [head_size, keys] and its values brought together,
-both in float32, in memory that stays in the core's cache; after that nothing depends on how they are stored.
+An *item* is a few neighbouring tokens of a row. A ticket is one KV head of an item, with all query heads that use it; a
+*query* here is one head of one token. A chunk's keys are transposed to [head_size, keys] and its values are gathered,
+both in float32, in memory that stays in the core's cache. The rest is independent of the storage format.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from kvforge.worker.device.vector import (
 )
 
 CHUNK, PART = 64, 512  # keys
-ITEM_FIELDS = 9  # int64 of an item, see `_attend_ticket`
-# What four queries are multiplied with at once: their sums and it must fit into the registers.
+ITEM_FIELDS = 9  # int64 numbers of an item, see `attend`
+# Width of a strip that four queries are multiplied with at once: it must fit the registers with their sums.
 STRIP = 64 if get_host_cpu_features().get("avx512f") else 16
 
 F = np.float32
@@ -66,19 +66,19 @@ read_sizes, read_item = reading_integers(22), reading_integers(ITEM_FIELDS)
 
 
 def scratch_bytes(queries: int, head_size: int) -> int:
-    """Of one thread, for items of so many queries: what `_attend_ticket` lays out."""
+    """Return the scratch bytes of one thread for items of this many queries, as laid out in `attend`."""
     padded = -(-head_size // LANES) * LANES
     return 4 * (3 * CHUNK + 2 * CHUNK * padded + queries * (3 * padded + CHUNK + 5)) + 64
 
 
 def partial_bytes(queries: int, head_size: int) -> int:
-    """Of one part of one item and KV head: its sums, weights' sums and largest scores."""
+    """Return the bytes of one part of an item and KV head: its sums, sums of weights and largest scores."""
     return 4 * queries * (-(-head_size // LANES) * LANES + 2)
 
 
 @part
 def turn_keys(addresses, code, target, size):
-    """target [size, CHUNK] float32 = the keys [size] at CHUNK addresses."""
+    """Transpose the keys [size] at CHUNK addresses to target [size, CHUNK] float32."""
     width = item_bytes(code)
     if size < LANES:
         for key in range(CHUNK):
@@ -104,7 +104,7 @@ def turn_keys(addresses, code, target, size):
 
 @part
 def scores_of_four(queries, stride, keys, size, scores):
-    """scores [4, CHUNK] = queries [4, size], `stride` bytes apart, times keys [size, CHUNK]; the sum runs over size."""
+    """Compute scores [4, CHUNK] = queries [4, size], `stride` bytes apart, times keys [size, CHUNK]."""
     for strip in range(0, 4 * CHUNK, 4 * STRIP):
         a = b = c = d = spread_strip(F(0))
         for index in range(size):
@@ -122,6 +122,7 @@ def scores_of_four(queries, stride, keys, size, scores):
 
 @part
 def scores_of_one(query, keys, size, scores):
+    """Compute scores [CHUNK] = query [size] times keys [size, CHUNK]."""
     for strip in range(0, 4 * CHUNK, 4 * STRIP):
         a = spread_strip(F(0))
         for index in range(size):
@@ -131,9 +132,9 @@ def scores_of_one(query, keys, size, scores):
 
 @part
 def weigh(scores, first, end, softcap, peak, summed, factor):
-    """Scores [CHUNK] of a query become weights, 0 outside [first, end); its peak and sum are brought up to date.
+    """Turn scores [CHUNK] of a query into weights, 0 outside [first, end), and update its peak and sum.
 
-    factor: gets what all that was summed before is to be multiplied with.
+    factor: receives the factor of all earlier sums.
     """
     if end <= first:
         write_float(factor, F(1))
@@ -162,7 +163,7 @@ def weigh(scores, first, end, softcap, peak, summed, factor):
 
 @part
 def add_four(weights, values, padded, keys, sums, factors):
-    """sums [4, padded] = sums x factors [4] + weights [4, CHUNK] times values [keys, padded]; key by key."""
+    """Compute sums [4, padded] = sums x factors [4] + weights [4, CHUNK] times values [keys, padded], key by key."""
     stride, at = 4 * padded, 0
     while at + STRIP <= padded:
         place = sums + 4 * at
@@ -187,6 +188,7 @@ def add_four(weights, values, padded, keys, sums, factors):
 
 @part
 def add_one(weights, values, padded, keys, sums, factor):
+    """Compute sums [padded] = sums x factor + weights [CHUNK] times values [keys, padded], key by key."""
     at = 0
     while at + STRIP <= padded:
         a = multiply(load_strip(sums + 4 * at), spread_strip(read_float(factor)))
@@ -200,7 +202,7 @@ def add_one(weights, values, padded, keys, sums, factor):
 
 @part
 def add_rest(weights, values, padded, keys, sums, factor, begin):
-    """What is left of a head from `begin` on."""
+    """Process the rest of a head from `begin` on."""
     for at in range(begin, padded, LANES):
         a = multiply(load(sums + 4 * at), spread(read_float(factor)))
         for key in range(keys):
@@ -210,6 +212,7 @@ def add_rest(weights, values, padded, keys, sums, factor, begin):
 
 @part
 def clear(queries, padded, sums, peaks, summed):
+    """Reset sums, peaks and sums of weights."""
     for at in range(0, 4 * queries * padded, 4 * LANES):
         store(sums + at, spread(F(0)))
     for query in range(queries):
@@ -219,10 +222,10 @@ def clear(queries, padded, sums, peaks, summed):
 
 @part
 def join(queries, padded, sums, peaks, summed, part_sums, part_peaks, part_summed):
-    """Adds a part to the sums of those before it."""
+    """Join a part with the sums of earlier parts."""
     for query in range(queries):
         weight = read_float(part_summed + 4 * query)
-        if weight == F(0):  # its keys are all outside the window
+        if weight == F(0):  # all its keys are outside the window
             continue
         before, top = read_float(peaks + 4 * query), read_float(part_peaks + 4 * query)
         peak = max(top, before)
@@ -238,10 +241,10 @@ def join(queries, padded, sums, peaks, summed, part_sums, part_peaks, part_summe
 def bring_chunk(
     table, block_size, low, first, count, end, kv_heads, head, size, keys, values, scales, code, scratch, padded
 ):
-    """Brings keys [low + first, low + count) of a row into `scratch`, as `attend_chunk` finds them there.
+    """Load keys [low + first, low + count) of a row into `scratch`, laid out for `attend_chunk`.
 
-    In the place of the others of the chunk stand neighbours of theirs: none is read that the row cannot see. Meanwhile
-    the memory fetches the next chunk, up to `end`.
+    Other places of the chunk get copies of neighbouring keys: no key is read that the row cannot see. Meanwhile the
+    next chunk is prefetched, up to `end`.
     """
     (key_scales, value_scales), length = scales, size * item_bytes(code)
     chunk_values = scratch + 4 * CHUNK * padded
@@ -279,7 +282,7 @@ def bring_chunk(
 
 @part
 def attend_chunk(queries, group, position, low, first, count, window, softcap, scaled, scratch, padded, size):
-    """Adds a chunk to the sums of the queries, the first `group` of which are of the token at `position`."""
+    """Add a chunk to the sums of the queries; the first `group` queries belong to the token at `position`."""
     values = scratch + 4 * CHUNK * padded
     key_factors = values + 4 * CHUNK * padded
     wanted = key_factors + 12 * CHUNK
@@ -323,11 +326,11 @@ ARGUMENTS = """
 
 @host_kernel("20q2d3q", ARGUMENTS)
 def attend(arguments):
-    """See `HostAttention.attend`, which makes the arguments and the items.
+    """Compute attention; see `HostAttention.attend`, which makes the arguments and the items.
 
-    An item is a row of the batch; its first token, counted over the batch, and that token's position; how many tokens;
-    the first part and the one behind the last; where its parts are kept, -1 where no other thread has any of them; how
-    many are kept there; and the number of what counts those that are done.
+    An item holds: the row of the batch; its first token, counted over the batch, and that token's position; the number
+    of tokens; the first part and the one after the last; the index of its stored parts, -1 if no other thread has one;
+    the number of stored parts; and the index of the counter of finished parts.
     """
     sizes = read_sizes(arguments)
     items, item_count, scratch_memory, scratch_stride = sizes[2:6]
@@ -353,7 +356,7 @@ def attend(arguments):
         sums = wanted + 4 * queries * (padded + CHUNK)
         peaks = sums + 4 * queries * padded
         summed = peaks + 4 * queries
-        # What the parts are joined in has the same layout: sums, peaks, sums of weights.
+        # Joined parts have the same layout: sums, peaks, sums of weights.
         joined = peaks + 12 * queries
         joined_peaks = joined + 4 * queries * padded
         joined_summed = joined_peaks + 4 * queries

@@ -1,4 +1,4 @@
-"""Rotary embedding and KV write on the CPU in one kernel: what `reference.rotate` and `write_kv` do, bit by bit."""
+"""Rotary embedding and KV write on the CPU in one kernel, with the bits of `reference.rotate` and `write_kv`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from kvforge.worker.device.host_kernel import host_kernel, part
 from kvforge.worker.device.rows import copy, item_bytes, load_any, read_any, store_any, write_any
 from kvforge.worker.device.vector import LANES, add, multiply, read_integer, reading_integers, subtract, take_ticket
 
-TOKENS = 4  # of a ticket
+TOKENS = 4  # per ticket
 read_sizes = reading_integers(26)
 
 
 @part
 def rotate_head(source, code, cos, sin, angle_code, half, target):
-    """target [2 x half] = source rotated; it may be source itself. cos, sin: [2 x half]."""
+    """Rotate source into target [2 x half], possibly source itself. cos, sin: [2 x half]."""
     size, angle_size = item_bytes(code), item_bytes(angle_code)
     second, angle_second, at = size * half, angle_size * half, 0
     while at < half:
@@ -43,7 +43,7 @@ ARGUMENTS = """
 
 @host_kernel("24q", ARGUMENTS)
 def write_rotated(arguments):
-    """See `HostAttention.write_rotated`, which lays out the arguments. A ticket is a few tokens."""
+    """Rotate and store; see `HostAttention.write_rotated`, which lays out the arguments. A ticket is a few tokens."""
     sizes = read_sizes(arguments)
     tokens, size, code, rotated, cos, sin, angle_code = sizes[2:9]
     query, query_token_stride, query_head_stride, heads = sizes[9:13]

@@ -1,9 +1,9 @@
-"""What paged attention is given, and the checks at its edge.
+"""The interface of paged attention, and the checks of its arguments.
 
 A step is a flattened ragged batch: the tokens of row 0, then of row 1, and so on, without padding. Row r has
 `counts[r]` new tokens at positions starts[r]..., attends to its own first starts[r] + counts[r] tokens, and finds
-token p in slot `table[r, p // block_size] * block_size + p % block_size` of the pool. A *slot* here is a place for
-one token's K and V, counted over the whole pool.
+token p in slot `table[r, p // block_size] * block_size + p % block_size` of the pool. A *slot* is the place of one
+token's K and V, counted over the whole pool.
 
 Paged attention: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
 (SOSP 2023), section 4.1.
@@ -26,9 +26,12 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Per layer. scaling: factor on q.k. window: keys a query sees, itself included (0: all before it).
+    """Attention options of a layer.
 
-    softcap: scores become softcap x tanh(scores / softcap) (0: off; Gemma 2, arXiv 2408.00118).
+    Attributes:
+        scaling: Factor of q.k.
+        window: Keys that a query sees, with its own (0: all before it).
+        softcap: Scores become softcap x tanh(scores / softcap) (0: off; Gemma 2, arXiv 2408.00118).
     """
 
     scaling: float
@@ -40,9 +43,12 @@ class AttentionOptions:
 class KvLayer:
     """K and V of one layer of the pool.
 
-    keys, values: [blocks, block_size, kv_heads, head_size] kv_dtype device, contiguous. key_scales, value_scales:
-    [blocks, block_size, kv_heads] float32 device, contiguous, for the quantised dtypes (int8, float8_e4m3fn): a number
-    is what is stored times its scale. None for the others.
+    Attributes:
+        keys: [blocks, block_size, kv_heads, head_size] in the KV dtype on the device, contiguous.
+        values: As `keys`.
+        key_scales: [blocks, block_size, kv_heads] float32 on the device, contiguous, for quantised dtypes (int8,
+            float8_e4m3fn): a number is its stored value times its scale. None for other dtypes.
+        value_scales: As `key_scales`.
     """
 
     keys: torch.Tensor
@@ -52,20 +58,24 @@ class KvLayer:
 
 
 class PagedAttention(Protocol):
-    """An implementation. `write` of a step comes before its `attend`; both check their arguments first."""
+    """An implementation of paged attention. In a step `write` precedes `attend`; both check their arguments first."""
 
     def describe(
         self, head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int, window: int
     ) -> tuple[str, str]:
-        """What decodes such a layer, and what prefills it, and why: for people."""
+        """Describe how such a layer is decoded and prefilled, with reasons, for people."""
 
     def kv_slots(self, batch: PagedBatch) -> torch.Tensor:
-        """[tokens] int32 device: where K and V of each new token go, for kernels that store them themselves."""
+        """Return the slots of new tokens, [tokens] int32 on the device, for kernels that store K and V themselves."""
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
-        """Stores K and V of the new tokens, quantised where the layer's dtype asks.
+        """Store K and V of the new tokens, quantised if the layer's dtype requires it.
 
-        key, value: [tokens, kv_heads, head_size] float device.
+        Args:
+            key: [tokens, kv_heads, head_size] float on the device.
+            value: As `key`.
+            layer: The layer's cache.
+            batch: The step.
         """
 
     def write_rotated(
@@ -78,22 +88,43 @@ class PagedAttention(Protocol):
         layer: KvLayer,
         batch: PagedBatch,
     ) -> torch.Tensor:
-        """`write` of the rotated key. Returns the rotated query: `query` itself, changed in place, or a new tensor.
+        """Store the rotated key and the value, and rotate the query.
 
-        query: [tokens, heads, head_size] float device. cos, sin: [tokens, rotated] float device, contiguous: the first
-        `rotated` numbers of each head are rotated (see `reference.rotate`); `rotated` is even.
+        Args:
+            query: [tokens, heads, head_size] float on the device.
+            key: [tokens, kv_heads, head_size] float on the device.
+            value: As `key`.
+            cos: [tokens, rotated] float on the device, contiguous: the first `rotated` numbers of each head are
+                rotated (see `reference.rotate`); `rotated` is even.
+            sin: As `cos`.
+            layer: The layer's cache.
+            batch: The step.
+
+        Returns:
+            The rotated query: `query` changed in place, or a new tensor.
         """
 
     def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
-        """Causal attention of each row's new tokens to that row's tokens so far.
+        """Compute causal attention of each row's new tokens to that row's tokens so far.
 
-        query: [tokens, heads, head_size] float device; heads is a multiple of kv_heads, and query head h uses KV head
-        h // (heads / kv_heads). Returns [tokens, heads, head_size], dtype of query.
+        Args:
+            query: [tokens, heads, head_size] float on the device; heads is a multiple of kv_heads, and query head h
+                uses KV head h // (heads / kv_heads).
+            layer: The layer's cache.
+            batch: The step.
+            options: The layer's options.
+
+        Returns:
+            [tokens, heads, head_size] in the dtype of query.
         """
 
 
 def check_write(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
-    """Errors: InvalidRequest names the argument whose shape, dtype, device or strides are wrong."""
+    """Check the arguments of `write`.
+
+    Raises:
+        InvalidRequest: Names the argument with a wrong shape, dtype, device or stride.
+    """
     _check_layer(layer, batch)
     keys = layer.keys
     for name, tensor in (("key", key), ("value", value)):
@@ -103,7 +134,11 @@ def check_write(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: P
 
 
 def check_rotary(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
-    """Errors: InvalidRequest names the argument whose shape, dtype, device or strides are wrong."""
+    """Check the arguments of a rotation.
+
+    Raises:
+        InvalidRequest: Names the argument with a wrong shape, dtype, device or stride.
+    """
     _check_query(query, layer.keys, batch)
     for name, tensor in (("cos", cos), ("sin", sin)):
         if tensor.dim() != 2 or tensor.shape[0] != batch.tokens or tensor.shape != cos.shape:
@@ -119,7 +154,11 @@ def check_rotary(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, laye
 
 
 def check_attend(query: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
-    """Errors: InvalidRequest names the argument whose shape, dtype, device or strides are wrong."""
+    """Check the arguments of `attend`.
+
+    Raises:
+        InvalidRequest: Names the argument with a wrong shape, dtype, device or stride.
+    """
     _check_layer(layer, batch)
     _check_query(query, layer.keys, batch)
 
@@ -155,7 +194,7 @@ def _check_layer(layer: KvLayer, batch: PagedBatch) -> None:
         if not cache.is_contiguous():
             raise InvalidRequest(name, f"must be contiguous, not of strides {cache.stride()}")
         if cache.dtype not in FLOATS and not is_quantised(cache.dtype):
-            raise InvalidRequest(name, f"has dtype {cache.dtype}, which K and V are not stored in")
+            raise InvalidRequest(name, f"has dtype {cache.dtype}, which is no KV dtype")
         if cache.device != batch.device.torch_device:
             raise InvalidRequest(name, f"is on {cache.device}, the batch on {batch.device.torch_device}")
     if values.shape != keys.shape or values.dtype != keys.dtype:

@@ -1,8 +1,8 @@
-"""The KV pool: geometry, byte counts, and the tensors themselves.
+"""The KV pool: geometry, byte counts, and tensors.
 
-Invariants. Every byte count comes from `KvGeometry.bytes_per_block`, in exact integers with a 64-bit bound, and is
-checked before anything is allocated. The pool never reads a slot that was not written: new memory is uninitialised,
-and attention only gathers slots below a row's length.
+Invariants: every byte count comes from `KvGeometry.bytes_per_block`, in exact integers with a 64-bit bound, and is
+checked before memory is allocated. No unwritten slot is read: new memory is uninitialised, and attention gathers only
+slots below a row's length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BYTES_MAX = 2**63 - 1
 
 @dataclass(frozen=True)
 class KvDtype:
-    """How one number of K or V is stored. scale_bytes: a float32 scale for each token, head, and each of K and V."""
+    """Storage format of K and V. scale_bytes: bytes of a float32 scale per token and head, for each of K and V."""
 
     name: str
     itemsize: int
@@ -55,9 +55,11 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class KvGeometry:
-    """What one block holds: `block_size` tokens of K and V for every layer. Layers may differ in shape.
+    """Layout of a block: `block_size` tokens of K and V for every layer. Layers may differ in shape.
 
-    Errors: InvalidConfiguration names the field: block_size, layers, kv_heads, head_size, kv_dtype, bytes_per_block.
+    Raises:
+        InvalidConfiguration: Names the invalid field: block_size, layers, kv_heads, head_size, kv_dtype,
+            bytes_per_block.
     """
 
     layers: tuple[LayerShape, ...]
@@ -77,7 +79,11 @@ class KvGeometry:
 
     @classmethod
     def uniform(cls, *, layers: int, kv_heads: int, head_size: int, block_size: int, kv_dtype: str) -> KvGeometry:
-        """The geometry of `layers` equal layers. Errors: InvalidConfiguration names the field."""
+        """Return the geometry of `layers` equal layers.
+
+        Raises:
+            InvalidConfiguration: Names the invalid field.
+        """
         require_positive("layers", layers)
         if layers > 1 << 20:  # a tuple of 2**60 shapes would exhaust memory before any bound is checked
             raise InvalidConfiguration("layers", f"{layers} is more than {1 << 20}")
@@ -85,21 +91,28 @@ class KvGeometry:
 
     @property
     def dtype(self) -> KvDtype:
+        """The storage format."""
         return KV_DTYPES[self.kv_dtype]
 
     @property
     def bytes_per_block(self) -> int:
-        """2 (K and V) x sum over layers of kv_heads x (head_size x bytes(dtype) + scale bytes) x block_size.
+        """Bytes of a block.
 
-        For equal layers without scales: 2 x layers x kv_heads x head_size x block_size x bytes(dtype). The quantised
-        dtypes (int8, fp8) keep one float32 scale per token and head, for K and for V: 4 bytes beside head_size bytes.
+        That is 2 (K and V) x sum over layers of kv_heads x (head_size x itemsize + scale bytes) x block_size.
+
+        For equal layers without scales: 2 x layers x kv_heads x head_size x block_size x itemsize. Quantised dtypes
+        (int8, fp8) store one float32 scale per token and head, for K and for V: 4 bytes beside head_size bytes.
         """
         dtype = self.dtype
         per_token = sum(s.kv_heads * (s.head_size * dtype.itemsize + dtype.scale_bytes) for s in self.layers)
         return 2 * per_token * self.block_size
 
     def bytes_for(self, blocks: int) -> int:
-        """Bytes of a pool of `blocks` blocks. Errors: InvalidConfiguration names `blocks`."""
+        """Return the bytes of a pool of `blocks` blocks.
+
+        Raises:
+            InvalidConfiguration: Names `blocks`.
+        """
         require_positive("blocks", blocks)
         total = blocks * self.bytes_per_block
         if total > BYTES_MAX:
@@ -107,7 +120,11 @@ class KvGeometry:
         return total
 
     def blocks_for(self, memory_bytes: int) -> int:
-        """The most blocks that fit into `memory_bytes`. Errors: InvalidConfiguration where not even one does."""
+        """Return the most blocks that fit into `memory_bytes`.
+
+        Raises:
+            InvalidConfiguration: Not even one fits.
+        """
         require_positive("memory_bytes", memory_bytes)
         blocks = min(memory_bytes, BYTES_MAX) // self.bytes_per_block
         if blocks == 0:
@@ -117,7 +134,11 @@ class KvGeometry:
 
 
 def require_positive(field: str, value: int) -> None:
-    """Errors: InvalidConfiguration names `field` unless value is an integer of at least 1."""
+    """Check that a value is an integer of at least 1.
+
+    Raises:
+        InvalidConfiguration: Names `field`.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidConfiguration(field, f"must be an integer, not {value!r}")
     if value < 1:
@@ -125,10 +146,15 @@ def require_positive(field: str, value: int) -> None:
 
 
 class KvPool:
-    """K and V of `blocks` blocks for every layer.
+    """K and V of `blocks` blocks for every layer. Memory is uninitialised, and committed as it is written.
 
-    layers: one KvLayer for each. Uninitialised at first: memory is committed as it is written.
-    Errors: InvalidConfiguration (size), GpuError or WorkerError (no memory).
+    Attributes:
+        layers: One KvLayer per layer.
+
+    Raises:
+        InvalidConfiguration: The size is invalid.
+        GpuError: There is not enough memory on the GPU.
+        WorkerError: There is not enough memory.
     """
 
     def __init__(self, geometry: KvGeometry, blocks: int, device: Device) -> None:
@@ -152,10 +178,11 @@ class KvPool:
         return KvLayer(*caches, *scales)
 
     def copy_blocks(self, copies: npt.NDArray[np.int32]) -> None:
-        """Copies the first slots of blocks, K and V in every layer, with their scales.
+        """Copy the first slots of blocks, K and V in every layer, with their scales.
 
-        copies: [n, 3] int32 (from block, to block, tokens), pool-local ids that the caller has checked. No copy may
-        read what another one writes, so all are done at once.
+        Args:
+            copies: [n, 3] int32 (from block, to block, tokens), pool-local ids that the caller has checked. All copies
+                run at once, so none may read what another writes.
         """
         if len(copies) == 0:
             return
@@ -169,9 +196,10 @@ class KvPool:
             slots[target_slots] = slots[source_slots]
 
     def zero_blocks(self, ids: npt.NDArray[np.int32]) -> None:
-        """Zeroes all bytes of blocks, K and V in every layer, with their scales.
+        """Zero all bytes of blocks, K and V in every layer, with their scales.
 
-        ids: [n] int32 distinct, pool-local, that the caller has checked.
+        Args:
+            ids: [n] int32 distinct, pool-local ids that the caller has checked.
         """
         if len(ids) == 0:
             return
@@ -180,12 +208,12 @@ class KvPool:
             as_bytes(cache).index_fill_(0, blocks, 0)
 
     def close(self) -> None:
-        """Returns the memory to the device. The pool holds nothing afterwards; closing twice is harmless."""
+        """Return the memory to the device. Closing twice is harmless."""
         self.layers = []
         self.device.release_cached()
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """Every tensor of the pool: [blocks, block_size, ...] each."""
+        """Yield every tensor of the pool: [blocks, block_size, ...] each."""
         for layer in self.layers:
             for tensor in (layer.keys, layer.values, layer.key_scales, layer.value_scales):
                 if tensor is not None:

@@ -1,12 +1,12 @@
-"""Paged prefill attention: rows with several new tokens each, over what their tables already hold.
+"""Paged prefill attention: rows with several new tokens each, over the contents of their tables.
 
-A step is cut into *tiles*: up to `tokens` new tokens of one row, times the query heads that share a KV head (a *pack*;
-they read the same K and V, so they go together). The tiles are planned on the host once a step and shared by all its
-layers; the ones with most keys come first, so that the multiprocessors end together.
+A step is split into *tiles*: up to `tokens` new tokens of one row, times query heads that share a KV head (a *pack*,
+which reads the same K and V). The host plans the tiles once per step for all layers. Tiles with the most keys come
+first, so that the multiprocessors finish together.
 
-Two kernels compute a tile. `prefill_portable` runs everywhere. `prefill_hopper` is for NVIDIA's Hopper and for K and V
-of 16 bits: copies, matrix products and softmax of different tiles run at the same time in different warps. It also
-serves quantised K and V, where the caller gives a workspace into which `prefill_copy` dequantises the rows first.
+Two kernels compute tiles. `prefill_portable` runs everywhere. `prefill_hopper` is for NVIDIA's Hopper and 16-bit K and
+V: copies, matrix products and softmax of different tiles run at the same time in different warps. It also serves
+quantised K and V, if the caller provides a workspace into which `prefill_copy` dequantises the rows first.
 """
 
 from __future__ import annotations
@@ -37,13 +37,22 @@ def paged_prefill(
     copies: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> None:
-    """Causal attention of the planned rows' new tokens to their rows' tokens so far. Other rows of `output` stay.
+    """Compute causal attention of the planned rows' new tokens to their rows' tokens so far.
 
-    query, output: [tokens, heads, head_size] float device, contiguous along head_size. tables: [rows, width] int32
-    device, contiguous along width. items: [tiles, FIELDS] int32 device, from `plan_prefill` with the `tokens` of
-    `prefill_shape` for the same arguments. The query's dtype is that of the matrix products; sums are float32.
-    copies, workspace: for quantised K and V where `prefill_shape(..., copied=True)` says `hopper`: [copies, 8] int32
-    device from `prefill_copy.plan_copies`, and [2, pages >= copies, ...] from `prefill_copy.workspace_for`.
+    Other rows of `output` are unchanged. Matrix products use the query's dtype; sums are float32.
+
+    Args:
+        query: [tokens, heads, head_size] float on the device, contiguous along head_size.
+        layer: The layer's cache.
+        tables: [rows, width] int32 on the device, contiguous along width.
+        items: [tiles, FIELDS] int32 on the device, from `plan_prefill` with the `tokens` of `prefill_shape` for the
+            same arguments.
+        output: As `query`.
+        options: The layer's options.
+        target: The architecture.
+        copies: [copies, 8] int32 on the device from `prefill_copy.plan_copies`, for quantised K and V if
+            `prefill_shape(..., copied=True)` returns `hopper`.
+        workspace: [2, pages >= copies, ...] from `prefill_copy.workspace_for`, with `copies`.
     """
     if not len(items):
         return
@@ -58,7 +67,7 @@ def paged_prefill(
         numbers = (shape.pack, exponents(options), target.multiprocessors)
         launch(query, layer, tables, items, output, options, *numbers, paged=not copied)
         return
-    assert not copied, "no workspace is of use here"
+    assert not copied, "the portable kernel uses no workspace"
     constants = portable_constants(query.shape[1], query.dtype, layer, shape, target)
     keys, values = layer.keys, layer.values
     if constants["BITWISE"]:
@@ -92,7 +101,7 @@ def portable_constants(
     shape: PrefillShape,
     target: Target,
 ) -> dict[str, Any]:
-    """Compile-time constants of `prefill_portable`."""
+    """Return the compile-time constants of `prefill_portable`."""
     _, block_size, kv_heads, head_size = layer.keys.shape
     return {
         "KV_HEADS": kv_heads,
@@ -111,7 +120,7 @@ def portable_constants(
 
 
 def exponents(options: AttentionOptions) -> tuple[float, float]:
-    """Factors on the scores inside exp2, and on q.k inside the soft cap's exp2."""
+    """Return the factors of the scores inside exp2, and of q.k inside the soft cap's exp2."""
     assert options.scaling > 0, options
     if not options.softcap:
         return options.scaling * LOG2_E, 0.0

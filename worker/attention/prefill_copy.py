@@ -1,8 +1,8 @@
-"""Brings quantised K and V of a step's rows into a workspace, as numbers of 16 bits and side by side.
+"""Dequantises K and V of a step's rows into a contiguous 16-bit workspace.
 
-`prefill_hopper` multiplies what the copy engine lays into shared memory, so it cannot dequantise on the way. To do
-that once for a row beforehand is cheap wherever many new tokens read it: a byte is read and two are written for each
-number, against 4 x (new tokens x query heads of a KV head) operations.
+`prefill_hopper` multiplies operands that the copy engine loads into shared memory, so it cannot dequantise on the way.
+Dequantising a row once is cheap if many new tokens read it: one byte read and two written per number, against
+4 x (new tokens x query heads of a KV head) operations.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .interface import KvLayer
 from .plan_items import FIELDS, PAGE_COPY, PREFILL_TILE, named, place
 
 IntArray = npt.NDArray[np.int64]
-PAGE = 128  # tokens of a block of the workspace
-TOKENS = 32  # of one program
-PAGES_MAX = 512  # of a workspace, as many tokens as one row may have: 256 MiB for 8 heads of 128 numbers
-OPERATIONS_MIN = 192  # new tokens x query heads of a KV head: fewer pay no copy
+PAGE = 128  # tokens of a workspace block
+TOKENS = 32  # tokens of one program
+PAGES_MAX = 512  # pages of a workspace, the limit of a row: 256 MiB for 8 heads of 128 numbers
+OPERATIONS_MIN = 192  # new tokens x query heads of a KV head that justify a copy
 _FIELDS = tl.constexpr(FIELDS)
 _ROW, _FIRST_TOKEN, _ROW_LENGTH, _PAGE, _ROW_START = (
     tl.constexpr(place(PAGE_COPY, name)) for name in ("row", "first_token", "row_length", "page", "row_start")
@@ -36,7 +36,7 @@ def _dequantised(cache, scales, rows, inside, columns, HEAD: tl.constexpr):
     return stored.to(tl.float32) * tl.load(scales + rows, mask=inside, other=0.0)[:, None]
 
 
-@triton.jit(do_not_specialize=["table_stride", "pages", "window"])  # one compilation for any number; `pages` may be 1
+@triton.jit(do_not_specialize=["table_stride", "pages", "window"])  # one compilation; `pages` may be 1
 def copy_kernel(
     keys,
     values,
@@ -55,7 +55,10 @@ def copy_kernel(
     TOKENS: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Grid: [copies, PAGE / TOKENS, kv_heads]. workspace: [2, pages, PAGE, kv_heads, head_size]: K, then V."""
+    """Dequantise one page per program row. Grid: [copies, PAGE / TOKENS, kv_heads].
+
+    workspace: [2, pages, PAGE, kv_heads, head_size]: K, then V.
+    """
     copy = copies + tl.program_id(0) * _FIELDS
     kv_head = tl.program_id(2)
     row = tl.load(copy + _ROW).to(tl.int64)
@@ -63,14 +66,14 @@ def copy_kernel(
     token = tl.load(copy + _FIRST_TOKEN) + offset
     inside = token < tl.load(copy + _ROW_LENGTH)
     if window > 0:
-        inside = inside & (token > tl.load(copy + _ROW_START) - window)  # blocks that the window has left may be gone
+        inside = inside & (token > tl.load(copy + _ROW_START) - window)  # blocks outside the window may be freed
     page = tl.load(copy + _PAGE).to(tl.int64)
     columns = tl.arange(0, HEAD_PAD)
     block = tl.load(tables + row * table_stride + token // POOL_BLOCK, mask=inside, other=0).to(tl.int64)
     source = (block * POOL_BLOCK + token % POOL_BLOCK) * KV_HEADS + kv_head
     target = (page * PAGE + offset) * KV_HEADS + kv_head
     at = workspace + target[:, None] * HEAD + columns[None, :]
-    mask = (columns < HEAD)[None, :]  # zeros where the row has no token: something lies there that means nothing
+    mask = (columns < HEAD)[None, :]  # zeros beyond the row, where the memory is undefined
     dtype = workspace.dtype.element_ty
     tl.store(at, _dequantised(keys, key_scales, source, inside, columns, HEAD).to(dtype), mask=mask)
     at += pages.to(tl.int64) * PAGE * KV_HEADS * HEAD
@@ -80,10 +83,19 @@ def copy_kernel(
 def copy_groups(
     starts: IntArray, counts: IntArray, group: int, rows: IntArray, steady: bool = False
 ) -> tuple[IntArray, list[IntArray]]:
-    """Which of `rows` are read where they lie, and those to copy first, in groups that a workspace of PAGES_MAX holds.
+    """Split rows into those read in place, and groups to copy first that fit a workspace of PAGES_MAX each.
 
-    starts, counts: [all rows] int host. group: query heads of one KV head. What happens to a row depends on it alone.
-    steady: nor does it depend on how many tokens of it are new, as long as the row fits the workspace.
+    The choice for a row depends on that row only.
+
+    Args:
+        starts: [all rows] int on the host.
+        counts: [all rows] int on the host.
+        group: Query heads of one KV head.
+        rows: The rows to split.
+        steady: Whether the choice must not depend on the row's number of new tokens, if the row fits the workspace.
+
+    Returns:
+        The rows read in place, and the groups.
     """
     pages = -(-(starts + counts)[rows] // PAGE)
     copied = pages <= PAGES_MAX
@@ -101,7 +113,7 @@ def copy_groups(
 
 
 def plan_copies(items: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """The pages of the rows that are planned in `items` (see `prefill_plan.plan_prefill`): [copies, FIELDS] int32."""
+    """Return the pages of the rows in `items` (see `prefill_plan.plan_prefill`): [copies, FIELDS] int32."""
     tiles = named(items, PREFILL_TILE)
     _, first = np.unique(tiles["row"], return_index=True)
     of_rows = tiles[first]
@@ -120,7 +132,7 @@ def plan_copies(items: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 
 def workspace_for(pages: int, layer: KvLayer, dtype: torch.dtype) -> torch.Tensor:
-    """Room for so many pages: [2, pages, PAGE, kv_heads, head_size] dtype device. All layers of one shape share it."""
+    """Allocate [2, pages, PAGE, kv_heads, head_size] on the device; all layers of one shape share it."""
     _, _, kv_heads, head_size = layer.keys.shape
     return torch.empty((2, pages, PAGE, kv_heads, head_size), dtype=dtype, device=layer.keys.device)
 
@@ -128,10 +140,17 @@ def workspace_for(pages: int, layer: KvLayer, dtype: torch.dtype) -> torch.Tenso
 def copy_rows(
     layer: KvLayer, tables: torch.Tensor, copies: torch.Tensor, workspace: torch.Tensor, window: int
 ) -> KvLayer:
-    """Fills the workspace. Returns it as a layer of blocks of PAGE tokens.
+    """Fill the workspace.
 
-    copies: [copies, FIELDS] int32 device, from `plan_copies`; workspace: from `workspace_for`, of enough pages.
-    window: see AttentionOptions.
+    Args:
+        layer: The layer's cache.
+        tables: The step's block tables.
+        copies: [copies, FIELDS] int32 on the device, from `plan_copies`.
+        workspace: From `workspace_for`, with enough pages.
+        window: See AttentionOptions.
+
+    Returns:
+        The workspace as a layer with blocks of PAGE tokens.
     """
     _, block_size, kv_heads, head_size = layer.keys.shape
     copy_kernel[(len(copies), PAGE // TOKENS, kv_heads)](

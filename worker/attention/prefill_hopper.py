@@ -32,7 +32,7 @@ from .gluon_names import thread_barrier
 from .interface import AttentionOptions, KvLayer
 from .prefill_hopper_work import COLUMNS, Buffers, Sizes, Work, box_layout, constants, copy_tiles
 
-ROWS = 128  # of a tile: tokens times query heads of one pack; half of them for each computing group of warps
+ROWS = 128  # rows of a tile: tokens times query heads of one pack; each computing group of warps has half
 UNIT = gl.constexpr(HEAD_UNIT)
 NOWHERE = gl.constexpr(2147483647)  # position of a place that holds no token: after every query
 
@@ -64,12 +64,12 @@ def _softmax(scores, largest, total, scale, cap, step, queries, first_key, lengt
         scores = 1.0 - 2.0 / (gl.exp2(scores * cap) + 1.0)  # tanh(x) = 1 - 2 / (e^2x + 1)
     if MASKED:
         scores = _mask(scores, step, queries, first_key, length, window, sizes)
-    # As it is rounded here, so that what fades by nothing is left as it is: a query may meet steps of keys that it does
-    # not see, or not, depending on those beside it.
+    # Rounded here, so that a factor of 1 leaves the sums unchanged: depending on neighbouring queries, a query may or
+    # may not process steps of keys that it does not see.
     new_largest = gl.maximum(largest, gl.max(scores, axis=1) * scale)
     base = new_largest
     if MASKED:
-        base = gl.where(new_largest == float("-inf"), 0.0, base)  # a query that has seen no key yet
+        base = gl.where(new_largest == float("-inf"), 0.0, base)  # the query has seen no key yet
     weights = gl.exp2(scores * scale - base[:, None])
     fade = gl.exp2(largest - base)
     return weights, new_largest, total * fade + _sum(weights), fade

@@ -30,9 +30,9 @@ ROW, FIRST_TOKEN, POSITION, TOKENS, ROW_START, ROW_LENGTH, FIRST_PAGE = (
     gl.constexpr(place(PREFILL_TILE, name))
     for name in ("row", "first_token", "position", "tokens", "row_start", "row_length", "first_page")
 )
-CHUNK_MAX = 16  # keys that the matrix instructions add up at once: within them it is no matter where each one lies
-COLUMNS = 64  # of one copy: 128 bytes, the widest that is stored swizzled
-REGISTERS, COPY_REGISTERS = 240, 24  # of a thread of the computing and of the copying warps
+CHUNK_MAX = 16  # keys that the matrix instructions add at once, in any order
+COLUMNS = 64  # columns of one copy: 128 bytes, the widest swizzle
+REGISTERS, COPY_REGISTERS = 240, 24  # registers per thread of the computing and copying warps
 
 
 def constants(

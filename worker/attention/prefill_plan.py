@@ -1,4 +1,4 @@
-"""Which kernel computes a layer's prefill, and the tiles of a step: planned on the host, shared by all layers."""
+"""Plans of prefills: the kernel of a layer's prefill, and the tiles of a step, made on the host for all layers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from .quantised import is_quantised
 
 PACK_MAX = 16
 HOPPER_QUERIES = 128
-GLUON_VERSIONS = ((3, 6), (3, 9))  # of Triton, that `prefill_hopper` was compiled with: see `gluon_names`
+GLUON_VERSIONS = ((3, 6), (3, 9))  # Triton versions that compile `prefill_hopper`: see `gluon_names`
 
 
 @dataclass(frozen=True)
 class PrefillShape:
-    """How one layer's prefill is computed. tokens: of one tile. pack: query heads of one tile.
+    """The kernel and the tile sizes of a layer's prefill.
 
-    hopper: whether by `prefill_hopper`. tiles: sizes for the kernel.
+    Attributes:
+        hopper: Whether `prefill_hopper` computes it.
+        tokens: Tokens of one tile.
+        pack: Query heads of one tile.
+        tiles: Sizes for the kernel.
     """
 
     hopper: bool
@@ -43,14 +47,23 @@ def prefill_shape(
     target: Target,
     copied: bool = False,
 ) -> PrefillShape:
-    """The choice for one layer; only `tokens` of it matters to the plan.
+    """Choose the kernel and tiles for one layer; the plan depends on `tokens` only.
 
-    copied: as if the rows' K and V were first brought into a workspace. What comes back then is `hopper` only where
-    that helps: nowhere else is a workspace of any use.
+    Args:
+        heads: Query heads.
+        query_dtype: Dtype of the query.
+        layer: The layer's cache.
+        options: The layer's options.
+        target: The architecture.
+        copied: Whether K and V are copied into a workspace first. The result is `hopper` only if that helps; otherwise
+            a workspace is useless.
+
+    Returns:
+        The choice.
     """
     _, block_size, kv_heads, head_size = layer.keys.shape
     pack = packed_heads(heads // kv_heads)
-    itemsize = 4 if query_dtype == torch.float32 else layer.keys.element_size()  # of the larger operand
+    itemsize = 4 if query_dtype == torch.float32 else layer.keys.element_size()  # size of the larger operand
     tiles = target.prefill[TileKey(head_class(head_size), itemsize)]
     stored = query_dtype if copied and is_quantised(layer.keys.dtype) else layer.keys.dtype
     block_size = PAGE if copied else block_size
@@ -64,39 +77,39 @@ def prefill_shape(
 def hopper_problem(
     query_dtype: torch.dtype, stored: torch.dtype, head_size: int, block_size: int, window: int, target: Target
 ) -> str:
-    """Why `prefill_hopper` is not for such a layer; "" where it is. stored: dtype of K and V as it would read them."""
+    """Return why `prefill_hopper` cannot serve a layer; "" if it can. stored: dtype of K and V as it reads them."""
     if not target.hopper:
-        return "this device is no Hopper"
+        return "this device is not a Hopper GPU"
     if problem := gluon_problem():
         return problem
     if stored != query_dtype or query_dtype not in (torch.float16, torch.bfloat16):
-        return "the kernel for Hopper reads 16-bit K and V of the model's dtype"
+        return "the Hopper kernel reads 16-bit K and V of the model's dtype"
     if head_size % 8 or head_size > 256:
-        return f"the kernel for Hopper takes no heads of {head_size}"
+        return f"the Hopper kernel cannot read heads of {head_size}"
     # With a window the row's first and last chunk must differ, and the first be a whole block (see `prefill_hopper`).
     fits_window = window == 0 or (block_size < window and block_size <= hopper_keys(head_size))
     if block_size not in (8, 16, 32, 64, 128) or not fits_window:
-        return f"the kernel for Hopper takes no blocks of {block_size}" + f" with a window of {window}" * (window > 0)
+        return f"the Hopper kernel cannot read blocks of {block_size}" + f" with a window of {window}" * (window > 0)
     return ""
 
 
 @lru_cache(maxsize=1)
 def gluon_problem(version: str = triton.__version__) -> str:
-    """Why this Triton does not take `prefill_hopper`; "" where it does."""
+    """Return why this Triton cannot compile `prefill_hopper`; "" if it can."""
     first, last = (".".join(map(str, each)) for each in GLUON_VERSIONS)
     major, minor = (int(part) for part in version.split(".")[:2])
     if GLUON_VERSIONS[0] <= (major, minor) <= GLUON_VERSIONS[1]:
         return ""
-    return f"the kernel for Hopper is written for Triton {first} to {last}, this is {version}"
+    return f"the Hopper kernel needs Triton {first} to {last}, this is {version}"
 
 
 def packed_heads(group: int) -> int:
-    """Query heads that go together, of a group that shares a KV head: a power of two that divides the group."""
+    """Return the query heads of a pack: a power of two that divides the group of a KV head."""
     return min(group & -group, PACK_MAX)
 
 
 def hopper_keys(head_size: int) -> int:
-    """Keys of one step of `prefill_hopper`: K and V of two steps and the queries fill the shared memory."""
+    """Return the keys of one step of `prefill_hopper`: K and V of two steps and the queries fill the shared memory."""
     return 128 if head_size <= 128 else 64
 
 
@@ -107,10 +120,17 @@ def plan_prefill(
     tokens: int,
     rows: npt.NDArray[np.integer] | None = None,
 ) -> npt.NDArray[np.int32]:
-    """The tiles of a step, those with most keys first: [tiles, FIELDS] int32, see `plan_items.PREFILL_TILE`.
+    """Plan the tiles of a step, those with the most keys first.
 
-    starts, counts: [rows]; query_starts: [rows + 1] int host, as in PagedBatch. tokens: of one tile. rows: [n] rows to
-    do (None: all).
+    Args:
+        starts: [rows] int on the host, as in PagedBatch.
+        counts: [rows] int on the host.
+        query_starts: [rows + 1] int on the host.
+        tokens: Tokens of one tile.
+        rows: [n] rows to plan (None: all).
+
+    Returns:
+        [tiles, FIELDS] int32, see `plan_items.PREFILL_TILE`.
     """
     rows = np.arange(len(counts)) if rows is None else rows
     counts = np.asarray(counts, np.int64)[rows]

@@ -1,10 +1,10 @@
-"""Prefill attention for every target: K and V are read through the block table, straight from the pool.
+"""Prefill attention for every target, reading K and V in place through the block table.
 
-One program does one tile of queries of the plan (see `prefill`) for the query heads of its tile, all of which share a
-KV head. The online softmax (Dao, "FlashAttention-2", arXiv 2307.08691, section 3.1) keeps scores in float32; the two
-matrix products take operands of the query's dtype. Tiles of keys that every query sees whole are not masked at all.
+One program computes one tile of queries of the plan (see `prefill`) for the query heads of its pack, which share a KV
+head. The online softmax (Dao, "FlashAttention-2", arXiv 2307.08691, section 3.1) keeps scores in float32; the two
+matrix products take operands of the query's dtype. Tiles of keys that every query sees completely are not masked.
 
-No slot that the row cannot reach is ever loaded: such places hold zeros, in V too, because 0 x NaN is NaN.
+Unreachable slots are never loaded: their places hold zeros, in V too, because 0 x NaN is NaN.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _load_tile(
     HEAD_PAD: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """[KEYS, HEAD_PAD] as stored. rows: [KEYS] int64, heads of the pool seen as [slots x kv_heads, head_size]."""
+    """Load [KEYS, HEAD_PAD] as stored. rows: [KEYS] int64, rows of the pool as [slots x kv_heads, head_size]."""
     at = cache + rows[:, None] * HEAD + columns[None, :]
     if MASKED:
         return tl.load(at, mask=inside[:, None] & (columns < HEAD)[None, :], other=0.0)
@@ -48,15 +48,15 @@ def _load_tile(
 
 @triton.jit
 def _convert(stored, dtype: tl.constexpr, BITWISE: tl.constexpr, E4M3: tl.constexpr):
-    """Stored numbers as `dtype`. int8 and fp8 fit into bfloat16 and float16 exactly: no rounding is needed.
+    """Convert stored numbers to `dtype`. int8 and fp8 fit bfloat16 and float16 exactly, without rounding.
 
-    BITWISE: without the conversions that AMD's GPUs lack, which the compiler spells out at great length, and that
-    NVIDIA's lack before sm_89, where it refuses the dtype itself. E4M3: int8 are the bits of fp8 then.
+    BITWISE: avoid conversions that AMD's GPUs lack, which the compiler expands into long code, and that NVIDIA's lack
+    before sm_89, where it rejects the dtype itself. E4M3: int8 numbers are then the bits of fp8.
     """
     if BITWISE:
         numbers = stored
         if E4M3:
-            # The bits of s.eeee.mmm are those of a float16 2 ** 8 times smaller, also below the normal numbers.
+            # The bits of s.eeee.mmm are those of a float16 2 ** 8 times smaller, also for subnormal numbers.
             bits = stored.to(tl.int16)
             numbers = ((bits & -32768) | ((bits << 7) & 0x3F80)).to(tl.float16, bitcast=True) * 256.0
         if dtype == tl.bfloat16 and numbers.dtype != tl.bfloat16:
@@ -97,7 +97,7 @@ def _step(
     E4M3: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Keys first ... first + KEYS - 1. low, high: the row's tokens that any of its queries reaches."""
+    """Process keys first ... first + KEYS - 1. low, high: bounds of the tokens that any query of the row reaches."""
     key = first + tl.arange(0, KEYS)
     columns = tl.arange(0, HEAD_PAD)
     inside = (key >= low) & (key < high)
@@ -120,12 +120,12 @@ def _step(
     if MASKED:
         seen = (key[None, :] <= positions[:, None]) & (key[None, :] > positions[:, None] - window) & inside[None, :]
         scores = tl.where(seen, scores, float("-inf"))
-    # As it is rounded here, so that what fades by nothing is left as it is: a query may meet steps of keys that it does
-    # not see, or not, depending on those beside it.
+    # Rounded here, so that a factor of 1 leaves the sums unchanged: depending on neighbouring queries, a query may or
+    # may not process steps of keys that it does not see.
     new_largest = tl.maximum(largest, tl.max(scores, axis=1) * scale)
     base = new_largest
     if MASKED:
-        base = tl.where(new_largest == float("-inf"), 0.0, base)  # a query that has seen no key yet
+        base = tl.where(new_largest == float("-inf"), 0.0, base)  # the query has seen no key yet
     weights = tl.exp2(scores * scale - base[:, None])
     fade = tl.exp2(largest - base)
     total = total * fade + tl.sum(weights, axis=1)
@@ -148,7 +148,7 @@ def _step(
     return accumulator, new_largest, total
 
 
-# As of `decode_kernel`: nothing is gained by compiling these in.
+# As in `decode_kernel`, specialising on these arguments gains nothing.
 @triton.jit(
     do_not_specialize=[
         "query_token_stride", "query_head_stride", "key_scales", "value_scales", "output_token_stride",
@@ -185,13 +185,13 @@ def prefill_portable(
     E4M3: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Grid: [tiles x PACKS]. items: [tiles, FIELDS] int32, see `plan_items.PREFILL_TILE`.
+    """Compute one tile. Grid: [tiles x PACKS]. items: [tiles, FIELDS] int32, see `plan_items.PREFILL_TILE`.
 
-    PACK: query heads of one tile; PACKS: how many times that the query has. QUERIES: rows of a tile, tokens x PACK.
-    Strides of query and output: in units of HEAD_UNIT numbers.
-    scale: factor on scores inside exp2. cap: factor on q.k inside the soft cap's exp2, 0: no cap. window: tokens that a
-    query sees, itself included. UPCAST: matrix products in float32, for Triton's interpreter, which multiplies bfloat16
-    as if it were integers.
+    PACK: query heads of one tile; PACKS: packs of the query. QUERIES: rows of a tile, tokens x PACK. Strides of query
+    and
+    output: in units of HEAD_UNIT numbers. scale: factor of scores inside exp2. cap: factor of q.k inside the soft cap's
+    exp2, 0: no cap. window: tokens that a query sees, with its own. UPCAST: multiply in float32, for Triton's
+    interpreter, which multiplies the bits of bfloat16 as integers.
     """
     TOKENS: tl.constexpr = QUERIES // PACK
     program = tl.program_id(0)
@@ -211,7 +211,7 @@ def prefill_portable(
     of_token = tile_row // PACK
     of_head = pack * PACK + tile_row % PACK
     tokens = (token + of_token).to(tl.int64)
-    positions = tl.minimum(position + of_token, length - 1)  # rows beyond the tile's tokens: as its last
+    positions = tl.minimum(position + of_token, length - 1)  # rows beyond the tile's tokens repeat its last
     mine = (of_token < count)[:, None] & (columns < HEAD)[None, :]
     q = tl.load(
         query
@@ -230,12 +230,12 @@ def prefill_portable(
     end = tl.minimum(position + TOKENS, length)
     low = tl.maximum(start - window + 1, 0)
     first = tl.maximum(position - window + 1, 0) // KEYS * KEYS
-    # Every query sees all keys from `whole` on that come before `causal`; the tiles on either side of them are masked.
+    # Every query sees all keys from `whole` on that come before `causal`; the tiles on either side are masked.
     causal = (position + 1) // KEYS * KEYS
     whole = (tl.maximum(end - window, 0) + KEYS - 1) // KEYS * KEYS
     whole = tl.maximum(tl.minimum(whole, causal), first)
-    # With a window all are, one by one from the first to the last: in which order the sums of a query are made must not
-    # depend on those beside it.
+    # With a window all tiles are masked, in sequence: the order of a query's sums must not depend on neighbouring
+    # queries.
     whole = tl.where(window < _NO_WINDOW, first, whole)
     causal = tl.where(window < _NO_WINDOW, first, tl.maximum(causal, whole))
     for at in tl.range(whole, causal, KEYS):

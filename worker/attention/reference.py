@@ -1,12 +1,12 @@
-"""Paged attention in plain torch: right everywhere, and the yardstick for every kernel.
+"""Paged attention in plain torch: correct everywhere, and the reference for every kernel.
 
-A gather brings a row's K and V into [kv_heads, keys, head_size]; what follows is dense attention in float32. Only
-slots that the row can reach are ever gathered (places past its end read one of its own tokens and get weight 0), so
-what lies in unreachable slots, NaN included, cannot leak.
+A gather copies a row's K and V to [kv_heads, keys, head_size]; dense attention in float32 follows. Only slots that the
+row can reach are gathered (places past its end read one of its own tokens with weight 0), so the contents of
+unreachable slots, such as NaN, cannot leak.
 
-Rows with one new token (decodes) are done together, in groups of similar length. Longer rows go one by one in tiles
-of queries, each tile reading only the keys up to its own end. Query heads of one KV head are kept as a dimension of
-their own: K and V are never repeated. Indices and masks are made once a step and shared by all layers.
+Decodes are computed together, in groups of similar length. Longer rows are computed one by one in tiles of queries;
+a tile reads only the keys up to its own end. Query heads of one KV head have their own dimension, so K and V are never
+repeated. Indices and masks are made once per step for all layers.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ from .batch import IntArray, PagedBatch
 from .interface import AttentionOptions, KvLayer, check_attend, check_rotary, check_write
 from .quantised import as_bytes, dequantise, quantise
 
-PLAIN = "plain torch"  # what an implementation's description begins with where this one serves
+PLAIN = "plain torch"  # prefix of descriptions for layers that the reference serves
 QUERY_TILE = 128
-DECODE_LENGTH_MIN = 256  # decodes shorter than this share one group: padding is cheaper than another pass
+DECODE_LENGTH_MIN = 256  # shorter decodes share a group: padding is cheaper than another pass
 
 
 @dataclass(frozen=True)
 class _Decodes:
-    """Rows with one new token. tokens: [n] int64, their places in the flat batch (None: all of them, in order).
+    """A group of decodes.
 
-    gather: [n * kv_heads * keys] int64, rows of the cache seen as [slots * kv_heads, head_size].
-    mask: [n, 1, 1, keys] float32, 0 or -inf; None where all rows are equally long.
+    Attributes:
+        tokens: [n] int64, indices in the flat batch (None: all, in order).
+        count: Number of rows.
+        keys: Keys of the longest row.
+        gather: [n * kv_heads * keys] int64, rows of the cache viewed as [slots * kv_heads, head_size].
+        mask: [n, 1, 1, keys] float32, 0 or -inf; None if all rows are equally long.
     """
 
     tokens: torch.Tensor | None
@@ -54,15 +58,18 @@ class _Tile:
 
 
 class ReferenceAttention:
-    """See PagedAttention. Works on every device and for every head size, block size and group size."""
+    """Attention in plain torch; see PagedAttention. Supports every device, head size, block size and group size."""
 
     def describe(self, *_: Any) -> tuple[str, str]:
+        """Implement `PagedAttention.describe`."""
         return PLAIN, PLAIN
 
     def kv_slots(self, batch: PagedBatch) -> torch.Tensor:
+        """Implement `PagedAttention.kv_slots`."""
         return batch.kv_slots_on_device
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
+        """Implement `PagedAttention.write`."""
         check_write(key, value, layer, batch)
         _write(key, value, layer, batch)
 
@@ -76,14 +83,16 @@ class ReferenceAttention:
         layer: KvLayer,
         batch: PagedBatch,
     ) -> torch.Tensor:
+        """Implement `PagedAttention.write_rotated`."""
         check_write(key, value, layer, batch)
         check_rotary(query, cos, sin, layer, batch)
         _write(rotate(key, cos, sin), value, layer, batch)
         return rotate(query, cos, sin)
 
     def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
+        """Implement `PagedAttention.attend`."""
         check_attend(query, layer, batch)
-        batch.device.refuse_capture("what the host plans for each step")
+        batch.device.refuse_capture("a plan that the host makes for each step")
         kv_heads = layer.keys.shape[2]
         plan_key = ("reference", kv_heads, options.window)
         if plan_key not in batch.plans:
@@ -103,7 +112,7 @@ class ReferenceAttention:
 
 
 def _write(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
-    """Stores the tokens that have a slot; the padding of a static batch has none."""
+    """Store the tokens that have a slot; the padding of a static batch has none."""
     if batch.kv_slots.min(initial=0) < 0:
         kept = batch.device.upload(np.flatnonzero(batch.kv_slots >= 0))
         write_kv(key[kept], value[kept], layer, batch.slot_mapping[kept])
@@ -112,7 +121,7 @@ def _write(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedB
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slots: torch.Tensor) -> None:
-    """Stores key, value [tokens, kv_heads, head_size] at slots [tokens] int64 device, none of which is negative."""
+    """Store key and value [tokens, kv_heads, head_size] at slots [tokens] int64 on the device, all non-negative."""
     for new, cache, scales in ((key, layer.keys, layer.key_scales), (value, layer.values, layer.value_scales)):
         if scales is None:
             stored = new.to(cache.dtype)
@@ -123,10 +132,16 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slots: torc
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding (Su et al., "RoFormer", arXiv 2104.09864) in the layout of transformers' Llama.
+    """Apply rotary position embedding (Su et al., "RoFormer", arXiv 2104.09864) in the layout of transformers' Llama.
 
-    x: [tokens, heads, head_size] float. cos, sin: [tokens, rotated] float: the first `rotated` numbers of each head
-    become x cos + rotate_half(x) sin, where rotate_half puts the negated second half before the first.
+    Args:
+        x: [tokens, heads, head_size] float.
+        cos: [tokens, rotated] float.
+        sin: [tokens, rotated] float.
+
+    Returns:
+        x, with the first `rotated` numbers of each head replaced by x cos + rotate_half(x) sin, where rotate_half puts
+        the negated second half before the first.
     """
     rotated, rest = x[..., : cos.shape[1]].float(), x[..., cos.shape[1] :]
     first, second = rotated.chunk(2, dim=-1)
@@ -135,7 +150,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def _decode(query: torch.Tensor, layer: KvLayer, group: _Decodes, options: AttentionOptions) -> torch.Tensor:
-    """query: [n, heads, head_size] -> the same. The queries of one KV head take the place of query positions."""
+    """Decode query [n, heads, head_size]. The queries of one KV head take the place of query positions."""
     count, heads, head_size = query.shape
     kv_heads = layer.keys.shape[2]
     shape = (count, kv_heads, group.keys, head_size)
@@ -146,7 +161,7 @@ def _decode(query: torch.Tensor, layer: KvLayer, group: _Decodes, options: Atten
 
 
 def _prefill(query: torch.Tensor, layer: KvLayer, tile: _Tile, options: AttentionOptions) -> torch.Tensor:
-    """query: [queries, heads, head_size] of one row -> the same."""
+    """Prefill query [queries, heads, head_size] of one row."""
     count, heads, head_size = query.shape
     kv_heads = layer.keys.shape[2]
     group = heads // kv_heads
@@ -158,7 +173,7 @@ def _prefill(query: torch.Tensor, layer: KvLayer, tile: _Tile, options: Attentio
 
 
 def _read(layer: KvLayer, gather: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the cache rows `gather` [n]: [n, head_size] float32 each."""
+    """Return K and V of the cache rows `gather` [n]: [n, head_size] float32 each."""
     caches = ((layer.keys, layer.key_scales), (layer.values, layer.value_scales))
     k, v = (
         dequantise(
@@ -173,9 +188,9 @@ def _read(layer: KvLayer, gather: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 def _dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    """softmax(scaling q k^T + mask) v over the last two dimensions; q, k, v: [a, b, n, head_size] float32.
+    """Compute softmax(scaling q k^T + mask) v over the last two dimensions; q, k, v: [a, b, n, head_size] float32.
 
-    torch's fused attention cannot cap scores, so capped ones take the long way.
+    torch's fused attention cannot cap scores, so a soft cap takes the unfused path.
     """
     if not options.softcap:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scaling)
@@ -200,7 +215,7 @@ def _plan_decode_group(batch: PagedBatch, rows: IntArray, kv_heads: int, window:
     lows = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
     visible = lengths - lows
     keys = int(visible.max())
-    # Places past a row's end read its last token: reachable, hence finite, and weighted 0 by the mask.
+    # Places past a row's end read its last token: reachable, so finite, and weighted 0 by the mask.
     positions = np.minimum(lows[:, None] + np.arange(keys), lengths[:, None] - 1)
     gather = _gather(batch, rows, positions, kv_heads)
     mask = None
@@ -231,7 +246,7 @@ def _plan_tiles(batch: PagedBatch, kv_heads: int, window: int) -> list[_Tile]:
 
 
 def _gather(batch: PagedBatch, rows: IntArray, positions: IntArray, kv_heads: int) -> torch.Tensor:
-    """Cache rows of `positions` [n, keys], ordered [n, kv_heads, keys] and flattened."""
+    """Return the cache rows of `positions` [n, keys], ordered [n, kv_heads, keys] and flattened."""
     slots = batch.kv_slots_of(rows, positions)
     index = slots[:, None, :] * kv_heads + np.arange(kv_heads)[None, :, None]
     return batch.device.upload(index.reshape(-1))

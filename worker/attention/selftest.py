@@ -1,9 +1,9 @@
-"""The kernels against the reference on this very device, before anything is served.
+"""Self-test of the attention kernels against the reference on the serving device, at a worker's start.
 
-A compiler or a driver can be wrong for one architecture and right for all others, and no test that ran elsewhere tells.
-So whatever kernels a model will use are run on a few small rows first: with NaN wherever a row must not read or write,
-and in every place of a padded batch. A pass is remembered in the user's cache folder for these kernels, this
-architecture, these versions and these shapes; the next start skips what has passed.
+A compiler or driver may be wrong for one architecture and right for all others, and tests on other machines cannot show
+it. Every kernel of a model therefore first runs on a few small rows, with NaN at all places that a row must not read or
+write, and in the padding of a static batch. A pass is recorded in the user's cache folder for these kernels, this
+architecture, these versions and these shapes; the next start skips it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .interface import AttentionOptions, KvLayer, PagedAttention
 from .quantised import dequantise, is_quantised
 from .reference import ReferenceAttention
 
-# Largest difference from the reference, as a part of its largest number.
+# Largest difference from the reference, relative to its largest number.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-# Rows: blocks and tokens before the new ones, and how many are new (decodes: 1).
+# Rows: blocks and tokens before the new ones, and the number of new ones (decodes: 1).
 _DECODES = ((0, 0), (0, 1), (1, -1), (1, 0), (3, 2), (40, 5))
 _PREFILLS = ((0, 0, 3), (1, -1, 2), (2, 3, 70), (0, 0, 200))
 log = logging.getLogger("worker")
@@ -38,7 +38,7 @@ log = logging.getLogger("worker")
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One kind of layer. options: as its layers are called with."""
+    """One kind of layer. options: attention options of its layers."""
 
     heads: int
     kv_heads: int
@@ -61,11 +61,20 @@ def self_test(
     block_size: int,
     remembered_in: Path | None = None,
 ) -> None:
-    """Runs every kernel that layers of these shapes use. dtype: of the model; kv_dtype: of the pool.
+    """Test every kernel that layers of these shapes use. The reference itself needs no test.
 
-    remembered_in: the folder for what has passed; None: `selftest` in the user's cache folder. The reference itself
-    has nothing to prove. Errors: KernelError names the kernel and the shape that are wrong, or cannot be compiled;
-    GpuError.
+    Args:
+        attention: The implementation.
+        device: The device.
+        shapes: Shapes of the layers.
+        dtype: Dtype of the model.
+        kv_dtype: Dtype of the pool.
+        block_size: Tokens per block.
+        remembered_in: Folder for records of passes; None: `selftest` in the user's cache folder.
+
+    Raises:
+        KernelError: Names the kernel and the shape that are wrong or cannot be compiled.
+        GpuError: The device failed.
     """
     if isinstance(attention, ReferenceAttention):
         return
@@ -90,7 +99,7 @@ def _checks(
     kv_dtype: torch.dtype,
     block_size: int,
 ) -> Iterator[tuple[str, Callable[[], str]]]:
-    """The kernels by name, each with a check that returns what is wrong, "" where nothing is."""
+    """Yield the kernels by name, each with a check that returns the fault, or ""."""
     decodes = [(max(blocks * block_size + more, 0), 1) for blocks, more in _DECODES]
     prefills = [(max(blocks * block_size + more, 0), count) for blocks, more, count in _PREFILLS]
     mixed = [prefills[0], decodes[1], prefills[1], *decodes[2:4]]
@@ -99,7 +108,7 @@ def _checks(
     yield "rotary write", lambda: bench.write(mixed, rotated=shape.head_size - shape.head_size % 2)
     yield "decode", lambda: bench.attend(decodes)
     multiprocessors = device.architecture[1]
-    if multiprocessors:  # more rows than it has of them may take other tiles
+    if multiprocessors:  # more rows than multiprocessors may use other tiles
         many = [decodes[row % len(decodes)] for row in range(multiprocessors + 1)]
         yield "decode of many rows", lambda: bench.attend(many)
     yield "padded decode", lambda: bench.attend_padded(decodes)
@@ -117,7 +126,7 @@ class _Bench:
     block_size: int
 
     def write(self, rows: list[tuple[int, int]], rotated: int) -> str:
-        """Stores the rows' new tokens. rotated: numbers of a head that are rotated, 0: none."""
+        """Test storing the rows' new tokens. rotated: rotated numbers of a head, 0: none."""
         batch, tokens, layers = self._batch(rows), sum(count for _, count in rows), []
         query, key, value = self._inputs(tokens)
         angles = self._random(tokens, max(rotated, 2)) * 3
@@ -130,7 +139,7 @@ class _Bench:
             else:
                 attention.write(key, value, layers[-1], batch)
         problem = _difference("the rotated query", queries[0], queries[1], TOLERANCE[self.dtype]) if rotated else ""
-        # One step of a quantised format may fall either way where a number was rotated before.
+        # After a rotation, rounding to a quantised format may differ by one step.
         tolerance = 0.08 if is_quantised(self.kv_dtype) else TOLERANCE[self.dtype]
         stored = [(_read(layer.keys, layer.key_scales), _read(layer.values, layer.value_scales)) for layer in layers]
         for name, got, want in zip(("K", "V"), *stored, strict=True):
@@ -138,6 +147,7 @@ class _Bench:
         return problem
 
     def attend(self, rows: list[tuple[int, int]]) -> str:
+        """Test attention of the rows' new tokens."""
         query, layer = self._written(rows)
         results = [
             attention.attend(query, layer, self._batch(rows), self.shape.options)
@@ -146,13 +156,13 @@ class _Bench:
         return _difference("attention", results[0], results[1], self._tolerance)
 
     def attend_padded(self, rows: list[tuple[int, int]]) -> str:
-        """As a captured graph runs it: a static batch with places left over, which hold NaN."""
+        """Test a padded static batch, as captured graphs use it, with NaN in the padding."""
         query, layer = self._written(rows)
         tables, starts, _ = self._tables(rows)
         batch = PagedBatch.static(len(rows) + 3, tables.shape[1], self.block_size, self.device)
         batch.fill(tables, starts + 1)
         padding = torch.full((3, *query.shape[1:]), torch.nan, dtype=self.dtype, device=query.device)
-        sevens = torch.full_like(padding[:, : self.shape.kv_heads], 7.0)  # unlike NaN they would show in the pool
+        sevens = torch.full_like(padding[:, : self.shape.kv_heads], 7.0)  # unlike NaN they would be visible in the pool
         padded_query = torch.cat((query, padding))
         before = [cache.clone() for cache in (layer.keys, layer.values)]
         _, key, value = self._inputs(len(rows))
@@ -169,12 +179,12 @@ class _Bench:
 
     @property
     def _tolerance(self) -> float:
-        """Attention is computed in the coarser one of the model's dtype and the pool's; in float16 over a quantised."""
+        """The tolerance of the coarser of the model's and the pool's dtype; float16 for a quantised pool."""
         stored = torch.float16 if is_quantised(self.kv_dtype) else self.kv_dtype
         return max(TOLERANCE[self.dtype], TOLERANCE[stored])
 
     def _written(self, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, KvLayer]:
-        """Queries of the new tokens, and a layer that holds the rows' tokens and NaN everywhere else."""
+        """Return queries of the new tokens, and a layer with the rows' tokens and NaN everywhere else."""
         layer = self._layer(rows)
         tables, starts, _ = self._tables(rows)
         cached = starts > 0
@@ -194,7 +204,7 @@ class _Bench:
         return PagedBatch.build(tables, starts, counts, self.block_size, self.device)
 
     def _tables(self, rows: list[tuple[int, int]]) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """Tables, starts and counts. Blocks are handed out in falling order; past a row's end is block 0, all NaN."""
+        """Return tables, starts and counts. Blocks are in falling order; past a row's end is block 0, all NaN."""
         starts, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
         needed = -(-(starts + counts) // self.block_size)
         tables = np.zeros((len(rows), int(needed.max()) + 1), np.int32)
@@ -208,7 +218,7 @@ class _Bench:
         return 1 + sum(-(-(start + count) // self.block_size) for start, count in rows)
 
     def _layer(self, rows: list[tuple[int, int]]) -> KvLayer:
-        """Every number, or its scale, is NaN."""
+        """Return a layer with NaN for every number, or for its scale."""
         place = (self._blocks(rows), self.block_size, self.shape.kv_heads)
         nan = [torch.full((*place, self.shape.head_size), torch.nan, device=self._on) for _ in range(2)]
         if not is_quantised(self.kv_dtype):
@@ -217,7 +227,7 @@ class _Bench:
         return KvLayer(*filled, *(torch.full(place, torch.nan, device=self._on) for _ in range(2)))
 
     def _inputs(self, tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value of so many tokens; always the same."""
+        """Return query, key and value of this many tokens; always the same."""
         heads, kv_heads, size = self.shape.heads, self.shape.kv_heads, self.shape.head_size
         packed = self._random(tokens, heads + 2 * kv_heads, size, seed=seed)
         query, key, value = packed.to(self.dtype).split((heads, kv_heads, kv_heads), dim=1)
@@ -236,18 +246,16 @@ def _read(cache: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
 
 
 def _difference(what: str, got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str:
-    """What is wrong with `got`, "" where nothing is. NaN is right where `want` has it, and nowhere else."""
+    """Return the fault of `got`, or "". NaN must be exactly where `want` has it."""
     got, want = got.double(), want.double()
     if not torch.equal(got.isnan(), want.isnan()):
         count = int((got.isnan() != want.isnan()).sum())
-        return f"{what} is NaN, or is not, in {count} of {got.numel()} places where it should not be"
+        return f"{what} has or lacks NaN wrongly in {count} of {got.numel()} places"
     largest = float(want.nan_to_num().abs().max())
     difference = float((got - want).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).abs().max())
     if difference <= tolerance * largest:
         return ""
-    return (
-        f"{what} differs by {difference:.1e}, where numbers go up to {largest:.1e} and {tolerance:.0e} of it is allowed"
-    )
+    return f"{what} differs by {difference:.1e}; numbers go up to {largest:.1e}, relative tolerance {tolerance:.0e}"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -255,7 +263,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _key(device: Device, shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int) -> str:
-    """Names everything that a result depends on."""
+    """Return a key of everything that a result depends on."""
     from kvforge.worker.device import host_kernel
     from kvforge.worker.device.targets import current_target
 
@@ -278,9 +286,9 @@ def _version(package: str) -> str:
 
 
 def _remember(path: Path, text: str) -> None:
-    """A folder that cannot be written costs the next start a few seconds, and nothing else."""
+    """Record a pass. An unwritable folder only costs the next start a few seconds."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        log.info("the self-test's result is not remembered: %s", error)
+        log.info("the self-test's result is not recorded: %s", error)

@@ -1,12 +1,11 @@
-"""Paged attention by Triton's kernels: which kernel does what of a step, and what each is given.
+"""Paged attention on Triton kernels: chooses the kernels for a step and prepares their arguments.
 
-Tokens that were generated go to `decode`, those of prompts to `prefill`. Kernels write and read numbers of the model's
-dtype or of a quantised one: where a pool holds floats of another dtype than the model's, attention is computed in the
-pool's.
-Shapes that the kernels are not made for (see `supports`) go to the plain-torch reference.
+Generated tokens go to `decode`, prompt tokens to `prefill`. Kernels read and write the model's dtype or a quantised
+one. If a pool stores floats of another dtype than the model's, attention is computed in the pool's. Unsupported shapes
+(see `supports`) go to the plain-torch reference.
 
-Plans depend on the heads of a layer and on its window. Those that one step needed are made for the next one before its
-first layer runs, so that a step's whole structure goes to the device in one copy.
+Plans depend on a layer's heads and window. The plans that one step needed are made for the next one before its first
+layer runs, so that one copy sends the whole structure of a step to the device.
 """
 
 from __future__ import annotations
@@ -37,14 +36,19 @@ from .reference import PLAIN, ReferenceAttention, rotate
 from .write import write_kv
 
 _NOTHING = np.zeros(0, np.int32)
-DECODES_MAX = 512  # rows of one launch, whose parts' results have to lie somewhere: the largest graph has as many
+DECODES_MAX = 512  # rows of one launch, to bound the workspace of parts; also the rows of the largest graph
 
 
 @dataclass(frozen=True)
 class _Decodes:
-    """Rows of a batch that are decodes: as many as one launch takes. at: [n] int64 host, which.
+    """Decodes of one launch.
 
-    tokens, rows: where they lie side by side. token_index, row_index: [n] int64 device, where not.
+    Attributes:
+        at: [n] int64 on the host, rows of the batch.
+        tokens: Their tokens in the flat batch, if consecutive.
+        rows: Their rows, if consecutive.
+        token_index: [n] int64 on the device, otherwise.
+        row_index: [n] int64 on the device, otherwise.
     """
 
     at: IntArray
@@ -55,23 +59,23 @@ class _Decodes:
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter, on the CPU."""
+    """Return whether Triton runs kernels in its interpreter, on the CPU."""
     return bool(knobs.runtime.interpret)
 
 
 def supports(head_size: int) -> bool:
-    """Whether the kernels are made for heads of this size; those of others are the reference's."""
+    """Return whether the kernels support heads of this size; the reference serves all others."""
     return head_size % HEAD_UNIT == 0 and head_size <= HEAD_CLASSES[-1]
 
 
 class TritonAttention:
-    """See PagedAttention. One instance serves all layers of a model, on one stream."""
+    """Attention on Triton kernels; see PagedAttention. One instance serves all layers of a model, on one stream."""
 
     def __init__(self, device: Device) -> None:
         self._target: Target = current_target(device)
         self._reference = ReferenceAttention()
-        self._known: dict[Hashable, Callable[[PagedBatch], Int32Array]] = {}  # plans that the step before this needed
-        self._needed: dict[Hashable, Callable[[PagedBatch], Int32Array]] = {}  # plans that this one has needed so far
+        self._known: dict[Hashable, Callable[[PagedBatch], Int32Array]] = {}  # plans of the previous step
+        self._needed: dict[Hashable, Callable[[PagedBatch], Int32Array]] = {}  # plans of this step so far
         self._current: weakref.ref[PagedBatch] | None = None
         self._workspaces: dict[tuple[int, int], list[DecodeWorkspace]] = {}
         self._copies: dict[tuple[int | torch.dtype, ...], torch.Tensor] = {}
@@ -79,21 +83,24 @@ class TritonAttention:
     def describe(
         self, head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int, window: int
     ) -> tuple[str, str]:
+        """Implement `PagedAttention.describe`."""
         if not supports(head_size):
-            reason = f"{PLAIN}: no kernel takes heads of {head_size}"
+            reason = f"{PLAIN}: no kernel supports heads of {head_size}"
             return reason, reason
         decode = f"Triton, tiles for {self._target.name}"
         copied = is_quantised(kv_dtype) and not hopper_problem(dtype, dtype, head_size, PAGE, window, self._target)
         problem = hopper_problem(dtype, kv_dtype, head_size, block_size, window, self._target)
         if copied:
-            return decode, "Triton for Hopper behind a copy, portable where few tokens are new"
+            return decode, "Triton for Hopper after a copy, portable for few new tokens"
         return decode, f"Triton, portable: {problem}" if problem else "Triton for Hopper"
 
     def kv_slots(self, batch: PagedBatch) -> torch.Tensor:
+        """Implement `PagedAttention.kv_slots`."""
         self._preload(batch)
         return batch.kv_slots_on_device
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
+        """Implement `PagedAttention.write`."""
         if not supports(key.shape[2]):
             self._reference.write(key, value, layer, batch)
             return
@@ -113,6 +120,7 @@ class TritonAttention:
         layer: KvLayer,
         batch: PagedBatch,
     ) -> torch.Tensor:
+        """Implement `PagedAttention.write_rotated`."""
         if not supports(key.shape[2]):
             return self._reference.write_rotated(query, key, value, cos, sin, layer, batch)
         check_write(key, value, layer, batch)
@@ -126,6 +134,7 @@ class TritonAttention:
         return query
 
     def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
+        """Implement `PagedAttention.attend`."""
         check_attend(query, layer, batch)
         if not supports(query.shape[2]):
             return self._reference.attend(query, layer, batch, options)
@@ -161,7 +170,7 @@ class TritonAttention:
         options: AttentionOptions,
         output: torch.Tensor,
     ) -> None:
-        """Quantised rows with many new tokens are dequantised first, where that lets a faster kernel have them."""
+        """Prefill, after dequantising quantised rows with many new tokens if a faster kernel can serve them then."""
         heads, target = query.shape[1], self._target
         shapes = [prefill_shape(heads, query.dtype, layer, options, target, copied) for copied in (False, True)]
         copies = is_quantised(layer.keys.dtype) and shapes[True].hopper
@@ -179,7 +188,7 @@ class TritonAttention:
             paged_prefill(query, layer, tables, items, output, options, target, pages, workspace)
 
     def _pages(self, pages: int, layer: KvLayer, dtype: torch.dtype) -> torch.Tensor:
-        """A workspace of at least so many pages, one for all layers of a shape: they run one after another."""
+        """Return a workspace of at least `pages` pages, shared by all layers of a shape, which run in sequence."""
         key = (*layer.keys.shape[2:], dtype)
         held = self._copies.get(key)
         if held is None or held.shape[1] < pages:
@@ -198,7 +207,7 @@ class TritonAttention:
         options: AttentionOptions,
         output: torch.Tensor,
     ) -> None:
-        """number: of the launch, whose rows these are."""
+        """Decode the rows of launch `number`."""
         count, heads, head_size = query.shape
         shape = (heads, layer.keys.shape[2], head_size, layer.keys.dtype, options.window)
         planner = decode_planner(count, *shape, self._target)
@@ -208,7 +217,7 @@ class TritonAttention:
         paged_decode(query, layer, tables, plan, output, workspace, options, self._target)
 
     def _decode_plan(self, shape: tuple[int, int, int, torch.dtype, int], number: int, batch: PagedBatch) -> Int32Array:
-        """Of launch `number`, nothing where a batch has no such one."""
+        """Return the plan of launch `number`, or nothing if the batch has no such launch."""
         launches = _decodes_of(batch)
         if number >= len(launches):
             return _NOTHING
@@ -216,7 +225,7 @@ class TritonAttention:
         return decode_planner(len(lengths), *shape, self._target).plan(lengths)
 
     def _preload(self, batch: PagedBatch) -> None:
-        """Called before anything else of a batch is used: sends what the step before it needed, all at once."""
+        """Send the plans that the previous step needed, in one copy, before the batch is used otherwise."""
         if batch.is_static or (self._current is not None and self._current() is batch):
             return
         self._known, self._needed, self._current = self._needed, {}, weakref.ref(batch)
@@ -228,41 +237,41 @@ class TritonAttention:
         return batch.device_array(key, make)
 
     def _workspace(self, planner: DecodePlanner, heads: int, head_size: int, device: torch.device) -> DecodeWorkspace:
-        """Memory for one launch, shared by all of them: they run one after another.
+        """Return memory for one launch, shared by all launches, which run one after another.
 
-        What was once given stays allocated: a captured graph may read it.
+        Memory once returned stays allocated, because a captured graph may read it.
         """
         made = self._workspaces.setdefault((heads, head_size), [])
         counters = planner.rows_max * heads
         if not made or len(made[-1].partials) < planner.items_max or len(made[-1].counters) < counters:
-            rows_max = 1 << (planner.rows_max - 1).bit_length()  # doubling bounds what is left unused
+            rows_max = 1 << (planner.rows_max - 1).bit_length()  # doubling bounds the waste
             made.append(DecodeWorkspace.allocate(replace(planner, rows_max=rows_max), heads, head_size, device))
         return replace(made[-1], partials=made[-1].partials[: planner.items_max])
 
 
 def _placed(numbers: torch.Tensor) -> torch.Tensor:
-    """numbers [tokens, heads, head_size], or a copy where its heads begin elsewhere than at multiples of 16 bytes."""
+    """Return numbers [tokens, heads, head_size], copied if its heads are not aligned to 16 bytes."""
     if numbers.data_ptr() % 16 or any(stride % HEAD_UNIT for stride in numbers.stride()[:2]):
         return numbers.clone(memory_format=torch.contiguous_format)
     return numbers
 
 
 def _stored_from(dtype: torch.dtype, layer: KvLayer) -> torch.dtype:
-    """The dtype that `write_kernel` is given: the model's, or the pool's where that is another kind of float."""
+    """Return the input dtype of `write_kernel`: the model's, or the pool's if that is another float dtype."""
     return dtype if is_quantised(layer.keys.dtype) else layer.keys.dtype
 
 
 def _computed_in(dtype: torch.dtype, layer: KvLayer) -> torch.dtype:
-    """The dtype of queries and of what attention gives."""
+    """Return the dtype of queries and results of attention."""
     if not is_quantised(layer.keys.dtype):
         return layer.keys.dtype
     return torch.float16 if dtype == torch.float32 else dtype
 
 
 def _prefill_parts(batch: PagedBatch, group: int, steady: bool) -> list[IntArray]:
-    """Rows that are no decodes: first those that are read where they lie, then each group to copy first.
+    """Return the rows that are no decodes: first those read in place, then each group to copy first.
 
-    group: query heads of a KV head where copies help, 0 where they do not. steady: see `copy_groups`.
+    group: query heads of a KV head if copies help, else 0. steady: see `copy_groups`.
     """
     key = ("prefill parts", group)
     if key not in batch.plans:
@@ -274,7 +283,7 @@ def _prefill_parts(batch: PagedBatch, group: int, steady: bool) -> list[IntArray
 
 
 def _prefill_plan(tokens: int, group: int, number: int, steady: bool, batch: PagedBatch) -> Int32Array:
-    """The tiles of part `number`, nothing where a batch has no such part."""
+    """Return the tiles of part `number`, or nothing if the batch has no such part."""
     parts = _prefill_parts(batch, group, steady)
     if number >= len(parts) or not len(parts[number]):
         return _NOTHING
@@ -286,7 +295,7 @@ def _copy_plan(tokens: int, group: int, number: int, steady: bool, batch: PagedB
 
 
 def _others_of(batch: PagedBatch) -> IntArray:
-    """Rows that are no decodes: [n] int64 host."""
+    """Return the rows that are no decodes: [n] int64 on the host."""
     return np.flatnonzero(~batch.generated)
 
 

@@ -1,8 +1,8 @@
-"""The kernel that stores K and V of new tokens, rotates them first where the model's layout allows, and quantises.
+"""The kernel that stores K and V of new tokens, after rotation where the layout allows it, and quantises them.
 
-One program does a few heads of one token: of the query (rotated and nothing else), of the key, or of the value. A head
-is worked on as two halves held by the same thread, number i of the first beside number i of the second, because that
-is what the rotation mixes: so a query can be rotated in place. `reference.write_kv` computes the same in plain torch.
+One program handles a few heads of one token's query (only rotated), key or value. A thread holds both
+halves of a head, with number i of the first beside number i of the second, because rotation mixes these; a query can
+therefore be rotated in place. `reference.write_kv` computes the same in plain torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvforge.worker.device.target import HEAD_UNIT, Target, head_class, in_units
 from .interface import KvLayer
 from .quantised import SCALE_MIN, TOP, as_bytes, is_quantised
 
-HEADS = 8  # of one program
+HEADS = 8  # heads of one program
 _UNIT = tl.constexpr(HEAD_UNIT)
 _SCALE_MIN = tl.constexpr(SCALE_MIN)
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)  # x + this - this is x rounded to the nearest integer, ties to even
@@ -26,14 +26,14 @@ _ROUNDER = tl.constexpr(1.5 * 2.0**23)  # x + this - this is x rounded to the ne
 
 @triton.jit
 def _load_heads(source, heads, columns, inside_heads, inside):
-    """[HEADS, columns] float32; zeros outside."""
+    """Load [HEADS, columns] as float32, with zeros outside."""
     mask = inside_heads[:, None] & inside[None, :]
     return tl.load(source + heads[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _rotate(first, second, cosines, sines, token, rotated_size, columns, inside):
-    """x cos + rotate_half(x) sin for both halves of each head. cosines, sines: [tokens, rotated_size]."""
+    """Compute x cos + rotate_half(x) sin for both halves of each head. cosines, sines: [tokens, rotated_size]."""
     half = rotated_size // 2
     row = token * rotated_size + columns
     cosine_first = tl.load(cosines + row, mask=inside, other=0.0).to(tl.float32)
@@ -46,8 +46,10 @@ def _rotate(first, second, cosines, sines, token, rotated_size, columns, inside)
 
 @triton.jit
 def rotated_pair(first, second, cosine_first, cosine_second, sine_first, sine_second):
-    """Both halves of heads, rotated. Which of two products a sum takes in before it is rounded is said here, or the
-    compiler chooses, in each kernel anew."""
+    """Rotate both halves of heads.
+
+    Explicit fused multiply-adds fix the rounding, which the compiler would otherwise choose differently in each kernel.
+    """
     first, cosine_first = tl.broadcast(first, cosine_first)
     second, cosine_second = tl.broadcast(second, cosine_second)
     return tl.fma(first, cosine_first, -(second * sine_first)), tl.fma(second, cosine_second, first * sine_second)
@@ -55,21 +57,21 @@ def rotated_pair(first, second, cosine_first, cosine_second, sine_first, sine_se
 
 @triton.jit
 def _largest(numbers):
-    """max |x| over each row [HEADS]; infinite where a number is not finite."""
+    """Return max |x| of each row [HEADS]; infinite if a number is not finite."""
     sizes = tl.abs(numbers)
     return tl.max(tl.where(sizes < float("inf"), sizes, float("inf")), axis=1)
 
 
 @triton.jit
 def _to_e4m3(numbers):
-    """[...] float32, at most 448 in size, rounded to the bits of float8_e4m3fn, ties to even: [...] int8.
+    """Round float32 numbers [...] of at most 448 to the bits of float8_e4m3fn, ties to even: [...] int8.
 
-    In integers, because only some GPUs have an instruction for it, and the result must be the same on all.
+    This uses integers, because only some GPUs have an instruction for it, and all must give the same result.
     """
     bits = numbers.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # 20 of 23 mantissa bits go; bias 127 to 7
-    # Below 2^-6 the last bit is worth 2^-9, as it is in float32 from 2^14 on: adding 2^14 rounds there.
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # drop 20 of 23 mantissa bits; bias 127 to 7
+    # Below 2^-6 the last bit is 2^-9, as it is in float32 from 2^14 on: adding 2^14 rounds there.
     sum_bits = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)
     small = size < (121 << 23)
     return (tl.where(small, sum_bits - (141 << 23), normal) | ((bits >> 24) & 0x80)).to(tl.int8)
@@ -77,7 +79,7 @@ def _to_e4m3(numbers):
 
 @triton.jit
 def _encode(numbers, divisors, top, QUANTISED: tl.constexpr, dtype: tl.constexpr):
-    """numbers [HEADS, columns] float32 as `dtype`. divisors: [HEADS]; infinite for rows that are stored as zeros."""
+    """Encode numbers [HEADS, columns] float32 as `dtype`. divisors: [HEADS]; infinite for rows stored as zeros."""
     if QUANTISED:
         finite = tl.where(tl.abs(numbers) < float("inf"), numbers, 0.0)
         quotients = tl.math.div_rn(finite, tl.broadcast_to(divisors[:, None], finite.shape))
@@ -98,8 +100,10 @@ def _store_heads(target, heads, columns, inside_heads, inside, numbers):
 
 @triton.jit
 def _columns(head_size, rotated_size, HALF: tl.constexpr, REST: tl.constexpr):
-    """Where the numbers of a head are: columns of the first half and how many they are, which of them and of the second
-    half's exist, and the columns beyond both halves and which of those exist.
+    """Return the layout of a head's numbers.
+
+    These are the columns of the first half, their number, the valid ones of the first and of the second half, the
+    columns beyond both halves, and the valid ones of these.
     """
     width = rotated_size
     if rotated_size == 0:
@@ -128,13 +132,14 @@ def _store_cache(
     REST: tl.constexpr,
     QUANTISED: tl.constexpr,
 ):
-    """Heads of one token, rotated where `rotated_size` is above 0.
+    """Store heads of one token, rotated if `rotated_size` is above 0.
 
     new: (numbers of the token, stride from head to head). stored: (cache, scales, top). rotary: (cosines, sines,
-    rotated_size). position: (token, its slot in the cache, which HEADS of its heads). shape: (heads, head_size).
+    rotated_size). position: (token, its slot in the cache, index of the group of HEADS heads). shape: (heads,
+    head_size).
 
-    K and V each come here with pointers of their own: where a kernel chooses between pointers, Triton's AMD backend
-    fails to compile it.
+    K and V are stored by separate calls with their own pointers: Triton's AMD backend fails to compile a kernel that
+    selects between pointers.
     """
     source, stride = new
     cache, scales, top = stored
@@ -177,7 +182,7 @@ def _store_cache(
         )
 
 
-# As of `decode_kernel`: nothing is gained by compiling these in.
+# As in `decode_kernel`, specialising on these arguments gains nothing.
 @triton.jit(
     do_not_specialize=[
         "query_stride", "query_head_stride", "key_stride", "key_head_stride", "value_stride", "value_head_stride",
@@ -219,16 +224,16 @@ def write_kernel(
     QUANTISED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Grid: [tokens, query_units + 2 kv_units].
+    """Rotate and store. Grid: [tokens, query_units + 2 kv_units].
 
     query, key, value, rotated: [tokens, heads, head_size], contiguous along head_size. Strides and head_size: in units
-    of HEAD_UNIT numbers. rotated_size: numbers of a head that are rotated, 0: none. HALF: columns of a half, padded to
-    a power of two; REST: of what is beyond the rotated part, 0 where there is nothing. top: largest number of a
-    quantised format, whose bits `keys` and `values` hold. CHAINED: launched before the kernel before it is done
-    (programmatic dependent launch).
+    of HEAD_UNIT numbers. rotated_size: rotated numbers of a head, 0: none. HALF: columns of a half, padded to a power
+    of two; REST: padded columns beyond the rotated part, 0 if there are none. top: largest number of the quantised
+    format that `keys` and `values` hold as bits. CHAINED: launched before the previous kernel has ended (programmatic
+    dependent launch).
     """
     if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()  # its few programs leave room for the next kernel's everywhere
+        tl.extra.cuda.gdc_launch_dependents()  # few programs: the next kernel fits on every multiprocessor
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1)
@@ -269,7 +274,7 @@ def write_kernel(
 
 
 def write_constants(head_size: int, rotated_size: int, kv_dtype: torch.dtype, target: Target) -> dict[str, Any]:
-    """The kernel's compile-time constants. rotated_size: numbers of a head that are rotated, 0: none."""
+    """Return the kernel's compile-time constants. rotated_size: rotated numbers of a head, 0: none."""
     size = head_class(head_size)
     return {
         "HEADS": HEADS,
@@ -291,13 +296,19 @@ def write_kv(
     target: Target,
     output: torch.Tensor | None = None,
 ) -> None:
-    """Stores K and V of new tokens; with `cos` and `sin`, the key (and the query, where given) rotated.
+    """Store K and V of new tokens; with `cos` and `sin`, rotate the key, and the query if given.
 
-    query: [tokens, heads, head_size] float device; None where it is not to be rotated. key, value:
-    [tokens, kv_heads, head_size] float device. All contiguous along head_size. cos, sin: [tokens, rotated] float
-    device, contiguous, as transformers' rotary modules give them: the first `rotated` numbers x of each head become
-    x cos + rotate_half(x) sin, the rest stay. slots: [tokens] int32 or int64 device, -1: nothing is stored.
-    output: where the rotated query goes, as `query`; None: in place.
+    Args:
+        query: [tokens, heads, head_size] float on the device; None: do not rotate a query.
+        key: [tokens, kv_heads, head_size] float on the device, contiguous along head_size, as are all three.
+        value: As `key`.
+        cos: [tokens, rotated] float on the device, contiguous, from transformers' rotary modules: the first `rotated`
+            numbers x of each head become x cos + rotate_half(x) sin, the rest stays.
+        sin: As `cos`.
+        layer: The layer's cache.
+        slots: [tokens] int32 or int64 on the device; -1: do not store.
+        target: The architecture.
+        output: Receives the rotated query; None: rotate in place.
     """
     tokens, kv_heads, head_size = key.shape
     rotated_size = 0 if cos is None else cos.shape[1]

@@ -146,7 +146,7 @@ def test_health_for_probes(folder: Path, run: Any) -> None:
         assert out == (
             "live: yes\nready: yes\n  w0  pid 1  ready  17 steps, 2.5 s on the current one\n"
             "    device memory: weights 3 GiB, pool 5 MiB, other 1000 B\n"
-            "    prefill: Triton, portable: this device is no Hopper\n"
+            "    prefill: Triton, portable: this device is not a Hopper GPU\n"
         )
         assert run(*base, "--ready") == (0, "ready\n", "")
         status, out, _ = run(*base, "--ready", "--json")

@@ -232,7 +232,7 @@ def test_copied_rows_on_a_gpu(case: Case) -> None:
     target, made = current_target(device), Made(case, device.torch_device)
     shape = prefill_shape(made.query.shape[1], case.query, made.layer, case.options, target, copied=True)
     if not shape.hopper:
-        pytest.skip("no workspace is of use here")
+        pytest.skip("the portable kernel uses no workspace")
     check(case, target, device.torch_device, copied=True)
 
 

@@ -27,9 +27,7 @@ HOPPER = TARGETS["sm_90"]
 @pytest.mark.parametrize("version", ["3.4.0", "3.5.1", "3.10.0", "4.0.0", "3.6.0", "3.9.1+git1"])
 def test_other_versions_of_triton_do_without_the_kernel_for_hopper(version: str) -> None:
     takes = version.startswith(("3.6", "3.9"))
-    assert gluon_problem(version) == (
-        "" if takes else f"the kernel for Hopper is written for Triton 3.6 to 3.9, this is {version}"
-    )
+    assert gluon_problem(version) == ("" if takes else f"the Hopper kernel needs Triton 3.6 to 3.9, this is {version}")
 
 
 @pytest.mark.parametrize(
@@ -37,12 +35,12 @@ def test_other_versions_of_triton_do_without_the_kernel_for_hopper(version: str)
     [
         ((BF16, BF16, 128, 16, 0, HOPPER), ""),
         ((BF16, BF16, 128, 16, 100, HOPPER), ""),
-        ((BF16, BF16, 128, 16, 0, TARGETS["sm_89"]), "this device is no Hopper"),
-        ((F32, F32, 128, 16, 0, HOPPER), "the kernel for Hopper reads 16-bit K and V of the model's dtype"),
-        ((BF16, I8, 128, 16, 0, HOPPER), "the kernel for Hopper reads 16-bit K and V of the model's dtype"),
-        ((BF16, BF16, 128, 12, 0, HOPPER), "the kernel for Hopper takes no blocks of 12"),
-        ((BF16, BF16, 128, 16, 10, HOPPER), "the kernel for Hopper takes no blocks of 16 with a window of 10"),
-        ((BF16, BF16, 512, 16, 0, HOPPER), "the kernel for Hopper takes no heads of 512"),
+        ((BF16, BF16, 128, 16, 0, TARGETS["sm_89"]), "this device is not a Hopper GPU"),
+        ((F32, F32, 128, 16, 0, HOPPER), "the Hopper kernel reads 16-bit K and V of the model's dtype"),
+        ((BF16, I8, 128, 16, 0, HOPPER), "the Hopper kernel reads 16-bit K and V of the model's dtype"),
+        ((BF16, BF16, 128, 12, 0, HOPPER), "the Hopper kernel cannot read blocks of 12"),
+        ((BF16, BF16, 128, 16, 10, HOPPER), "the Hopper kernel cannot read blocks of 16 with a window of 10"),
+        ((BF16, BF16, 512, 16, 0, HOPPER), "the Hopper kernel cannot read heads of 512"),
     ],
 )
 def test_what_is_said_is_what_is_chosen(arguments: Any, reason: str) -> None:
@@ -60,11 +58,9 @@ def test_a_triton_attention_tells_its_kernels(cpu: Device, monkeypatch: pytest.M
         return TritonAttention(cpu).describe(*arguments)
 
     assert told("sm_90", 128, BF16, BF16, 16, 0) == ("Triton, tiles for sm_90", "Triton for Hopper")
-    assert (
-        told("sm_90", 128, BF16, I8, 16, 0)[1] == "Triton for Hopper behind a copy, portable where few tokens are new"
-    )
-    assert told("sm_86", 128, BF16, BF16, 16, 0)[1] == "Triton, portable: this device is no Hopper"
-    assert told("sm_90", 300, BF16, BF16, 16, 0) == ("plain torch: no kernel takes heads of 300",) * 2
+    assert told("sm_90", 128, BF16, I8, 16, 0)[1] == "Triton for Hopper after a copy, portable for few new tokens"
+    assert told("sm_86", 128, BF16, BF16, 16, 0)[1] == "Triton, portable: this device is not a Hopper GPU"
+    assert told("sm_90", 300, BF16, BF16, 16, 0) == ("plain torch: no kernel supports heads of 300",) * 2
     monkeypatch.setattr(prefill_plan, "gluon_problem", lambda: "Triton is too old")
     assert told("sm_90", 128, BF16, BF16, 16, 0)[1] == "Triton, portable: Triton is too old"
 
