@@ -1,4 +1,4 @@
-"""For tests that play whole worlds: with what other tests have in memory Python would look for dead ones too late."""
+"""Fixtures for tests that run whole worlds: other tests' objects would delay the collection of dead worlds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tools.simulation.runner import collected_at_their_end
 
 @pytest.fixture(autouse=True, scope="module")
 def apart() -> Iterator[None]:
-    """What is there before is not looked through."""
+    """Exclude existing objects from garbage collection."""
     with collected_at_their_end():
         yield
 
 
 @pytest.fixture(autouse=True)
 def over() -> Iterator[None]:
-    """The worlds of a test go with it, and their files."""
+    """Collect the worlds of a test, and their files, at its end."""
     yield
     gc.collect()

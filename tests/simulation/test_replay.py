@@ -1,4 +1,4 @@
-"""Everything that enters the core is an event: a list of them makes the same machine again, in any process."""
+"""Everything that enters the core is an event, and a list of events rebuilds the same machine in any process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Many seeds of the whole control plane, and that the simulator itself can be trusted.
+"""Many seeds of the whole control plane, and checks of the simulator itself.
 
-KVFORGE_SIM_START chooses other seeds than the fixed ones; KVFORGE_SIM_SEEDS how many.
+KVFORGE_SIM_START sets the first seed, KVFORGE_SIM_SEEDS the number of seeds.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def test_a_digest_sees_every_change_but_not_identity() -> None:
     one, two = Box({"a": array, "b": [1, 2.5, None]}), Box({"a": array.copy(), "b": [1, 2.5, None]})
     assert digest(one) == digest(two)
     two.changed.append(2)
-    assert digest(one) == digest(two), "lists of what is to be published do not count"
+    assert digest(one) == digest(two), "lists of unpublished changes do not count"
     array[1] = 7
     assert digest(one) != digest(two)
     assert digest(Box(np.array([1], np.int32))) != digest(Box(np.array([1], np.int64)))

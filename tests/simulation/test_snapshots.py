@@ -1,4 +1,4 @@
-"""That snapshots and likenesses leave nothing out: whatever number of the core changes, it shows."""
+"""Snapshots and likenesses leave nothing out: a change of any number of the core shows."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from tools.simulation.world import World
 
 EVENTS_MAX = 1500
 NO_STATE = SimulatedCoordinator | FunctionType | BuiltinFunctionType | type
-# A refusal is counted, its sender is known from then on, and time passes: what no snapshot says.
+# A refusal is counted, makes its sender known, and takes time; snapshots leave these out.
 NOT_SAID = {("RequestTable", "refused_total"), ("Clock", "now_us")}
 
 
 class Enough(Exception):
-    """The world is as the test wants it."""
+    """The world has reached the state that the test needs."""
 
 
 @pytest.fixture(params=[3, 5])
 def busy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Machine, Snapshots]]:
-    """A machine in the middle of its work: rows run and requests wait. Its snapshots know what was there at first."""
+    """A busy machine with running rows and waiting requests; its snapshots were set up at the start."""
     settings, drawer = drawn(request.param)
     world = World(settings, str(request.param), tmp_path)
     machine = world.coordinator.machine
@@ -56,7 +56,7 @@ def busy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Machi
 
 
 def objects(machine: Machine) -> list[Any]:
-    """All that is reachable, found by attributes and items, not as pickle finds it; no request that ended."""
+    """Return all reachable objects, found by attributes and items instead of pickle; without finished requests."""
     found: dict[int, Any] = {}
     ended = set(map(id, machine.requests.finished.values()))
     stack: list[Any] = [machine]
@@ -79,7 +79,7 @@ def objects(machine: Machine) -> list[Any]:
 
 
 def attributes(value: Any) -> list[tuple[str, Any]]:
-    """Those that can be set."""
+    """Return the attributes that can be set."""
     if isinstance(value, Request):
         return [(name, getattr(value, name)) for name in Request.__slots__]
     return list(getattr(value, "__dict__", {}).items())
@@ -104,7 +104,7 @@ def test_a_snapshot_shows_every_change_of_a_number(busy: tuple[Machine, Snapshot
 
 def test_a_likeness_shows_every_change_of_a_number(busy: tuple[Machine, Snapshots]) -> None:
     machine, _ = busy
-    machine.cache.store.changed = None  # what mirrors are still to be told is no part of the state
+    machine.cache.store.changed = None  # events not yet sent to mirrors are not part of the state
     every_change_shows(machine, lambda: likeness(machine), set())
 
 
@@ -120,7 +120,7 @@ def test_the_order_of_a_set_is_no_difference(busy: tuple[Machine, Snapshots]) ->
 
 
 def every_change_shows(machine: Machine, said: Callable[[], Any], not_said: set[tuple[str, str]]) -> None:
-    """Changes each number and each array of the machine, and back. said: of the machine's state."""
+    """Change each number and each array of the machine and back; `said` returns the state."""
     before = said()
     arrays = numbers = 0
     for value in objects(machine):

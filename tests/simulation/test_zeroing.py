@@ -1,4 +1,4 @@
-"""With `zero_on_tenant_change` no tenant is given what another one left in a block: seen where it would be."""
+"""With `zero_on_tenant_change`, no tenant gets another tenant's data in a block; the simulator would notice."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ real_take = Zeroing.take
 
 
 def none_owed(_self: Zeroing, _ids: Any, _tenant: int) -> None:
-    """A block changes tenant, and nobody notes it."""
+    """A fault: a block that changes tenant is not recorded."""
 
 
 def last_one_lost(self: Zeroing) -> Any:
-    """A step names all but one of the blocks."""
+    """A fault: a step omits one of the blocks to zero."""
     return real_take(self)[:-1]
 
 
 def owed_for_ever(self: Zeroing) -> Any:
-    """A block is zeroed again in each later step, whatever is in it."""
+    """A fault: a block is zeroed again in each later step, whatever its contents."""
     return np.fromiter(self._owed, np.int32, len(self._owed))
 
 

@@ -1,4 +1,4 @@
-"""python -m tools.simulation --seeds 1000: many simulated worlds, a progress line, and the first that fails, shrunk."""
+"""python -m tools.simulation --seeds 1000: runs simulated worlds, shows progress, and shrinks the first failure."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tools.simulation.world import FULL_CHECK_EVERY
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.simulation", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=100, help="how many")
+    parser.add_argument("--seeds", type=int, default=100, help="number of seeds")
     parser.add_argument("--start", type=int, default=0, help="the first seed")
-    parser.add_argument("--events", type=int, default=2000, help="events drawn for each seed, before it calms down")
+    parser.add_argument("--events", type=int, default=2000, help="events per seed before the calm end")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument(
-        "--check-every", type=int, default=FULL_CHECK_EVERY, help="full invariants after every so many events"
+        "--check-every", type=int, default=FULL_CHECK_EVERY, help="events between two full invariant checks"
     )
-    parser.add_argument("--seed", type=int, help="this one alone")
-    parser.add_argument("--digests", action="store_true", help="print a digest of each seed: of all that left the core")
-    parser.add_argument("--trace", action="store_true", help="print what happened, with digests; needs --seed")
+    parser.add_argument("--seed", type=int, help="run only this seed")
+    parser.add_argument("--digests", action="store_true", help="print a digest of the core's output for each seed")
+    parser.add_argument("--trace", action="store_true", help="print every event with digests; needs --seed")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
-    """Exit status 1 where a seed failed."""
+    """Run the command and return exit status 1 if a seed failed."""
     options = parse()
     if options.seed is not None and options.trace:
         print("\n".join(trace_seed(options.seed, options.events)))
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def play_seeds(options: argparse.Namespace) -> int:
-    """Exit status 1 where one failed."""
+    """Run the seeds and return exit status 1 if one failed."""
     seeds = [options.seed] if options.seed is not None else range(options.start, options.start + options.seeds)
     if options.digests:
         for seed in seeds:
@@ -75,7 +75,7 @@ def play_seeds(options: argparse.Namespace) -> int:
         return 0
     print(f"seed {failed.seed} failed after {failed.events} events: {failed.error}\n")
     print(shrunk_text(failed, options.events))
-    print(f"\nagain: python -m tools.simulation --seed {failed.seed} --events {options.events}")
+    print(f"\nto repeat: python -m tools.simulation --seed {failed.seed} --events {options.events}")
     return 1
 
 

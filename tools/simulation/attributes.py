@@ -1,7 +1,7 @@
-"""The attributes of a machine's parts, without asking a part for its `__dict__`.
+"""Reads the attributes of a machine's parts without touching `__dict__`.
 
-Python makes one when it is asked, and from then on whatever looks at the part's attributes takes longer. So the first
-part of a class is asked, once, and all others of that class have the same.
+Python creates an object's `__dict__` on first access, and attribute access is slower from then on. Only the first
+object of each class is therefore asked for its `__dict__`; the others have the same attributes.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-# What the simulator puts between the parts of a machine.
+# attributes that the simulator installs between the parts of a machine
 WATCHERS = frozenset({"watcher", "plan", "end", "_start", "add", "requeue", "_make_way"})
 
 
 class _Attributes(NamedTuple):
-    """Their names, and what gets one more than these: so that a tuple is what comes of a single one too."""
+    """Attribute names of a class, and a getter that reads one extra attribute, so that it always returns a tuple."""
 
     names: tuple[str, ...]
     get: Callable[[Any], tuple[Any, ...]]
@@ -33,11 +33,11 @@ def _of_class(part: Any, but: frozenset[str]) -> _Attributes:
 
 
 def getter(part: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """What gets the values of all attributes of parts of this class."""
+    """Return a getter of all attribute values for objects of this class."""
     return _of_class(part, frozenset()).get
 
 
 def attributes(part: Any, but: frozenset[str] = WATCHERS) -> dict[str, Any]:
-    """The attributes by name. but: those that do not count."""
+    """Return the attributes by name, except those in `but`."""
     names, get = _of_class(part, but)
     return dict(zip(names, get(part), strict=False))

@@ -1,5 +1,4 @@
-"""The end of a simulated world: no more faults, and everything gets on. What was accepted ends, what was taken is given
-back, and the pools are empty."""
+"""The calm end of a simulated world: without further faults, all accepted work ends and the pools are empty."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from tools.simulation.workers import Violation
 if TYPE_CHECKING:
     from tools.simulation.world import World
 
-# Two dozen small requests, each of which gets on in every step: a few hundred turns at most.
+# Two dozen small requests that progress in every step need a few hundred turns at most.
 CALM_TURNS_MAX = 1_000
 
 
 class Calm:
-    """Sees one world to its end."""
+    """Brings one world to its end."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -31,45 +30,45 @@ class Calm:
         return self._world.coordinator.machine
 
     def come(self) -> None:
-        """Raises Violation where something does not get on, or is left over."""
+        """Run the world to its end; raise Violation if work stalls or anything is left over."""
         world = self._world
         world.calm = world.delays.calm = True
         world.coordinator.death = None
-        self._until("the coordinator is there", lambda: world.coordinator.up and not world.coordinator.stands)
+        self._until("the coordinator runs", lambda: world.coordinator.up and not world.coordinator.stands)
         for worker in world.workers.values():
             worker.garble = ""
         for client in world.clients.values():
             client.duplicate_share = 0.0
             client.read_on()
             client.connect(resume=True)
-            client.send(GetHealth)  # one that was dropped learns it now
+            client.send(GetHealth)  # a dropped client notices it here
         self._drain()
         arrived_us = world.clock.now_us + world.delays.long_us + world.delays.short_us
-        self._until("what was on its way has arrived", lambda: world.clock.now_us > arrived_us)
+        self._until("all messages in transit have arrived", lambda: world.clock.now_us > arrived_us)
         self._until("all workers are ready", self._all_ready)
         self._until("clients are answered", self._answered)
         first = world.turns
-        while self._machine.requests.live:  # what a request leaves behind may be what the next one waits for
+        while self._machine.requests.live:  # the next request may wait for what this one releases
             self._give_back(idle_only=True)
             pause_until = world.turns + 50
-            self._until("it goes on", partial(self._paused, pause_until))
+            self._until("the pause ends", partial(self._paused, pause_until))
             if world.turns - first > CALM_TURNS_MAX:
-                self._too_long("everything accepted ends")
+                self._too_long("every accepted request ends")
         self._until("every stream has ended", self._all_read)
         self._give_back(idle_only=False)
         for client in world.clients.values():
             client.goodbye()
         self._until("clients are gone", lambda: not self._machine.clients)
-        self._until("nothing is under way", self._settled)
+        self._until("no step is in flight", self._settled)
         world.coordinator.checker.full()
         self._empty()
 
     def _drain(self) -> None:
-        """Some runs end with a Drain, or a signal; a request that comes after it is refused."""
+        """End some runs with a Drain or a signal; later requests must be refused."""
         world = self._world
         drain_ms, now_us = world.settings.drain_ms, world.steady_us
         for name in sorted(world.settings.bound.keys() & world.clients.keys()):
-            world.clients[name].send(Drain)  # which it may not
+            world.clients[name].send(Drain)  # it lacks the right
         if drain_ms >= 0:
             client = next(iter(world.clients.values()))
             if world.settings.drain_by_signal:
@@ -104,10 +103,10 @@ class Calm:
 
     def _too_long(self, what: str) -> None:
         live = [f"{r.id} {r.state}" for r in self._machine.requests.live.values()]
-        raise Violation(f"without faults, {CALM_TURNS_MAX} turns were not enough until {what}; live: {live}")
+        raise Violation(f"{CALM_TURNS_MAX} turns without faults were not enough until {what}; live: {live}")
 
     def _give_back(self, idle_only: bool) -> None:
-        """Someone removes every sequence (that no request uses) and every named holder."""
+        """Remove every sequence (with `idle_only`, those without a request) and every named holder."""
         client = next(iter(self._world.clients.values()))
         s, blocks = self._machine.cache.sequences, self._machine.cache.blocks
         for sequence_id, slot in list(s.slot_of.items()):
@@ -116,15 +115,15 @@ class Calm:
         for block, names in list(blocks.external.items()):
             for name in list(names):
                 client.send(UnrefBlock, block_id=block, holder=name)
-        self._until("everything is given back", self._answered)
+        self._until("everything is released", self._answered)
 
     def _empty(self) -> None:
         machine = self._machine
         if len(machine.cache.sequences) or machine.admission.waiting or machine.requests.live:
-            raise Violation("sequences or requests are left over at the end")
+            raise Violation("leaked sequences or requests")
         for group in machine.cache.groups.values():
             pool = group.pool
             if pool.free + pool.cached != pool.count or machine.cache.blocks.refcount.any():
-                raise Violation(f"blocks of {group.name} are left over at the end")
+                raise Violation(f"leaked blocks of {group.name}")
         if self._world.ledger.live:
             raise Violation(f"requests {list(self._world.ledger.live)} never ended")

@@ -1,6 +1,6 @@
-"""Invariants that are cheap enough for every event: a second opinion, written apart from the core's own checks.
+"""Invariants cheap enough to check after every event, implemented independently of the core's own checks.
 
-Mostly in lists and bytes: of a few dozen numbers numpy takes twice as long.
+Most use lists and bytes, because numpy takes twice as long for a few dozen numbers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tools.simulation.settings import tenant_of
 
 
 def _some(holds: npt.NDArray[np.bool_]) -> bool:
-    """any(), which for a few dozen takes several times as long."""
+    """Return any(); faster than numpy for a few dozen values."""
     return b"\1" in holds.tobytes()
 
 
 def _marks(*states: int) -> bytes:
-    """What makes of the states of blocks, a byte each, whether each is one of these."""
+    """Return a translation table that maps block states to 1 if they are among `states`."""
     return bytes(state in states for state in range(256))
 
 
@@ -46,22 +46,24 @@ class Checker:
         self._writers = Writers(machine) if machine.limits.cache.zero_on_tenant_change else None
 
     def goes_on(self, before: Checker) -> None:
-        """The machine was made anew where that one's was: the same steps are under way."""
+        """Take over the steps in flight of the machine that was rebuilt."""
         self._flying, self._payers = before._flying, before._payers
 
     def lengths(self) -> None:
-        """Every sequence holds the blocks of its length, and KV for no more than its tokens."""
+        """Check that every sequence holds the blocks of its length, and KV for at most its tokens."""
         s = self._machine.cache.sequences
         columns = (s.length, s.pending, s.used, s.pool, s.computed, s.scheduled)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for length, pending, used, pool, computed, scheduled in rows:
             tokens = length + pending
-            assert used == (0 if pool < 0 else -(-tokens // s.block_size)), "blocks held disagree with a length"
+            assert used == (0 if pool < 0 else -(-tokens // s.block_size)), "a length does not match its blocks"
             assert computed <= scheduled <= tokens, "KV beyond the tokens"
 
     def light(self) -> None:
-        """Design section 3, 1 to 5: holders are counted exactly, states agree with counts, every pool adds up, and free
-        lists hold free blocks once each."""
+        """Check design section 3, 1 to 5.
+
+        Holder counts are exact, states match counts, every pool adds up, and free lists hold each free block once.
+        """
         s, blocks = self._machine.cache.sequences, self._machine.cache.blocks
         holders = [0] * self._blocks
         for row, used in zip(s.table.tolist(), s.used.tolist(), strict=True):
@@ -72,7 +74,7 @@ class Checker:
         counts = blocks.refcount.tolist()
         assert holders == counts, f"holders {holders}, counts {counts}"
         states = blocks.state.tobytes()
-        assert states.translate(IS_REFERENCED) == (blocks.refcount > 0).tobytes(), "a state disagrees with its count"
+        assert states.translate(IS_REFERENCED) == (blocks.refcount > 0).tobytes(), "a state does not match its count"
         if blocks.external or self._payers:
             self._charged()
         for group in self._machine.cache.groups.values():
@@ -88,27 +90,29 @@ class Checker:
                 self._untouchable(group, states.translate(IS_KEPT))
 
     def _charged(self) -> None:
-        """A block that has names is charged to a tenant that named it, not to the one that computed it."""
+        """Check that a named block is charged to a tenant that named it, not to the one that computed it."""
         cache = self._machine.cache
         named = cache.blocks.external.items()
         self._payers = {b: self._payers.get(b, set()) | {tenant_of(name) for name in names} for b, names in named}
         for block, payers in self._payers.items():
             owner = cache.tenants.names[int(cache.blocks.owner[block])]
-            assert owner in payers, f"block {block} is charged to {owner}, and {sorted(payers)} named it"
+            assert owner in payers, f"block {block} is charged to {owner}, but named by {sorted(payers)}"
 
     def _untouchable(self, group: Any, kept: bytes) -> None:
-        """No block that a step under way may touch is free, or cached and so about to be given to someone else.
+        """Check that no block of a step in flight is free, or cached and therefore about to be reallocated.
 
-        kept: of each block, whether it is neither.
+        Args:
+            group: the worker group.
+            kept: for each block, whether it is neither free nor cached.
         """
         flying = self._flying.setdefault(group.epoch, deque())
         while flying and flying[0][0] < group.sent[0].step_id:
             flying.popleft()
         for step_id, ids in flying:
-            assert all(map(kept.__getitem__, ids)), f"step {step_id} may touch a block that was given up"
+            assert all(map(kept.__getitem__, ids)), f"step {step_id} may touch a released block"
 
     def planned(self, group: Any, step: Step) -> None:
-        """Each block that a new step writes has one holder and is not indexed. Keeps in mind what it touches."""
+        """Check that a new step writes only blocks with one holder and no index entry; record all that it touches."""
         s, blocks = self._machine.cache.sequences, self._machine.cache.blocks
         touched: list[int] = []
         written: list[int] = []
@@ -118,8 +122,8 @@ class Checker:
             touched += row[:end]
             written += row[start // s.block_size : end]
         holders = blocks.refcount[written].tolist()
-        assert holders.count(1) == len(holders), f"step {step.step_id} writes a block that another one holds"
-        assert not _some(blocks.indexed[written]), f"step {step.step_id} writes a block of the prefix index"
+        assert holders.count(1) == len(holders), f"step {step.step_id} writes a shared block"
+        assert not _some(blocks.indexed[written]), f"step {step.step_id} writes an indexed block"
         copies = step.copies.tolist()
         flying = self._flying.setdefault(group.epoch, deque())
         flying.append((step.step_id, array("q", [*touched, *copies[0::3], *copies[1::3]])))
@@ -127,8 +131,7 @@ class Checker:
             self._writers.planned(group, step)
 
     def turned(self, now_us: int) -> None:
-        """After a Turn no sequence is there whose time to live is over, and nothing waits for a step that no worker
-        was sent."""
+        """Check after a turn that no expired sequence is left, and that no block waits for a step that was not sent."""
         s, cache = self._machine.cache.sequences, self._machine.cache
         limited = s.owned & (s.idle_ttl_us > 0) if any(s.idle_ttl_us.tolist()) else NOBODY
         if _some(limited):
@@ -140,23 +143,23 @@ class Checker:
                 assert not (group.pool.quarantined or waiting), f"{group.name} waits for a step that was never sent"
 
     def full(self) -> None:
-        """Everything the core can say about itself."""
+        """Run the core's own invariant checks."""
         self._machine.check_invariants()
 
     def published(self) -> None:
-        """What readers see is what the core knows."""
+        """Check that readers of the published tables see the core's state."""
         s, blocks, tables = self._machine.cache.sequences, self._machine.cache.blocks, self._tables
-        assert not any(version & 1 for version in tables.row_version.tolist()), "a row was left open"
+        assert not any(version & 1 for version in tables.row_version.tolist()), "a row is locked after publishing"
         assert tables.row_length.tolist() == s.length.tolist(), "a length is not published"
         used = s.used.tolist()
         assert tables.row_blocks.tolist() == used, "a count of blocks is not published"
         assert tables.row_sequence.tolist() == s.id.tolist(), "a sequence id is not published"
         rows = zip(tables.block_table.tolist(), s.table.tolist(), used, strict=True)
         wrong = [slot for slot, (told, row, width) in enumerate(rows) if told[:width] != row[:width]]
-        assert not wrong, f"row {wrong[0]} is published with other blocks"
+        assert not wrong, f"row {wrong[0]} is published with wrong blocks"
         assert tables.block_refcount.tolist() == blocks.refcount.tolist(), "a reference count is not published"
         told, known = tables.block_generation.tolist(), blocks.generation.tolist()
-        if told != known:  # of pools that are gone a new table says nothing
+        if told != known:  # a new table has no data about lost pools
             pools = [group.pool for group in self._machine.cache.groups.values()]
             there = {block for pool in pools for block in range(pool.base, pool.base + pool.count)}
             wrong = [b for b, (says, is_) in enumerate(zip(told, known, strict=True)) if says != is_]
@@ -164,7 +167,7 @@ class Checker:
 
 
 class Generations:
-    """A block that is given up gets a new generation: an old name never names new content."""
+    """Checks that a released block gets a new generation, so that stale references never reach new content."""
 
     def __init__(self, machine: Machine) -> None:
         self._blocks = machine.cache.blocks
@@ -172,7 +175,7 @@ class Generations:
         self._seen = self._blocks.state.tobytes(), self._before.tobytes()
 
     def check(self) -> None:
-        """Compares with the event before."""
+        """Compare with the state after the previous event."""
         blocks = self._blocks
         seen = blocks.state.tobytes(), blocks.generation.tobytes()
         if seen == self._seen:
@@ -180,5 +183,5 @@ class Generations:
         free = blocks.state == FREE
         stale = free & ~self._was_free & (blocks.generation == self._before)
         assert not _some(stale), f"block {np.flatnonzero(stale)[0]} was freed and keeps its generation"
-        assert not _some(blocks.generation < self._before), "a generation went back"
+        assert not _some(blocks.generation < self._before), "a generation decreased"
         self._seen, self._was_free, self._before = seen, free, blocks.generation.copy()

@@ -1,4 +1,4 @@
-"""Simulated clients: they send what the actions say, and keep what the replies told them."""
+"""Simulated clients: they send the commands of the actions and record the replies."""
 
 from __future__ import annotations
 
@@ -33,32 +33,35 @@ from tools.simulation.network import Clock, Connection, SimulatedPeers
 from tools.simulation.readings import Readings
 from tools.simulation.workers import Violation
 
-# Saying these twice must do no harm.
+# commands that are safe to send twice
 REPEATABLE = (Hello, Cancel, FinishAt, GetRequest, ListRequests, GetStats, GetHealth, GetSequence, GetTokens)
 
 
-PROBE = "a probe"  # labels an Attach whose offset may be wrong
-SEEK_US = 2_000  # so soon it looks for another coordinator
+PROBE = "a probe"  # the label of an Attach with a possibly invalid offset
+SEEK_US = 2_000  # delay before it looks for another coordinator
 NOT_GREETED = "a client's first message is hello"
 
 
 class Host(Protocol):
-    """What a client sees of the world around it."""
+    """A client's view of the world."""
 
     clock: Clock
 
     def delivered(self) -> None:
-        """A message reached a peer."""
+        """Count a message that reached a peer."""
 
     def is_over(self, request_id: int) -> bool:
-        """Whether a request that somebody was told of may be forgotten by now."""
+        """Return whether the core may have evicted an accepted request."""
 
 
 class SimulatedClient:
-    """One client process. `ids`: what its labels turned out to be.
+    """One client process.
 
-    lasting: it has a session, and comes back by itself where the coordinator has died; then it sends again what it has
-    no answer to, and asks for the rest of what it reads.
+    A `lasting` client has a session. It reconnects when the coordinator has died, repeats unanswered commands, and
+    attaches to the rest of its streams.
+
+    Attributes:
+        ids: label -> id.
     """
 
     def __init__(self, name: str, peers: SimulatedPeers, seed: str, host: Host, lasting: bool = False) -> None:
@@ -75,7 +78,7 @@ class SimulatedClient:
         self._rids = 0
 
     def connect(self, resume: bool) -> None:
-        """A fresh connection, greeted. resume: the same process takes up what it was reading; else it is a new one."""
+        """Open a connection and send the handshake; with `resume`, the process keeps its session."""
         if self.connection is None:
             self.connections += 1
             self._random = Draws(f"{self._seed}/{self.name}/{self.connections}")
@@ -94,7 +97,7 @@ class SimulatedClient:
     # -------------------------------------------------------------------------------------------------------- sessions
 
     def _begin(self, connection: Connection, resume: bool) -> None:
-        """Says who it is. What it asks for before it is let in waits."""
+        """Send the handshake; commands sent before its answer wait."""
         if not (resume and self._session):
             self._session = f"{self.name}/{self.connections}"
             self.readings, self._commands, self.unanswered = Readings(), {}, set()
@@ -121,7 +124,7 @@ class SimulatedClient:
             self.attach(request_id, resume=message.resumed)
 
     def _lost(self) -> None:
-        """The coordinator's process has died."""
+        """Handle the death of the coordinator's process."""
         self.connection = None
         self._seeks += 1
         seeks = self._seeks
@@ -129,7 +132,7 @@ class SimulatedClient:
         self._host.clock.after(delay_us, lambda: self.connect(True) if seeks == self._seeks else None)
 
     def _resume(self) -> None:
-        """Asks for the rest of each stream, and again for whatever has a key and no answer."""
+        """Attach to the rest of each stream, and repeat unanswered commands that have a key."""
         for request_id in self.readings.unfinished():
             self.attach(request_id)
         owed, self._owed = self._owed, {}
@@ -137,35 +140,35 @@ class SimulatedClient:
             self.send(Submit, labels, **fields)
 
     def attach(self, request_id: int, resume: bool = False) -> None:
-        """Asks for what it lacks of a request. resume: unless another one has taken it meanwhile."""
+        """Attach to the missing tokens of a request; with `resume`, unless another client has taken it meanwhile."""
         self.send(Attach, request_id=request_id, offset=self.readings.at(request_id), resume=resume)
 
     def stall(self, room: int) -> None:
-        """It stops reading; `room` more messages fit on the way to it."""
+        """Stop reading; `room` more messages fit into the buffers."""
         if self.connection is not None:
             self.connection.stall(room)
 
     def read_on(self) -> None:
-        """It reads again."""
+        """Resume reading."""
         if self.connection is not None:
             self.connection.read_on()
 
     def disconnect(self) -> None:
-        """The process dies, or loses its connection."""
+        """Drop the connection, as when the process dies."""
         self._seeks += 1
         if self.connection is not None:
             self.connection.cut()
             self.connection = None
 
     def goodbye(self) -> None:
-        """It leaves politely."""
+        """Send a goodbye and disconnect."""
         if self.connection is not None:
             self.connection.send(codec.encode(Goodbye()))
             self.disconnect()
             self.readings, self._session = Readings(), ""
 
     def send(self, cls: type[Message], labels: tuple[str, ...] = (), **fields: Any) -> None:
-        """Sends a command; `labels` name what it creates."""
+        """Send a command; `labels` name what it creates."""
         if self.connection is None:
             return
         self._rids += 1
@@ -186,7 +189,7 @@ class SimulatedClient:
             self.connection.send(frames)
 
     def send_raw(self, frames: list[bytes]) -> None:
-        """Sends bytes that are no message."""
+        """Send frames that are not a message."""
         if self.connection is not None:
             self.connection.send(frames)
 
@@ -200,7 +203,7 @@ class SimulatedClient:
             return
         found = self.connection.commands.get(message.rid)
         if found is None and message.rid:
-            raise Violation(f"{self.name} got an answer to a question it never asked: {message}")
+            raise Violation(f"{self.name} got a reply without a command: {message}")
         self.unanswered.discard(message.rid)
         self._owed.pop(message.rid, None)
         if found is not None:
@@ -223,12 +226,12 @@ class SimulatedClient:
             self.ids.update(zip(labels, message.sequence_ids.tolist(), strict=True))
 
     def _refused(self, command: Any, labels: tuple[str, ...], message: Refused) -> None:
-        if NOT_GREETED in message.error.message:  # we were dropped, for not reading
+        if NOT_GREETED in message.error.message:  # the coordinator dropped us as a slow consumer
             self.disconnect()
             self.connect(resume=True)
         elif isinstance(command, Attach) and PROBE not in labels:
             if message.error.code not in ("request_not_found", "conflict" if command.resume else ""):
-                raise Violation(f"{self.name} asked for what it lacks: {command} -> {message.error}")
+                raise Violation(f"{self.name} could not resume its stream: {command} -> {message.error}")
             if message.error.code == "request_not_found" and not self._host.is_over(command.request_id):
-                raise Violation(f"{self.name} was told of request {command.request_id}, and it is lost")
+                raise Violation(f"{self.name} has request {command.request_id}, but the core lost it")
             self.readings.drop(command.request_id)

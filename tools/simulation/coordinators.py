@@ -1,9 +1,9 @@
-"""One life of the simulated coordinator: the real core, the real turn and the real tables, watched from all sides.
+"""One life of the simulated coordinator: the real core, the real turn and the real tables, with checks on all sides.
 
-The loop is called when something arrives and exactly when it said, never by itself: what nobody waits for does not
-happen. More than that is asked of it (`_probe`): until the moment that was told, another Turn must find nothing to do.
+The loop runs when a message arrives and when its reported due time comes, never by itself, so work without a wake-up
+does not happen. In addition, `_probe` checks that another turn before the due time would find nothing to do.
 
-All that ends with the process is here. What others know and remember, the clock and the books are the world's.
+This module holds what dies with the process. The peers' knowledge, the clock and the ledger belong to the world.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from tools.simulation.workers import Violation
 if TYPE_CHECKING:
     from tools.simulation.world import World
 
-# So often it is tried out whether what a turn left undone would have been done by another one: two comparisons each.
-# Oftener before a turn that is due by itself: that is when something was too early, or nobody was told.
+# Probe period: check whether another turn would find work. The check costs two comparisons. Probe more often before
+# turns that are due by timer, where a missing or early wake-up shows.
 PROBE_EVERY, PROBE_DUE_EVERY = 32, 8
-# So many of these also compare right after asking when something is due; the others see it at their end, unless the
-# turn undid what asking did.
+# Share of the probes that also compare right after asking for the due time. The others notice a change at their end,
+# unless the turn undoes it.
 ASK_EVERY = 8
 COMPARE_EVERY = 32
-# After so many turns it is asked whether somebody waits for what is there: who does, mostly does for longer.
+# Check waiting requests after this many turns; a forgotten one mostly waits for longer.
 WAITS_EVERY = 3
 SAME_INSTANT_MAX = 32
 REPLACED_US = 5_000
@@ -77,12 +77,12 @@ NO_CHANGES = (0, (0, 0, 0))
 
 
 class WatchedMachine(Machine):
-    """The real machine; every event is counted and checked."""
+    """The real machine, with every event counted and checked."""
 
     watcher: SimulatedCoordinator
 
     def apply(self, event: Event, now_us: int) -> Applied:
-        """Applies, then checks. A refusal must leave the state as it was."""
+        """Apply an event, then check; a refusal must leave the state unchanged."""
         watcher = self.watcher
         before = watcher.snapshots.take() if watcher.compares(event) else NOTHING
         watcher.begins(event)
@@ -91,13 +91,13 @@ class WatchedMachine(Machine):
         return applied
 
     def gauges(self, now_us: int, journal: tuple[int, int] = (0, 0)) -> list[int]:
-        """The last thing that is published."""
+        """Return the gauges, the last data that is published."""
         self.watcher.published = True
         return super().gauges(now_us, journal)
 
 
 class SparseTables(TablesWriter):
-    """The real tables. Most of the file stays empty, and there is room: it is not asked for page by page."""
+    """The real tables in a sparse file, without allocating its pages."""
 
     @staticmethod
     def _make_room(handle: int, size: int) -> None:
@@ -105,12 +105,20 @@ class SparseTables(TablesWriter):
 
 
 class SimulatedCoordinator:
-    """Machine, tables and loop of one process, between the world's two networks. It tells the world's books."""
+    """Machine, tables and loop of one process between the world's two networks; records events in the ledger."""
 
     def __init__(
         self, world: World, machine: Machine, folder: Path, entropy: Random, journal: DyingJournal | None = None
     ) -> None:
-        """journal: what enters is written there; None: nowhere."""
+        """Create a coordinator for a machine.
+
+        Args:
+            world: the world.
+            machine: the core.
+            folder: for the published tables.
+            entropy: the source of random seeds.
+            journal: where events are written, or None.
+        """
         settings = world.settings
         self._world, self._clock, self._ledger, self._entropy = world, world.clock, world.ledger, entropy
         self._cause: Event | None = None
@@ -124,12 +132,12 @@ class SimulatedCoordinator:
         self._flushed = self._unpublished = False
         self.death: Death | None = None  # how the next turn ends
         self.up, self.dead = True, False
-        self._stands = False  # it is stopped, and takes no turn
-        self._processes: dict[int, int] = {}  # of workers, by connection
-        self._books: Books | None = None  # as they were when the turn began that dies before it is written
+        self._stands = False  # the process is stopped and takes no turn
+        self._processes: dict[int, int] = {}  # process ids of workers, by connection
+        self._books: Books | None = None  # a copy of the promises, made before a turn that dies unwritten
         self._effects_left = NO_END
         self.journal = journal
-        if type(machine) is Machine:  # it comes from a journal
+        if type(machine) is Machine:  # recovered from a journal
             machine.__class__ = WatchedMachine
         self.machine = cast(WatchedMachine, machine)
         self.machine.watcher = self
@@ -154,13 +162,13 @@ class SimulatedCoordinator:
         self.snapshots = Snapshots(self.machine)
 
     def goes_on(self, before: Books) -> None:
-        """The machine was made anew. It waits for `rise`."""
+        """Take over the checks of the previous life; `rise` starts the process."""
         self.up = False
         self._progress.goes_on(before.progress)
         self.checker.goes_on(before.checker)
 
     def rise(self) -> None:
-        """The process is there."""
+        """Start the process."""
         now_us = self._world.steady_us
         self.up = True
         self._due_us = self._turned_us = now_us
@@ -169,22 +177,22 @@ class SimulatedCoordinator:
         self.wake()
 
     def stop(self) -> None:
-        """The process is stopped, as by SIGSTOP: nothing is taken from the sockets."""
+        """Stop the process as SIGSTOP does: nothing is read from the sockets."""
         self._stands, self._turn_planned = True, False
 
     def go_on(self) -> None:
-        """The process goes on. Its clock has left out the time between."""
+        """Continue the process; its clock leaves out the time between."""
         self._stands = False
         self.loop.stood_still(self._world.steady_us)
         self.wake()
 
     @property
     def stands(self) -> bool:
-        """Whether the process is stopped."""
+        """Return whether the process is stopped."""
         return self._stands
 
     def _watch(self) -> None:
-        """Puts itself between the parts of the core, to see what no message tells."""
+        """Install hooks between the parts of the core, to observe what no message shows."""
         machine, scheduler, admission = self.machine, self.machine.scheduler, self.machine.admission
         self._plan, self._end, self._make_way = scheduler.plan, machine.endings.end, scheduler._make_way
         self._start, self._add, self._requeue = admission._start, admission.waiting.add, admission.requeue
@@ -202,17 +210,20 @@ class SimulatedCoordinator:
         self.between = [(machine, "watcher"), *((part, name) for part, name, _ in put)]
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """Snapshots of the core end here: it holds references to whoever watches it."""
+        """End snapshots of the core here: it refers to its watcher."""
         return (str, ("the watcher",))
 
     # ---------------------------------------------------------------------------------------------------------- events
 
     def compares(self, event: Event) -> bool:
-        """Whether the state is compared around the event. Not every one: a comparison costs as much as the event."""
+        """Return whether to compare the state around the event.
+
+        A comparison costs as much as the event, so only some events are compared.
+        """
         return isinstance(event, FromClient) and self._world.events % self._compare_every == 0
 
     def begins(self, event: Event) -> None:
-        """An event is about to be applied."""
+        """Prepare for an event."""
         self._cause, kind = event, type(event)
         if kind is Turn:
             self._ledger.presence.passes(self._world.steady_us)
@@ -221,7 +232,7 @@ class SimulatedCoordinator:
         self._ledger.isolation.before(event, self.machine.requests.finished)
 
     def applied(self, event: Event, now_us: int, applied: Applied, before: Snapshot) -> None:
-        """Checks after each event."""
+        """Check the state after an event."""
         world, ledger = self._world, self._ledger
         self._core_due_us = applied.due_us
         if world.recording is not None:
@@ -252,7 +263,7 @@ class SimulatedCoordinator:
         self._check()
 
     def _replied(self, event: FromClient, effects: list[Effect], before: Snapshot) -> None:
-        """Books the answer to a command, as it can be read from its bytes."""
+        """Record the reply to a command, decoded from its bytes."""
         answer, ledger, now_us = effects[-1], self._ledger, self._world.steady_us
         assert isinstance(answer, ToClient)
         reply = self._world.client_side.foresee(codec.encode(answer.message))
@@ -269,10 +280,10 @@ class SimulatedCoordinator:
         cache = self.machine.cache
         s = cache.sequences
         mark = (len(s.changed_lengths), (len(s.changed_rows), len(s.changed_cells), len(cache.blocks.changed)))
-        if mark != self._mark:  # whatever touches a row or a block says so, or it would not be published
+        if mark != self._mark:  # a changed row or block must be registered, or it would not be published
             (_, before), self._mark = self._mark, mark
             self.checker.lengths()
-            if mark[1] != before:  # where only lengths change, no block does
+            if mark[1] != before:  # if only lengths changed, the blocks did not
                 self.checker.light()
                 self._generations.check()
         if self._world.events % self._world.full_check_every == 0:
@@ -281,7 +292,7 @@ class SimulatedCoordinator:
             self._progress.check_shares()
 
     def to_client(self, number: int, message: Message, sent: Sent) -> None:
-        """A message for a client left the loop, and this became of it."""
+        """Record a message for a client and the result of sending it."""
         if sent is Sent.GONE:
             self._ledger.telling.gone(number)
         elif sent is Sent.DONE:
@@ -291,7 +302,7 @@ class SimulatedCoordinator:
                 self._ledger.streamed(number, message, self._world.steady_us)
 
     def to_worker(self, number: int, message: Message, _sent: Sent) -> None:
-        """A message for a worker left the loop."""
+        """Record a message for a worker."""
         self._world.note(f"w{number}", message)
         if isinstance(message, Step):
             self._within_limits(message)
@@ -303,14 +314,15 @@ class SimulatedCoordinator:
         settings = self._world.settings
         tokens = sum(step.counts.tolist())
         if step.slots.size > settings.step_rows_max or tokens > settings.step_tokens_max:
-            raise Violation(f"step {step.step_id} has {step.slots.size} rows of {tokens} tokens")
+            raise Violation(f"step {step.step_id} exceeds a limit: {step.slots.size} rows, {tokens} tokens")
         if len(set(step.slots.tolist())) != step.slots.size:
             raise Violation(f"step {step.step_id} names a slot twice")
 
-    # -------------------------------------------------------------------------------------------------- between parts
+    # ------------------------------------------------------------------------------------------- hooks between the
+    # parts
 
     def _planned(self, group: Group) -> Step | None:
-        """Plans a step, and looks at it before anything else happens."""
+        """Plan a step and check it before anything else happens."""
         step = self._plan(group)
         if step is not None:
             self.checker.planned(group, step)
@@ -325,7 +337,7 @@ class SimulatedCoordinator:
         error: KvforgeError | None,
         keep: int | None = None,
     ) -> None:
-        """Ends a request, and asks why."""
+        """End a request and check the reason."""
         if event == "fail" and isinstance(error, CapacityExceeded):
             self._progress.hopeless(request)
             self._ledger.hopeless.add(request.id)
@@ -335,18 +347,18 @@ class SimulatedCoordinator:
         self._progress.disturbed()
 
     def _started(self, request: Request, placement: Placement) -> None:
-        """Starts a request, and looks at whom it passes."""
+        """Start a request and check which waiting requests it overtakes."""
         self._progress.starts(request, placement.group)
         self._start(request, placement)
         self._progress.started(request)
 
     def _making_way(self, group: Group, slot: int, count: int) -> bool:
-        """Room is made for a row: whoever is preempted meanwhile is preempted for it."""
+        """Make room for a row; a request preempted meanwhile is preempted for it."""
         self._asking = slot
         return self._make_way(group, slot, count)
 
     def _requeued(self, request: Request) -> None:
-        """A running request waits again: because its worker is gone, or because the scheduler wants its blocks."""
+        """Requeue a running request: its worker is gone, or the scheduler preempted it."""
         if isinstance(self._cause, Turn) and request.worker in self._names():
             self._progress.preempted(request, self._asking)
         self._requeue(request)
@@ -355,7 +367,7 @@ class SimulatedCoordinator:
         return {worker.name for worker in self.machine.workers.values()}
 
     def _added(self, request: Request) -> None:
-        """A request joins the queue."""
+        """Add a request to the queue."""
         queue = self.machine.admission.waiting
         before = float(queue.service[request.tenant])
         self._add(request)
@@ -364,8 +376,7 @@ class SimulatedCoordinator:
     # ------------------------------------------------------------------------------------------------------ processes
 
     def watch(self, worker: int, pid: int, descriptor: int) -> None:
-        """A worker connected: kvforge.coordinator.turn.Processes."""
-
+        """Record a worker's process (kvforge.coordinator.turn.Processes)."""
         self._processes[worker] = pid
 
     def ended(self, worker: int) -> bool:
@@ -374,28 +385,28 @@ class SimulatedCoordinator:
         return not any(one.pid == pid and one.alive for one in self._world.workers.values())
 
     def leave(self, worker: int) -> None:
-        """Its connection ended."""
+        """Handle the end of a worker's connection; nothing to do here."""
 
     def replace(self, worker: int, pid: int, reason: str, now_us: int) -> None:
-        """Whoever keeps workers running ends the process, and starts another one."""
+        """Replace a worker's process, as its supervisor would."""
         self.leaves()
         for one in self._world.workers.values():
             if one.pid == pid:
                 one.replaced(1 + self._entropy.randrange(REPLACED_US))
 
     def act(self, now_us: int) -> int | None:
-        """Nothing is left to do."""
+        """Return the next due time; there is none."""
         return None
 
     # ---------------------------------------------------------------------------------------------------------- turns
 
     def begin_drain(self, now_us: int, deadline_us: int) -> None:
-        """A signal reached the process."""
+        """Deliver a signal to the process."""
         self.loop.begin_drain(now_us, deadline_us)
         self.wake()
 
     def wake(self) -> None:
-        """Something arrived: it takes a turn soon."""
+        """Schedule a turn soon, because a message arrived."""
         if not self._turn_planned and self.up and not self._stands:
             self._turn_planned = True
             self._clock.after(self._world.settings.turn_us, self._turn)
@@ -422,14 +433,14 @@ class SimulatedCoordinator:
             self._ledger.telling.turn_ends(self.machine.clients)
         if world.turns % WAITS_EVERY == 0:
             self._progress.turned(now_us)
-        # A change that nobody told of shows in the next turn that tells of one.
+        # An unregistered change shows in the next turn that registers one.
         if self._mark != NO_CHANGES and not self._unpublished:
             self.checker.published()
         if world.trace is not None:
             world.trace.append(f"{now_us:>9} turn {world.turns}: {digest(self.machine)}")
         self._turns_at_once = self._turns_at_once + 1 if now_us == before_us else 0
         if self._turns_at_once > SAME_INSTANT_MAX:
-            raise Violation("the loop spins: it asks for turn after turn at the same moment")
+            raise Violation("the loop spins: turn after turn is due at the same time")
         turns = world.turns
         self._clock.at(self._due_us + world.left_out_us, lambda: self._turn() if world.turns == turns else None)
         if world.client_side.waiting or world.worker_side.waiting:
@@ -438,16 +449,16 @@ class SimulatedCoordinator:
     # ---------------------------------------------------------------------------------------------------------- death
 
     def leaves(self) -> None:
-        """An effect is about to be carried out."""
+        """Count down the effects until the process dies."""
         if self._effects_left == 0 and self.journal is not None and not self.journal.unwritten:
             raise Crash
         self._effects_left -= self._effects_left > 0
 
     def _loop_turn(self, now_us: int) -> int:
-        """One turn of the loop. Raises Crash where it is to die in it, or at its end."""
+        """Run one turn of the loop; raise Crash if the process dies in it or at its end."""
         if self.death is None or self.journal is None:
             return self.loop.turn(now_us)
-        if self.journal.unwritten:  # of the turn before: it cannot go back to what is not known any more
+        if self.journal.unwritten:  # events of the previous turn: the ledger's copy no longer covers them
             self.death = Death(AFTER, 0, self.death.back_us, self.death.wall_jump_s)
         death = self.journal.death = self.death
         if death.how == AFTER:
@@ -457,15 +468,15 @@ class SimulatedCoordinator:
             shared = [world, world.settings, self.tables, world.client_side, world.worker_side]
             self._books = copied(self._ledger, self._progress, self.checker, self.machine, shared)
         due_us = self.loop.turn(now_us)
-        self._books = None  # nothing was to be written
+        self._books = None  # there was nothing to write
         if not self.journal.unwritten:
             raise Crash
-        # What was entered by its last effect is written by the next turn, and that will be its last.
+        # The next turn writes what the last effect added, and then the process dies.
         self.journal.death, self._effects_left = None, NO_END
         return due_us
 
     def close(self) -> None:
-        """Its files, but for the tables: they are the next one's, or the world's to remove."""
+        """Close the files, except for the tables, which the next process or the world removes."""
         self.snapshots.close()
         if self.journal is not None:
             self.journal.close()
@@ -478,18 +489,20 @@ class SimulatedCoordinator:
         self._world.died(now, self.death.back_us, self.death.wall_jump_s)
 
     def _probe(self, at_us: int) -> None:
-        """Another Turn, after the last one and before the next is due, must change nothing: what it could do was left
-        undone, or became due and nobody was told."""
+        """Check that another turn between the last one and the next due time changes nothing.
+
+        Otherwise the last turn left work undone, or work became due without a wake-up.
+        """
         machine, snapshots = self.machine, self.snapshots
         if (self._core_due_us is not None and self._core_due_us <= at_us) or machine.streams.due_us is not None:
-            return  # what was lost or given up when the last turn sent its messages is for the next one
+            return  # the next turn handles what sending the last turn's messages caused
         before = snapshots.take()
         self._probes += 1
         in_between = self._probes % ASK_EVERY == 0
         if machine.due_us() != machine.due_us() or (in_between and before != snapshots.take()):
-            raise Violation("asking when something is due changed the state")
+            raise Violation("asking for the due time changed the state")
         turns, clock_us = machine.turns, machine._clock.now_us
         effects = Machine.apply(machine, Turn(), at_us).effects
         machine.turns, machine._clock.now_us = turns, clock_us
         if effects or before != snapshots.take():
-            raise Violation(f"nothing was due at {at_us} us, and yet asking or another turn did something: {effects}")
+            raise Violation(f"nothing was due at {at_us} us, but a probe changed the state: {effects}")

@@ -1,8 +1,8 @@
-"""A canonical digest of any object: equal states give equal digests, in any process.
+"""Canonical digest of any object: equal states give equal digests in any process.
 
-Walks plain values, containers, numpy arrays, msgspec structs and objects with attributes. Sets are sorted, dicts keep
-their order (the core's own orders matter: least recently used first). What is only owed to the outside is left out:
-the lists of published changes, and functions.
+Covers plain values, containers, numpy arrays, msgspec structs, and objects with attributes. Sets are sorted; dicts keep
+their order, because the core's orders matter (least recently used first). The lists of unpublished changes and
+functions are left out.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import numpy as np
 
 from tools.simulation.attributes import WATCHERS
 
-# Lists of what is still to be published: publishing the same twice is harmless. `watcher` is the simulator's own.
+# Lists of unpublished changes: publishing one twice is harmless. `watcher` belongs to the simulator.
 PUBLISH_LISTS = frozenset({"changed", "changed_rows", "changed_lengths", "changed_cells", "watcher"})
-# A refusal is counted, its sender is known from then on, and time passes; nothing else may change.
+# A refusal is counted, makes its sender known, and takes time; nothing else may change.
 REFUSAL_COUNTERS = frozenset({"refused_total", "clients", "now_us"})
 _ATOMS = frozenset((int, float, str, bytes, bool, type(None)))
-# Tuples, which are quicker to ask about than unions that are made anew at each question.
+# tuples, because isinstance is faster with them than with unions
 _SCALARS = (np.generic, enum.Enum)
 _VALUES = (tuple, msgspec.Struct)
 _LISTS = (list, tuple, deque)
@@ -34,7 +34,7 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, p
 
 
 def digest(value: Any, ignore: frozenset[str] = PUBLISH_LISTS) -> str:
-    """The digest of `value`: 32 hex digits. ignore: names of attributes that do not count."""
+    """Return the digest of `value` as 32 hex digits, without the attributes named in `ignore`."""
     said = _Said(ignore)
     said.all_of(value)
     hasher = hashlib.blake2b("".join(said.words).encode(), digest_size=16)
@@ -43,20 +43,20 @@ def digest(value: Any, ignore: frozenset[str] = PUBLISH_LISTS) -> str:
 
 
 def state_digest(machine: Any) -> str:
-    """The digest of a machine, whichever class it is of and whoever watches it."""
+    """Return the digest of a machine, independent of its class and its watcher."""
     state = {name: value for name, value in vars(machine).items() if name not in WATCHERS}
     return digest(state, PUBLISH_LISTS | WATCHERS)
 
 
 def refusal_digest(machine: Any) -> str:
-    """The digest of everything that a refused command must leave as it was."""
+    """Return the digest of the state that a refused command must not change."""
     return digest(machine, PUBLISH_LISTS | REFUSAL_COUNTERS)
 
 
 class _Said:
-    """All that a value says: words, and beside them the bytes of arrays, of which the words tell type and shape.
+    """Serialised value: words, and the bytes of arrays (their dtype and shape are among the words).
 
-    What is in a container that holds atoms alone, as most do, is written out at once: their repr tells them apart.
+    Containers of atoms, the most common ones, are written with one repr.
     """
 
     def __init__(self, ignore: frozenset[str]) -> None:
@@ -65,7 +65,7 @@ class _Said:
         self._ignore, self._seen = ignore, dict[int, int]()
 
     def all_of(self, value: Any) -> None:
-        """Says it, and all that is in it."""
+        """Serialise a value and its contents."""
         kind, words = type(value), self.words
         if kind in _ATOMS:
             words.append(f"{value!r};")
@@ -76,7 +76,7 @@ class _Said:
             words.append(f"{value!r};")
         elif isinstance(value, _FUNCTIONS):
             return
-        elif isinstance(value, _VALUES):  # values: whether two are the same object means nothing
+        elif isinstance(value, _VALUES):  # for values, object identity does not matter
             self._container(value)
         elif id(value) in self._seen:
             words.append(f"again{self._seen[id(value)]};")

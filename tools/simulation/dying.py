@@ -1,8 +1,8 @@
-"""How the simulated coordinator's process ends, and what the next one makes of what it wrote.
+"""Deaths of the simulated coordinator's process, and its recovery.
 
-It is killed before a turn is written, in the middle of writing it, or between any two of the effects that follow. The
-books are what was promised, so they go back with it: what was not written has not happened, and whoever was told of it
-will find out.
+The process is killed before a turn is written, in the middle of the write, or between any two of the effects that
+follow. The ledger holds the promises, so it is rolled back with the process: an unwritten event has not happened, and
+peers that saw it will find out.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ INVARIANTS_EVERY = 4
 
 
 class Crash(Exception):
-    """The process is gone."""
+    """The process died."""
 
 
 class Death(NamedTuple):
     """How the next turn ends.
 
-    wall_jump_s: by which the wall clock is set before the next process is there.
-    how: BEFORE its record is written; with the first `part` of WHOLE of it written (TORN); AFTER so many effects
-    (`part`), or at its end where it has fewer. back_us: until the next process is there.
+    Attributes:
+        how: BEFORE the record is written; TORN, with `part` / WHOLE of the record written; or AFTER `part` effects (at
+            the turn's end if it has fewer).
+        part: see `how`.
+        back_us: time until the next process starts.
+        wall_jump_s: change of the wall clock before the next process starts.
     """
 
     how: str
@@ -51,7 +54,7 @@ class Death(NamedTuple):
 
 
 class Books(NamedTuple):
-    """What everybody could rely on at one moment, and the state then. They must not be changed any more."""
+    """The promises and the state at one moment; must not be changed."""
 
     ledger: Ledger
     progress: Progress
@@ -60,9 +63,17 @@ class Books(NamedTuple):
 
 
 def copied(ledger: Ledger, progress: Progress, checker: Checker, machine: Machine, shared: list[Any]) -> Books:
-    """As they are now, whatever becomes of them. shared: objects that there is one of.
+    """Copy the ledger and the checks, and take the machine's likeness.
 
-    What is never changed in place is shared too, and what holds numbers alone is copied at once.
+    Args:
+        ledger: the promises.
+        progress: the progress checks.
+        checker: the invariant checks.
+        machine: the core.
+        shared: objects that the copy must share.
+
+    Returns:
+        The copies. Objects that are never changed in place are shared; arrays of numbers are copied at once.
     """
     memo: dict[int, Any] = {id(one): one for one in (*shared, machine, *ledger.keys.values())}
     memo |= {id(numbers): numbers.copy() for numbers in (ledger.prompt_sizes, *ledger.prefixes.values())}
@@ -70,17 +81,17 @@ def copied(ledger: Ledger, progress: Progress, checker: Checker, machine: Machin
 
 
 class DyingJournal(Journal):
-    """The real one. death: how the turn ends that is written next; None: it does not."""
+    """The real journal; `death` is how the turn that is written next ends, or None."""
 
     death: Death | None = None
 
     @property
     def unwritten(self) -> bool:
-        """Whether something entered the core that is not written yet."""
+        """Return whether an event has not been written yet."""
         return bool(self._noted)
 
     def commit(self) -> None:
-        """Writes what was noted, or not all of it."""
+        """Write the noted events, or a part when the process dies."""
         death = self.death if self.unwritten else None
         if death is not None and death.how == BEFORE:
             raise Crash
@@ -92,26 +103,26 @@ class DyingJournal(Journal):
             raise Crash
 
     def _acknowledge(self) -> None:
-        """Not where the process dies while it writes the record."""
+        """Acknowledge, unless the process dies in the middle of the record."""
         if self.death is None or self.death.how != TORN:
             super()._acknowledge()
 
 
 def next_life(folder: Path, before: Books) -> Recovered:
-    """What a new process makes of the journal: the very state that the books are of. Raises Violation."""
+    """Recover from the journal; raise Violation unless the state equals the ledger's copy."""
     found = recover(folder)
-    assert found is not None, "there is a journal"
+    assert found is not None, "the journal is missing"
     cut_torn(found)
     if (made := likeness(found.machine)) != before.likeness:
-        raise Violation(f"the journal makes state {made}, and {before.likeness} was the last that counted")
-    if found.number % INVARIANTS_EVERY == 0:  # they held where it was made from, and it is the same
+        raise Violation(f"recovered state {made}, expected {before.likeness}")
+    if found.number % INVARIANTS_EVERY == 0:  # they held for the original state, which is equal
         found.machine.check_invariants()
     return found
 
 
 @contextmanager
 def alone(machine: WatchedMachine) -> Iterator[None]:
-    """The machine inside the block is an ordinary one, and nobody watches it."""
+    """Make the machine an ordinary one without a watcher inside the block."""
     kind = machine.__class__
     removed = [(part, name, getattr(part, name)) for part, name in machine.watcher.between]
     for part, name, _ in removed:
@@ -126,7 +137,7 @@ def alone(machine: WatchedMachine) -> Iterator[None]:
 
 
 def cut(journal: Journal, machine: WatchedMachine, now_us: int, numbers: int) -> None:
-    """A snapshot, as a child writes it; what came before it is removed."""
+    """Write a snapshot as a child process would, and remove what it replaces."""
     first = journal.rotate()
     head = snapshot.Head.of(journal, now_us, numbers)
     with alone(machine):

@@ -1,6 +1,6 @@
-"""Faults to plant in the core: each is a mistake someone could make, as a patch of one method.
+"""Faults to plant in the core: each is a plausible mistake, as a patch of one method.
 
-`plant` installs one for the duration of a `with` block. The simulator must find every one of them (test_bites.py).
+`plant` installs one inside a `with` block. The simulator must find every fault (test_bites.py).
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ FAULTS: dict[str, Callable[[], list[Patch]]] = {}
 
 
 def fault(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
-    """Registers a fault under its function's name."""
+    """Register a fault under its function's name."""
     FAULTS[make.__name__] = make
     return make
 
 
 @contextmanager
 def plant(name: str, faults: Mapping[str, Callable[[], list[Patch]]] = FAULTS) -> Iterator[None]:
-    """The system has the fault inside the block."""
+    """Install a fault inside the block."""
     with ExitStack() as stack:
         for owner, attribute, replacement in faults[name]():
             stack.enter_context(patch.object(owner, attribute, replacement))
@@ -71,7 +71,7 @@ def plant(name: str, faults: Mapping[str, Callable[[], list[Patch]]] = FAULTS) -
 
 @fault
 def lost_unref() -> list[Patch]:
-    """A sequence that ends forgets to give back its last block."""
+    """A sequence that ends does not release its last block."""
     real = Pool.release
 
     def release(self: Pool, ids: Any, last_step: int) -> int:
@@ -96,7 +96,7 @@ def double_free() -> list[Patch]:
 
 @fault
 def prefix_registered_early() -> list[Patch]:
-    """Blocks are indexed when their step is sent, not when a worker acknowledged it."""
+    """Blocks are indexed when their step is sent, not when a worker has acknowledged it."""
     real = Scheduler._send
 
     def send(self: Scheduler, group: Group, slots: Any, counts: Any) -> Any:
@@ -113,7 +113,7 @@ def prefix_registered_early() -> list[Patch]:
 
 @fault
 def stale_result_accepted() -> list[Patch]:
-    """A duplicate of a step's result is taken for the result of the next step."""
+    """A duplicate of a step's result is accepted as the result of the next step."""
     real = WorkerReports._step_result
 
     def step_result(self: WorkerReports, worker: Any, message: Any) -> None:
@@ -143,7 +143,7 @@ def copy_on_write_skipped() -> list[Patch]:
 
 @fault
 def copy_not_sent() -> list[Patch]:
-    """The table says that a block was copied, but the step does not carry the copy."""
+    """The table has a block as copied, but the step does not carry the copy."""
     real = Group.flush_copies
 
     def flush_copies(self: Group) -> Any:
@@ -165,7 +165,7 @@ def copy_one_token_short() -> list[Patch]:
 
 @fault
 def quarantine_skipped() -> list[Patch]:
-    """Blocks are free at once, though a step under way may still write them."""
+    """Blocks are free at once, though a step in flight may still write them."""
     real = Pool.release
 
     def release(self: Pool, ids: Any, last_step: int) -> int:
@@ -177,7 +177,7 @@ def quarantine_skipped() -> list[Patch]:
 
 @fault
 def slot_reused_early() -> list[Patch]:
-    """A row of the table is given out again while a step under way may read it."""
+    """A row of the table is reused while a step in flight may read it."""
     real = Sequences.end
 
     def give(self: Sequences, slot: int, pool: int, quarantine_step: int) -> None:
@@ -188,7 +188,7 @@ def slot_reused_early() -> list[Patch]:
 
 @fault
 def appended_token_lost() -> list[Patch]:
-    """A bulk append loses the last token of its last sequence's text."""
+    """A bulk append loses the last token of its last sequence."""
     real = Cache.append
 
     def append(self: Cache, slots: Any, tokens: Any, counts: Any) -> None:
@@ -202,7 +202,7 @@ def appended_token_lost() -> list[Patch]:
 
 @fault
 def stream_repeated_after_preemption() -> list[Patch]:
-    """What was streamed before a preemption is streamed again after it."""
+    """Tokens that were streamed before a preemption are streamed again after it."""
     real = Admission._start
     streams_of: dict[int, Streams] = {}
 
@@ -223,7 +223,7 @@ def stream_repeated_after_preemption() -> list[Patch]:
 
 @fault
 def generation_not_bumped() -> list[Patch]:
-    """A freed block keeps its generation: an old name for it names its new content."""
+    """A freed block keeps its generation, so a stale reference names its new content."""
     real = Pool._to_free
 
     def to_free(self: Pool, ids: Any) -> None:
@@ -235,7 +235,7 @@ def generation_not_bumped() -> list[Patch]:
 
 @fault
 def prefix_hit_by_weak_hash() -> list[Patch]:
-    """A hit trusts a hash of two bits a block and does not compare tokens."""
+    """A prefix hit trusts a hash of two bits per block and does not compare tokens."""
     real = BlockHasher.blocks
 
     def blocks(self: BlockHasher, tokens: Any) -> Any:
@@ -249,7 +249,7 @@ def prefix_hit_by_weak_hash() -> list[Patch]:
 
 @fault
 def ceiling_ignored() -> list[Patch]:
-    """A tenant's ceiling does not hold it back."""
+    """A tenant's ceiling is not enforced."""
 
     def room(self: Supply, tenant: int) -> int:
         return 1 << 40
@@ -259,7 +259,7 @@ def ceiling_ignored() -> list[Patch]:
 
 @fault
 def row_published_late() -> list[Patch]:
-    """A changed row of the block table is published one turn after it changed."""
+    """A changed row of the block table is published one turn late."""
     real = publishing.publish
 
     def publish(machine: Machine, tables: Any, now_us: int, journal: tuple[int, int]) -> None:
@@ -273,7 +273,7 @@ def row_published_late() -> list[Patch]:
 
 @fault
 def holder_dropped_without_decrement() -> list[Patch]:
-    """A named holder goes away and the count does not."""
+    """A named holder is removed without decrementing the reference count."""
 
     def drop(self: Pins, group: Group, block: int, generation: int, holder: str) -> None:
         self.check_generation(block, generation)
@@ -284,7 +284,7 @@ def holder_dropped_without_decrement() -> list[Patch]:
 
 @fault
 def pin_charged_to_who_computed() -> list[Patch]:
-    """A block that somebody pins goes on to count for the tenant that computed it."""
+    """A pinned block stays charged to the tenant that computed it."""
     return [(Pool, "recharge", lambda self, block, tenant: None)]
 
 
@@ -314,7 +314,7 @@ def evicted_while_cached_entry_lives() -> list[Patch]:
 
 @fault
 def settled_a_step_early() -> list[Patch]:
-    """The result of step N is taken to settle step N + 1 too."""
+    """The result of step N also settles step N + 1."""
     real = Pool.step_done
 
     def step_done(self: Pool, step: int) -> None:
@@ -325,7 +325,7 @@ def settled_a_step_early() -> list[Patch]:
 
 @fault
 def row_of_an_earlier_run_accepted() -> list[Patch]:
-    """A step's row counts for whatever is in its slot now, a preempted or another request."""
+    """A step's row is applied to the current user of its slot, a preempted or another request."""
     real = StepResults.apply
 
     def apply(self: StepResults, group: Group, result: Any) -> None:
@@ -344,7 +344,7 @@ def sequence_settles_while_its_row_is_read() -> list[Patch]:
 
 @fault
 def preempted_sequence_not_busy() -> list[Patch]:
-    """A client's sequence can be changed while a preempted request waits to go on with it."""
+    """A client's sequence can be changed while a preempted request waits to resume on it."""
     real = Admission.requeue
 
     def requeue(self: Admission, request: Any) -> None:
@@ -358,7 +358,7 @@ def preempted_sequence_not_busy() -> list[Patch]:
 
 @fault
 def preempted_request_forgotten() -> list[Patch]:
-    """A preempted request is forgotten instead of waiting again."""
+    """A preempted request is dropped instead of requeued."""
     real = Admission.requeue
 
     def requeue(self: Admission, request: Any) -> None:
@@ -371,11 +371,11 @@ def preempted_request_forgotten() -> list[Patch]:
 
 @fault
 def salt_ignored() -> list[Patch]:
-    """One tenant's cached blocks are hits for another."""
+    """One tenant's cached blocks are hits for another tenant."""
     return [(BlockHasher, "salt", lambda self, text: 7)]
 
 
-# ----------------------------------------------------------------------------------------------- time, and who is there
+# ---------------------------------------------------------------------------------------------- timers and leases
 
 
 def _without_timer(lost: int) -> list[Patch]:
@@ -390,25 +390,25 @@ def _without_timer(lost: int) -> list[Patch]:
 
 @fault
 def deadline_timer_lost() -> list[Patch]:
-    """Nobody looks when a request's time is over."""
+    """A request's deadline is not checked."""
     return _without_timer(deadlines.DEADLINE)
 
 
 @fault
 def first_token_timer_lost() -> list[Patch]:
-    """Nobody looks whether a request has its first token in time."""
+    """A request's first-token deadline is not checked."""
     return _without_timer(deadlines.FIRST_TOKEN)
 
 
 @fault
 def lease_never_ends() -> list[Patch]:
-    """A request whose client is gone goes on for ever."""
+    """A request of a disconnected client runs forever."""
     return _without_timer(deadlines.LEASE)
 
 
 @fault
 def lease_survives_an_attach() -> list[Patch]:
-    """A request is cancelled when the lease is over, though its client has come back."""
+    """A request is cancelled at the end of its lease, though its client has attached again."""
     real = RequestCommands._give
 
     def give(self: RequestCommands, request: Any, client: int, offset: int) -> None:
@@ -421,13 +421,13 @@ def lease_survives_an_attach() -> list[Patch]:
 
 @fault
 def time_slept_through() -> list[Patch]:
-    """The core does not say that anything is due."""
+    """The core reports no due time."""
     return [(Machine, "_due_us", lambda self: None)]
 
 
 @fault
 def loop_keeps_the_time_to_itself() -> list[Patch]:
-    """The core says when a turn is due, and whoever calls it is not told."""
+    """The turn loop does not pass the core's due time to its caller."""
     real = turns.TurnLoop.turn
 
     def turn(self: turns.TurnLoop, now_us: int) -> int:
@@ -439,31 +439,31 @@ def loop_keeps_the_time_to_itself() -> list[Patch]:
 
 @fault
 def deadlines_not_due() -> list[Patch]:
-    """Deadlines, leases and the end of a drain are seen to whenever a turn happens, and ask for none."""
+    """Deadlines, leases and the end of a drain are handled in any turn, but make none due."""
     return [(RequestCommands, "due_us", lambda self: None)]
 
 
 @fault
 def end_of_a_drain_not_due() -> list[Patch]:
-    """The end of a drain asks for no turn."""
+    """The end of a drain makes no turn due."""
     return [(RequestCommands, "due_us", lambda self: self.deadlines.next_us(self._requests.live))]
 
 
 @fault
 def hung_worker_not_due() -> list[Patch]:
-    """A worker that hangs is found out whenever a turn happens."""
+    """The timeout of a hung worker makes no turn due."""
     return [(WorkerReports, "due_us", lambda self: None)]
 
 
 @fault
 def forgetting_not_due() -> list[Patch]:
-    """Requests that ended are forgotten whenever a turn happens."""
+    """The eviction of finished requests makes no turn due."""
     return [(RequestTable, "due_us", lambda self: None)]
 
 
 @fault
 def time_to_live_not_due() -> list[Patch]:
-    """Idle sequences are removed whenever a turn happens."""
+    """The removal of idle sequences makes no turn due."""
     real = Machine._due_us
 
     def due_us(self: Machine) -> int | None:
@@ -478,7 +478,7 @@ def time_to_live_not_due() -> list[Patch]:
 
 @fault
 def time_to_live_forgotten_while_a_request_runs() -> list[Patch]:
-    """A sequence whose time was over while a request worked on it outlives the request."""
+    """A sequence that expires while a request runs on it outlives the request."""
     return [(Sequences, "is_idle", lambda self, slot: None), (Sequences, "keep_idle", _keep_idle)]
 
 
@@ -491,13 +491,13 @@ def _keep_idle(self: Sequences, slot: int, ttl_us: int) -> None:
 
 @fault
 def paused_stream_not_due() -> list[Patch]:
-    """Whoever took nothing is told what it missed whenever a turn happens."""
+    """The retry of a paused stream makes no turn due."""
     return [(Streams, "due_us", property(lambda self: None))]
 
 
 @fault
 def asking_takes_the_timer_away() -> list[Patch]:
-    """Asking when something is due is what makes it go away."""
+    """Asking for the next due time removes the timer."""
 
     def next_us(self: Deadlines, live: Any) -> int | None:
         return self._heap.pop(0)[0] if self._heap else None
@@ -507,20 +507,20 @@ def asking_takes_the_timer_away() -> list[Patch]:
 
 @fault
 def one_round_a_turn() -> list[Patch]:
-    """What planning makes possible for a waiting request is for whatever turn comes next."""
+    """A request that planning has made possible waits for the next turn."""
     return [(Admission, "stirred", property(lambda self: False))]
 
 
 @fault
 def drain_without_end() -> list[Patch]:
-    """What is left at the end of a drain is not handed back."""
+    """The requests left at the end of a drain are not handed back."""
     real = RequestCommands.begin_drain
     return [(RequestCommands, "begin_drain", lambda self, deadline_us: real(self, 0))]
 
 
 @fault
 def key_forgotten_early() -> list[Patch]:
-    """A key is forgotten when its request ends, not when the request is."""
+    """An idempotency key is dropped when its request ends, not when the request is evicted."""
     real = RequestTable.retire
 
     def retire(self: RequestTable, request: Any) -> None:
@@ -534,7 +534,7 @@ def key_forgotten_early() -> list[Patch]:
 
 @fault
 def forgotten_answer_not_told() -> list[Patch]:
-    """A repeated key names a request that nobody knows any more, and whoever asks waits for it for ever."""
+    """A repeated key of an evicted request gets no error, and its client waits forever."""
 
     def add_end(self: Streams, client: int, end: Any) -> None:
         if client and not (end.error is not None and end.error.code == "request_not_found"):
@@ -543,12 +543,12 @@ def forgotten_answer_not_told() -> list[Patch]:
     return [(Streams, "add_end", add_end)]
 
 
-# ----------------------------------------------------------------------------------------------------- whoever reads it
+# --------------------------------------------------------------------------------------------------------- streams
 
 
 @fault
 def attach_replays_from_the_next() -> list[Patch]:
-    """The token at the offset itself is left out."""
+    """An attach omits the token at the offset itself."""
     real = Endings.stream_from
 
     def stream_from(self: Endings, request: Any, offset: int) -> None:
@@ -559,7 +559,7 @@ def attach_replays_from_the_next() -> list[Patch]:
 
 @fault
 def paused_stream_goes_on() -> list[Patch]:
-    """What a client could not take is lost, and the rest of it is streamed as if nothing was."""
+    """Tokens that a client did not accept are lost, and its stream continues after them."""
 
     def client_full(self: RequestCommands, client: int, lost: Any) -> None:
         self._streams.lost(client, lost)
@@ -569,7 +569,7 @@ def paused_stream_goes_on() -> list[Patch]:
 
 @fault
 def end_told_while_paused() -> list[Patch]:
-    """A paused stream ends before what its client lacks has come."""
+    """A paused stream ends before the client's missing tokens are sent."""
     real = Endings.end
 
     def end(self: Endings, request: Any, *arguments: Any, **named: Any) -> None:
@@ -582,7 +582,7 @@ def end_told_while_paused() -> list[Patch]:
 
 @fault
 def pause_not_told() -> list[Patch]:
-    """A client is not told that it missed something."""
+    """A client gets no notice that its stream was paused."""
     real = Streams.lost
 
     def lost(self: Streams, client: int, stream: Any) -> list[int]:
@@ -595,22 +595,22 @@ def pause_not_told() -> list[Patch]:
 
 @fault
 def taken_not_told() -> list[Patch]:
-    """Whoever had a stream is not told that another one has it."""
+    """A client gets no notice that another client took its stream."""
     return [(Streams, "hand_over", lambda self, client, request_id: self._resumed(client, request_id))]
 
 
 @fault
 def taken_told_to_who_has_it_back() -> list[Patch]:
-    """A client that took its stream back in the same turn is told that it lost it."""
+    """A client that took its stream back in the same turn gets a notice that it lost it."""
     return [(Streams, "restart", lambda self, client, request_id: self._resumed(client, request_id))]
 
 
-# ----------------------------------------------------------------------------------------------------- whose turn it is
+# ------------------------------------------------------------------------------------------------------ scheduling
 
 
 @fault
 def oldest_may_be_the_victim() -> list[Patch]:
-    """Whoever is cheapest is preempted, the oldest too, and what was redone before does not count."""
+    """The cheapest request is preempted, even the oldest, and recomputed tokens do not count."""
 
     def choose(cache: Any, requests: Any, order: Any, candidates: Any, short: int) -> int | None:
         if candidates.size < 2:
@@ -624,21 +624,21 @@ def oldest_may_be_the_victim() -> list[Patch]:
 
 @fault
 def blocks_that_came_back_not_told() -> list[Patch]:
-    """Nobody who waits for blocks is told when some come back."""
+    """Requests that wait for blocks are not woken when blocks are freed."""
     real = Waits.wake
     return [(Waits, "wake", lambda self, event: [] if event[0] == "blocks" else real(self, event))]
 
 
 @fault
 def end_of_a_row_not_told() -> list[Patch]:
-    """A row ends, and who waits for one goes on waiting."""
+    """Requests that wait for a row are not woken when a row ends."""
     real = Waits.wake
     return [(Waits, "wake", lambda self, event: [] if event[0] == "rows" else real(self, event))]
 
 
 @fault
 def suspect_alone_beyond_its_crash_point() -> list[Patch]:
-    """A request with which workers died keeps the others out though it is past that point."""
+    """A suspect of worker crashes keeps the others out even after its crash point."""
     return [(Admission, "look_at_suspect", lambda self, group: None)]
 
 
@@ -650,7 +650,7 @@ def row_that_cannot_go_on_kept() -> list[Patch]:
 
 @fault
 def floor_spares_nobody() -> list[Patch]:
-    """A row is preempted for another tenant's, though all that its own tenant holds is kept for that one."""
+    """A row is preempted for another tenant's, though its own tenant is within its floor."""
     real = preemption.choose
 
     def choose(cache: Any, requests: Any, order: Any, candidates: Any, short: int) -> int | None:
@@ -663,13 +663,13 @@ def floor_spares_nobody() -> list[Patch]:
 
 @fault
 def passed_never_counted() -> list[Patch]:
-    """A request that finds no room is passed by smaller ones for ever."""
+    """A request that does not fit is overtaken by smaller ones forever."""
     return [(Admission, "_passes", lambda self, request, blocked: None)]
 
 
 @fault
 def sibling_never_released() -> list[Patch]:
-    """Where the first of several answers is cancelled, the others wait for its prompt for ever."""
+    """When the first of several answers is cancelled, the others wait for its prompt forever."""
     real = RequestTable.retire
 
     def retire(self: RequestTable, request: Any) -> None:
@@ -683,14 +683,14 @@ def sibling_never_released() -> list[Patch]:
 
 @fault
 def cut_not_told() -> list[Patch]:
-    """A client is not told how many of the tokens that it has do not count."""
+    """The end of a cut request does not report how many tokens were cut."""
     real = endings.ended
     return [(endings, "ended", lambda request, cut, now_us: real(request, 0, now_us))]
 
 
 @fault
 def cut_not_made() -> list[Patch]:
-    """All tokens count that were generated by the time that a client has enough of them."""
+    """FinishAt does not cut the tokens that were generated meanwhile."""
     real = Endings.end
 
     def end(self: Endings, request: Any, event: str, reason: str, error: Any, keep: int | None = None) -> None:
@@ -701,14 +701,14 @@ def cut_not_made() -> list[Patch]:
 
 @fault
 def tops_of_another_row() -> list[Patch]:
-    """The most likely tokens are told of the row before."""
+    """The top log-probabilities of a row come from the previous row."""
     real = Tops.pick
     return [(Tops, "pick", lambda self, rows: real(self, np.roll(rows, 1)))]
 
 
 @fault
 def tops_lost_in_a_replay() -> list[Patch]:
-    """Whoever reads a request later is told its tokens alone."""
+    """A replayed stream has no top log-probabilities."""
     return [(TopRecord, "tops", lambda self, first=0: Tops.none(self.size - first))]
 
 
@@ -723,7 +723,7 @@ def tenant_charge_lost() -> list[Patch]:
 
 @fault
 def settled_by_the_first_rank() -> list[Patch]:
-    """A step counts when rank 0 has answered it: the others may still read what is given away then."""
+    """A step is settled by rank 0's result: other ranks may still read blocks that are freed then."""
 
     def settled(self: Team) -> Any:
         for waiting in self.results[1:]:
@@ -735,13 +735,13 @@ def settled_by_the_first_rank() -> list[Patch]:
 
 @fault
 def ranks_that_disagree_believed() -> list[Patch]:
-    """What rank 0 has drawn is told, whatever the others have."""
+    """Rank 0's tokens are streamed even if other ranks sampled differently."""
     return [(teams, "_difference", lambda _one, _other: "")]
 
 
 @fault
 def group_outlives_a_rank() -> list[Patch]:
-    """A rank that dies is waited for by the others, which hold the pool."""
+    """When a rank dies, the other ranks keep the pool and wait for it."""
 
     def end_others(self: WorkerReports, worker: Any, team: Team, _goodbye: bool, _why: str) -> None:
         worker.group = None
@@ -752,7 +752,7 @@ def group_outlives_a_rank() -> list[Patch]:
 
 @fault
 def steps_for_the_first_rank_alone() -> list[Patch]:
-    """The others are told of none."""
+    """Only rank 0 receives steps."""
     real = WorkerReports._register_ranks
 
     def register_ranks(self: WorkerReports, team: Team, group: Group) -> None:
@@ -762,89 +762,89 @@ def steps_for_the_first_rank_alone() -> list[Patch]:
     return [(WorkerReports, "_register_ranks", register_ranks)]
 
 
-# ---------------------------------------------------------------------------------------------------- workers that fail
+# ------------------------------------------------------------------------------------------------- failing workers
 
 
 @fault
 def crash_never_counted() -> list[Patch]:
-    """A request that kills every worker is given to the next one, for ever."""
+    """A request that crashes every worker is retried forever."""
     return [(WorkerReports, "_count_crash", lambda self, request, worker: None)]
 
 
 @fault
 def suspect_runs_among_others() -> list[Patch]:
-    """Whoever is on board when a request kills worker after worker fails with it."""
+    """Other requests fail along with one that crashes worker after worker."""
     return [(Choice, "must_be_alone", lambda self, request: False)]
 
 
 @fault
 def hung_worker_kept() -> list[Patch]:
-    """A worker that never answers is waited for."""
+    """A worker that never answers is never replaced."""
     return [(WorkerReports, "pass_time", lambda self: None)]
 
 
-# ------------------------------------------------------------------------------------------ tenants that are kept apart
+# ------------------------------------------------------------------------------------------------ tenant isolation
 
 
 def _seeing_all(name: str) -> list[Patch]:
-    """A command of RequestCommands is carried out for who sees all."""
+    """Run a command of RequestCommands as if its client could see all tenants."""
     original = getattr(RequestCommands, name)
     return [(RequestCommands, name, lambda self, tenant, message: original(self, "", message))]
 
 
 @fault
 def requests_of_others_found() -> list[Patch]:
-    """Whoever knows the id of a request reads it, and ends it."""
+    """A client can read and end any request by its id."""
     return [(Guard, "_check_request", lambda self, tenant, request_id: None)]
 
 
 @fault
 def sequences_of_others_found() -> list[Patch]:
-    """Whoever knows the id of a sequence uses it."""
+    """A client can use any sequence by its id."""
     original = SequenceCommands.find
     return [(SequenceCommands, "find", lambda self, sequence_id, tenant="": original(self, sequence_id))]
 
 
 @fault
 def blocks_of_others_found() -> list[Patch]:
-    """Everybody may ask who holds a block."""
+    """Any client can query the holders of a block."""
     return [(Guard, "_check_block", lambda self, tenant, block: None)]
 
 
 @fault
 def list_of_all_tenants() -> list[Patch]:
-    """The list of requests is not of the asker's alone."""
+    """The list of requests includes those of other tenants."""
     return _seeing_all("list")
 
 
 @fault
 def purge_of_all_tenants() -> list[Patch]:
-    """Who purges purges for everybody."""
+    """A purge includes the requests of other tenants."""
     return _seeing_all("purge")
 
 
 @fault
 def tenant_taken_from_the_message() -> list[Patch]:
-    """A client acts for whomever it names."""
+    """A client acts for the tenant that its message names."""
     return [(Guard, "_for_its_tenant", lambda self, access, message: message)]
 
 
 @fault
 def anybody_drains() -> list[Patch]:
-    """Rights are not looked at."""
+    """Rights are not checked."""
     return [(guards, "RIGHT_FOR", {})]
 
 
 @fault
 def explanation_names_others() -> list[Patch]:
-    """Who waits is told whose requests and sequences hold what it lacks."""
+    """The explanation of a wait names other tenants' requests and sequences."""
     original = Explainer._request
     return [(Explainer, "_request", lambda self, _seen, request: original(self, 0, request))]
 
 
 @fault
 def error_names_others() -> list[Patch]:
-    """A request that cannot go on is told which sequences of others hold what it lacks."""
+    """The error of a request that cannot continue names other tenants' sequences."""
 
     def holders(cache: Cache, group: Group, _seen: int, *more: Any, **named: Any) -> list[str]:
         return who_holds(cache, group, 0, *more, **named)
@@ -854,51 +854,51 @@ def error_names_others() -> list[Patch]:
 
 @fault
 def kinds_not_told_apart_in_hits() -> list[Patch]:
-    """What was generated is found as if it were a prompt's, whose KV was rounded differently."""
+    """Generated tokens are hits for a prompt, though their KV was rounded differently."""
     return [(Indexing, "contents", lambda self, tokens: unmarked(tokens))]
 
 
 @fault
 def computed_again_as_a_prompt() -> list[Patch]:
-    """What a preempted request has generated is computed again as if it had come from outside."""
+    """The generated tokens of a preempted request are recomputed as prompt tokens."""
     return [(admission, "generated", lambda tokens: tokens)]
 
 
 @fault
 def marks_not_sent() -> list[Patch]:
-    """Workers that want to know what was generated are not told."""
+    """Workers that compute generated tokens differently do not get the marks."""
     return [(Scheduler, "_fed", lambda self, group, tokens: unmarked(tokens))]
 
 
 @fault
 def what_follows_stays_in_mirrors() -> list[Patch]:
-    """Mirrors are told of an entry that leaves the index, and not that what follows it cannot be hit any more."""
+    """Mirrors see an entry leave the prefix index, but not that its successors became unreachable."""
     original = IndexChanges.removed
     return [(IndexChanges, "removed", lambda self, keys: original(self, keys[:1]))]
 
 
 @fault
 def generated_tokens_told_as_a_prompts() -> list[Patch]:
-    """Mirrors are told of blocks that no prompt can hit, since their tokens are of the other kind."""
+    """Mirrors see blocks that no prompt can hit, because their tokens are of the other kind."""
     return [(changes, "GENERATED", 1 << 31)]
 
 
 @fault
 def lost_pool_stays_in_mirrors() -> list[Patch]:
-    """A worker is gone, and mirrors go on to believe in its blocks."""
+    """Mirrors keep the blocks of a lost worker."""
     original = IndexChanges._tell_pool
     return [(IndexChanges, "_tell_pool", lambda self, pool, told: original(self, pool, told if not pool.gone else []))]
 
 
 @fault
 def cut_off_while_it_stood_is_gone() -> list[Patch]:
-    """A worker that lost its connection while the coordinator stood still loses its pool."""
+    """A worker that disconnected during a standstill of the coordinator loses its pool."""
     return [(WorkerReports, "cut_off", lambda self, number: self.gone(number, False))]
 
 
 @fault
 def ranks_cut_off_are_not_waited_for() -> list[Patch]:
-    """Where one rank of several was cut off, steps go on to be planned for the others."""
+    """After one of several ranks disconnected, steps are still planned for the others."""
     original = WorkerReports.cut_off
 
     def cut_off(self: WorkerReports, number: int) -> None:

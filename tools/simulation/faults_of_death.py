@@ -1,6 +1,6 @@
-"""Faults to plant in what outlives a coordinator's process: the journal, the snapshots, and who comes back.
+"""Faults to plant in what outlives a coordinator: the journal, the snapshots, and reconnecting peers.
 
-The same as in `faults`, for worlds in which it dies (test_bites.py).
+Like `faults`, but for worlds in which the coordinator dies (test_bites.py).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ FAULTS_OF_DEATH: dict[str, Callable[[], list[Patch]]] = {}
 
 
 def fault(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
-    """Registers a fault under its function's name."""
+    """Register a fault under its function's name."""
     FAULTS_OF_DEATH[make.__name__] = make
     return make
 
 
 @fault
 def effects_before_the_journal() -> list[Patch]:
-    """What follows from a turn leaves before it is written."""
+    """A turn's effects are carried out before the turn is written."""
     write, carry_out = TurnLoop._write, TurnLoop._carry_out
 
     def carry_out_first(self: TurnLoop) -> None:
@@ -51,7 +51,7 @@ def effects_before_the_journal() -> list[Patch]:
 
 @fault
 def event_not_written() -> list[Patch]:
-    """That a client is gone is no message, and easily forgotten."""
+    """The disconnect of a client is not written, because it is not a message."""
     real = Journal.note
 
     def note(self: Journal, event: Any, now_us: int, frames: Any = ()) -> None:
@@ -63,7 +63,7 @@ def event_not_written() -> list[Patch]:
 
 @fault
 def entropy_not_written() -> list[Patch]:
-    """A request that had no seed of its own draws another one."""
+    """After a recovery, a request without a seed of its own draws another one."""
     real = entries.pack
 
     def pack(event: Any, now_us: int, frames: Any = ()) -> Any:
@@ -76,7 +76,7 @@ def entropy_not_written() -> list[Patch]:
 
 @fault
 def times_written_in_milliseconds() -> list[Patch]:
-    """Nearly the same times."""
+    """Times are rounded to milliseconds."""
     real = entries.pack
 
     def pack(event: Any, now_us: int, frames: Any = ()) -> Any:
@@ -87,7 +87,7 @@ def times_written_in_milliseconds() -> list[Patch]:
 
 @fault
 def rights_not_written() -> list[Patch]:
-    """Whoever comes may do everything, after the next death."""
+    """After a recovery, every client has all rights."""
     real = entries.pack
 
     def pack(event: Any, now_us: int, frames: Any = ()) -> Any:
@@ -98,7 +98,7 @@ def rights_not_written() -> list[Patch]:
 
 @fault
 def torn_record_taken() -> list[Patch]:
-    """A record counts though its end is missing."""
+    """A record with a missing end is accepted."""
 
     def valid(data: memoryview, at: int, number: int | None = None) -> Any:
         start = at + records.HEADER.size
@@ -114,7 +114,7 @@ def torn_record_taken() -> list[Patch]:
 
 @fault
 def page_left_out_of_a_snapshot() -> list[Patch]:
-    """Of each array the last page that holds anything."""
+    """The last used page of each array is missing in a snapshot."""
     real = memory._write_array
 
     def write_array(array: Any, write: Any) -> None:
@@ -129,7 +129,7 @@ def page_left_out_of_a_snapshot() -> list[Patch]:
 
 @fault
 def entry_applied_twice() -> list[Patch]:
-    """The last one of each record."""
+    """The last entry of each record is applied twice."""
     real = entries.Reader.entries
 
     def twice(self: entries.Reader, payload: memoryview) -> Iterator[entries.Entry]:
@@ -143,25 +143,25 @@ def entry_applied_twice() -> list[Patch]:
 
 @fault
 def command_done_again() -> list[Patch]:
-    """Of a command whose answer was lost nobody knows that it was done."""
+    """A repeated command is executed again if its answer was lost."""
     return [(Sessions, "answer", lambda _self, _client, _rid: None)]
 
 
 @fault
 def whoever_is_away_is_streamed_to() -> list[Patch]:
-    """Tokens for a client that is not there: it comes back behind them."""
+    """Tokens are streamed to a disconnected client, which misses them."""
     return [(RequestCommands, "client_away", lambda _self, _client: None)]
 
 
 @fault
 def whoever_is_away_is_waited_for_for_ever() -> list[Patch]:
-    """With all that is its own."""
+    """A disconnected client keeps its requests and sequences forever."""
     return [(Sessions, "pass_time", lambda _self: None)]
 
 
 @fault
 def everybody_is_known_again() -> list[Patch]:
-    """A client without a session is waited for, which cannot come back."""
+    """A client without a session is waited for, though it cannot come back."""
 
     def restarted(self: Sessions, clients: set[int]) -> list[int]:
         real(self, clients)
@@ -173,7 +173,7 @@ def everybody_is_known_again() -> list[Patch]:
 
 @fault
 def stale_epoch_accepted() -> list[Patch]:
-    """A worker that has lost its pool is taken for the one that had it."""
+    """A worker that lost its pool is accepted as the one that had it."""
     real = WorkerReports._worker_hello
 
     def worker_hello(self: WorkerReports, number: int, message: Any) -> None:
@@ -188,7 +188,7 @@ def stale_epoch_accepted() -> list[Patch]:
 
 @fault
 def rank_of_an_earlier_life_accepted() -> list[Patch]:
-    """A rank that has lost its pool is taken for the one that had it."""
+    """A rank that lost its pool is accepted as the one that had it."""
 
     def rank_hello(self: WorkerReports, number: int, message: Any) -> None:
         team = self._teams.get(message.name)
@@ -204,7 +204,7 @@ def rank_of_an_earlier_life_accepted() -> list[Patch]:
 
 @fault
 def group_goes_on_with_the_first_rank_that_is_back() -> list[Patch]:
-    """The others are not waited for."""
+    """A worker group continues when its first rank is back."""
 
     def rank_back(self: WorkerReports, team: Any, group: Any, worker: Worker, number: int, rid: int) -> None:
         team.back = set(range(team.count))
@@ -216,7 +216,7 @@ def group_goes_on_with_the_first_rank_that_is_back() -> list[Patch]:
 
 @fault
 def worker_that_comes_back_begins_anew() -> list[Patch]:
-    """Its pool is given up though it holds it."""
+    """A reconnecting worker loses its pool, though it still holds it."""
 
     def come_back(self: WorkerReports, worker: Worker, _group: Any, number: int, _rid: int) -> None:
         self.gone(worker.number, False)
@@ -227,7 +227,7 @@ def worker_that_comes_back_begins_anew() -> list[Patch]:
 
 @fault
 def acknowledged_what_was_not() -> list[Patch]:
-    """A worker that comes back is told that its last results have come."""
+    """A reconnecting worker's last results are acknowledged, though they did not arrive."""
     real = reports._registered
 
     def registered(group: Any, rid: int) -> PoolRegistered:
@@ -241,7 +241,7 @@ def acknowledged_what_was_not() -> list[Patch]:
 
 @fault
 def steps_not_sent_again() -> list[Patch]:
-    """What a worker was to do had not reached it."""
+    """A worker's lost steps are not sent again."""
     real = WorkerReports._come_back
 
     def come_back(self: WorkerReports, worker: Worker, group: Any, number: int, rid: int) -> None:
@@ -257,7 +257,7 @@ def steps_not_sent_again() -> list[Patch]:
 
 @fault
 def ended_rows_left_out_of_the_new_tables() -> list[Patch]:
-    """A step under way finds no blocks in them."""
+    """A step in flight finds no blocks for ended rows in the new tables."""
     real = publishing.all_changed
 
     def all_changed(machine: Machine) -> None:
@@ -270,7 +270,7 @@ def ended_rows_left_out_of_the_new_tables() -> list[Patch]:
 
 @fault
 def born_otherwise() -> list[Patch]:
-    """The next process counts its ids from elsewhere."""
+    """The next process starts its ids elsewhere."""
     real = entries.pack
 
     def pack(event: Any, now_us: int, frames: Sequence[Any] = ()) -> Any:
@@ -283,7 +283,7 @@ def born_otherwise() -> list[Patch]:
 
 @fault
 def mirrors_go_on_over_a_restart() -> list[Patch]:
-    """The next process tells what it has without clearing what mirrors know of the one before."""
+    """After a restart, mirrors keep the entries of the previous process."""
     original = EventStream._send
 
     def send(self: EventStream, changes: Iterable[Change]) -> None:
@@ -294,7 +294,7 @@ def mirrors_go_on_over_a_restart() -> list[Patch]:
 
 @fault
 def time_away_by_the_wall_clock() -> list[Patch]:
-    """The next process believes the wall clock, which may have been set."""
+    """The downtime is computed from the wall clock, which may have been set."""
 
     def away_us(_anchor: object, _last_us: int, written_s: float, now: HostTime, _most: float) -> int:
         return max(0, int((now.wall_s - written_s) * 1e6))

@@ -1,4 +1,4 @@
-"""That a client which acts for one tenant is told of nothing else, and changes nothing else."""
+"""Checks that a client of one tenant neither learns of nor changes another tenant's resources."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BY_NAME = re.compile(r"'([^']+)' holds")
 
 
 class Isolation:
-    """The coordinator's gate, and what must follow from it. known: the core's request of an id."""
+    """The coordinator's access gate, and the checks of its rules; `known` returns the core's request of an id."""
 
     def __init__(
         self, settings: Settings, known: Callable[[int], Request | None], sequences: Mapping[int, BookedSequence]
@@ -57,40 +57,40 @@ class Isolation:
         self._of: dict[int, str] = {}  # the tenant of each restricted connection
         self._others: list[int] = []
 
-    # ---------------------------------------------------------------------------------------- as the coordinator's gate
+    # --------------------------------------------------------------------------------------------- the access gate
 
     def client(self, who: Who) -> Access:
-        """What a client may do; its number says which one it is."""
+        """Return the rights of a client, identified by its user number."""
         name = f"c{who.user}"
         tenant = self._tenants.get(name)
         return Access(name) if tenant is None else Access(name, tenant, (SUBMIT, READ), REQUESTS_MAX)
 
     def check_worker(self, who: Who, token: str) -> None:
-        """Workers are all let in."""
+        """Accept every worker."""
 
     # ---------------------------------------------------------------------------------------------------------- checks
 
     def came(self, event: ClientCame) -> None:
-        """A client said hello."""
+        """Record a client's handshake."""
         if not event.access.unlimited:
             self._of[event.client] = event.access.tenant
 
     def restricts(self, client: int) -> bool:
-        """Whether the client acts for one tenant."""
+        """Return whether the client acts for one tenant."""
         return client in self._of
 
     def hides(self, client: int, tenant: str) -> bool:
-        """Whether what is this tenant's does not exist for the client."""
+        """Return whether this tenant's resources must look nonexistent to the client."""
         return self._of.get(client, tenant) != tenant
 
     def before(self, event: Any, finished: Mapping[int, Request]) -> None:
-        """What an event must leave alone."""
+        """Record what an event must not change."""
         self._others = []
         if type(event) is FromClient and type(event.message) is PurgeFinished:
             self._others = [i for i, request in finished.items() if self.hides(event.client, request.tenant_name)]
 
     def replied(self, event: FromClient, reply: Message) -> None:
-        """The coordinator answered a command."""
+        """Check the reply to a command."""
         tenant = self._of.get(event.client)
         if tenant is None:
             return
@@ -98,7 +98,7 @@ class Isolation:
         if gone:
             raise Violation(f"a client of {tenant} purged requests {gone} of others")
         if isinstance(event.message, Drain) and isinstance(reply, Done):
-            raise Violation(f"a client of {tenant}, who may not, drained the coordinator")
+            raise Violation(f"a client of {tenant} drained the coordinator without the right")
         if isinstance(reply, Refused):
             return
         for request_id in _ids(event.message, "request_id"):
@@ -106,10 +106,10 @@ class Isolation:
         for sequence_id in _ids(event.message, "sequence_id") + _ids(event.message, "sequence_ids"):
             self._own_sequence(tenant, sequence_id, event.message)
         if isinstance(event.message, UnrefBlock) and tenant_of(event.message.holder) != tenant:
-            raise Violation(f"a client of {tenant} took another's name away: {event.message!r}")
+            raise Violation(f"a client of {tenant} removed another tenant's holder: {event.message!r}")
 
     def explained(self, explainer: Explainer, live: Mapping[int, Request]) -> None:
-        """Whoever asks why a request of a tenant waits is told of that tenant alone."""
+        """Check that the explanation of a tenant's waiting request names only this tenant's resources."""
         for request in live.values():
             if request.tenant_name in self._tenants.values():
                 reply = explainer.explain(request.tenant_name, Explain(rid=0, request_id=request.id))
@@ -117,7 +117,7 @@ class Isolation:
                 self._own_words(request.tenant_name, reply.sentences, reply)
 
     def told(self, client: int, message: Message) -> None:
-        """A message for a client."""
+        """Check a message for a client."""
         tenant = self._of.get(client)
         if tenant is None:
             return
@@ -139,9 +139,9 @@ class Isolation:
 
     def _told_more(self, tenant: str, message: Message) -> None:
         if isinstance(message, SequenceInfo) and message.tenant != tenant:
-            raise Violation(f"a client of {tenant} was told {message!r}")
+            raise Violation(f"a client of {tenant} received {message!r}")
         if isinstance(message, Stats) and (message.pools or {row.tenant for row in message.tenants} - {tenant}):
-            raise Violation(f"a client of {tenant} was told the statistics of others: {message!r}")
+            raise Violation(f"a client of {tenant} received statistics of other tenants: {message!r}")
         if isinstance(message, Explanation):
             self._own_words(tenant, message.sentences, message)
         if isinstance(message, BlockInfo):
@@ -149,14 +149,14 @@ class Isolation:
 
     def _own_block(self, tenant: str, block: BlockInfo) -> None:
         if not block.holders and block.tenant != tenant:
-            raise Violation(f"a client of {tenant} was told of a block of others: {block!r}")
+            raise Violation(f"a client of {tenant} received a block of another tenant: {block!r}")
         for holder in block.holders:
             if holder.kind == "request":
                 self._own_request(tenant, holder.id, block)
             elif holder.kind == "sequence":
                 self._own_sequence(tenant, holder.id, block)
             elif tenant_of(holder.name) != tenant:
-                raise Violation(f"a client of {tenant} was told a name of others: {block!r}")
+                raise Violation(f"a client of {tenant} received a name of another tenant: {block!r}")
 
     def _own_words(self, tenant: str, sentences: Any, message: Message) -> None:
         for sentence in sentences:
@@ -165,34 +165,34 @@ class Isolation:
                 own(tenant, int(number), message)
             for name in BY_NAME.findall(sentence):
                 if tenant_of(name) != tenant:
-                    raise Violation(f"a client of {tenant} was told a name of others: {sentence}")
+                    raise Violation(f"a client of {tenant} received a name of another tenant: {sentence}")
 
     def _own_request(self, tenant: str, request_id: int, message: Message) -> None:
         request = self._known(request_id)
         if request is not None and request.tenant_name != tenant:
-            raise Violation(f"request {request_id} is of {request.tenant_name}, for a client of {tenant}: {message!r}")
+            raise Violation(f"a client of {tenant} got request {request_id} of {request.tenant_name}: {message!r}")
 
     def _own_sequence(self, tenant: str, sequence_id: int, message: Message) -> None:
         sequence = self._sequences.get(sequence_id)
         if sequence is not None and sequence.tenant != tenant:
-            raise Violation(f"sequence {sequence_id} is of {sequence.tenant}, for a client of {tenant}: {message!r}")
+            raise Violation(f"a client of {tenant} got sequence {sequence_id} of {sequence.tenant}: {message!r}")
 
 
 class Writers:
-    """Who wrote what of each pool, by the steps that were planned: no row gets a block that holds what another tenant
-    left there. Rows that name a salt share what they name it with, and are left out.
+    """Tracks the last tenant that wrote each block, by the planned steps.
 
-    A pool that has done steps before it was first seen is known block by block, as rows write it.
+    No row may get a block with another tenant's KV. Rows with an explicit salt share their blocks and are left out. For
+    a pool that ran steps before it was first seen, blocks become known as rows write them.
     """
 
     def __init__(self, machine: Machine) -> None:
         self._cache = machine.cache
         self._of: dict[int, npt.NDArray[np.int64]] = {}
         self._numbers: dict[str, int] = {}
-        self._salts: dict[str, int] = {}  # of prompts that name none
+        self._salts: dict[str, int] = {}  # default salts
 
     def planned(self, group: Group, step: Step) -> None:
-        """A step was planned: its tables are those that it will find."""
+        """Check a planned step, which will find the current tables."""
         s, pool = self._cache.sequences, group.pool
         writers = self._of.get(group.epoch)
         if writers is None:
@@ -215,7 +215,7 @@ class Writers:
 
 
 def _ids(command: Any, field: str) -> list[int]:
-    """The ids that a command names in a field."""
+    """Return the ids in a field of a command."""
     value = getattr(command, field, 0)
     ids = [value] if isinstance(value, int) else value.tolist()
     return [number for number in ids if number > 0]

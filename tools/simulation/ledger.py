@@ -1,9 +1,9 @@
-"""The books of the simulation: what was promised, and therefore what every message must say.
+"""The ledger of the simulation: the promises so far, against which every message is checked.
 
-It sees every answer when the core gives it, every Stream when it is sent, both decoded from their bytes, and every end
-of a request when it happens. Requests are held to their oracle; client sequences to a plain list of tokens. The one
-thing it takes from the core is a length: where a request continues a sequence on which another one was cut short
-(`prompt_sizes`). Who reads what is in `telling`, what is due when in `dues`.
+It sees every reply when the core gives it, every Stream when it is sent (both decoded from their bytes), and every end
+of a request when it happens. Requests are checked against their oracle, client sequences against a list of tokens. The
+ledger takes one datum from the core: the length where a request continues a sequence on which another request was cut
+short (`prompt_sizes`). `telling` tracks the readers of requests, `dues` the due times.
 """
 
 from __future__ import annotations
@@ -47,8 +47,12 @@ SEVERAL = -1  # more than one request had the prefix
 
 
 class BookedSequence:
-    """One client sequence. `request_id`: the last request that ran on it and is not yet accounted for. tokens: as
-    workers see them."""
+    """A client sequence.
+
+    Attributes:
+        tokens: as workers see them.
+        request_id: the last request on it that is not yet accounted for.
+    """
 
     def __init__(self, client: int, tokens: list[int], ttl: bool, tenant: str, salt: str) -> None:
         self.client, self.tokens, self.ttl, self.tenant, self.salt = client, tokens, ttl, tenant, salt
@@ -56,32 +60,32 @@ class BookedSequence:
         self.removed = self.forked = False
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> BookedSequence:
-        """Nothing of it is ever changed in place."""
+        """Copy shallowly: attributes are never changed in place."""
         copied = object.__new__(BookedSequence)
         copied.__dict__.update(self.__dict__)
         return copied
 
 
 class BookedKey:
-    """What a key stands for: everything that the command asked for, and the ids that it got."""
+    """The command of an idempotency key: all its fields, and the ids that it got."""
 
     def __init__(self, command: Submit, first: int) -> None:
         self.asked, self.ids = asked(command), range(first, first + command.count)
 
 
 def asked(command: Submit) -> tuple[Any, ...]:
-    """All of a command but its number."""
+    """Return all fields of a command except its number."""
     fields = [name for name in command.__struct_fields__ if name not in ("rid", "prompt")]
     return (*(getattr(command, name) for name in fields), command.prompt.tobytes())
 
 
 def _ids(tokens: list[int]) -> list[int]:
-    """Without the marks of generated ones."""
+    """Return the tokens without the marks of generated ones."""
     return [token % GENERATED for token in tokens]
 
 
 class Ledger:
-    """Everything that was promised so far. known: whether the core still knows a request of this id."""
+    """All promises so far; `known` returns whether the core still knows a request id."""
 
     def __init__(self, settings: Settings, known: Callable[[int], Request | None]) -> None:
         self._settings, self._known = settings, known
@@ -94,7 +98,7 @@ class Ledger:
         self.sequences: dict[int, BookedSequence] = {}
         self.isolation = Isolation(settings, known, self.sequences)
         self.accepted = self.ended = self.refused = 0
-        self.hopeless: set[int] = set()  # rows that were seen to stand still for good
+        self.hopeless: set[int] = set()  # rows that were seen to be stuck
         self.gone_clients: set[int] = set()
         self.model_known = False
         self.prompt_sizes: dict[int, int] = {}
@@ -103,7 +107,7 @@ class Ledger:
     # --------------------------------------------------------------------------------------------------------- replies
 
     def replied(self, client: int, command: Message, reply: Message, now_us: int) -> None:
-        """The coordinator answered `command` of `client`."""
+        """Check the coordinator's reply to `command` of `client`."""
         if self.presence.answered_before(client, command, reply):
             if isinstance(reply, Accepted):
                 self._told_again(client, reply)
@@ -133,7 +137,7 @@ class Ledger:
             self._book(request_id, client, command, (reply.seed + i) % (1 << 64), prompt, salt, now_us)
 
     def _told_again(self, client: int, reply: Accepted) -> None:
-        """The requests of a command are streamed to it from the beginning."""
+        """Expect the streams of a repeated command from their beginning."""
         for request_id in range(reply.request_id, reply.request_id + reply.count):
             if self._known(request_id) is None:
                 self.telling.forgotten(request_id, client)
@@ -141,18 +145,18 @@ class Ledger:
                 self.telling.give(request_id, client, 0)
 
     def _check_key(self, tenant: str, command: Submit, reply: Accepted, ids: range) -> None:
-        """A known key gives the ids that it gave before, to nobody but the command that it came with."""
+        """Check that a known key returns its previous ids, and only for an equal command."""
         entry = self.keys.get((tenant, command.key)) if command.key else None
         if entry is not None and any(self._known(request_id) for request_id in entry.ids):
             if not reply.repeated or ids != entry.ids or asked(command) != entry.asked:
                 raise Violation(f"key {command.key!r} stands for {entry.ids}; {command!r} -> {reply!r}")
         elif reply.repeated:
-            raise Violation(f"{command!r} came for the first time, as far as anybody knows: {reply!r}")
+            raise Violation(f"{command!r} was new, but the reply is marked as repeated: {reply!r}")
         elif command.key:
             self.keys[tenant, command.key] = BookedKey(command, reply.request_id)
 
     def _prompt(self, command: Submit, sequence: BookedSequence | None, reply: Accepted) -> list[int]:
-        """What the request starts from, its sequence included."""
+        """Return the tokens that the request starts from, its sequence included."""
         prompt: list[int] = command.prompt.tolist()
         if sequence is not None:
             self._account(sequence, self.prompt_sizes[reply.request_id] - len(prompt))
@@ -190,14 +194,14 @@ class Ledger:
             sequence = self.sequences.get(int(reply.error.fields.get("sequence_id", 0) or 0))
             hidden = sequence is not None and self.isolation.hides(client, sequence.tenant)
             if sequence is not None and not (sequence.removed or sequence.ttl or hidden or self._gone(sequence)):
-                raise Violation(f"{command!r}: a sequence that nobody removed is not found")
+                raise Violation(f"{command!r}: an existing sequence is not found")
 
     def _reused(self, command: Submit) -> None:
         sequence = self.sequences.get(command.sequence_id)
         entry = self.keys.get((command.tenant if sequence is None else sequence.tenant, command.key))
         known = entry is not None and any(self._known(request_id) for request_id in entry.ids)
         if entry is None or not known or entry.asked == asked(command):
-            raise Violation(f"{command!r} was refused: its key was used for something else")
+            raise Violation(f"{command!r} was refused: its key belongs to another command")
 
     def _gone(self, sequence: BookedSequence) -> bool:
         return sequence.client in self.gone_clients
@@ -206,14 +210,14 @@ class Ledger:
         booked = self.requests[reply.request_id]
         oracle = booked.oracle
         if reply.prompt_tokens != len(oracle.prompt):
-            raise Violation(f"request {reply.request_id} has another prompt than was submitted")
+            raise Violation(f"request {reply.request_id} has a different prompt than submitted")
         self._compare(reply.request_id, oracle, 0, reply.tokens.tolist())
         if reply.generated_tokens < booked.seen - booked.cut:
             raise Violation(f"request {reply.request_id} has fewer tokens than were streamed")
 
     def _stats(self, client: int, _command: Any, reply: Stats) -> None:
         if self.isolation.restricts(client):
-            return  # it is told of some of them
+            return  # statistics are restricted to one tenant
         for pool in reply.pools:
             if pool.free + pool.cached + pool.referenced + pool.quarantined != pool.blocks:
                 raise Violation(f"statistics do not add up: {pool}")
@@ -237,7 +241,7 @@ class Ledger:
         if not reply.request_id:
             self._account(sequence, reply.length)
             if reply.length != len(sequence.tokens):
-                raise Violation(f"sequence {reply.sequence_id}: length {reply.length}, not {len(sequence.tokens)}")
+                raise Violation(f"sequence {reply.sequence_id}: length {reply.length}, expected {len(sequence.tokens)}")
 
     def _appended(self, _client: int, command: Any, reply: Appended) -> None:
         start = 0
@@ -255,7 +259,7 @@ class Ledger:
         assert isinstance(command, Fork)
         parent = self.sequences[command.sequence_id]
         if len(reply.sequence_ids) != command.count:
-            raise Violation("another number of forks than asked for")
+            raise Violation("wrong number of forks")
         for sequence_id in reply.sequence_ids.tolist():
             if sequence_id in self.sequences:
                 raise Violation(f"sequence id {sequence_id} was given twice")
@@ -270,11 +274,11 @@ class Ledger:
         if request is not None and not request.reason and not sequence.forked:  # it may be running
             text = _ids(request.oracle.prompt + request.oracle.kept)
             if found != text[: len(found)] or len(found) < len(sequence.tokens):
-                raise Violation(f"sequence {command.sequence_id} holds other tokens than its request generated")
+                raise Violation(f"sequence {command.sequence_id} has different tokens than its request generated")
             return
         self._account(sequence, len(found))
         if found != _ids(sequence.tokens):
-            raise Violation(f"sequence {command.sequence_id} holds {found}, not {_ids(sequence.tokens)}")
+            raise Violation(f"sequence {command.sequence_id} holds {found}, expected {_ids(sequence.tokens)}")
 
     def _removed(self, _client: int, command: Any, _reply: Removed) -> None:
         assert isinstance(command, RemoveSequences)
@@ -282,21 +286,30 @@ class Ledger:
             self.sequences[sequence_id].removed = True
 
     def _account(self, sequence: BookedSequence, length: int) -> None:
-        """Adds what its last request generated: as much of the oracle's answer as the length says."""
+        """Append what the sequence's last request generated: the oracle's answer up to the length."""
         request = self.requests.get(sequence.request_id)
         if request is None:
             return
         oracle = request.oracle
         whole = oracle.prompt + oracle.kept[: oracle.answer_size]
         if not len(sequence.tokens) <= length <= len(whole):
-            raise Violation(f"a sequence of {len(sequence.tokens)} tokens became {length} long, by {len(whole)}")
+            raise Violation(
+                f"a sequence of {len(sequence.tokens)} tokens became {length} long after {len(whole)} tokens"
+            )
         sequence.tokens = whole[:length]
         sequence.request_id = 0
 
     # ------------------------------------------------------------------------------------------------ streams and ends
 
     def streamed(self, client: int, stream: Stream, now_us: int, lost: bool = False) -> None:
-        """A Stream for a client: the oracle's tokens, to whom they are due, each end once. lost: it was not taken."""
+        """Check a Stream: the oracle's tokens, each for its due reader, and each end once.
+
+        Args:
+            client: the receiver.
+            stream: the message.
+            now_us: the coordinator's time.
+            lost: whether the client did not accept it.
+        """
         rows = zip(stream.request_ids.tolist(), stream.offsets.tolist(), stream.tokens.tolist(), strict=True)
         expected = []
         for request_id, offset, token in rows:
@@ -308,7 +321,7 @@ class Ledger:
         self.telling.news(client, stream, lost, now_us)
 
     def over(self, request: Request, now_us: int, cause: Any) -> None:
-        """A request ended in the core, because of the event `cause`: as it should, and with tokens of its oracle."""
+        """Check that a request ended as it should because of the event `cause`, with tokens of its oracle."""
         booked = self.live.pop(request.id)
         tokens, oracle = request.tokens.tolist(), booked.oracle
         self._compare(request.id, oracle, 0, tokens)
@@ -326,7 +339,7 @@ class Ledger:
         elif request.reason == "expired":
             self.dues.expired(request, booked, now_us)
         elif not self._cancelled(request, booked, now_us, cause):
-            raise Violation(f"request {request.id} ended by {request.reason!r}, and nobody asked for it: {cause!r}")
+            raise Violation(f"request {request.id} ended by {request.reason!r} without a cause: {cause!r}")
         booked.reason, booked.over_us, booked.generated = request.reason, now_us, len(tokens)
         booked.cut = request.cut
         self.ended += 1
@@ -338,17 +351,18 @@ class Ledger:
             shared = self.prefixes[booked.salt][booked.oracle.fingerprint(request.cached_tokens)]
             if shared == request.id:
                 raise Violation(
-                    f"request {shared} hit {request.cached_tokens} tokens that nobody else had under its salt"
+                    f"request {shared} hit {request.cached_tokens} tokens that no other request had under its salt"
                 )
 
     def _failed(self, request: Request, booked: BookedRequest, now_us: int) -> None:
-        """Only what a worker says, too many deaths of workers, or the end of a drain makes an accepted request fail."""
+        """Check an accepted request's failure: a worker's error, too many worker crashes, or the end of a drain."""
         error: Any = request.error
         if error.code == "draining":
             allowed = self.dues.drained(now_us)
         elif error.code in ("capacity_exceeded", "quota_exceeded") and request.id in self.hopeless:
             allowed = True
-        elif error.code == "worker_error":  # in a deadly world, workers fail and die for those who deserve it alone
+        # in a deadly world, only the deadly requests themselves may crash workers and fail
+        elif error.code == "worker_error":
             crashes = "crashes" in error.fields
             allowed = booked.oracle.deadly if crashes else booked.oracle.poisoned or not self._settings.deadly
         else:
@@ -357,14 +371,14 @@ class Ledger:
             raise Violation(f"request {request.id} was accepted and then failed: {error!r}")
 
     def _cancelled(self, request: Request, booked: BookedRequest, now_us: int, cause: Any) -> bool:
-        """Whether anybody wanted the end: somebody's Cancel, the end of its sequence or client, or of its lease."""
+        """Return whether the end has a cause: a Cancel, the end of its sequence or client, or of its lease."""
         if request.reason != "cancelled":
             return False
         if isinstance(cause, FromClient):
             message = cause.message
             if isinstance(message, RemoveSequences):
                 return booked.sequence_id in message.sequence_ids.tolist()
-            if isinstance(message, Drain):  # with a deadline: what is due is looked at
+            if isinstance(message, Drain):  # with a deadline: due times are checked
                 return self.dues.lease_over(booked, now_us)
             return isinstance(message, Cancel) and message.request_id == request.id
         if isinstance(cause, ClientGone):
@@ -372,38 +386,38 @@ class Ledger:
         return self._ends_with(booked, self.presence.leaving) or self.dues.lease_over(booked, now_us)
 
     def _ends_with(self, booked: BookedRequest, leaving: dict[int, bool]) -> bool:
-        """Whether it ends at once where these clients are gone, who may have no lease."""
+        """Return whether the request ends at once with these clients, which may have no lease."""
         sequence = self.sequences.get(booked.sequence_id)
         with_sequence = sequence is not None and sequence.client in leaving and not sequence.ttl
         at_once = not booked.detached and (leaving.get(booked.reader, False) or not self._settings.lease_us)
         return with_sequence or (booked.reader in leaving and at_once)
 
     def came(self, client: int, session: str) -> None:
-        """A client said hello."""
+        """Record a client's handshake."""
         if self.presence.came(client, session):
             self.telling.away(client)
 
     def restarts(self, now_us: int) -> None:
-        """Another process goes on, and nobody is connected: before it has done anything."""
+        """Record that another process continues, without any connection."""
         self.telling.forget()
         for client in self.presence.restarts(now_us):
             self.telling.away(client)
 
     def left(self, now_us: int) -> None:
-        """Those who were away for too long, or cannot come back, are given up."""
+        """Drop the clients that were away for too long or cannot reconnect."""
         leaving, self.presence.leaving = self.presence.leaving, {}
         for client in sorted(leaving):
             self.client_gone(client, leaving[client], now_us)
 
     def connection_ended(self, client: int, goodbye: bool, now_us: int) -> None:
-        """Its client may come back, or is gone."""
+        """Record the end of a connection: the client may reconnect, or is gone."""
         if not goodbye and self.presence.left(client, now_us):
             self.telling.away(client)
         else:
             self.client_gone(client, goodbye, now_us)
 
     def client_gone(self, client: int, goodbye: bool, now_us: int) -> None:
-        """For good: nobody reads its requests, and those that nobody else keeps end with it."""
+        """Record that a client is gone for good; its requests end unless another client keeps them."""
         self.gone_clients.add(client)
         self.presence.gone(client)
         self.telling.gone(client)
@@ -419,7 +433,7 @@ class Ledger:
         counts = stream.top_counts.tolist() or [0] * len(expected)
         found = list(zip(stream.top_tokens.tolist(), stream.top_logprobs.tolist(), strict=True))
         if counts != list(map(len, expected)) or found != pairs:
-            raise Violation(f"the most likely tokens are {found} by {counts}, not {expected}: {stream!r}")
+            raise Violation(f"top tokens are {found} by {counts}, expected {expected}: {stream!r}")
 
     def _compare(self, request_id: int, oracle: Oracle, offset: int, tokens: list[int]) -> None:
         expected = oracle.tokens[offset : offset + len(tokens)]

@@ -1,8 +1,7 @@
-"""Whether two machines of one process are in the same state: what `state_digest` says, in a third of its time.
+"""Equality of two machines' states within one process: like `state_digest`, in a third of its time.
 
-It is pickle that walks through them, and it says each object with attributes once, by a number, in the order in which
-they are found: what is in it follows. The order of sets, which pickle does not hide, is taken from those that parts
-hold.
+Pickle walks through the machine and replaces each object with attributes by a number, in the order of discovery; the
+object's contents follow. The order of sets, which pickle would show, is removed where parts hold them.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from tools.simulation.digest import PUBLISH_LISTS
 IGNORED = PUBLISH_LISTS | WATCHERS
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, type)
 SETS = frozenset((set, frozenset))
-# A callable that is not called, and what it would be given.
+# a callable that is not called, and its arguments
 Told = tuple[Any, ...]
 NOTHING: Told = (list, ())
 
 
 def likeness(machine: Any) -> str:
-    """32 hex digits, the same for machines in the same state, whichever class they are of and whoever watches them."""
+    """Return 32 hex digits, equal for machines in equal states, independent of class and watcher."""
     file = io.BytesIO()
     walk = _Walk(file)
     walk.dump(_what_is_in(machine))
@@ -46,18 +45,18 @@ def likeness(machine: Any) -> str:
 
 
 class _Walk(pickle.Pickler):
-    """found: objects with attributes, to be said next. arrays: the bytes of arrays, which are kept apart."""
+    """Pickler that collects objects with attributes (`found`) and the bytes of arrays (`arrays`)."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, 5)
-        self.fast = True  # that two equal values are one object does not count
+        self.fast = True  # identity of equal values does not count
         self.memo = {id(told): (number, told) for number, told in enumerate((list, dict))}
         self.found: list[Any] = []
         self.arrays: list[bytes] = []
         self._numbers: dict[int, int] = {}
 
     def reducer_override(self, value: Any) -> Told:
-        """Called for all but plain values and containers."""
+        """Reduce a value that is neither plain nor a container."""
         if type(value) is np.ndarray:
             self.arrays.append(value.tobytes())
             return list, (value.dtype.str, value.shape)
@@ -72,7 +71,7 @@ class _Walk(pickle.Pickler):
 
 
 def _what_is_in(value: Any) -> Any:
-    """The attributes of an object, or what is in its slots."""
+    """Return the attributes of an object, or the values of its slots."""
     if (in_slots := _slots(cast(Any, type(value)))) is not None:
         return in_slots(value)
     if isinstance(value, BaseException):
@@ -88,7 +87,7 @@ _HOLDERS = frozenset((set, frozenset, dict))
 
 
 def _without_order(value: Any) -> Any:
-    """A set, or a dict of sets, so that their order does not show; another dict as it is."""
+    """Return a set, or a dict of sets, without its order; return another dict as it is."""
     if type(value) is not dict:
         return ("set", sorted(value))
     if SETS.isdisjoint(map(type, value.values())):
@@ -98,14 +97,14 @@ def _without_order(value: Any) -> Any:
 
 @cache
 def _slots(cls: type) -> Callable[[Any], Any] | None:
-    """What asks for all slots of an object; None for a class that has none."""
+    """Return a getter of all slots, or None for a class without slots."""
     names = getattr(cls, "__slots__", None)
     return None if names is None else attrgetter(*names)
 
 
 @cache
 def _told_by(cls: type) -> Callable[[Any], Told] | None:
-    """How something of a class is told at once; None for an object, whose attributes are."""
+    """Return the reducer of a class, or None for an object that is reduced by its attributes."""
     for kinds, tell in _TELL:
         if issubclass(cls, kinds):
             return tell

@@ -1,7 +1,6 @@
-"""A router beside every simulated coordinator: it reads the real stream, and must know exactly what can be hit.
+"""A router beside every simulated coordinator: it reads the real KV event stream and must know exactly what can be hit.
 
-It outlives the coordinator's deaths, as routers do. What a process wrote and did not tell any more is told anew by the
-next one.
+The router outlives the coordinator's deaths. The next process repeats what the previous one wrote but did not publish.
 """
 
 from __future__ import annotations
@@ -17,30 +16,30 @@ TENANT = "ant"
 
 
 class Router:
-    """What carries the stream, and what is known from it."""
+    """The transport of the event stream, and the mirror built from it."""
 
     def __init__(self) -> None:
         self._mirror, self._last = Mirror(), -1
-        self._compared: list[bytes] = []  # what was there when it was compared last; nothing: it has been told of more
+        self._compared: list[bytes] = []  # the index at the last comparison; empty after further events
 
     def publish(self, number: bytes, payload: bytes) -> None:
-        """The next batch."""
+        """Apply the next batch."""
         value = int.from_bytes(number, "big")
-        assert value > self._last, "numbers go back"
+        assert value > self._last, "sequence numbers decrease"
         self._last = value
         self._mirror.apply(payload)
         self._compared = []
 
     def asked(self) -> list[Asked]:
-        """It misses nothing."""
+        """Return no replay requests: the router misses nothing."""
         return []
 
     def answer(self, who: bytes, number: bytes, payload: bytes) -> bool | None:
-        """It asks nothing."""
+        """Not called: the router requests no replay."""
         raise NotImplementedError
 
     def check(self, machine: Machine) -> None:
-        """It knows what can be hit. Where neither side has changed since that was seen last, it is not looked again."""
+        """Compare the mirror with the machine's index, unless neither has changed since the last comparison."""
         there = _indexed(machine)
         if there != self._compared:
             self._mirror.check(machine, TENANT)
@@ -48,7 +47,7 @@ class Router:
 
 
 def _indexed(machine: Machine) -> list[bytes]:
-    """All that says what can be hit."""
+    """Return a fingerprint of everything that determines prefix hits."""
     cache = machine.cache
     store, pools = cache.store, [(number, group.pool) for number, group in cache.groups.items()]
     told = [b"%d %d %d" % (number, pool.base, pool.count) for number, pool in pools]
@@ -57,16 +56,16 @@ def _indexed(machine: Machine) -> list[bytes]:
 
 
 class Mirrored:
-    """One life of the stream: kvforge.coordinator.turn.Listeners."""
+    """One life of the event stream (kvforge.coordinator.turn.Listeners)."""
 
     def __init__(self, machine: Machine, router: Router, now_us: Callable[[], int]) -> None:
-        """now_us: of the world. A millisecond of the stream's is one of its microseconds: all happens faster here."""
+        """Create the stream; one simulated microsecond counts as a millisecond, because everything is faster here."""
         self._machine, self._router = machine, router
         section = KvEventsSection(publish="ipc:///nowhere", tenant=TENANT)
         self._stream = EventStream(machine, router, section, lambda: now_us() / 1000)
 
     def turned(self) -> bool:
-        """A turn is over."""
+        """Publish after a turn and check the router."""
         waits = self._stream.turned()
         self._router.check(self._machine)
         return waits

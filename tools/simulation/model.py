@@ -1,7 +1,7 @@
-"""The simulated language model: the next token is a hash of every token before it.
+"""Simulated language model: the next token is a hash of all tokens before it.
 
-A worker computes it from what its own KV memory really holds; the oracle computes it from the prompt alone. One wrong
-token anywhere in the context gives another continuation, so any corruption of a block shows as wrong tokens.
+A worker computes it from the contents of its own KV memory, the oracle from the prompt alone. A single wrong token in
+the context changes the continuation, so a corrupted block shows as wrong tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _SUMS = [0, *accumulate(_WEIGHTS)]
 
 
 def fingerprint_of(tokens: list[int]) -> int:
-    """What stands for a context: the sum of each token plus 1, by the weight of its place."""
+    """Return the fingerprint of a context: the sum of (token + 1) x weight of its position."""
     return int(sum(map(mul, tokens, _WEIGHTS)) + _SUMS[len(tokens)]) & MASK
 
 
 def choose(fingerprint: int, seed: int, generated: int, vocabulary: int) -> int:
-    """The token after a context, by its fingerprint. Never the last of the vocabulary: that one is poison."""
+    """Return the token after a context; never the last of the vocabulary, which is poison."""
     x = (fingerprint ^ (seed * 0x9E3779B97F4A7C15) ^ ((generated + 1) * 0xD1B54A32D192ED03)) & MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
@@ -33,12 +33,12 @@ def choose(fingerprint: int, seed: int, generated: int, vocabulary: int) -> int:
 
 
 def tops_of(token: int, count: int, vocabulary: int) -> list[tuple[int, float]]:
-    """The `count` most likely tokens where `token` was chosen, with their log-probabilities."""
+    """Return the `count` most likely tokens and log-probabilities where `token` was chosen."""
     return [((token + i) % vocabulary, -float(i)) for i in range(count)]
 
 
 def poison(vocabulary: int) -> int:
-    """The token that makes a worker fail the row whose context contains it; two of them kill it in a deadly world."""
+    """Return the token that makes a worker fail its row; two in a context crash the worker in a deadly world."""
     return vocabulary - 1
 
 
@@ -46,11 +46,12 @@ DEADLY = 2
 
 
 class Oracle:
-    """What one request must generate, whatever happens to it.
+    """The tokens that one request must generate, whatever happens to it.
 
-    tokens: all that it could generate up to max_tokens; `answer_size` of them until the first stop token. kept: the
-    same as workers see them.
-    mark: what workers see of a generated token beside its id; those of the prompt have theirs.
+    Attributes:
+        tokens: the continuation up to max_tokens; the first `answer_size` tokens end at the first stop token.
+        kept: the same as workers see it.
+        mark: the kind bit that workers see in a generated token; prompt tokens carry their own marks.
     """
 
     def __init__(
@@ -76,5 +77,5 @@ class Oracle:
         self.reason = "length" if stop_at is None else "stop"
 
     def fingerprint(self, length: int) -> int:
-        """Of the first `length` tokens of prompt and continuation."""
+        """Return the fingerprint of the first `length` tokens of prompt and continuation."""
         return self.fingerprints[length]

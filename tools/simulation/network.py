@@ -1,8 +1,8 @@
-"""The simulated clock and network: the coordinator's transport face over connections with random delays.
+"""Simulated clock and network: the coordinator's transport over connections with random delays.
 
-Messages are the encoded frames of protocol.codec. One connection keeps its order; different connections overtake
-each other. A connection that is cut loses what is on its way to the peer; what is on its way to the coordinator
-arrives or not, and the notice of its end may overtake it.
+Messages are encoded frames of protocol.codec. One connection keeps its order; different connections overtake each
+other. A cut connection loses the messages to the peer. Messages to the coordinator may arrive or not, and the notice of
+the end may overtake them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvforge.protocol.messages import Message
 Frames = Sequence[bytes | memoryview]
 Call = Callable[[], None]
 Receive = Callable[[Any], None]
-NOBODY = -1  # the life of a coordinator that is not there
+NOBODY = -1  # the life number while no coordinator runs
 
 
 class Clock:
-    """Simulated time in microseconds, and what is to happen when. Ties are broken by the order of planning."""
+    """Simulated time in microseconds, and the scheduled calls; ties run in scheduling order."""
 
     def __init__(self) -> None:
         self.now_us = 0
@@ -32,16 +32,16 @@ class Clock:
         self._planned = 0
 
     def at(self, when_us: int, call: Call) -> None:
-        """Plans a call; never in the past."""
+        """Schedule a call, at the earliest now."""
         self._planned += 1
         heapq.heappush(self._heap, (max(self.now_us, when_us), self._planned, call))
 
     def after(self, delay_us: int, call: Call) -> None:
-        """Plans a call `delay_us` from now."""
+        """Schedule a call `delay_us` from now."""
         self.at(self.now_us + delay_us, call)
 
     def step(self) -> bool:
-        """Lets the next planned call happen. False where nothing is planned."""
+        """Run the next scheduled call; return False if there is none."""
         if not self._heap:
             return False
         self.now_us, _, call = heapq.heappop(self._heap)
@@ -50,14 +50,14 @@ class Clock:
 
 
 class Delays:
-    """How long a message takes: mostly short, sometimes long. `calm` switches the long ones off."""
+    """Delays of messages: mostly short, sometimes long; `calm` switches the long ones off."""
 
     def __init__(self, short_us: int, long_us: int, long_share: float) -> None:
         self.short_us, self.long_us, self.long_share = short_us, long_us, long_share
         self.calm = False
 
     def draw(self, random: Random) -> int:
-        """Microseconds."""
+        """Return a delay in microseconds."""
         if not self.calm and random.random() < self.long_share:
             return 1 + int(random.random() * self.long_us)
         return 1 + int(random.random() * self.short_us)
@@ -68,11 +68,13 @@ def _copied(frames: Frames) -> tuple[bytes, ...]:
 
 
 class Connection:
-    """One peer's connection. `receive` is called with what the coordinator sends, in order; `lost` when it turns out
-    that the coordinator's process has died.
+    """A peer's connection.
 
-    commands: what the peer sent on it, by rid, with labels for what it creates.
-    room: how much more a peer that does not read takes, None while it reads.
+    Attributes:
+        receive: called with the coordinator's messages, in order.
+        lost: called when the coordinator's process has died.
+        commands: the commands sent on it, by rid, with the labels of what they create.
+        room: messages that a peer that does not read still accepts; None while it reads.
     """
 
     def __init__(
@@ -88,14 +90,14 @@ class Connection:
         self._unread: list[Message] = []
 
     def send(self, frames: Frames) -> None:
-        """To the coordinator."""
+        """Send to the coordinator."""
         if self.open:
             parts = list(map(bytes, frames))
             self._last_in = max(self._last_in, self._peers.arrival(self.random))
             self._peers.clock.at(self._last_in, lambda: self._peers.arrive(self, parts))
 
     def to_peer(self, message: Message) -> None:
-        """From the coordinator; lost if the connection is cut meanwhile."""
+        """Deliver from the coordinator; the message is lost if the connection is cut meanwhile."""
         if self.room is not None:
             self.room -= 1
         self._last_out = max(self._last_out, self._peers.arrival(self.random))
@@ -109,15 +111,15 @@ class Connection:
 
     @property
     def full(self) -> bool:
-        """Whether nothing more can be sent to the peer for now."""
+        """Return whether the peer accepts no message for now."""
         return self.room is not None and self.room <= 0
 
     def stall(self, room: int) -> None:
-        """The peer stops reading; `room` more messages fit on the way to it."""
+        """Stop reading; `room` more messages fit into the buffers."""
         self.room = room
 
     def read_on(self) -> None:
-        """The peer reads again, first what has come meanwhile."""
+        """Resume reading, first the messages that arrived meanwhile."""
         self.room = None
         unread, self._unread = self._unread, []
         for message in unread:
@@ -125,11 +127,11 @@ class Connection:
 
     @property
     def last_us(self) -> int:
-        """When the last message that was sent on it has arrived, in either direction."""
+        """Return the arrival time of the last message, in either direction."""
         return max(self._last_in, self._last_out)
 
     def end(self) -> None:
-        """Nobody is at the other end any more; what is on its way arrives until that is noticed."""
+        """Note that the other end is gone; messages in transit arrive until the coordinator notices."""
         self._peers.clock.at(self._peers.arrival(self.random), self._notice)
 
     def _notice(self) -> None:
@@ -153,10 +155,11 @@ Tap = Callable[[int, Message, Sent], None]
 
 
 class SimulatedPeers:
-    """The transport of one side (clients or workers): kvforge.coordinator.turn.Transport.
+    """The transport of one side, clients or workers (kvforge.coordinator.turn.Transport).
 
-    leaves: called before each message for an admitted connection leaves. tap: told of it, decoded from its bytes, and
-    of what became of it, in the order of sending.
+    Attributes:
+        leaves: called before each message to an admitted connection.
+        tap: called with each message, decoded from its bytes, and the result of sending it, in sending order.
     """
 
     def __init__(
@@ -186,10 +189,20 @@ class SimulatedPeers:
     def __len__(self) -> int:
         return len(self._number_of)
 
-    # ------------------------------------------------------------------------------------------- the simulator's side
+    # ---------------------------------------------------------------------------------------------- simulator interface
 
     def connect(self, random: Random, receive: Receive, user: int = -1, lost: Call = lambda: None) -> Connection:
-        """A peer's new connection. user: whose. lost: called where the coordinator's process dies, or is not there."""
+        """Open a peer's connection.
+
+        Args:
+            random: the connection's random stream.
+            receive: called with each message.
+            user: the peer's user number.
+            lost: called if the coordinator's process dies or does not run.
+
+        Returns:
+            The connection.
+        """
         self._made += 1
         life = NOBODY if self._down else self._life
         connection = Connection(self, b"id%d" % self._made, random, receive, lost, life)
@@ -201,7 +214,7 @@ class SimulatedPeers:
         return connection
 
     def die(self) -> None:
-        """The coordinator's process is gone, and with it all that had reached it or was on its way."""
+        """Kill the coordinator's process, with all messages in its sockets and in transit."""
         self._down = True
         self._life += 1
         connections, self._connections = self._connections, {}
@@ -211,26 +224,26 @@ class SimulatedPeers:
             connection.end()
 
     def rise(self) -> None:
-        """Another process is there."""
+        """Start another process."""
         self._down = False
 
     def serves(self, connection: Connection) -> bool:
-        """Whether the process that it leads to lives."""
+        """Return whether the connection's process is alive."""
         return connection.life == self._life and not self._down
 
     def arrival(self, random: Random) -> int:
-        """When a message sent now arrives."""
+        """Return the arrival time of a message sent now."""
         return self.clock.now_us + self._delays.draw(random)
 
     def arrive(self, connection: Connection, frames: list[bytes]) -> None:
-        """A message reached the coordinator's socket."""
+        """Deliver a message to the coordinator's socket."""
         if connection.life != self._life:
             return
         self._inbox.append((connection.identity, 0, frames))
         self._wake()
 
     def ended(self, connection: Connection) -> None:
-        """The end of a connection reached the coordinator's socket."""
+        """Deliver the end of a connection to the coordinator's socket."""
         if connection.life != self._life:
             return
         self._connections.pop(connection.identity, None)
@@ -238,7 +251,7 @@ class SimulatedPeers:
         self._wake()
 
     def foresee(self, frames: Frames) -> Message:
-        """What a peer will read in these bytes, should they be sent: then they are not decoded once more."""
+        """Return what a peer will decode from these bytes, and keep it for the send."""
         parts = _copied(frames)
         message = self._foreseen[parts] = self._decoder.decode(parts)
         return message
@@ -250,21 +263,25 @@ class SimulatedPeers:
 
     @property
     def waiting(self) -> bool:
-        """Whether messages are left that no turn has taken."""
+        """Return whether messages are left that no turn has read."""
         return bool(self._inbox or self._ended or self._gone)
 
-    # ------------------------------------------------------------------------------------------ the coordinator's side
+    # -------------------------------------------------------------------------------------------- coordinator interface
 
     def receive(self) -> tuple[bytes, int, list[bytes]] | None:
+        """Return the next message, or None."""
         return self._inbox.popleft() if self._inbox else None
 
     def number(self, identity: bytes) -> int | None:
+        """Return the number of an admitted connection."""
         return self._number_of.get(identity)
 
     def who(self, identity: bytes) -> Who:
+        """Return the credentials of a peer."""
         return Who(self._users[identity])
 
     def admit(self, identity: bytes, _descriptor: int, number: int | None = None) -> int | None:
+        """Admit a connection, optionally under a given number; return None if it has ended."""
         if identity not in self._connections:
             return None
         number = self._numbers() if number is None else number
@@ -272,6 +289,7 @@ class SimulatedPeers:
         return number
 
     def note_ends(self, turn_over: bool = True) -> None:
+        """Collect the connections that have ended."""
         ended, self._ended = self._ended, []
         for identity in ended:
             number = self._number_of.get(identity)
@@ -281,18 +299,22 @@ class SimulatedPeers:
 
     @property
     def again_us(self) -> None:
+        """Return the time of the next retry; there is none."""
         return None
 
     def take_gone(self) -> list[int]:
+        """Return the connections that have ended since the last call."""
         gone, self._gone = self._gone, []
         return gone
 
     def forget(self, number: int) -> None:
+        """Drop an admitted connection's number."""
         identity = self._identity_of.pop(number, None)
         if identity is not None:
             del self._number_of[identity]
 
     def send(self, number: int, frames: Frames) -> Sent:
+        """Send to an admitted connection."""
         self._leaves()
         message = self._read(frames)
         sent = self._send(number, message)
@@ -314,6 +336,7 @@ class SimulatedPeers:
         return Sent.DONE
 
     def send_to(self, identity: bytes, frames: Frames) -> Sent:
+        """Send to a connection by its identity."""
         connection = self._connections.get(identity)
         if connection is None:
             return Sent.GONE
@@ -323,7 +346,7 @@ class SimulatedPeers:
         return Sent.DONE
 
     def flush(self) -> None:
-        pass
+        """Flush; messages are delivered at once."""
 
     def fault(self, identity: bytes) -> None:
-        pass
+        """Record a protocol violation; ignored here."""

@@ -40,21 +40,21 @@ UNKNOWN = 1 << 40
 
 
 def int32(values: Any) -> Any:
-    """[n] int32."""
+    """Return an int32 array."""
     return np.array(values, np.int32)
 
 
 class Performer:
-    """One method for each verb."""
+    """Performs actions, with one method per verb."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._verbs = {verb: getattr(self, f"_{verb}") for verb in (*MIX, TALK) if verb not in DEATHS}
         self._keyed: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
-        self._tenants: dict[str, str] = {}  # of requests on no sequence
+        self._tenants: dict[str, str] = {}  # tenants of requests without a sequence
 
     def perform(self, action: Action) -> None:
-        """Does it, or nothing where it makes no sense any more."""
+        """Perform an action, or nothing if it makes no sense any more."""
         at_us, verb, who, *parameters = action
         if who == COORDINATOR:
             getattr(self._world, verb)(*parameters)
@@ -79,7 +79,7 @@ class Performer:
             worker.garble = parameters[0]
 
     def _acting(self, client: SimulatedClient, tenant: str, chance: int) -> str:
-        """For whom a client acts: one that may act for one tenant mostly does."""
+        """Return the tenant for a client's action: a restricted client mostly uses its own."""
         bound = self._world.settings.bound.get(client.name)
         return tenant if bound is None or chance % 8 == 0 else bound
 
@@ -124,7 +124,7 @@ class Performer:
         self._send_submit(client, labels, fields)
 
     def _talk(self, client: SimulatedClient, label: str, earlier: str, text: tuple[int, ...], answer: int) -> None:
-        """The next turn of a conversation: what was asked before, the answer, and a text."""
+        """Submit the next turn of a conversation: the earlier prompt, its answer, and a text."""
         found, tenant = self._id(earlier), self._tenants.get(earlier)
         if found is not None and tenant is not None:
             oracle = self._world.oracle(found)
@@ -154,14 +154,14 @@ class Performer:
             self._send_submit(client, (label,), fields)
 
     def _again(self, client: SimulatedClient, label: str, same: bool) -> None:
-        """The key of an earlier command, with the same command or with another one."""
+        """Reuse the key of an earlier command, with the same command or a different one."""
         found = self._keyed.get(label)
         if found is not None:
             labels, fields = found
             client.send(Submit, labels, **(fields if same else {**fields, "max_tokens": fields["max_tokens"] + 1}))
 
     def _attach(self, client: SimulatedClient, label: str, offset: int) -> None:
-        """From where the client is, or from another offset (one that may be wrong)."""
+        """Attach at the client's own offset, or at another one that may be invalid."""
         found = self._id(label)
         if found is not None and offset < 0:
             client.send(Attach, (PROBE,), request_id=found, offset=client.readings.at(found))
@@ -174,7 +174,7 @@ class Performer:
             client.send(Cancel, request_id=found)
 
     def _finish(self, client: SimulatedClient, which: int, back: int) -> None:
-        """Of one that it reads, what came before the last `back` tokens is enough; -1: and one that has not come."""
+        """Finish a stream before its last `back` tokens; -1 asks for one token more than has arrived."""
         begun = [request_id for request_id in client.readings.unfinished() if client.readings.at(request_id)]
         if begun:
             found = begun[which % len(begun)]
@@ -252,10 +252,10 @@ class Performer:
         if subject is not None:
             client.send(Explain, **{kind if kind == "tenant" else f"{kind}_id": subject})
 
-    # -------------------------------------------------------------------------------------------------------- hostile
+    # ------------------------------------------------------------------------------------------------- invalid commands
 
     def _hostile(self, client: SimulatedClient, how: str, sequence: str) -> None:
-        """What must be refused, whatever the state."""
+        """Send a command that must be refused in every state."""
         settings = self._world.settings
         one = int32([1])
         known = self._id(sequence)

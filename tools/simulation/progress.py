@@ -1,5 +1,4 @@
-"""That the system gets on: no set of requests preempts each other for ever, nobody is passed for ever, and tenants are
-charged for what is computed for them."""
+"""Progress and fairness: no livelock by preemption, no starvation, and tenants are charged for what they compute."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ WAITS = 8
 
 
 class Progress:
-    """Watches the starts, the preemptions and the steps of one machine."""
+    """Observes the starts, the preemptions and the steps of one machine."""
 
     def __init__(self, machine: Machine, settings: Settings) -> None:
         self._machine, self._settings = machine, settings
@@ -33,13 +32,13 @@ class Progress:
         self._charged = np.zeros_like(machine.admission.waiting.service)
         self._lifted = np.zeros_like(self._charged)
         self._generated = np.zeros_like(self._charged)
-        # The oldest request of a pool is not preempted, and has a share of every step. So a step in which nobody comes
-        # further than ever before is one in which the oldest computes again what a death or an earlier preemption took,
-        # at most a context of tokens, or waits for a block that a step under way still uses.
+        # The oldest request of a pool is not preempted and has a share of every step. A step without progress for any
+        # request is therefore one in which the oldest recomputes what a death or an earlier preemption took (at most a
+        # context of tokens), or waits for a block that a step in flight still uses.
         self._fruitless_max = settings.context + WAITS * settings.steps_in_flight_max
 
     def goes_on(self, before: Progress) -> None:
-        """The machine was made anew where that one's was."""
+        """Take over from the machine that was rebuilt."""
         self._reached, self.fruitless_most = before._reached, before.fruitless_most
         self._passed, self._charged = before._passed, before._charged
         self._lifted, self._generated = before._lifted, before._generated
@@ -47,7 +46,7 @@ class Progress:
     # ------------------------------------------------------------------------------------------------------- livelock
 
     def planned(self, group: Group, step: Step) -> None:
-        """A step was planned: it brings someone further, or it counts."""
+        """Check a planned step: it makes progress for some request, or counts as fruitless."""
         s, further = self._machine.cache.sequences, False
         for slot, end in zip(step.slots.tolist(), (step.starts + step.counts).tolist(), strict=True):
             request_id = int(s.request[slot])
@@ -60,15 +59,13 @@ class Progress:
         self._fruitless[group.epoch] += 1
         self.fruitless_most = max(self.fruitless_most, self._fruitless[group.epoch])
         if self._fruitless[group.epoch] > self._fruitless_max:
-            raise Violation(
-                f"livelock: {self._fruitless_max} steps of {group.name} only computed again what had been computed"
-            )
+            raise Violation(f"livelock: {self._fruitless_max} steps of {group.name} only recomputed tokens")
 
     def preempted(self, request: Request, asking: int) -> None:
-        """The scheduler is about to preempt a running request for the row in slot `asking`: never the oldest of a pool,
-        unless it is alone there, and never one of another tenant that is within its floor.
+        """Check the preemption of a running request for the row in slot `asking`.
 
-        At a tenant's ceiling it is alone where no other request of the tenant runs in the pool.
+        The request is never the oldest of a pool, unless it is alone there, and never one of another tenant within its
+        floor. At a tenant's ceiling, a request is alone if no other request of the tenant runs in the pool.
         """
         s, order = self._machine.cache.sequences, self._machine.admission.rows.order
         floor = int(self._machine.cache.tenants.floor[request.tenant])
@@ -80,19 +77,19 @@ class Progress:
         sharing = s.running & (s.pool == s.pool[request.slot])
         rivals = sharing & (s.tenant == request.tenant) if self._settings.quotas else sharing
         if np.count_nonzero(rivals) > 1 and order[sharing].min() == order[request.slot]:
-            raise Violation(f"livelock: request {request.id}, the oldest of those that share its pool, is preempted")
+            raise Violation(f"livelock: request {request.id}, the oldest in its pool, is preempted")
 
     def disturbed(self) -> None:
-        """A worker died or a request ended from outside: who is the oldest of a pool may be another one now."""
+        """Reset the count: a worker died or a request ended, so another request may be the oldest of a pool."""
         self._fruitless.clear()
 
     def turned(self, now_us: int) -> None:
-        """A turn is over: a group that has rows works on them, and nobody waits for what has come."""
+        """Check after a turn that groups with rows have steps in flight, and that no request waits needlessly."""
         if self._machine.due_us() == now_us:
-            return  # there is more to do at once
+            return  # more work is due at once
         for group in self._machine.cache.groups.values():
             if group.running and not group.sent and not group.away:
-                raise Violation(f"{group.running} rows of {group.name} stand still, and nothing is under way")
+                raise Violation(f"{group.running} rows of {group.name} are idle, but no step is in flight")
         admission = self._machine.admission
         waiting = [request for request in admission.waiting if request.wait is not None]
         if any(self._is_kept_for(request) for request in waiting):
@@ -103,29 +100,29 @@ class Progress:
             hashes, found = request.hashes, admission.choice.choose(request, ())
             request.hashes = hashes
             if isinstance(found, Placement) and (request.wait is None or request.wait.limit != "kept"):
-                raise Violation(f"request {request.id} waits for {request.wait}, and would find room")
+                raise Violation(f"request {request.id} waits for {request.wait}, but would find room")
 
     def _is_kept_for(self, request: Request) -> bool:
-        """Whether room is kept for the request. To ask chooses where, which is not for a check to do."""
+        """Return whether room is reserved for the request, without the side effect of choosing a group."""
         chosen, hashes = request.kept_epoch, request.hashes
         kept = self._machine.admission._kept_for(request) is not None
         request.kept_epoch, request.hashes = chosen, hashes
         return kept
 
     def hopeless(self, request: Request) -> None:
-        """A row is ended because it can never go on: a second opinion, with sets.
+        """Check the end of a row that can never continue: a second opinion, with sets.
 
-        Rightly where even alone it would find no block, or where nothing is under way in its group.
+        It is right if the row would find no block even alone, or if no step is in flight in its group.
         """
-        assert request.wait is not None, "a row that did not stand still was ended"
+        assert request.wait is not None, "a row that was not stalled was ended"
         cache = self._machine.cache
         group = cache.groups[int(cache.sequences.pool[request.slot])]
         could = self._could_have(group, request.tenant, {request.slot})
         if group.sent and could >= max(1, request.wait.needed):
-            raise Violation(f"request {request.id} was ended though {could} blocks would come: {request.wait}")
+            raise Violation(f"request {request.id} was ended though {could} blocks would become free: {request.wait}")
 
     def _could_have(self, group: Group, tenant: int, stay: set[int]) -> int:
-        """Blocks that the tenant could get if every row but those in `stay` had ended: clients hold the others."""
+        """Return how many blocks the tenant could get if all rows except `stay` had ended; clients hold the others."""
         cache, s, pool = self._machine.cache, self._machine.cache.sequences, group.pool
         if self._settings.policy == "none":
             stay = stay | {
@@ -141,10 +138,10 @@ class Progress:
     # ------------------------------------------------------------------------------------------------------- fairness
 
     def starts(self, request: Request, group: Group) -> None:
-        """A waiting request is about to start in the group: those before it that wait for the same group are passed.
+        """Check a start against the requests that it overtakes.
 
-        A request that only one group can hold, and that is not held up by its tenant's ceiling or its siblings, is
-        passed in that group at most `passes_max` times.
+        A request that only one group can hold, and that neither its tenant's ceiling nor its siblings hold up, is
+        overtaken in that group at most `passes_max` times.
         """
         admission = self._machine.admission
         at_ceiling: set[int] = set()
@@ -160,7 +157,7 @@ class Progress:
         self._passed.pop(request.id, None)
 
     def _could_start(self, request: Request, group: Group) -> bool:
-        """Whether it would find room if all rows had ended: else only a client can help it, and none waits for that."""
+        """Return whether the request would find room if all rows had ended; otherwise it waits for a client."""
         s = self._machine.cache.sequences
         needed = s.blocks_for(request.prompt.size + request.tokens.size + 1)
         return self._could_have(group, request.tenant, set()) >= needed
@@ -168,12 +165,12 @@ class Progress:
     def _pass(self, earlier: Request, request: Request) -> None:
         if self._passed[earlier.id] >= self._settings.passes_max:
             raise Violation(
-                f"starvation: request {request.id} starts before {earlier.id}, which {self._settings.passes_max} passed"
+                f"starvation: {request.id} starts before {earlier.id}, overtaken {self._settings.passes_max} times"
             )
         self._passed[earlier.id] += 1
 
     def _only_group(self, request: Request) -> int:
-        """The number of the one group that can take the request; NO_POOL where there are several, or none."""
+        """Return the only group that can take the request; NO_POOL if there are several, or none."""
         cache = self._machine.cache
         slot = cache.sequences.slot_of.get(request.sequence_id, NO_SLOT) if request.sequence_id else NO_SLOT
         if slot != NO_SLOT and cache.sequences.pool[slot] != NO_POOL:
@@ -184,24 +181,24 @@ class Progress:
     # --------------------------------------------------------------------------------------------------------- shares
 
     def started(self, request: Request) -> None:
-        """It did: its tenant pays for what must be computed first."""
+        """Charge the tenant of a started request for what must be computed first."""
         s = self._machine.cache.sequences
         self._charged[request.tenant] += int(s.length[request.slot] - s.computed[request.slot])
 
     def added(self, queue: WaitingQueue, tenant: int, before: float) -> None:
-        """A request joined the queue: a tenant that had nothing to do gets no credit for it."""
+        """Check that a tenant without work gets no credit when a request joins the queue."""
         if queue.service[tenant] < before:
-            raise Violation("a tenant was given credit")
+            raise Violation("a tenant gained credit")
         self._lifted[tenant] += queue.service[tenant] - before
 
     def over(self, request: Request) -> None:
-        """It ended; what it generated was paid for token by token."""
+        """Record the generated tokens of an ended request; each token was charged."""
         self._generated[request.tenant] += request.tokens.size + request.cut
         self._reached.pop(request.id, None)
         self._passed.pop(request.id, None)
 
     def check_shares(self) -> None:
-        """Each tenant's counter is what was computed for it, by its weight, and what it was lifted by."""
+        """Check each tenant's counter: computed tokens by weight, plus its lifts."""
         machine: Any = self._machine
         generated = self._generated.copy()
         s, rows = machine.cache.sequences, machine.admission.rows

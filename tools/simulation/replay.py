@@ -1,7 +1,7 @@
-"""python -m tools.simulation.replay FILE: applies recorded events to a new machine, and prints what came of them.
+"""python -m tools.simulation.replay FILE: applies recorded events to a new machine and prints the digests.
 
-What a journal of the coordinator would hold: the events, from the Boot on, and their times. Applied again, whatever the
-process, they make the same effects and the same state.
+The file holds what a coordinator's journal would: the events from the Boot on, with their times. Applied again in any
+process, they yield the same effects and the same state.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ NOT_SAID = frozenset({"tables"})  # a field of Step that is always empty
 
 
 class Recording:
-    """The events of one machine and their digests: a line for every so many events, of their effects, when a turn was
-    due then, and of the state after them."""
+    """The events of one machine and their digests.
+
+    Each line covers some events: their effects, the due times, and the state after them.
+    """
 
     def __init__(self, boot: Boot, start_us: int) -> None:
         self._events: list[bytes] = [_packed(boot, start_us)]
@@ -31,7 +33,7 @@ class Recording:
         self._effects = hashlib.blake2b(digest_size=16)
 
     def applied(self, machine: Machine, event: Event, now_us: int, applied: Applied) -> None:
-        """One more event was applied."""
+        """Record an applied event."""
         self._events.append(_packed(event, now_us))
         self._note(machine, applied)
 
@@ -44,19 +46,19 @@ class Recording:
         self.lines.append(f"{len(self._events)} {self._effects.hexdigest()} {state_digest(machine)}")
 
     def write(self, machine: Machine, path: Path) -> None:
-        """It is over."""
+        """Write the recording."""
         self._line(machine)
         path.write_bytes(b"".join(self._events))
 
 
 def _packed(event: Event | Boot, now_us: int) -> bytes:
-    """An entry of a journal."""
+    """Return an event as a journal entry."""
     frames = codec.encode(event.message) if isinstance(event, FromClient | FromWorker) else ()
     return b"".join(pack(event, now_us, frames))
 
 
 def replayed(path: Path) -> list[str]:
-    """The lines of a recording, found out anew."""
+    """Return the lines of a recording, computed anew."""
     (boot, start_us), *rest = Reader().entries(memoryview(path.read_bytes()))
     assert isinstance(boot, Boot)
     machine, recording = Machine(boot, start_us), Recording(boot, start_us)
@@ -70,34 +72,36 @@ def replayed(path: Path) -> list[str]:
 
 
 def _forget_published(cache: Any) -> None:
-    """What the publisher does after a turn."""
+    """Clear the change lists, as the publisher does after a turn."""
     for changes in (cache.sequences.changed_rows, cache.sequences.changed_lengths, cache.sequences.changed_cells):
         changes.clear()
     cache.blocks.changed.clear()
 
 
 class Left:
-    """All that has left the core, as one digest: what each peer is sent, what is asked of the shell, what the operator
-    is told, when, and when the next turn is due. It knows nothing of how the core is built, only messages and log
-    entries, destination by destination."""
+    """Digest of everything that leaves the core.
+
+    It covers the messages to each peer, the requests to the shell, the log entries, and the due times. It depends on
+    messages and log entries per destination only, not on the core's structure.
+    """
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
 
     def applied(self, _machine: Machine, event: Event, now_us: int, applied: Applied) -> None:
-        """One more event was applied."""
+        """Add an applied event."""
         by_destination: dict[str, list[str]] = {}
         for effect in applied.effects:
             kind = type(effect).__name__
             whom = getattr(effect, "client", None) or getattr(effect, "worker", 0)
             side = "worker" if kind.endswith("Worker") else kind
             by_destination.setdefault(f"{side} {whom}", []).append(f"{kind} {digest(effect, NOT_SAID)}")
-        by_destination.get("Log 0", []).sort()  # what the operator is told of one moment has no order
+        by_destination.get("Log 0", []).sort()  # log entries of one moment have no order
         told = (now_us, type(event).__name__, sorted(by_destination.items()), applied.due_us)
         self._hash.update(repr(told).encode())
 
     def over(self, tables: Any) -> str:
-        """It is over: the digest, the published tables included."""
+        """Return the digest, including the published tables."""
         for array in (tables.row_length, tables.row_blocks, tables.row_sequence, tables.block_table):
             self._hash.update(array.tobytes())
         for array in (tables.block_refcount, tables.block_generation, tables.block_owner):

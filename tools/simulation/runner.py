@@ -1,4 +1,4 @@
-"""From a seed to an outcome; from a failing outcome to a short scenario."""
+"""Runs a seed to an outcome, and shrinks a failure to a short scenario."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tools.simulation.world import FULL_CHECK_EVERY, World
 
 SHRINK_RUNS_MAX = 400
 NO_LIMIT = 1 << 60
-# A world's files end with it: they are kept in memory where there is a folder for that, and no disk is waited for.
+# Worlds keep their files in memory where possible, so that no disk access slows them down.
 _MEMORY = "/dev/shm"
 FOLDERS = _MEMORY if os.access(_MEMORY, os.W_OK) else None
 
 
 class Outcome(msgspec.Struct):
-    """How one seed went. `error` is empty where all promises were kept."""
+    """The result of one seed; `error` is empty if all promises were kept."""
 
     seed: int
     events: int
@@ -41,7 +41,7 @@ class Outcome(msgspec.Struct):
 
 
 def drawn(seed: int) -> tuple[Settings, Drawer]:
-    """The world and the actions of a seed."""
+    """Return the settings and the action drawer of a seed."""
     settings = with_crashes(draw_settings(Random(f"settings/{seed}")), Random(f"crashes/{seed}"))
     settings = with_ranks(with_kinds(settings, Random(f"kinds/{seed}")), Random(f"ranks/{seed}"))
     settings = with_standstills(settings, Random(f"stands/{seed}"))
@@ -49,7 +49,7 @@ def drawn(seed: int) -> tuple[Settings, Drawer]:
 
 
 def run_seed(seed: int, events: int, check_every: int = FULL_CHECK_EVERY) -> Outcome:
-    """Runs a seed for about `events` events and to its end."""
+    """Run a seed for about `events` events and to its end."""
     settings, drawer = drawn(seed)
     return play(seed, settings, drawer.actions(), events, check_every)
 
@@ -57,7 +57,7 @@ def run_seed(seed: int, events: int, check_every: int = FULL_CHECK_EVERY) -> Out
 def play(
     seed: int, settings: Settings, actions: Iterable[Action], events: int, check_every: int = FULL_CHECK_EVERY
 ) -> Outcome:
-    """Runs a scenario. Whatever is raised is a failure of the system (or of the simulator) and becomes the outcome."""
+    """Run a scenario; any exception, of the system or the simulator, becomes the outcome's error."""
     performed: list[Action] = []
 
     def recorded() -> Iterable[Action]:
@@ -83,14 +83,14 @@ def play(
 
 
 def trace_seed(seed: int, events: int) -> list[str]:
-    """Everything a seed does, with the digest of the machine after each turn."""
+    """Return a trace of a seed's events, with the machine's digest after each turn."""
     settings, drawer = drawn(seed)
     with tempfile.TemporaryDirectory(dir=FOLDERS) as folder:
         world = World(settings, str(seed), Path(folder))
         world.trace = []
         try:
             world.run(drawer.actions(), events)
-        except Exception as problem:  # noqa: BLE001 - the trace ends where the failure is
+        except Exception as problem:  # noqa: BLE001 - the trace ends at the failure
             world.trace.append(f"{type(problem).__name__}: {problem}\n{traceback.format_exc(limit=-8)}")
         finally:
             world.close()
@@ -98,7 +98,7 @@ def trace_seed(seed: int, events: int) -> list[str]:
 
 
 def digest_seed(seed: int, events: int) -> str:
-    """One digest of all that leaves the core in a seed's world, however the core is built."""
+    """Return one digest of all that leaves the core in a seed's world, independent of the core's structure."""
     settings, drawer = drawn(seed)
     with _quiet(), tempfile.TemporaryDirectory(dir=FOLDERS) as folder:
         world = World(settings, str(seed), Path(folder))
@@ -112,7 +112,7 @@ def digest_seed(seed: int, events: int) -> str:
 
 @contextmanager
 def collected_at_their_end() -> Iterator[None]:
-    """A world is one large cycle with files open: it is collected after its end, not in the middle of its life."""
+    """Collect each world, a large cycle with open files, after its end and not during its life."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -125,7 +125,7 @@ def collected_at_their_end() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The coordinator logs nothing that is less than critical; afterwards it logs as before."""
+    """Suppress the coordinator's log entries below critical inside the block."""
     logger = logging.getLogger("coordinator")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -136,7 +136,7 @@ def _quiet() -> Iterator[None]:
 
 
 def shrunk(outcome: Outcome) -> list[Action]:
-    """A short list of actions that still fails in the same way: with the same words, whatever the numbers."""
+    """Return a short list of actions that fails with the same words, whatever the numbers."""
     words = _words(outcome.error)
 
     def fails(actions: list[Action]) -> bool:
@@ -150,7 +150,7 @@ def _words(error: str) -> str:
 
 
 def shrunk_text(outcome: Outcome, _events: int = 0) -> str:
-    """The short scenario, its world and its failure, for people."""
+    """Return the short scenario, its world and its failure as text."""
     actions = shrunk(outcome)
     last = play(outcome.seed, outcome.settings, actions, NO_LIMIT)
     differs = {
@@ -158,5 +158,5 @@ def shrunk_text(outcome: Outcome, _events: int = 0) -> str:
         for field, value in msgspec.structs.asdict(outcome.settings).items()
         if value != getattr(Settings(), field)
     }
-    lines = [f"world: {differs}", f"{len(actions)} of {len(outcome.actions)} actions are enough:"]
+    lines = [f"world: {differs}", f"{len(actions)} of {len(outcome.actions)} actions suffice:"]
     return "\n".join([*lines, *("  " + text(action) for action in actions), "", last.error, "", last.where])

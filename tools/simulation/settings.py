@@ -1,4 +1,4 @@
-"""The world one seed lives in: limits of the core, workers, tenants, and how the network behaves."""
+"""The world of a seed: limits of the core, workers, tenants, and the network's behaviour."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from tools.simulation.limits import make_limits
 TENANTS = ("ant", "bee", "cat")
 DAY_US = 86_400_000_000
 SAMPLES_MAX = 4
-CRASHES_SHARE = KINDS_SHARE = 0.4  # of the worlds
+CRASHES_SHARE = KINDS_SHARE = 0.4  # share of the worlds
 RANKS_SHARE = STANDS_SHARE = 0.3
 
 
 def tenant_of(holder: str) -> str:
-    """Whom a name on a block is charged to, in every world."""
+    """Return the tenant that a holder's name is charged to, the same in every world."""
     return TENANTS[ord(holder[-1]) % len(TENANTS)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Drawn from a seed, or given in full. Times in microseconds, shares 0 to 1.
+    """Settings drawn from a seed or given explicitly; times in microseconds, shares from 0 to 1.
 
-    deadly: some prompts kill every worker that runs them; nothing else kills one in such a world, so that whoever else
-    was on board must finish. drain_ms: -1, the run does not end with a Drain; 0, with one that has no deadline;
-    drain_by_signal: nobody sends that one.
-    backlog_max: replies kept for a client that does not read.
-    bound: clients that act for one tenant alone; c0, which gives all back at the end, is none.
-    zeroes: blocks that change tenant are zeroed first.
-    kinds: workers compute generated tokens in another way than prompts, and so their KV is not the same.
-    ranks: processes of each worker that compute together; none: one of each.
-    stand_gap_us: between two standstills of the coordinator's process, on average; 0: it never stands still.
-    crash_gap_us: between two deaths of the coordinator, on average; 0: it never dies, writes no journal, and its
-    clients have no sessions.
+    Attributes:
+        deadly: some prompts crash every worker that runs them; nothing else crashes workers, so all other requests must
+            finish.
+        drain_ms: the deadline of the Drain at the end of the run; 0 for none, -1 for no Drain.
+        drain_by_signal: a signal drains instead of a message.
+        backlog_max: replies kept for a slow consumer.
+        bound: clients restricted to one tenant; never c0, which releases everything at the end.
+        zeroes: blocks that change tenant are zeroed first.
+        kinds: workers compute generated tokens differently from prompts, so their KV differs.
+        ranks: processes of each worker; empty for one each.
+        stand_gap_us: mean time between two standstills of the coordinator; 0 for none.
+        crash_gap_us: mean time between two deaths of the coordinator; 0 for none, without journal and sessions.
     """
 
     block_size: int = 4
@@ -83,30 +84,30 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mark(self) -> int:
-        """What a generated token has more than its id, as workers see and keep it."""
+        """Return the mark of a generated token, as workers see and store it."""
         return GENERATED if self.kinds else 0
 
     def ranks_of(self, worker: int) -> int:
-        """Processes of a worker."""
+        """Return the number of processes of a worker."""
         return self.ranks[worker] if self.ranks else 1
 
     @property
     def processes(self) -> int:
-        """Of all workers."""
+        """Return the number of processes of all workers."""
         return sum(self.ranks) or len(self.workers)
 
     @property
     def context(self) -> int:
-        """Tokens of the longest sequence."""
+        """Return the tokens of the longest sequence."""
         return self.block_size * self.context_blocks
 
     @property
     def blocks_max(self) -> int:
-        """Enough for every worker at once."""
+        """Return enough blocks for all workers at once."""
         return sum(self.workers) + max(self.workers)
 
     def limits(self) -> Limits:
-        """The core's limits."""
+        """Return the core's limits."""
         return make_limits(
             block_size=self.block_size,
             sequences_max=self.sequences_max,
@@ -140,7 +141,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def geometry(self) -> Geometry:
-        """Of the shared tables."""
+        """Return the geometry of the shared tables."""
         return Geometry(
             slots=self.sequences_max,
             blocks=self.blocks_max,
@@ -151,7 +152,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_settings(random: Random) -> Settings:
-    """A small, tight world: everything that can be full is full now and then."""
+    """Draw a small, tight world in which every resource is exhausted now and then."""
     block_size = random.choice((1, 2, 3, 4, 4, 8))
     context_blocks = random.randint(3, 8) if block_size > 2 else random.randint(6, 16)
     workers = tuple(random.randint(context_blocks + 1, 4 * context_blocks) for _ in range(random.choice((1, 1, 2, 3))))
@@ -186,8 +187,8 @@ def draw_settings(random: Random) -> Settings:
         passes_max=random.choice((1, 1, 2, 4, 16)),
         deadline_max_us=random.choice((DAY_US, DAY_US, DAY_US, 200_000)),
         lease_us=random.choice((0, 2_000, 20_000, 10_000_000)),
-        # Longer than any step without faults; under faults a long delay may look like a hung worker. A deadly world
-        # has nothing that looks like a death, so there it is out of reach.
+        # Longer than any step without faults; with faults, a long delay may look like a hung worker. Nothing may look
+        # like a crash in a deadly world, so there the timeout is out of reach.
         step_timeout_us=60_000_000 if deadly else random.choice((20_000, 60_000)),
         decode_gap_us=random.choice((50, 500, 200_000)),
         crashes_max=random.choice((3, 4, 6)) if deadly else 1000,
@@ -201,39 +202,39 @@ def draw_settings(random: Random) -> Settings:
 
 
 def with_crashes(settings: Settings, random: Random, share: float = CRASHES_SHARE) -> Settings:
-    """The same world; in a share of them the coordinator dies now and then."""
+    """Return the settings; in a share of the worlds the coordinator dies now and then."""
     if random.random() >= share:
         return settings
     gap_us = random.choice((8_000, 40_000, 100_000))
-    # Where nothing may look like a worker's death, all of them have the time to come back.
+    # In a deadly world, every worker must have the time to reconnect.
     reattach_us = 10_000_000 if settings.deadly else random.choice((2_000, 20_000, 10_000_000))
     return msgspec.structs.replace(settings, crash_gap_us=gap_us, reattach_us=reattach_us)
 
 
 def with_kinds(settings: Settings, random: Random, share: float = KINDS_SHARE) -> Settings:
-    """The same world; in a share of them generated tokens are not computed as prompts are."""
+    """Return the settings; in a share of the worlds generated tokens are computed differently from prompts."""
     return msgspec.structs.replace(settings, kinds=random.random() < share)
 
 
 def with_standstills(settings: Settings, random: Random, share: float = STANDS_SHARE) -> Settings:
-    """The same world; in some worlds the coordinator's process is stopped now and then."""
+    """Return the settings; in a share of the worlds the coordinator's process is stopped now and then."""
     if random.random() >= share:
         return settings
-    # Workers that nothing kills must all have the time to come back.
+    # In a deadly world, every worker must have the time to reconnect.
     reattach_us = 10_000_000 if settings.deadly else settings.reattach_us
     gap_us = random.choice((20_000, 100_000))
     return msgspec.structs.replace(settings, stand_gap_us=gap_us, reattach_us=reattach_us)
 
 
 def with_ranks(settings: Settings, random: Random, share: float = RANKS_SHARE) -> Settings:
-    """The same world; in a share of them some workers are several processes."""
+    """Return the settings; in a share of the worlds some workers have several processes."""
     if random.random() >= share:
         return settings
     return msgspec.structs.replace(settings, ranks=tuple(random.choice((1, 2, 2, 3)) for _ in settings.workers))
 
 
 def _draw_quotas(random: Random, pool: int, context_blocks: int) -> dict[str, Quota]:
-    """None, or floors that mostly leave room for the longest sequence, and ceilings that hold at least a short one."""
+    """Draw no quotas, or floors that mostly fit the longest sequence, and ceilings that fit at least a short one."""
     if random.random() < 0.5:
         return {}
     quotas = {}

@@ -1,4 +1,4 @@
-"""Delta debugging: which actions are enough to fail.
+"""Delta debugging: finds a minimal list of actions that still fails.
 
 A. Zeller, R. Hildebrandt: Simplifying and Isolating Failure-Inducing Input. IEEE TSE 28 (2), 2002.
 """
@@ -12,7 +12,16 @@ T = TypeVar("T")
 
 
 def shrink(items: list[T], fails: Callable[[list[T]], bool], runs_max: int) -> list[T]:
-    """A sublist that still fails; no single item of it can be left out, unless `runs_max` was reached before."""
+    """Return a sublist that still fails, minimal unless `runs_max` was reached.
+
+    Args:
+        items: a failing list.
+        fails: whether a list fails.
+        runs_max: maximum calls of `fails`.
+
+    Returns:
+        A failing sublist from which no single item can be removed.
+    """
     runs = 0
     pieces = 2
     while len(items) >= 1:

@@ -1,9 +1,9 @@
-"""The whole state of one machine as bytes of this process: equal before and after what must change nothing.
+"""Snapshots of a machine's whole state as bytes, equal before and after an event that must change nothing.
 
-Most of what a machine is made of stays the same objects: the machine's parts all its life, a worker's group as long as
-it is there. They are found now and then; a snapshot says what is in each, and names it by a number wherever it is
-referred to (pickle's memo, filled beforehand). Whatever else is reachable is written out where it is found. So nothing
-is left out, and an object that took another one's place shows.
+Most objects of a machine last: its parts for its whole life, a worker's group while the worker is connected. These
+objects are searched for now and then. A snapshot writes the contents of each, and a number for each reference to it
+(through pickle's memo, filled in advance). All other reachable objects are written in place. Nothing is left out, and a
+replaced object shows.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from kvforge.coordinator.core.waits import Wait
 from kvforge.protocol.messages import Grammar, RowStart, Sampling, Step
 from tools.simulation.attributes import getter
 
-# What pickle says nothing of but a name.
+# values that pickle writes as a name only
 CONSTANT = (int, float, str, bytes, bool, type(None))
 PART, FROZEN, ARRAY, NAME, OTHER = "part", "frozen", "array", "name", "other"
 NAMED = (type, FunctionType, BuiltinFunctionType, MethodType, np.dtype)
-# Those that come and go with requests and steps.
+# objects that come and go with requests and steps
 STRUCTS = (Grammar, Sampling, Wait, IdempotencyKey, RowStart)
 Snapshot = tuple[bytes, bytes]
 NOTHING: Snapshot = (b"", b"")
 Reduced = tuple[Any, ...]
-# A request without its arrays, which are of one type each and nobody else's.
+# A request without its arrays, which have one dtype each and are not shared.
 _of_request = attrgetter(*sorted(set(Request.__slots__) - {"prompt", "tokens", "logprobs"}))
 _of_sent = attrgetter("step_id", "sent_us", "decodes", "prefill_tokens", "tenant", "message")
 _arrays_of_sent = attrgetter("slots", "runs", "counts", "samples", "sampled")
@@ -45,14 +45,14 @@ _arrays_of_step = attrgetter(*(name for name, _ in Step.FRAMES))
 
 
 class Finder(pickle.Pickler):
-    """Walks through everything that is reachable, and keeps what is no plain value or container."""
+    """Pickler that walks through all reachable objects and collects those that are neither plain nor containers."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), 5)
         self.found: list[Any] = []
 
     def reducer_override(self, value: Any) -> Any:
-        """Called once for each of them. Of some it is enough to know what else is reached by them."""
+        """Record an object; for some classes, only the objects reachable from it matter."""
         self.found.append(value)
         kind: Any = type(value)
         if kind is np.ndarray:
@@ -66,9 +66,11 @@ class Finder(pickle.Pickler):
 
 
 class Known:
-    """Objects that have numbers, and what is in them.
+    """Numbered objects and their contents.
 
-    parts: of the machine. values: what else can be changed; constants cannot.
+    Attributes:
+        parts: parts of the machine.
+        values: other objects that can change; constants cannot.
     """
 
     def __init__(self, found: list[Any]) -> None:
@@ -85,10 +87,10 @@ class Known:
 
 
 class Snapshots:
-    """Takes snapshots of one machine; two can be compared that were taken without a `renew` between them.
+    """Takes snapshots of one machine; two are comparable without a `renew` in between.
 
-    Of requests that ended only the ids count, and nothing of whoever was refused. A snapshot also says which objects
-    are the same object, so only an untouched state is sure to give the same bytes.
+    Finished requests count by their ids only, and a refused sender does not count. A snapshot also shows which
+    references are the same object, so only an untouched state is sure to give the same bytes.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -107,8 +109,7 @@ class Snapshots:
         self._renewed = False
 
     def renew(self) -> None:
-        """A worker's group is new: the next snapshot looks for what stays for a while, so that those after it are quick
-        again."""
+        """Mark that a worker's group is new: the next snapshot searches for lasting objects again."""
         self._renewed = False
 
     def _find(self) -> None:
@@ -120,7 +121,7 @@ class Snapshots:
             self._lasting_memo = _memo(self._lasting.objects)
         self._renewed, lasting = True, self._lasting
         passing = Known(_found((self._machine.cache.groups, self._machine.workers), self._lasting_memo))
-        self._objects = [*lasting.objects, *passing.objects]  # kept: while it lives its id is nobody else's
+        self._objects = [*lasting.objects, *passing.objects]  # kept alive, so that no id is reused
         self._memo = _memo(self._objects)
         self._parts = [*lasting.parts, *passing.parts]
         self._getters = [*lasting.getters, *passing.getters]
@@ -128,7 +129,7 @@ class Snapshots:
         self._arrays = [*lasting.arrays, *passing.arrays]
 
     def take(self) -> Snapshot:
-        """The state as it is now."""
+        """Return the current state."""
         if not self._renewed:
             self._find()
         machine = self._machine
@@ -148,7 +149,7 @@ class Snapshots:
             clock.now_us = now_us
 
     def close(self) -> None:
-        """Lets go of the machine: before Python 3.11.4 the collector does not look into the memo of a pickler."""
+        """Release the machine: before Python 3.11.4 the collector does not look into a pickler's memo."""
         if self._lasting is not None:
             self._memo.clear()
             self._lasting_memo.clear()
@@ -156,7 +157,7 @@ class Snapshots:
 
 
 def _found(root: Any, memo: Any) -> list[Any]:
-    """All that is reachable from `root` and has no number yet."""
+    """Return the objects that are reachable from `root` and have no number yet."""
     finder = Finder()
     finder.memo = _memo([list]) if memo is None else memo
     finder.dump(root)
@@ -164,7 +165,7 @@ def _found(root: Any, memo: Any) -> list[Any]:
 
 
 def _memo(objects: list[Any]) -> Any:
-    """Numbers for them, as picklers take them."""
+    """Return a pickler memo with numbers for the objects."""
     pickler = pickle.Pickler(io.BytesIO(), 5)
     pickler.memo = {id(value): (number, value) for number, value in enumerate(objects)}
     return pickler.memo
@@ -172,7 +173,10 @@ def _memo(objects: list[Any]) -> Any:
 
 @cache
 def _kind(cls: type) -> str:
-    """What it is to a snapshot that an object is of a class. PART: of the core, its attributes and nothing besides."""
+    """Return how a snapshot treats objects of a class.
+
+    PART is an object of the core, described by its attributes alone.
+    """
     if cls is np.ndarray:
         return ARRAY
     if issubclass(cls, NAMED):
@@ -181,15 +185,15 @@ def _kind(cls: type) -> str:
         return FROZEN
     own = cls.__module__.startswith("kvforge.coordinator.") and cls.__dictoffset__ != 0
     is_part = own and not any("__slots__" in vars(base) for base in cls.__mro__)
-    return PART if is_part or issubclass(cls, Machine) else OTHER  # a machine: whichever class it is of
+    return PART if is_part or issubclass(cls, Machine) else OTHER  # any subclass of the machine
 
 
 def _is_alone(owner: Any) -> bool:
-    """A function that is nobody's method has no owner, or a module."""
+    """Return whether the owner of a function is missing or a module, so that it is not a method."""
     return owner is None or isinstance(owner, ModuleType)
 
 
-# What pickle is told of an object, quicker than the object says it by itself: a name, and what is in it.
+# Reducers that are faster than the objects' own: a name, and the contents.
 
 
 def _array(value: Any) -> Reduced:

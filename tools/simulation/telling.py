@@ -1,4 +1,4 @@
-"""Who reads which request, from where on, and what each client must be told at the end of a turn."""
+"""Tracks the reader of each request and its offset, and what each client must receive by the end of a turn."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from tools.simulation.workers import Violation
 
 
 class BookedRequest:
-    """One accepted request.
+    """An accepted request.
 
-    reader: the connection it is streamed to, 0 for none; at: the offset of the next token for it; paused: until it asks
-    again. before: (reader, at) of others who had it earlier in this turn: rows from before are still told to them.
-    seen: how many of its tokens were streamed to anyone. cut: how many of them its end took back. orphan_us: since when
-    its connection is gone, -1: it is not. tops: how many most likely tokens it wants told at each place. early: it came
-    before any model was known, and may fail. reason: why it ended, "" while it lives.
+    Attributes:
+        reader: the connection that it is streamed to, or 0.
+        at: offset of the reader's next token.
+        paused: no tokens until the reader attaches again.
+        before: (reader, at) of earlier readers in this turn, which still receive rows from before.
+        seen: tokens streamed to any client.
+        cut: tokens that its end took back.
+        orphan_us: when its connection ended, or -1.
+        tops: top tokens wanted per position.
+        early: it came before any model was known, and may fail.
+        reason: why it ended, or "".
     """
 
     def __init__(self, client: int, oracle: Oracle, sequence_id: int, detached: bool, salt: str) -> None:
@@ -34,7 +40,7 @@ class BookedRequest:
         self.reason = ""
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> BookedRequest:
-        """All but `before` is never changed in place."""
+        """Copy `before`; everything else is never changed in place."""
         copied = object.__new__(BookedRequest)
         copied.__dict__.update(self.__dict__)
         copied.before = [before.copy() for before in self.before]
@@ -42,7 +48,7 @@ class BookedRequest:
 
 
 class Owed:
-    """What the next Stream to one client must say."""
+    """The required contents of the next Stream to a client."""
 
     def __init__(self) -> None:
         self.ended: Counter[int] = Counter()
@@ -58,7 +64,7 @@ class Owed:
 
 
 class Telling:
-    """Holds every Stream to what is due, and every turn to having told it."""
+    """Checks every Stream against what is due, and every turn for completeness."""
 
     def __init__(self, requests: dict[int, BookedRequest]) -> None:
         self._requests = requests
@@ -70,7 +76,7 @@ class Telling:
         return self._owed.setdefault(client, Owed())
 
     def give(self, request_id: int, client: int, offset: int) -> None:
-        """The request is streamed to this client from now on; whoever had it is told."""
+        """Give the stream to this client; the previous reader must get a notice."""
         booked, mine = self._requests[request_id], self._of(client)
         if booked.reader not in (0, client):
             other = self._of(booked.reader)
@@ -87,7 +93,7 @@ class Telling:
             mine.ended[request_id] += 1
 
     def forgotten(self, request_id: int, client: int) -> None:
-        """A request that nobody knows any more was asked for by its key: the client is told that, and nothing else."""
+        """Expect the notice that a repeated key's request was evicted, and nothing else."""
         mine = self._of(client)
         mine.forgotten.add(request_id)
         mine.paused.discard(request_id)
@@ -95,13 +101,13 @@ class Telling:
         mine.ended[request_id] = 1
 
     def over(self, request_id: int) -> None:
-        """The request ended: its reader is told in this turn, or when it asks again."""
+        """Expect the end of the request in this turn, or when its reader attaches again."""
         booked = self._requests[request_id]
         if booked.reader and not booked.paused:
             self._of(booked.reader).ended[request_id] += 1
 
     def row(self, client: int, request_id: int, offset: int) -> None:
-        """A token for a client: the next one that is due to it."""
+        """Check a token for a client: it must be the next one due."""
         booked = self._requests[request_id]
         booked.seen = max(booked.seen, offset + 1)
         if client == booked.reader and offset == booked.at and not booked.paused:
@@ -115,22 +121,22 @@ class Telling:
         raise Violation(f"request {request_id}: offset {offset} is streamed to {client}; {due}")
 
     def news(self, client: int, stream: Stream, lost: bool, now_us: int) -> None:
-        """The ends and the notices of a Stream, which are all that is owed to the client."""
+        """Check the ends and the notices of a Stream, which must be all that is owed to the client."""
         self._lost_us.pop(client, None)
         owed = self._owed.pop(client, None)
         if owed is None:
             if not (stream.ended or stream.taken or stream.paused or lost):
-                return  # as most of them
+                return  # the usual case
             owed = Owed()
         ended = Counter(end.request_id for end in stream.ended)
         if (ended, Counter(stream.taken), set(stream.paused)) != (owed.ended, owed.taken, owed.paused):
             told = f"ended {list(ended)}, paused {stream.paused}, taken {stream.taken}"
-            raise Violation(f"client {client} is owed {owed}, and told {told}")
+            raise Violation(f"client {client} expects {owed}, got {told}")
         for end in stream.ended:
             if end.request_id not in owed.forgotten:
                 self._end(client, end)
             elif end.error is None or end.error.code != "request_not_found":
-                raise Violation(f"request {end.request_id} is forgotten, and {client} is told {end}")
+                raise Violation(f"request {end.request_id} is evicted, but {client} got {end}")
         if lost:
             self._lost(client, stream, owed)
             self._lost_us[client] = now_us
@@ -138,7 +144,7 @@ class Telling:
     def _end(self, client: int, end: Ended) -> None:
         booked = self._requests[end.request_id]
         if (end.reason, end.generated_tokens) != (booked.reason, booked.generated):
-            raise Violation(f"request {end.request_id} ended by {booked.reason}, and {client} is told {end.reason}")
+            raise Violation(f"request {end.request_id} ended by {booked.reason}, but {client} got {end.reason}")
         if not 0 <= end.cut_tokens <= booked.cut:
             raise Violation(f"request {end.request_id}: {booked.cut} tokens were cut, not {end.cut_tokens}")
         told = end.generated_tokens + end.cut_tokens
@@ -146,7 +152,7 @@ class Telling:
             raise Violation(f"request {end.request_id}: {told} tokens, but {booked.at} were streamed")
 
     def _lost(self, client: int, stream: Stream, owed: Owed) -> None:
-        """The client takes nothing more: what it misses is paused, unless another one has it by now."""
+        """Record a lost Stream: its requests are paused, unless another client has taken them."""
         missed = {*stream.request_ids.tolist(), *owed.ended} - set(owed.taken)
         for request_id in missed:
             booked = self._requests[request_id]
@@ -155,12 +161,12 @@ class Telling:
         later.paused, later.taken = owed.paused | missed, owed.taken
 
     def gone(self, client: int) -> None:
-        """Nobody is there to be told anything."""
+        """Drop what is owed to a client that is gone."""
         self._owed.pop(client, None)
         self._lost_us.pop(client, None)
 
     def away(self, client: int) -> None:
-        """It is not connected, and asks for what it lacks when it is."""
+        """Record a disconnected client, which attaches to the missing tokens when it returns."""
         self.gone(client)
         for booked in self._requests.values():
             booked.paused |= booked.reader == client
@@ -168,22 +174,22 @@ class Telling:
                 booked.before = [before for before in booked.before if before[0] != client]
 
     def forget(self) -> None:
-        """Nothing is owed to anybody any more."""
+        """Drop what is owed to all clients."""
         self._owed.clear()
         self._lost_us.clear()
         self._end_of_moves()
 
     def late(self, latest_us: int) -> None:
-        """A turn begins: whoever took nothing was to be tried again by then."""
+        """Check at the start of a turn that every slow consumer was retried in time."""
         for client, lost_us in self._lost_us.items():
             if lost_us + RETRY_US < latest_us and self._owed.get(client):
-                raise Violation(f"client {client} took nothing at {lost_us} us, and was not tried again since")
+                raise Violation(f"client {client} accepted nothing at {lost_us} us and was not retried since")
 
     def turn_ends(self, clients: Container[int]) -> None:
-        """Everything that was owed to those who are there, and who took anything, has been told."""
+        """Check that every connected client that accepts messages has received what was owed to it."""
         for client, owed in self._owed.items():
             if owed and client in clients and client not in self._lost_us:
-                raise Violation(f"client {client} was not told in this turn: {owed}")
+                raise Violation(f"client {client} did not receive in this turn: {owed}")
         self._end_of_moves()
 
     def _end_of_moves(self) -> None:

@@ -1,10 +1,9 @@
-"""Simulated workers: real steps carried out on a KV memory that remembers what was written where.
+"""Simulated workers: they execute real steps on a KV memory that records what was written where.
 
-The memory starts as garbage and is written by steps alone. Each cell keeps (token, position); where kinds matter, also
-whether it was computed as a generated token or as one of a prompt. A step reads the block
-tables from the published file when it runs, not when it was planned. Attention over a cell that does not hold the
-position it should is a violation at once; a wrong token there is one too, because the fingerprint of the context
-differs from the oracle's.
+The memory starts as garbage and is written by steps alone. Each cell holds (token, position) and, where kinds matter,
+whether the token was computed as a generated or a prompt token. A step reads the block tables from the published file
+at execution time, not at planning time. Attention over a cell with a wrong position is a violation at once. A wrong
+token is one, too, because the context's fingerprint then differs from the oracle's.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ from tools.simulation.settings import Settings
 RETRY_US = 3_000
 REBORN_US = 5_000
 LOOKS_US = 200
-ANSWERS_KEPT = 16  # more than may be under way
+ANSWERS_KEPT = 16  # more than the steps in flight
 PIDS = 100_000
 POSITIONS = list(range(CONTEXT_MAX))
 
 
 class Died(Exception):
-    """A worker process died of what it was given to compute."""
+    """A worker process crashed on a step."""
 
 
 class Violation(AssertionError):
@@ -60,35 +59,35 @@ class Violation(AssertionError):
 
 
 class Host(Protocol):
-    """What a worker sees of the world around it."""
+    """A worker's view of the world."""
 
     clock: Clock
     settings: Settings
     calm: bool
 
     def oracle(self, request_id: int) -> Oracle:
-        """What the request must generate."""
+        """Return the oracle of a request."""
 
     def kept_pool(self, name: str, epoch: int) -> bool:
-        """Whether the coordinator knows this pool, and still waits for its worker."""
+        """Return whether the coordinator knows this pool and still waits for its worker."""
 
     def met(self, name: str, epoch: int, meeting: str) -> None:
-        """A rank has a pool of that epoch, and had met the others under that name."""
+        """Record that a rank has a pool of this epoch, after a rendezvous of this name."""
 
     def others(self, worker: SimulatedWorker) -> list[SimulatedWorker]:
-        """The ranks that have met with this one and are alive."""
+        """Return the live ranks of the worker's rendezvous."""
 
     def counts(self, request_id: int) -> bool:
-        """Whether a row of the request can still count: its client's sequence may have gone on without it."""
+        """Return whether a row of the request can still count: its client's sequence may have continued without it."""
 
     def delivered(self) -> None:
-        """A message reached a peer."""
+        """Count a message that reached a peer."""
 
 
 class KvMemory:
-    """Blocks of (token, position) cells, garbage at first. Block ids are global, from `base` on.
+    """Blocks of (token, position) cells, garbage at first; block ids are global, from `base` on.
 
-    In lists: of a few dozen cells numpy would take longer, however it is asked.
+    Uses lists, because numpy takes longer for a few dozen cells.
     """
 
     def __init__(self, base: int, blocks: int, block_size: int, random: Random) -> None:
@@ -98,7 +97,7 @@ class KvMemory:
         self._positions = [-1] * cells
 
     def copy(self, triples: npt.NDArray[np.int32]) -> None:
-        """Copies leading cells of blocks: all reads before all writes, as a device may do it."""
+        """Copy leading cells of blocks: all reads before all writes, as a device may do it."""
         sources, targets = set(triples[0::3].tolist()), triples[1::3].tolist()
         if len(set(targets)) != len(targets) or sources & set(targets):
             raise Violation(f"copies of one step depend on each other: {triples.tolist()}")
@@ -115,7 +114,7 @@ class KvMemory:
             self._positions[start : start + count] = positions
 
     def zero(self, blocks: npt.NDArray[np.int32]) -> None:
-        """Nothing is left in the blocks: whoever still reads them finds out."""
+        """Clear the blocks, so that a later read of old contents is noticed."""
         for block in blocks.tolist():
             start = self._cell(block)
             self._tokens[start : start + self.block_size] = [0] * self.block_size
@@ -123,11 +122,16 @@ class KvMemory:
 
     def _cell(self, block: int) -> int:
         if not self.base <= block < self.base + self.blocks:
-            raise Violation(f"block {block} is not of this worker's pool")
+            raise Violation(f"block {block} is not in this worker's pool")
         return (block - self.base) * self.block_size
 
     def write(self, rows: Iterable[tuple[list[int], int, int]], tokens: list[int]) -> None:
-        """New KV of all rows of a step, for positions [start, end) of (block ids, start, end): no cell twice."""
+        """Write the KV of all rows of a step, with no cell written twice.
+
+        Args:
+            rows: (block ids, start, end) of each row; positions [start, end) are written.
+            tokens: the tokens of all rows.
+        """
         at = [
             (self._cell(ids[p // self.block_size]) + p % self.block_size, p)
             for ids, *ends in rows
@@ -140,9 +144,15 @@ class KvMemory:
             self._positions[cell] = position
 
     def read(self, ids: list[int], end: int, counting: bool) -> list[int]:
-        """Tokens at positions 0, 1, ... of a row of block ids, until `end`.
+        """Read the tokens of a row at positions [0, end).
 
-        counting: whether the row's outcome matters; one that does not may find anything, but only in the pool.
+        Args:
+            ids: the row's block ids.
+            end: the number of tokens.
+            counting: whether the row's result matters; otherwise it may read any contents of the pool.
+
+        Returns:
+            The tokens.
         """
         tokens: list[int] = []
         positions: list[int] = []
@@ -157,7 +167,7 @@ class KvMemory:
 
 
 class Row:
-    """What a worker keeps of a slot from its RowStart on."""
+    """A worker's state of a slot, from its RowStart on."""
 
     def __init__(self, begin: RowStart) -> None:
         self.request_id, self.seed, self.generated = begin.request_id, begin.seed, begin.generated
@@ -167,11 +177,10 @@ class Row:
 
 
 class SimulatedWorker:
-    """One worker process, or one rank of several of a name, through deaths and returns: each life begins with an empty
-    pool.
+    """One worker process, or one rank of a worker, through deaths and restarts; each life begins with an empty pool.
 
-    Where the coordinator's process dies it keeps its pool, works on, and comes back with both, and with the results
-    that were not acknowledged.
+    When the coordinator's process dies, the worker keeps its pool, continues its steps, and reconnects with its pool
+    and its unacknowledged results.
     """
 
     def __init__(
@@ -183,15 +192,17 @@ class SimulatedWorker:
         self.meeting = ""
         self.lives = 0
         self.garble = ""
-        self.wrong = False  # whether it has sent nonsense in this life
+        self.wrong = False  # it has sent an invalid message in this life
         self.hangs = False
-        self.alive = False  # whether the process runs
+        self.alive = False  # the process runs
         self.connection: Connection | None = None
         self._host, self._peers, self._seed = host, peers, seed
 
     def replaced(self, back_after_us: int) -> None:
-        """It is ended because it seems to hang: rightly, unless it has done and told all that it was given, and no
-        other rank could have kept it waiting."""
+        """Restart the worker, which the coordinator takes for hung.
+
+        That is a violation if the worker had executed and reported all its steps, and no other rank kept it waiting.
+        """
         told_us = self._host.clock.now_us - 2 * self._host.settings.turn_us
         busy = self.hangs or self._working or self._steps
         alone = self.ranks == 1
@@ -202,16 +213,16 @@ class SimulatedWorker:
             and self._registered
             and not busy
         ):
-            raise Violation(f"{self.name} has done all that it was given, and is replaced")
+            raise Violation(f"{self.name} was replaced although it had finished all its steps")
         self.kill(back_after_us)
 
     @property
     def pid(self) -> int:
-        """Another one in each life."""
+        """Return the process id, different in each life."""
         return PIDS * (1 + int(self.name[1:])) + PIDS // 10 * self.rank + self.lives
 
     def start(self) -> None:
-        """A new life."""
+        """Start a new life."""
         if self.alive:
             return
         self.alive = True
@@ -223,7 +234,7 @@ class SimulatedWorker:
         self._connect()
 
     def _empty(self) -> None:
-        """It holds nothing, and has nothing to do."""
+        """Drop all state and all steps."""
         self._pools += 1
         self._epoch = self._taken = 0
         self._rows: dict[int, Row] = {}
@@ -236,7 +247,7 @@ class SimulatedWorker:
     def _connect(self) -> None:
         if self._stands:
             if self.hangs and len(self._host.others(self)) < self.ranks - 1:
-                self.kill(REBORN_US)  # it would find out in `_finish` that another one is gone, if it got there
+                self.kill(REBORN_US)  # in `_finish` it would notice that another rank is gone, if it got there
             else:
                 self._lost()
             return
@@ -246,7 +257,7 @@ class SimulatedWorker:
         self._send(WorkerHello(rid=1, name=self.name, pid=self.pid, **ours))
 
     def _lost(self) -> None:
-        """The coordinator's process has died."""
+        """Handle the death of the coordinator's process."""
         self.connection, self._registered = None, False
         life = self.lives
         delay_us = 1 + self._random.randrange(RETRY_US)
@@ -254,23 +265,23 @@ class SimulatedWorker:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the pool that it holds; 0: none."""
+        """Return the epoch of its pool, or 0."""
         return self._epoch
 
     def cut_off(self) -> bool:
-        """Give up a connection on which nothing comes, and connect anew. Return whether there was one, of a pool."""
+        """Drop a silent connection and reconnect; return whether there was one with a registered pool."""
         if (
             self.connection is None
             or not self._registered
             or any(each.wrong for each in (self, *self._host.others(self)))
         ):
-            return False  # one that has sent nonsense is dropped for it, and may not know that yet
-        self.connection.cut(at_once=True)  # the kernel has noted it before the next connection is made
+            return False  # after an invalid message the coordinator drops it, and it may not know that yet
+        self.connection.cut(at_once=True)  # the kernel notes it before the next connection is made
         self._lost()
         return True
 
     def kill(self, back_after_us: int) -> None:
-        """The process dies and comes back later."""
+        """Kill the process; it restarts later."""
         if not self.alive:
             return
         if self.connection is not None:
@@ -285,7 +296,7 @@ class SimulatedWorker:
     def _receive(self, message: Message) -> None:
         self._host.delivered()
         if isinstance(message, Step):
-            if message.step_id > self._taken:  # else it came before, from a coordinator that has died
+            if message.step_id > self._taken:  # otherwise it was received before, from a coordinator that has died
                 self._taken = message.step_id
                 self._steps.append(message)
                 self._work()
@@ -304,7 +315,7 @@ class SimulatedWorker:
             self._epoch = message.epoch
             self._memory = KvMemory(message.base_block, self.blocks, self._host.settings.block_size, self._random)
         elif message.epoch != self._epoch:
-            raise Violation(f"{self.name} has a pool of epoch {self._epoch}, and is told {message.epoch}")
+            raise Violation(f"{self.name} has a pool of epoch {self._epoch}, but the coordinator has {message.epoch}")
         self._registered = True
         if self.ranks > 1:
             self._host.met(self.name, self._epoch, self.meeting)
@@ -316,12 +327,12 @@ class SimulatedWorker:
     def _welcome(self, message: WorkerWelcome) -> None:
         if message.epoch:
             self._reader = TablesReader(Path(message.tables_path), message.boot)
-            return  # what it holds is known there
+            return  # the coordinator knows its pool
         if self.meeting:
-            self.kill(RETRY_US)  # another rank may stand in a step that this one will never get
+            self.kill(RETRY_US)  # another rank may be inside a step that this one never receives
             return
         if self._epoch and self.ranks == 1 and self._host.kept_pool(self.name, self._epoch):
-            raise Violation(f"{self.name} came back with its pool in time, and is told to begin anew")
+            raise Violation(f"{self.name} reconnected with its pool in time, but must start anew")
         self._empty()
         self._boot = message.boot
         self._reader = TablesReader(Path(message.tables_path), message.boot)
@@ -355,8 +366,7 @@ class SimulatedWorker:
         self._host.clock.after(took_us, lambda: self._finish(life, took_us))
 
     def _waits_for_others(self, life: tuple[int, int], took_us: int) -> bool:
-        """Whether this rank stands in the middle of a step until another one has begun it: it does nothing else then,
-        and says nothing. Where another one is gone it dies of that."""
+        """Return whether this rank waits inside a step for another one to begin it; it dies if that one is gone."""
         if self.ranks == 1:
             return False
         others = self._host.others(self)
@@ -375,7 +385,7 @@ class SimulatedWorker:
             return
         self._working = False
         if self._unknown():
-            return  # it was dropped and is about to learn it, or goes on when it is known again
+            return  # dropped without knowing yet, or about to reconnect
         try:
             result = self.carry_out(self._steps.popleft(), took_us)
         except Died:
@@ -389,7 +399,7 @@ class SimulatedWorker:
         self._work()
 
     def _unknown(self) -> bool:
-        """Whether there is a coordinator that does not know it: what it does may not count any more."""
+        """Return whether the running coordinator does not know this worker, so that its results may not count."""
         connection = self.connection
         if connection is None or not self._peers.serves(connection):
             return False
@@ -398,7 +408,7 @@ class SimulatedWorker:
     def _garbled(self, result: StepResult) -> StepResult:
         how, self.garble = self.garble, ""
         self.wrong |= bool(how)
-        if how == "vocabulary" and result.tokens.size and self.ranks > 1:  # what the other ranks alone can tell
+        if how == "vocabulary" and result.tokens.size and self.ranks > 1:  # only the other ranks' results can reveal it
             other = (result.tokens + 1 + self.rank) % self._host.settings.vocabulary
             return msgspec.structs.replace(result, tokens=other.astype(np.int32))
         if how == "vocabulary" and result.tokens.size:
@@ -416,7 +426,7 @@ class SimulatedWorker:
         return result
 
     def carry_out(self, step: Step, took_us: int) -> StepResult:
-        """Zeroes, then copies, then writes, then samples: exactly what the message says."""
+        """Execute a step exactly as the message says: zeroing, copies, writes, sampling."""
         assert self._reader is not None
         memory, size = self._memory, self._host.settings.block_size
         if step.zeros.size:
@@ -449,7 +459,7 @@ class SimulatedWorker:
                 if token == -1:
                     row = self._rows[slots[rows[i]]]
                     if not row.failed and row.last < 0:
-                        raise Violation(f"slot {slots[rows[i]]} is fed a sampled token before it sampled one")
+                        raise Violation(f"slot {slots[rows[i]]} gets a sampled token as input before any was sampled")
                     tokens[i] = (0 if row.failed else row.last) + self._host.settings.mark
         return tokens
 

@@ -1,6 +1,6 @@
-"""Many seeds of a fleet, and that its simulator finds what it is there to find.
+"""Many seeds of a fleet, and proof that its simulator finds planted faults.
 
-KVFORGE_SIM_START chooses other seeds than the fixed ones; KVFORGE_FLEET_SEEDS how many.
+KVFORGE_SIM_START sets the first seed, KVFORGE_FLEET_SEEDS the number of seeds.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from tools.simulation.fleet.world import World
 START = int(os.environ.get("KVFORGE_SIM_START", "0"))
 SEEDS = int(os.environ.get("KVFORGE_FLEET_SEEDS", "16"))
 SEEDS_MAX = 30
-# What found it before is tried first.
+# Seeds that found the fault before are tried first.
 LIKELY = {"a_key_is_not_looked_for": 18, "the_accepted_are_refused": 5}
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Each replica that goes and comes is a line."""
+    """Suppress the log lines about replicas that leave and return."""
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
 
 
 def broken(seed: int) -> str:
-    """What promise is broken in a seed's world; "": none."""
+    """Return the promise that is broken in a seed's world, or ""."""
     try:
         World(seed).run()
     except BaseExceptionGroup as several:
@@ -59,5 +59,5 @@ def test_the_simulator_finds_a_planted_fault(name: str) -> None:
     likely = LIKELY.get(name, 0)
     with planted(name):
         found = next((s for s in (likely, *(s for s in range(SEEDS_MAX) if s != likely)) if broken(s)), None)
-    assert found is not None, f"{name} went unnoticed for {SEEDS_MAX} seeds"
-    assert not broken(found), "it is the fault that is found"
+    assert found is not None, f"{name} was not found in {SEEDS_MAX} seeds"
+    assert not broken(found), "the seed must pass without the fault"

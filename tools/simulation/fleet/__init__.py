@@ -1,1 +1,1 @@
-"""A simulated fleet: a gateway's own routing and moving of requests, among replicas that die, hang and drain."""
+"""Simulated fleet: a gateway's own routing and moving of requests, over replicas that die, hang and drain."""

@@ -1,7 +1,7 @@
-"""A gateway's connection to a replica: what `AsyncClient` and `AsyncStreams` are for it, over messages that take time.
+"""A gateway's connection to a replica: a stand-in for `AsyncClient` and `AsyncStreams` with delayed messages.
 
-Messages of one direction arrive in order. Those on their way to a process that dies are lost with it; what was
-submitted and not answered is sent again over the next connection, and is then not done twice.
+Messages of one direction arrive in order. Messages in transit to a process that dies are lost. An unanswered submit is
+repeated over the next connection and is not executed twice.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvforge.protocol.messages import Ended, Health, Int32Array, PrefixFound, Ti
 from .replica import Job, SimulatedReplica
 
 T = TypeVar("T")
-GONE_S = 0.05  # after so long a lost connection is noticed
+GONE_S = 0.05  # delay until a lost connection is noticed
 CLIENT_S = 1.0
 
 
 class Stream:
-    """What `AsyncStream` is. job: the replica's, once it was accepted."""
+    """A stand-in for `AsyncStream`; `job` is the replica's job once the request is accepted."""
 
     def __init__(self, connection: Connection, prompt: tuple[int, ...], options: RequestOptions, changed: Any) -> None:
         self._connection, self._changed = connection, changed
@@ -40,19 +40,22 @@ class Stream:
 
     @property
     def done(self) -> bool:
+        """Return whether the stream has ended or failed."""
         return self.ended is not None or self.error is not None
 
     def cancel(self) -> None:
+        """Cancel the request."""
         self.wanted = False
         self._connection.gives_up(self)
 
     def leave(self) -> None:
+        """Stop reading without cancelling the request."""
         self.wanted = False
         if self.job is not None:
             self.job.told = None
 
     def came(self, job: Job, tokens: list[int], ended: str) -> None:
-        """What the replica sent, from the first token on."""
+        """Receive the replica's tokens, from the first one on."""
         if self.done:
             return
         self.job, self.request_id = job, job.number
@@ -70,6 +73,7 @@ class Stream:
             self._changed()
 
     def fails(self, error: KvforgeError) -> None:
+        """End the stream with an error."""
         if not self.done:
             self.error = error
             if self.wanted:
@@ -77,7 +81,7 @@ class Stream:
 
 
 class Connection:
-    """One gateway's, for as long as that lives. It is its own `streams`."""
+    """A gateway's connection for the gateway's lifetime; it is its own `streams`."""
 
     def __init__(self, replica: SimulatedReplica, lost_s: float, random: Random) -> None:
         self.replica, self._lost_s, self._random = replica, lost_s, random
@@ -88,7 +92,7 @@ class Connection:
         self.stuck: list[Callable[[], None]] = []
         self._giving_up: asyncio.TimerHandle | None = None
 
-    # ----------------------------------------------------------------------------------------------- what it stands for
+    # ------------------------------------------------------------------------------------------------- client interface
 
     async def health(self) -> Health:
         """See `AsyncClient.health`."""
@@ -103,7 +107,7 @@ class Connection:
 
     async def _asked(self, question: Callable[[], T], timeout_s: float) -> T:
         if not self.connected:
-            raise CoordinatorUnavailable("it is not there")
+            raise CoordinatorUnavailable("the replica is down")
         told: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def answered() -> None:
@@ -125,7 +129,7 @@ class Connection:
         return streams
 
     def close(self) -> asyncio.Future[None]:
-        """Of both: one waits for it, the other need not."""
+        """Close the client and its streams; return a completed future, which a caller may await."""
         self.closed = True
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         over.set_result(None)
@@ -157,7 +161,7 @@ class Connection:
         self._reply(lambda: stream.came(job, tokens, ended))
 
     def gives_up(self, stream: Stream) -> None:
-        """It is cancelled."""
+        """Cancel the request of a stream."""
         self._open.pop(stream, None)
 
         def arrives() -> None:
@@ -194,10 +198,11 @@ class Connection:
     def _delay(self) -> float:
         return self._random.uniform(0.0, self.replica.settings.delay_s)
 
-    # ------------------------------------------------------------------------------------------------------- misfortune
+    # ---------------------------------------------------------------------------------------------------- replica
+    # faults
 
     def died(self) -> None:
-        """The replica's process is gone."""
+        """Handle the death of the replica's process."""
         asyncio.get_running_loop().call_later(GONE_S, self._noticed)
 
     def _noticed(self) -> None:
@@ -211,10 +216,10 @@ class Connection:
     def _given_up(self) -> None:
         self._giving_up = None
         for stream in tuple(self._open):
-            self._ends(stream, CoordinatorUnavailable("it is gone"))
+            self._ends(stream, CoordinatorUnavailable("the replica has died"))
 
     def rose(self, journal_lost: bool) -> None:
-        """Its next process is there."""
+        """Reconnect to the replica's next process."""
         asyncio.get_running_loop().call_later(GONE_S + self._delay(), self._again, self.replica.life, journal_lost)
 
     def _again(self, life: int, journal_lost: bool) -> None:
@@ -228,7 +233,7 @@ class Connection:
             if stream.done:
                 self._open.pop(stream)
             elif journal_lost and stream.request_id:
-                self._ends(stream, StateLost("its journal is gone", ""))
+                self._ends(stream, StateLost("the replica's journal is lost", ""))
             else:
                 if journal_lost:
                     stream.job = None
@@ -236,7 +241,7 @@ class Connection:
         self.replica.forget(self, {stream.job for stream in self._open})
 
     def free(self) -> None:
-        """The replica goes on."""
+        """Deliver the messages that waited while the replica hung."""
         stuck, self.stuck = self.stuck, []
         for arrives in stuck:
             arrives()

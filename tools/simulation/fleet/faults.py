@@ -1,4 +1,4 @@
-"""Faults of the gateway's routing and moving, planted to see that the fleet's simulator finds them."""
+"""Faults of the gateway's routing and moving, to prove that the fleet's simulator finds them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _drawn = count(1)
 
 
 def _follows_at_once(self: MovingStream, inner: Any) -> None:
-    """What was given out is forgotten when it moves."""
+    """A moved request forgets the tokens that it has already delivered."""
     _FOLLOW(self, inner)
     self._behind = False
 
 
 def _asks_for_no_key(self: Router, prompt_tokens: int, offers: Any, **options: Any) -> str | None:
-    """Who knows a key is chosen like all others."""
+    """A replica that knows the request's key gets no preference."""
     unknown = {
         name: replace(offer, found=msgspec.structs.replace(offer.found, known=False)) for name, offer in offers.items()
     }
@@ -35,14 +35,14 @@ def _asks_for_no_key(self: Router, prompt_tokens: int, offers: Any, **options: A
 
 
 def _draws_again(options: Any) -> Any:
-    """The seed of a request with a key is another one each time."""
+    """A request with a key gets a new seed on each submit."""
     if options.key and options.sampling.seed is None:
         options = replace(options, sampling=replace(options.sampling, seed=next(_drawn)))
     return _SEEDED(options)
 
 
 def _drops_the_full(self: Any, error: Any) -> None:
-    """What was accepted is refused where the next one's queue is full."""
+    """An accepted request is refused when the next replica's queue is full."""
     if self._accepted and isinstance(error, QueueFull):
         self._fail(error)
     else:
@@ -50,12 +50,12 @@ def _drops_the_full(self: Any, error: Any) -> None:
 
 
 def _remembers(self: Router, question: int) -> None:
-    """Decisions are added to answers that know them."""
+    """Decisions count even for replicas that already report their effect."""
     self._open.pop(question, None)
 
 
 def _forgets_nothing(self: Any) -> None:
-    """Who is done stays in the list of guests."""
+    """A finished request stays in the list of guests."""
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -70,7 +70,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """While it is entered."""
+    """Install a fault inside the block."""
     place, attribute, fault = FAULTS[name]
     with patch.object(place, attribute, fault):
         yield

@@ -1,4 +1,4 @@
-"""An event loop whose time is the simulation's: it jumps to whatever is due next, and nothing else is waited for."""
+"""An event loop in simulated time: it jumps to the next due timer and never waits."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ RESOLUTION_S = 1e-6
 
 
 class _Jumps(selectors.SelectSelector):
-    """Says at once that no file is ready, and how long would have been waited."""
+    """A selector that reports no ready files and records the requested timeout."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        assert timeout is not None, "everybody waits for somebody else: nothing will ever happen again"
+        assert timeout is not None, "deadlock: all tasks wait and no timer is due"
         self.now_s += max(0.0, timeout)
         return []
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """Runs coroutines in simulated seconds, from 0. Raises AssertionError where all wait and nothing is due."""
+    """Runs coroutines in simulated seconds from 0; raises AssertionError on a deadlock."""
 
     def __init__(self) -> None:
         self._jumps = _Jumps()
@@ -32,11 +32,11 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         self._clock_resolution = RESOLUTION_S
 
     def time(self) -> float:
-        """Simulated seconds."""
+        """Return the simulated seconds."""
         return self._jumps.now_s
 
 
 def simulated(work: Coroutine[Any, Any, None]) -> None:
-    """Runs it to its end. Whatever it leaves running is an error."""
+    """Run a coroutine to its end; tasks that it leaves running are an error."""
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
         runner.run(work)

@@ -1,6 +1,6 @@
-"""A replica as a gateway sees it: what it caches, computes, keeps in its journal and says of itself.
+"""A replica as a gateway sees it: its cache, its computation, its journal, and its health.
 
-It stands for a coordinator with its workers, whose own promises the other simulator checks.
+It stands for a coordinator with its workers, which the other simulator checks.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ MODEL = ModelInfo(
 
 
 def answer(prompt: tuple[int, ...], seed: int, tokens: int) -> list[int]:
-    """What the model says: it follows from the prompt and the seed alone."""
+    """Return the model's tokens, which depend on the prompt and the seed alone."""
     digest = hashlib.blake2b(repr((prompt, seed)).encode(), digest_size=64).digest()
     return [digest[i % 64] * 256 + i % 256 for i in range(tokens)]
 
 
 @dataclass(eq=False)
 class Job:
-    """A request here. owner: the connection that reads it; None: nobody does now."""
+    """A request on this replica; `owner` is the connection that reads it, or None."""
 
     number: int
     prompt: tuple[int, ...]
     options: RequestOptions
     seed: int
     says: list[int]
-    left: int  # tokens of its prompt that are not computed
+    left: int  # prompt tokens still to compute
     owner: object | None
     told: Callable[[], None] | None
     tokens: list[int] = field(default_factory=list)
@@ -46,39 +46,48 @@ class Job:
 
     @property
     def key(self) -> tuple[str, str]:
+        """Return the tenant and the idempotency key."""
         return self.options.tenant, self.options.key
 
 
 class SimulatedReplica:
-    """up: its process is there. hung: it is, and does nothing. life: how many there were."""
+    """A replica.
+
+    Attributes:
+        up: whether its process runs.
+        hung: whether the process runs but makes no progress.
+        life: the number of processes so far.
+    """
 
     def __init__(self, name: str, settings: Settings) -> None:
         self.name, self.settings = name, settings
         self.up, self.hung, self.draining, self.life = True, False, False, 1
-        self.lied = 0  # added to each token: another model than it says
+        self.lied = 0  # added to each token, to fake a different model
         self.running: list[Job] = []
         self.waiting: list[Job] = []
         self.keyed: dict[tuple[str, str], Job] = {}
-        self.computed: list[tuple[str, str]] = []  # keys of what was taken on here
+        self.computed: list[tuple[str, str]] = []  # keys of the jobs accepted here
         self.seeds: set[tuple[tuple[int, ...], int]] = set()  # prompts with their seeds
         self._blocks: OrderedDict[tuple[int, ...], None] = OrderedDict()
         self._numbers = 0
 
-    # -------------------------------------------------------------------------------------------------------- questions
+    # ------------------------------------------------------------------------------------------------------------
+    # queries
 
     @property
     def ready(self) -> bool:
+        """Return whether the replica accepts requests."""
         return not self.draining
 
     def health(self) -> Health:
-        """As a coordinator says it."""
+        """Return the health that a coordinator would report."""
         reason = "draining" if self.draining else ""
         return Health(
             rid=0, live=True, ready=self.ready, reason=reason, workers=(), model=MODEL, draining=self.draining
         )
 
     def find(self, prompt: tuple[int, ...], tenant: str, key: str) -> PrefixFound:
-        """As a coordinator says it."""
+        """Return the prefix query's answer that a coordinator would give."""
         return PrefixFound(
             rid=0,
             ready=self.ready,
@@ -95,16 +104,16 @@ class SimulatedReplica:
     # --------------------------------------------------------------------------------------------------------- requests
 
     def submit(self, prompt: tuple[int, ...], options: RequestOptions, owner: object, told: Callable[[], None]) -> Job:
-        """Takes it on. Raises Draining or QueueFull."""
+        """Accept a request; raise Draining or QueueFull if that is impossible."""
         known = self.keyed.get((options.tenant, options.key)) if options.key else None
         if known is not None:
             known.owner, known.told = owner, told
             return known
         if self.draining:
-            raise Draining("it drains")
+            raise Draining("the replica is draining")
         if len(self.waiting) >= self.settings.waiting:
             raise QueueFull(self.settings.waiting, 100)
-        assert options.sampling is not None and options.sampling.seed is not None, "the gateway fixes the seed"
+        assert options.sampling is not None and options.sampling.seed is not None, "the gateway must fix the seed"
         self._numbers += 1
         number = self.life << 32 | self._numbers
         self.seeds.add((prompt, options.sampling.seed))
@@ -118,18 +127,18 @@ class SimulatedReplica:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Nobody wants it."""
+        """Cancel a job."""
         if not job.ended:
             self._end(job, "cancelled")
 
     def forget(self, owner: object, but: Collection[Job | None] = ()) -> None:
-        """Its session is over: what nobody can ask for again ends."""
+        """End a session: cancel the owner's jobs, except those in `but` and kept ones."""
         for job in (*self.running, *self.waiting):
             if job.owner is owner and job not in but and not job.options.kept:
                 self._end(job, "cancelled")
 
     def step(self) -> None:
-        """Prompts as far as a step goes, then a token of each that has its prompt."""
+        """Run a step: prompt chunks up to the budget, then one token per job with a computed prompt."""
         while self.waiting and len(self.running) < self.settings.rows:
             job = self.waiting.pop(0)
             job.left -= min(self._cached(job.prompt), len(job.prompt) - 1)
@@ -158,10 +167,11 @@ class SimulatedReplica:
         if reason == "cancelled":
             self.keyed.pop(job.key, None)
 
-    # ----------------------------------------------------------------------------------------------------------- deaths
+    # -------------------------------------------------------------------------------------------------------------
+    # faults
 
     def die(self, *, journal_lost: bool) -> None:
-        """Its process is gone, with all that was cached. journal_lost: and its disk with it."""
+        """Kill the process and lose its cache; with `journal_lost`, its disk too."""
         self.up = self.hung = self.draining = False
         self.life += 1
         self._blocks.clear()
@@ -173,7 +183,7 @@ class SimulatedReplica:
             self.waiting, self.keyed = [], {}
 
     def drain(self) -> None:
-        """Takes nothing more; what it has is handed back, as soon as its reader is there."""
+        """Stop accepting requests; hand each request back as soon as its reader is connected."""
         self.draining = True
         for job in (*self.running, *self.waiting):
             job.error = Draining("submit it elsewhere")

@@ -1,20 +1,32 @@
-"""What a simulated fleet is like, and what befalls it: drawn from a seed."""
+"""Settings of a simulated fleet and its faults, drawn from a seed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
 
-# A replica that is lost is back after at most this long, and at least one is never touched: an accepted request has
-# always somewhere to go.
+# A lost replica is back within this time, and one replica has no faults, so an accepted request can always run.
 BACK_S = 15.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """replicas: how many. delay_s: the longest way of a message. rows, waiting: how many requests one runs and lets
-    wait. cache_blocks: of prompts. step_s: of a decode step. prefill_tokens: of one. lost_s, answer_s: the gateways'.
-    gap_s: between two misfortunes, at the mean. requests: in all; over_s: within which they come."""
+    """Settings of one world.
+
+    Attributes:
+        replicas: number of replicas.
+        delay_s: maximum delay of a message.
+        rows: running requests per replica.
+        waiting: queued requests per replica.
+        cache_blocks: prompt blocks in a replica's cache.
+        step_s: duration of a decode step.
+        prefill_tokens: prompt tokens per step.
+        lost_s: the gateways' timeout for a lost replica.
+        answer_s: the gateways' timeout for a prefix query.
+        gap_s: mean time between two faults.
+        requests: number of requests.
+        over_s: period in which they arrive.
+    """
 
     replicas: int
     delay_s: float
@@ -31,7 +43,7 @@ class Settings:
 
 
 def draw_settings(random: Random) -> Settings:
-    """Of one world."""
+    """Draw the settings of one world."""
     return Settings(
         replicas=random.randint(2, 5),
         delay_s=random.choice((0.001, 0.02, 0.2)),

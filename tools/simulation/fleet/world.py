@@ -1,8 +1,11 @@
-"""One simulated fleet: gateways with their real routing and moving of requests, replicas, clients, and misfortunes.
+"""One simulated fleet: gateways with their real routing and moving of requests, replicas, clients, and faults.
 
-Promises, checked for each request: what was given out never changes and is what one undisturbed replica says; an
-accepted request ends, whatever dies meanwhile; one with a key is given out whole by another gateway too, and is not
-computed twice where no misfortune was in between; nothing is left when all is over.
+These promises are checked for each request:
+
+- delivered tokens never change, and equal those of an undisturbed replica;
+- an accepted request ends, whatever dies meanwhile;
+- another gateway delivers a request with a key completely, and without a fault in between it is not computed twice;
+- nothing is left at the end.
 """
 
 from __future__ import annotations
@@ -31,23 +34,23 @@ from .settings import BACK_S, Settings, draw_settings
 
 GATEWAYS = 2
 AGAIN_S, CALM_S = 0.5, 60.0
-# From a request's first try to its end, at most: many times what its tokens and all deaths on its way take.
+# Maximum time from a request's first try to its end: many times the time for its tokens and all deaths on its way.
 END_S = 600.0
-GRACE_S = 2.0  # a coordinator keeps the requests of a client that is gone for so long
+GRACE_S = 2.0  # time that a coordinator keeps the requests of a disconnected client
 
 
 class Violation(AssertionError):
-    """A promise was broken."""
+    """A broken promise."""
 
 
 def promise(kept: bool, words: str) -> None:
-    """Raises Violation where it was not."""
+    """Raise Violation if a promise is broken."""
     if not kept:
         raise Violation(words)
 
 
 class SimulatedGateway:
-    """A life of one. dead: its process is gone."""
+    """One process of a gateway; `dead` is set when it has died."""
 
     def __init__(self, world: World) -> None:
         settings = world.settings
@@ -68,7 +71,7 @@ class SimulatedGateway:
         self._watching = asyncio.ensure_future(self.fleet.watch())
 
     async def die(self) -> None:
-        """Its connections end, and who reads there gets nothing more."""
+        """Kill the gateway: its connections end, and its clients get no more tokens."""
         self.dead.set()
         self._watching.cancel()
         with suppress(asyncio.CancelledError):
@@ -82,8 +85,12 @@ class SimulatedGateway:
 
 
 class World:
-    """Runs one seed. told: what happened, in order, for comparing runs. refused: at the door, and
-    asked for again."""
+    """Runs one seed.
+
+    Attributes:
+        told: events in order, to compare runs.
+        refused: refused requests that are submitted again.
+    """
 
     def __init__(self, seed: int, settings: Settings | None = None) -> None:
         self.settings = settings or draw_settings(Random(f"{seed}/settings"))
@@ -98,11 +105,11 @@ class World:
         self._over = False
 
     def random(self, name: str) -> Random:
-        """A stream of its own for each purpose."""
+        """Return the random stream of a purpose."""
         return self._streams.setdefault(name, Random(f"{self._seed}/{name}"))
 
     def run(self) -> None:
-        """Raises Violation."""
+        """Run the world to its end; raise Violation if a promise is broken."""
         with (
             patch("kvforge.gateway.replicas.replica.AsyncStreams", lambda client: client),
             patch("kvforge.gateway.replicas.work.secrets.randbits", self.random("seeds").getrandbits),
@@ -126,11 +133,11 @@ class World:
         await asyncio.sleep(CALM_S)
         self.told.append(f"{loop.time():.6f} over")
         for replica in self.replicas.values():
-            promise(not replica.running and not replica.waiting, f"{replica.name} computes something for nobody")
+            promise(not replica.running and not replica.waiting, f"{replica.name} computes a request without a reader")
         for gateway in self.gateways:
             held = {replica.name: len(replica.guests) for replica in gateway.fleet.replicas if replica.guests}
-            promise(not held, f"a gateway holds requests that are over: {held}")
-            promise(gateway.fleet._router.remembered == 0, "the router remembers decisions that are over")
+            promise(not held, f"a gateway holds finished requests: {held}")
+            promise(gateway.fleet._router.remembered == 0, "the router remembers decisions of finished requests")
             await gateway.die()
         for task in steps:
             task.cancel()
@@ -171,9 +178,7 @@ class World:
         if key:
             places = {name for name, replica in self.replicas.items() if ("default", key) in replica.computed}
             calm = not places & self.troubled and 2 * self.settings.delay_s < self.settings.answer_s
-            promise(
-                len(places) < 2 or not calm, f"request {number} was computed by {sorted(places)}, and none had trouble"
-            )
+            promise(len(places) < 2 or not calm, f"request {number} was computed by {sorted(places)}, without a fault")
 
     async def _tried(
         self,
@@ -185,7 +190,7 @@ class World:
         cancel_at: int,
         seed: int | None,
     ) -> str:
-        """How it ended; "": it has to be asked for again."""
+        """Return how the request ended, or "" if it must be submitted again."""
         news = asyncio.Event()
         (stream,) = gateway.fleet.samples(np.array(prompt, np.int32), 1, options, news.set, session)
         behind = len(given)
@@ -214,15 +219,15 @@ class World:
         promise(stream.ended.reason == "length", f"it ended with {stream.ended.reason}")
         if seed is None:
             seed = next(iter(self._seeds(prompt)))
-        promise(given == answer(prompt, seed, options.max_tokens), "other tokens than an undisturbed replica says")
+        promise(given == answer(prompt, seed, options.max_tokens), "the tokens differ from an undisturbed replica's")
         return "ended"
 
     def _looked(self, stream: MovingStream, given: list[int], behind: int) -> int:
-        """Takes over what has come. Returns how many of the tokens that another gateway gave out are still to come."""
+        """Take over received tokens; return how many tokens of the earlier gateway are still missing."""
         have = [*stream.tokens]
         common = min(len(have), len(given))
-        promise(have[:common] == given[:common], "tokens that were given out have changed")
-        promise(len(have) >= len(given) or len(have) < behind, "tokens that were given out are gone")
+        promise(have[:common] == given[:common], "delivered tokens have changed")
+        promise(len(have) >= len(given) or len(have) < behind, "delivered tokens are missing")
         given.extend(have[len(given) :])
         return behind if len(have) < behind else 0
 
@@ -231,10 +236,11 @@ class World:
         promise(len(found) == 1, "a request was submitted with different seeds")
         return found
 
-    # ---------------------------------------------------------------------------------------------------------- trouble
+    # -------------------------------------------------------------------------------------------------------------
+    # faults
 
     async def _trouble(self) -> None:
-        """Until all requests are over. The first replica is never touched."""
+        """Inject faults until all requests have ended; the first replica has none."""
         random, settings = self.random("trouble"), self.settings
         names = sorted(self.replicas)[1:]
         kinds: list[tuple[str, Any]] = [
