@@ -197,7 +197,7 @@ def test_what_a_client_that_was_killed_asked_for_may_be_there_or_not(books: Book
     assert books.faults() == []
     (books.folder / "notes").unlink()
     books.records[8] = Record("finished", "length", 3, (5, 6, 7))
-    assert books.faults() == [f"request 8 was never submitted:  {books.records[8]}"]
+    assert books.faults() == [f"request 8 was never submitted: {books.records[8]}"]
 
 
 def test_errors_are_excused_by_an_absence_and_by_want_of_room_alone(books: Books) -> None:
