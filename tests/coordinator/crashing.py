@@ -269,7 +269,7 @@ class Client:
     """A client that reconnects with its session.
 
     Attributes:
-        told: received tokens by request.
+        told: tokens received, by request.
         ends: the end of each request.
     """
 

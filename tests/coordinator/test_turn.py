@@ -99,7 +99,7 @@ class Scripted(Machine):
 
 
 class Wire:
-    """An in-memory transport, whose connections are their numbers.
+    """An in-memory transport that identifies connections by their numbers.
 
     A connection that replaces another one takes over its number. The test sets `full` and `gone`.
     """

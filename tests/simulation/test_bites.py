@@ -1,4 +1,4 @@
-"""The simulator finds what it is there to find: every planted fault, within a bounded number of seeds."""
+"""The simulator finds every planted fault within a bounded number of seeds."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SEEDS_MAX = 60
 MORTAL_SEEDS_MAX = 30
 MORTALS_SOUND = 6
 SEEDS_SOUND = 4
-# Seeds that are tried first, because they found the fault when this was written. A change of the core or of the
-# simulator makes them wrong: that costs time, nothing else. `pytest -rP` tells the ones that would be right.
+# Seeds to try first: they found the fault when this was written. A change of the core or the simulator can outdate
+# them, which only costs time. `pytest -rP` prints better ones.
 LIKELY = {
     "cut_off_while_it_stood_is_gone": 2,
     "ranks_cut_off_are_not_waited_for": 4,
@@ -90,7 +90,7 @@ LIKELY = {
     "ranks_that_disagree_believed": 16,
     "steps_for_the_first_rank_alone": 22,
 }
-# A world for what the drawn ones hardly meet: many rows in a pool that is too small for them, and floors.
+# A world for situations that drawn worlds rarely reach: many rows in a pool that is too small for them, and floors.
 CROWDED = Settings(
     block_size=1,
     context_blocks=16,
@@ -108,7 +108,7 @@ IN_A_CROWD = {"floor_spares_nobody"}
 
 
 def run_crowded(seed: int) -> Outcome:
-    """The crowded world, with actions drawn from the seed."""
+    """Run the crowded world with actions drawn from the seed."""
     drawer = Drawer(CROWDED, Draws(f"crowded/{seed}"))
     return play(seed, CROWDED, drawer.actions(), EVENTS, check_every=4)
 
@@ -132,8 +132,10 @@ def run_of(name: str, seed: int) -> Outcome:
 
 
 def run_mortal(seed: int, name: str) -> Outcome:
-    """The world of a seed, and in it the coordinator dies whether it does in the drawn one or not. Nobody talks on. For
-    a fault of ranks some workers have several."""
+    """Run a seed's world with deaths of the coordinator, even if its settings have none, and without conversations.
+
+    For a fault of ranks, some workers have several.
+    """
     settings = replace(drawn(seed)[0], kinds=False, ranks=())
     settings = with_ranks(settings, Random(f"ranks/{seed}"), share=1.0 if "rank" in name else 0.0)
     mortal = settings if settings.crash_gap_us else with_crashes(settings, Random(f"mortal/{seed}"), share=1.0)
@@ -142,7 +144,7 @@ def run_mortal(seed: int, name: str) -> Outcome:
 
 
 def found_by(name: str) -> tuple[int | None, str]:
-    """The seed that showed the fault, and what was seen; (None, "") where none did."""
+    """Return the seed that showed the fault, and the violation; (None, "") if no seed did."""
     likely = LIKELY.get(name, 0)
     with plant(name):
         for seed in (likely, *(seed for seed in range(SEEDS_MAX) if seed != likely)):
@@ -155,10 +157,10 @@ def found_by(name: str) -> tuple[int | None, str]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_simulator_finds_a_planted_fault(name: str) -> None:
     seed, error = found_by(name)
-    assert seed is not None, f"{name} went unnoticed for {SEEDS_MAX} seeds"
+    assert seed is not None, f"{name} was not found in {SEEDS_MAX} seeds"
     assert error
     if seed != LIKELY.get(name, 0):
-        print(f'sooner with LIKELY["{name}"] = {seed}')
+        print(f'faster with LIKELY["{name}"] = {seed}')
 
 
 @pytest.mark.parametrize("name", FAULTS_OF_DEATH)
@@ -167,7 +169,7 @@ def test_the_simulator_finds_a_planted_fault_of_who_goes_on(name: str) -> None:
     seeds = (likely, *(seed for seed in range(MORTAL_SEEDS_MAX) if seed != likely))
     with plant(name, FAULTS_OF_DEATH):
         found = next((seed for seed in seeds if run_mortal(seed, name).error), None)
-    assert found is not None, f"{name} went unnoticed for {MORTAL_SEEDS_MAX} seeds"
+    assert found is not None, f"{name} was not found in {MORTAL_SEEDS_MAX} seeds"
 
 
 def test_mortals_without_faults_pass_the_same_seeds() -> None:

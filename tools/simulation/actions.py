@@ -1,8 +1,8 @@
-"""What happens in a simulated run: plain tuples, drawn from a seed, replayed from a list, printed as text.
+"""Actions of a simulated run: plain tuples, drawn from a seed, replayed from a list, printed as text.
 
-An action is (time_us, verb, who, *parameters). Parameters are explicit: nothing is drawn while an action is carried
-out, so a list of them is a complete scenario. Things are named by labels ("r3", "s2"); a label that was never
-answered makes the action do nothing, so any action may be left out of a scenario.
+An action is (time_us, verb, who, *parameters). Parameters are explicit and execution draws nothing, so a list of
+actions is a complete scenario. Labels name things ("r3", "s2"). An action on a label without an id has no effect, so
+any action may be left out of a scenario.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from tools.simulation.settings import SAMPLES_MAX, TENANTS, Settings
 
 Action = tuple[Any, ...]
 
-# How often a whole tree search begins: a sequence, forks of it, and requests on all of them at once.
+# share of tree searches: a sequence, its forks, and requests on all sequences at once
 TREE_SHARE = 0.02
-# How often several clients ask for one request at once.
+# share of requests that several clients attach to at once
 TUG_SHARE = 0.004
-# How often one prompt gets several answers, the first is cancelled, and the command comes again later.
+# share of prompts with several answers; the first is cancelled, and the same command is sent again
 SAMPLES_SHARE = 0.01
-# How often a fork is made, written to and removed again at once, so that a copy is owed that nobody needs any more.
+# share of forks that are written to and removed at once, so that a pending copy becomes unnecessary
 WHIM_SHARE = 0.004
-# How often someone goes on writing to a sequence on which a request runs, or waits to run again.
+# share of writes to a sequence on which a request runs or waits to resume
 MEDDLE_SHARE = 0.01
-# How often a snapshot is made of the coordinator's state, instead of its death.
+# share of snapshots among the deaths of the coordinator
 CUT_SHARE = 0.5
-# How often somebody gives up a request right before it: then a step under way has rows that have ended.
+# share of deaths with a cancel right before, so that a step in flight has ended rows
 CANCEL_SHARE = 0.4
-# How often somebody asks on, with an answer in the prompt, where prompts and answers are not computed alike.
+# share of follow-up requests with an earlier answer in the prompt, in worlds that compute prompts and answers
+# differently
 TALK, TALK_SHARE = "talk", 0.06
 COORDINATOR = "k"
-WALL_JUMPS_S = (0.0, 0.0, -86_400.0, 3_600.0, 31_536_000.0)  # of the wall clock, while there is no coordinator
+WALL_JUMPS_S = (0.0, 0.0, -86_400.0, 3_600.0, 31_536_000.0)  # jumps of the wall clock while no coordinator runs
 # verb: weight
 MIX = {
     "submit": 22,
@@ -70,7 +71,7 @@ MIX = {
     "hang": 0.3,
     "garble": 1,
 }
-# What looks like the death of a worker.
+# faults that look like the crash of a worker
 DEATHS = ("kill", "hang", "garble")
 HOSTILE = (
     "zero_tokens",
@@ -99,10 +100,10 @@ HOSTILE = (
 
 
 class Drawer:
-    """Draws actions from a seed, knowing only the settings and the labels it gave.
+    """Draws actions from a seed, from the settings and its own labels alone.
 
-    deaths: from which those of the coordinator are drawn, so that all else is as in a world without them. So are
-    conversations, from another one.
+    The coordinator's deaths come from the stream `deaths`, and conversations from another one, so that all other
+    actions are the same as in a world without them.
     """
 
     def __init__(self, settings: Settings, random: Random, deaths: Random | None = None) -> None:
@@ -117,7 +118,7 @@ class Drawer:
         self._keyed: list[str] = []
 
     def actions(self) -> Iterator[Action]:
-        """Without end; times never decrease."""
+        """Yield actions without end, with non-decreasing times."""
         every = self._with_talks() if self._settings.kinds else self._everyday()
         if self._settings.stand_gap_us:
             every = self._with_standstills(every)
@@ -135,7 +136,7 @@ class Drawer:
             yield action
 
     def _with_standstills(self, actions: Iterator[Action]) -> Iterator[Action]:
-        """Actions among which the coordinator's process is stopped now and then."""
+        """Add stops of the coordinator's process to the actions."""
         random, gap_us = self._stands, self._settings.stand_gap_us
         stands_us = int(random.expovariate(1.0) * gap_us)
         for action in actions:
@@ -143,7 +144,7 @@ class Drawer:
                 for_us = random.choice((1_000, 10_000, 100_000))
                 gives_up = tuple(random.random() < 0.5 for _ in range(3))
                 yield (stands_us, "stand", COORDINATOR, for_us, gives_up)
-                # Commands meanwhile wait in the sockets: more than a few dozen show nothing new.
+                # Commands wait in the sockets meanwhile; more than a few dozen add nothing new.
                 stands_us += for_us + 1 + int(random.expovariate(1.0) * gap_us)
             yield action
 
@@ -159,7 +160,7 @@ class Drawer:
                 yield (action[0], TALK, client, f"r{self._requests}", earlier, text, random.randint(1, 6))
 
     def _death(self, at_us: int) -> Action:
-        """The coordinator dies, or its journal is cut."""
+        """Return a death of the coordinator or a snapshot."""
         random = self._deaths
         at_us += 1 + int(random.expovariate(1.0) * self._settings.crash_gap_us)
         if random.random() < CUT_SHARE:
@@ -204,7 +205,7 @@ class Drawer:
                     at_us = action[0]
                     yield action
                 continue
-            verb = verbs[bisect(weights, self._random.random() * total, 0, last)]  # what `choices` does
+            verb = verbs[bisect(weights, self._random.random() * total, 0, last)]  # equivalent to `choices`
             yield (at_us, verb, *parameters[verb]())
 
     # ----------------------------------------------------------------------------------------------------- parameters
@@ -219,7 +220,7 @@ class Drawer:
         return self._random.randrange(self._settings.vocabulary - 1)
 
     def _text(self, size: int) -> tuple[int, ...]:
-        """Often the start of a shared stem, sometimes cut off by other tokens."""
+        """Return tokens: often the start of a shared stem, sometimes cut off by other tokens."""
         stem = self._random.choice(self._stems)[:size]
         if self._random.random() < 0.5:
             at = self._random.randrange(size + 1)
@@ -235,7 +236,7 @@ class Drawer:
         return self._random.choice(TENANTS)
 
     def _request(self) -> str:
-        """A request, mostly one of the latest."""
+        """Return a request's label, mostly a recent one."""
         return f"r{max(0, self._requests - int(self._random.expovariate(0.3)))}"
 
     def _sequence(self) -> str:
@@ -248,11 +249,11 @@ class Drawer:
         return label
 
     def _of(self, label: str) -> str:
-        """Who should act on a sequence: mostly its owner."""
+        """Return the client that acts on a sequence, mostly its owner."""
         return self._owner.get(label, "c0") if self._random.random() < 0.9 else self._client()
 
     def _tree(self, at_us: int) -> Iterator[Action]:
-        """Forks that write different tokens at the same time, where their parent's last block is half full."""
+        """Yield forks that write different tokens at the same time, where their parent's last block is half full."""
         client = self._client()
         root = self._new_sequence(client)
         settings, later_us = self._settings, 4 * self._settings.short_us + 2 * self._settings.turn_us
@@ -269,7 +270,7 @@ class Drawer:
             yield (at_us, "submit_on", client, f"r{self._requests}", label, (self._token(),), 4, ())
 
     def _samples(self, at_us: int) -> Iterator[Action]:
-        """Several answers to one prompt, the first of which is cancelled; the same command again, twice."""
+        """Yield several answers to one prompt, the cancel of the first one, and the same command again, twice."""
         client, settings = self._client(), self._settings
         labels = tuple(f"r{self._requests + 1 + i}" for i in range(SAMPLES_MAX - 1))
         self._requests += len(labels)
@@ -282,7 +283,7 @@ class Drawer:
             yield (at_us, "again", client, labels[0], True)
 
     def _whim(self, at_us: int) -> Iterator[Action]:
-        """A sequence with KV; then a fork of it, a token for that one, and the end of both, in one breath."""
+        """Yield a sequence with KV; then, without a pause, its fork, a token for the fork, and the removal of both."""
         client, settings = self._client(), self._settings
         root = self._new_sequence(client)
         self._requests += 1
@@ -297,7 +298,7 @@ class Drawer:
         yield (at_us, "remove", client, (root, leaf))
 
     def _meddle(self, at_us: int) -> Iterator[Action]:
-        """A long request on a sequence; and while it runs, or is preempted, tokens for the sequence: all refused."""
+        """Yield a long request on a sequence, and appends to the sequence meanwhile, which must all be refused."""
         client, settings = self._client(), self._settings
         label = self._new_sequence(client)
         self._requests += 1
@@ -323,7 +324,7 @@ class Drawer:
         return (self._client(), labels, self._prompt(size), answer, seed, stops, self._tenant(), more)
 
     def _prompt(self, size: int) -> tuple[int, ...]:
-        """A text; now and then one that kills workers, in a world where that is so."""
+        """Return a prompt; in a deadly world, now and then one that crashes workers."""
         if self._settings.deadly and self._random.random() < 0.06:
             return (poison(self._settings.vocabulary),) * DEADLY
         return self._text(size)
@@ -335,7 +336,7 @@ class Drawer:
         return (self._of(sequence), label, sequence, text, self._size(0.4), self._more(label, None))
 
     def _more(self, label: str, count: tuple[str, int] | None) -> tuple[tuple[str, Any], ...]:
-        """The rarer wishes: few requests have any, some have several."""
+        """Return rare options: most requests have none, some have several."""
         random = self._random.random
         more: list[tuple[str, Any]] = [count] if count else []
         if random() < 0.3:
@@ -452,7 +453,7 @@ class Drawer:
 
 
 def text(action: Action) -> str:
-    """One line for people."""
+    """Return an action as one line of text."""
     at_us, verb, *rest = action
     words = " ".join(part if isinstance(part, str) else repr(part) for part in rest)
     return f"{at_us / 1000:9.3f} ms  {verb:<11} {words}"

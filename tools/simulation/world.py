@@ -1,10 +1,11 @@
 """One simulated world: a coordinator, with simulated time, network, workers and clients around it.
 
-An event is one `Machine.apply` call or one message that reaches a client or a worker. Everything random was drawn from
-the seed, by streams of their own for the actions, for each connection and for each worker's life: the same scenario
-always runs the same way.
+An event is one `Machine.apply` call or one message that reaches a client or a worker. All random values come from the
+seed, with separate streams for the actions, each connection and each worker's life, so a scenario always runs the same
+way.
 
-What dies with the coordinator's process is in `coordinators`; all others, and what was promised to them, are here.
+`coordinators` holds what dies with the coordinator's process; this module holds the peers and the promises made to
+them.
 """
 
 from __future__ import annotations
@@ -35,25 +36,27 @@ from tools.simulation.replay import Left, Recording
 from tools.simulation.settings import Settings
 from tools.simulation.workers import SimulatedWorker, Violation
 
-# The light checks run after every event; the core's own, which cost as much as ten events, now and then.
+# The light checks run after every event; the core's own checks cost as much as ten events and run now and then.
 FULL_CHECK_EVERY = 128
-# A coordinator that went through more records than this before it was there makes a snapshot at once: the next one does
-# not go through them again.
+# A coordinator that replayed more records than this writes a snapshot at once, so that the next one need not replay
+# them.
 REPLAYED_MAX = 16
 HOST_BOOT, AWAY_S_MAX = "the only boot of this host", 300.0
 
 
 class World:
-    """Runs one scenario. Raises Violation or AssertionError where a promise is broken.
+    """Runs one scenario; raises Violation or AssertionError if a promise is broken.
 
-    events, turns: how many there were so far, whoever took them.
+    Attributes:
+        events: events so far, over all lives.
+        turns: turns so far, over all lives.
     """
 
     def __init__(self, settings: Settings, seed: str, folder: Path, full_check_every: int = FULL_CHECK_EVERY) -> None:
         self.settings, self.full_check_every = settings, full_check_every
         self.calm = False
         self.events = self.turns = 0
-        self.left_out_us = 0  # of the coordinator's clock, because its process stood still
+        self.left_out_us = 0  # time that the coordinator's clock leaves out, because its process stood still
         self.trace: list[str] | None = None
         self.recording: Recording | Left | None = None
         self.clock = Clock()
@@ -64,8 +67,9 @@ class World:
         self.client_side, self.worker_side = self._sides()
         self.boot = Boot("b" * 32, hashlib.blake2b(seed.encode()).digest()[:32], settings.limits())
         self._folder = folder
-        self._pools: dict[tuple[str, int], int] = {}  # for which the coordinator waits, until when by its time
-        self._given_up: set[tuple[str, int]] = set()  # while it stands still
+        # pools that the coordinator waits for, and until when by its clock
+        self._pools: dict[tuple[str, int], int] = {}
+        self._given_up: set[tuple[str, int]] = set()  # pools of workers that disconnected during the standstill
         self.router = Router()
         journal = self._first_journal() if settings.crash_gap_us else None
         self.coordinator = SimulatedCoordinator(
@@ -87,7 +91,7 @@ class World:
         self._performer = Performer(self)
 
     def close(self) -> None:
-        """It is over."""
+        """Close the tables and the coordinator."""
         self.coordinator.tables.close()
         self.coordinator.close()
 
@@ -102,22 +106,22 @@ class World:
         return journal
 
     def crash(self, how: str, part: int, back_us: int, wall_jump_s: float = 0.0) -> None:
-        """The coordinator's process dies in its next turn, and the wall clock is set before the next one is there."""
+        """Let the coordinator's process die in its next turn, and set the wall clock before the next one starts."""
         if self.coordinator.up and self.coordinator.death is None:
             self.coordinator.death = Death(how, part, back_us, wall_jump_s)
             self.coordinator.wake()
 
     @property
     def steady_us(self) -> int:
-        """The coordinator's time: it leaves out its own standstills."""
+        """Return the coordinator's time, without its own standstills."""
         return self.clock.now_us - self.left_out_us
 
     def stand(self, for_us: int, gives_up: tuple[bool, ...]) -> None:
-        """The coordinator's process is stopped for a while; meanwhile some workers give the connection up.
+        """Stop the coordinator's process for a while; meanwhile some workers drop their connection.
 
         Args:
-            for_us: How long it stands still.
-            gives_up: Which workers hear nothing for so long that they connect anew, repeated as often as needed.
+            for_us: duration of the standstill.
+            gives_up: which workers hear nothing for so long that they reconnect, repeated as often as needed.
         """
         coordinator = self.coordinator
         if not coordinator.up or coordinator.stands:
@@ -135,19 +139,25 @@ class World:
         self.left_out_us += for_us
         for group in self.coordinator.machine.cache.groups.values():
             pool = (group.name, group.epoch)
-            if pool in self._given_up and not group.away:  # one that was away already has no more time than it had
+            if pool in self._given_up and not group.away:  # a worker that was away before gets no additional time
                 self._pools[pool] = self.steady_us + self.settings.reattach_us
         self._given_up.clear()
         self.coordinator.go_on()
 
     def cut(self) -> None:
-        """A snapshot is made of the coordinator's state, and its journal begins anew."""
+        """Write a snapshot of the coordinator's state and start its journal anew."""
         coordinator, journal = self.coordinator, self.coordinator.journal
         if coordinator.up and journal is not None and not journal.unwritten:
             cut(journal, coordinator.machine, coordinator.machine._clock.now_us, self._numbers)
 
     def died(self, before: Books, back_us: int, wall_jump_s: float) -> None:
-        """It did. before: what everybody could rely on. Another process makes its state anew."""
+        """Replace a dead coordinator by a process that recovers.
+
+        Args:
+            before: the promises that survive the death.
+            back_us: time until the next process starts.
+            wall_jump_s: change of the wall clock meanwhile.
+        """
         self.ledger = before.ledger
         found = next_life(self._folder / "state", before)
         self._numbers = found.numbers
@@ -164,11 +174,11 @@ class World:
         self.clock.after(back_us, lambda: self._rise(found.now_us, anchor, written_us, wall_jump_s))
 
     def kept_pool(self, name: str, epoch: int) -> bool:
-        """Whether a coordinator that died knew this pool, and the present one still waits for its worker."""
+        """Return whether a dead coordinator knew this pool and the current one still waits for its worker."""
         return self.steady_us < self._pools.get((name, epoch), 0)
 
     def others(self, worker: SimulatedWorker) -> list[SimulatedWorker]:
-        """The ranks that have met with this one and are alive."""
+        """Return the live ranks of the worker's rendezvous."""
         return [
             each
             for each in self.workers.values()
@@ -176,12 +186,12 @@ class World:
         ]
 
     def met(self, name: str, epoch: int, meeting: str) -> None:
-        """A rank holds a pool: all that hold it have met each other."""
+        """Record that a rank holds a pool, and check that all its ranks had the same rendezvous."""
         if self._meetings.setdefault((name, epoch), meeting) != meeting:
-            raise Violation(f"a rank of {name} is in a pool with others that it has not met")
+            raise Violation(f"a rank of {name} is in a pool with ranks of another rendezvous")
 
     def _rise(self, last_us: int, anchor: Anchor, written_us: int, wall_jump_s: float) -> None:
-        """The next process computes its time as the real one does, and must not notice that the wall clock was set."""
+        """Start the next process; it computes its time like the real one and must not notice the wall clock's jump."""
         wall_s = self.clock.now_us / 1e6 + wall_jump_s
         now = HostTime(HOST_BOOT, self.clock.now_us, wall_s)
         steady_us = last_us + vars(lives)["away_us"](anchor, last_us, written_us / 1e6, now, AWAY_S_MAX)
@@ -194,7 +204,7 @@ class World:
     # -------------------------------------------------------------------------------------------------------- network
 
     def _sides(self) -> tuple[SimulatedPeers, SimulatedPeers]:
-        """Where clients and workers connect to: whoever is the coordinator then has what arrives."""
+        """Return the two networks, for clients and for workers; the current coordinator receives what arrives."""
 
         def side(decoder: codec.Decoder, tap: Callable[[int, Message, Sent], None]) -> SimulatedPeers:
             wake, leaves = lambda: self.coordinator.wake(), lambda: self.coordinator.leaves()
@@ -210,37 +220,38 @@ class World:
         return self._numbers
 
     def delivered(self) -> None:
-        """A message reached a client or a worker."""
+        """Count a message that reached a client or a worker."""
         self.events += 1
 
     def note(self, whom: str, message: Message) -> None:
-        """A message was sent: for the trace."""
+        """Add a sent message to the trace."""
         if self.trace is not None and not isinstance(
             message, Welcome | WorkerWelcome
-        ):  # a welcome names a temporary folder
+        ):  # a welcome contains the name of a temporary folder
             body = hashlib.blake2b(b"|".join(bytes(frame) for frame in codec.encode(message)), digest_size=8)
             self.trace.append(f"{self.clock.now_us:>9} -> {whom:<4} {type(message).__name__:<14} {body.hexdigest()}")
 
-    # --------------------------------------------------------------------------------------------------- what is known
+    # -----------------------------------------------------------------------------------------------------------
+    # queries
 
     def id_of(self, label: str) -> int | None:
-        """What a label turned out to be, whoever was told."""
+        """Return the id of a label, whichever client got it."""
         for client in self.clients.values():
             if label in client.ids:
                 return client.ids[label]
         return None
 
     def oracle(self, request_id: int) -> Oracle:
-        """What a request must generate."""
+        """Return the oracle of a request."""
         return self.ledger.requests[request_id].oracle
 
     def is_over(self, request_id: int) -> bool:
-        """Whether a request that somebody was told of may be forgotten by now."""
+        """Return whether the core may have evicted an accepted request."""
         booked = self.ledger.requests.get(request_id)
         return booked is not None and bool(booked.reason)
 
     def counts(self, request_id: int) -> bool:
-        """Whether a row of the request can still count."""
+        """Return whether a row of the request can still count."""
         return request_id in self.coordinator.machine.requests.live
 
     def _known(self, request_id: int) -> Request | None:
@@ -249,9 +260,14 @@ class World:
     # ------------------------------------------------------------------------------------------------------------ run
 
     def run(self, actions: Iterable[Action], events_max: int) -> list[Action]:
-        """Performs actions until there are none left or `events_max` events happened, then calms down and ends.
+        """Perform actions until none is left or `events_max` events happened, then calm down and end.
 
-        Returns the actions that were performed.
+        Args:
+            actions: the scenario.
+            events_max: the number of events after which the calm end begins.
+
+        Returns:
+            The actions that were performed.
         """
         performed: list[Action] = []
         self._rest: Iterator[Action] = iter(actions)
@@ -260,7 +276,7 @@ class World:
         self._plan_next(performed, events_max)
         while self._acting:
             if not self.clock.step():
-                raise Violation("nothing is planned any more")
+                raise Violation("deadlock: no call is scheduled")
         Calm(self).come()
         return performed
 
