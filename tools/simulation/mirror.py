@@ -1,4 +1,4 @@
-"""A router's side of the KV events: vLLM's types, and what is known from them of each rank."""
+"""A router's side of the KV events: vLLM's message types, and a mirror of each rank's prefix index."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.kv_events.format import salt_name
 from kvforge.protocol.messages import GENERATED
 
-# Fields and forms of vllm/distributed/kv_events.py, up to 0.23 (events are arrays) and since (events are maps).
+# Fields and encodings of vllm/distributed/kv_events.py: arrays up to 0.23, maps after it.
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """A batch of events of one rank, in vLLM's field order."""
+
     ts: float
     events: list[Any]
     data_parallel_rank: int | None = None
 
 
 class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
-    """Of 0.23."""
+    """Base of the array-encoded events of vLLM up to 0.23."""
 
 
 class BlockStored(KVCacheEvent):
+    """Blocks that entered the index."""
+
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
     token_ids: list[int]
@@ -40,24 +44,30 @@ class BlockStored(KVCacheEvent):
 
 
 class BlockRemoved(KVCacheEvent):
+    """Blocks that left the index."""
+
     block_hashes: list[bytes | int]
     medium: str | None
     group_idx: int | None = None
 
 
 class AllBlocksCleared(KVCacheEvent):
-    pass
+    """All blocks left the index."""
 
 
 class KVEventBatch(EventBatch):
+    """A batch of array-encoded events."""
+
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
 
 
 class NamedEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Since then."""
+    """Base of the map-encoded events of vLLM after 0.23."""
 
 
 class NamedStored(NamedEvent, tag="BlockStored"):
+    """Blocks that entered the index, map-encoded."""
+
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
     token_ids: list[int]
@@ -72,16 +82,20 @@ class NamedStored(NamedEvent, tag="BlockStored"):
 
 
 class NamedRemoved(NamedEvent, tag="BlockRemoved"):
+    """Blocks that left the index, map-encoded."""
+
     block_hashes: list[bytes | int]
     medium: str | None
     group_idx: int | None = None
 
 
 class NamedCleared(NamedEvent, tag="AllBlocksCleared"):
-    pass
+    """All blocks left the index, map-encoded."""
 
 
 class NamedBatch(EventBatch):
+    """A batch of map-encoded events."""
+
     events: list[NamedStored | NamedRemoved | NamedCleared]
 
 
@@ -89,7 +103,7 @@ DECODERS: dict[str, Any] = {"array": msgspec.msgpack.Decoder(KVEventBatch), "map
 
 
 class Known(NamedTuple):
-    """What a router keeps of a block. name: of the chain, None for the plain one."""
+    """A router's entry for a block; `name` is that of the chain, None for the plain one."""
 
     parent: int | None
     tokens: tuple[int, ...]
@@ -97,16 +111,19 @@ class Known(NamedTuple):
 
 
 class Mirror:
-    """What the events of one coordinator come to, by rank and hash. Complains of what cannot be."""
+    """Mirror of one coordinator's prefix indexes, built from its events, by rank and block hash.
+
+    Asserts that the events are consistent.
+    """
 
     def __init__(self, encoding: str = "array") -> None:
         self._decode = DECODERS[encoding].decode
         self.blocks: dict[int, dict[int, Known]] = {}
 
     def apply(self, payload: bytes) -> None:
-        """The next batch."""
+        """Apply the next batch."""
         batch = self._decode(payload)
-        assert batch.events, "a batch of nothing"
+        assert batch.events, "a batch without events"
         assert batch.data_parallel_rank is not None
         held = self.blocks.setdefault(batch.data_parallel_rank, {})
         for event in batch.events:
@@ -120,7 +137,7 @@ class Mirror:
                 held.clear()
 
     def check(self, machine: Machine, plain_tenant: str = "default") -> None:
-        """It holds exactly what a prompt can hit."""
+        """Check that the mirror holds exactly the blocks that a prompt can hit."""
         plain = machine.cache.hasher.salt(f"tenant:{plain_tenant}")
         expected = {number: hittable(machine, group, plain) for number, group in machine.cache.groups.items()}
         held = {rank: own for rank, own in self.blocks.items() if own}
@@ -133,7 +150,7 @@ def _store(held: dict[int, Known], event: BlockStored | NamedStored) -> None:
     assert (event.lora_id is None) == (event.lora_name is None)
     for i, value in enumerate(event.block_hashes):
         assert isinstance(value, int) and value not in held, "stored twice"
-        assert above is None or above in held, "stored before the one that it follows"
+        assert above is None or above in held, "stored before its parent"
         assert above is None or held[above].name == event.lora_name, "two chains in one"
         salted = event.extra_keys is not None and event.extra_keys[i] == (event.lora_name,)
         assert salted == (above is None and event.lora_name is not None)
@@ -142,7 +159,7 @@ def _store(held: dict[int, Known], event: BlockStored | NamedStored) -> None:
 
 
 def hittable(machine: Machine, group: Group, plain_salt: int) -> dict[int, Known]:
-    """Every entry of a pool that a prompt can hit, from the roots on, found without what the core knows of children."""
+    """Return every entry of a pool that a prompt can hit, found from the roots without the core's child index."""
     blocks, store, pool = machine.cache.blocks, machine.cache.store, group.pool
     ids = pool.base + blocks.indexed[pool.base : pool.base + pool.count].nonzero()[0]
     keys = (ids | blocks.generation[ids].astype(np.int64) << 32).tolist()
