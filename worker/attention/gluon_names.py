@@ -1,7 +1,8 @@
-"""What `prefill_hopper` needs of Gluon, under the name that the installed Triton has for it.
+"""Gluon functions of `prefill_hopper`, under the names of the installed Triton.
 
-Gluon is experimental: from Triton 3.6 to 3.9 three of its names changed, and nothing of what they do. Older ones lack
-too much. What newer ones change nobody knows: there the portable kernel serves, and the worker's log says why.
+Gluon is experimental: from Triton 3.6 to 3.9 three of these names changed, without a change of behaviour. Older
+versions lack required features. Newer versions are unknown: the portable kernel serves instead, and the worker's log
+gives the reason.
 """
 
 # No `from __future__ import annotations`, as in `prefill_hopper_work`.
@@ -17,6 +18,6 @@ copy_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 
 @builtin
 def as_boxes(buffer, shape, layout, _semantic=None):
-    """The same shared memory in another shape and layout; from 3.9 on the method has no underscore."""
+    """View shared memory in another shape and layout; from 3.9 on the method has no underscore."""
     reinterpret = getattr(buffer, "reinterpret", None) or buffer._reinterpret
     return reinterpret(buffer.dtype, shape, layout, _semantic=_semantic)

@@ -1,16 +1,16 @@
-"""Prefill attention for NVIDIA's Hopper, in Gluon (Triton's lower level), for K and V of 16 bits.
+"""Prefill attention for NVIDIA's Hopper, in Gluon (Triton's lower level), for 16-bit K and V.
 
-Three groups of warps of a program work at the same time, on the ideas of FlashAttention-3 (Shah et al.,
-arXiv 2407.08608, sections 3.1 and 3.2):
+Three groups of warps of a program work at the same time, after FlashAttention-3 (Shah et al., arXiv 2407.08608,
+sections 3.1 and 3.2):
 
-- one warp copies: Q of a tile, then K and V, 128 keys at a time, through the block table by the tensor copy engine
-  (TMA) into two stages of shared memory; it runs ahead, into the program's next tile too;
-- two groups of four warps compute, 64 rows of the tile each. While the softmax of one runs on the ordinary units, the
-  matrix units do the other's products: they take turns. Within a group the product P V of one step is in flight
+- One warp copies Q of a tile, then K and V, 128 keys at a time, through the block table with the tensor copy engine
+  (TMA) into two stages of shared memory. It runs ahead, into the program's next tile too.
+- Two groups of four warps compute 64 rows of the tile each. They alternate: while one computes its softmax on the
+  ordinary units, the matrix units run the other's products. Within a group the product P V of one step is in flight
   during the softmax of the next.
 
-One program runs on each multiprocessor and takes tiles from the plan (see `prefill.plan_prefill`), sorted by their
-work, forwards and backwards in turn, so that long and short ones add up to much the same everywhere.
+One program runs on each multiprocessor and takes tiles from the plan (see `prefill.plan_prefill`), which is sorted by
+work, alternately forwards and backwards, so that long and short tiles balance.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NOWHERE = gl.constexpr(2147483647)  # position of a place that holds no token: a
 
 @gluon.jit
 def _mask(scores, step, queries, first_key, length, window, sizes):
-    """-inf where a query does not see a key. queries: [64] positions."""
+    """Set scores to -inf where a query does not see a key. queries: [64] positions."""
     key = step * sizes.KEYS + gl.arange(0, sizes.KEYS, gl.SliceLayout(0, sizes.SCORES))
     if sizes.PAGED:
         last = (length - 1) // sizes.CHUNK * sizes.CHUNK  # the last chunk: its tokens lie at its end
@@ -59,7 +59,7 @@ def _mask(scores, step, queries, first_key, length, window, sizes):
 
 @gluon.jit
 def _softmax(scores, largest, total, scale, cap, step, queries, first_key, length, window, sizes, MASKED: gl.constexpr):
-    """Weights of this step's keys [64, KEYS] float32, the new largest, scaled, and total [64]; what fades the old."""
+    """Return the step's weights [64, KEYS] float32, the new scaled maximum and total [64], the old sums' factor."""
     if sizes.SOFTCAP:
         scores = 1.0 - 2.0 / (gl.exp2(scores * cap) + 1.0)  # tanh(x) = 1 - 2 / (e^2x + 1)
     if MASKED:
@@ -77,9 +77,10 @@ def _softmax(scores, largest, total, scale, cap, step, queries, first_key, lengt
 
 @gluon.jit
 def _sum(weights):
-    """Of each row, in whole steps of 2 ** -23, so that their order does not matter: the keys of a row's last chunk lie
-    elsewhere once the row has grown. (The matrix instructions add up 16 keys at once, in no order.) None is above 1,
-    and what is lost is far below what a weight loses as it is rounded to 16 bits.
+    """Sum each row in whole steps of 2 ** -23, so that the order does not matter.
+
+    The keys of a row's last chunk move once the row has grown. (The matrix instructions add 16 keys at once, in no
+    order.) No weight exceeds 1, and the loss is far below that of rounding a weight to 16 bits.
     """
     ONE: gl.constexpr = 0x3F800000  # the bits of 1.0; those of 1 + x are x / 2 ** -23 more
     steps = gl.sum((weights + 1.0).to(gl.int32, bitcast=True) - ONE, axis=1)
@@ -93,7 +94,7 @@ def _await_turn(buffers, turn, WHICH: gl.constexpr):
 
 @gluon.jit
 def _arrive(barrier):
-    """Every warp of the group has come this far. Without the first line, a late one could miss a phase for good."""
+    """Signal that every warp of the group has arrived. Without the first line a late warp could miss a phase."""
     thread_barrier()
     mbarrier.arrive(barrier, count=1)
 
@@ -103,7 +104,7 @@ def _advance(
     step, state, at, turn, scale, cap, queries, first_key, length, window, buffers, sizes,
     WHICH: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Scores and weights of `step`, while the weights of the step before it meet their V. at: steps done so far."""
+    """Compute scores and weights of `step`, while the previous step's weights multiply V. at: steps done so far."""
     sums, weights, largest, total = state
     slot = at % sizes.STAGES
     before = (at - 1) % sizes.STAGES
@@ -129,7 +130,7 @@ def _advance(
 
 @gluon.jit
 def _begin(at, step, turn, scale, cap, queries, first_key, length, window, buffers, sizes, WHICH: gl.constexpr):
-    """The first step of a tile: its last keys."""
+    """Compute the first step of a tile: its last keys."""
     slot = at % sizes.STAGES
     mbarrier.wait(buffers.k_ready.index(slot), (at // sizes.STAGES) & 1)
     _await_turn(buffers, turn, WHICH)
@@ -149,7 +150,7 @@ def _begin(at, step, turn, scale, cap, queries, first_key, length, window, buffe
 
 @gluon.jit
 def _end(at, state, buffers, sizes):
-    """The last product with V, divided by the weights' total: [64, HEAD_PAD] float32."""
+    """Compute the last product with V, divided by the total of the weights: [64, HEAD_PAD] float32."""
     sums, weights, _, total = state
     before = (at - 1) % sizes.STAGES
     mbarrier.wait(buffers.v_ready.index(before), ((at - 1) // sizes.STAGES) & 1)
@@ -163,7 +164,7 @@ def _end(at, state, buffers, sizes):
 
 @gluon.jit
 def _compute(WHICH: gl.constexpr, output, token_stride, head_stride, scale, cap, work, buffers, sizes):
-    """One computing group of warps: rows WHICH x 64 ... of every tile. All loops run over the same steps in both."""
+    """Run one computing group: rows from WHICH x 64 on of every tile. Loops take the same steps in both groups."""
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16] if sizes.HEAD_PAD >= 128 else [4, 8], [4, 1], [1, 0])
     rows = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, sizes.SCORES))
     at = 0
@@ -244,11 +245,11 @@ def prefill_hopper(
     REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
 ):
-    """Grid: [multiprocessors, or fewer where there is less to do]. n_items: tiles x PACKS. num_warps: 4.
+    """Compute tiles. Grid: [multiprocessors, or fewer for less work]. n_items: tiles x PACKS. num_warps: 4.
 
     q_desc: [tokens, PACKS, PACK, head_size]; k_desc, v_desc: [blocks, block_size, kv_heads, head_size]. scale, cap:
-    see `prefill.exponents`. Strides of the output: in units of HEAD_UNIT numbers. CHUNK: slots of one copy, a block or
-    a part of it.
+    see `prefill.exponents`. Strides of the output: in units of HEAD_UNIT numbers. CHUNK: slots per copy, a block or a
+    part of one.
     """
     dtype: gl.constexpr = q_desc.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -305,9 +306,9 @@ def launch(
     multiprocessors: int,
     paged: bool = True,
 ) -> None:
-    """As `prefill.paged_prefill`, for shapes that `prefill.prefill_shape` sends here.
+    """Launch the kernel for shapes that `prefill.prefill_shape` sends here; arguments as in `prefill.paged_prefill`.
 
-    paged: as opposed to `layer` being a workspace, filled by `prefill_copy.copy_rows`.
+    paged: whether `layer` is the pool rather than a workspace filled by `prefill_copy.copy_rows`.
     """
     tokens, heads, head_size = query.shape
     numbers = constants(heads, layer.keys.shape, pack, options, paged)

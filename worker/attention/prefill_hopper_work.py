@@ -1,13 +1,13 @@
-"""What a program of `prefill_hopper` is made of: its numbers, its shared memory, its share of the tiles, its copies.
+"""Parts of a program of `prefill_hopper`: its constants, shared memory, share of the tiles, and copies.
 
-Slots that a row cannot reach are never looked at, because 0 x NaN is NaN. Such slots can only lie before the first
-token of the row that any query sees, or after its last one: in the row's first or last *chunk* of CHUNK slots (a block,
-or as much of it as one step takes). The box that is copied is moved by as many slots, out of the block, and the copy
-engine fills what lies outside of it with zeros: the chunk's tokens then lie further back or forth than they should
-(`prefill_hopper._mask` knows), and its other places hold zeros. Where chunks are parts of a block, those places hold
-tokens of the chunk next to it in the block instead: the row reaches them, because a window is longer than a block
-(`prefill_plan.hopper_problem`), and they are masked. A chunk that the row does not reach at all is read from beyond the
-last block: all zeros. What was copied into a workspace is not moved: `prefill_copy` lays zeros there.
+Unreachable slots must never be read, because 0 x NaN is NaN. They can only lie before the first token that any query
+sees, or after the row's last token: in the row's first or last *chunk* of CHUNK slots (a block, or the part that one
+step takes). The copied box is shifted out of the block by that many slots, and the copy engine fills the outside with
+zeros. The chunk's tokens are then shifted (`prefill_hopper._mask` corrects that), and its other places hold zeros. If
+chunks are parts of a block, those places hold tokens of the neighbouring chunk instead. The row can reach these,
+because a window is longer than a block (`prefill_plan.hopper_problem`), and they are masked. A chunk that the row does
+not reach at all is read from beyond the last block: all zeros. A workspace is not shifted: `prefill_copy` writes zeros
+there.
 """
 
 # No `from __future__ import annotations`: the annotations of an aggregate are looked at.
@@ -38,7 +38,7 @@ REGISTERS, COPY_REGISTERS = 240, 24  # registers per thread of the computing and
 def constants(
     heads: int, keys_shape: tuple[int, ...] | torch.Size, pack: int, options: AttentionOptions, paged: bool = True
 ) -> dict[str, int | bool]:
-    """Compile-time constants of `prefill_hopper`. keys_shape: [blocks, block_size, kv_heads, head_size]."""
+    """Return the compile-time constants of `prefill_hopper`. keys_shape: [blocks, block_size, kv_heads, head_size]."""
     _, block_size, kv_heads, head_size = keys_shape
     keys = hopper_keys(head_size)
     return {
@@ -60,13 +60,13 @@ def constants(
 
 
 def box_layout() -> gl.NVMMASharedLayout:
-    """How a copied box lies in shared memory: as the matrix instructions want it, swizzled over 128 bytes."""
+    """Return the layout of a copied box in shared memory: swizzled over 128 bytes, for the matrix instructions."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
 @aggregate
 class Sizes:
-    """Compile-time numbers. PAGED: tokens are found by the block table, not side by side from the row's first page.
+    """Compile-time numbers. PAGED: the block table locates tokens; otherwise they follow the row's first page.
 
     PACK: query heads of a tile; PACKS: packs of the query; SHARE: packs of one KV head.
     """
@@ -105,7 +105,7 @@ class Sizes:
 
 @aggregate
 class Buffers:
-    """Shared memory, and a barrier for each part of it that says "filled" (ready) and one that says "read" (empty)."""
+    """Shared memory, with barriers that signal that a part is filled (ready) or was read (empty)."""
 
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
@@ -129,7 +129,7 @@ class Buffers:
 
 @aggregate
 class Work:
-    """A program's share: `count` of the items, each a tile times a pack of heads."""
+    """The share of one program: `count` items, each a tile times a pack of heads."""
 
     items: gl.tensor
     count: gl.tensor
@@ -142,7 +142,7 @@ class Work:
 
     @gluon.jit
     def tile(self, index, sizes):
-        """The pack, and what `plan_items.PREFILL_TILE` says of the tile."""
+        """Return the pack, and the fields of `plan_items.PREFILL_TILE` for the tile."""
         program = gl.program_id(0)
         turn = gl.where(index % 2 == 0, program, self.programs - 1 - program)
         item = index * self.programs + turn
@@ -160,9 +160,11 @@ class Work:
 
     @gluon.jit
     def steps(self, position, length, sizes):
-        """In steps of KEYS: where the keys begin, those inside every query's window, those after some query; the end.
+        """Return the bounds of a tile's keys, in steps of KEYS.
 
-        Steps from the second to the third need no mask.
+        These are: the first step; the first within every query's window; the first after some query; the end.
+
+        Steps from the second to the third value need no mask.
         """
         end = gl.minimum(position + sizes.TOKENS, length)
         last = (end + sizes.KEYS - 1) // sizes.KEYS
@@ -178,10 +180,10 @@ class Work:
 
 @gluon.jit
 def _copy_step(desc, target, ready, step, row, sizes):
-    """Keys step x KEYS ... of one KV head into `target` [KEYS, HEAD_PAD], chunk by chunk, 64 columns at a time.
+    """Copy KEYS keys from step x KEYS on of one KV head to `target` [KEYS, HEAD_PAD], by chunks and 64 columns.
 
-    row: its block table; its first page where it is not PAGED; the KV head; the first key that any query of the row
-    sees; the row's length; the number of blocks, which is no block.
+    row: its block table; its first page if not PAGED; the KV head; the first key that any query of the row sees; the
+    row's length; the number of blocks, an index beyond the last block.
     """
     table, page, kv_head, first_key, length, beyond = row
     CHUNKS: gl.constexpr = sizes.KEYS // sizes.CHUNK
@@ -208,9 +210,9 @@ def _copy_step(desc, target, ready, step, row, sizes):
 
 @gluon.jit
 def copy_tiles(q_desc, k_desc, v_desc, tables, table_stride, beyond, work, buffers, sizes):
-    """The copying warp. Keys come last first, K of a step before V of the one after it: as they are needed.
+    """Run the copying warp. The last keys come first, and K of a step precedes V of the step copied before it.
 
-    (Reading the block table ahead, or copying K and V in two warps, was measured and is no faster.)
+    (Reading the block table ahead, or copying K and V in two warps, was measured to be no faster.)
     """
     HALF: gl.constexpr = 64 // sizes.PACK  # tokens of one group of warps
     PARTS: gl.constexpr = sizes.HEAD_PAD // 64
