@@ -145,7 +145,7 @@ def test_a_rank_that_is_not_configured_is_found(places: Places, monkeypatch: pyt
     count = 2
     assert bad(check(places)) == []
     count = 3
-    assert [finding.what for finding in bad(check(places))] == ["of worker 'cpu' rank 2 is not configured"]
+    assert [finding.what for finding in bad(check(places))] == ["worker 'cpu': rank 2 is not configured"]
 
 
 @needs_systemd
@@ -174,7 +174,7 @@ def test_units_that_were_edited_and_what_systemd_says_of_them(places: Places) ->
     ("facts", "kind", "what"),
     [
         ({"ActiveState": "active", "StatusText": "serving m"}, GOOD, "x.service is active (serving m)"),
-        ({"ActiveState": "active", "NRestarts": "3"}, WARNING, "x.service is active, started again 3 times"),
+        ({"ActiveState": "active", "NRestarts": "3"}, WARNING, "x.service is active, restarted 3 times"),
         ({"ActiveState": "inactive", "UnitFileState": "disabled"}, WARNING, "x.service is inactive (disabled)"),
         (
             {"ActiveState": "inactive", "UnitFileState": "disabled", "Id": "kvforge-gateway.service"},
