@@ -1,11 +1,19 @@
-"""HTTP for every client that exists: OpenAI's and Anthropic's APIs, metrics, and a live page.
+"""HTTP front end: OpenAI's and Anthropic's APIs, Prometheus metrics and a live status page.
 
-Law: a gateway holds nothing that its death could lose. It has no queue of its own (admission is the coordinator's), no
-conversation and no table: a request that it carries is the coordinator's, under a key. It knows kvforge as any client
-does.
+A gateway is stateless: admission queues, conversations and request tables live in the coordinator, so a crashed gateway
+loses nothing. It talks to kvforge through the public client library.
 
-Rooms, each importing from those below it alone: `serve` (processes on one port, the command), `app` (which path leads
-where), `openai` and `anthropic` (the two APIs), `metrics`, `page` (the live page), `generate` (one answer as it comes),
-`replicas` (several coordinators), `chat` (conversations to token ids), `parse` (text to content, reasoning and tool
-calls), `http` (bodies, streams, errors), `access` (keys, rights, rates), `config`.
+Packages, each importing only from those below it:
+
+- `serve`: the command, and the processes that share one port
+- `app`: routing
+- `openai`, `anthropic`: the two APIs
+- `metrics`, `page`: Prometheus metrics and the live page
+- `generate`: one answer, from submission to its end
+- `replicas`: several coordinators behind one gateway
+- `chat`: conversations to token ids
+- `parse`: text to content, reasoning and tool calls
+- `http`: bodies, event streams, errors
+- `access`: API keys, rights and rate limits
+- `config`: settings
 """

@@ -1,4 +1,4 @@
-"""`python -m kvforge.gateway --config FILE.toml`: HTTP for this host's coordinator, see `serve.main`."""
+"""Run the HTTP gateway of this host: `python -m kvforge.gateway --config FILE.toml`. See `serve.main`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which path leads where."""
+"""The ASGI application: routes, middleware and the lifespan of the connection to the coordinator."""
 
 from __future__ import annotations
 
@@ -49,12 +49,18 @@ def make_app(
     settled: Callable[[], None] = lambda: None,
     patience_s: float = 0.0,
 ) -> Starlette:
-    """The application of one process; its connection is made when it starts, and ends with it.
+    """Build the application of one gateway process.
 
-    counted: the file in which all processes of this port count requests; None: there is but this one. settled: is
-    called when a model is there with its tokenizer. patience_s: so long nobody is listened to before that is so.
-    `state.ending` is set where the process is to end: then the streams end that would not end by themselves.
-    `state.use(settings)` takes other replicas; it raises InvalidConfiguration where those make another kind of gateway.
+    The connection to the coordinator is opened at startup and closed at shutdown. Two attributes of `app.state` control
+    the application: `ending` (set it to end streams that would otherwise never end) and `use(settings)` (replace the
+    replicas; it raises InvalidConfiguration if the new settings switch between one coordinator and several replicas).
+
+    Args:
+        settings: The gateway's settings.
+        access: API keys and rate limits.
+        counted: File in which all processes of this port count requests; None for a single process.
+        settled: Called when a model and its tokenizer are loaded.
+        patience_s: How long startup waits for a model before the port accepts connections.
     """
 
     async def prompts(info: ModelInfo) -> tuple[Prompts, Format]:
@@ -85,19 +91,19 @@ def make_app(
                 await looking
             await service.close()
             if isinstance(served, AsyncClient):
-                await served.close()  # a fleet closes what it has opened
+                await served.close()  # a fleet closes its own clients
 
     def shown() -> AsyncClient:
         return served.replicas[0].client if isinstance(served, Fleet) else served
 
     def use(new: Settings) -> None:
         if bool(new.replicas) != (fleet is not None):
-            raise InvalidConfiguration("replicas", "are served, or one coordinator is: the other takes a restart")
+            raise InvalidConfiguration("replicas", "cannot be added or removed by a reload: restart the gateway")
         if fleet is not None:
             fleet.use(new.replicas)
 
     async def live(request: Request) -> Response:  # noqa: ARG001
-        """Whether this process answers, whatever becomes of the coordinator: one that does not is restarted."""
+        """Answer whether this process is alive, regardless of the coordinator."""
         return JSONResponse({"live": True})
 
     async def health(request: Request) -> Response:  # noqa: ARG001
@@ -112,10 +118,10 @@ def make_app(
         return JSONResponse({"version": __version__})
 
     async def unknown(request: Request, error: Exception) -> Response:
-        shown = f"{request.method} {request.url.path[:PATH_SHOWN_MAX]} is not served here"
+        shown = f"{request.method} {request.url.path[:PATH_SHOWN_MAX]} not found"
         api, notes = api_of(request.url.path, request.headers.raw), notes_of(request.scope)
         if getattr(error, "status_code", 404) == 404:
-            return refused(NoSuchPath(f"{shown}: /docs has the paths"), api, notes)
+            return refused(NoSuchPath(f"{shown} (see /docs for the paths)"), api, notes)
         response = refused(NoSuchMethod("method", shown), api, notes)
         response.headers.update(getattr(error, "headers", None) or {})
         return response
@@ -150,7 +156,7 @@ def make_app(
 
 
 def _cors(settings: Settings) -> list[Middleware]:
-    """Answers browsers whose pages are of the origins that may call; nothing at all where there are none."""
+    """Return the CORS middleware, or nothing without `cors_origins`."""
     if not settings.cors_origins:
         return []
     origins, exposed = list(settings.cors_origins), ["x-request-id", "request-id", "retry-after", IGNORED_HEADER]

@@ -26,18 +26,22 @@ SECONDS = (
     *("head_s", "body_s", "keep_alive_s", "write_s", "drain_s", "answer_s", "failover_s"),
     *("text_s", "template_s", "ping_s"),
 )
-# What Claude Code writes before its system prompt: a hash that differs in each call.
+# Claude Code prepends a hash to its system prompt that differs in each call and would defeat the prefix cache.
 BILLING = r"^x-anthropic-billing-header:[^\n]*\n*"
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An API key of [keys.NAME]; `kvforge keys api FILE` makes one.
+    """An API key, [keys.NAME]; `kvforge keys api FILE` creates one.
 
-    hash: "sha256:" and the hexadecimal digest of the key. tenant: whose requests it makes. rights: generate; see
-    (metrics and the live page); admin (cancel and drain there). priority_max: of its requests. requests_per_minute,
-    tokens_per_minute: 0: no limit; tokens are those of prompts that were computed and of answers. expires: a date and
-    time with a zone, as TOML has it.
+    Attributes:
+        hash: "sha256:" and the hexadecimal SHA-256 digest of the key.
+        tenant: The tenant that requests with this key belong to.
+        rights: generate; see (metrics and the live page); admin (cancel and drain on the live page).
+        priority_max: The highest priority of its requests.
+        requests_per_minute, tokens_per_minute: Rate limits; 0 for none. Computed prompt tokens and generated tokens
+            count, cached prompt tokens do not.
+        expires: A TOML date and time with a zone.
     """
 
     hash: str
@@ -50,9 +54,11 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of [replicas.NAME]: a coordinator with its workers.
+    """A coordinator with its workers, [replicas.NAME].
 
-    runtime_dir, endpoint, server_key, key_file: as at the top of the file; one of the first two is given.
+    Attributes:
+        runtime_dir, endpoint, server_key, key_file: As at the top of the file; give exactly one of runtime_dir and
+            endpoint.
     """
 
     runtime_dir: str = ""
@@ -62,38 +68,49 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def coordinator(self) -> str:
-        """Where it is."""
+        """The ZeroMQ endpoint of the coordinator."""
         return self.endpoint or client_endpoint(expand(self.runtime_dir))
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a gateway can be told.
+    """The settings of a gateway.
 
-    runtime_dir: where the coordinator's socket is. endpoint: `tcp://HOST:PORT` of one that is reached over a network.
-    server_key: the coordinator's public key then. key_file: this gateway's own keys then.
-    host, port: where to serve; port 0: any that is free. processes: how many serve that one port.
-    answer_s: so long a replica has to say what it holds of a prompt (of a request with a key, which may run there,
-    failover_s); who does not is left out until it is heard of.
-    failover_s: after so long without a replica its requests are computed by another.
-    names: what requests may call the model; the first is what it is called in lists. Empty: as the worker calls it.
-    tokenizer: a path or a name; "": where the worker has its model. chat_template: a Jinja file in place of the model's
-    own. tool_format: how the model writes calls of tools; "": as its chat template says.
-    open: without [keys], serve others than this host too. hosts: names of this host that browsers may use, beside
-    localhost and addresses. cors_origins: pages of others that may call this gateway; "*": any.
-    body_bytes_max, head_bytes_max: of a request. body_fields_max: fields of a request's JSON, those within fields too.
-    head_s, body_s: for it to come. keep_alive_s: an idle connection.
-    write_s: after so long without reading, a client is given up. drain_s: for streams to end when it is told to.
-    text_bytes_max: bytes of a prompt's text; 0: what the model's longest context can hold of the vocabulary's longest
-    token. text_memory_bytes_max: memory that rendering and tokenising one prompt, or checking one shape, may take.
-    text_processes: prompts and shapes that are worked on at once, in processes of their own. text_waiting_max: prompts
-    and shapes that wait for them; more are refused (429). text_s: time for a prompt to be rendered and tokenised, or a
-    shape to be checked, its wait included. template_s: processor time of the chat template.
-    ping_s: longest silence of a stream; then a comment is sent (an event `ping` where Anthropic's API has it).
-    log_level: debug, info, warning or error. log_format: text, or json: one document a line.
-    strict_fields: refuse fields and tools that nothing here reads, by name, instead of ignoring them.
-    strip: regular expressions of what agents put in front of their prompts and change with each call: it is left out.
-    move: the same, but it is moved to the end of the system prompt, so that what follows it is found in the prefix
-    cache.
+    Attributes:
+        runtime_dir: The directory of the coordinator's socket.
+        endpoint: `tcp://HOST:PORT` of a coordinator on another machine.
+        server_key: The public key of the coordinator at `endpoint`.
+        key_file: This gateway's own key pair for `endpoint`.
+        host, port: The address to listen on; port 0 picks a free one.
+        processes: The number of processes that share the port.
+        answer_s: How long a replica may take to report its cached prefix of a prompt (failover_s for a request with an
+            idempotency key, which may already run there); a replica that takes longer is skipped until it answers
+            again.
+        failover_s: How long a replica may be unreachable before its requests move to another one.
+        names: The model names that requests may use; the first one is listed. Empty: the worker's name of the model.
+        tokenizer: A path or a name; "": the directory from which the worker loads the model.
+        chat_template: A Jinja file that replaces the model's own template.
+        tool_format: The format of the model's tool calls; "": derived from its chat template.
+        open: Without [keys], accept requests from other hosts too.
+        hosts: Host names that browsers may use for this service, besides localhost and IP addresses.
+        cors_origins: Origins of other web pages that may call this gateway; "*": any.
+        body_bytes_max, head_bytes_max: The limits of a request's body and head.
+        body_fields_max: The limit of fields in a request's JSON, nested ones included.
+        head_s, body_s: How long a client may take to send the head and the body.
+        keep_alive_s: How long an idle connection stays open.
+        write_s: How long a slow consumer may read nothing before the gateway drops its connection.
+        drain_s: How long streams may continue after the gateway was asked to stop.
+        text_bytes_max: The limit of a prompt's text; 0: the longest context times the longest token of the vocabulary.
+        text_memory_bytes_max: The memory limit for rendering and tokenising one prompt, or compiling one grammar.
+        text_processes: The number of helper processes that render, tokenise and compile grammars.
+        text_waiting_max: How many prompts and grammars may wait for a helper process; further ones are refused (429).
+        text_s: The time limit for rendering and tokenising a prompt, or compiling a grammar, queueing included.
+        template_s: The limit of CPU time for the chat template.
+        ping_s: The longest silence of a stream; a comment is sent then (Anthropic's API: a `ping` event).
+        log_level: debug, info, warning or error.
+        log_format: text, or json (one document a line).
+        strict_fields: Refuse unknown fields and unsupported tools instead of ignoring them.
+        strip: Regular expressions of text that agents prepend to a prompt and change with each call; it is removed.
+        move: As `strip`, but the text moves to the end of the system prompt, so that the rest hits the prefix cache.
     """
 
     runtime_dir: str = ""
@@ -159,34 +176,36 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 try:
                     re.compile(pattern)
                 except re.error as error:
-                    raise InvalidConfiguration(f"{name}[{at}]", f"is no regular expression: {error}") from None
+                    raise InvalidConfiguration(f"{name}[{at}]", f"invalid regular expression: {error}") from None
         for name, key in self.keys.items():
             _check(f"keys.{name}", key)
         for name, replica in self.replicas.items():
             if bool(replica.endpoint) == bool(replica.runtime_dir):
-                raise InvalidConfiguration(f"replicas.{name}", "needs one of endpoint and runtime_dir, and not both")
+                raise InvalidConfiguration(f"replicas.{name}", "needs exactly one of endpoint and runtime_dir")
         if len(self.replicas) > REPLICAS_MAX:
-            raise InvalidConfiguration("replicas", f"has {len(self.replicas)}; there may be {REPLICAS_MAX}")
+            raise InvalidConfiguration(
+                "replicas", f"has {len(self.replicas)} entries; at most {REPLICAS_MAX} are allowed"
+            )
         given = [name for name in ("endpoint", "server_key", "key_file") if getattr(self, name)]
         if self.replicas and given:
-            raise InvalidConfiguration(given[0], "is given, and [replicas] too, which say where each coordinator is")
+            raise InvalidConfiguration(given[0], "cannot be combined with [replicas]: set it for each replica")
         if not self.keys and not self.open and not is_local(self.host):
-            problem = f"is {self.host}, which others reach too, and there are no [keys]"
+            problem = f"is {self.host}, which is reachable from other hosts, but there are no [keys]"
             raise InvalidConfiguration(
                 "host",
-                f"{problem}: make one with `kvforge keys api` (or give `kvforge up` an --api-key), or set open = true",
+                f"{problem}: create a key with `kvforge keys api`, pass --api-key to `kvforge up`, or set open = true",
             )
 
     @property
     def coordinator(self) -> str:
-        """Where the coordinator is."""
+        """The ZeroMQ endpoint of the coordinator."""
         if self.endpoint:
             return self.endpoint
         return client_endpoint(self.folder)
 
     @property
     def folder(self) -> Path:
-        """Where a coordinator on this machine has its socket and its tables."""
+        """The runtime directory of a coordinator on this machine: its socket and shared tables."""
         return expand(self.runtime_dir) if self.runtime_dir else default_runtime_dir().absolute()
 
 
@@ -194,7 +213,7 @@ TABLES: dict[str, type[Key | Replica]] = {"keys": Key, "replicas": Replica}
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Return whether `host` is a loopback address or `localhost`."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -205,11 +224,11 @@ def load_settings(path: Path | None, keys: Mapping[str, Mapping[str, Any]] | Non
     """Read a TOML file.
 
     Args:
-        path: None: the defaults.
-        keys: more of [keys.NAME].
+        path: The file; None for the defaults.
+        keys: Further entries of [keys].
 
     Raises:
-        InvalidConfiguration: it names the file or the key.
+        InvalidConfiguration: The file cannot be read, or a key is invalid; the error names it.
     """
     values = read_toml(path) if path is not None else {}
     if keys and isinstance(values.get("keys", {}), dict):
@@ -220,7 +239,7 @@ def load_settings(path: Path | None, keys: Mapping[str, Mapping[str, Any]] | Non
         table, several, _ = str(error.field).partition("[...]")
         if not several or table not in TABLES:
             raise
-        # Of a table of tables msgspec does not say which.
+        # msgspec's error does not name the entry of a table of tables: convert them one by one to find it.
         for name, inner in values[table].items():
             try:
                 convert(inner, TABLES[table])
@@ -232,17 +251,17 @@ def load_settings(path: Path | None, keys: Mapping[str, Mapping[str, Any]] | Non
 
 def _check(field: str, key: Key) -> None:
     if not _HASH.fullmatch(key.hash):
-        problem = 'is "sha256:" and 64 hexadecimal digits: `kvforge keys api` makes it'
+        problem = 'must be "sha256:" and 64 hexadecimal digits: create one with `kvforge keys api`'
         raise InvalidConfiguration(f"{field}.hash", problem)
     if not key.tenant or OWNER_END in key.tenant:
-        raise InvalidConfiguration(f"{field}.tenant", "must be a name of one line")
+        raise InvalidConfiguration(f"{field}.tenant", "must be a name without line breaks")
     if wrong := sorted({*key.rights} - {*RIGHTS}):
-        raise InvalidConfiguration(f"{field}.rights", f"holds {wrong[0]!r}; there are {', '.join(RIGHTS)}")
+        raise InvalidConfiguration(f"{field}.rights", f"holds {wrong[0]!r} (expected {', '.join(RIGHTS)})")
     if not -PRIORITY_MAX <= key.priority_max <= PRIORITY_MAX:
         raise InvalidConfiguration(f"{field}.priority_max", f"must be -{PRIORITY_MAX} to {PRIORITY_MAX}")
     for name in ("requests_per_minute", "tokens_per_minute"):
         if getattr(key, name) < 0:
             raise InvalidConfiguration(f"{field}.{name}", "must be 0 (no limit) or more")
     if key.expires is not None and key.expires.tzinfo is None:
-        problem = f"has no zone; write {key.expires.replace(tzinfo=UTC).isoformat()}"
+        problem = f"has no time zone; write {key.expires.replace(tzinfo=UTC).isoformat()}"
         raise InvalidConfiguration(f"{field}.expires", problem)

@@ -1,4 +1,4 @@
-"""Who may ask for what: API keys (kept as hashes) with a tenant, rights and rates each."""
+"""Access control: API keys (stored as hashes), each with a tenant, rights and rate limits."""
 
 from .callers import Access, Caller
 

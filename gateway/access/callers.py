@@ -1,7 +1,7 @@
-"""Callers and their rights.
+"""Callers, their rights and their rate limits.
 
-Keys are random, of 256 bits: so a plain digest of one says nothing about it, cannot be guessed from, and how long the
-look-up takes tells nothing that helps.
+Keys are 256 random bits, so a plain digest cannot be inverted by guessing, and the timing of the look-up leaks nothing
+useful.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ BEARER = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """name: of its key; "" where none is needed."""
+    """The sender of a request.
+
+    Attributes:
+        name: The name of its key; "" where no key is needed.
+        tenant: The tenant that its requests belong to.
+        rights: What it may do.
+        priority_max: The highest priority of its requests.
+        tokens_per_minute: Its token budget; 0 for none.
+        rates: The buckets that its tokens are taken from.
+    """
 
     name: str = ""
     tenant: str = "default"
@@ -36,51 +45,71 @@ class Caller:
     rates: Rates = NO_RATES
 
     def need(self, right: str) -> None:
-        """Raises NotAllowed."""
+        """Require a right.
+
+        Raises:
+            NotAllowed: The caller does not have it.
+        """
         if right not in self.rights:
-            raise NotAllowed(right, f"the key {self.name!r} does not have it")
+            raise NotAllowed(right, f"the API key {self.name!r} lacks this right")
 
     def check_priority(self, priority: int) -> int:
-        """Raises InvalidRequest where it is more than this caller may have."""
+        """Return `priority`.
+
+        Raises:
+            InvalidRequest: It exceeds the caller's limit.
+        """
         if priority > self.priority_max:
-            raise InvalidRequest("priority", f"is {priority}; the key {self.name!r} may have {self.priority_max}")
+            raise InvalidRequest(
+                "priority", f"is {priority}; the limit of API key {self.name!r} is {self.priority_max}"
+            )
         return priority
 
     def own_salt(self, salt: str) -> str:
-        """The salt that the prefix cache is given: of a caller with a key its tenant's own.
+        """Return the prefix cache salt, made unique to the tenant where the caller has a key.
 
         Raises:
-            InvalidRequest: Names `salt`.
+            InvalidRequest: The salt is malformed; the error names `salt`.
         """
         check_plain(salt)
         return own_salt(self.tenant, salt) if salt and self.name else salt
 
     def used(self, tokens: int) -> None:
-        """It has used so many: of the next minute, where it had no more."""
+        """Charge tokens to the caller's budget, which may become negative."""
         if self.tokens_per_minute:
             self.rates.take(f"{self.name}\ntokens", tokens, self.tokens_per_minute, must=True)
 
 
 class Access:
-    """The callers that are known. `settings` may be replaced while it is used."""
+    """The API keys. `use` may replace the settings at any time."""
 
     def __init__(self, settings: Settings, rates: Rates = NO_RATES) -> None:
         self._rates = rates
         self.use(settings)
 
     def use(self, settings: Settings) -> None:
-        """From now on these keys."""
+        """Use the keys, origins and hosts of new settings from now on."""
         self._keys = {key.hash: (name, key) for name, key in settings.keys.items()}
         self._origins = frozenset(settings.cors_origins)
         self._hosts = frozenset(map(plain, ("localhost", *settings.hosts, settings.host)))
         self._open = settings.open
 
     def allows_origin(self, origin: str) -> bool:
-        """Whether a page of that origin may call."""
+        """Return whether pages of this origin may call."""
         return origin in self._origins or "*" in self._origins
 
     def caller(self, headers: Mapping[str, str], right: str) -> Caller:
-        """The caller of a request. Raises Unauthenticated, NotAllowed where it lacks `right`, RateExceeded."""
+        """Authenticate the sender of a request.
+
+        Args:
+            headers: The headers of the request.
+            right: The right that the request needs.
+
+        Raises:
+            Unauthenticated: The key is missing, unknown or expired.
+            NotAllowed: The caller lacks `right`, or a web page of a foreign origin sent the request.
+            RateExceeded: The key has used up its rate limit.
+        """
         self._check_origin(headers)
         if not self._keys:
             caller = Caller()
@@ -88,7 +117,7 @@ class Access:
             return caller
         name, key = self._key(headers)
         if key.expires is not None and key.expires.timestamp() <= time.time():
-            raise Unauthenticated(f"the key {name!r} has expired")
+            raise Unauthenticated(f"the API key {name!r} has expired")
         caller = Caller(name, key.tenant, frozenset(key.rights), key.priority_max, key.tokens_per_minute, self._rates)
         caller.need(right)
         self._take(name, key)
@@ -98,10 +127,10 @@ class Access:
         given = headers.get("authorization", "")
         secret = given[len(BEARER) :] if given[: len(BEARER)].lower() == BEARER else headers.get("x-api-key", "")
         if not secret:
-            raise Unauthenticated("send the key as `Authorization: Bearer KEY`, or as `x-api-key: KEY`")
+            raise Unauthenticated("API key required: send `Authorization: Bearer KEY` or `x-api-key: KEY`")
         found = self._keys.get("sha256:" + hashlib.sha256(secret.strip().encode()).hexdigest())
         if found is None:
-            raise Unauthenticated("the key is none that is known here")
+            raise Unauthenticated("unknown API key")
         return found
 
     def _take(self, name: str, key: Key) -> None:
@@ -110,27 +139,26 @@ class Access:
             ("tokens", key.tokens_per_minute, 0),
         ):
             if per_minute and (wait_s := self._rates.take(f"{name}\n{what}", amount, per_minute)):
-                error = RateExceeded(per_minute / 60, round(wait_s * 1000), f"the key {name!r}")
-                text = f"the key {name!r} has used its {per_minute} {what} a minute; try again in {wait_s:.1f} s"
+                error = RateExceeded(per_minute / 60, round(wait_s * 1000), f"the API key {name!r}")
+                text = f"the API key {name!r} has used its {per_minute} {what} per minute; retry in {wait_s:.1f} s"
                 error.message, error.args = text, (text,)
                 raise error
 
     def _check_origin(self, headers: Mapping[str, str]) -> None:
-        """A page that a browser shows must not reach a service of this host that needs no key: neither from another
-        origin, nor under a name that was made to mean this host."""
+        """Refuse calls that a browser makes for a foreign page, by cross-origin requests or DNS rebinding."""
         header, host = headers.get("host", ""), ""
         if not isinstance(headers, Headers) or len(headers.getlist("host")) == 1:
             host = host_of(header)
         origin = headers.get("origin")
         if origin is not None and not self.allows_origin(origin) and not _same_origin(origin, header, host):
             raise NotAllowed(
-                "connect", f"pages of {origin[:200]!r} may not call this: see cors_origins in gateway.toml"
+                "connect", f"origin {origin[:200]!r} is not allowed: add it to cors_origins in gateway.toml"
             )
         if not self._keys and not self._open and not is_local(host) and host not in self._hosts:
-            raise NotAllowed("connect", f"{header[:200]!r} is no name of this host: see hosts in gateway.toml")
+            raise NotAllowed("connect", f"unknown host {header[:200]!r}: add it to hosts in gateway.toml")
 
 
 def _same_origin(origin: str, header: str, host: str) -> bool:
-    """Whether a page came from the host, one that is named, that its call goes to."""
+    """Return whether the page comes from the very host that it calls."""
     scheme, _, rest = origin.partition("://")
     return bool(host) and scheme in ("http", "https") and rest.lower() == header.lower()

@@ -1,4 +1,4 @@
-"""What is wrong with a caller."""
+"""Authentication errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvforge.protocol.errors import NotAllowed
 
 
 class Unauthenticated(NotAllowed):
-    """There is no key, or it is none of ours."""
+    """The API key is missing, unknown or expired."""
 
     def __init__(self, problem: str) -> None:
         super().__init__("connect", problem)

@@ -1,4 +1,4 @@
-"""The Host header, read strictly: `localhost:80:evil.example` or `localhost@evil.example` is the name of no host."""
+"""Strict parsing of the Host header: `localhost:80:evil.example` and `localhost@evil.example` are invalid."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+
 
 
 def host_of(header: str) -> str:
-    """The host that a header names, in one spelling.
+    """Return the normalised host of a Host header.
 
     Args:
         header: `HOST`, `HOST:` or `HOST:PORT`, where HOST is a name, an IPv4 address, or an IPv6 address in brackets.
 
     Returns:
-        The name in lower case and without a dot at its end, or the address in its usual form, without brackets.
-        "" where the header has any other form.
+        The name in lower case without a trailing dot, or the address in its usual form without brackets; "" for a
+        malformed header.
     """
     found = _HOST.fullmatch(header)
     if found is None or int(found["port"] or 0) > PORT_MAX:
@@ -31,7 +31,7 @@ def host_of(header: str) -> str:
 
 
 def plain(host: str) -> str:
-    """A host of the settings in the spelling of `host_of`."""
+    """Return a host of the settings in the spelling of `host_of`."""
     try:
         return str(ipaddress.ip_address(host.strip("[]")))
     except ValueError:

@@ -1,7 +1,8 @@
-"""Rates of keys, counted together by all processes that serve one port.
+"""Rate limits of API keys, shared by all processes that serve one port.
 
-Token buckets of one minute in a small file that they all map; a lock on the file for a few microseconds makes each
-update one. Whoever is killed within it frees the lock, and has changed at most one bucket.
+The token buckets hold one minute each. They live in a small memory-mapped file; a file lock held for a few microseconds
+makes each update atomic. The kernel releases the lock of a process that dies within an update, which damages at most
+one bucket.
 """
 
 from __future__ import annotations
@@ -16,17 +17,26 @@ from pathlib import Path
 from typing import Protocol
 
 SLOTS = 4096
-_SLOT = struct.Struct("<Qdd")  # the key's number, what is left, when that was, on CLOCK_MONOTONIC
+_SLOT = struct.Struct("<Qdd")  # hash of the key, tokens left, time of the last update (CLOCK_MONOTONIC)
 FILE_BYTES = SLOTS * _SLOT.size
 MINUTE_S = 60.0
 
 
 class Rates(Protocol):
-    """Buckets by name."""
+    """Token buckets by name."""
 
     def take(self, name: str, amount: float, per_minute: int, *, must: bool = False) -> float:
-        """Takes `amount`, and returns 0; or takes nothing, and returns the seconds to wait. must: takes it in any
-        case: then less than nothing is left. 0 is given only while something is left."""
+        """Take tokens from a bucket.
+
+        Args:
+            name: The bucket.
+            amount: How many to take; 0 checks that the bucket is not empty.
+            per_minute: The capacity of the bucket, which is also its refill per minute.
+            must: Take them even if the bucket becomes negative.
+
+        Returns:
+            0 if they were taken, else the seconds until they can be.
+        """
 
 
 class _NoRates:
@@ -38,7 +48,7 @@ NO_RATES: Rates = _NoRates()
 
 
 class SharedRates:
-    """In a file, which is made where it is not there."""
+    """Token buckets in a memory-mapped file, which is created if missing."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -46,12 +56,12 @@ class SharedRates:
         self._map = mmap.mmap(self._file, FILE_BYTES)
 
     def close(self) -> None:
-        """Frees the file."""
+        """Close the file."""
         self._map.close()
         os.close(self._file)
 
     def take(self, name: str, amount: float, per_minute: int, *, must: bool = False) -> float:
-        """See `Rates`."""
+        """Take tokens from a bucket; see `Rates`."""
         number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") or 1
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
@@ -65,8 +75,10 @@ class SharedRates:
         return 0.0 if allowed else max((amount - left) * MINUTE_S / per_minute, 1e-3)
 
     def _find(self, number: int, per_minute: int, now: float) -> tuple[int, float, float]:
-        """Where a bucket is, what was left in it, and when. One that is new is full; where all places are taken, the
-        longest unused of eight gives way."""
+        """Return the offset of a bucket, its tokens and its last update.
+
+        A new bucket is full. It takes a free one of eight slots, or evicts the least recently used.
+        """
         places = [(number + step) % SLOTS * _SLOT.size for step in range(8)]
         oldest, oldest_at = places[0], float("inf")
         for at in places:

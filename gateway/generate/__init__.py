@@ -1,1 +1,1 @@
-"""One answer as it comes: submitted, decoded, cut at stop strings, parsed; ended with the client that wanted it."""
+"""One answer: submission, detokenisation, stop strings, parsing, and cancellation when the client disconnects."""

@@ -1,7 +1,7 @@
-"""One answer: from the tokens of its stream to events, up to its end.
+"""One answer: from the tokens of its stream to events.
 
-Law: what it gives depends on the tokens alone, not on how they came together: so an answer that is read again, from
-its first token or from a later one, is the same.
+Invariant: the events depend on the tokens alone, not on how they were batched. An answer that is read again, from the
+first token or a later one, yields the same events.
 """
 
 from __future__ import annotations
@@ -21,19 +21,25 @@ CANCELLED = "cancelled"
 
 
 class Parser(Protocol):
-    """What makes events of text (`kvforge.gateway.parse`)."""
+    """A parser of the model's output (`kvforge.gateway.parse`)."""
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
-        """The events that are certain now."""
+        """Return the events that further text completes."""
 
     def finish(self) -> list[Event]:
-        """The rest, at the answer's end."""
+        """Return the remaining events at the end of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What came of one answer since the last one. tokens: [start, end) of the stream's. reason: why it has ended, or ""
-    while it has not."""
+    """The events of one answer since the last piece.
+
+    Attributes:
+        index: The answer's index among those of its prompt.
+        events: The events.
+        start, end: The range of stream tokens that they come from.
+        reason: The finish reason; "" while the answer continues.
+    """
 
     index: int
     events: list[Event]
@@ -43,10 +49,18 @@ class Piece:
 
 
 class Answer:
-    """Reads `stream`. stops: strings that end it. stop_tokens: ids that end it and are no text. parser: None: all of
-    the text is content.
+    """Reader of one answer's stream.
 
-    reasoning_tokens: how many of the tokens so far were reasoning.
+    Args:
+        index: Its index among the answers of its prompt.
+        stream: The tokens.
+        text: The incremental detokenizer.
+        stops: Stop strings.
+        stop_tokens: Stop token ids, which produce no text.
+        parser: The parser; None if all text is content.
+
+    Attributes:
+        reasoning_tokens: The number of reasoning tokens so far.
     """
 
     __slots__ = ("_over", "_parser", "_read", "_stop", "_stop_tokens", "_text", "index", "reasoning_tokens", "stream")
@@ -72,32 +86,36 @@ class Answer:
 
     @property
     def over(self) -> bool:
-        """Its end was given."""
+        """Whether the final piece was returned."""
         return self._over
 
     @property
     def stopped_by(self) -> str:
-        """The stop string that ended it, or ""."""
+        """The stop string that ended the answer, or ""."""
         return self._stop.matched if self._stop is not None else ""
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Whether tokens matter before the end: a stop string may be among them."""
+        """Whether each token matters before the end, because a stop string may complete."""
         return self._stop is not None
 
     def skip(self, tokens: int) -> bool:
-        """Reads what comes before the token at offset `tokens` and gives it to nobody. False: not all is there yet."""
+        """Read and discard the tokens before offset `tokens`. Return False while some are missing."""
         reach = min(tokens, len(self.stream.tokens))
         if self._read < reach:
             self._read_to(reach)
         return reach == tokens or self.stream.done
 
     def take(self) -> Piece | None:
-        """What has come since; None: nothing that matters. Raises the error that the request ended with."""
+        """Return the next piece; None if there is nothing new.
+
+        Raises:
+            KvforgeError: The error that ended the request.
+        """
         stream, start = self.stream, self._read
         if self._over:
             return None
-        ended = stream.ended  # looked at before the tokens: those that it counts are there
+        ended = stream.ended  # read before the tokens, so that all tokens that it counts are present
         stopped = self._stop is not None and self._stop.found
         events = [] if stopped else self._read_to(len(stream.tokens))
         if not stream.done:
@@ -106,7 +124,7 @@ class Answer:
             raise stream.error
         assert ended is not None, "done without an error"
         if ended.reason == CANCELLED:
-            raise Conflict(f"request {stream.request_id} was cancelled by somebody else")
+            raise Conflict(f"request {stream.request_id} was cancelled by another client")
         self._over = True
         stopped = self._stop is not None and self._stop.found
         if not stopped:
@@ -145,7 +163,7 @@ class Answer:
         return [Content(text)] if text else []
 
     def _rest(self) -> list[Event]:
-        """What was held back until nothing more could come."""
+        """Flush the text that was held back for a stop string or an incomplete character."""
         text = self._text.finish()
         if self._stop is not None:
             text = self._stop.push(text)
@@ -159,7 +177,7 @@ class Answer:
 
 
 def joined(events: list[Event]) -> list[Event]:
-    """The same with neighbours of one kind as one."""
+    """Merge neighbouring events of one kind."""
     if len(events) < 2:
         return events
     merged: list[Event] = [events[0]]

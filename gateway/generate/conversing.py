@@ -1,4 +1,4 @@
-"""A conversation to what is asked of the coordinator: prompt, parser of the answer, and what tokens may follow."""
+"""From a conversation to its submission: the prompt, the parser of the answer and the grammar."""
 
 from __future__ import annotations
 
@@ -25,8 +25,14 @@ from .shape_checks import check_shape
 
 @dataclass(frozen=True, slots=True)
 class Conversing:
-    """text, parser: make a new one for each answer. shape: what it must look like: as the request says, or so that
-    calls are what they must be."""
+    """A prepared conversation.
+
+    Attributes:
+        rendered: The prompt.
+        text: Factory of the detokenizer, called for each answer.
+        parser: Factory of the parser, called for each answer; None if all text is content.
+        shape: The output constraint: the request's own, or the grammar of the tool calls.
+    """
 
     rendered: Rendered
     text: Callable[[], TextStream]
@@ -44,14 +50,18 @@ async def conversing(
     continued: bool = False,
     told: Mapping[str, Any] | None = None,
 ) -> Conversing:
-    """Raises InvalidRequest naming `messages`, `tools`, `tool_choice`, `chat_template_kwargs` or the shape's field."""
+    """Render a conversation and prepare the parsing of its answer.
+
+    Raises:
+        InvalidRequest: Names `messages`, `tools`, `tool_choice`, `chat_template_kwargs` or the field of the shape.
+    """
     choice = choice or Choice()
     offered = checked(tools, choice)
     plain = [tool.plain() for tool in offered]
     model.prompts.check(messages, plain)
     if offered and not model.format.has_calls:
-        problem = f"the way in which this model writes calls is not known (its format is {model.format.name!r})"
-        raise InvalidRequest("tools", f"{problem}; name it with tool_format in gateway.toml")
+        problem = f"unknown tool call format of this model (detected: {model.format.name!r})"
+        raise InvalidRequest("tools", f"{problem}; set tool_format in gateway.toml")
     rendered = await model.prompts.chat(messages, tools=plain, continued=continued, told=told)
     format_ = model.format
     in_reasoning = format_.starts_in_reasoning(rendered.ending)
@@ -73,7 +83,7 @@ async def _shape(model: Model, offered: Sequence[Tool], choice: Choice, shape: S
     special = model.prompts.special_tokens
     must, strict = choice.kind == REQUIRED, [tool.name for tool in offered if tool.strict]
     if offered and must:
-        shape = ANY  # of the text beside calls, and there is none
+        shape = ANY  # it constrains text beside tool calls, and there is none
     shaped: Shaped | None = None
     if shape.name and (offered or in_reasoning):
         await check_shape(model.prompts, shape)
@@ -105,7 +115,7 @@ async def _shape(model: Model, offered: Sequence[Tool], choice: Choice, shape: S
 
 
 def _of_tool(error: InvalidRequest, offered: Sequence[Tool]) -> InvalidRequest:
-    """The same error, of a tool's schema by its place in the request."""
+    """Return the error with the field of the tool's schema as the request has it."""
     for tool in offered:
         field = f"tools.{tool.name}.parameters"
         if error.field == field and tool.schema:
@@ -114,7 +124,7 @@ def _of_tool(error: InvalidRequest, offered: Sequence[Tool]) -> InvalidRequest:
 
 
 def _shaped(shape: Shape, *, tools: bool) -> Shaped:
-    """The shape as a part of a larger grammar. Raises InvalidRequest naming its field."""
+    """Return the shape as part of a larger grammar. Raises InvalidRequest naming its field."""
     if shape.name == "grammar":
         beside = "together with tools; give only one" if tools else "behind reasoning; turn that off"
         raise InvalidRequest(shape.field, f"cannot be enforced {beside}, or use JSON or a regex")

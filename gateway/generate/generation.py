@@ -1,7 +1,7 @@
-"""The answers to one prompt, from the submission to their ends.
+"""The answers to one prompt, from submission to their ends.
 
-Law: what is not read to its end is cancelled, unless it was asked for with a key: then it goes on, for whoever asks
-again.
+Invariant: a request that is abandoned before its end is cancelled, unless it has an idempotency key. With a key it
+continues, and a later request with the same key reads it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,18 @@ from .answer import Answer, Parser, Piece, joined
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is asked for. prompt: [prompt_tokens] int32. text, parser: make a new one for each answer. stop_tokens: ids
-    whose text is left out. resume: tokens of the answer that the client has already (one answer alone)."""
+    """A submission.
+
+    Attributes:
+        prompt: [prompt_tokens] int32.
+        options: The options of the request.
+        text: Factory of the detokenizer, called for each answer.
+        count: The number of answers (`n`).
+        stops: Stop strings.
+        stop_tokens: Stop token ids, which produce no text.
+        parser: Factory of the parser, called for each answer.
+        resume: How many tokens the client already has; for a single answer only.
+    """
 
     prompt: Int32Array
     options: RequestOptions
@@ -38,16 +48,17 @@ class Wanted:
 
 
 class Streams(Protocol):
-    """Where requests are submitted: one coordinator's `AsyncStreams`, or several."""
+    """The submission interface: `AsyncStreams` of one coordinator, or several replicas."""
 
     def samples(
         self, prompt: Int32Array, count: int, options: RequestOptions, changed: Callable[[], None]
-    ) -> Sequence[Stream]: ...
+    ) -> Sequence[Stream]:
+        """Submit a prompt and return the streams of its answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Counts of tokens. cached: of the prompt's, those that were not computed."""
+    """Token counts. `cached` is the part of the prompt that came from the prefix cache."""
 
     prompt: int
     completion: int
@@ -57,7 +68,15 @@ class Usage:
 
 @dataclass(slots=True)
 class Whole:
-    """An answer that is complete. stopped_by: the stop string that ended it, or ""."""
+    """A complete answer.
+
+    Attributes:
+        index: Its index among the answers of its prompt.
+        events: All events.
+        reason: The finish reason.
+        stream: The tokens.
+        stopped_by: The stop string that ended it, or "".
+    """
 
     index: int
     events: list[Event]
@@ -67,7 +86,7 @@ class Whole:
 
 
 class Bell:
-    """Tells the one who waits that something has changed."""
+    """Wake-up signal for the one task that waits."""
 
     __slots__ = ("_waiting",)
 
@@ -75,12 +94,12 @@ class Bell:
         self._waiting: asyncio.Future[None] | None = None
 
     def ring(self) -> None:
-        """Something has changed."""
+        """Wake the task."""
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
     async def rung(self) -> None:
-        """Returns when something has changed since this was called: look before."""
+        """Wait for the next ring. Check the condition before the call: earlier rings do not count."""
         self._waiting = asyncio.get_running_loop().create_future()
         try:
             await self._waiting
@@ -89,7 +108,13 @@ class Bell:
 
 
 class Generation:
-    """Used with `async with`, which ends what still runs. bell: is rung when `take` may have something."""
+    """The answers to one prompt. Leaving its `async with` block cancels those that still run.
+
+    Args:
+        streams: Where to submit.
+        wanted: The submission.
+        bell: Rung when `take` may have something.
+    """
 
     def __init__(self, streams: Streams, wanted: Wanted, bell: Bell) -> None:
         self._bell = bell
@@ -122,12 +147,12 @@ class Generation:
 
     @property
     def request_id(self) -> int:
-        """The coordinator's number of the first answer's request; those of the others follow."""
+        """The request id of the first answer; those of the others follow."""
         return self.answers[0].stream.request_id
 
     @property
     def usage(self) -> Usage:
-        """Of all answers together, when they have ended."""
+        """The token counts of all answers together; final when they have ended."""
         ends = [answer.stream.ended for answer in self.answers]
         first = ends[0]
         return Usage(
@@ -138,7 +163,11 @@ class Generation:
         )
 
     async def accepted(self) -> None:
-        """Returns when the coordinator has taken it on. Raises what it was refused with."""
+        """Wait until the coordinator has accepted the request.
+
+        Raises:
+            KvforgeError: The coordinator refused it.
+        """
         first = self.answers[0].stream
         while not first.request_id:
             if first.error is not None:
@@ -147,11 +176,15 @@ class Generation:
 
     @property
     def over(self) -> bool:
-        """All answers have ended, and their ends were taken."""
+        """Whether all answers have ended and their last pieces were taken."""
         return not self._left
 
     def take(self) -> list[Piece]:
-        """What has come since the last time. Raises the error that an answer ended with."""
+        """Return the pieces since the last call.
+
+        Raises:
+            KvforgeError: The error that ended an answer.
+        """
         if self._resume and not self.answers[0].skip(self._resume):
             return []
         self._resume = 0
@@ -162,7 +195,11 @@ class Generation:
         return came
 
     async def whole(self) -> list[Whole]:
-        """All of it, when it is there. Raises the error that one ended with."""
+        """Wait for the complete answers.
+
+        Raises:
+            KvforgeError: The error that ended an answer.
+        """
         self._each_token = any(answer.waits_for_tokens for answer in self.answers)
         answers = [Whole(answer.index, [], "", answer.stream) for answer in self.answers]
         while True:
@@ -182,8 +219,7 @@ class Generation:
 
 
 def charge(caller: Caller, generations: Sequence[Generation]) -> None:
-    """What they took is the caller's: tokens of prompts that were computed, and those that came, also of an answer that
-    nobody waited for."""
+    """Charge computed prompt tokens and all generated tokens to the caller, those of abandoned answers included."""
     for generation in generations:
         usage = generation.usage
         came = sum(len(answer.stream.tokens) for answer in generation.answers)

@@ -1,4 +1,4 @@
-"""The connection, and what is served over it: the model's name, its tokenizer, its format."""
+"""The connection to the coordinator and the served model: its name, tokenizer and output format."""
 
 from __future__ import annotations
 
@@ -24,8 +24,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is served now. names: what requests may call it; the first is what answers call it. since: seconds since
-    1970. format: how it writes reasoning and calls."""
+    """The served model.
+
+    Attributes:
+        info: The coordinator's description.
+        names: The names that requests may use; answers use the first.
+        prompts: The tokenizer and chat template.
+        since: When it was loaded, in seconds since 1970.
+        format: How it writes reasoning and tool calls.
+    """
 
     info: ModelInfo
     names: tuple[str, ...]
@@ -34,18 +41,27 @@ class Model:
     format: Format
 
     def check(self, name: str) -> None:
-        """Raises ModelNotFound where a request calls it by another name."""
-        # By its path too, as other servers call a model that is given as one.
+        """Check the model name of a request.
+
+        Raises:
+            ModelNotFound: It is another model's.
+        """
+        # The path is accepted too: other servers use it as the name of a local model.
         if name not in self.names and name != self.info.source:
-            raise ModelNotFound(name, f"is not served here; served is {self.names[0]}")
+            raise ModelNotFound(name, f"is not served; the served model is {self.names[0]}")
 
 
 class Service:
-    """Whoever serves, seen from one process. `serving` keeps it up to date while it runs. settled: is called when a
-    model, the first or another one, is there with its tokenizer.
+    """The served model as one gateway process sees it. The task `serving` keeps it up to date.
 
-    client: of the one coordinator; or `fleet`: several. Of one that is gone for a moment the requests wait for it;
-    where no replica is ready, nothing is served: it is for them to stand in for each other.
+    With one coordinator, requests wait while it restarts. With replicas, `NotReady` is raised when none is ready: they
+    take over from each other, so there is nothing to wait for.
+
+    Args:
+        client: The client of the coordinator, or the replicas.
+        prompts: Loads the tokenizer and output format of a model.
+        names: Names of the model for requests, before its own.
+        settled: Called when a model, the first or another one, is loaded with its tokenizer.
     """
 
     def __init__(
@@ -68,30 +84,42 @@ class Service:
 
     @property
     def known(self) -> Model:
-        """What a request is for: of several replicas that of who served last, for one may be back before it is refused.
-        Raises NotReady where none is known yet."""
+        """The last known model. It stays known while all replicas are away: one may return before the request fails."""
         if self._model is None:
             raise NotReady(f"no model is served yet: {self._reason}")
         return self._model
 
     @property
     def model(self) -> Model:
-        """What is served now. Raises NotReady where nothing is."""
+        """The model that is served now.
+
+        Raises:
+            NotReady: No model is served, or no replica is ready.
+        """
         model = self.known
         if self.fleet is not None and (reason := self.fleet.reason):
-            raise NotReady(f"no replica serves: {reason}")
+            raise NotReady(f"no replica is ready: {reason}")
         return model
 
     @property
     def reason(self) -> str:
-        """Why a request would not be served now; "" where it would."""
+        """Why a request would be refused now; "" if it would be served."""
         if self.fleet is not None and self._model is not None:
             return self.fleet.reason
         return self._reason
 
     def start(self, wanted: Wanted, bell: Bell, session: str = "") -> Generation:
-        """Submits. session: what belongs together. Raises NotReady, or what the coordinator turned this gateway away
-        with."""
+        """Submit a prompt.
+
+        Args:
+            wanted: The submission.
+            bell: Rung when there is news.
+            session: Requests of one session go to the same replica.
+
+        Raises:
+            NotReady: No model has been served yet.
+            KvforgeError: The coordinator refused this gateway.
+        """
         if self.fleet is not None:
             return Generation(self.fleet.of(session), wanted, bell)
         if self._streams is None:
@@ -99,11 +127,11 @@ class Service:
         return Generation(self._streams, wanted, bell)
 
     async def ready(self) -> None:
-        """Returns when a model is known."""
+        """Wait until a model is known."""
         await self._known.wait()
 
     async def serving(self) -> None:
-        """Looks what is served, now and then, until it is cancelled."""
+        """Poll the served model until cancelled."""
         if self.fleet is not None:
             await self._serving_several(self.fleet)
         try:
@@ -139,7 +167,7 @@ class Service:
                 await watching
 
     async def _look(self) -> None:
-        assert self._client is not None, "one of several looks for itself"
+        assert self._client is not None, "replicas poll for themselves"
         health = await self._client.health()
         if self._streams is None:
             self._streams = AsyncStreams(self._client)
@@ -167,7 +195,7 @@ class Service:
 
     def _say(self, reason: str) -> None:
         if reason and reason != self._reason:
-            # One line for a time that it is not ready; how far loading has come is for those who debug.
+            # One warning per outage; the progress of loading is logged at debug.
             level = logging.DEBUG if self._not_ready else logging.WARNING
             log.log(level, "not ready: %s", reason)
         elif not reason and self._not_ready:

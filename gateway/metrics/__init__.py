@@ -1,1 +1,1 @@
-"""/metrics for Prometheus, read from the shared tables: no message to the coordinator."""
+"""`/metrics` for Prometheus, read from the shared tables without a message to the coordinator."""

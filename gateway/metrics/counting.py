@@ -1,4 +1,4 @@
-"""Every request is counted: its path, its status, how long it took, its bytes."""
+"""ASGI middleware that counts requests: path, status, duration, bytes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kvforge.gateway.http.notes import notes_of
 
 from .shared import Counts
 
-GONE = 499  # nobody read an answer
+GONE = 499  # nginx's status for a client that disconnected
 
 
 class Counting:
-    """Around the application. What ends without a status is counted as one whose client has gone."""
+    """Middleware that counts each request. One that ends without a status counts as a disconnected client."""
 
     def __init__(self, app: ASGIApp, counts: Counts) -> None:
         self._app, self._counts = app, counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Pass one request on and count it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

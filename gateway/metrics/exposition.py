@@ -1,4 +1,4 @@
-"""From numbers to what Prometheus reads."""
+"""The metric families of one scrape."""
 
 from __future__ import annotations
 
@@ -16,30 +16,40 @@ from .vllm import VLLM
 
 UP = "kvforge_up"
 GATEWAY = {
-    UP: (GAUGE, "1 while the coordinator's process runs; all else of the service is told only then.", ()),
+    UP: (GAUGE, "1 while the coordinator's process runs; the other metrics of the service are present only then.", ()),
     "kvforge_http_requests_total": (COUNTER, "Requests by path and status; 0 is any other status.", ("path", "status")),
-    "kvforge_http_request_seconds": (HISTOGRAM, "From a request's head to the end of its answer.", ("path",)),
-    "kvforge_http_requests_open": (GAUGE, "Requests that are being answered, streams too.", ()),
-    "kvforge_http_ignored_fields_total": (
-        COUNTER,
-        "Fields and tools of requests that are not read here, as x-kvforge-ignored names them.",
+    "kvforge_http_request_seconds": (
+        HISTOGRAM,
+        "Seconds from the head of a request to the end of its response.",
         ("path",),
     ),
-    "kvforge_http_received_bytes_total": (COUNTER, "Bytes of requests' bodies.", ()),
-    "kvforge_http_sent_bytes_total": (COUNTER, "Bytes of answers' bodies.", ()),
+    "kvforge_http_requests_open": (GAUGE, "Requests in progress, open streams included.", ()),
+    "kvforge_http_ignored_fields_total": (
+        COUNTER,
+        "Fields and tools of requests that were ignored, as x-kvforge-ignored lists them.",
+        ("path",),
+    ),
+    "kvforge_http_received_bytes_total": (COUNTER, "Bytes of request bodies.", ()),
+    "kvforge_http_sent_bytes_total": (COUNTER, "Bytes of response bodies.", ()),
 }
 
 
 class Exposition:
-    """What one scrape gets: a registry, as prometheus_client takes them."""
+    """Collector for one scrape, in the interface of prometheus_client's registries.
+
+    Args:
+        numbers: The coordinator's numbers; None while it does not run.
+        counts: The gateway's own counts, if any.
+        names: Whether the caller may see the names of tenants.
+        serves: Whether this gateway reads a coordinator's tables at all.
+    """
 
     def __init__(self, numbers: Numbers | None, counts: Counts | None, *, names: bool, serves: bool = True) -> None:
-        """numbers: None where the coordinator does not run. names: whether tenants are told by name. serves: whether a
-        coordinator is looked for here at all."""
+
         self._numbers, self._counts, self._names, self._serves = numbers, counts, names, serves
 
     def collect(self) -> Iterator[Family]:
-        """Every family, in the order of the catalogue."""
+        """Yield every metric family, in a fixed order."""
         if self._serves:
             yield _family(UP, *GATEWAY[UP], samples=[((), float(self._numbers is not None))])
         if self._numbers is not None:
@@ -51,7 +61,7 @@ class Exposition:
 
 
 def names_of(metric: Metric | str, kind: str = "") -> tuple[str, ...]:
-    """The names of a metric's series."""
+    """Return the series names of a metric; a histogram has three."""
     name, kind = (metric, kind) if isinstance(metric, str) else (metric.name, metric.kind)
     return tuple(name + end for end in ("_bucket", "_count", "_sum")) if kind == HISTOGRAM else (name,)
 
@@ -71,7 +81,7 @@ def _family(
         return histogram
     family = (GaugeMetricFamily if kind == GAUGE else CounterMetricFamily)(name, text, labels=labels)
     for values, value in samples:
-        assert not isinstance(value, Buckets), "and nothing else has"
+        assert not isinstance(value, Buckets), "only a histogram has buckets"
         family.add_metric(values, value)
     return family
 

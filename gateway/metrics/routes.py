@@ -1,4 +1,4 @@
-"""/metrics: what Prometheus scrapes, as text or as OpenMetrics, whichever it asks for."""
+"""`/metrics`, in Prometheus' text format or OpenMetrics, as the Accept header asks."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ log = logging.getLogger(__name__)
 
 
 class _One:
-    """A registry of one family."""
+    """A registry of one metric family."""
 
     def __init__(self, family: Family) -> None:
         self._family = family
 
     def collect(self) -> Iterator[Family]:
-        """It."""
+        """Yield the family."""
         yield self._family
 
 
 class Source:
-    """The numbers of the coordinator that serves in a folder, whichever process it is by now."""
+    """The numbers of the coordinator that serves in a folder. It follows the coordinator across restarts."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -47,7 +47,7 @@ class Source:
         self._said = ""
 
     def read(self) -> Numbers | None:
-        """All of one instant; None where no coordinator runs, or none that this gateway understands."""
+        """Return a snapshot; None while no coordinator with a known table layout runs."""
         try:
             if self._tables is None or self._tables.ended():
                 self._tables = Tables(self._folder)
@@ -58,7 +58,7 @@ class Source:
         except KvforgeError as error:
             if self._said != error.message:  # once, not with every scrape
                 self._said = error.message
-                log.warning("the coordinator's numbers cannot be read: %s", error.message)
+                log.warning("cannot read the coordinator's shared tables: %s", error.message)
             self._tables = None
             return None
         self._said = ""
@@ -68,10 +68,13 @@ class Source:
 def routes(
     source: Source | None, counts: Counts | None = None, *, may_see_tenants: Callable[[Request], bool] | bool = True
 ) -> list[Route]:
-    """The path /metrics. source: None where the coordinator is on another machine; then its own gateway tells of it.
+    """Return the route `/metrics`.
 
-    may_see_tenants: whether whoever sent the request is told tenants by name; it may raise, as NotAllowed where that
-    one may see nothing at all.
+    Args:
+        source: The coordinator's numbers; None for a coordinator on another machine: the gateway there exports them.
+        counts: The gateway's own counts, if any.
+        may_see_tenants: Whether the sender of a request may see the names of tenants; a function may raise NotAllowed
+            to refuse the scrape.
     """
 
     async def metrics(request: Request) -> Response:
@@ -83,12 +86,12 @@ def routes(
         told = Exposition(numbers, counts, names=names, serves=source is not None)
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         if content_type.startswith(OPENMETRICS):
-            # Escaped by its own rule, vLLM's names would lose their colon in samples alone; no name needs any.
+            # The default escaping replaces the colon of vLLM's names in samples only. No name needs escaping.
             encode = partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8)
         body, end = [], EOF if content_type.startswith(OPENMETRICS) else b""
         for family in told.collect():
             body.append(encode(_One(family)).removesuffix(end))
-            await asyncio.sleep(0)  # all of many tenants takes as long as streams may not wait
+            await asyncio.sleep(0)  # encoding many tenants at once would stall the event streams
         return Response(b"".join([*body, end]), headers={"content-type": content_type})
 
     return [Route("/metrics", metrics, methods=["GET"])]

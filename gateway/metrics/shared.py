@@ -1,9 +1,11 @@
-"""What the gateway counts of itself, by all processes that serve one port together.
+"""The gateway's own counters, summed over all processes that serve one port.
 
-A scrape reaches any one of them and must show the sum. Each process has a row of numbers in a small file that all map,
-which it alone writes, and holds a lock on it as long as it lives: one that takes the place of another goes on with its
-row, so a sum never falls. (prometheus_client's mode for several processes keeps files by process number, which grow in
-number with every restart, and must be chosen by the environment before the module is imported.)
+A scrape reaches any one process and must show the sum. Each process owns one row of a small memory-mapped file, which
+only it writes. It holds a lock on the row while it lives; a process that replaces it continues the row, so a sum never
+decreases.
+
+prometheus_client's multiprocess mode does not fit: it keeps a file for each process id, so every restart adds one, and
+an environment variable must enable it before the module is imported.
 """
 
 from __future__ import annotations
@@ -30,12 +32,17 @@ _BUCKETS = len(SECONDS) + 1
 
 
 class Counts:
-    """A row for this process, and the sum of all.
+    """The row of this process, and the sum of all rows.
 
-    paths: the paths that are counted separately. A path has cells for its statuses, its buckets of seconds, the sum of
-    its seconds in microseconds, and the fields that were ignored. path: the file, which is created if missing; a
-    process has one object for each file. None: this process is alone.
-    Raises CapacityExceeded where ROWS processes have one.
+    Each path has cells for its statuses, the buckets of its durations, the sum of its durations in microseconds, and
+    its ignored fields.
+
+    Args:
+        paths: The paths that are counted separately.
+        path: The file, which is created if missing; None for a single process. A process has one object for each file.
+
+    Raises:
+        CapacityExceeded: ROWS processes already have a row.
     """
 
     def __init__(self, paths: Sequence[str], path: Path | None = None) -> None:
@@ -47,7 +54,7 @@ class Counts:
             self._rows: npt.NDArray[np.int64] = np.zeros((1, cells), np.int64)
             self._row = self._rows[0]
             return
-        # Of another gateway's file nothing means the same.
+        # The digest of the layout in the file name keeps gateways with different columns apart.
         mark = hashlib.blake2b(repr((self.paths, STATUSES, SECONDS, self._width)).encode(), digest_size=6).hexdigest()
         self._file = os.open(f"{path}-{mark}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._file, ROWS * cells * 8)
@@ -65,21 +72,29 @@ class Counts:
             except OSError:
                 continue
             return row
-        raise CapacityExceeded("gateway processes", 1, 0, f"at most {ROWS} may count together")
+        raise CapacityExceeded("gateway processes", 1, 0, f"at most {ROWS} processes can share a port")
 
     def close(self) -> None:
-        """Gives the row to whoever comes next."""
+        """Release the row to the next process."""
         if self._file >= 0:
             self._row[OPEN] = 0
             os.close(self._file)
             self._file = -1
 
     def began(self) -> None:
-        """A request came."""
+        """Count a request that begins."""
         self._row[OPEN] += 1
 
     def ended(self, path: str, status: int, seconds: float, received: int, sent: int) -> None:
-        """It is over, with so many bytes of bodies."""
+        """Count a request that ends.
+
+        Args:
+            path: Its path.
+            status: The status of its response.
+            seconds: Its duration.
+            received: Bytes of its body.
+            sent: Bytes of the response's body.
+        """
         row, at = self._row, self._at.get(path) or self._at[OTHER_PATH]
         row[OPEN] -= 1
         row[RECEIVED] += received
@@ -90,26 +105,26 @@ class Counts:
         row[at + _BUCKETS] += round(seconds * 1e6)
 
     def ignored(self, path: str, fields: int) -> None:
-        """A request of this path named so many fields and tools that are not read."""
+        """Count ignored fields and tools of a request."""
         if fields:
             self._row[(self._at.get(path) or self._at[OTHER_PATH]) + self._width - 1] += fields
 
     def total(self) -> npt.NDArray[np.int64]:
-        """[cells] int64, of all processes together."""
+        """Return [cells] int64, summed over all processes."""
         total: npt.NDArray[np.int64] = self._rows.sum(axis=0)
         return total
 
     def by_status(self, total: npt.NDArray[np.int64], path: str) -> dict[int, int]:
-        """Requests of a path by their status; OTHER_STATUS: any other."""
+        """Return the requests of a path by status; OTHER_STATUS stands for unlisted ones."""
         at = self._at[path]
         counts = total[at : at + len(STATUSES) + 1].tolist()
         return {status: count for status, count in zip((OTHER_STATUS, *STATUSES), counts, strict=True) if count}
 
     def ignored_fields(self, total: npt.NDArray[np.int64], path: str) -> int:
-        """Fields and tools that requests of a path named and that are not read."""
+        """Return the ignored fields and tools of a path's requests."""
         return int(total[self._at[path] + self._width - 1])
 
     def seconds(self, total: npt.NDArray[np.int64], path: str) -> tuple[list[int], float]:
-        """Requests of a path by bucket, those below included, and the seconds of all."""
+        """Return the cumulative bucket counts of a path and the sum of its durations in seconds."""
         at = self._at[path] + len(STATUSES) + 1
         return np.cumsum(total[at : at + _BUCKETS]).tolist(), int(total[at + _BUCKETS]) / 1e6

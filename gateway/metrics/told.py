@@ -1,4 +1,4 @@
-"""The numbers of one instant, as a caller may see them, and what a metric is made of."""
+"""One snapshot of the numbers, filtered for a caller, and the definition of a metric."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Cells = npt.NDArray[np.int64]
 
 
 class Buckets(NamedTuple):
-    """A histogram: values up to each bound, and the sum of all."""
+    """A histogram: cumulative counts by upper bound, and the sum of all values."""
 
     cumulative: list[tuple[str, float]]
     total: float
@@ -29,8 +29,11 @@ Sample = tuple[tuple[str, ...], float | Buckets]
 
 
 class Told:
-    """The numbers of one instant, as a caller may see them. tenants: (name, cells, blocks) of each; one without a name
-    for all together where names are not for the caller."""
+    """One snapshot of the numbers, as a caller may see it.
+
+    Attributes:
+        tenants: (name, cells, blocks) of each tenant; a single entry with an empty name if `names` is False.
+    """
 
     def __init__(self, numbers: Numbers, *, names: bool) -> None:
         self.gauges, self.facts, self.age_s, self.pools = numbers.gauges, numbers.facts, numbers.age_s, numbers.pools
@@ -49,7 +52,7 @@ class Told:
         ]
 
     def workers(self) -> Iterator[tuple[WorkerFacts, Cells]]:
-        """Those that have a pool, with its row."""
+        """Yield each worker that has a pool, with the pool's row."""
         for worker in self.facts.workers:
             if worker.pool >= 0:
                 yield worker, self.pools[worker.pool]
@@ -57,7 +60,16 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """kind: gauge, counter or histogram. text: what it means. read: its samples. same: of one that is vLLM's, ours."""
+    """The definition of a metric.
+
+    Attributes:
+        name: The name in Prometheus.
+        kind: gauge, counter or histogram.
+        text: The help text.
+        read: Returns its samples.
+        labels: The names of its labels.
+        same: Our metric that a vLLM name stands for.
+    """
 
     name: str
     kind: str
@@ -68,19 +80,25 @@ class Metric:
 
 
 def buckets(cells: Cells, what: Distribution, scale: float) -> Buckets:
-    """What a row has of a distribution. scale: how many of its units are one of the metric's."""
+    """Return a distribution of a row.
+
+    Args:
+        cells: The row.
+        what: The distribution.
+        scale: Recorded units per unit of the metric.
+    """
     counts = np.cumsum(cells[what.start : what.total]).tolist()
     bounds = [*(str(bound / scale) for bound in what.bounds), "+Inf"]
     return Buckets(list(zip(bounds, counts, strict=True)), int(cells[what.total]) / scale)
 
 
 def tokens(cells: Cells) -> int:
-    """Each token is the first of its request, or comes some time after another one."""
+    """Return the generated tokens of a row: a token is either the first of its request or follows a gap."""
     return sum(int(cells[what.start : what.total].sum()) for what in (FIRST_TOKEN, GAP))
 
 
 def usage(told: Told) -> float:
-    """The part of all blocks that could not be handed out now."""
+    """Return the share of blocks that are not available for allocation."""
     blocks = told.gauges["blocks_total"]
     used = told.gauges["blocks_referenced"] + told.gauges["blocks_quarantined"]
     return used / blocks if blocks else 0.0

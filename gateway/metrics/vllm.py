@@ -1,4 +1,4 @@
-"""The names of vLLM for numbers of the very same meaning, with vLLM's labels. `engine` is always 0."""
+"""vLLM's names and labels for metrics of identical meaning. The label `engine` is always 0."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvforge.protocol.meters import (
 from .told import COUNTER, GAUGE, HISTOGRAM, MICRO, Metric, Sample, Told, buckets, tokens, usage
 
 LABELS = ("model_name", "engine")
-# vLLM says `abort` of what its client gave up. Its `error` and our `failed`, `expired` are not the same.
+# vLLM's `abort` is a cancelled request. Its `error` has no exact counterpart in `failed` or `expired`.
 FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort"}
 
 

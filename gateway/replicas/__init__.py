@@ -1,1 +1,1 @@
-"""Several coordinators behind one gateway: who is there, who gets a request, what becomes of it when that one dies."""
+"""Several coordinators behind one gateway: health checks, routing and failover."""

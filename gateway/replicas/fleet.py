@@ -1,7 +1,7 @@
-"""The replicas together: what a client of one coordinator is for a gateway, for several.
+"""The replicas, behind the interface of a single coordinator's client.
 
-Nothing that it decides by outlives the answers that it asked for: a gateway that starts knows at its first request what
-one that has run for a year knows.
+Routing state is derived from the replicas' recent answers alone: a new gateway routes its first request as one that has
+run for a year.
 """
 
 from __future__ import annotations
@@ -25,62 +25,70 @@ from .work import Work
 
 
 class Fleet:
-    """answer_s: so long a replica has to answer what it holds; one that does not is left out until it is heard of.
-    lost_s: so long without an answer, its requests are computed elsewhere."""
+    """The replicas of a gateway.
+
+    Args:
+        places: The replicas by name.
+        answer_s: How long a replica may take to report its cached prefix; a slower one is skipped until it answers
+            again.
+        lost_s: How long a replica may be unreachable before its requests move to another one.
+    """
 
     def __init__(self, places: Mapping[str, Place], *, answer_s: float, lost_s: float) -> None:
         self._answer_s, self._lost_s = answer_s, lost_s
         self.replicas = [Replica(name, place, lost_s) for name, place in places.items()]
-        self._unknown = list(self.replicas)  # who may hold what was asked for before this gateway began
+        self._unknown = list(self.replicas)  # may run requests from before this gateway started
         self._router = Router(places)
         self._watching: asyncio.TaskGroup | None = None
-        self._served = -math.inf  # when one did last
+        self._served = -math.inf  # when a replica was last ready
         self.news = asyncio.Event()
 
     @property
     def health(self) -> Health | None:
-        """Of the first one that is ready: all that get requests serve the same model."""
+        """The health of the first ready replica; all replicas that get requests serve its model."""
         return next((replica.health for replica in self.replicas if replica.ready), None)
 
     @property
     def reason(self) -> str:
-        """Why no request would be served now; "": one would."""
+        """Why every replica is unavailable; "" if one is ready."""
         if any(map(self._serves, self.replicas)):
             return ""
         return "; ".join(f"{replica.name}: {self.why_not(replica)}" for replica in self.replicas)
 
     @property
     def patient_until(self) -> float:
-        """See `Replicas`: who is not heard for a moment may be back in the next."""
+        """Until when to wait for a replica: one that is unreachable for a moment may soon be back. See `Replicas`."""
         self._note_service()
         return self._served + self._lost_s
 
     def why_not(self, replica: Replica) -> str:
-        """Why it gets nothing; "": it does."""
+        """Return why a replica gets no requests; "" if it does."""
         if replica.reason:
             return replica.reason
         if not replica.ready:
-            return "its connection was lost"
-        return "" if self._serves(replica) else "it serves another model than the first that is ready"
+            return "connection lost"
+        return "" if self._serves(replica) else "serves a different model than the first ready replica"
 
     def told(self) -> dict[str, Any]:
-        """For /health: each of them."""
+        """Return the state of each replica, for /health."""
         return {
             replica.name: {"ready": not (reason := self.why_not(replica)), "reason": reason}
             for replica in self.replicas
         }
 
     async def watch(self) -> None:
-        """Looks after all of them until it is cancelled."""
+        """Monitor the replicas until cancelled."""
         async with asyncio.TaskGroup() as self._watching:
             for replica in self.replicas:
                 self._watch(replica)
-            await asyncio.Event().wait()  # a group of which all have left is not over: others may come
+            await asyncio.Event().wait()  # keep the task group open when all replicas were removed: others may be added
 
     def use(self, places: Mapping[str, Place]) -> None:
-        """From now on it is these; at least one. Streams on one that is not among them go on there until they end, or
-        until it hands them back or is lost: it gets nothing new."""
-        assert places, "a gateway of replicas stays one"
+        """Replace the set of replicas by a non-empty one.
+
+        A removed replica gets no new requests. Its streams continue until they end, or until it drains or is lost.
+        """
+        assert places, "at least one replica"
         staying = {replica.name: replica for replica in self.replicas if places.get(replica.name) == replica.place}
         for replica in self.replicas:
             if replica.name not in staying:
@@ -93,7 +101,7 @@ class Fleet:
         self.news.set()
 
     def _watch(self, replica: Replica) -> None:
-        if self._watching is not None:  # else `watch` begins with all of them
+        if self._watching is not None:  # otherwise `watch` starts with all replicas
             self._watching.create_task(replica.watch(self._looked))
 
     def _looked(self) -> None:
@@ -105,7 +113,7 @@ class Fleet:
             self._served = monotonic()
 
     def of(self, session: str) -> Session:
-        """Where the requests of a session are submitted. "": they have nothing to do with each other."""
+        """Return the submission interface of a session; "" if the requests are unrelated."""
         return Session(self, session)
 
     def samples(
@@ -116,15 +124,15 @@ class Fleet:
         changed: Callable[[], None],
         session: str = "",
     ) -> tuple[MovingStream, ...]:
-        """As `AsyncStreams.samples`. session: what goes together."""
+        """Submit a prompt, as `AsyncStreams.samples` does. Requests of one session go to the same replica."""
         return Work(self, prompt, count, options, changed, session).streams
 
     async def choose(
         self, prompt: Int32Array, options: RequestOptions, session: str, without: frozenset[str]
     ) -> Replica | None:
-        """See `Replicas`."""
+        """Choose a replica; see `Replicas`."""
         await self._know_all()
-        # One with a key may run at who is slow to answer, and to compute it again is dearer than to wait.
+        # A request with a key may already run on a slow replica; waiting is cheaper than computing it again.
         answer_s = max(self._answer_s, self._lost_s) if options.key else self._answer_s
         while True:
             able = {r.name: r for r in self.replicas if self._serves(r) and r.name not in without}
@@ -134,12 +142,14 @@ class Fleet:
                 able[name].silent()
             if chosen.name is None:
                 return None
-            if not (replica := able[chosen.name]).leaving:  # else it was taken off the list meanwhile
+            if not (replica := able[chosen.name]).leaving:  # otherwise it was removed while we asked
                 return replica
 
     async def _know_all(self) -> None:
-        """Returns when everybody that was there from the beginning has answered, or has not for too long: a request
-        with a key may run where nobody has looked yet, or at who was only slow to be connected."""
+        """Wait until each initial replica has answered or timed out.
+
+        A request with a key may run on a replica that was not asked yet, or was slow to connect.
+        """
         if self._unknown and self._watching is not None:
             with suppress(TimeoutError):
                 async with steady_timeout(self._lost_s):
@@ -148,7 +158,7 @@ class Fleet:
         self._unknown.clear()
 
     def _serves(self, replica: Replica) -> bool:
-        """Whether it is ready, with the model of the first that is."""
+        """Return whether a replica is ready with the model of the first ready one."""
         if not replica.ready or replica.health is None or replica.health.model is None:
             return False
         first = self.health
@@ -157,7 +167,7 @@ class Fleet:
 
 
 class Session:
-    """The replicas, for requests that belong together."""
+    """The replicas, for the requests of one session."""
 
     def __init__(self, fleet: Fleet, name: str) -> None:
         self._fleet, self._name = fleet, name
@@ -165,5 +175,5 @@ class Session:
     def samples(
         self, prompt: Int32Array, count: int, options: RequestOptions, changed: Callable[[], None]
     ) -> tuple[MovingStream, ...]:
-        """As `AsyncStreams.samples`."""
+        """Submit a prompt, as `AsyncStreams.samples` does."""
         return self._fleet.samples(prompt, count, options, changed, self._name)

@@ -1,4 +1,4 @@
-"""One replica: a coordinator with its workers, its connection, and whether a request would be served there now."""
+"""One replica: a coordinator with its workers, the connection to it, and its health."""
 
 from __future__ import annotations
 
@@ -20,17 +20,26 @@ log = logging.getLogger(__name__)
 
 
 class Guest(Protocol):
-    """What runs on a replica."""
+    """A request that runs on a replica."""
 
     def evicted(self, reason: str) -> None:
-        """The replica has not answered for too long."""
+        """Move elsewhere: the replica is unreachable."""
 
 
 class Replica:
-    """health: what it said last. reason: why it gets nothing now; "": it does. guests: what is under way there.
-    leaving: it is not one of the replicas any more, and stays for its guests. answered: it has, once.
+    """A replica.
 
-    lost_s: after so long without an answer it is given up, until it answers again.
+    Args:
+        name: Its name.
+        place: Its address and keys.
+        lost_s: How long it may be unreachable before its requests move away.
+
+    Attributes:
+        health: Its last answer.
+        reason: Why it gets no requests now; "" if it does.
+        guests: The requests that run on it.
+        leaving: It was removed from the settings and stays only for its guests.
+        answered: Set once it has answered for the first time.
     """
 
     def __init__(self, name: str, place: Place, lost_s: float) -> None:
@@ -46,33 +55,36 @@ class Replica:
         )
         self._streams: AsyncStreams | None = None
         self.health: Health | None = None
-        self.reason = "it has not answered yet"
+        self.reason = "no answer yet"
         self.guests: dict[Guest, None] = {}
         self.answered = asyncio.Event()
         self._silent_since: float | None = None
 
     @property
     def streams(self) -> AsyncStreams:
-        """To submit with; there since it was ready first."""
+        """The submission interface; present once the replica was ready."""
         assert self._streams is not None, "it is ready"
         return self._streams
 
     @property
     def ready(self) -> bool:
-        """Whether it is to be asked."""
+        """Whether it gets requests."""
         return not self.reason and self._streams is not None and self._streams.connected
 
     def silent(self) -> None:
-        """It did not answer in time: it is left out until it does."""
-        self._say("it does not answer")
+        """Skip it until it answers again: it was too slow."""
+        self._say("does not answer")
 
     def leave(self) -> None:
-        """It gets nothing new; who is there stays until it has ended, or is handed back."""
+        """Accept no new requests; running ones stay until they end or the replica drains."""
         self.leaving = True
 
     async def watch(self, looked: Callable[[], None]) -> None:
-        """Looks after it until it is cancelled, or has left and nobody is there. looked: is called when there is
-        news."""
+        """Poll its health until cancelled, or until it has left and its last guest is gone.
+
+        Args:
+            looked: Called after each poll.
+        """
         try:
             while not self.leaving or self.guests:
                 await self._look()

@@ -1,7 +1,7 @@
-"""One answer of a request that may move from one replica to another. Who reads it does not see that.
+"""One answer of a request that may move between replicas, transparently for its reader.
 
-Law: what was given out never changes. After a move the tokens that were given out stay as they are until the new
-replica has computed as many; where it computed others, the answer ends with an error and not with other tokens.
+Invariant: tokens that were delivered never change. After a move they stay until the new replica has computed as many.
+If it computed different ones, the answer ends with an error instead of different tokens.
 """
 
 from __future__ import annotations
@@ -15,35 +15,54 @@ from kvforge.protocol.messages import Ended
 
 
 class Stream(Protocol):
-    """What reads an answer needs of it: an `AsyncStream`, or one that moves."""
+    """The interface that a reader needs: an `AsyncStream`, or one that moves."""
 
     @property
-    def request_id(self) -> int: ...
+    def request_id(self) -> int:
+        """The coordinator's number of the request; 0 until it was accepted."""
+
     @property
-    def tokens(self) -> Sequence[int]: ...
+    def tokens(self) -> Sequence[int]:
+        """The token ids so far."""
+
     @property
-    def logprobs(self) -> Sequence[float]: ...
+    def logprobs(self) -> Sequence[float]:
+        """The log-probability of each token."""
+
     @property
-    def tops(self) -> Sequence[tuple[tuple[int, float], ...]]: ...
+    def tops(self) -> Sequence[tuple[tuple[int, float], ...]]:
+        """The most likely alternatives of each token: (token id, log-probability)."""
+
     @property
-    def ended(self) -> Ended | None: ...
+    def ended(self) -> Ended | None:
+        """How the request ended; None while it runs."""
+
     @property
-    def error(self) -> KvforgeError | None: ...
+    def error(self) -> KvforgeError | None:
+        """The error that ended the request."""
+
     @property
-    def done(self) -> bool: ...
-    def cancel(self) -> None: ...
-    def leave(self) -> None: ...
-    def finish_at(self, tokens: int) -> None: ...
+    def done(self) -> bool:
+        """Whether the request has ended."""
+
+    def cancel(self) -> None:
+        """Cancel the request."""
+
+    def leave(self) -> None:
+        """Stop reading; the request continues."""
+
+    def finish_at(self, tokens: int) -> None:
+        """End the request after this many tokens."""
 
 
 class MovingStream:
-    """A `Stream`. given_up: is called when nobody wants it any more."""
+    """A `Stream` that can move. `given_up` is called when its reader has left."""
 
     def __init__(self, given_up: Callable[[], None]) -> None:
         self._given_up = given_up
         self._inner: AsyncStream | None = None
         self._finish = 0
-        self._behind = False  # the replica has not computed again what was given out
+        self._behind = False  # the new replica has not recomputed the delivered tokens yet
         self.request_id = 0
         self.tokens: Sequence[int] = ()
         self.logprobs: Sequence[float] = ()
@@ -54,21 +73,21 @@ class MovingStream:
 
     @property
     def done(self) -> bool:
-        """Nothing more will come."""
+        """Whether the request has ended."""
         return self.ended is not None or self.error is not None
 
     def cancel(self) -> None:
-        """Gives it up."""
+        """Cancel the request."""
         self._end_inner(kept=False)
         self._give_up()
 
     def leave(self) -> None:
-        """Stops reading; the request goes on."""
+        """Stop reading; the request continues."""
         self._end_inner(kept=True)
         self._give_up()
 
     def finish_at(self, tokens: int) -> None:
-        """As `AsyncStream.finish_at`; wherever it goes on."""
+        """End the request after this many tokens, on whichever replica it runs."""
         self._finish = tokens
         if self._inner is not None and not self._behind and not self._inner.done:
             self._inner.finish_at(tokens)
@@ -76,33 +95,33 @@ class MovingStream:
     # ---------------------------------------------------------------------------------------------------------- moving
 
     def follow(self, inner: AsyncStream) -> None:
-        """It goes on there."""
+        """Continue with the stream of a new replica."""
         self._inner, self._behind = inner, bool(len(self.tokens))
 
     def part(self, *, kept: bool) -> None:
-        """It goes on elsewhere: what was given out stays as it is. kept: what it leaves is not cancelled."""
+        """Detach from the replica and keep the delivered tokens. With `kept`, the request on it is not cancelled."""
         if self._inner is not None and not self.done:
             self.tokens, self.logprobs, self.tops = [*self.tokens], [*self.logprobs], [*self.tops]
             self._end_inner(kept=kept)
         self._inner = None
 
     def fail(self, error: KvforgeError) -> None:
-        """There is nowhere to go on."""
+        """End with an error: no replica can continue."""
         if not self.done:
             self.error = error
 
     @property
     def broken(self) -> KvforgeError | None:
-        """The error that its replica ended it with, and that was not given out."""
+        """The error of the current replica, not yet visible to the reader."""
         return self._inner.error if self._inner is not None and not self.done else None
 
     @property
     def accepted(self) -> bool:
-        """Whether a replica has taken it on."""
+        """Whether a replica has accepted the request."""
         return bool(self.request_id)
 
     def look(self) -> bool:
-        """Takes over what has come. Returns whether that is news."""
+        """Take over new tokens. Return whether there is news."""
         inner = self._inner
         if inner is None or self.done or inner.error is not None:
             return False
@@ -124,8 +143,8 @@ class MovingStream:
         if len(inner.tokens) < have and inner.ended is None:
             return False
         if list(inner.tokens[:have]) != self.tokens:
-            problem = "another replica took the request over and computed other tokens than those that were given out"
-            self.error = InternalError(f"{problem}: the replicas do not serve the same model in the same way")
+            problem = "after failover the new replica computed different tokens than those already delivered"
+            self.error = InternalError(f"{problem}: the replicas do not serve the same model with the same settings")
             inner.cancel()
             return False
         self._behind = False

@@ -1,8 +1,8 @@
-"""One Submit, wherever it runs: placed, watched, and placed again where its replica is lost or hands it back.
+"""One submission: placed on a replica, monitored, and placed again when that replica is lost or drains.
 
-The gateway fixes the seed before the first submission: of a request with a key it follows from that, so that another
-gateway, or this one after a restart, submits the same; of one without it is drawn. So whoever computes it draws the
-same tokens.
+The gateway fixes the seed before the first submission, so every replica draws the same tokens. With an idempotency key
+the seed is derived from it: another gateway, or this one after a restart, submits the same request. Without one it is
+random.
 """
 
 from __future__ import annotations
@@ -34,33 +34,42 @@ from kvforge.routing import seed_of
 from .replica import Replica
 from .stream import MovingStream
 
-# The replica is gone, or gives the request back: it is computed elsewhere.
+# The replica is lost or drains: another one computes the request.
 LOST = (CoordinatorUnavailable, Draining, NotReady, RequestNotFound, StateLost)
-# Refused at the door: another one may have room.
+# Refused at admission: another replica may have room.
 FULL = (*LOST, CapacityExceeded, QueueFull)
 MOVES_MAX = 16
 WAIT_S, AGAIN_S = 30.0, 0.1
 
 
 class Replicas(Protocol):
-    """Whoever chooses."""
+    """The router."""
 
     async def choose(
         self, prompt: Int32Array, options: RequestOptions, session: str, without: frozenset[str]
     ) -> Replica | None:
-        """The replica that gets it, to be used before anything else is waited for; None: there is none."""
+        """Return the replica for a request, to be used before the next `await`; None if no replica is available."""
 
     @property
     def reason(self) -> str:
-        """Why there is none."""
+        """Why no replica is available."""
 
     @property
     def patient_until(self) -> float:
-        """Until then, by the monotonic clock, it is worth waiting for one where there is none."""
+        """Until when (monotonic clock) it is worth waiting for a replica."""
 
 
 class Work:
-    """The requests of one Submit. changed: is called when there is news of any of them, never from within a call."""
+    """The requests of one submission.
+
+    Args:
+        replicas: The router.
+        prompt: [prompt_tokens] int32.
+        count: The number of answers.
+        options: The options of the request.
+        changed: Called when there is news of an answer, never from within a call.
+        session: Requests of one session go to the same replica.
+    """
 
     def __init__(
         self,
@@ -77,14 +86,14 @@ class Work:
         self._at: Replica | None = None
         self._moves = 0
         self._tried: frozenset[str] = frozenset()
-        self._refused: KvforgeError | None = None  # what it was refused with first
+        self._refused: KvforgeError | None = None  # the first refusal
         self._looking: asyncio.Handle | None = None
         self._placing: asyncio.Task[None] | None = None
         self._place(frozenset())
 
     def evicted(self, reason: str) -> None:
-        """See `Guest`."""
-        self._move(CoordinatorUnavailable(f"the replica does not answer: {reason}"))
+        """Move to another replica; see `Guest`."""
+        self._move(CoordinatorUnavailable(f"replica unreachable: {reason}"))
 
     # --------------------------------------------------------------------------------------------------------- placing
 
@@ -93,22 +102,22 @@ class Work:
             self._placing = asyncio.ensure_future(self._placed(without, in_s))
 
     async def _placed(self, without: frozenset[str], in_s: float) -> None:
-        """Submits it somewhere. Where it ran already, or somebody was there a moment ago, it waits for somebody."""
+        """Submit to some replica. Wait for one if the request already ran, or if one was ready a moment ago."""
         await asyncio.sleep(in_s)
         began = monotonic()
         try:
             while not await self._try(without):
                 until = began + WAIT_S if self._accepted else self._replicas.patient_until
                 if (self._refused is not None and not self._accepted) or monotonic() >= until:
-                    raise self._refused or NotReady(f"no replica serves: {self._replicas.reason}")
+                    raise self._refused or NotReady(f"no replica is ready: {self._replicas.reason}")
                 await asyncio.sleep(AGAIN_S)
                 without = frozenset()
         except KvforgeError as failure:
             self._placing = None
             self._fail(failure)
-        except Exception as failure:  # noqa: BLE001 - else whoever waits would wait for ever
+        except Exception as failure:  # noqa: BLE001 - otherwise the reader would wait forever
             self._placing = None
-            self._fail(InternalError(f"the gateway could not place the request: {failure!r}"))
+            self._fail(InternalError(f"cannot submit the request to a replica: {failure!r}"))
 
     async def _try(self, without: frozenset[str]) -> bool:
         replica = await self._replicas.choose(self._prompt, self._options, self._session, without)
@@ -136,7 +145,7 @@ class Work:
     # --------------------------------------------------------------------------------------------------------- reading
 
     def _look_soon(self) -> None:
-        """Once for all that came together."""
+        """Schedule one look for all news of this loop iteration."""
         if self._looking is None:
             self._looking = asyncio.get_running_loop().call_soon(self._look)
 
@@ -159,15 +168,14 @@ class Work:
             self._changed()
 
     def _move(self, error: KvforgeError) -> None:
-        """It leaves its replica."""
+        """Leave the current replica."""
         if (at := self._at) is None or self._placing is not None:
             return
         at.guests.pop(self, None)
         self._at = None
         for stream in self.streams:
             stream.part(kept=self._options.kept)
-        # What was accepted is not refused any more: where all queues are full it waits for a place, for as long as its
-        # reader does.
+        # An accepted request is never refused later: if all queues are full, it waits as long as its reader does.
         waits = self._accepted and isinstance(error, QueueFull)
         self._moves += not waits
         if self._moves > MOVES_MAX:
@@ -204,7 +212,7 @@ class Work:
 
 
 def seeded(options: RequestOptions) -> RequestOptions:
-    """The same with a seed that any replica is told."""
+    """Return the options with a fixed seed, the same for every replica."""
     sampling = options.sampling if options.sampling is not None else Sampling()
     if sampling.seed is not None:
         return options
