@@ -1,6 +1,6 @@
-"""What is asked of /v1/messages, as Anthropic's reference has it.
+"""The request bodies of /v1/messages, as in Anthropic's reference.
 
-Fields of these structures that have no effect are in `IGNORED`, known fields that no structure has are in `known.py`.
+`IGNORED` lists fields of these structures without effect; `known.py` lists known fields that no structure has.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import msgspec
 from kvforge.client.arguments import PRIORITY_MAX
 
 IGNORED = {
-    "metadata": "a label of the caller's own: nothing is kept about users",
-    "service_tier": "there is one",
-    "cache_control": "prefixes are found by what they hold, wherever they end",
-    "citations": "`null` or disabled is how it is",
-    "thinking.budget_tokens": "how long a model thinks is its own; max_tokens bounds it",
-    "inference_geo": "it is computed where this service runs",
-    "caller": "calls come from the model alone",
-    "eager_input_streaming": "arguments are streamed as they come",
-    "input_examples": "chat templates have no place for examples of a tool: write them into its description",
-    "is_error": "chat templates have no place for it: the text of a result shows that a call failed",
-    "data": "redacted thinking can be read by its provider alone: it is not given to the model",
-    "signature": "thinking that is sent back is not verified",
-    "thinking.display": "thinking is given as it is",
+    "metadata": "a label for the caller; no user data is stored",
+    "service_tier": "there is only one tier",
+    "cache_control": "prefix caching is automatic and based on content",
+    "citations": "only `null` or disabled is accepted",
+    "thinking.budget_tokens": "thinking has no budget of its own; max_tokens bounds it",
+    "inference_geo": "inference runs where this service runs",
+    "caller": "only the model makes calls",
+    "eager_input_streaming": "arguments are always streamed",
+    "input_examples": "chat templates cannot express examples: write them into the tool's description",
+    "is_error": "chat templates cannot express it: say in the result that the call failed",
+    "data": "only its provider can decrypt redacted thinking; not given to the model",
+    "signature": "returned thinking is not verified",
+    "thinking.display": "thinking is always returned in full",
 }
 CUSTOM = "custom"
 Count = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of a message. Which fields it has depends on its type."""
+    """A content block of a message. Its type determines which fields it has."""
 
     type: str
     text: str | None = None
@@ -53,7 +53,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message of a conversation. clear_at: how long one of the system's is read."""
+    """A message of a conversation. `clear_at` limits how long a system message stays visible."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
@@ -61,7 +61,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool of type `custom`, or with no type: the caller runs it. Tools of other types are left out."""
+    """A tool of type `custom` or without a type, which the caller runs. Tools of other types are ignored."""
 
     name: str = ""
     input_schema: dict[str, Any] | None = None
@@ -82,7 +82,7 @@ class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether the model is told to think first, where its chat template can be told."""
+    """Whether the model thinks first, if its chat template has such a switch."""
 
     type: str
     budget_tokens: int | None = None
@@ -90,21 +90,21 @@ class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an answer follows."""
+    """The output format of an answer."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """effort: how much a model thinks, where its chat template can be told."""
+    """The output settings. `effort` is the reasoning effort, if the chat template has such a setting."""
 
     effort: str | None = None
     format: Format | None = None
 
 
 class Edit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An edit that shortens a conversation. keep: the thinking that `clear_thinking_20251015` keeps."""
+    """An edit that shortens a conversation. `keep` is what `clear_thinking_20251015` keeps."""
 
     type: str
     keep: Any = None
@@ -117,13 +117,13 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ContextManagement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The edits of a conversation before the model reads it."""
+    """Edits of a conversation before the model reads it."""
 
     edits: list[Edit] | None = None
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body of /v1/messages/count_tokens, and what /v1/messages has of it."""
+    """The body of /v1/messages/count_tokens, which /v1/messages extends."""
 
     model: str
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
@@ -134,11 +134,11 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
     context_management: ContextManagement | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM extension
 
 
 class Create(Conversation, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body of /v1/messages."""
+    """The body of /v1/messages."""
 
     max_tokens: Count
     stream: bool | None = None
@@ -146,7 +146,7 @@ class Create(Conversation, frozen=True, kw_only=True, forbid_unknown_fields=True
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    # vLLM's
+    # vLLM extensions
     cache_salt: str | None = None
     priority: Annotated[int, msgspec.Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] | None = None
     # without effect

@@ -1,4 +1,4 @@
-"""Anthropic's messages as a chat template reads them: results of tools are messages of their own."""
+"""Anthropic's messages, converted for chat templates: tool results become messages of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ MEDIA = ("image", "document")
 
 
 def messages_of(asked: Conversation) -> list[dict[str, Any]]:
-    """The conversation, its system prompt first. Raises InvalidRequest naming the field."""
+    """Return the conversation with its system prompt first.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
     with naming(asked.model):
         return _messages(asked)
 
@@ -38,7 +42,11 @@ def _messages(asked: Conversation) -> list[dict[str, Any]]:
 
 
 def tools_of(asked: Conversation, ignored: Ignored) -> list[Tool]:
-    """The caller's own tools; others are noted in `ignored`. Raises InvalidRequest naming a tool."""
+    """Return the caller's own tools and note others in `ignored`.
+
+    Raises:
+        InvalidRequest: Names a malformed tool.
+    """
     tools = []
     for at, tool in enumerate(asked.tools or ()):
         if tool.type not in (None, CUSTOM):
@@ -52,12 +60,16 @@ def tools_of(asked: Conversation, ignored: Ignored) -> list[Tool]:
 
 
 def choice_of(asked: Conversation) -> Choice:
-    """Raises InvalidRequest naming `tool_choice`."""
+    """Return the tool choice.
+
+    Raises:
+        InvalidRequest: Names `tool_choice`.
+    """
     choice = asked.tool_choice
     if choice is None:
         return Choice()
     if (choice.type == "tool") != (choice.name is not None):
-        raise InvalidRequest("tool_choice.name", "comes with the type 'tool', and with that alone")
+        raise InvalidRequest("tool_choice.name", "is required with the type 'tool' and invalid with any other")
     return Choice(_KINDS[choice.type], choice.name or "", not choice.disable_parallel_tool_use)
 
 
@@ -94,10 +106,12 @@ def _message(
         elif block.type in MEDIA:
             raise NotText(f"{name}.type", block.type)
         else:
-            raise InvalidRequest(f"{name}.type", f"is {block.type!r}; this model reads text and its own tools' results")
+            raise InvalidRequest(
+                f"{name}.type", f"is {block.type!r}; only text and results of the caller's tools are supported"
+            )
     turn["content"] = "\n".join(texts)
     if texts or turn.keys() > {"role", "content"} or not results:
-        yield turn  # an empty message is a turn too: templates expect user and assistant to alternate
+        yield turn  # an empty message counts too: templates expect user and assistant to alternate
 
 
 def _text(content: str | Sequence[Block], field: str) -> str:

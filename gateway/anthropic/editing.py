@@ -1,4 +1,4 @@
-"""`context_management`: what is taken out of a conversation before the model reads it."""
+"""`context_management`: removes parts of a conversation before the model reads it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ TURNS_KEPT = 1  # Anthropic's own default
 
 
 def thinking_kept(asked: Conversation) -> frozenset[int]:
-    """Return the indices of the messages with thinking that the model reads.
+    """Return the indices of the messages that keep their thinking.
 
     Raises:
-        InvalidRequest: Names an edit that is not supported.
+        InvalidRequest: Names an unsupported edit.
     """
     edits = asked.context_management.edits if asked.context_management is not None else None
     turns = len(asked.messages)

@@ -1,6 +1,6 @@
-"""Fields of Anthropic's reference, its betas too, that no structure here reads.
+"""Fields of Anthropic's reference, betas included, that no structure here has.
 
-Each is harmless with the values that ask for what happens anyway, and refused by its name with any other.
+A value that matches the default behaviour is accepted; any other is refused by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvforge.gateway.http.fields import Known, Mine, Table, left_out, no_effect,
 
 from . import asked
 
-NOT_COUNTED = "it does not change the count"
+NOT_COUNTED = "does not change the count"
 _CREATE_ONLY = (
     *("container", "inference_geo", "max_tokens", "metadata", "service_tier", "stop_sequences", "stream"),
     *("temperature", "top_k", "top_p"),
@@ -29,7 +29,7 @@ _ELSEWHERE = {
     "response_format": "output_config.format",
     "stop": "stop_sequences",
 }
-# Fields of OpenAI's API and vLLM's, with the values that change nothing.
+# Fields of OpenAI's and vLLM's APIs, with their values without effect.
 _OPENAI: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "ignore_eos": (False,),
@@ -44,49 +44,49 @@ _OPENAI: Mapping[str, tuple[Any, ...]] = {
 }
 _CONVERSATION: Mapping[str, Known] = {
     **{name: no_effect(NOT_COUNTED) for name in _CREATE_ONLY},
-    "betas": no_effect("they name what a request may use, and everything that is served may be used"),
-    "billing_policy": no_effect("nothing is billed here"),
-    "compaction": only("a conversation is never shortened here: send a shorter one"),
-    "diagnostics": no_effect("nothing more is known than what is answered"),
-    "fallback_credit_token": no_effect("nothing is billed here"),
-    "fallbacks": no_effect("there is one model"),
-    "mcp_servers": left_out("tools of MCP servers are run by Anthropic itself", []),
-    "speed": no_effect("there is one"),
-    "thread": replace(only("conversations are not stored here: send all messages"), refusal=ThreadsUnsupported),
-    "user_profile_id": no_effect("a label of the caller's own"),
-    "workspace_id": no_effect("a label of the caller's own"),
+    "betas": no_effect("everything that is served may be used without a beta flag"),
+    "billing_policy": no_effect("there is no billing"),
+    "compaction": only("conversations are never shortened: send a shorter one"),
+    "diagnostics": no_effect("no further data exists"),
+    "fallback_credit_token": no_effect("there is no billing"),
+    "fallbacks": no_effect("there is only one model"),
+    "mcp_servers": left_out("only Anthropic runs tools of MCP servers", []),
+    "speed": no_effect("there is only one speed"),
+    "thread": replace(only("conversations are not stored: send all messages"), refusal=ThreadsUnsupported),
+    "user_profile_id": no_effect("a label for the caller"),
+    "workspace_id": no_effect("a label for the caller"),
 }
 _CREATE: Mapping[str, Known] = {
-    **{name: only(f"is a field of another API: use {own}") for name, own in _ELSEWHERE.items()},
-    **{name: only("is not read by this API: use /v1/chat/completions", *none) for name, none in _OPENAI.items()},
-    "container": only("code is not run here"),
-    "kv_transfer_params": only("KV caches are moved by the service itself"),
+    **{name: only(f"belongs to another API: use {own}") for name, own in _ELSEWHERE.items()},
+    **{name: only("is not supported by this API: use /v1/chat/completions", *none) for name, none in _OPENAI.items()},
+    "container": only("there is no code execution"),
+    "kv_transfer_params": only("the service moves KV caches itself"),
 }
 KNOWN: Table = {
     asked.Conversation: _CONVERSATION,
     asked.Create: _CREATE,
     asked.Message: {
-        "output_config": only("holds for all of an answer: give it at the top", {}),
+        "output_config": only("applies to the whole answer: set it at the top level", {}),
     },
     asked.OutputConfig: {
-        "task_budget": no_effect("how long a model works is its own; max_tokens bounds it"),
+        "task_budget": no_effect("a task has no budget of its own; max_tokens bounds it"),
     },
     asked.Thinking: {
-        "block_binding": no_effect("thinking that is sent back is not verified"),
+        "block_binding": no_effect("returned thinking is not verified"),
     },
     asked.Block: {
-        "parsed_output": no_effect("Anthropic's SDK adds it to an answer"),
-        "toolset_name": no_effect("tools are known by their own names"),
+        "parsed_output": no_effect("added by Anthropic's SDK to an answer"),
+        "toolset_name": no_effect("tools are identified by their names"),
     },
     asked.Tool: {
-        "allowed_callers": only("tools are called by the model alone", ["direct"]),
-        "defer_loading": no_effect("all tools are offered from the beginning"),
+        "allowed_callers": only("only the model calls tools", ["direct"]),
+        "defer_loading": no_effect("all tools are offered from the start"),
     },
 }
 
 
 def is_custom(tool: Mapping[str, object]) -> bool:
-    """Whether a tool is the caller's own; any other is left out by its type."""
+    """Return whether a tool is the caller's own; others are ignored by their type."""
     return tool.get("type") in (None, asked.CUSTOM)
 
 

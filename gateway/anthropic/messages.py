@@ -1,4 +1,4 @@
-"""/v1/messages: what is made of a request, and what is answered, whole and as events."""
+"""/v1/messages: from a request to its submission, and the answer as a whole or as events."""
 
 from __future__ import annotations
 
@@ -33,17 +33,21 @@ TOOL_USE = "tool_use"
 
 
 async def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -> Conversing:
-    """Return the conversation of a request; note tools that are left out in `ignored`. Raises InvalidRequest."""
+    """Prepare the conversation of a request and note ignored tools in `ignored`.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
     variables: dict[str, Any] = dict(asked.chat_template_kwargs or {})
     if asked.thinking is not None:
         variables["enable_thinking"] = asked.thinking.type != "disabled"
     if asked.output_config is not None and asked.output_config.effort is not None:
         variables["reasoning_effort"] = asked.output_config.effort
     messages = messages_of(asked)
-    # As in Anthropic's API, an answer that was begun goes on.
+    # As in Anthropic's API, a final assistant message is continued.
     continued = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     if continued and not messages[-1]["content"]:
-        continued = False  # nothing was begun
+        continued = False  # there is nothing to continue
         del messages[-1]
     tools, choice = tools_of(asked, ignored), choice_of(asked)
     format_ = asked.output_config.format if asked.output_config is not None else None
@@ -54,12 +58,16 @@ async def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -
 
 
 def names_of() -> Names:
-    """The names of a request's fields."""
+    """Return the names of a request's fields."""
     return Names({"prompt": "messages", "stop": "stop_sequences"})
 
 
 async def wanted_of(asked: Create, model: Model, caller: Caller, key: str, ignored: Ignored, names: Names) -> Wanted:
-    """Return the submission of a request. Raises InvalidRequest, for `names` to rename."""
+    """Return the submission of a request.
+
+    Raises:
+        InvalidRequest: Names the field, for `names` to rename.
+    """
     conversation = await conversation_of(asked, model, ignored)
     names.shape = conversation.shape
     top_p = TOP_P_MIN if asked.top_p == 0 else asked.top_p
@@ -89,7 +97,7 @@ async def wanted_of(asked: Create, model: Model, caller: Caller, key: str, ignor
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """Counts of tokens. As Anthropic has it, `input_tokens` are those that were computed."""
+    """Return the token counts. As in Anthropic's API, `input_tokens` excludes cached tokens."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,
@@ -99,7 +107,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 
 def stop_reason(reason: str, stopped_by: str, called: bool) -> str:
-    """Why an answer ended, in Anthropic's words."""
+    """Return why an answer ended, in Anthropic's terms."""
     if reason == "length":
         return "max_tokens"
     if stopped_by:
@@ -108,17 +116,17 @@ def stop_reason(reason: str, stopped_by: str, called: bool) -> str:
 
 
 def name_of(generation: Generation) -> str:
-    """The id of a message: the same when it is asked for again."""
+    """Return the id of a message, which stays the same when the message is read again."""
     return f"msg_{generation.request_id:016x}"
 
 
 def call_id(event: ToolCall, name: str) -> str:
-    """The id of a call: the model's own, or one that is the same whenever the answer is read."""
+    """Return the id of a call: the model's own, or one that stays the same when the answer is read again."""
     return event.call_id or f"toolu_{name}_{event.index}"
 
 
 async def whole(generation: Generation, model_name: str) -> bytes:
-    """The body, when it has ended."""
+    """Return the body of a complete answer."""
     (answer,) = await generation.whole()
     name = name_of(generation)
     content: list[dict[str, Any]] = []
@@ -151,7 +159,7 @@ async def whole(generation: Generation, model_name: str) -> bytes:
 
 
 class MessageEvents:
-    """The events of a streamed answer, a write for what came together."""
+    """The events of a streamed answer; pieces that arrive together are one write."""
 
     def __init__(self, generation: Generation, model_name: str, prompt_tokens: int) -> None:
         self._generation, self._model_name, self._prompt_tokens = generation, model_name, prompt_tokens
@@ -164,11 +172,11 @@ class MessageEvents:
 
     @property
     def over(self) -> bool:
-        """Nothing more will come."""
+        """Whether nothing more will come."""
         return self._generation.over
 
     def take(self) -> bytes:
-        """What has come since the last time."""
+        """Return the events since the last call."""
         written: list[bytes] = []
         if not self._begun:
             self._begun = True
@@ -242,5 +250,5 @@ class MessageEvents:
 
 
 def event(kind: str, **fields: Any) -> bytes:
-    """One server-sent event of Anthropic's kinds."""
+    """Encode one server-sent event of Anthropic's API."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))

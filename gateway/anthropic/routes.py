@@ -1,4 +1,4 @@
-"""The paths of Anthropic's API."""
+"""The routes of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .asked import Create
 
 
 class Anthropic:
-    """Its paths, over one service."""
+    """The routes over one service."""
 
     def __init__(self, service: Service, settings: Settings) -> None:
         self._service, self._settings = service, settings
 
     def routes(self, guard: Guard) -> list[Route]:
-        """All of them."""
+        """Return all routes."""
         return [
             Route("/v1/messages", guard(self._messages), methods=["POST"]),
             Route("/v1/messages/count_tokens", guard(self._count), methods=["POST"]),
@@ -43,7 +43,7 @@ class Anthropic:
     async def _messages(self, request: Request, caller: Caller) -> Response:
         ignored = self._ignored(request)
         asked = body.decoded(messages.CREATE, await self._read(request), ignored)
-        key = Key.of(request.headers, "events of this API have no numbers")
+        key = Key.of(request.headers, "events of this API are not numbered")
         model = self._service.known
         model.check(asked.model)
         names = messages.names_of()

@@ -1,1 +1,1 @@
-"""Conversations to the token ids of a prompt: the chat template, tools in it, and what keeps prefixes shared."""
+"""From conversations to the token ids of a prompt: chat templates, tools, and prompt hygiene for the prefix cache."""

@@ -1,8 +1,8 @@
-"""Arguments that a model wrote, made into a JSON object piece by piece.
+"""Converts the arguments that a model wrote into a JSON object, incrementally.
 
-A model's text may be cut off, or be no JSON at all. OpenAI's APIs carry it as a string. Anthropic's API and chat
-templates need an object, so `ObjectText` closes what was cut off, and puts what cannot be read into the member
-`UNPARSED`. Text that is a JSON object already comes out as it is.
+A model's text may be truncated or invalid JSON. OpenAI's APIs carry it as a string. Anthropic's API and chat templates
+need an object: `ObjectText` closes truncated text and puts unreadable text into the member `UNPARSED`. A valid JSON
+object is passed through unchanged.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 UNPARSED = "unparsed_arguments"
-DEPTH_MAX = 64  # of lists and objects in each other
-BROKEN_MAX = 1 << 16  # characters of a text that is no JSON, which are read one token after the other
-DIGITS_MAX = 300  # a longer number is beyond the range of a double
+DEPTH_MAX = 64  # nesting limit of lists and objects
+BROKEN_MAX = 1 << 16  # characters of invalid JSON that are parsed; its tokens are read one by one
+DIGITS_MAX = 300  # a longer number exceeds the range of a double
 _PLAIN = re.compile(r'[^"\\\x00-\x1f\ud800-\udfff]+')
 _SPACE = re.compile(r"[ \t\n\r]*")
 _WORD = re.compile(r"[-+.0-9A-Za-z_]*")
@@ -38,7 +38,7 @@ _REPLACED = "\\ufffd"
 
 
 class _At(Enum):
-    """The place in the grammar of JSON, between two tokens."""
+    """The position in JSON's grammar, between two tokens."""
 
     BEGINNING = auto()
     FIRST_KEY = auto()
@@ -51,7 +51,7 @@ class _At(Enum):
 
 
 def whole_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that a text is; None: it is another text, or one that not every client can read."""
+    """Return the JSON object of a text; None if it is something else, or nested too deeply for some clients."""
     try:
         found = msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -64,11 +64,11 @@ def object_of(text: str, broken_max: int = BROKEN_MAX) -> dict[str, Any]:
     """Return the arguments of a call as an object, whatever the text is.
 
     Args:
-        text: The model's text, whole or cut off.
-        broken_max: A text that is no JSON and has more characters than that is not looked into.
+        text: The model's text, complete or truncated.
+        broken_max: Longer text that is not valid JSON is not parsed.
 
     Returns:
-        The object. Text that cannot be read is its member `UNPARSED`.
+        The object. Unreadable text is its member `UNPARSED`.
     """
     if (whole := whole_object(text)) is not None:
         return whole
@@ -80,7 +80,7 @@ def object_of(text: str, broken_max: int = BROKEN_MAX) -> dict[str, Any]:
 
 
 class ObjectText:
-    """Turns the text of a call's arguments into the text of one JSON object, each part as soon as it is certain."""
+    """Converts the text of a call's arguments into one JSON object, emitting each part as soon as it is certain."""
 
     def __init__(self) -> None:
         self._text, self._at = "", 0
@@ -93,10 +93,10 @@ class ObjectText:
         self._unread: list[str] | None = None
 
     def feed(self, text: str) -> str:
-        """Return what follows for certain.
+        """Return the certain part of the object after a further piece.
 
         Args:
-            text: The next piece.
+            text: The piece.
         """
         if self._unread is not None:
             self._unread.append(text)
@@ -122,7 +122,7 @@ class ObjectText:
         return "".join([*written, "}"])
 
     def _step(self, written: list[str]) -> bool:
-        """Read one token, or a part of a string. False: more is needed."""
+        """Read one token or a part of a string. Return False if more text is needed."""
         if self._in_string:
             return self._read_string(written)
         if found := _SPACE.match(self._text, self._at):
@@ -161,7 +161,7 @@ class ObjectText:
     def _leave(self, written: list[str]) -> None:
         self._at += 1
         if len(self._open) == 1:
-            # Held back: text may follow that has to be a member.
+            # The closing brace is held back: text that follows becomes a member.
             self._state, self._held, self._held_raw = _At.END, [], []
             return
         self._write(_CLOSES[self._open.pop()], written)
@@ -193,7 +193,7 @@ class ObjectText:
         return closed
 
     def _string_part(self) -> tuple[str, bool]:
-        """Return the certain part of a string with its closing quote, and whether the quote came."""
+        """Return the certain part of a string with its closing quote, and whether the quote was found."""
         parts: list[str] = []
         while self._at < len(self._text):
             if found := _PLAIN.match(self._text, self._at):
@@ -214,7 +214,7 @@ class ObjectText:
         return "".join(parts), False
 
     def _escape(self) -> str:
-        """Read an escape, as JSON and UTF-8 have it. "": it has not come whole."""
+        """Read an escape and repair it for JSON and UTF-8. Return "" if it is incomplete."""
         text, at = self._text, self._at
         if at + 1 == len(text):
             return ""
@@ -259,7 +259,7 @@ class ObjectText:
         self._held_raw.append(raw)
 
     def _write(self, text: str, written: list[str]) -> None:
-        """Write a value's beginning, or a bracket, behind what was held back for it."""
+        """Write the beginning of a value or a bracket, after the text that was held back for it."""
         self._members = self._members or bool(self._open)
         written += [*self._held, text]
         self._held, self._held_raw = [], []
@@ -279,7 +279,7 @@ def _is_shallow(value: Any, depth: int) -> bool:
 
 
 def _value(word: str) -> str:
-    """A word or a number as JSON; "": it is neither."""
+    """Return a word or number as JSON; "" if it is neither."""
     if word in _WORDS:
         return _WORDS[word]
     if len(word) > DIGITS_MAX or not _NUMBER.fullmatch(word):
@@ -288,7 +288,7 @@ def _value(word: str) -> str:
 
 
 def _whole(text: str) -> str:
-    """The object of a text that does not begin as one: none, one within a string, or a text."""
+    """Return the object for text that does not begin as one: empty, one within a string, or plain text."""
     stripped = text.strip()
     if not stripped:
         return "{}"
@@ -305,5 +305,5 @@ def _whole(text: str) -> str:
 
 
 def _sound(text: str) -> str:
-    """Text that UTF-8 can hold."""
+    """Return text that UTF-8 can encode."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -1,7 +1,7 @@
-"""Messages as a chat template reads them.
+"""Messages for chat templates.
 
-Templates want plain text as content, and arguments of calls as objects, not as JSON text. A part that a model of text
-cannot read is refused by name.
+Templates expect plain text as content, and arguments of calls as objects rather than JSON text. A part that a text
+model cannot read is refused by name.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", 
 
 
 class NotText(InvalidRequest):
-    """A part of a message that is no text. `naming` gives the sentence its model."""
+    """A part of a message that is not text. `naming` adds the name of the model."""
 
     def __init__(self, field: str, kind: str, model: str = "") -> None:
         reader = f"the model {model!r}" if model else "this model"
-        super().__init__(field, f"is {kind!r}; {reader} reads text alone")
+        super().__init__(field, f"is {kind!r}; {reader} reads text only")
         self.part = field, kind
 
 
 @contextmanager
 def naming(model: str | None) -> Iterator[None]:
-    """Name the model of the request in what is refused inside because it is no text.
+    """Add the name of the model to a NotText error within the block.
 
     Args:
-        model: As the request names it.
+        model: The name in the request.
 
     Raises:
-        InvalidRequest: A part is no text.
+        InvalidRequest: A part is not text.
     """
     try:
         yield
@@ -42,7 +42,11 @@ def naming(model: str | None) -> Iterator[None]:
 
 
 def content_text(content: str | Sequence[Any] | None, field: str) -> str:
-    """The text of a message's content: as it is, or its parts put together, a line each. Raises InvalidRequest."""
+    """Return the text of a message's content, with its parts joined by line breaks.
+
+    Raises:
+        InvalidRequest: A part is not text.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -55,17 +59,17 @@ def content_text(content: str | Sequence[Any] | None, field: str) -> str:
 
 
 class CalledArguments:
-    """The arguments of the calls of one conversation, as objects.
+    """Reads the arguments of all calls in one conversation as objects.
 
-    An answer comes back on the next turn with its calls, also where a call was cut off or is not JSON. The characters
-    of such texts are bounded for the conversation, since they are read one token after the other.
+    An answer returns in the next turn with its calls, even if a call was truncated or is invalid JSON. Such text is
+    parsed token by token, so its total length per conversation is bounded.
     """
 
     def __init__(self) -> None:
         self._left = BROKEN_MAX
 
     def read(self, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
-        """Return them as an object.
+        """Return arguments as an object.
 
         Args:
             arguments: An object, or the text that a model wrote.

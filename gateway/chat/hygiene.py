@@ -1,7 +1,7 @@
-"""What agents put in front of a system prompt and change with each call: left out, or moved behind what stays.
+"""Prompt hygiene: removes or moves text that agents prepend to a system prompt and change with each call.
 
-A prefix is found in the cache up to the first token that differs: one line with a hash at the top, and nothing of what
-follows is ever found.
+The prefix cache matches a prompt up to the first token that differs. A changing line at the top would prevent every
+hit.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-# Such lines are near the beginning; a pattern is not tried on all of a long prompt.
+# Such lines are near the beginning, so patterns are not matched against all of a long prompt.
 HEAD_CHARACTERS = 4096
 
 
 class Hygiene:
-    """strip, move: regular expressions, where `^` and `$` are ends of lines."""
+    """Cleans system prompts. In the regular expressions `strip` and `move`, `^` and `$` match at line breaks."""
 
     def __init__(self, strip: Iterable[str] = (), move: Iterable[str] = ()) -> None:
         self._strip = [re.compile(pattern, re.MULTILINE) for pattern in strip]
         self._move = [re.compile(pattern, re.MULTILINE) for pattern in move]
 
     def clean(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """The conversation with its system prompt cleaned."""
+        """Return the conversation with a cleaned system prompt."""
         if not messages or messages[0]["role"] != "system":
             return messages
         first = messages[0]

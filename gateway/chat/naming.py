@@ -1,4 +1,4 @@
-"""Fields of a request by the names that they have in the client library and in the coordinator."""
+"""Maps the field names of the client library and the coordinator to those of a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvforge.protocol.errors import InvalidRequest, KvforgeError
 from .shapes import ANY, Shape
 
 _HEAD = re.compile(r"(?P<name>[^.\[]*)(?P<rest>.*)", re.DOTALL)
-# Names that all APIs share.
+# Names that all APIs have in common.
 COMMON = {
     "count": "n",
     "key": "idempotency-key",
@@ -21,13 +21,13 @@ COMMON = {
 
 
 class Names:
-    """The names of one request's fields.
+    """The field names of one request.
 
     Args:
-        names: The request's own name of each field, by the name that an error may have for it.
+        names: The request's name of each field, by the name in an error.
 
     Attributes:
-        shape: The shape of the answer, set as soon as it is known.
+        shape: The output constraint, set as soon as it is known.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
@@ -35,9 +35,9 @@ class Names:
         self.shape: Shape = ANY
 
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
-        """The same error, of a field by the name that the request has for it.
+        """Return the error with the field name of the request.
 
-        An error with the numbers of a prompt that does not fit becomes a `ContextOverflow`.
+        An error with the token counts of a prompt that does not fit becomes a `ContextOverflow`.
         """
         full = str(error.field)
         found = _HEAD.fullmatch(full.removeprefix("sampling."))

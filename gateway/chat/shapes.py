@@ -1,4 +1,4 @@
-"""What an answer must look like, in the words of `kvforge.Sampling`."""
+"""Output constraints, in the terms of `kvforge.Sampling`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """name: of the field of `kvforge.Sampling`, or "": any text will do. field: what the request calls it."""
+    """An output constraint.
+
+    Attributes:
+        name: The field of `kvforge.Sampling`, or "" for any text.
+        value: Its value.
+        field: Its path in the request.
+    """
 
     name: str = ""
     value: Any = None
@@ -16,7 +22,7 @@ class Shape:
 
     @property
     def named(self) -> dict[str, Any]:
-        """For `Sampling`."""
+        """The keyword argument for `Sampling`."""
         return {self.name: self.value} if self.name else {}
 
 

@@ -1,7 +1,7 @@
-"""The needs of a model's chat template, found by rendering conversations and looking for each of their words.
+"""Detects what a model's chat template needs, by rendering test conversations and searching for each of their words.
 
 Templates differ in what they read: content as text or as parts, arguments as objects or as JSON text, ids of nine
-characters, one call in a message. Parts that a template would lose are given to it in another way, or refused by name.
+characters, one call per message. Parts that a template would lose are passed in another form, or refused by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Message = dict[str, Any]
 Render = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], Awaitable[str]]
 
 USER, SYSTEM, ASSISTANT, TOOL = ROLES = ("user", "system", "assistant", "tool")
-# Words that no template holds.
+# Words that no template contains.
 WORDS = {role: f"kvf{role}word" for role in ROLES}
 TOOL_NAMES = ("kvfone", "kvftwo")
 KEY, VALUES, RESULTS = "kvfkey", ("kvfred", "kvfblue"), ("kvfrain", "kvfsnow")
@@ -31,20 +31,20 @@ ALPHABET = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """How a template wants conversations.
+    """How a template expects conversations.
 
     Attributes:
         parts: Roles with a list of parts as content.
-        system: It has system messages; else their text goes in front of the first user's.
-        arguments_text: Arguments of calls are JSON text, not objects.
-        nine_ids: Ids of calls have nine letters or digits.
-        named_results: A result has the name of its tool.
-        single_calls: A message holds one call.
-        empty_content: Content of a message of calls alone: "" or None.
-        flat_tools: Tools are functions without the object around them.
-        split_content: Content beside calls stands in a message of its own, before them.
-        lost: Roles that lose their words.
-        written_calls: It ignores calls: they are written into the content, as the model writes them.
+        system: Whether it supports system messages; else their text is prepended to the first user message.
+        arguments_text: Arguments of calls must be JSON text, not objects.
+        nine_ids: Ids of calls must have nine letters or digits.
+        named_results: A result must have the name of its tool.
+        single_calls: A message may hold only one call.
+        empty_content: The content of a message with calls only: "" or None.
+        flat_tools: Tools are functions without the enclosing object.
+        split_content: Content beside calls must be a separate message before them.
+        lost: Roles that are dropped.
+        written_calls: It drops calls, so they are written into the content in the model's format.
         problem: Why conversations are refused, or "".
         tools_problem: Why tools and calls are refused, or "".
     """
@@ -65,12 +65,12 @@ class Needs:
 
 
 async def probe(render: Render, template: str, *, writes_calls: bool = False) -> Needs:
-    """Find out what a template needs.
+    """Detect the needs of a template.
 
     Args:
         render: Renders a conversation with the template; raises KvforgeError.
-        template: Its text.
-        writes_calls: Calls of this model's format can be written into content.
+        template: The template.
+        writes_calls: Whether calls can be written into content in this model's format.
     """
     needs, problem = await _contents(render)
     if problem:
@@ -85,7 +85,7 @@ async def probe(render: Render, template: str, *, writes_calls: bool = False) ->
 
 
 async def _contents(render: Render) -> tuple[Needs, str]:
-    """Which roles want parts, and whether there are system messages."""
+    """Detect which roles need parts, and whether system messages are supported."""
     needs, reason = Needs(), ""
     for parts in (frozenset[str](), frozenset({USER})):
         needs = Needs(parts=parts)
@@ -122,7 +122,7 @@ async def _tools(render: Render, needs: Needs) -> tuple[Needs, str]:
 
 
 async def _calls(render: Render, needs: Needs, writes_calls: bool) -> Needs:
-    """In which way calls and their results reach the prompt; the fewest changes that do it."""
+    """Detect how calls and their results reach the prompt, with the fewest changes."""
     found: list[tuple[Needs, str]] = []
     reason, named = "", False
     before, _ = await _rendered(render, _conversation()[:1], needs, tools=True)
@@ -152,7 +152,7 @@ async def _calls(render: Render, needs: Needs, writes_calls: bool) -> Needs:
     problem = _lost("calls, with their arguments, and their results", "" if found else reason)
     if named or not writes_calls:
         return replace(needs, tools_problem=problem)
-    # Nothing of a call is there: the results alone have to be.
+    # The template drops calls, so only their results must appear.
     for wanted, text in found:
         if all(_holds(text, word) for word in RESULTS):
             return replace(wanted, written_calls=True)
@@ -160,7 +160,7 @@ async def _calls(render: Render, needs: Needs, writes_calls: bool) -> Needs:
 
 
 async def _content_beside(render: Render, needs: Needs) -> Needs:
-    """Some templates drop what an assistant wrote beside its calls."""
+    """Detect whether the template drops content beside calls."""
     if needs.written_calls:
         return needs
     messages = _conversation()
@@ -186,7 +186,7 @@ def _conversation() -> list[Message]:
 
 
 async def _rendered(render: Render, messages: list[Message], needs: Needs, *, tools: bool = False) -> tuple[str, str]:
-    """The text, or why there is none."""
+    """Return the rendered text, or the reason why there is none."""
     options: dict[str, Any] = {"add_generation_prompt": True}
     if tools:
         options["tools"] = [tool_for(_tool(name), needs) for name in TOOL_NAMES]
@@ -206,17 +206,17 @@ def _tool(name: str) -> dict[str, Any]:
 
 
 def _holds(text: str, word: str) -> bool:
-    """Whether a word is there as itself, and not inside of a part that was printed as a whole."""
+    """Return whether a word appears as itself, not within a printed list of parts."""
     return word in text and not any(f"{quote}text{quote}: {quote}{word}" in text for quote in "'\"")
 
 
 def _calls_named(text: str, before: str) -> bool:
-    """Whether anything of a call is there. before: the same prompt without calls, which holds the tools' names."""
+    """Return whether any part of a call appears. `before` is the prompt without calls, which has the tools' names."""
     return any(value in text for value in VALUES) or any(text.count(name) > before.count(name) for name in TOOL_NAMES)
 
 
 def _arguments_stand(text: str) -> bool:
-    """Whether arguments are there with their values, and neither as Python's objects nor as text within JSON."""
+    """Return whether arguments appear as JSON, neither as a Python object nor as escaped text."""
     if not all(value in text for value in VALUES) or KEY not in text:
         return False
     spoiled = (f"{{'{KEY}'", f'\\"{KEY}\\"')
@@ -231,7 +231,7 @@ def _lost(what: str, reason: str) -> str:
 
 
 def tool_for(tool: Mapping[str, Any], needs: Needs) -> dict[str, Any]:
-    """Return a tool as the template reads it."""
+    """Return a tool in the form that the template expects."""
     return {**tool["function"]} if needs.flat_tools else {**tool}
 
 
@@ -240,12 +240,12 @@ def conversation_for(
     needs: Needs,
     write_calls: Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str] | None = None,
 ) -> list[Message]:
-    """Return a conversation as the template reads it.
+    """Return a conversation in the form that the template expects.
 
     Args:
         messages: Content as text, arguments as objects.
         needs: The needs of the template.
-        write_calls: Calls, each a name and arguments, as the model writes them.
+        write_calls: Writes calls, each a name and arguments, in the model's format.
     """
     adapted: list[Message] = [{**message} for message in messages]
     if not needs.system:
@@ -290,7 +290,7 @@ def _call_for(call: Mapping[str, Any], needs: Needs) -> Message:
 
 
 def _without_system(messages: list[Message]) -> list[Message]:
-    """Its text stands in front of the first user's."""
+    """Prepend the system messages to the first user message."""
     texts = [str(message["content"]) for message in messages if message["role"] == SYSTEM]
     others = [message for message in messages if message["role"] != SYSTEM]
     if not texts:
@@ -313,7 +313,7 @@ def _split_content(messages: list[Message]) -> list[Message]:
 
 
 def _single_calls(messages: list[Message]) -> list[Message]:
-    """A message for each call, with its result behind it."""
+    """Split calls into messages of their own, each followed by its result."""
     results = {message.get("tool_call_id"): message for message in messages if message["role"] == TOOL}
     adapted: list[Message] = []
     placed: set[int] = set()
@@ -333,7 +333,7 @@ def _single_calls(messages: list[Message]) -> list[Message]:
 
 
 def nine(call_id: str) -> str:
-    """Return an id of nine letters and digits: always the same for the same id, and itself where it is one."""
+    """Return an id of nine letters and digits, derived from `call_id`; a valid one is unchanged."""
     if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
         return call_id
     digest = int.from_bytes(hashlib.sha256(call_id.encode(errors="surrogatepass")).digest(), "big")

@@ -1,4 +1,4 @@
-"""Tools that a model may call, whichever API names them."""
+"""Tools that a model may call, for all APIs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,16 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function. parameters: a JSON schema of its arguments. strict: they are made to follow it. place, schema: where
-    the request has the function, and its schema."""
+    """A function.
+
+    Attributes:
+        name: Its name.
+        description: What it does, for the model.
+        parameters: The JSON schema of its arguments.
+        strict: Whether the schema is enforced.
+        place: Its path in the request.
+        schema: The path of its schema in the request.
+    """
 
     name: str
     description: str = ""
@@ -29,15 +37,21 @@ class Tool:
     schema: str = ""
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates read it."""
+        """Return the tool as chat templates expect it."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which tools the model may or must call. kind: AUTO, NONE or REQUIRED; name: this one, with REQUIRED. parallel:
-    several at once. allowed: the names of those that may be called; None: all."""
+    """Which tools the model may or must call.
+
+    Attributes:
+        kind: AUTO, NONE or REQUIRED.
+        name: The tool that must be called, with REQUIRED; "" for any.
+        parallel: Whether several calls are allowed.
+        allowed: The names of the tools that may be called; None for all.
+    """
 
     kind: str = AUTO
     name: str = ""
@@ -45,19 +59,19 @@ class Choice:
     allowed: frozenset[str] | None = None
 
 
-NOT_RUN = "it is no function: tools that their provider runs, or that its models alone know, are not here"
+NOT_RUN = "only functions are supported, not built-in tools of a provider"
 
 
 def leave_out(field: str, kind: str, ignored: Ignored) -> None:
-    """Note a tool that is no function.
+    """Note a tool that is not a function.
 
     Args:
-        field: The field of the request that holds its type.
-        kind: The type.
-        ignored: Where it is noted.
+        field: The path of its type.
+        kind: Its type.
+        ignored: Collects it.
 
     Raises:
-        InvalidRequest: Requests are read strictly, or the caller itself would run the tool: it would wait for a call.
+        InvalidRequest: The request is read strictly, or the tool is the caller's own, which would wait for a call.
     """
     if kind == CUSTOM:
         raise InvalidRequest(field, "is 'custom'; tools without a schema are not supported: offer a function")
@@ -65,25 +79,29 @@ def leave_out(field: str, kind: str, ignored: Ignored) -> None:
 
 
 def not_run(field: str, kind: str) -> InvalidRequest:
-    """The refusal of a tool choice that forces a call of a tool that is left out."""
+    """Return the refusal of a tool choice that forces an unsupported tool."""
     return InvalidRequest(field, f"asks for a call of {kind[:80]!r}; {NOT_RUN}")
 
 
 def checked(tools: Sequence[Tool], choice: Choice, field: str = "tools") -> Sequence[Tool]:
-    """The tools that are offered to the model. Raises InvalidRequest naming `tools` or `tool_choice`."""
+    """Return the tools that are offered to the model.
+
+    Raises:
+        InvalidRequest: Names `tools` or `tool_choice`.
+    """
     if len(tools) > TOOLS_MAX:
-        raise InvalidRequest(field, f"holds {len(tools)} tools; there may be {TOOLS_MAX}")
+        raise InvalidRequest(field, f"has {len(tools)} tools; the limit is {TOOLS_MAX}")
     names = [tool.name for tool in tools]
     for at, name in enumerate(names):
         place = tools[at].place or f"{field}[{at}]"
         if not _NAME.fullmatch(name):
-            raise InvalidRequest(place, f"the name {name[:80]!r} is not 1 to 256 of A-Z a-z 0-9 _ . : -")
+            raise InvalidRequest(place, f"invalid tool name {name[:80]!r} (expected 1 to 256 of A-Z a-z 0-9 _ . : -)")
         if name in names[:at]:
-            raise InvalidRequest(place, f"there are two tools of the name {name!r}")
+            raise InvalidRequest(place, f"duplicate tool name {name!r}")
     for name in sorted({choice.name, *(choice.allowed or ())} - {"", *names}):
-        raise InvalidRequest("tool_choice", f"names {name[:80]!r}, which is none of the functions in {field}")
+        raise InvalidRequest("tool_choice", f"names {name[:80]!r}, which is not a function in {field}")
     if choice.allowed is not None:
         tools = [tool for tool in tools if tool.name in choice.allowed]
     if choice.kind == REQUIRED and not tools:
-        raise InvalidRequest("tool_choice", f"asks for a call, and {field} has no function that may be called")
+        raise InvalidRequest("tool_choice", f"requires a call, but {field} has no function that may be called")
     return () if choice.kind == NONE else tools

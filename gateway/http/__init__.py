@@ -1,1 +1,1 @@
-"""What all of the paths share: bounded bodies, strict reading of fields, streams of events, errors."""
+"""Shared by all routes: bounded bodies, strict reading of fields, event streams, errors."""

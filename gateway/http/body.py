@@ -1,4 +1,4 @@
-"""Bodies of requests: bounded, and JSON of the type that a path reads."""
+"""Request bodies: bounded, and decoded as JSON of the type that a route expects."""
 
 from __future__ import annotations
 
@@ -19,29 +19,36 @@ from .ignored import Ignored
 T = TypeVar("T")
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$", re.DOTALL)
-# Within a text the quotation mark would have a backslash before it, and not two that are one.
+# A quotation mark within a string is escaped: an odd number of backslashes precedes it.
 _KEY_END = re.compile(rb'(?:[^\\]|\\\\)"\s*:')
 SHOWN_MAX = 200
 WITHIN_S = 60.0
 
 
 async def read(request: Request, bytes_max: int, within_s: float = WITHIN_S) -> bytes:
-    """Return the body. Raises WrongEncoding, TooLarge before the bound is exceeded, TooSlow, ClientDisconnect."""
+    """Return the body of a request.
+
+    Raises:
+        WrongEncoding: The body is compressed.
+        TooLarge: It exceeds `bytes_max`; raised before that much is read.
+        TooSlow: It takes longer than `within_s`.
+        ClientDisconnect: The client hung up.
+    """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
-        raise WrongEncoding("content-encoding", f"is {encoding[:80]!r}: send the body as it is")
+        raise WrongEncoding("content-encoding", f"{encoding[:80]!r} is not supported: send the body uncompressed")
     try:
         async with steady_timeout(within_s):
             return await _read(request, bytes_max)
     except TimeoutError:
-        raise TooSlow("body", f"has not come within {within_s:g} s") from None
+        raise TooSlow("body", f"was not received within {within_s:g} s") from None
 
 
 async def _read(request: Request, bytes_max: int) -> bytes:
     length = request.headers.get("content-length")
-    if length is not None and int(length) > bytes_max:  # the HTTP parser has checked that it is a number
+    if length is not None and int(length) > bytes_max:  # the HTTP parser checked that it is a number
         raise _too_large(bytes_max)
-    # The usual body comes whole with the first message.
+    # Most bodies arrive whole with the first message.
     parts, held = [], 0
     while True:
         message = await request.receive()
@@ -57,7 +64,7 @@ async def _read(request: Request, bytes_max: int) -> bytes:
 
 
 def counted(body: bytes, fields_max: int) -> bytes:
-    """Return the body, unless it has too many fields: no other request is served while they are read.
+    """Check the number of fields, since decoding blocks the event loop. Return the body.
 
     Raises:
         InvalidRequest: It may have more than `fields_max` fields.
@@ -71,7 +78,7 @@ def counted(body: bytes, fields_max: int) -> bytes:
 
 
 def _fields_at_most(body: bytes) -> int:
-    """A number that its fields do not exceed, sooner found than their number."""
+    """Return an upper bound of the number of fields, faster to compute than the number."""
     spaced = sum(body.count(blank + b":") for blank in (b" ", b"\t", b"\n", b"\r"))
     return spaced + body.count(b'":') - body.count(b'\\":') + body.count(b'\\\\":')
 
@@ -87,13 +94,13 @@ def decoded(reader: Reader[T], body: bytes, ignored: Ignored) -> T:
     except msgspec.ValidationError as error:
         raise _wrong(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest("body", f"is no JSON: {error}") from None
+        raise InvalidRequest("body", f"is not valid JSON: {error}") from None
     except RecursionError:
         raise InvalidRequest("body", "is nested too deeply") from None
 
 
 def _wrong(text: str) -> InvalidRequest:
-    """The error of msgspec with the path as a client writes it: `messages[0].role`, not `$.messages[0].role`."""
+    """Convert msgspec's error, with the path as a client writes it: `messages[0].role`, not `$.messages[0].role`."""
     found = _AT.match(text)
     assert found is not None, "matches whatever it is"
     what, path = found["what"][:SHOWN_MAX], (found["path"] or "$").removeprefix("$").removeprefix(".")
@@ -107,4 +114,4 @@ def _joined(path: str, name: str) -> str:
 
 
 def _too_large(bytes_max: int) -> TooLarge:
-    return TooLarge("body", f"is larger than the {bytes_max} bytes that are taken")
+    return TooLarge("body", f"is larger than the limit of {bytes_max} bytes")

@@ -1,4 +1,4 @@
-"""The outermost layer: normalises the paths of requests and adds request ids to answers."""
+"""The outermost middleware: normalises request paths and adds request ids to responses."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ _SLASHES = re.compile(r"/{2,}")
 
 
 class Entry:
-    """Around the application. A slash at the end of a path, or two for one, lead where one slash fewer does: clients
-    put base addresses and paths together in their own ways. An answer without a request id gets one."""
+    """Middleware that normalises paths and adds a request id to responses without one.
+
+    Duplicate and trailing slashes are removed, since clients join base URLs and paths in different ways.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Pass one request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -38,5 +40,5 @@ class Entry:
 
 
 def plain(path: str) -> str:
-    """A path with single slashes, and none at its end."""
+    """Return a path with single slashes and no trailing one."""
     return _SLASHES.sub("/", path).rstrip("/") or "/"

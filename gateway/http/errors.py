@@ -1,4 +1,4 @@
-"""Errors as HTTP has them: a status for each wire code, and the two shapes that clients read."""
+"""Errors over HTTP: a status for each wire code, and the error bodies of both APIs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kvforge.protocol.errors import (
     WorkerError,
 )
 
-# Retry-After in seconds of an error that carries no hint.
+# The default of Retry-After, in seconds.
 RETRY_S = 1
 UNKNOWN, FORBIDDEN, NO_SUCH_METHOD, TOO_SLOW, TOO_LARGE, WRONG_ENCODING = 401, 403, 405, 408, 413, 415
 
-# The first that an error is an instance of. `type` is what OpenAI's clients call it, then Anthropic's.
+# The first matching class applies: its status, then the `type` in OpenAI's and in Anthropic's error body.
 _STATUS: tuple[tuple[type[KvforgeError], int, str, str], ...] = (
     (InvalidRequest, 400, "invalid_request_error", "invalid_request_error"),
     (NotAllowed, FORBIDDEN, "permission_error", "permission_error"),
@@ -45,11 +45,11 @@ _STATUS: tuple[tuple[type[KvforgeError], int, str, str], ...] = (
 
 
 class NoSuchPath(NotFound):
-    """Nothing is served under this path."""
+    """The path does not exist."""
 
 
 class NoSuchMethod(InvalidRequest):
-    """The path is served, with other methods."""
+    """The path does not support this method."""
 
 
 class WrongEncoding(InvalidRequest):
@@ -57,17 +57,17 @@ class WrongEncoding(InvalidRequest):
 
 
 class ContextOverflow(InvalidRequest):
-    """A prompt, or the prompt and the answer that is asked for, do not fit into the model's context.
+    """The prompt, or prompt and max_tokens together, exceed the model's context.
 
-    Clients recognise this error by OpenAI's code and by the words of OpenAI's and Anthropic's messages: agents then
+    Agents recognise this error by OpenAI's code and by the wording of OpenAI's and Anthropic's messages, and then
     shorten their conversation.
 
     Args:
-        field: The prompt's name in the request where the prompt alone is too long, else that of its max_tokens.
-        prompt_tokens: The prompt's length.
-        max_tokens: The length of the answer that is asked for.
+        field: The prompt's field if the prompt alone is too long, else the field of max_tokens.
+        prompt_tokens: The length of the prompt.
+        max_tokens: The requested length of the answer.
         context_tokens: The limit of both together.
-        problem: The coordinator's explanation, where it is more than these numbers.
+        problem: The coordinator's explanation, if it is more than these numbers.
     """
 
     code = "context_length_exceeded"
@@ -83,7 +83,7 @@ class ContextOverflow(InvalidRequest):
 
     @property
     def anthropic_message(self) -> str:
-        """The same in Anthropic's words."""
+        """The message in Anthropic's words."""
         prompt, most, context = (self.fields[name] for name in ("prompt_tokens", "max_tokens", "context_tokens"))
         assert isinstance(prompt, int) and isinstance(context, int)
         if prompt >= context:
@@ -93,24 +93,24 @@ class ContextOverflow(InvalidRequest):
 
 
 class ThreadsUnsupported(InvalidRequest):
-    """A conversation would have to be stored.
+    """The request asks for a stored conversation.
 
-    Anthropic's SDKs ask for that in their loops of tools. Where they read these details they send all messages instead.
+    Anthropic's SDKs ask for one in their tool loops. These details make them send all messages instead.
     """
 
     details: ClassVar[dict[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 class TooSlow(InvalidRequest):
-    """It takes too long to come."""
+    """The body takes too long to arrive."""
 
 
 class TooLarge(InvalidRequest):
-    """More bytes than are taken."""
+    """The body exceeds the limit."""
 
 
 def status_of(error: KvforgeError) -> int:
-    """The HTTP status of an error."""
+    """Return the HTTP status of an error."""
     if isinstance(error, Unauthenticated):
         return UNKNOWN
     if isinstance(error, TooLarge):
@@ -125,7 +125,7 @@ def status_of(error: KvforgeError) -> int:
 
 
 def headers_of(error: KvforgeError) -> dict[str, str]:
-    """The headers of an error: when to try again, in whole seconds and in milliseconds."""
+    """Return the headers of an error: when to retry, in whole seconds and in milliseconds."""
     wait_ms = error.fields.get("retry_after_ms")
     if isinstance(error, QueueFull) and isinstance(wait_ms, int | float):
         return {"Retry-After": str(max(1, math.ceil(wait_ms / 1000))), "Retry-After-Ms": str(math.ceil(wait_ms))}
@@ -137,13 +137,13 @@ def headers_of(error: KvforgeError) -> dict[str, str]:
 
 
 def openai_error(error: KvforgeError, request_id: str = "") -> dict[str, Any]:  # noqa: ARG001 - it is in a header
-    """The body that OpenAI's clients read."""
+    """Return the error body for OpenAI's clients."""
     kind = "authentication_error" if isinstance(error, Unauthenticated) else _row(error)[2]
     return {"error": {"message": error.message, "type": kind, "param": error.fields.get("field"), "code": error.code}}
 
 
 def anthropic_error(error: KvforgeError, request_id: str = "") -> dict[str, Any]:
-    """The body that Anthropic's clients read."""
+    """Return the error body for Anthropic's clients."""
     kind = "authentication_error" if isinstance(error, Unauthenticated) else _row(error)[3]
     kind = "request_too_large" if isinstance(error, TooLarge) else kind
     message = error.anthropic_message if isinstance(error, ContextOverflow) else error.message
@@ -155,10 +155,10 @@ def anthropic_error(error: KvforgeError, request_id: str = "") -> dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """How one of the APIs answers what it refuses.
+    """The error conventions of an API.
 
     Attributes:
-        error: The body of an error, with the request's id.
+        error: Returns the body of an error, given the request's id.
         request_id: The header with that id.
     """
 
@@ -171,7 +171,7 @@ ANTHROPIC_PATHS = ("/v1/messages", "/v1/complete")
 
 
 def api_of(path: str, headers: Iterable[tuple[bytes, bytes]]) -> Api:
-    """The API that a request is of, by its path, or by the header that all clients of Anthropic's send."""
+    """Return the API of a request, by its path or by the version header that all of Anthropic's clients send."""
     if any(path == own or path.startswith(f"{own}/") for own in ANTHROPIC_PATHS):
         return ANTHROPIC
     return ANTHROPIC if any(name == b"anthropic-version" for name, _ in headers) else OPENAI

@@ -1,6 +1,6 @@
-"""Fields of a body that no structure reads: known ones are accepted or refused by name, unknown ones are ignored.
+"""Fields of a body that no structure has: known ones are accepted or refused by name, unknown ones are ignored.
 
-A body is decoded twice only where it has such a field. A field that is `null` is one that was not given.
+A body is decoded twice only if it has such a field. `null` stands for a missing field.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from kvforge.protocol.errors import InvalidRequest
 from .ignored import Ignored
 
 T = TypeVar("T")
-# Parts of msgspec's messages about errors that go away when fields are taken out.
+# Parts of msgspec's messages for errors that removing fields can resolve.
 MENDED = ("unknown field", "got `null`")
-UNKNOWN = "this field is not known here: leave it out, or see the API's documentation"
+UNKNOWN = "unknown field: remove it, or see the API's documentation"
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A field of a published specification that no structure reads.
+    """A field of a published specification that no structure has.
 
     Attributes:
         why: Why it has no effect, or why it is refused.
-        harmless: Whether the answer with this value is the answer without the field. None: with any value.
+        harmless: Whether the answer with this value equals the answer without the field; None: with any value.
         accepted: The harmless values, for the documentation.
-        left_out: Any other value is left out and named, as an unknown field is, instead of refused.
-        refusal: The error of any other value.
+        left_out: Other values are ignored and reported, as an unknown field is, instead of refused.
+        refusal: The error for other values.
     """
 
     why: str
@@ -41,7 +41,7 @@ class Known:
     refusal: type[InvalidRequest] = InvalidRequest
 
     def check(self, name: str, value: Any, ignored: Ignored) -> None:
-        """Refuse a value that would change the answer, or leave it out.
+        """Refuse a value that would change the answer, or note that it is ignored.
 
         Raises:
             InvalidRequest: Names the field.
@@ -55,19 +55,19 @@ class Known:
 
 
 def no_effect(why: str) -> Known:
-    """A field that changes nothing here, with any value."""
+    """Return a field that has no effect, whatever its value."""
     return Known(why)
 
 
 def only(why: str, *values: Any) -> Known:
-    """A field that is refused unless it has one of these values, which ask for what happens anyway."""
+    """Return a field that is refused unless it has one of these values, which match the default behaviour."""
     kept = tuple(values)
     words = ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in (None, *kept))
     return Known(why, lambda value: any(_same(value, one) for one in kept), words)
 
 
 def left_out(why: str, *values: Any) -> Known:
-    """A field that asks for work that its provider would do beside the answer: left out, unless it asks for none."""
+    """Return a field that asks the provider for extra work: ignored and reported, unless its value asks for none."""
     return replace(only(why, *values), left_out=True)
 
 
@@ -76,14 +76,20 @@ def _same(value: Any, other: Any) -> bool:
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
-# By structure; mypy has no name for a class of msgspec's as a key.
+# The keys are msgspec structures, for which mypy has no type.
 Table = Mapping[Any, Mapping[str, Known]]
 Mine = Mapping[Any, Callable[[Mapping[str, Any]], bool]]
 
 
 @dataclass(slots=True)
 class _Field:
-    """A field that is read. optional: it may be left out; nullable: its type has null."""
+    """A field that is read.
+
+    Attributes:
+        node: Its type.
+        optional: It may be missing.
+        nullable: Its type includes null.
+    """
 
     node: _Node
     optional: bool
@@ -94,8 +100,12 @@ class _Field:
 class _Node:
     """The named parts of a type: the fields of its objects, the items of its arrays.
 
-    fields: None where an object is not looked into. mine: whether an object is of a kind that is read. No field of
-    another kind is named, since the whole object is refused or left out by its kind.
+    Attributes:
+        fields: The fields; None if objects are not inspected.
+        known: The known fields that are not read.
+        mine: Whether an object is of a kind that is read. Fields of another kind are not reported, since the whole
+            object is refused or ignored by its kind.
+        items: The type of the items.
     """
 
     fields: dict[str, _Field] | None = None
@@ -105,11 +115,11 @@ class _Node:
 
 
 class Reader(Generic[T]):
-    """Reads bodies of one type.
+    """Decoder of bodies of one type.
 
     Args:
         kind: A msgspec structure that forbids unknown fields, as do those within it.
-        known: The fields that are known and not read, by the structure that they would be in.
+        known: The known fields that are not read, by structure.
         mine: For some structures, whether an object is of a kind that is read (see `_Node`).
     """
 
@@ -131,7 +141,7 @@ class Reader(Generic[T]):
 
     @property
     def known_fields(self) -> dict[type, Mapping[str, Known]]:
-        """The fields that are known and not read, by the structure that they would be in."""
+        """The known fields that are not read, by structure."""
         return {kind: node.known for kind, node in self._made.items()}
 
     @property
@@ -144,11 +154,11 @@ class Reader(Generic[T]):
 
         Args:
             content: The bytes of the body.
-            ignored: Where unknown fields are noted.
+            ignored: Collects the ignored fields.
 
         Raises:
-            InvalidRequest: Names a known field with a value that cannot be ignored, or any unknown one where
-                `ignored` is strict.
+            InvalidRequest: Names a known field whose value cannot be ignored, or any unknown field if `ignored` is
+                strict.
             msgspec.DecodeError: The body is not JSON of this type.
             RecursionError: It is nested too deeply.
         """
@@ -162,7 +172,7 @@ class Reader(Generic[T]):
             return msgspec.convert(plain, self._kind)
 
     def _clean(self, node: _Node, value: Any, path: str, ignored: Ignored) -> None:
-        """Takes out of `value` what is not read."""
+        """Remove from `value` what is not read."""
         if isinstance(value, list):
             if node.items is not None:
                 ignored.look(len(value), path)

@@ -1,4 +1,4 @@
-"""The wrapper of every path: it authenticates the caller and answers errors in the shape of the API."""
+"""The wrapper of every handler: it authenticates the caller and returns errors in the API's format."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .stream import Gone
 
 Handler = Callable[[Request, Caller], Awaitable[Response]]
 Endpoint = Callable[[Request], Awaitable[Response]]
-# nginx's status of a request that its client gave up; the metrics have it.
+# nginx's status for a client that disconnected; it appears in the metrics.
 CLIENT_GONE = 499
-FAULT = "a fault of the gateway's own; its log has it"
-ENDING = "the gateway ends, and drain_s is over: ask again, with the same Idempotency-Key if there was one"
+FAULT = "internal error of the gateway; see its log"
+ENDING = "the gateway is shutting down (drain_s is over): retry, with the same Idempotency-Key if there was one"
 log = logging.getLogger(__name__)
 
 
 class Guard:
-    """Makes of a handler what starlette calls."""
+    """Turns a handler into an endpoint of Starlette."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
 
     def __call__(self, handler: Handler, right: str = "generate") -> Endpoint:
-        """right: what the caller must have."""
+        """Wrap a handler. `right` is what the caller needs."""
 
         async def guarded(request: Request) -> Response:
             notes, api = notes_of(request.scope), api_of(request.url.path, request.headers.raw)
@@ -42,10 +42,10 @@ class Guard:
                 return Response(status_code=CLIENT_GONE)
             except KvforgeError as error:
                 response = refused(error, api, notes)
-            except asyncio.CancelledError:  # by the server alone, which would say 500, and nothing in JSON
+            except asyncio.CancelledError:  # by uvicorn's shutdown, which would answer 500 without JSON
                 response = refused(Unavailable(ENDING), api, notes)
             except Exception:
-                log.exception("a fault of our own in %s, request %s", request.url.path, notes.request_id)
+                log.exception("internal error in %s, request %s", request.url.path, notes.request_id)
                 response = refused(InternalError(FAULT), api, notes)
             notes.mark(response.headers, api.request_id)
             return response
@@ -54,6 +54,6 @@ class Guard:
 
 
 def refused(error: KvforgeError, api: Api, notes: Notes) -> Response:
-    """The answer to a request that is refused, with its id."""
+    """Return the error response to a request, with its id."""
     headers = {**headers_of(error), api.request_id: notes.request_id}
     return JSONResponse(api.error(error, notes.request_id), status_of(error), headers)

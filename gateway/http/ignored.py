@@ -1,6 +1,6 @@
-"""Fields and tools that a request names and nothing reads: named in a header of the answer, logged once for each name.
+"""Ignored fields and tools of a request: listed in a response header, and logged once for each name.
 
-The number of names is bounded: they come from strangers.
+Clients choose the names, so their number is bounded.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import re
 from kvforge.protocol.errors import InvalidRequest
 
 HEADER = "x-kvforge-ignored"
-NAMES_MAX, NAME_LENGTH_MAX = 32, 80  # of one answer's header
-LOOKED_MAX = 400_000  # fields and items of one body
-LOGGED_MAX = 256  # names, of one process
-_UNPRINTABLE = re.compile(r"[^!-+\--~]")  # not visible ASCII, or the comma that stands between two names
+NAMES_MAX, NAME_LENGTH_MAX = 32, 80  # in one response header
+LOOKED_MAX = 400_000  # inspected fields and items of one body
+LOGGED_MAX = 256  # names logged by one process
+_UNPRINTABLE = re.compile(r"[^!-+\--~]")  # other than visible ASCII, or the comma that separates names
 _INDEX = re.compile(r"\[\d+\]")
 log = logging.getLogger(__name__)
 
 
 class Ignored:
-    """The fields and tools of one request that are not read. strict: they are refused instead.
+    """The ignored fields and tools of one request. With `strict` they are refused instead.
 
     Attributes:
-        count: How many fields and tools; of an array's items, the same field counts once.
+        count: The number of fields and tools; the same field of several items in an array counts once.
     """
 
     __slots__ = ("_looked", "_names", "count", "strict")
@@ -32,18 +32,18 @@ class Ignored:
         self.strict = strict
         self._looked = 0
         self.count = 0
-        self._names: dict[str, str] = {}  # the first place of each, by the name without its indices
+        self._names: dict[str, str] = {}  # the first path of each, by the path without indices
 
     def add(self, name: str, problem: str, value: str = "") -> None:
         """Note a field, or a tool by its type.
 
         Args:
-            name: The place in the body.
-            problem: The fault, for the refusal.
-            value: The value there, where it matters.
+            name: The path in the body.
+            problem: The reason, for a refusal.
+            value: The value, where it matters.
 
         Raises:
-            InvalidRequest: Names it, where requests are read strictly.
+            InvalidRequest: The request is read strictly; the error names the field.
         """
         if self.strict:
             raise InvalidRequest(name, problem)
@@ -59,25 +59,25 @@ class Ignored:
         LOGGED.log(printable(kind), shown)
 
     def look(self, parts: int, name: str) -> None:
-        """Count fields and items that are looked at one by one.
+        """Count fields and items that are inspected one by one.
 
         Raises:
-            InvalidRequest: They are more than LOOKED_MAX, which would take the time of other requests.
+            InvalidRequest: They exceed LOOKED_MAX, which would stall other requests.
         """
         self._looked += parts
         if self._looked > LOOKED_MAX:
-            problem = f"the body has more than {LOOKED_MAX} fields and items, and some that are not read"
+            problem = f"the body has more than {LOOKED_MAX} fields and items, some of them unknown"
             raise InvalidRequest(name or "body", problem)
 
     @property
     def header(self) -> str:
-        """The names, as a header has them, or ""."""
+        """The names as a header lists them, or ""."""
         more = self.count - len(self._names)
         return ", ".join([*self._names.values(), *([f"and {more} more"] if more else [])])
 
 
 class Logged:
-    """Which names were logged."""
+    """The names that were logged."""
 
     def __init__(self, names_max: int = LOGGED_MAX) -> None:
         self._names: set[str] = set()
@@ -88,15 +88,15 @@ class Logged:
         if kind in self._names or len(self._names) >= self._names_max:
             return
         self._names.add(kind)
-        log.warning("ignored: %s is not read here; strict_fields = true refuses it", shown)
+        log.warning("ignored: unsupported %s (set strict_fields = true to refuse it)", shown)
         if len(self._names) == self._names_max:
-            log.warning("ignored: %d names were logged; further ones are not", self._names_max)
+            log.warning("ignored: no further names are logged after %d", self._names_max)
 
 
 LOGGED = Logged()
 
 
 def printable(name: str) -> str:
-    """A name as a header can hold it: visible ASCII, at most NAME_LENGTH_MAX characters."""
+    """Return a name as a header can hold it: visible ASCII, at most NAME_LENGTH_MAX characters."""
     shown = _UNPRINTABLE.sub("?", name[: NAME_LENGTH_MAX + 1])
     return shown if len(shown) <= NAME_LENGTH_MAX else f"{shown[: NAME_LENGTH_MAX - 3]}..."

@@ -1,4 +1,4 @@
-"""A request that may come again: its key, and how much of its answer the client has."""
+"""Headers of requests that may be repeated: the idempotency key, the resume position and the session."""
 
 from __future__ import annotations
 
@@ -14,24 +14,39 @@ SESSION_LENGTH_MAX = 256
 
 
 def session_of(headers: Mapping[str, str]) -> str:
-    """What the caller says that the request belongs to, or "": among several replicas such requests go together."""
+    """Return the session id of a request, or "". Requests of one session go to the same replica."""
     return headers.get(SESSION_HEADER, "")[:SESSION_LENGTH_MAX]
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """name: the caller's own of this request, or "": with one it goes on when the connection, or this process, is lost,
-    and is the same request when it comes again. resume: tokens of its answer that the caller has."""
+    """The idempotency key of a request.
+
+    A request with a key survives the loss of its connection or of this process, and a repeated request with the same
+    key reads the same answer.
+
+    Attributes:
+        name: The client's key, or "".
+        resume: How many tokens of the answer the client already has.
+    """
 
     name: str = ""
     resume: int = 0
 
     @classmethod
     def of(cls, headers: Mapping[str, str], why_not: str = "") -> Key:
-        """why_not: why this response cannot go on in its middle, or "". Raises InvalidRequest naming a header."""
+        """Read the key from the headers.
+
+        Args:
+            headers: The headers of the request.
+            why_not: Why this response cannot be resumed, or "".
+
+        Raises:
+            InvalidRequest: Names the malformed header.
+        """
         name, resume = headers.get(KEY_HEADER, ""), headers.get(RESUME_HEADER, "")
         if resume and not (name and resume.isdecimal() and len(resume) < 10):
-            raise InvalidRequest(RESUME_HEADER, f"is a number of tokens, and comes with {KEY_HEADER}")
+            raise InvalidRequest(RESUME_HEADER, f"must be a number of tokens, together with {KEY_HEADER}")
         if resume and why_not:
-            raise InvalidRequest(RESUME_HEADER, f"{why_not}: leave it out, and read the answer from its beginning")
+            raise InvalidRequest(RESUME_HEADER, f"{why_not}: omit it to read the answer from its beginning")
         return cls(name, int(resume or 0))

@@ -1,4 +1,4 @@
-"""Facts about one request that go into headers: its id, and the fields that were ignored."""
+"""Facts about one request that go into response headers: its id and its ignored fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOTES = "kvforge.notes"
 
 
 class Notes:
-    """Facts about one request. request_id: used where the coordinator has not numbered the request."""
+    """Facts about one request. `request_id` is used until the coordinator has assigned its own."""
 
     __slots__ = ("ignored", "request_id")
 
@@ -23,19 +23,19 @@ class Notes:
         self.ignored = Ignored()
 
     def start(self, *, strict: bool) -> Ignored:
-        """Begin to note what of the request's body is not read. strict: it is refused instead."""
+        """Begin to collect ignored fields. With `strict` they are refused instead."""
         self.ignored = Ignored(strict=strict)
         return self.ignored
 
     def mark(self, headers: MutableHeaders, name: str) -> None:
-        """Put the request's id, under this name, and what was ignored into an answer's headers."""
+        """Add the request's id, under this name, and the ignored fields to response headers."""
         headers.setdefault(name, self.request_id)
         if shown := self.ignored.header:
             headers[HEADER] = shown
 
 
 def notes_of(scope: MutableMapping[str, Any]) -> Notes:
-    """The notes of the request with this ASGI scope, made when they are first asked for."""
+    """Return the notes of the request with this ASGI scope, creating them on first use."""
     notes = scope.get(_NOTES)
     if notes is None:
         notes = scope[_NOTES] = Notes()

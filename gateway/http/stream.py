@@ -1,4 +1,4 @@
-"""Responses that come piece by piece, as server-sent events, and end with the client that wanted them."""
+"""Streaming responses: server-sent events that stop when the client disconnects."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvforge.protocol.errors import Draining, KvforgeError
 from kvforge.protocol.steady_timeout import steady_timeout
 
 T = TypeVar("T")
-CUT = "the gateway ends, and drain_s is over: the answer was cut off"
-# For the last event of a stream that is cut off.
+CUT = "the gateway is shutting down (drain_s is over): the answer was cut off"
+# Time limit for the last event of a stream that is cut off.
 LAST_S = 1.0
 COMMENT = b": ping\n\n"
 SSE = (
@@ -28,20 +28,28 @@ SSE = (
 
 
 class Gone(Exception):
-    """The client has hung up."""
+    """The client has disconnected."""
 
 
 class Taken(Protocol):
-    """What is to be written. take: what has come since the last time, or b"". over: nothing more will."""
+    """A source of events."""
 
     @property
-    def over(self) -> bool: ...
-    def take(self) -> bytes: ...
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+
+    def take(self) -> bytes:
+        """Return the events since the last call, or b""."""
 
 
 class Failing:
-    """The same, where an error that comes after the response has begun is the last event. more: returns when there may
-    be something to take. shape: of the event."""
+    """A source that turns an error after the response has begun into its last event.
+
+    Args:
+        taken: The source.
+        more: Returns when there may be something to take.
+        shape: Encodes an error as an event.
+    """
 
     def __init__(
         self, taken: Taken, more: Callable[[], Awaitable[None]], shape: Callable[[KvforgeError], bytes]
@@ -51,18 +59,18 @@ class Failing:
 
     @property
     def over(self) -> bool:
-        """Nothing more will come."""
+        """Whether nothing more will come."""
         return self._failed or self._taken.over
 
     def cut(self) -> bytes:
-        """The last event of a stream that the server cuts off; b"" where it is over."""
+        """Return the last event of a stream that the server cuts off; b"" if it has ended."""
         if self.over:
             return b""
         self._failed = True
         return self._shape(Draining(CUT))
 
     def take(self) -> bytes:
-        """What has come since the last time."""
+        """Return the events since the last call."""
         try:
             return self._taken.take()
         except KvforgeError as error:
@@ -71,12 +79,12 @@ class Failing:
 
 
 class Pings:
-    """Ends the silence of a stream: proxies and clients give up a connection on which nothing comes.
+    """Keep-alive events: proxies and clients drop connections that stay silent.
 
     Args:
-        every_s: Longest silence.
-        event: The bytes to send then: a comment, or an event that clients of the API know.
-        wake: Makes the stream look again.
+        every_s: The longest silence.
+        event: The bytes to send then: a comment, or an event of the API.
+        wake: Wakes the stream.
     """
 
     def __init__(self, every_s: float, event: bytes, wake: Callable[[], None]) -> None:
@@ -86,7 +94,7 @@ class Pings:
         self._due = False
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the timer."""
         loop = asyncio.get_running_loop()
         self._spoke_at = loop.time()
         if self._every_s == math.inf:
@@ -103,7 +111,7 @@ class Pings:
         return self._event if self._due else b""
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -117,13 +125,13 @@ class Pings:
 
 
 class EventStream(Response):
-    """Server-sent events: one write for what came together.
+    """A response of server-sent events, one write for events that arrive together.
 
     Args:
-        source: The events to write.
-        held: Is left at the events' end, or the client's.
+        source: The events.
+        held: Closed when the events end or the client disconnects.
         headers: The headers of the response.
-        pings: End its silence; None: it speaks often enough by itself.
+        pings: Keep-alive events; None if the source is never silent for long.
     """
 
     def __init__(
@@ -139,8 +147,7 @@ class EventStream(Response):
         self.raw_headers = [*SSE, *((k.lower().encode(), v.encode("latin-1")) for k, v in (headers or {}).items())]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
-        """Writes them all, unless the client hangs up."""
-
+        """Write all events, unless the client disconnects."""
         source, pings = self._source, self._pings
 
         async def write() -> None:
@@ -159,7 +166,7 @@ class EventStream(Response):
             try:
                 await while_wanted(receive, write())
             except asyncio.CancelledError:
-                # The server's drain is over. A client that does not read is not waited for.
+                # The drain is over. A slow consumer gets LAST_S, no more.
                 with suppress(TimeoutError):
                     async with steady_timeout(LAST_S):
                         await send({"type": "http.response.body", "body": source.cut(), "more_body": True})
@@ -169,7 +176,11 @@ class EventStream(Response):
 
 
 async def wanted(request: Request, work: Awaitable[T]) -> T:
-    """What `work` gives; it is cancelled where the client hangs up first. Raises Gone."""
+    """Return the result of `work`, which is cancelled if the client disconnects first.
+
+    Raises:
+        Gone: The client disconnected.
+    """
     given: list[T] = []
 
     async def give() -> None:
@@ -181,7 +192,7 @@ async def wanted(request: Request, work: Awaitable[T]) -> T:
 
 
 async def while_wanted(receive: Receive, work: Awaitable[None]) -> bool:
-    """Runs `work` to its end, or until the client hangs up: then it is cancelled. Whether it came to its end."""
+    """Run `work` and cancel it if the client disconnects. Return whether it finished."""
     doing = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_hung_up(receive))
     try:

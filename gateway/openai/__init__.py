@@ -1,1 +1,1 @@
-"""OpenAI's API: what is asked, checked by name, and what is answered."""
+"""OpenAI's APIs: decoding and checking requests, building responses."""

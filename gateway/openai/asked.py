@@ -1,4 +1,4 @@
-"""What is asked of /v1/completions and /v1/chat/completions, as OpenAI's reference has it."""
+"""The request bodies of /v1/completions and /v1/chat/completions, as in OpenAI's reference."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import msgspec
 
 from .fields import LOGPROBS_MAX, Common
 
-# Fields of messages and tools that are accepted and without effect, with the reason.
+# Fields of messages and tools without effect, with the reason.
 IGNORED = {
-    "content[].cache_control": "prefixes are found by what they hold, wherever they end",
-    "messages[].annotations": "the text alone is given to the model",
-    "tools[].cache_control": "prefixes are found by what they hold, wherever they end",
+    "content[].cache_control": "prefix caching is automatic and based on content",
+    "messages[].annotations": "only the text reaches the model",
+    "tools[].cache_control": "prefix caching is automatic and based on content",
 }
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 
 
 class Completion(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body of /v1/completions."""
+    """The body of /v1/completions."""
 
-    # A text, texts, token ids, or lists of those.
+    # One text, several texts, token ids, or several lists of token ids.
     prompt: str | list[str | int | list[int]]
     max_tokens: Tokens | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -30,7 +30,7 @@ class Completion(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a message's content. Text alone can be read by a model here."""
+    """A part of a message's content. Only text parts are supported."""
 
     type: str
     text: str | None = None
@@ -44,7 +44,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The name and the JSON text of the arguments."""
+    """A function name and the JSON text of its arguments."""
 
     name: str
     arguments: str | dict[str, Any] | None = ""
@@ -60,7 +60,7 @@ class Called(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A message of a conversation; the fields of an answer may be sent back as they came."""
+    """A message of a conversation. Fields of an answer may be sent back unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
@@ -74,7 +74,14 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """parameters: a JSON schema. strict: arguments are made to follow it."""
+    """A function that the model may call.
+
+    Attributes:
+        name: Its name.
+        description: What it does, for the model.
+        parameters: The JSON schema of its arguments.
+        strict: Whether the schema is enforced.
+    """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     description: str | None = None
@@ -83,7 +90,7 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A function that the model may call. Tools of other types are left out."""
+    """A function that the model may call. Tools of other types are ignored."""
 
     function: Function | None = None
     type: str = "function"
@@ -97,27 +104,27 @@ class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool by its type, and a function by its name."""
+    """A tool type and the name of a function."""
 
     function: NamedFunction | None = None
     type: str = "function"
 
 
 class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The tools that may, or with the mode `required` must, be called."""
+    """The tools that may be called, or must be with the mode `required`."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool]
 
 
 class ToolChoice(NamedTool, frozen=True, forbid_unknown_fields=True):
-    """A tool that the model must call, or with the type `allowed_tools` those that it may."""
+    """A tool that must be called, or with the type `allowed_tools` those that may be."""
 
     allowed_tools: AllowedTools | None = None
 
 
 class Chat(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body of /v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     max_tokens: Tokens | None = None

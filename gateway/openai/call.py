@@ -1,4 +1,4 @@
-"""The context of a request of OpenAI's APIs: its caller, its idempotency key, its model."""
+"""The context of a request to OpenAI's APIs: its caller, idempotency key and model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,18 @@ Asked = Chat | Completion | Create
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """model_name: as the request calls it. ignored: what of the request is not read. names: of its
-    fields."""
+    """The context of a request.
+
+    Attributes:
+        caller: Its sender.
+        settings: The gateway's settings.
+        model: The model.
+        model_name: The name of the model in the request.
+        key: The idempotency key.
+        session: Requests of one session go to the same replica.
+        ignored: Collects the ignored fields.
+        names: The names of its fields.
+    """
 
     caller: Caller
     settings: Settings
@@ -46,7 +56,12 @@ class Call:
         asked: Asked,
         ignored: Ignored,
     ) -> Call:
-        """Raises ModelNotFound, InvalidRequest naming a header."""
+        """Build the context from the headers and the body.
+
+        Raises:
+            ModelNotFound: The model is not served.
+            InvalidRequest: Names a malformed header.
+        """
         if asked.model:
             model.check(asked.model)
         key = Key.of(headers, _whole(asked))
@@ -56,16 +71,20 @@ class Call:
 
     @property
     def resume(self) -> int:
-        """Tokens of the answer that the caller has."""
+        """How many tokens of the answer the client already has."""
         return self.key.resume
 
     @property
     def numbered(self) -> bool:
-        """Events say where they are, so that the caller can come back."""
+        """Whether events carry their position, so that a client can resume."""
         return bool(self.key.name)
 
     def options(self, sampling: Sampling, asked: Common | Create, max_tokens: int) -> RequestOptions:
-        """Raises InvalidRequest, for `names` to rename."""
+        """Return the options of a submission.
+
+        Raises:
+            InvalidRequest: Names the field, for `names` to rename.
+        """
         return RequestOptions(
             max_tokens=max_tokens,
             sampling=sampling,
@@ -77,13 +96,13 @@ class Call:
         )
 
     def name(self, prefix: str, generations: list[Generation]) -> str:
-        """The id of the response: the same when it is asked for again."""
+        """Return the id of the response, which stays the same when the response is read again."""
         mark = "_" if prefix in ("", "resp") else "-"
         return f"{prefix}{mark}{generations[0].request_id:016x}"
 
 
 def names_of(asked: Asked) -> Names:
-    """The names of a request's fields."""
+    """Return the names of a request's fields."""
     if isinstance(asked, Create):
         return Names({"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"})
     if isinstance(asked, Completion):
@@ -93,7 +112,7 @@ def names_of(asked: Asked) -> Names:
 
 
 def total(generations: list[Generation]) -> Usage:
-    """The counts of all of them together."""
+    """Return the sum of the token counts."""
     each = [generation.usage for generation in generations]
     return Usage(
         prompt=sum(usage.prompt for usage in each),
@@ -104,9 +123,9 @@ def total(generations: list[Generation]) -> Usage:
 
 
 def _whole(asked: Asked) -> str:
-    """Why the answer to this cannot go on in its middle, or ""."""
+    """Return why the answer cannot be resumed, or ""."""
     if isinstance(asked, Create):
-        return "events of this API have no numbers"
+        return "events of this API are not numbered"
     if not asked.stream:
         return "the answer is not streamed"
     several = asked.n or 1

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a conversation goes on."""
+"""/v1/chat/completions: continue a conversation."""
 
 from __future__ import annotations
 
@@ -29,8 +29,15 @@ TOOL_CALLS = "tool_calls"
 
 
 def messages_of(messages: list[Message], model: str | None) -> list[dict[str, Any]]:
-    """The conversation as a chat template reads it. model: as the request names it. Raises InvalidRequest naming the
-    field."""
+    """Return the conversation for a chat template.
+
+    Args:
+        messages: The messages of the request.
+        model: The name of the model in the request, for errors.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
     arguments = CalledArguments()
     with naming(model):
         return [_message(message, f"messages[{at}]", arguments) for at, message in enumerate(messages)]
@@ -38,7 +45,7 @@ def messages_of(messages: list[Message], model: str | None) -> list[dict[str, An
 
 def _message(message: Message, field: str, arguments: CalledArguments) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    # An answer that refused has no content, and these words instead.
+    # A refusal stands in place of content.
     content = content_text(message.content, f"{field}.content") or message.refusal or ""
     plain: dict[str, Any] = {"role": role, "content": content}
     if message.name is not None:
@@ -48,7 +55,9 @@ def _message(message: Message, field: str, arguments: CalledArguments) -> dict[s
         plain["reasoning_content"] = reasoning
     if role == "tool":
         if not message.tool_call_id:
-            raise InvalidRequest(f"{field}.tool_call_id", "is missing: it says which call this is the result of")
+            raise InvalidRequest(
+                f"{field}.tool_call_id", "is missing: it identifies the call that this result belongs to"
+            )
         plain["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
         plain["tool_calls"] = [
@@ -66,7 +75,11 @@ def _message(message: Message, field: str, arguments: CalledArguments) -> dict[s
 
 
 def tools_of(tools: Sequence[asked.Tool], ignored: Ignored) -> list[Tool]:
-    """The functions among the tools of a request; others are noted in `ignored`. Raises InvalidRequest."""
+    """Return the functions among the tools of a request and note others in `ignored`.
+
+    Raises:
+        InvalidRequest: Names a malformed tool.
+    """
     functions = []
     for at, tool in enumerate(tools):
         if tool.type != FUNCTION:
@@ -81,7 +94,11 @@ def tools_of(tools: Sequence[asked.Tool], ignored: Ignored) -> list[Tool]:
 
 
 def choice_of(chat: Chat) -> Choice:
-    """Which tools may or must be called; without any: none."""
+    """Return which tools may or must be called; none if the request has no tools.
+
+    Raises:
+        InvalidRequest: Names `tool_choice`.
+    """
     choice, parallel = chat.tool_choice, chat.parallel_tool_calls is not False
     if choice is None:
         return Choice(AUTO if chat.tools else NONE, "", parallel)
@@ -100,11 +117,11 @@ def choice_of(chat: Chat) -> Choice:
 
 
 class ChatCompletion:
-    """One request."""
+    """One request to /v1/chat/completions."""
 
     @classmethod
     async def of(cls, call: Call, asked: Chat) -> ChatCompletion:
-        """Understand a request.
+        """Check a request and render its conversation.
 
         Raises:
             InvalidRequest: Names the field.
@@ -116,19 +133,19 @@ class ChatCompletion:
     def __init__(self, call: Call, asked: Chat) -> None:
         check_ignored(asked)
         if asked.add_special_tokens:
-            raise InvalidRequest("add_special_tokens", "may only be false: the chat template writes them")
+            raise InvalidRequest("add_special_tokens", "must be false: the chat template adds special tokens")
         self.call, self.asked = call, asked
         self.shown = self._logprobs()
         self.wanted: list[Wanted] = []
 
     async def converse(self) -> None:
-        """Render the conversation."""
+        """Render the conversation and build the submission."""
         call, asked = self.call, self.asked
         told = dict(asked.chat_template_kwargs or {})
         if asked.reasoning_effort is not None:
             told["reasoning_effort"] = asked.reasoning_effort
         if asked.continue_final_message and asked.add_generation_prompt:
-            problem = "cannot be true together with continue_final_message"
+            problem = "cannot be combined with continue_final_message"
             raise InvalidRequest("add_generation_prompt", problem)
         continued = bool(asked.continue_final_message)
         conversation = await conversing(
@@ -160,16 +177,16 @@ class ChatCompletion:
         ]
 
     def _logprobs(self) -> int | None:
-        """How many of the most likely tokens are reported; None: no log-probabilities."""
+        """Return how many of the most likely tokens to report; None for no log-probabilities."""
         asked = self.asked
         if not asked.logprobs:
             if asked.top_logprobs:
-                raise InvalidRequest("top_logprobs", "needs logprobs: true")
+                raise InvalidRequest("top_logprobs", "requires logprobs: true")
             return None
         return asked.top_logprobs or 0
 
     async def whole(self, generations: list[Generation]) -> bytes:
-        """The body, when all have ended."""
+        """Return the body of the complete response."""
         (generation,) = generations
         answers = await generation.whole()
         name = self.call.name("chatcmpl", generations)
@@ -203,18 +220,18 @@ class ChatCompletion:
         return choice
 
     def shown_of(self, events: list[Event]) -> list[Event]:
-        """Return the events that the caller wants."""
+        """Return the events without reasoning, if the client does not want it."""
         if self.asked.include_reasoning is not False:
             return events
         return [event for event in events if not isinstance(event, Reasoning)]
 
     def events(self, generations: list[Generation]) -> ChatEvents:
-        """The same, as it comes."""
+        """Return the response as a stream of events."""
         return ChatEvents(self, generations[0])
 
 
 class ChatEvents:
-    """The events of a streamed answer, a write for what came together."""
+    """The events of a streamed response; pieces that arrive together are one write."""
 
     def __init__(self, chat: ChatCompletion, generation: Generation) -> None:
         call, options = chat.call, chat.asked.stream_options
@@ -238,11 +255,11 @@ class ChatEvents:
 
     @property
     def over(self) -> bool:
-        """Nothing more will come."""
+        """Whether nothing more will come."""
         return self._generation.over
 
     def take(self) -> bytes:
-        """What has come since the last time."""
+        """Return the events since the last call."""
         events, written = self._events, []
         if not self._begun:
             self._begun = True
@@ -260,7 +277,7 @@ class ChatEvents:
         return written[0] if len(written) == 1 else b"".join(written)
 
     def _chunks(self, piece: Piece) -> list[bytes]:
-        """A piece that is more than text: an event for each kind of it; what belongs to its tokens is in the first."""
+        """Encode a piece that is more than text: one event for each kind, the first with the data of its tokens."""
         chat = self._chat
         deltas = [delta_of(event, f"{self._name}-{piece.index}") for event in chat.shown_of(piece.events)]
         self._called[piece.index] |= any(TOOL_CALLS in delta for delta in deltas)
@@ -275,7 +292,7 @@ class ChatEvents:
             if chat.asked.return_token_ids:
                 choices[0]["token_ids"] = list(stream.tokens[piece.start : end])
             if piece.reason:
-                # By itself, as clients of OpenAI know it.
+                # In an event of its own, as OpenAI sends it.
                 if choices[-1]["delta"]:
                     choices.append(_delta(piece.index, {}))
                 choices[-1]["finish_reason"] = finish_reason(piece.reason, self._called[piece.index])
@@ -283,12 +300,12 @@ class ChatEvents:
 
 
 def finish_reason(reason: str, called: bool) -> str:
-    """Why an answer ended: one that calls tools ended for that."""
+    """Return why an answer ended; "tool_calls" if it stopped after tool calls."""
     return TOOL_CALLS if called and reason == "stop" else reason
 
 
 def message_of(events: list[Event], name: str) -> dict[str, Any]:
-    """A whole answer. name: of which the ids of calls are made where the format has none."""
+    """Build the message of a complete answer. The ids of its calls derive from `name` if the format has none."""
     content = "".join(event.text for event in events if isinstance(event, Content))
     reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
     calls: list[dict[str, Any]] = []
@@ -312,7 +329,7 @@ def message_of(events: list[Event], name: str) -> dict[str, Any]:
 
 
 def delta_of(event: Event, name: str) -> dict[str, Any]:
-    """An event as a delta of a message."""
+    """Convert an event to a message delta."""
     if isinstance(event, Content):
         return {"content": event.text}
     if isinstance(event, Reasoning):
@@ -326,7 +343,7 @@ def delta_of(event: Event, name: str) -> dict[str, Any]:
 
 
 def call_id(call: ToolCall, name: str) -> str:
-    """The id of a call: the model's own, or one that is the same whenever the answer is read."""
+    """Return the id of a call: the model's own, or one that stays the same when the answer is read again."""
     return call.call_id or f"call-{name}-{call.index}"
 
 

@@ -1,4 +1,4 @@
-"""/v1/completions: a text goes on."""
+"""/v1/completions: continue a text."""
 
 from __future__ import annotations
 
@@ -36,21 +36,25 @@ NO_TOKENS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt of the request. text: as it was given, or as its tokens read; "": it is not echoed."""
+    """A prompt of the request. `text` is what `echo` repeats: the prompt as given or decoded, or ""."""
 
     ids: Int32Array
     text: str
 
 
 async def prompts_of(asked: Completion, model: Model) -> list[Prompt]:
-    """The prompts of a request. Raises InvalidRequest naming `prompt`."""
+    """Return the prompts of a request.
+
+    Raises:
+        InvalidRequest: Names `prompt`.
+    """
     given = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]
     ids = [token for token in given if isinstance(token, int)]
     if ids and len(ids) < len(given):
-        raise InvalidRequest("prompt", "holds token ids and something else")
+        raise InvalidRequest("prompt", "mixes token ids with texts or lists")
     several = [ids] if ids else [one for one in given if not isinstance(one, int)]
     if not 1 <= len(several) <= PROMPTS_MAX:
-        raise InvalidRequest("prompt", f"holds {len(several)} prompts; there may be 1 to {PROMPTS_MAX}")
+        raise InvalidRequest("prompt", f"holds {len(several)} prompts (expected 1 to {PROMPTS_MAX})")
     special = asked.add_special_tokens is not False
     return [await _prompt(one, model, special, bool(asked.echo), f"prompt[{at}]") for at, one in enumerate(several)]
 
@@ -66,11 +70,11 @@ async def _prompt(given: str | list[int], model: Model, special: bool, echo: boo
 
 
 class Completions:
-    """One request: a generation for each of its prompts."""
+    """One request to /v1/completions: a generation for each of its prompts."""
 
     @classmethod
     async def of(cls, call: Call, asked: Completion) -> Completions:
-        """Understand a request.
+        """Check a request and tokenise its prompts.
 
         Raises:
             InvalidRequest: Names the field.
@@ -84,7 +88,7 @@ class Completions:
     def __init__(self, call: Call, asked: Completion) -> None:
         check_ignored(asked)
         if asked.suffix:
-            raise InvalidRequest("suffix", "is not supported: the model continues a prompt, it does not fill gaps")
+            raise InvalidRequest("suffix", "is not supported: the model only continues a prompt")
         self.call, self.asked = call, asked
         self.n = asked.n or 1
         self.best_of = asked.best_of if asked.best_of is not None else self.n
@@ -95,7 +99,7 @@ class Completions:
         self.wanted: list[Wanted] = []
 
     def use(self, prompts: list[Prompt]) -> None:
-        """Take the prompts of the request."""
+        """Set the prompts and build the submissions."""
         call, asked, self.prompts = self.call, self.asked, prompts
         call.names.shape = shape = shape_asked(asked)
         sampling = sampling_of(asked, asked.logprobs or 0, shape)
@@ -116,18 +120,18 @@ class Completions:
     def _check(self) -> None:
         asked = self.asked
         if asked.stop and not self.call.model.prompts.has_text:
-            raise InvalidRequest("stop", f"{NO_TOKENIZER}, so that text is not known: use stop_token_ids")
+            raise InvalidRequest("stop", f"{NO_TOKENIZER}, so stop strings cannot be matched: use stop_token_ids")
         if self.best_of < self.n:
             raise InvalidRequest("best_of", f"is {self.best_of}; it must be at least n, which is {self.n}")
         if self.best_of > SAMPLES_MAX:
-            raise InvalidRequest("best_of", f"is {self.best_of}; it may be {SAMPLES_MAX}")
+            raise InvalidRequest("best_of", f"is {self.best_of}; the limit is {SAMPLES_MAX}")
         if asked.stream and self.best_of > self.n:
-            raise InvalidRequest("best_of", "cannot be streamed: which answers are best is known at their end")
+            raise InvalidRequest("best_of", "cannot be streamed: the best answers are known only at the end")
         if asked.echo and asked.logprobs is not None:
-            raise InvalidRequest("echo", "log-probabilities of a prompt are not kept: leave out echo or logprobs")
+            raise InvalidRequest("echo", "log-probabilities of a prompt are not stored: omit echo or logprobs")
 
     async def whole(self, generations: list[Generation]) -> bytes:
-        """The body, when all have ended."""
+        """Return the body of the complete response."""
         choices = []
         for at, (prompt, generation) in enumerate(zip(self.prompts, generations, strict=True)):
             answers = await generation.whole()
@@ -148,7 +152,7 @@ class Completions:
     def _best(self, answers: list[Whole]) -> list[Whole]:
         if self.best_of == self.n:
             return answers
-        # By the mean, as vLLM and OpenAI's reference have it: "the highest log probability per token".
+        # By the mean, as in vLLM and OpenAI's reference: "the highest log probability per token".
         return sorted(answers, key=lambda a: -float(np.mean(a.stream.logprobs)) if len(a.stream.logprobs) else 0.0)[
             : self.n
         ]
@@ -169,17 +173,17 @@ class Completions:
         return choice
 
     def logs(self, stream: Stream, start: int, end: int, offset: int) -> tuple[dict[str, Any], int]:
-        """The log-probabilities of tokens [start, end), and where in the text the next one begins."""
+        """Return the log-probabilities of tokens [start, end), and the text offset of the next token."""
         prompts, tops = self.call.model.prompts, bool(self.logprobs)
         return logprobs.of_completion(prompts, stream, start, end, tops=tops, offset=offset)
 
     def events(self, generations: list[Generation]) -> CompletionEvents:
-        """The same, as it comes."""
+        """Return the response as a stream of events."""
         return CompletionEvents(self, generations)
 
 
 class CompletionEvents:
-    """The events of streamed answers, a write for what came together."""
+    """The events of streamed answers; pieces that arrive together are one write."""
 
     def __init__(self, work: Completions, generations: list[Generation]) -> None:
         call, asked = work.call, work.asked
@@ -202,11 +206,11 @@ class CompletionEvents:
 
     @property
     def over(self) -> bool:
-        """Nothing more will come."""
+        """Whether nothing more will come."""
         return all(generation.over for generation in self._generations)
 
     def take(self) -> bytes:
-        """What has come since the last time."""
+        """Return the events since the last call."""
         written, n = [], self._work.n
         if self._echo:
             self._echo = False
@@ -243,5 +247,5 @@ class CompletionEvents:
 
 
 def text_of(events: list[Event]) -> str:
-    """The text of events of an answer that was not parsed."""
+    """Return the text of an answer that was not parsed."""
     return "".join(event.text for event in events if isinstance(event, Content))

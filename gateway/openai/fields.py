@@ -1,7 +1,7 @@
-"""Fields that both completions and chat take, and what is made of them.
+"""Fields that both completions and chat have, and the sampling parameters that they become.
 
-Fields of these structures that have no effect are in `IGNORED`, known fields that no structure has are in `known.py`;
-the documentation is made of both.
+`IGNORED` lists fields of these structures without effect; `known.py` lists known fields that no structure has. The
+documentation is generated from both.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from kvforge.protocol.messages import SAMPLING_RANGES
 
 from .shapes import OTHER_NAMES, ResponseFormat, StructuredOutputs, shape_of
 
-# Accepted and without effect, with the reason.
+# Fields without effect, with the reason.
 IGNORED = {
-    "user": "a label of the caller's own: nothing is kept about users",
-    "safety_identifier": "a label of the caller's own, as `user`",
-    "metadata": "a label of the caller's own: responses are not stored",
-    "service_tier": "there is one",
-    "prompt_cache_key": "prefixes are found by what they hold, wherever they come from",
-    "prompt_cache_retention": "blocks stay as long as there is room",
-    "skip_special_tokens": "special tokens are never text; `false` is refused",
-    "spaces_between_special_tokens": "special tokens are never text",
-    "detokenize": "`true` is how it is; `false` is refused",
-    "response_format.json_schema.description": "it is not given to the model; the schema is enforced",
-    "response_format.json_schema.name": "it is not given to the model; the schema is enforced",
+    "user": "a label for the caller; no user data is stored",
+    "safety_identifier": "a label for the caller, as `user`",
+    "metadata": "a label for the caller; responses are not stored",
+    "service_tier": "there is only one tier",
+    "prompt_cache_key": "prefix caching is automatic and based on content",
+    "prompt_cache_retention": "blocks stay cached until they are evicted",
+    "skip_special_tokens": "special tokens never appear in text; `false` is refused",
+    "spaces_between_special_tokens": "special tokens never appear in text",
+    "detokenize": "always on; `false` is refused",
+    "response_format.json_schema.description": "not given to the model; the schema is enforced",
+    "response_format.json_schema.name": "not given to the model; the schema is enforced",
     "stream_options.include_obfuscation": "events are not padded",
-    "parallel_tool_calls": "`true` is how it is where tools are not forced",
+    "parallel_tool_calls": "always allowed, unless a tool is forced",
 }
 LOGPROBS_MAX = 20
 TOP_P_MIN = SAMPLING_RANGES["top_p"][0]
@@ -41,7 +41,13 @@ Text = Annotated[str, msgspec.Meta(max_length=1 << 26)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """include_usage: a last event with the counts. continuous_usage_stats: they are in each (vLLM)."""
+    """The options of a stream.
+
+    Attributes:
+        include_usage: Send a last event with the token counts.
+        continuous_usage_stats: Send the token counts with each event (vLLM).
+        include_obfuscation: Without effect.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -49,7 +55,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a request may say in both APIs. None is as if it was not said."""
+    """The fields that both APIs have. None stands for a missing field."""
 
     model: str = ""
     n: Annotated[int, msgspec.Meta(ge=1, le=SAMPLES_MAX)] | None = None
@@ -62,7 +68,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    # vLLM's
+    # vLLM extensions
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -74,7 +80,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # other names of the fields of structured_outputs
+    # aliases of the fields of structured_outputs
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -94,7 +100,16 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def sampling_of(asked: Common, logprobs: int, shape: Shape) -> Sampling:
-    """How tokens are chosen. logprobs: how many of the most likely ones to report. Raises InvalidRequest."""
+    """Return the sampling parameters.
+
+    Args:
+        asked: The request.
+        logprobs: How many of the most likely tokens to report.
+        shape: The output constraint.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
     named = {
         "temperature": asked.temperature,
         "seed": None if asked.seed is None else asked.seed % (1 << 64),
@@ -115,31 +130,43 @@ def sampling_of(asked: Common, logprobs: int, shape: Shape) -> Sampling:
 
 
 def top_k_of(asked: int | None) -> int | None:
-    """Less than 0 is what vLLM has for all tokens."""
+    """Return top_k; a negative one means all tokens, as in vLLM."""
     return None if asked is None else max(asked, 0)
 
 
 def top_p_of(asked: float | None) -> float | None:
-    """0 is what both APIs allow, and means the most likely token alone."""
+    """Return top_p; 0 means the most likely token alone, as in both APIs."""
     return TOP_P_MIN if asked is not None and asked == 0 else asked
 
 
 def check_ignored(asked: Common) -> None:
-    """Refuses a value that cannot be ignored. Raises InvalidRequest naming the field."""
+    """Refuse values that cannot be ignored.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
     for name, wanted in (("skip_special_tokens", True), ("detokenize", True)):
         value = getattr(asked, name)
         if value is not None and value is not wanted:
-            raise InvalidRequest(name, f"may only be {str(wanted).lower()}: {IGNORED[name]}")
+            raise InvalidRequest(name, f"must be {str(wanted).lower()}: {IGNORED[name]}")
 
 
 def shape_asked(asked: Common) -> Shape:
-    """Return the shape that an answer must have. Raises InvalidRequest."""
+    """Return the output constraint.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
     others = {name: value for name in OTHER_NAMES if (value := getattr(asked, name)) is not None}
     return shape_of(asked.response_format, asked.structured_outputs, others)
 
 
 def stops_of(asked: Common) -> tuple[str, ...]:
-    """The strings that end an answer. Raises InvalidRequest naming `stop`."""
+    """Return the stop strings.
+
+    Raises:
+        InvalidRequest: Names `stop`.
+    """
     return () if asked.stop is None else stop_strings(asked.stop)
 
 
@@ -149,7 +176,7 @@ def _biases(biases: dict[str, float]) -> dict[int, float]:
         try:
             token_id = int(token)
         except ValueError:
-            raise InvalidRequest("logit_bias", f"names {token[:40]!r}, which is not a token id") from None
-        # OpenAI says that -100 bans a token; here that is what -inf does.
+            raise InvalidRequest("logit_bias", f"invalid token id: {token[:40]!r}") from None
+        # In OpenAI's API -100 bans a token; kvforge uses -inf.
         checked[token_id] = float("-inf") if bias <= -100 else bias
     return checked

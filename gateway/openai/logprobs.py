@@ -1,4 +1,4 @@
-"""Log-probabilities, in the two shapes that OpenAI's API has."""
+"""Log-probabilities in the formats of chat and of completions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvforge.gateway.replicas.stream import Stream
 
 
 def of_chat(prompts: Prompts, stream: Stream, start: int, end: int) -> dict[str, Any]:
-    """Of a choice's tokens [start, end)."""
+    """Return the log-probabilities of tokens [start, end) for a chat choice."""
     content = []
     for at in range(start, end):
         tops = [_entry(prompts, token, logprob) for token, logprob in stream.tops[at]]
@@ -20,8 +20,19 @@ def of_chat(prompts: Prompts, stream: Stream, start: int, end: int) -> dict[str,
 def of_completion(
     prompts: Prompts, stream: Stream, start: int, end: int, *, tops: bool, offset: int
 ) -> tuple[dict[str, Any], int]:
-    """Of a choice's tokens [start, end), and where the text goes on. tops: those of the most likely ones were asked
-    for. offset: in characters, where the first begins."""
+    """Return the log-probabilities of tokens [start, end) for a completion choice.
+
+    Args:
+        prompts: Spells the tokens.
+        stream: The tokens.
+        start: The first token.
+        end: Behind the last token.
+        tops: Whether the most likely tokens are requested.
+        offset: The text offset of the first token, in characters.
+
+    Returns:
+        The body, and the text offset of the next token.
+    """
     names, offsets, best = [], [], []
     for at in range(start, end):
         name, _ = prompts.spelled(stream.tokens[at])
@@ -44,5 +55,5 @@ def _entry(prompts: Prompts, token: int, logprob: float) -> dict[str, Any]:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI's API says -9999 of what is as good as impossible."""
+    """Return -9999 for minus infinity, as OpenAI's API does: JSON has no infinity."""
     return max(float(logprob), -9999.0)

@@ -1,4 +1,4 @@
-"""/v1/responses: a conversation goes on, answered in items; nothing of it is stored."""
+"""/v1/responses: continue a conversation, answered in items. Responses are not stored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READER = Reader(Create, KNOWN, MINE)
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """Counts of tokens."""
+    """Return the token counts."""
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
@@ -38,11 +38,11 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 
 class Responses:
-    """One request."""
+    """One request to /v1/responses."""
 
     @classmethod
     async def of(cls, call: Call, asked: Create) -> Responses:
-        """Understand a request.
+        """Check a request and render its conversation.
 
         Raises:
             InvalidRequest: Names the field.
@@ -58,7 +58,7 @@ class Responses:
         self.wanted: list[Wanted] = []
 
     async def converse(self) -> None:
-        """Render the conversation."""
+        """Render the conversation and build the submission."""
         call, asked = self.call, self.asked
         effort = asked.reasoning.effort if asked.reasoning is not None else None
         variables = dict(asked.chat_template_kwargs or {})
@@ -92,7 +92,7 @@ class Responses:
         return sampling
 
     def body(self, generation: Generation, output: list[dict[str, Any]], reason: str = "") -> dict[str, Any]:
-        """The response. reason: why it ended; "": it has not."""
+        """Build the response. `reason` is why it ended; "" while it continues."""
         asked = self.asked
         status = {"": "in_progress", "length": "incomplete"}.get(reason, "completed")
         return {
@@ -122,7 +122,7 @@ class Responses:
         }
 
     async def whole(self, generations: list[Generation]) -> bytes:
-        """The body, when it has ended."""
+        """Return the body of the complete response."""
         (generation,) = generations
         (answer,) = await generation.whole()
         items = Items(self.call.name("", generations), self.offered.name_of)
@@ -132,15 +132,20 @@ class Responses:
         return encode(self.body(generation, items.done, answer.reason))
 
     def events(self, generations: list[Generation]) -> ResponseEvents:
-        """The same, as it comes."""
+        """Return the response as a stream of events."""
         return ResponseEvents(self, generations[0])
 
 
 class Items:
-    """The items of an answer, put together event by event; `told` is called with what happens to them."""
+    """Builds the output items of an answer. `told` collects the stream events for them.
+
+    Args:
+        name: The base of the items' ids.
+        name_of: Returns the name fields of a call, given the function's name.
+    """
 
     def __init__(self, name: str, name_of: Callable[[str], dict[str, str]]) -> None:
-        """name: the text that ids are made from. name_of: fields of a call that name a function, by its name."""
+
         self._name_of = name_of
         self.done: list[dict[str, Any]] = []
         self.told: list[tuple[str, dict[str, Any]]] = []
@@ -149,7 +154,7 @@ class Items:
         self._text: list[str] = []
 
     def add(self, event: Event) -> None:
-        """One more event of the answer."""
+        """Add an event of the answer."""
         if isinstance(event, ToolCall):
             self.close()
             at = f"{self._name}_{len(self.done)}"
@@ -171,7 +176,7 @@ class Items:
             self._delta("response.output_text.delta", event.text, content_index=0, logprobs=[])
 
     def close(self, reason: str = "stop") -> None:
-        """The item that is open is whole, or was cut off."""
+        """Complete the open item; with the reason `length` it is incomplete."""
         if self._item is None:
             return
         item, text, kind = self._item, "".join(self._text), self._kind()
@@ -202,12 +207,12 @@ class Items:
         self._tell(kind, delta=text, **fields)
 
     def _tell(self, kind: str, **fields: Any) -> None:
-        assert self._item is not None, "of an item that is open"
+        assert self._item is not None, "an item is open"
         self.told.append((kind, {"item_id": self._item["id"], "output_index": len(self.done), **fields}))
 
 
 class ResponseEvents:
-    """The events of a streamed response, a write for what came together."""
+    """The events of a streamed response; pieces that arrive together are one write."""
 
     def __init__(self, work: Responses, generation: Generation) -> None:
         self._work, self._generation = work, generation
@@ -217,11 +222,11 @@ class ResponseEvents:
 
     @property
     def over(self) -> bool:
-        """Nothing more will come."""
+        """Whether nothing more will come."""
         return self._generation.over
 
     def take(self) -> bytes:
-        """What has come since the last time."""
+        """Return the events since the last call."""
         written: list[bytes] = []
         if not self._begun:
             self._begun = True
@@ -249,7 +254,7 @@ class ResponseEvents:
 
 
 def event(kind: str, **fields: Any) -> bytes:
-    """One server-sent event of this API."""
+    """Encode one server-sent event of this API."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))
 
 

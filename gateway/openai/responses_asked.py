@@ -1,4 +1,4 @@
-"""What is asked of /v1/responses, as OpenAI's reference has it, and the conversation that it is."""
+"""The request body of /v1/responses, as in OpenAI's reference, and its conversation."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvforge.protocol.errors import InvalidRequest
 from .asked import Part, Tokens
 from .shapes import JsonSchema, ResponseFormat, StructuredOutputs, shape_of
 
-# Accepted and without effect, beside those of chat, with the reason.
+# Fields without effect in addition to those of chat, with the reason.
 IGNORED = {
-    "include": "nothing more is known than what is answered; log-probabilities are refused",
-    "reasoning.summary": "reasoning is given as it is",
-    "text.format.description": "it is not given to the model; the schema is enforced",
-    "text.format.name": "it is not given to the model; the schema is enforced",
-    "text.verbosity": "it is not given to the model",
-    "truncation": "a conversation that is too long is refused",
+    "include": "no further data exists; log-probabilities are refused",
+    "reasoning.summary": "reasoning is always returned in full",
+    "text.format.description": "not given to the model; the schema is enforced",
+    "text.format.name": "not given to the model; the schema is enforced",
+    "text.verbosity": "not given to the model",
+    "truncation": "a conversation that exceeds the context is refused",
     "input[].summary": "the text of a reasoning item is its `content`; a `summary` is not given to the model",
-    "input[].encrypted_content": "it can be read by its provider alone: send the `content` of reasoning",
-    "input[].id": "items are not stored here",
-    "input[].phase": "it is not given to the model",
-    "input[].status": "an item is what it holds",
+    "input[].encrypted_content": "only its provider can decrypt it: send the `content` of reasoning",
+    "input[].id": "items are not stored",
+    "input[].phase": "not given to the model",
+    "input[].status": "the status of an item is not used",
     "stream_options": "events are not padded",
 }
 
@@ -35,7 +35,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of a conversation. Which fields it has depends on its type; without one it is a message."""
+    """An item of a conversation. Its type determines which fields it has; without a type it is a message."""
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -53,8 +53,10 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function that the model may call, or a namespace that holds some in `tools`. Tools of other types are left
-    out."""
+    """A function that the model may call, or a namespace with functions in `tools`.
+
+    Tools of other types are ignored.
+    """
 
     type: str
     name: str = ""
@@ -65,7 +67,7 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class NamedTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A tool by its type, and a function by its name."""
+    """A tool type and the name of a function."""
 
     type: str
     name: str | None = None
@@ -74,20 +76,20 @@ class NamedTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ToolChoice(NamedTool, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A tool that the model must call, or with the type `allowed_tools` those that it may."""
+    """A tool that must be called, or with the type `allowed_tools` those that may be."""
 
     mode: Literal["auto", "required"] | None = None
     tools: list[NamedTool] | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """include_obfuscation: events are not padded here."""
+    """The options of a stream. `include_obfuscation` has no effect."""
 
     include_obfuscation: bool | None = None
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the text of an answer looks like."""
+    """The output format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
@@ -97,21 +99,21 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """See `TextFormat`."""
+    """The settings of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """effort: how much a model thinks, where its chat template can be told."""
+    """The reasoning settings. `effort` is passed to the chat template if it has such a setting."""
 
     effort: str | None = None
     summary: str | None = None
 
 
 class Create(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body of /v1/responses."""
+    """The body of /v1/responses."""
 
     input: str | list[Item]
     model: str = ""
@@ -126,7 +128,7 @@ class Create(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     text: Text | None = None
     reasoning: Reasoning | None = None
     previous_response_id: str | None = None
-    # vLLM's
+    # vLLM extensions
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -149,23 +151,27 @@ class Create(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def check(asked: Create) -> None:
-    """Refuses what a service without a memory cannot do. Raises InvalidRequest naming the field."""
+    """Refuse features that need stored responses.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
     if asked.previous_response_id is not None:
-        problem = "responses are not stored here: send the conversation so far as `input`"
+        problem = "responses are not stored: send the conversation so far as `input`"
         raise InvalidRequest("previous_response_id", problem)
     if asked.background:
-        raise InvalidRequest("background", "may only be false: a response cannot be fetched later here")
+        raise InvalidRequest("background", "must be false: responses are not stored and cannot be fetched later")
     for at, name in enumerate(asked.include or ()):
         if name == LOGPROBS:
             raise InvalidRequest(f"include[{at}]", "is not supported: use /v1/chat/completions with logprobs")
 
 
 def messages_of(asked: Create, shown: Callable[[str, str], str]) -> list[dict[str, Any]]:
-    """The conversation as a chat template reads it.
+    """Return the conversation for a chat template.
 
     Args:
         asked: The request.
-        shown: The name that the model knows a function by, of its namespace and its own name.
+        shown: Maps a namespace and a function name to the name that the model sees.
 
     Raises:
         InvalidRequest: Names the field.
@@ -215,25 +221,31 @@ def _item(
         if text:
             messages.append({"role": "assistant", "content": "", "reasoning_content": text})
     else:
-        raise InvalidRequest(f"{field}.type", f"is {item.type!r}; there are messages, function calls and their outputs")
+        raise InvalidRequest(
+            f"{field}.type", f"is {item.type!r} (expected message, reasoning, function_call or function_call_output)"
+        )
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message that is being put together."""
+    """Return the assistant's message under construction."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
 def shape(asked: Create) -> Shape:
-    """What the answer must look like. Raises InvalidRequest."""
+    """Return the output constraint.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
     wanted = asked.text.format if asked.text is not None else None
     if asked.structured_outputs is not None and (wanted is None or wanted.type == "text"):
         return shape_of(None, asked.structured_outputs)
     if wanted is None:
         return ANY
     if asked.structured_outputs is not None:
-        raise InvalidRequest("structured_outputs", "comes together with text.format; give only one")
+        raise InvalidRequest("structured_outputs", "cannot be combined with text.format")
     if wanted.type == "json_schema" and wanted.schema is None:
         raise InvalidRequest("text.format.schema", "is missing")
     schema = JsonSchema(schema=wanted.schema) if wanted.type == "json_schema" else None

@@ -1,7 +1,7 @@
-"""The tools of /v1/responses: functions, also those within namespaces; all others are left out.
+"""The tools of /v1/responses: functions, also those within namespaces. Other tools are ignored.
 
-A model knows a function by one name. Within a namespace that is its own name where no other function has it, else the
-namespace's and its own. Calls are answered with both names apart, as the caller knows them.
+The model sees one name for each function. Within a namespace that is the function's own name if it is unique, else the
+namespace and the name. Calls are returned with both parts, as the client knows them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ class Offered:
 
     Args:
         asked: The request.
-        ignored: Where tools that are left out are noted.
+        ignored: Collects the ignored tools.
 
     Raises:
-        InvalidRequest: Names a tool that cannot be offered, or any that is no function where requests are read
-            strictly.
+        InvalidRequest: Names a malformed tool, or any tool other than a function if requests are read strictly.
     """
 
     def __init__(self, asked: Create, ignored: Ignored) -> None:
@@ -49,16 +48,20 @@ class Offered:
             self._shown[space, tool.name] = shown
 
     def name_of(self, shown: str) -> dict[str, str]:
-        """A function's name as the caller knows it, by the one that the model knows: fields of a call."""
+        """Return the name fields of a call, given the name that the model sees."""
         space, name = self._names.get(shown, ("", shown))
         return {"name": name, NAMESPACE: space} if space else {"name": name}
 
     def shown(self, namespace: str, name: str) -> str:
-        """The name that the model knows a function by."""
+        """Return the name that the model sees."""
         return self._shown.get((namespace, name), name)
 
     def choice(self, asked: Create) -> Choice:
-        """Which functions may or must be called. Raises InvalidRequest naming `tool_choice`."""
+        """Return which functions may or must be called.
+
+        Raises:
+            InvalidRequest: Names `tool_choice`.
+        """
         choice, parallel = asked.tool_choice, asked.parallel_tool_calls is not False
         if choice is None:
             return Choice(AUTO if self.tools else NONE, "", parallel)
@@ -76,7 +79,7 @@ class Offered:
 
 
 def echoed(tools: list[FunctionTool] | None) -> list[dict[str, Any]]:
-    """The tools of a request as its response repeats them: those that were offered."""
+    """Return the tools as the response repeats them: those that were offered."""
     return [_echoed(tool) for tool in tools or () if tool.type in (FUNCTION, NAMESPACE)]
 
 
@@ -88,7 +91,7 @@ def _echoed(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _functions(asked: Create, ignored: Ignored) -> Iterator[tuple[str, str, FunctionTool]]:
-    """Each function with its place in the request and its namespace, or "" where it is in none."""
+    """Yield each function with its path in the request and its namespace ("" for none)."""
     for at, tool in enumerate(asked.tools or ()):
         field = f"tools[{at}]"
         if tool.type == FUNCTION:

@@ -1,4 +1,4 @@
-"""The paths of OpenAI's API, and what vLLM has beside them."""
+"""The routes of OpenAI's API, and vLLM's extensions."""
 
 from __future__ import annotations
 
@@ -36,26 +36,29 @@ JSON = "application/json"
 
 
 class Work(Protocol):
-    """One request that is understood."""
+    """A decoded and checked request."""
 
     wanted: list[Wanted]
 
-    async def whole(self, generations: list[Generation]) -> bytes: ...
-    def events(self, generations: list[Generation]) -> Taken: ...
+    async def whole(self, generations: list[Generation]) -> bytes:
+        """Return the body of the complete response."""
+
+    def events(self, generations: list[Generation]) -> Taken:
+        """Return the response as a stream of events."""
 
 
 A = TypeVar("A", Chat, Completion, Create)
 
 
 class OpenAI:
-    """Its paths, over one service."""
+    """The routes over one service."""
 
     def __init__(self, service: Service, settings: Settings) -> None:
         self._service, self._settings = service, settings
         self._created = 0
 
     def routes(self, guard: Guard) -> list[Route]:
-        """All of them."""
+        """Return all routes."""
         posts = {
             "/v1/completions": self._completions,
             "/v1/chat/completions": self._chat,
@@ -110,7 +113,7 @@ class OpenAI:
             stack.callback(charge, call.caller, generations)
             if not stream:
                 return await wanted(request, self._whole(work, generations))
-            # What is refused is said with a status, before the response begins.
+            # Refusals need an HTTP status, so wait for admission before the response begins.
             for generation in generations:
                 await wanted(request, generation.accepted())
             events = Failing(work.events(generations), bell.rung, partial(_named, failed, call.names))
@@ -160,7 +163,7 @@ class OpenAI:
 
 
 def described(model: Model, name: str) -> dict[str, object]:
-    """A model as lists have it: the fields of OpenAI's, vLLM's and Anthropic's references."""
+    """Describe a model with the fields of OpenAI's, vLLM's and Anthropic's references."""
     context = model.info.context_tokens_max
     return {
         "id": name,

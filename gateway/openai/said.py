@@ -1,6 +1,6 @@
-"""What is answered, as OpenAI's reference has it: whole bodies and single events.
+"""Response bodies and events, as in OpenAI's reference.
 
-Events are put together from text: of a stream of tokens, one event is nine parts that never change and one that does.
+Events are assembled from text, since most of an event in a token stream never changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """Counts, with what came from the cache and what was reasoning."""
+    """Return the token counts, with cached and reasoning tokens."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
@@ -28,11 +28,16 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 
 class Events:
-    """The events of one response. kind: their `object`. usage_null: they say `"usage": null`, since the last one has
-    it. counted: of a prompt of so many tokens; each event has the counts. numbered: each says how many tokens were
-    read by then, so that a client can go on from there.
+    """Encoder of the events of one response.
 
-    tokens: of the choice, with this event.
+    Args:
+        name: The id of the response.
+        kind: The `object` of each event.
+        created: When the response began, in seconds since 1970.
+        model: The name of the model.
+        usage_null: Whether events have `"usage": null`, because the last one has the counts.
+        numbered: Whether events carry the number of tokens so far as their id, so that a client can resume.
+        counted: The number of prompt tokens if each event has the counts, else None.
     """
 
     def __init__(
@@ -54,15 +59,21 @@ class Events:
         self._completion = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}'
 
     def text(self, index: int, text: str, tokens: int = 0) -> bytes:
-        """The usual one of chat: content of one choice, and nothing else."""
+        """Encode the common event of chat: a piece of one choice's content.
+
+        Args:
+            index: The choice.
+            text: The content.
+            tokens: The number of the choice's tokens so far.
+        """
         return self._event(self._chat % (index, encode(text)), tokens)
 
     def completion_text(self, index: int, text: str, tokens: int = 0) -> bytes:
-        """The usual one of completions."""
+        """Encode the common event of completions."""
         return self._event(self._completion % (index, encode(text)), tokens)
 
     def choice(self, choice: dict[str, Any], tokens: int = 0, prompt_ids: Sequence[int] | None = None) -> bytes:
-        """Any other of one choice. prompt_ids: those of the prompt, where they were asked for."""
+        """Encode any other event of one choice. `prompt_ids` are the prompt's token ids if requested."""
         head = self._head if prompt_ids is None else b'{"prompt_token_ids":%b,%b' % (encode(prompt_ids), self._head[1:])
         return self._event(encode(choice), tokens, head)
 
@@ -79,10 +90,10 @@ class Events:
         return b"id: %d\n%b" % (tokens, event) if self._numbered else event
 
     def usage(self, usage: Usage) -> bytes:
-        """The last one: no choice, and the counts."""
+        """Encode the last event: no choice, and the token counts."""
         return b'data: %b],"usage":%b}\n\n' % (self._head, encode(usage_of(usage)))
 
 
 def error_event(body: dict[str, Any]) -> bytes:
-    """An error after the response has begun."""
+    """Encode an error after the response has begun."""
     return b"data: %b\n\n" % encode(body)

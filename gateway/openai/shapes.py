@@ -1,6 +1,6 @@
-"""What an answer must look like, as requests say it, to what `Sampling` calls it.
+"""Output constraints: from the fields of requests to those of `Sampling`.
 
-A shape that cannot be enforced is refused by name; none is taken for a wish.
+A constraint that cannot be enforced is refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvforge.protocol.errors import InvalidRequest
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A schema that an answer follows. strict: it is enforced either way."""
+    """A JSON schema for the answer. It is enforced with or without `strict`."""
 
     name: str = ""
     description: str | None = None
@@ -25,14 +25,14 @@ class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """OpenAI's way to say it."""
+    """OpenAI's field `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's: one of them."""
+    """vLLM's field `structured_outputs`, with exactly one member."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
@@ -41,7 +41,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     grammar: str | None = None
 
 
-# Names that older servers of vLLM, and SGLang's, have for fields of `structured_outputs`.
+# Aliases of the fields of `structured_outputs` in older vLLM versions and in SGLang.
 OTHER_NAMES = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -57,22 +57,22 @@ def shape_of(
     structured: StructuredOutputs | None,
     others: Mapping[str, Any] | None = None,
 ) -> Shape:
-    """The shape that a request names.
+    """Return the output constraint of a request.
 
     Args:
         response_format: OpenAI's field.
         structured: vLLM's field.
-        others: Values of the fields of `OTHER_NAMES` that were given.
+        others: Values of the fields of `OTHER_NAMES`.
 
     Raises:
-        InvalidRequest: There are two, or one that is no shape.
+        InvalidRequest: There are two constraints, or one is malformed.
     """
     shapes = [_of_format(response_format)] if response_format is not None else []
     shapes += [_of_structured(structured)] if structured is not None else []
     shapes += [_named(OTHER_NAMES[name], value, name) for name, value in (others or {}).items()]
     named = [shape for shape in shapes if shape.name]
     if len(named) > 1:
-        raise InvalidRequest(named[1].field, f"comes together with {named[0].field}; give only one")
+        raise InvalidRequest(named[1].field, f"cannot be combined with {named[0].field}")
     return named[0] if named else ANY
 
 
@@ -85,20 +85,20 @@ def _of_format(asked: ResponseFormat) -> Shape:
     if schema is None:
         raise InvalidRequest("response_format.json_schema.schema", "is missing")
     if isinstance(schema, bool):
-        raise InvalidRequest("response_format.json_schema.schema", "is no object")
+        raise InvalidRequest("response_format.json_schema.schema", "is not a JSON object")
     return Shape("json_schema", schema, "response_format.json_schema.schema")
 
 
 def _of_structured(asked: StructuredOutputs) -> Shape:
     given = {name: value for name in asked.__struct_fields__ if (value := getattr(asked, name)) not in (None, False)}
     if len(given) != 1:
-        raise InvalidRequest("structured_outputs", f"names {len(given)} shapes; it must name one")
+        raise InvalidRequest("structured_outputs", f"has {len(given)} members (expected exactly one)")
     ((name, value),) = given.items()
     return _named(name, value, f"structured_outputs.{name}")
 
 
 def _named(name: str, value: Any, field: str) -> Shape:
-    """name: of a field of `StructuredOutputs`. field: what the request calls it."""
+    """Return a constraint. `name` is a field of `StructuredOutputs`; `field` is its path in the request."""
     if name == "choice":
         if not value:
             raise InvalidRequest(field, "is empty")

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, as vLLM has them."""
+"""/tokenize and /detokenize, as in vLLM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .known import KNOWN, MINE
 
 
 class Tokenize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A text or a conversation."""
+    """The body of /tokenize: a text or a conversation."""
 
     model: str = ""
     prompt: str | None = None
@@ -34,7 +34,7 @@ class Tokenize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Detokenize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Token ids."""
+    """The body of /detokenize."""
 
     tokens: list[int]
     model: str = ""
@@ -44,11 +44,15 @@ TOKENIZE, DETOKENIZE = Reader(Tokenize, KNOWN, MINE), Reader(Detokenize)
 
 
 async def tokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, Any]:
-    """Token ids of a prompt. Raises InvalidRequest."""
+    """Return the token ids of a prompt.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
     asked = decoded(TOKENIZE, content, ignored)
     _check_model(model, asked.model)
     if (asked.prompt is None) == (asked.messages is None):
-        raise InvalidRequest("prompt", "give it, or messages, and not both")
+        raise InvalidRequest("prompt", "give exactly one of prompt and messages")
     if asked.prompt is not None:
         ids = (await model.prompts.text(asked.prompt, special=asked.add_special_tokens)).tolist()
     else:
@@ -73,14 +77,18 @@ async def tokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, 
 
 
 async def detokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, Any]:
-    """The text of token ids. Raises InvalidRequest."""
+    """Return the text of token ids.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
     asked = decoded(DETOKENIZE, content, ignored)
     _check_model(model, asked.model)
     ids = token_array("tokens", asked.tokens, empty=True)
     vocabulary = model.info.vocab_size
     if (outside := np.flatnonzero(ids >= vocabulary)).size:
         at = int(outside[0])
-        raise InvalidRequest(f"tokens[{at}]", f"is {ids[at]}; the vocabulary has the ids 0 to {vocabulary - 1}")
+        raise InvalidRequest(f"tokens[{at}]", f"is {ids[at]}; token ids are 0 to {vocabulary - 1}")
     return {"prompt": await model.prompts.decode(ids)}
 
 

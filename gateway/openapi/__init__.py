@@ -1,1 +1,1 @@
-"""`/openapi.json` and `/docs`: the paths and fields of this service, described by the structures that read them."""
+"""`/openapi.json` and `/docs`: routes and fields, generated from the structures that decode them."""

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made of the table of operations and of the structures that read bodies."""
+"""The OpenAPI document, generated from the table of operations and the structures of the bodies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvforge.gateway.http.fields import Known, Reader
 from .operations import JSON, OPERATIONS, Operation, Schema
 
 _REFERENCE = "#/components/schemas/"
-# Structures of the same name in several modules: msgspec names them by their modules.
+# msgspec qualifies the names of structures that several modules have with the module.
 _PREFIXES = {
     "kvforge.gateway.anthropic.asked.": "Messages",
     "kvforge.gateway.openai.asked.": "Chat",
@@ -83,7 +83,7 @@ def document() -> dict[str, Any]:
         },
         "paths": paths,
         "components": {"schemas": {**schemas, **_ERRORS}, "securitySchemes": _SECURITY},
-        "security": [{}, {"bearer": []}, {"key": []}],  # without [keys], a gateway serves its own host alone
+        "security": [{}, {"bearer": []}, {"key": []}],  # without [keys], a gateway serves only its own host
     }
     return _named(made)
 
@@ -119,17 +119,17 @@ def _operation(operation: Operation, body: Schema | None) -> dict[str, Any]:
 
 
 def _describe(schemas: dict[str, Any], kind: type, known: Mapping[str, Known]) -> None:
-    """Add to a structure's schema the fields that are known and not read, with their accepted values."""
+    """Add the known fields that are not read to a structure's schema, with their accepted values."""
     schema = schemas.get(f"{kind.__module__}.{kind.__qualname__}", schemas.get(kind.__name__))
     if schema is None:
         return
     for name, one in known.items():
-        # Any value is the field's: what is refused is refused by name.
+        # The schema allows any value: the refusal itself names the accepted ones.
         schema["properties"].setdefault(name, {"description": f"{one.why} (accepted: {one.accepted})"})
 
 
 def _named(made: dict[str, Any]) -> dict[str, Any]:
-    """The document with names of schemas that a reader knows, instead of modules of Python."""
+    """Return the document with readable schema names instead of Python modules."""
     text = msgspec.json.encode(made).decode()
     for module, prefix in _PREFIXES.items():
         text = text.replace(f'"{_REFERENCE}{module}', f'"{_REFERENCE}{prefix}').replace(f'"{module}', f'"{prefix}')

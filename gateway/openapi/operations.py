@@ -1,7 +1,7 @@
-"""Every path that is served, with what it reads and answers.
+"""Every route with its body and its answers.
 
-Bodies are the structures that the paths decode. A test compares this table with the routes of the application, and with
-the answers of each path.
+Bodies are the structures that the routes decode. A test compares this table with the routes of the application and with
+the answers of each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ANY: Schema = {}
 
 
 def _object(**properties: Schema) -> Schema:
-    """An object that has these members, among others."""
+    """Return the schema of an object with at least these members."""
     return {"type": "object", "required": sorted(properties), "properties": properties}
 
 
@@ -36,7 +36,7 @@ def _list(items: Schema) -> Schema:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter beside the body. place: "path", "query" or "header"."""
+    """A parameter outside the body. `place` is "path", "query" or "header"."""
 
     name: str
     place: str
@@ -52,9 +52,9 @@ class Operation:
         method: In lower case.
         path: With the names of its parameters in braces.
         summary: One sentence.
-        body: The structure of the body, or the function that reads it; None: there is no body, or it is not read.
-        answers: The schema of an answer by its status and media type.
-        parameters: The parameters beside the body.
+        body: The decoder of the body, or its structure; None if there is no body, or it is not read.
+        answers: The schema of an answer by status and media type.
+        parameters: The parameters outside the body.
     """
 
     method: str
@@ -66,17 +66,19 @@ class Operation:
 
     @property
     def errors(self) -> str:
-        """The name of the schema of its errors."""
+        """The schema name of its errors."""
         return {id(OPENAI): "OpenAIError", id(ANTHROPIC): "AnthropicError"}[id(api_of(self.path, ()))]
 
 
 _SESSION = Parameter(SESSION_HEADER, "header", "Requests with the same value go to the same replica.")
 _KEY = Parameter(
-    KEY_HEADER, "header", "The request goes on when its connection is lost, and is the same when sent again."
+    KEY_HEADER,
+    "header",
+    "The request survives a lost connection; sending it again with the same key reads the same answer.",
 )
-_RESUME = Parameter(RESUME_HEADER, "header", "With the same key: the tokens of the answer that the caller has.")
+_RESUME = Parameter(RESUME_HEADER, "header", "With the same key: the number of tokens that the client already has.")
 _GENERATING = (_KEY, _RESUME, _SESSION)
-_PAGE = Parameter(actions.HEADER, "header", "1, as the page at / sends it.")
+_PAGE = Parameter(actions.HEADER, "header", "1, as the live page sends it.")
 _USAGE = _object(prompt_tokens=INTEGER, completion_tokens=INTEGER, total_tokens=INTEGER)
 _CHOICES = _object(
     id=STRING, object=STRING, created=INTEGER, model=STRING, choices=_list(_object(index=INTEGER)), usage=_USAGE
@@ -109,7 +111,7 @@ OPERATIONS = (
     Operation(
         "post",
         "/v1/responses",
-        "Continue a conversation of items; nothing is stored.",
+        "Continue a conversation of items; responses are not stored.",
         responses.READER,
         _whole(
             _object(id=STRING, object={"const": "response"}, status=STRING, output=_list(_object(type=STRING))),
@@ -121,7 +123,7 @@ OPERATIONS = (
     Operation(
         "get",
         "/v1/models",
-        "List the names that the model is served under.",
+        "List the names of the model.",
         answers=_whole(_object(object={"const": "list"}, data=_list(_MODEL))),
     ),
     Operation(
@@ -129,12 +131,12 @@ OPERATIONS = (
         "/v1/models/{name}",
         "Describe the model.",
         answers=_whole(_MODEL),
-        parameters=(Parameter("name", "path", "A name that it is served under."),),
+        parameters=(Parameter("name", "path", "A name of the model."),),
     ),
     Operation(
         "post",
         "/v1/messages",
-        "Continue a conversation, in Anthropic's way.",
+        "Continue a conversation (Anthropic's API).",
         messages.CREATE,
         _whole(
             _object(
@@ -161,37 +163,37 @@ OPERATIONS = (
     Operation(
         "post",
         "/tokenize",
-        "The token ids of a text or a conversation.",
+        "Tokenize a text or a conversation.",
         tokens.TOKENIZE,
         _whole(_object(count=INTEGER, max_model_len=INTEGER, tokens=_list(INTEGER))),
     ),
-    Operation("post", "/detokenize", "The text of token ids.", tokens.DETOKENIZE, _whole(_object(prompt=STRING))),
+    Operation("post", "/detokenize", "Decode token ids.", tokens.DETOKENIZE, _whole(_object(prompt=STRING))),
     Operation(
         "get",
         "/health",
-        "Whether a request would be served.",
+        "Check whether a request would be served.",
         answers={"200": {JSON: _READY}, "503": {JSON: _READY}},
     ),
     Operation(
         "get",
         "/readyz",
-        "The same as /health, by the name that Kubernetes has for it.",
+        "The same as /health, under Kubernetes' name.",
         answers={"200": {JSON: _READY}, "503": {JSON: _READY}},
     ),
-    Operation("get", "/livez", "Whether this process answers.", answers=_whole(_object())),
+    Operation("get", "/livez", "Check whether this process is alive.", answers=_whole(_object())),
     Operation("get", "/version", "The version of kvforge.", answers=_whole(_object(version=STRING))),
     Operation("get", "/metrics", "Metrics for Prometheus.", answers={"200": {TEXT: STRING, OPENMETRICS: STRING}}),
-    Operation("get", "/page/events", "What the page at / shows, as events.", answers={"200": {EVENTS: STRING}}),
+    Operation("get", "/page/events", "Stream the state that the live page shows.", answers={"200": {EVENTS: STRING}}),
     Operation(
         "get",
         "/page/explain",
-        "Why a block, a request or a tenant is as it is.",
+        "Explain the state of a block, a request or a tenant.",
         answers=_whole(_object(subject=STRING, sentences=_list(STRING), facts=ANY)),
         parameters=tuple(
-            Parameter(name, "query", f"The {name}; one of {', '.join(actions.SUBJECTS)} is given.")
+            Parameter(name, "query", f"The {name}; give exactly one of {', '.join(actions.SUBJECTS)}.")
             for name in actions.SUBJECTS
         ),
     ),
     Operation("post", "/page/cancel", "Cancel a request.", actions.Cancel, _whole(_object()), (_PAGE,)),
-    Operation("post", "/page/drain", "Admit no more requests.", actions.Drain, _whole(_object()), (_PAGE,)),
+    Operation("post", "/page/drain", "Stop admitting requests.", actions.Drain, _whole(_object()), (_PAGE,)),
 )

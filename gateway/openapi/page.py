@@ -1,4 +1,4 @@
-"""`/docs`: the OpenAPI document as one page of HTML, which needs no script, no other file and no network."""
+"""`/docs`: the OpenAPI document as one HTML page without scripts, further files or network access."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ summary { cursor: pointer; }
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """Return the page.
-
-    Args:
-        document: An OpenAPI document.
-    """
+    """Render an OpenAPI document."""
     info = document["info"]
     operations = [
         _operation(path, method, one) for path, methods in document["paths"].items() for method, one in methods.items()
@@ -34,7 +30,7 @@ def page(document: Mapping[str, Any]) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style></head><body><h1>{title}</h1><p>{escape(info['description'])} "
-        'The same for programs: <a href="openapi.json">openapi.json</a>.</p>'
+        'For programs: <a href="openapi.json">openapi.json</a>.</p>'
         f"{''.join(operations)}<h1>Schemas</h1>{''.join(schemas)}</body></html>"
     )
 
@@ -73,7 +69,7 @@ def _schema(name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A schema in a few words, with a link to one that has a name."""
+    """Describe a schema in a few words, with a link if it has a name."""
     if reference := schema.get("$ref"):
         name = escape(str(reference).rpartition("/")[2])
         return f'<a href="#{name}"><code>{name}</code></a>'

@@ -1,4 +1,4 @@
-"""The two paths. Every version of this service has the same document, so they need no key."""
+"""The two routes. The document is the same for every installation of a version, so they need no key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADERS = {
 
 
 def routes() -> list[Route]:
-    """`/openapi.json` and `/docs`, which are made when they are first asked for."""
+    """Return `/openapi.json` and `/docs`, which are generated on first use."""
 
     async def described(request: Request) -> Response:  # noqa: ARG001
         return Response(_json(), media_type="application/json", headers=HEADERS)

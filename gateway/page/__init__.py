@@ -1,7 +1,7 @@
-"""The live page: blocks, tenants, requests and workers as they are now, in any browser, from `/` on.
+"""The live page at `/`: blocks, tenants, requests and workers in a browser.
 
-Law: looking costs the coordinator next to nothing. One `Sampler` a process reads the shared tables and asks a few
-questions a second for all viewers together, and none where nobody looks. What a viewer has not got is always made anew
-from the present state: nothing is queued for one that reads slowly. Only `actions` changes anything, and only for who
-has the right.
+Invariant: viewers cost the coordinator next to nothing. One `Sampler` per process reads the shared tables and sends a
+few queries a second for all viewers together, and none without viewers. Updates are computed from the current state for
+each viewer, so nothing queues up for a slow one. Only `actions` changes anything, and only for callers with the right
+to.
 """

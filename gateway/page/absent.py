@@ -1,7 +1,7 @@
-"""Workers that are not connected: what is shown of each.
+"""Disconnected workers, as the page shows them.
 
-A worker that left on purpose is stopped, and not shown. One that was lost is started again by what supervises it
-(`kvforge up`, systemd, a fleet): it is "starting again" for a while, and then gone.
+A worker that left on purpose is not shown. A lost one is restarted by its supervisor (`kvforge up`, systemd, a fleet):
+it shows as "starting again" for a while, then as "gone".
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ STARTING, GONE = "starting again", "gone"
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """state: STARTING or GONE. how: how it was lost, in the coordinator's words."""
+    """A lost worker.
+
+    Attributes:
+        name: Its name.
+        state: STARTING or GONE.
+        how: The coordinator's description of the loss.
+    """
 
     name: str
     state: str
@@ -26,17 +32,17 @@ class Absent:
 
 @dataclass(slots=True)
 class Absences:
-    """The lost workers of the last answer. since_s: when each was first seen to be lost, by its name."""
+    """The lost workers of the last health answer. `since_s` holds when each was first seen to be lost."""
 
     since_s: dict[str, float] = field(default_factory=dict)
 
     def look(self, gone: Mapping[str, str], connected: Iterable[str], now_s: float) -> tuple[Absent, ...]:
-        """Take in an answer.
+        """Update with a health answer.
 
         Args:
             gone: `Health.gone`.
-            connected: names of workers that are there.
-            now_s: of a monotonic clock.
+            connected: Names of connected workers.
+            now_s: The monotonic clock.
 
         Returns:
             The lost workers in the order of `gone`.

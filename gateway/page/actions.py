@@ -1,7 +1,7 @@
-"""What a viewer asks for or does: why something is as it is, the end of a request, a drain.
+"""The page's queries and actions: explain a state, cancel a request, drain.
 
-What changes something is taken from the page itself alone. A browser sends what other sites make it send, so each such
-call must carry a header and a type that no form can send, and come from the origin that it goes to.
+Actions are accepted from the page alone, to prevent cross-site request forgery: each call needs a custom header and a
+content type that no HTML form can send, and must come from the page's own origin.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ DIGITS_MAX = 18
 
 
 class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The request to be ended."""
+    """The body of /page/cancel: the request to cancel."""
 
     request: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """deadline_s: as `AsyncClient.drain` has it."""
+    """The body of /page/drain. `deadline_s` is that of `AsyncClient.drain`."""
 
     deadline_s: float | None = None
 
@@ -45,15 +45,20 @@ _CANCEL, _DRAIN = Reader(Cancel), Reader(Drain)
 
 
 class Explaining:
-    """Questions of all viewers, so many a second at most: a pointer that wanders over the map asks about each block."""
+    """Explain queries of all viewers, rate-limited: a pointer that moves over the map asks about every block."""
 
     def __init__(self, client: Callable[[], AsyncClient]) -> None:
         self._client = client
         self._asked: deque[float] = deque(maxlen=EXPLAINED_PER_S)
 
     async def explain(self, request: Request) -> Explanation:
-        """Answers `?block=`, `?request=` or `?tenant=`. Raises InvalidRequest naming the field, QueueFull where too
-        much is asked, and what the client does."""
+        """Answer `?block=`, `?request=` or `?tenant=`.
+
+        Raises:
+            InvalidRequest: Names the field.
+            QueueFull: There are too many queries.
+            KvforgeError: As `AsyncClient.explain`.
+        """
         given = [name for name in SUBJECTS if name in request.query_params]
         if len(given) != 1:
             raise InvalidRequest("subject", f"name exactly one of {', '.join(SUBJECTS)}")
@@ -63,7 +68,7 @@ class Explaining:
             raise InvalidRequest(name, "must be a whole number")
         now = monotonic()
         if len(self._asked) == EXPLAINED_PER_S and (left_s := self._asked[0] + 1 - now) > 0:
-            raise QueueFull(EXPLAINED_PER_S, round(1000 * left_s) + 1, "this page, for a second,")
+            raise QueueFull(EXPLAINED_PER_S, round(1000 * left_s) + 1, "explain queries of the live page")
         self._asked.append(now)
         if name == "block":
             return await self._client().explain(block=int(value))
@@ -73,24 +78,42 @@ class Explaining:
 
 
 async def cancel(client: AsyncClient, request: Request) -> None:
-    """Ends a request. Raises NotAllowed where the page did not send this, InvalidRequest, and what the client does."""
+    """Cancel a request.
+
+    Raises:
+        NotAllowed: The call did not come from the page.
+        InvalidRequest: The body is malformed.
+        KvforgeError: As `AsyncClient.cancel`.
+    """
     check_sender(request)
     wanted = decoded(_CANCEL, await read(request, BODY_BYTES_MAX), Ignored(strict=True))
     await client.cancel(wanted.request)
 
 
 async def drain(client: AsyncClient, request: Request) -> None:
-    """Stops admission. Raises as `cancel`."""
+    """Stop admission.
+
+    Raises:
+        NotAllowed: The call did not come from the page.
+        InvalidRequest: The body is malformed.
+        KvforgeError: As `AsyncClient.drain`.
+    """
     check_sender(request)
     wanted = decoded(_DRAIN, await read(request, BODY_BYTES_MAX), Ignored(strict=True))
     await client.drain(wanted.deadline_s)
 
 
 def check_sender(request: Request) -> None:
-    """Raises NotAllowed unless the page of this very origin sent the request."""
+    """Check that the page of this very origin sent the request.
+
+    Raises:
+        NotAllowed: Another page or program did.
+    """
     headers = request.headers
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if headers.get(HEADER) != "1" or media_type != "application/json":
-        raise NotAllowed("admin", f"this takes application/json with the header {HEADER}: 1, as the page sends it")
+        raise NotAllowed("admin", f"send application/json with the header {HEADER}: 1, as the live page does")
     if urlsplit(headers.get("origin", "")).netloc.lower() != headers.get("host", "").lower() or not headers.get("host"):
-        raise NotAllowed("admin", "this is taken from the page of this very address alone")
+        raise NotAllowed(
+            "admin", "only the live page of this address may send this (the Origin and Host headers differ)"
+        )

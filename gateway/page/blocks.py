@@ -1,6 +1,6 @@
-"""The map of blocks: what is known of each, and what of it a viewer has not seen yet, packed.
+"""The block map: the state of every block, and packed deltas for viewers.
 
-A viewer names the last frame that it has; the frame that it gets says what changed since, however long ago that was.
+A viewer names its last frame and receives all changes since then, however old that frame is.
 """
 
 from __future__ import annotations
@@ -17,15 +17,22 @@ from kvforge import BlockColumns
 BLOCKS_MAX = 1 << 20
 HOLDERS_MAX, OWNER_MAX, AGE_MAX = (1 << 8) - 1, (1 << 16) - 1, (1 << 8) - 1
 AGES_PER_DOUBLING = 16
-LEVEL = 1  # of compression: most of what it finds are runs of equal bytes
+LEVEL = 1  # zlib's fastest; the data is mostly runs of equal bytes
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """Cells of the map. frame: its number. base: the frame that it goes on from; 0: it has all `count` blocks.
+    """A delta of the map, or all of it.
 
-    data: zlib; inside, unless it has all, [n] uint32 block ids; then for each of n blocks its holders [n] uint8, the
-    number of the tenant that it is charged to [n] uint16 (0: it is free), and how long it has had that content [n]
-    uint8, see `ages`. Little-endian; what does not fit is the largest that does.
+    `data` is zlib-compressed, little-endian, and saturates values that do not fit. It holds, for a delta, [n] uint32
+    block ids; then for each of the n blocks its reference count [n] uint8, the number of the tenant that is charged for
+    it [n] uint16 (0: free), and the age of its content [n] uint8 (see `ages`).
+
+    Attributes:
+        frame: The number of this frame.
+        base: The frame that it updates; 0 if it holds all `count` blocks.
+        count: The number of blocks in the map.
+        n: The number of blocks in this frame.
+        data: The cells.
     """
 
     frame: int
@@ -36,11 +43,11 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class BlockMap:
-    """Every block as it was at the last look, with the number of the look in which it last changed."""
+    """The last known state of every block, and the frame in which each last changed."""
 
     def __init__(self) -> None:
         self.number = 0
-        self._whole_at = 0  # who has an older frame gets all
+        self._whole_at = 0  # a viewer with an older frame gets the whole map
         self._seen = BlockColumns(*(np.zeros(0, np.int32) for _ in range(3)))
         self._changed = np.zeros(0, np.int64)
         self._since_s = np.zeros(0)
@@ -48,11 +55,16 @@ class BlockMap:
 
     @property
     def count(self) -> int:
-        """How many blocks it has."""
+        """The number of blocks."""
         return self._changed.size
 
     def look(self, found: BlockColumns, now_s: float) -> bool:
-        """Takes what the tables say; whether anything changed. now_s: of a monotonic clock."""
+        """Update from the shared tables. Return whether anything changed.
+
+        Args:
+            found: The current state.
+            now_s: The monotonic clock.
+        """
         seen, count = self._seen, found.owner.size
         if count != self.count:
             self.number += 1
@@ -71,7 +83,7 @@ class BlockMap:
         return True
 
     def since(self, base: int, now_s: float) -> bytes:
-        """A Frame as JSON for whoever has frame `base` (0: none); empty where that is the present one."""
+        """Return a JSON frame for a viewer at frame `base` (0: none); empty if it is up to date."""
         if base == self.number:
             return b""
         if base < self._whole_at:
@@ -95,7 +107,14 @@ class BlockMap:
 
 
 def ages(seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
-    """Ages on a scale of 16 steps a doubling: 0 is now, 255 about 17 hours and more. [n] float64 -> [n] uint8."""
+    """Encode ages in seconds logarithmically, in 16 steps per doubling: 0 is now, 255 is 17 hours or more.
+
+    Args:
+        seconds: [n] float64.
+
+    Returns:
+        [n] uint8.
+    """
     scaled = np.rint(AGES_PER_DOUBLING * np.log2(1 + np.maximum(seconds, 0.0)))
     fitting: npt.NDArray[np.uint8] = np.minimum(scaled, AGE_MAX).astype(np.uint8)
     return fitting

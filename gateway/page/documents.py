@@ -1,4 +1,4 @@
-"""The documents that the page's parts are made of. Each is bounded, whatever the service holds."""
+"""The page's documents. Each is bounded, whatever the size of the service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXT_MAX = 300
 WAITING = ("pending", "preempted")
 ORDER = {"preempted": 0, "pending": 0, "running": 1}
 ENDED = 2
-SHARES = (50, 40, 10)  # of the rows: who waits, who runs, who has ended; what one does not need the others get
+SHARES = (50, 40, 10)  # rows for waiting, running and ended requests; unused rows go to the others
 POOL = (
     "worker", "base", "blocks", "free", "cached", "referenced", "quarantined", "referenced_peak", "block_size",
     "bytes_per_block", "kv_dtype", "live_tokens", "sequences",
@@ -24,18 +24,18 @@ Document = dict[str, Any]
 
 
 def pools(stats: Stats) -> list[Document]:
-    """Pools by their workers' names."""
+    """Return the pools, ordered by the names of their workers."""
     ordered = sorted(stats.pools, key=lambda pool: by_name(pool.worker))[:WORKERS_MAX]
     return [{name: getattr(pool, name) for name in POOL} for pool in ordered]
 
 
 def by_name(name: str) -> tuple[int, str]:
-    """worker-10 after worker-9."""
+    """Return a sort key that puts worker-10 after worker-9."""
     return len(name), name
 
 
 def tenants(stats: Stats) -> Document:
-    """The tenants with the most blocks, in the order of the numbers by which blocks name them: none jumps about."""
+    """Return the tenants with the most blocks, in the order of their numbers so that rows keep their places."""
     most = sorted(enumerate(stats.tenants, 1), key=lambda item: (-item[1].blocks, -item[1].pending, item[0]))
     return {
         "total": len(most),
@@ -55,7 +55,7 @@ def _tenant(number: int, row: TenantStats) -> Document:
 
 
 def workers(health: Health, absent: tuple[Absent, ...] = ()) -> Document:
-    """Workers, and those that were lost."""
+    """Return the connected workers and the lost ones."""
     rows = [
         {
             "name": worker.title,
@@ -74,7 +74,7 @@ def workers(health: Health, absent: tuple[Absent, ...] = ()) -> Document:
 
 
 def about(stats: Stats, health: Health, started_ms: int) -> Document:
-    """What rarely changes."""
+    """Return the facts that rarely change."""
     model = health.model
     told: Document | None = None
     if model is not None:
@@ -83,7 +83,7 @@ def about(stats: Stats, health: Health, started_ms: int) -> Document:
 
 
 def totals(stats: Stats) -> Document:
-    """Counts since the start."""
+    """Return the counts since the start."""
     requests = stats.requests
     names = ("accepted", "finished", "failed", "cancelled", "expired", "refused", "preemptions")
     tokens = ("prompt_tokens", "cached_tokens", "generated_tokens", "computed_tokens", "recomputed_tokens")
@@ -91,7 +91,12 @@ def totals(stats: Stats) -> Document:
 
 
 def requests(listed: RequestList, came_ms: dict[int, int]) -> Document:
-    """Who waits, the oldest first; who runs; who has ended, the newest first. came_ms: when each was submitted."""
+    """Return waiting requests (oldest first), running ones, and ended ones (newest first).
+
+    Args:
+        listed: The coordinator's list.
+        came_ms: When each was submitted, by request id, in ms since 1970.
+    """
     groups: tuple[list[RequestRow], ...] = ([], [], [])
     for row in sorted(listed.requests, key=_place):
         groups[ORDER.get(row.state, ENDED)].append(row)

@@ -1,4 +1,4 @@
-"""The page's own files: a fixed table of names, read once. No path of a request reaches the file system."""
+"""The page's static files: a fixed table, read once. No request path reaches the file system."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class File:
-    """One file, as it is sent. tag: its ETag."""
+    """One static file. `tag` is its ETag."""
 
     content: bytes
     media_type: str
     tag: str
 
     def response(self, request: Request) -> Response:
-        """The file, or that the browser has it already."""
+        """Return the file, or 304 if the browser has it already."""
         headers = {**HEADERS, "ETag": self.tag, "Cache-Control": "no-cache"}
         known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
         if self.tag in known or "*" in known:
@@ -46,7 +46,7 @@ class File:
 
 
 def load() -> dict[str, File]:
-    """Every file by its name."""
+    """Return every file by its name."""
     folder = files("kvforge.gateway.page") / "static"
     contents = {name: (folder / name).read_bytes() for name in NAMES}
     return {name: _file(name, content) for name, content in contents.items()}

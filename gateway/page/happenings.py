@@ -1,4 +1,4 @@
-"""What has happened while somebody looked: processes that went and came back, requests that failed or gave way."""
+"""Recent events, recorded while the page has viewers: restarts of processes, failed and preempted requests."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ from kvforge.protocol.messages import LEFT, Health, Stats
 from .view import BAD, GOOD, NOTICE
 
 KEPT_MAX = 40
-TOGETHER_MS = 60_000  # so long after the last one of a kind another is told with it
+TOGETHER_MS = 60_000  # events of one kind within this time share a line
 COUNTED = {
     "failed_total": (BAD, "failed"),
-    "expired_total": (NOTICE, "ran out of time"),
+    "expired_total": (NOTICE, "exceeded their deadline"),
     "refused_total": (NOTICE, "refused"),
-    "preemptions_total": (NOTICE, "preempted: their blocks went to others, and what they held is computed again"),
+    "preemptions_total": (NOTICE, "preempted: they lost their blocks to other requests and will be recomputed"),
 }
 
 
 class Happening(msgspec.Struct, frozen=True):
-    """One line: when by the wall clock, how grave, what."""
+    """One line of the log.
+
+    Attributes:
+        at_ms: The wall clock, in ms since 1970.
+        level: GOOD, NOTICE or BAD.
+        text: The line.
+    """
 
     at_ms: int
     level: str
@@ -36,7 +42,7 @@ class _Counted:
 
 
 class Happenings:
-    """The newest ones, newest first."""
+    """The newest events."""
 
     def __init__(self) -> None:
         self._told: deque[Happening] = deque(maxlen=KEPT_MAX)
@@ -46,33 +52,35 @@ class Happenings:
         self._pid = self._gone_ms = 0
 
     def told(self) -> list[Happening]:
-        """Newest first."""
+        """Return the events, newest first."""
         return list(self._told)
 
     def process(self, pid: int, now_ms: int) -> None:
-        """The coordinator's process; 0 where it has ended."""
+        """Record the process id of the coordinator; 0 after it has ended."""
         if pid != self._pid and self._pid and not self._gone_ms:
             self._gone_ms = now_ms
             self._tell(now_ms, BAD, "the coordinator is gone")
         self._pid = pid
 
     def answered(self, stats: Stats, health: Health, now_ms: int) -> None:
-        """The coordinator's own words: compared with those before."""
+        """Record the changes since the coordinator's previous answers."""
         before, stood = self._stats, self._health
         self._stats, self._health = stats, health
         if before is None or stood is None:
             return
         if stats.boot != before.boot:
-            self._tell(now_ms, BAD, f"the coordinator was started anew{self._away(now_ms)}: what it knew is lost")
+            self._tell(
+                now_ms, BAD, f"the coordinator restarted without its journal{self._away(now_ms)}: its state is lost"
+            )
             self._counted.clear()
         else:
             if self._gone_ms:
-                self._tell(now_ms, GOOD, f"the coordinator is back{self._away(now_ms)}, with all that it was told")
+                self._tell(now_ms, GOOD, f"the coordinator recovered{self._away(now_ms)} with its state intact")
             self._count(before, stats, now_ms)
         self._gone_ms = 0
         self._workers(stood, health, now_ms)
         if health.draining != stood.draining:
-            self._tell(now_ms, NOTICE, "draining: no new requests" if health.draining else "not draining any more")
+            self._tell(now_ms, NOTICE, "draining: no new requests" if health.draining else "the drain was cancelled")
         if health.ready != stood.ready and not health.draining:
             said = (GOOD, "ready to serve") if health.ready else (BAD, f"not ready: {health.reason}")
             self._tell(now_ms, *said)

@@ -1,4 +1,4 @@
-"""How long answers took, of the requests that ended in the last minute: by tenant, and all together."""
+"""Latency of the requests that ended in the last minute: per tenant and overall."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ Pair = tuple[float, float]
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """One request that ended. first_s: to its first token; between_s: each token after that; whole_s: to its end."""
+    """One ended request.
+
+    Attributes:
+        at_s: When it ended, on the monotonic clock.
+        tenant: Its tenant.
+        first_s: The time to its first token.
+        between_s: The mean time between its tokens; None if it generated one token only.
+        whole_s: The time to its end.
+    """
 
     at_s: float
     tenant: str
@@ -28,7 +36,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Of `count` requests of a tenant (ALL: of every one): median and 99th percentile, in milliseconds."""
+    """Median and 99th percentile in milliseconds over `count` requests of a tenant, or of all (ALL)."""
 
     tenant: str
     count: int
@@ -38,24 +46,26 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class Latencies:
-    """Takes the lists of requests as they come, each request once."""
+    """Collects ended requests from successive lists, each request once."""
 
     def __init__(self) -> None:
         self._ended: deque[Ended] = deque(maxlen=ENDED_MAX)
         self._known: set[int] = set()
 
     def look(self, rows: Iterable[RequestRow], now_s: float) -> None:
-        """now_s: of a monotonic clock, when the list was made."""
+        """Add the ended requests of a list that was made at `now_s` (monotonic clock)."""
         over = [row for row in rows if row.ended_us >= 0]
         for row in over:
             if row.request_id not in self._known and row.first_token_us >= 0:
                 since_s = (row.age_us - row.ended_us) / 1e6
                 self._ended.append(_ended(row, now_s - since_s))
-        self._known = {row.request_id for row in over}  # a list has the newest: what has left it does not come back
+        self._known = {
+            row.request_id for row in over
+        }  # lists hold the newest requests, so one that has left does not come back
         self._ended = deque((one for one in self._ended if one.at_s >= now_s - WINDOW_S), ENDED_MAX)
 
     def told(self) -> list[Latency]:
-        """All together first, then the tenants with the most, by name."""
+        """Return the overall latency, then that of the tenants with the most requests, by name."""
         by_tenant: dict[str, list[Ended]] = {}
         for one in self._ended:
             by_tenant.setdefault(one.tenant, []).append(one)

@@ -1,4 +1,4 @@
-"""The page's paths: its files, its stream of events, its questions and actions."""
+"""The page's routes: static files, the event stream, queries and actions."""
 
 from __future__ import annotations
 
@@ -28,11 +28,15 @@ Handler = Callable[[Request], Awaitable[Response]]
 def routes(
     client: Callable[[], AsyncClient], *, allowed: Allowed, ending: Callable[[], bool] = lambda: False
 ) -> list[Route]:
-    """Of the page at `/`. client: whose coordinator is shown now; it has to see every tenant, and to be open as long.
+    """Return the routes of the page at `/`.
 
-    allowed(request, right): raises NotAllowed where whoever sent the request has not the right to SEE what is served,
-    or to act as ADMIN. The files themselves hold nothing and are for everybody: a browser cannot send a key with them.
-    ending: whether this process is to end, and with it every stream.
+    The static files are public, because a browser cannot send a key with them; they contain no data.
+
+    Args:
+        client: Returns the client of the displayed coordinator. It needs access to all tenants and must stay open as
+            long as the routes are served.
+        allowed: `allowed(request, right)` raises NotAllowed if the sender may not SEE the state or act as ADMIN.
+        ending: Whether this process shuts down, which ends every stream.
     """
     sampler, explaining = Sampler(client, ending), actions.Explaining(client)
 
@@ -88,7 +92,7 @@ def _may(allowed: Allowed, request: Request) -> bool:
 
 
 def _answering(handler: Handler) -> Handler:
-    """The same with errors in OpenAI's shape."""
+    """Wrap a handler to return errors in OpenAI's format."""
 
     async def answer(request: Request) -> Response:
         try:

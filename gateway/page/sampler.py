@@ -1,8 +1,8 @@
-"""Looks at the service for all viewers of this process together, as long as there is one.
+"""Samples the service for all viewers of this process together, while there are any.
 
-Twice a second it reads the shared tables, which costs the coordinator nothing; once a second it asks what they do not
-say. Viewers wait for the next look and take what is new to them: one that reads slowly comes later and takes more at
-once, and never makes anything wait in memory.
+It reads the shared tables twice a second, at no cost to the coordinator, and queries the rest once a second. Each
+viewer waits for the next sample and takes what is new to it. A slow viewer gets larger updates less often, and nothing
+queues up in memory.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from .latency import Latencies
 from .view import SILENT_S, View, Waiting, summary
 
 LOOK_S, ASK_S = 0.5, 1.0
-LARGE, LARGE_LOOK_S = 32_768, 1.0  # from so many blocks on the map is looked at less often
+LARGE, LARGE_LOOK_S = 32_768, 1.0  # larger maps are sampled less often
 VIEWERS_MAX = 32
-AGAIN_MS = 5000  # until one more may look
+AGAIN_MS = 5000  # Retry-After of a refused viewer
 LISTED_MAX = 1000
 EXPLAINED_MAX = 2
 ANSWER_S = 2.0
-RATE_LOOKS = 5  # rates are of the time since so many looks ago
+RATE_LOOKS = 5  # rates cover this many samples
 LIVES = ("journal_bytes", "journal_records_total", "restarts_total", "workers_lost_total", "workers_returned_total")
 log = logging.getLogger("kvforge.gateway.page")
 
 
 @dataclass(slots=True)
 class Seen:
-    """The last that a viewer has of the board, the map and the history."""
+    """The last board change, frame and point that a viewer has."""
 
     board: int = 0
     frame: int = 0
@@ -53,29 +53,36 @@ class Seen:
 
 
 class Viewer:
-    """The stream of one page, as `http.stream.Taken` has it. It is over where the work has failed, and where this
-    process is to end: the page comes again, and the work begins anew."""
+    """The event stream of one page, a `http.stream.Taken`.
+
+    It ends if sampling fails or the process shuts down; the page then reconnects and sampling starts anew.
+    """
 
     def __init__(self, sampler: Sampler, work: asyncio.Task[None], hello: bytes) -> None:
         self._sampler, self._work, self._hello, self._seen = sampler, work, hello, Seen()
 
     @property
     def over(self) -> bool:
-        """Whether nothing will come any more."""
+        """Whether the stream has ended."""
         return not self._sampler.works(self._work) or self._sampler.ending()
 
     def take(self) -> bytes:
-        """Events: what is new to this viewer."""
+        """Return the events that are new to this viewer."""
         hello, self._hello = self._hello, b""
         return hello + self._sampler.news(self._seen)
 
     async def more(self) -> None:
-        """Returns after the next look."""
+        """Wait for the next sample."""
         await self._sampler.look_taken()
 
 
 class Sampler:
-    """One for each process. client: of the coordinator that is shown now."""
+    """The sampler of a process.
+
+    Args:
+        client: Returns the client of the displayed coordinator.
+        ending: Whether this process shuts down.
+    """
 
     def __init__(self, client: Callable[[], AsyncClient], ending: Callable[[], bool]) -> None:
         self._client, self.ending = client, ending
@@ -87,8 +94,8 @@ class Sampler:
         self._counts: deque[tuple[float, int, int]] = deque(maxlen=RATE_LOOKS)
         self._gauges: dict[str, int] = {}
         self._map_problem, self._listed_max = "", LISTED_MAX
-        self._upto = 0  # blocks that pools have
-        self._looked_at = (-1, -1)  # turns and blocks, when the map was read
+        self._upto = 0  # the number of blocks in all pools
+        self._looked_at = (-1, -1)  # turns and blocks when the map was last read
         self._map_due = self._point_due = self._gone_since = self._asked = 0.0
         self._looked = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
@@ -96,8 +103,14 @@ class Sampler:
 
     @contextmanager
     def watching(self, hello: dict[str, Any]) -> Iterator[Viewer]:
-        """A viewer, for as long as it is entered. hello: what is told to it alone. Raises QueueFull where there are as
-        many as there may be."""
+        """Register a viewer within a `with` block.
+
+        Args:
+            hello: An event for this viewer alone.
+
+        Raises:
+            QueueFull: There are too many viewers.
+        """
         if self.viewers >= VIEWERS_MAX:
             raise QueueFull(VIEWERS_MAX, AGAIN_MS, "the live page")
         self.viewers += 1
@@ -112,15 +125,15 @@ class Sampler:
                 self._work = None
 
     def works(self, work: asyncio.Task[None]) -> bool:
-        """Whether it is still that task that looks."""
+        """Return whether `work` is still the sampling task."""
         return self._work is work
 
     async def look_taken(self) -> None:
-        """Returns after the next look."""
+        """Wait for the next sample."""
         await self._looked.wait()
 
     def news(self, seen: Seen) -> bytes:
-        """Events for who has seen so much; from then on it has seen them."""
+        """Return the events since `seen`, and advance it."""
         news = self._board.since(seen.board)
         if cells := self._map.since(seen.frame, monotonic()):
             news += event("blocks", cells)
@@ -142,7 +155,7 @@ class Sampler:
                 await asyncio.wait((asking,), timeout=LOOK_S)
             asking.result()
         except Exception:
-            log.exception("the live page cannot be shown")
+            log.exception("sampling for the live page failed")
         finally:
             asking.cancel()
             if self._work is asyncio.current_task():
@@ -161,7 +174,7 @@ class Sampler:
             await asyncio.sleep(ASK_S)
 
     async def _ask(self) -> None:
-        """What the tables do not say. Raises what the client does."""
+        """Query what the tables do not hold. Raises what the client raises."""
         kv, view = self._client(), self._view
         health = await kv.health(timeout_s=ANSWER_S)
         stats = await kv.stats(timeout_s=ANSWER_S)
@@ -188,7 +201,7 @@ class Sampler:
         put("latency", self._latencies.told())
 
     async def _list(self) -> RequestList:
-        """As many of the newest requests as the coordinator lists, whose `limits.list_max` may be lower than ours."""
+        """List as many of the newest requests as the coordinator's `limits.list_max` allows."""
         while True:
             try:
                 return await self._client().requests(self._listed_max, timeout_s=ANSWER_S)
@@ -205,12 +218,12 @@ class Sampler:
             self._map_problem = error.message
 
     async def _why(self, rows: tuple[RequestRow, ...], pending: dict[str, int]) -> tuple[Waiting, ...]:
-        """What the oldest request that waits waits for, of the tenants with the most that wait."""
+        """Return what the oldest waiting request of the busiest tenants waits for."""
         oldest: dict[str, int] = {row.tenant: row.request_id for row in rows if row.state in documents.WAITING}
         most = sorted(oldest, key=lambda tenant: -pending.get(tenant, 0))[:EXPLAINED_MAX]
         found = []
         for tenant in most:
-            with suppress(NotFound):  # it has ended meanwhile
+            with suppress(NotFound):  # it ended in the meantime
                 told = await self._client().explain(request=oldest[tenant], timeout_s=ANSWER_S)
                 if "limit" in told.facts:
                     found.append(Waiting(tenant, pending.get(tenant, 0), str(told.facts["limit"])))
@@ -239,7 +252,7 @@ class Sampler:
             self._history.add(self._point(now, known=running and view.silent_s < SILENT_S))
 
     def _read_tables(self, now_s: float) -> bool:
-        """Gauges and map; whether the coordinator's process runs, as far as that can be seen."""
+        """Read gauges and map. Return whether the coordinator's process runs, as far as that is visible."""
         tables = self._tables
         if tables is None:
             return True
@@ -247,13 +260,13 @@ class Sampler:
             if tables.ended():
                 return False
             self._gauges = tables.gauges()
-        except KvforgeError as error:  # killed in the middle of a write, or of another layout now
-            log.warning("the shared tables: %s", error)
+        except KvforgeError as error:  # killed within a write, or a different layout now
+            log.warning("cannot read the shared tables: %s", error)
             return True
         upto, at = self._upto, (self._gauges["turns"], self._upto)
         if at != self._looked_at and now_s >= self._map_due:
             if upto > BLOCKS_MAX:
-                self._map_problem = f"the map has room for {BLOCKS_MAX} blocks; there are {upto}"
+                self._map_problem = f"too many blocks for the map: {upto} (limit {BLOCKS_MAX})"
             else:
                 self._map.look(tables.blocks(upto), now_s)
             self._looked_at = at
@@ -261,7 +274,7 @@ class Sampler:
         return True
 
     def _now(self, now_s: float, now_ms: int) -> dict[str, Any]:
-        """The few numbers that change all the time: from the tables, else from the last answer."""
+        """Return the numbers that change constantly, from the tables or else from the last answer."""
         gauges, stats = self._gauges if self._tables is not None else {}, self._view.stats
         tokens_per_s = steps_per_s = None
         if gauges:
@@ -280,7 +293,7 @@ class Sampler:
             blocks = {name: gauges[f"blocks_{name}"] for name in names}
             requests = {"running": gauges["requests_running"], "waiting": gauges["requests_pending"]}
             return {**told, **requests, **blocks, "lives": {name: gauges[name] for name in LIVES}}
-        assert stats is not None, "there are counts"
+        assert stats is not None, "checked above"
         sums = {name: sum(getattr(pool, name) for pool in stats.pools) for name in
                 ("free", "cached", "referenced", "quarantined")}  # fmt: skip
         total = {"total": sum(pool.blocks for pool in stats.pools)}

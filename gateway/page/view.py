@@ -1,4 +1,4 @@
-"""What is known of the service at one moment, and the sentence that says whether all is well."""
+"""The known state of the service at one moment, and its one-sentence summary."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ from kvforge.protocol.messages import Health, RequestList, Stats
 from .absent import GONE, STARTING, Absent
 
 GOOD, NOTICE, BAD = "good", "notice", "bad"
-SILENT_S = 3.0  # without an answer: a coordinator is asked about once a second
+SILENT_S = 3.0  # without an answer; queries are sent once a second
 CEILING = "tenant ceiling"
-# What `explain` calls the limits that a request waits for, for people.
+# The limits that `explain` names, in words.
 WAITS_FOR = {
     "": "their turn",
     "workers": "a worker",
     "away": "a worker to come back",
     "sequences_max": "a sequence slot",
-    "step_rows_max": "a place in the steps",
-    "step": "a step that still reads their sequence",
-    "kept": "requests before them",
+    "step_rows_max": "a row in the batch",
+    "step": "a step that still uses their sequence",
+    "kept": "requests ahead of them",
     "alone": "a request that runs alone",
     "blocks": "free blocks",
     "sibling": "a request that computes the same prompt",
-    "grammar": "their grammar to be tried",
+    "grammar": "their grammar to be compiled",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The request of a tenant that waits longest: what for, and how many of the tenant's wait."""
+    """The longest-waiting request of a tenant.
+
+    Attributes:
+        tenant: The tenant.
+        count: How many of its requests wait.
+        limit: The limit that the request waits for.
+    """
 
     tenant: str
     count: int
@@ -39,10 +45,16 @@ class Waiting:
 
 @dataclass(slots=True)
 class View:
-    """running, pending: requests, as the tables say it now. absent: workers that were lost. stats, health, listed: the
-    last answers; None before the first. waiting: of the tenants with the most that wait. gone_s: since the
-    coordinator's process ended; None: it runs, or that cannot be seen from here. silent_s: since the oldest question
-    without an answer. problem: what came instead.
+    """The state of the service, as one sample shows it.
+
+    Attributes:
+        running, pending: Requests, from the shared tables.
+        absent: Lost workers.
+        stats, health, listed: The last answers; None before the first.
+        waiting: The longest-waiting requests of the tenants with the most waiting ones.
+        gone_s: Seconds since the coordinator's process ended; None while it runs or cannot be observed.
+        silent_s: Seconds since the oldest unanswered query.
+        problem: The error of the last query.
     """
 
     running: int = 0
@@ -59,7 +71,14 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """level: GOOD, NOTICE or BAD. notes: what else is worth a line. stale: all else that is shown is of before."""
+    """The summary.
+
+    Attributes:
+        level: GOOD, NOTICE or BAD.
+        sentence: The one sentence.
+        notes: Further lines.
+        stale: Everything else on the page is out of date.
+    """
 
     level: str
     sentence: str
@@ -68,14 +87,14 @@ class Summary:
 
 
 def summary(view: View) -> Summary:
-    """The whole in a sentence."""
+    """Summarise the state in one sentence."""
     if view.gone_s is not None:
-        away = f"The coordinator is gone, for {_seconds(view.gone_s)}."
-        kept = "What it was told is in its journal: started again, it goes on, and so does this page."
+        away = f"The coordinator has been down for {_seconds(view.gone_s)}."
+        kept = "Its state is in its journal: it recovers when it restarts, and this page reconnects."
         return Summary(BAD, away, (kept,), stale=True)
     if view.health is None or view.stats is None:
         if view.problem:
-            return Summary(BAD, "No coordinator answers.", (view.problem, "This page looks again by itself."))
+            return Summary(BAD, "No coordinator answers.", (view.problem, "This page retries automatically."))
         return Summary(NOTICE, "Looking for the coordinator …")
     if view.silent_s >= SILENT_S:
         silent = f"The coordinator has not answered for {_seconds(view.silent_s)}."
@@ -113,7 +132,7 @@ def _absences(absent: tuple[Absent, ...]) -> str:
 
 
 def _work(view: View, told: int) -> str:
-    """told: how many waited when it was asked what for."""
+    """Describe the load. `told` is how many requests waited when the reasons were queried."""
     running, pending = view.running, view.pending
     if not running and not pending:
         return "nothing runs and nothing waits"
@@ -132,7 +151,7 @@ def _work(view: View, told: int) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """A time that has passed, as people say it."""
+    """Format a duration for people."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.0f} h"

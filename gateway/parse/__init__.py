@@ -1,10 +1,11 @@
-"""From what a model writes to a message: content, reasoning and tool calls, as they come.
+"""Streaming parsers: from a model's text to content, reasoning and tool calls.
 
-Law: whatever way the text is split, the events joined give the same message. One engine; a table for each format.
+Invariant: the joined events give the same message, however the text was split. There is one engine, and a table for
+each format.
 
-What looks like a call and is none (no name, JSON that breaks off before it, an unknown tool where no marker says that
-it is a call) is content, with its markers. A call that was begun stays one: its arguments are what the model wrote of
-them, broken off or not, up to the mark that ends the call; what follows is read as ever.
+Text that looks like a tool call but is none is content, with its markers: it lacks a name, its JSON breaks off before
+one, or it calls an unknown tool without a marker. A call that has begun stays a call: its arguments are what the model
+wrote, truncated or not, up to the closing marker. Parsing then continues as usual.
 """
 
 from .formats import Format, choose

@@ -1,7 +1,7 @@
-"""What stands between the markers of a call, in the ways that formats write it.
+"""Readers of the text between the markers of a call, one for each notation.
 
-Each is a generator over `Writer.reader`. A call that has begun stays one, whole or cut off; what cannot be a call is
-content, with its marker: nothing that the model wrote is lost.
+Each is a generator over `Writer.reader`. A call that has begun stays one, complete or truncated; text that cannot be a
+call is content, with its marker, so none of the model's output is lost.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ _NAME = re.compile(r"[\w.:/-]+")
 _CALLED = re.compile(r"([\w.:/-]+)\(")
 ARGUMENTS = ("arguments", "parameters", "args")
 NAMES = ("name", "tool_name", "function")
-BESIDE = ("id", "type", "index", "tool_call_id")  # what else an object that is a call may hold
+BESIDE = ("id", "type", "index", "tool_call_id")  # further members of a call object
 
 
 def json_call(close: str, *, known: bool = False, several: str = "") -> Body:
-    """An object with a name and arguments, up to `close` where that is not "". known: only tools that were offered are
-    calls. several: what may stand between such objects."""
+    """Read JSON objects with a name and arguments.
+
+    Args:
+        close: The closing marker; "": the end of the object closes the call.
+        known: Whether only offered tools are calls.
+        several: Characters that may separate several objects.
+    """
 
     def body(writer: Writer, opened: str) -> Reading:
         reader = writer.reader
@@ -40,7 +45,7 @@ def json_call(close: str, *, known: bool = False, several: str = "") -> Body:
                 writer.content(opened + read)
                 return
             if close:
-                # One that was not closed may be followed by the next.
+                # An unclosed call may be followed by the next one.
                 rest, stop = yield from reader.collect(markers(close, opened))
                 if rest.strip():
                     writer.content(rest)
@@ -61,7 +66,7 @@ def json_call(close: str, *, known: bool = False, several: str = "") -> Body:
 
 
 def json_object(writer: Writer, known: bool, close: str = "") -> Any:
-    """Reads one; whether it was a call. close: ends it even where the JSON is broken off."""
+    """Read a JSON object and return whether it was a call. `close` ends it even if the JSON is incomplete."""
     reader = writer.reader
     name: str | None = None
     call_id, opened = "", False
@@ -109,7 +114,7 @@ def json_object(writer: Writer, known: bool, close: str = "") -> Any:
     if opened or name is None:
         return opened
     if astray and not arguments:
-        return False  # a call without arguments would be another than the model wrote
+        return False  # a call without its arguments would differ from what the model wrote
     text = json_text.as_object("".join(arguments)) if arguments else "{}"
     if text is None:
         return False
@@ -119,8 +124,14 @@ def json_object(writer: Writer, known: bool, close: str = "") -> Any:
 
 
 def named_json(between: str, close: str, *, before_name: str = "", fence: bool = False) -> Body:
-    """A name, `between`, and the arguments as JSON, up to `close`. before_name: comes before it (a kind, say). fence:
-    the JSON stands in one of Markdown's."""
+    """Read a name, `between`, and JSON arguments, up to `close`.
+
+    Args:
+        between: The marker behind the name.
+        close: The closing marker.
+        before_name: A word that may precede the name, such as the kind of the call.
+        fence: Whether the JSON stands in a Markdown code fence.
+    """
 
     def body(writer: Writer, opened: str) -> Reading:
         reader = writer.reader
@@ -136,7 +147,7 @@ def named_json(between: str, close: str, *, before_name: str = "", fence: bool =
                 line, ended = yield from reader.collect(markers("\n", "{"))
                 called = _FENCE.fullmatch(line) is not None
                 if ended == "{":
-                    reader.at -= 1  # it was read just now, and belongs to the arguments
+                    reader.at -= 1  # unread the brace: it belongs to the arguments
             called = called and (yield from object_or_nothing(reader, close, *(("`",) if fence else ())))
         read = reader.kept()
         if not called:
@@ -152,7 +163,7 @@ def named_json(between: str, close: str, *, before_name: str = "", fence: bool =
 
 
 def mistral(writer: Writer, opened: str) -> Reading:
-    """An array of objects, or, as newer models write it, a name, `[ARGS]` and an object."""
+    """Read an array of objects, or in newer models a name, `[ARGS]` and an object."""
     reader = writer.reader
     reader.keep()
     if (yield from reader.space()) == "[":
@@ -189,14 +200,14 @@ def mistral(writer: Writer, opened: str) -> Reading:
         return
     writer.call(name.strip(), call_id.strip())
     if stop == "{":
-        reader.at -= 1  # it was read just now, and belongs to the arguments
+        reader.at -= 1  # unread the brace: it belongs to the arguments
     yield from arguments_json(writer)
 
 
 def object_or_nothing(reader: Reader, *ends: str) -> Generator[None, None, bool]:
-    """Whether arguments can follow: an object, or none at all before one of `ends`.
+    """Return whether arguments can follow: an object, or nothing before one of `ends`.
 
-    Another text there is content with the call before it: a tool is not called with less than the model wrote for it.
+    Before any other text the call becomes content: a tool is never called with less than the model wrote for it.
     """
     if (yield from reader.space()) in ("{", ""):
         return True
@@ -207,7 +218,7 @@ def object_or_nothing(reader: Reader, *ends: str) -> Generator[None, None, bool]
 
 
 def arguments_json(writer: Writer, close: str = "") -> Reading:
-    """An object; where none stands, a call has no arguments. close: ends it even where the JSON is broken off."""
+    """Read an object of arguments; without one the call has none. `close` ends it even if the JSON is incomplete."""
     if (yield from writer.reader.space()) == "{":
         yield from json_text.value(writer.reader, writer.arguments, close)
     else:
@@ -223,8 +234,17 @@ def tagged(
     close: str,
     trim: str = "",
 ) -> Body:
-    """A name, then keys and values between tags, up to `close`. value_open: "": the value begins where the key ends.
-    trim: one of it is no part of a value, at either end."""
+    """Read a name, then keys and values between tags, up to `close`.
+
+    Args:
+        name_ends: Markers that end the name.
+        key_open: The marker before a key.
+        key_close: The marker behind a key.
+        value_open: The marker before a value; "": the value begins where the key ends.
+        value_close: The marker behind a value.
+        close: The closing marker of the call.
+        trim: Text that is removed once from either end of a value.
+    """
 
     def body(writer: Writer, opened: str) -> Reading:
         reader = writer.reader
@@ -262,7 +282,7 @@ def tagged(
                 writer.arguments(typed(_trimmed(text, trim), kinds))
             stop, cut = "", False
         if first and not cut:
-            # Text in the place of arguments is given as it is: the tool is not called with less than was written.
+            # Malformed arguments are passed on as text: a tool is never called with less than the model wrote.
             writer.arguments("".join(astray).strip() or "{}")
             return
         writer.arguments("" if cut else "}")
@@ -273,7 +293,7 @@ def tagged(
 
 
 def text_value(writer: Writer, close: str, trim: str) -> Reading:
-    """A string, as it comes: the last `trim` is held back until more follows."""
+    """Emit a string as it arrives. A final `trim` is held back until more follows."""
     begun, held = False, ""
     writer.arguments('"')
 
@@ -299,7 +319,7 @@ def _trimmed(text: str, trim: str) -> str:
 
 
 def typed(text: str, kinds: set[str]) -> str:
-    """A value whose type the schema says, or nobody: JSON where it is that, else a string."""
+    """Convert a value by its schema's type; without a type it is JSON if it parses, else a string."""
     try:
         found = json_text.strict(text)
     except (ValueError, RecursionError):
@@ -313,7 +333,7 @@ def typed(text: str, kinds: set[str]) -> str:
 
 
 def llama(close: str) -> Body:
-    """Objects, or a list in Python's way: the same model writes either, as it was asked."""
+    """Read JSON objects or a Python list: the same model writes either, depending on its prompt."""
     objects, list_ = json_call("", known=True, several=";,"), pythonic(close, listed=True)
 
     def body(writer: Writer, opened: str) -> Reading:
@@ -326,8 +346,13 @@ def llama(close: str) -> Body:
 
 
 def pythonic(close: str, *, listed: bool, known: bool = True) -> Body:
-    """Read calls in Python's syntax: `f(a=1, b="x")`. listed: several in brackets, which are calls of tools that were
-    offered or none, unless not `known`. The writer gets each call when it is whole."""
+    """Read calls in Python's syntax: `f(a=1, b="x")`. The writer gets each call when it is complete.
+
+    Args:
+        close: The closing marker.
+        listed: Whether the calls stand in brackets.
+        known: Whether only offered tools are calls, if `listed`.
+    """
 
     def body(writer: Writer, opened: str) -> Reading:
         reader = writer.reader
@@ -375,15 +400,16 @@ def pythonic(close: str, *, listed: bool, known: bool = True) -> Body:
 
 
 class _Words(ast.NodeTransformer):
-    """JSON's words among Python's."""
+    """Replaces JSON's constants in a Python expression."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Replace `true`, `false` and `null`."""
         words = {"true": True, "false": False, "null": None}
         return ast.copy_location(ast.Constant(words[node.id]), node) if node.id in words else node
 
 
 def _python_call(text: str) -> tuple[str, str] | None:
-    """The name, and the JSON of the arguments. A name that is none in Python is read all the same."""
+    """Return the name and the JSON arguments of a call. The name need not be a Python identifier."""
     given = ""
     if (begun := _CALLED.match(text)) is not None and not begun[1].replace(".", "").isidentifier():
         given, text = begun[1], f"f{text[begun.end(1) :]}"
@@ -401,7 +427,7 @@ def _python_call(text: str) -> tuple[str, str] | None:
 
 
 def _python_value(text: str) -> str | None:
-    """The JSON of a literal."""
+    """Return the JSON of a Python literal."""
     try:
         return _said(ast.literal_eval(_Words().visit(_parsed(text))))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -410,7 +436,7 @@ def _python_value(text: str) -> str | None:
 
 def _parsed(text: str) -> ast.expr:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes that mean nothing
+        warnings.simplefilter("ignore")  # invalid escapes
         return ast.parse(text, mode="eval").body
 
 

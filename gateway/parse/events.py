@@ -1,7 +1,7 @@
-"""What a model's answer consists of, piece by piece; every parser gives these and nothing else.
+"""The events of a model's answer, as every parser yields them.
 
-Joined: all `Content.text` in order are the message's content, all `Reasoning.text` its reasoning; a `ToolCall` opens a
-call and the `Arguments` with its `index` that follow, joined, are its arguments.
+All `Content.text` in order is the content of the message, all `Reasoning.text` its reasoning. A `ToolCall` opens a
+call; the following `Arguments` with its `index`, joined, are the arguments.
 """
 
 from __future__ import annotations
@@ -11,22 +11,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for the user. Never empty."""
+    """Text for the user, never empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What the model thinks before it answers. Never empty."""
+    """A piece of the model's reasoning, never empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call begins; its name is whole. index: 0, 1, ... in the answer. call_id: the format's own, or "": one is made
-    of the request's id and the index by whoever sends it."""
+    """A call begins, with its complete name.
+
+    Attributes:
+        index: 0, 1, ... within the answer.
+        name: The tool.
+        call_id: The format's own id; "": the API derives one from the request's id and the index.
+    """
 
     index: int
     name: str
@@ -35,7 +40,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A piece of the JSON text of a call's arguments. Never empty; joined they are one JSON object."""
+    """A piece of the JSON text of a call's arguments, never empty. Joined, they are one JSON object."""
 
     index: int
     text: str

@@ -1,4 +1,4 @@
-"""Gemma's calls: `call:name{key:value,...}`, with a mark around each string instead of quotes and escapes."""
+"""Gemma's calls: `call:name{key:value,...}`, with a marker around each string instead of quotes and escapes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .writer import Writer
 _NAME = re.compile(r"[\w.:/-]+")
 _WORD = re.compile(r"[^\s,:\[\]{}<]*")
 _BRACKETS = {"{": "}", "[": "]"}
-DEPTH = 64  # of lists and objects in each other
+DEPTH = 64  # nesting limit of lists and objects
 
 Whole = Generator[None, None, bool]
-"""False: what stood there cannot be read on, or the answer ended in it."""
+"""False: the text is malformed, or the answer ended within it."""
 
 
 def fenced(fence: str, close: str) -> Body:
-    """fence: the mark around a string. close: ends the call."""
+    """Read a call. `fence` is the marker around a string, `close` the closing marker."""
 
     def body(writer: Writer, opened: str) -> Reading:
         reader = writer.reader
@@ -38,7 +38,7 @@ def fenced(fence: str, close: str) -> Body:
         whole = yield from _several(reader, writer.arguments, fence, "{", 0)
         rest, _ = yield from reader.collect(markers(close))
         if not whole:
-            # A rest that cannot be read stays in the arguments: no tool is called with less than the model wrote.
+            # Malformed text stays in the arguments: a tool is never called with less than the model wrote.
             writer.arguments(rest)
         elif rest.strip():
             writer.content(rest)
@@ -47,7 +47,7 @@ def fenced(fence: str, close: str) -> Body:
 
 
 def _several(reader: Reader, emit: Emit, fence: str, opening: str, depth: int) -> Whole:
-    """Behind the bracket."""
+    """Read the members behind an opening bracket."""
     emit(opening)
     first = True
     while (following := (yield from reader.space())) != _BRACKETS[opening]:

@@ -1,6 +1,6 @@
-"""The formats: how each family of models writes reasoning and calls, and which one a chat template speaks.
+"""The formats: how each model family writes reasoning and calls, and how to detect it from a chat template.
 
-Sources: the chat templates of the models themselves.
+Source: the models' own chat templates.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ NO_THINK = ("", "")
 class Format:
     """The markers of a model family's answers, and the readers of their parts.
 
-    think: the markers of reasoning, or "". calls: the opening of a call, and the reader of its body. wraps: marks
-    around content, dropped also where no calls are looked for. bare: a call without a marker begins with one of these
-    characters. answer: reads the whole answer, where it is not content with markers in it. special_tokens: special
-    tokens among the markers, which have to stay visible. write_calls: writes calls as the model does, for templates
-    that ignore the calls of a conversation.
+    Attributes:
+        name: Its name in `tool_format`.
+        think: The markers of reasoning, or "".
+        calls: The opening marker of a call, and the reader of its body.
+        wraps: Markers around content, dropped even if calls are not parsed.
+        bare: The first characters of a call without a marker, and its reader.
+        answer: Reads the whole answer if it is not content with markers in it.
+        special_tokens: Special tokens among the markers, which the detokenizer must keep.
+        write_calls: Writes calls as the model does, for templates that drop the calls of a conversation.
     """
 
     name: str
@@ -46,11 +50,11 @@ class Format:
 
     @property
     def has_calls(self) -> bool:
-        """Calls of this format are read back."""
+        """Whether calls of this format can be parsed."""
         return bool(self.calls) or self.bare is not None or self.answer is not None
 
     def starts_in_reasoning(self, prompt: str) -> bool:
-        """Whether the prompt, as the template wrote it, has begun the model's reasoning."""
+        """Return whether the rendered prompt already opens the model's reasoning."""
         return bool(self.think[0]) and prompt.rstrip().endswith(self.think[0].rstrip())
 
 
@@ -94,13 +98,13 @@ def write_kimi(calls: WrittenCalls) -> str:
 
 
 def _opening(writer: Writer, opened: str) -> Reading:
-    """A bracket before calls."""
+    """Read a marker before calls."""
     writer.mark(opened)
     yield from ()
 
 
 def _closing(writer: Writer, opened: str) -> Reading:
-    """One behind them, if there were any."""
+    """Read a marker behind calls; without calls it is content."""
     if not writer.called:
         writer.content(opened)
     yield from ()
@@ -271,7 +275,7 @@ FORMATS: dict[str, Format] = {
     )
 }
 
-# What a template holds that no other family's does; the first that is found decides.
+# Text that is characteristic of a family's template; the first match decides.
 _SIGNS = (
     ("｜DSML｜", "deepseek_v32"),
     ("<seed:tool_call>", "seed_oss"),
@@ -305,8 +309,11 @@ _SIGNS = (
 
 
 def choose(template: str, name: str = "") -> Format:
-    """The format that a chat template speaks, or the one of that name. Raises InvalidConfiguration naming
-    `tool_format`."""
+    """Return the format with this name, or the one that a chat template uses.
+
+    Raises:
+        InvalidConfiguration: The name is unknown; names `tool_format`.
+    """
     if name:
         if name not in FORMATS:
             raise InvalidConfiguration("tool_format", f"is {name!r}; it must be one of {', '.join(FORMATS)}")

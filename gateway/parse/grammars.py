@@ -1,7 +1,6 @@
-"""What a model may write where it must call a tool, or must call it rightly: a grammar for each format, in llguidance's
-dialect of Lark.
+"""Grammars that force a tool call or valid arguments, for each format, in llguidance's dialect of Lark.
 
-A marker that the vocabulary has as a special token is that token; any other is its text.
+A marker that is a special token of the vocabulary becomes that token; any other is plain text.
 """
 
 from __future__ import annotations
@@ -23,7 +22,13 @@ OBJECT: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A tool. parameters: the schema that its arguments follow; strict: in all that it says."""
+    """A tool.
+
+    Attributes:
+        name: Its name.
+        parameters: The schema of its arguments.
+        strict: Whether the whole schema is enforced, or as much as possible.
+    """
 
     name: str
     parameters: Mapping[str, Any]
@@ -32,7 +37,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """A shape of plain text.
+    """An output constraint on plain text.
 
     Attributes:
         kind: json_schema, json_object or regex.
@@ -43,21 +48,21 @@ class Shaped:
     text: str
 
     def rule(self, writing: Writing) -> str:
-        """Adds the rule, or the terminal, that allows this text alone; returns its name."""
+        """Add the rule or terminal for this text and return its name."""
         if self.kind == "regex":
             return writing.terminal("/" + self.text.replace("/", "\\/") + "/")
         return writing.json(json.loads(self.text) if self.kind == "json_schema" else OBJECT)
 
 
 class Writing:
-    """A grammar that is being written. special: the ids of special tokens by their spelling."""
+    """A grammar under construction. `special` maps special tokens to their ids."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
         self.rules: list[str] = []
 
     def mark(self, text: str) -> str:
-        """A marker, or text that may hold some."""
+        """Return the symbols of a text that may contain markers."""
         inside = [re.escape(token) for token in sorted(self._special, key=len, reverse=True) if token in text]
         parts = re.split(f"({'|'.join(inside)})", text) if inside else [text]
         return " ".join(
@@ -67,7 +72,15 @@ class Writing:
         )
 
     def free(self, *without: str, length: tuple[int, int | None] = (0, None)) -> str:
-        """A terminal: any text in which none of these stands. Special tokens are no text. length: in characters."""
+        """Add a terminal for text without special tokens and without any of these strings.
+
+        Args:
+            without: The excluded strings.
+            length: The limits of its length in characters.
+
+        Returns:
+            Its name.
+        """
         least, most = length
         some = "*" if length == (0, None) else f"{{{least},{'' if most is None else most}}}"
         plain = [text for text in without if text not in self._special]
@@ -75,23 +88,23 @@ class Writing:
         return self.terminal(" & ".join([f"/(.|\\n){some}/", *words]))
 
     def terminal(self, body: str) -> str:
-        """A new terminal's name."""
+        """Add a terminal and return its name."""
         name = f"T{len(self.rules)}"
         self.rules.append(f"{name}: {body}")
         return name
 
     def rule(self, body: str) -> str:
-        """A new rule's name."""
+        """Add a rule and return its name."""
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}: {body}")
         return name
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """A rule for JSON that a schema allows."""
+        """Add a rule for JSON that follows a schema and return its name."""
         return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
 
     def text(self, start: str) -> str:
-        """The whole of it."""
+        """Return the complete grammar."""
         return "\n".join([f"start: {start}", *self.rules]) + "\n"
 
 
@@ -107,7 +120,7 @@ def _object(name: str, arguments: str) -> Call:
 
 
 def _between(before: str, after: str) -> Call:
-    """before: with `{}` for the name."""
+    """Return a writer of calls with JSON arguments; `{}` in `before` is the name."""
 
     def call(writing: Writing, tool: Offered) -> str:
         head = before.replace("{}", tool.name)
@@ -117,7 +130,7 @@ def _between(before: str, after: str) -> Call:
 
 
 def _kimi(writing: Writing, tool: Offered) -> str:
-    """Each call has its number."""
+    """Write a call with its number."""
     number = writing.terminal("/[0-9]{1,2}/")
     head = f"{writing.mark(f'<|tool_call_begin|>functions.{tool.name}:')} {number}"
     begin, end = writing.mark("<|tool_call_argument_begin|>"), writing.mark("<|tool_call_end|>")
@@ -125,8 +138,10 @@ def _kimi(writing: Writing, tool: Offered) -> str:
 
 
 def _tags(before: str, key: str, value_end: str, after: str) -> Call:
-    """Arguments between tags, those that a schema has in its order. key: with `{}` for the name of one, `{string}` for
-    whether it is text."""
+    """Return a writer of calls with arguments between tags, in the order of the schema.
+
+    In `key`, `{}` is the name of an argument and `{string}` whether it is a string.
+    """
 
     def call(writing: Writing, tool: Offered) -> str:
         properties = tool.parameters.get("properties") or {}
@@ -144,20 +159,27 @@ def _tags(before: str, key: str, value_end: str, after: str) -> Call:
 
 
 def _text(writing: Writing, tool: Offered, name: str, schema: Mapping[str, Any], end: str) -> str:
-    """A string without quotes. Raises InvalidRequest for what cannot be said of one, where it must be."""
+    """Write an unquoted string. Raises InvalidRequest for an enforced constraint that has no grammar."""
     if values := schema.get("enum", [schema["const"]] if "const" in schema else []):
         return f"({' | '.join(writing.mark(str(value)) for value in values)})"
     beyond = sorted({"pattern", "format"} & schema.keys())
     if beyond and tool.strict:
-        problem = f"{beyond[0]}: cannot be enforced in the way in which this model writes arguments"
+        problem = f"{beyond[0]}: cannot be enforced in this model's format of arguments"
         raise InvalidRequest(f"tools.{tool.name}.parameters.properties.{name}", problem)
     return writing.free(end, length=(schema.get("minLength", 0), schema.get("maxLength")))
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How a format writes calls. opened: before the first; each; between: two of them; closed: after the last. begins:
-    by what a call is known in free text, "": it stands only where an answer begins."""
+    """How a format writes calls.
+
+    Attributes:
+        each: Writes one call.
+        opened: The text before the first call.
+        between: The text between two calls.
+        closed: The text behind the last call.
+        begins: The marker that starts a call within text; "": a call stands only at the start of an answer.
+    """
 
     each: Call
     opened: str = ""
@@ -241,17 +263,17 @@ def calls_grammar(
     strict: Sequence[str] = (),
     otherwise: Shaped | None = None,
 ) -> str:
-    """Write the grammar of an answer that may call tools.
+    """Return the grammar of an answer that may call tools.
 
     Args:
         format_: How the model writes calls.
-        tools: The parameters of each tool, by its name.
-        special: The ids of special tokens, by their spelling.
-        must: Whether the answer is at least one call.
-        parallel: Whether it may be several.
-        in_reasoning: Whether the prompt has begun to reason.
-        strict: Names of the tools with enforced schemas; other schemas are enforced as far as possible.
-        otherwise: The shape of an answer that calls no tool. None: any text, which calls may follow.
+        tools: The parameters of each tool, by name.
+        special: The ids of special tokens, by spelling.
+        must: Whether the answer must be at least one call.
+        parallel: Whether several calls are allowed.
+        in_reasoning: Whether the prompt opens the reasoning.
+        strict: The names of tools with enforced schemas; other schemas are enforced as far as possible.
+        otherwise: The constraint on an answer without calls; None for any text, which calls may follow.
 
     Raises:
         InvalidRequest: Names `tools` or `tool_choice`.
@@ -276,7 +298,7 @@ def calls_grammar(
     elif not must and written.begins:
         start = f"{writing.free(written.begins)} {start}?"
     elif not must:
-        # What does not begin as a call does is none.
+        # Text that does not begin like a call is not a call.
         start = f"{start} | {writing.terminal('/[^{](.|' + chr(92) + 'n)*/')}"
     if in_reasoning:
         start = f"{_reasoning(writing, format_)} ({start})"
@@ -284,7 +306,7 @@ def calls_grammar(
 
 
 def after_reasoning(format_: Format, special: Mapping[str, int], shaped: Shaped) -> str:
-    """Write the grammar of a shape behind reasoning that the prompt has begun."""
+    """Return the grammar of a constraint behind reasoning that the prompt opens."""
     writing = Writing(special)
     shape = shaped.rule(writing)
     return writing.text(f"{_reasoning(writing, format_)} {shape}")
@@ -300,12 +322,12 @@ def _mark(writing: Writing, text: str) -> str:
 
 
 def schema_grammar(schema: Mapping[str, Any]) -> Grammar:
-    """Return the grammar that `calls_grammar` checks for a tool's parameters."""
+    """Return the grammar of a tool's parameters as `calls_grammar` checks it."""
     return Grammar(kind="json_schema", text=json.dumps({"type": "object", **schema}))
 
 
 def _schema(name: str, schema: Mapping[str, Any], strict: bool) -> Mapping[str, Any]:
-    """The schema of a tool's arguments as far as it can be enforced. Raises InvalidRequest where it must be."""
+    """Return the enforceable schema of a tool's arguments. Raises InvalidRequest if a strict one cannot be enforced."""
     whole = {"type": "object", **schema}
     try:
         check(schema_grammar(schema), f"tools.{name}.parameters")

@@ -1,4 +1,4 @@
-"""gpt-oss: messages on channels, each with a head that says what it is."""
+"""gpt-oss: messages on channels, each with a header that names its channel and recipient."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .writer import Writer
 RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
-def harmony(writer: Writer, in_reasoning: bool) -> Reading:  # noqa: ARG001 - channels say it
-    """What the prompt has begun is the head of the first message."""
+def harmony(writer: Writer, in_reasoning: bool) -> Reading:  # noqa: ARG001 - the channel decides
+    """Read an answer. It begins within the header of the first message, which the prompt opens."""
     reader = writer.reader
     while True:
         head, stop = yield from reader.collect(markers("<|message|>"))
         if not stop:
-            # A text that is no message at all.
+            # Text without a message header.
             writer.content(head)
             return
         recipient = RECIPIENT.search(head)

@@ -14,8 +14,8 @@ def invoked(mark: str, close: str) -> Body:
     """Read calls up to `close`.
 
     Args:
-        mark: The text in front of each element's name ("" or DeepSeek's).
-        close: Ends the block.
+        mark: The prefix of each element's name ("" or DeepSeek's).
+        close: The closing marker of the block.
     """
     begin, end = f'<{mark}invoke name="', f"</{mark}invoke>"
     key_begin, value_end = f'<{mark}parameter name="', f"</{mark}parameter>"
@@ -52,7 +52,7 @@ def invoked(mark: str, close: str) -> Body:
 def _call(
     writer: Writer, name: str, end: str, close: str, key_begin: str, value_end: str
 ) -> Generator[None, None, bool]:
-    """One call's arguments; whether another may follow."""
+    """Read one call's arguments. Return whether another call may follow."""
     reader = writer.reader
     writer.call(name)
     first, astray = True, list[str]()
@@ -76,7 +76,7 @@ def _call(
             text, _ = yield from reader.collect(markers(value_end))
             writer.arguments(typed(text, kinds))
     if first:
-        # Text in the place of arguments is given as it is: the tool is not called with less than was written.
+        # Malformed arguments are passed on as text: a tool is never called with less than the model wrote.
         writer.arguments("".join(astray).strip() or "{}")
         return stop == end
     writer.arguments("}")

@@ -1,4 +1,4 @@
-"""JSON as text that comes in pieces: where a value ends, and what it is, without waiting for the whole."""
+"""Incremental JSON: finds where a value ends without waiting for the rest of the text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Generator
 from .reader import Emit, Reader
 
 _IN_STRING = re.compile(r'["\\\x00-\x1f]')
-_OUTSIDE = re.compile(r'["{}\[\]<]')  # "<": of what ends a call, the first character
+_OUTSIDE = re.compile(r'["{}\[\]<]')  # "<" may begin the closing marker of a call
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
 
 
 def string(reader: Reader) -> Generator[None, None, str | None]:
-    """Reads a string; None where there is none, or no whole one."""
+    """Read a string. Return None if there is none, or an incomplete one."""
     if (yield from reader.peek()) != '"':
         return None
     parts: list[str] = []
@@ -28,8 +28,16 @@ def string(reader: Reader) -> Generator[None, None, str | None]:
 
 
 def value(reader: Reader, emit: Emit, stop: str = "") -> Generator[None, None, bool]:
-    """Reads one value and emits its text as it comes. False: there was none, or the end came before its own: the
-    answer's, or `stop` outside of strings, which is not read."""
+    """Read one value and emit its text as it arrives.
+
+    Args:
+        reader: The text.
+        emit: Receives the pieces of the value.
+        stop: A marker that ends an incomplete value outside of strings; it is not consumed.
+
+    Returns:
+        Whether a complete value was read.
+    """
     first = yield from reader.space()
     if first == '"':
         emit(reader.take(reader.at + 1))
@@ -40,7 +48,7 @@ def value(reader: Reader, emit: Emit, stop: str = "") -> Generator[None, None, b
 
 
 def _scalar(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
-    """A number or a word: it has ended where something else follows."""
+    """Read a number or a word, which ends at any other character."""
     parts: list[str] = []
     while True:
         found = _SCALAR.match(reader.text, reader.at)
@@ -59,7 +67,7 @@ def _scalar(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
 
 
 def _string_rest(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
-    """Behind the opening quote. A piece never ends within an escape; a line break, which JSON wants escaped, is."""
+    """Read a string behind its opening quote. No piece ends within an escape; raw line breaks are escaped."""
     while True:
         found = _IN_STRING.search(reader.text, reader.at)
         if found is None:
@@ -84,7 +92,7 @@ def _string_rest(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
 
 
 def _nested(reader: Reader, emit: Emit, stop: str) -> Generator[None, None, bool]:
-    """An object or an array: up to the bracket that closes the first."""
+    """Read an object or an array up to its closing bracket."""
     depth = 0
     while True:
         found = _OUTSIDE.search(reader.text, reader.at)
@@ -114,7 +122,7 @@ def _nested(reader: Reader, emit: Emit, stop: str) -> Generator[None, None, bool
 
 
 def as_object(text: str) -> str | None:
-    """`text` where it is a JSON object; a string that holds one, as some models write arguments, is that one."""
+    """Return `text` if it is a JSON object, or the object inside a JSON string, as some models write it; else None."""
     try:
         found = json.loads(text, strict=False)
         if isinstance(found, str):
@@ -128,14 +136,14 @@ def as_object(text: str) -> str | None:
 
 
 def sound(text: str) -> str:
-    """Text that UTF-8 can hold: escaped halves of a pair are the character, and one alone becomes U+FFFD."""
+    """Return text that UTF-8 can encode: surrogate pairs become characters, lone surrogates U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def strict(text: str) -> object:
-    """The value of JSON. Raises ValueError, for NaN and the infinities too, which are none."""
+    """Return the value of a JSON text. Raises ValueError, also for NaN and infinities."""
     return json.loads(text, parse_constant=_refused)
 
 

@@ -1,4 +1,4 @@
-"""Calls as JSON objects or in Python's syntax between two marks, and marks around an answer, which are dropped."""
+"""Calls between two markers, as JSON objects or in Python's syntax, and markers around an answer, which are dropped."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _INDEX = re.compile(r":\d+$")
 
 
 def json_list(close: str) -> Body:
-    """Read objects with a name and arguments, in brackets or one behind the other.
+    """Read objects with a name and arguments, in brackets or one after the other.
 
     Args:
-        close: Ends them; "": the end of the list does.
+        close: The closing marker; "": the end of the list.
     """
 
     def body(writer: Writer, opened: str) -> Reading:
@@ -51,7 +51,7 @@ def json_list(close: str) -> Body:
 
 
 def python_or_json(close: str) -> Body:
-    """Read calls in Python's way in brackets, or JSON objects. close: ends them."""
+    """Read calls in Python's syntax in brackets, or JSON objects. `close` is the closing marker."""
     objects, calls = json_list(close), pythonic(close, listed=True, known=False)
 
     def body(writer: Writer, opened: str) -> Reading:
@@ -67,7 +67,7 @@ def python_or_json(close: str) -> Body:
 
 
 def _behind_bracket(reader: Reader) -> Generator[None, None, str]:
-    """The next character behind the bracket that is no white space, not read."""
+    """Peek at the first character behind the bracket that is not white space."""
     while True:
         rest = reader.text[reader.at + 1 :].lstrip()
         if rest or reader.ended:
@@ -89,7 +89,7 @@ def id_and_json(between: str, close: str) -> Body:
         if not called:
             writer.content(opened + read)
             return
-        # An index makes the id; a name alone would be that of the next call too.
+        # Without an index the id would not be unique.
         writer.call(name, call_id if _INDEX.search(call_id) else "")
         yield from arguments_json(writer, close)
         rest, _ = yield from reader.collect(markers(close))
@@ -100,14 +100,14 @@ def id_and_json(between: str, close: str) -> Body:
 
 
 def before_answer(writer: Writer, opened: str) -> Reading:
-    """Drop a mark in front of the content; a mark behind some content is content."""
+    """Drop a marker before the content; behind some content it is content."""
     if writer.shown:
         writer.content(opened)
     yield from ()
 
 
 def behind_answer(*followed: str) -> Body:
-    """Drop a mark at the answer's end, or before one of `followed`; elsewhere it is content."""
+    """Drop a marker at the end of the answer or before one of `followed`; elsewhere it is content."""
 
     def body(writer: Writer, opened: str) -> Reading:
         reader = writer.reader

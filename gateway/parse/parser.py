@@ -1,4 +1,4 @@
-"""The engine: one answer's text to events, by the table of its format."""
+"""The engine: from one answer's text to events, driven by its format's table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from .writer import Writer
 
 
 class Parser(Writer):
-    """tools: as a Writer has them. in_reasoning: the prompt has begun the model's reasoning already."""
+    """The parser of one answer.
+
+    Args:
+        format_: The format.
+        tools: The schemas of the tools' parameters by name; None if calls are not parsed.
+        in_reasoning: Whether the prompt opens the reasoning.
+    """
 
     def __init__(
         self, format_: Format, tools: Mapping[str, Mapping[str, Any]] | None = None, *, in_reasoning: bool = False
@@ -23,20 +29,20 @@ class Parser(Writer):
         self._over = False
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:  # noqa: ARG002 - of formats by tokens
-        """The events that are certain now."""
+        """Return the events that further text completes."""
         self.reader.feed(text)
         self._go()
         return self.taken()
 
     def finish(self) -> list[Event]:
-        """The rest, at the answer's end."""
+        """Return the remaining events at the end of the answer."""
         self.reader.ended = True
         self._go()
         self.end()
         return self.taken()
 
     def _answer(self, in_reasoning: bool) -> Reading:
-        """The usual way: content, with reasoning and calls between markers."""
+        """Read content with reasoning and calls between markers."""
         table, reader = self._format, self.reader
         calls = {**table.wraps, **(table.calls if self._calling else {})}
         opening, closing = table.think
@@ -51,7 +57,7 @@ class Parser(Writer):
                 return
             if stop == opening:
                 if self.shown:
-                    # In the middle of content it is text.
+                    # Behind content the marker is text.
                     self.content(stop)
                 else:
                     yield from self.think(closing)
@@ -61,9 +67,9 @@ class Parser(Writer):
                 yield from calls[stop](self, stop)
 
     def _bare(self) -> Reading:
-        """A call that stands without a marker, where content would begin."""
+        """Read a call without a marker, where content would begin."""
         bare = self._format.bare
-        assert bare is not None, "asked for where there is one"
+        assert bare is not None, "the caller checked it"
         start, body = bare
         following = yield from self.reader.space()
         if following and following in start:

@@ -1,7 +1,7 @@
-"""Text that comes in pieces, read as if it were whole.
+"""Incremental text, read as if it were complete.
 
-Parsers here are generators: they `yield` where they need more than has come, and go on when there is more, or when
-there never will be (`ended`). So each is written as for a whole text, and how it was split cannot matter.
+The parsers are generators: they `yield` when they need more text, and resume when it arrives or the text has ended
+(`ended`). Each is written as for a complete text, so its result cannot depend on how the text was split.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Reading = Generator[None, None, None]
 
 
 class Markers:
-    """Strings to stop at. None may begin with another."""
+    """Strings to stop at. No string may be a prefix of another."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(strings)
@@ -24,11 +24,11 @@ class Markers:
         self._firsts = frozenset(string[0] for string in strings)
 
     def find(self, text: str, at: int) -> re.Match[str] | None:
-        """The first of them from `at` on."""
+        """Return the first marker from `at` on."""
         return self._pattern.search(text, at) if self._pattern is not None else None
 
     def held(self, text: str, at: int) -> int:
-        """Where the end of `text` might be the beginning of one; its length where it is not."""
+        """Return where an incomplete marker at the end of `text` may begin; else the length of `text`."""
         for start in range(max(at, len(text) - self._length + 1), len(text)):
             if text[start] in self._firsts and any(string.startswith(text[start:]) for string in self._strings):
                 return start
@@ -37,32 +37,32 @@ class Markers:
 
 @cache
 def markers(*strings: str) -> Markers:
-    """The same object for the same strings."""
+    """Return the cached Markers of these strings."""
     return Markers(strings)
 
 
 class Reader:
-    """text[at:] is what was not read yet. kept: what was read since `keep`, where that was called."""
+    """A cursor over incremental text: text[at:] is unread."""
 
     def __init__(self) -> None:
         self.text, self.at, self.ended = "", 0, False
         self._kept: list[str] | None = None
 
     def feed(self, text: str) -> None:
-        """More has come."""
+        """Append text."""
         self.text, self.at = self.text[self.at :] + text, 0
 
     def keep(self) -> None:
-        """From here on, what is read is kept."""
+        """Start to record what is read."""
         self._kept = []
 
     def kept(self) -> str:
-        """What was read since `keep`; no more is kept."""
+        """Stop recording and return what was read since `keep`."""
         kept, self._kept = "".join(self._kept or ()), None
         return kept
 
     def take(self, end: int) -> str:
-        """Reads up to `end`."""
+        """Read up to `end`."""
         piece = self.text[self.at : end]
         self.at = end
         if self._kept is not None:
@@ -70,7 +70,7 @@ class Reader:
         return piece
 
     def peek(self) -> Generator[None, None, str]:
-        """The next character, not read; "" at the end."""
+        """Return the next character without reading it; "" at the end."""
         while self.at >= len(self.text):
             if self.ended:
                 return ""
@@ -78,7 +78,7 @@ class Reader:
         return self.text[self.at]
 
     def space(self) -> Generator[None, None, str]:
-        """Reads white space; returns what comes behind it, not read."""
+        """Skip white space. Return the next character without reading it; "" at the end."""
         while True:
             end = self.at
             while end < len(self.text) and self.text[end].isspace():
@@ -89,7 +89,7 @@ class Reader:
             yield
 
     def starts_with(self, string: str) -> Generator[None, None, bool]:
-        """Whether this comes next; not read."""
+        """Return whether the unread text starts with `string`."""
         while len(self.text) - self.at < len(string):
             if self.ended or not string.startswith(self.text[self.at :]):
                 return False
@@ -97,14 +97,14 @@ class Reader:
         return self.text.startswith(string, self.at)
 
     def expect(self, string: str) -> Generator[None, None, bool]:
-        """Reads this, where it comes next."""
+        """Read `string` if it comes next. Return whether it did."""
         found = yield from self.starts_with(string)
         if found:
             self.take(self.at + len(string))
         return found
 
     def until(self, stops: Markers, emit: Emit) -> Generator[None, None, str]:
-        """Reads up to a marker and over it; what comes before is emitted as soon as it is certain. "": none came."""
+        """Read through the next marker and return it; "" at the end. Text before it is emitted as soon as possible."""
         while True:
             found = stops.find(self.text, self.at)
             if found is not None:
@@ -120,7 +120,7 @@ class Reader:
             yield
 
     def collect(self, stops: Markers) -> Generator[None, None, tuple[str, str]]:
-        """The same, with what comes before as a text: it, and the marker."""
+        """Read through the next marker. Return the text before it, and the marker."""
         parts: list[str] = []
         stop = yield from self.until(stops, parts.append)
         return "".join(parts), stop

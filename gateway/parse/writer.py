@@ -1,4 +1,4 @@
-"""What the ways to read an answer write to: events, with the white space between parts left out."""
+"""The event writer that all readers share. It drops the white space between the parts of an answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from .events import Arguments, Content, Event, Reasoning, ToolCall
 from .reader import Reader, Reading, markers
 
-REFERENCES = 16  # of a schema into itself, one in the other
+REFERENCES = 16  # nesting limit of a schema's references
 _KINDS: dict[type, str] = {
     str: "string",
     bool: "boolean",
@@ -21,9 +21,12 @@ _KINDS: dict[type, str] = {
 
 
 class Writer:
-    """tools: the schemas of their arguments by name; None: no calls are looked for.
+    """Collects the events of an answer.
 
-    White space between an answer's parts (reasoning, content, calls) belongs to none of them.
+    White space between the parts of an answer (reasoning, content, calls) is dropped.
+
+    Args:
+        tools: The schemas of the tools' parameters by name; None if calls are not parsed.
     """
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]] | None) -> None:
@@ -37,21 +40,21 @@ class Writer:
 
     @property
     def shown(self) -> bool:
-        """There was content."""
+        """Whether there was content."""
         return self._shown
 
     @property
     def called(self) -> bool:
-        """There was a call."""
+        """Whether there was a call."""
         return self._calls > 0
 
     @property
     def calling(self) -> bool:
-        """Calls are looked for."""
+        """Whether calls are parsed."""
         return self._calling
 
     def content(self, text: str) -> None:
-        """Text for the user; white space is held back until it is known what follows."""
+        """Add text for the user. Trailing white space is held back until more content follows."""
         if not text or text.isspace():
             self._held.append(text)
             return
@@ -64,37 +67,37 @@ class Writer:
         self._events.append(Content(body))
 
     def mark(self, text: str) -> None:
-        """A bracket before calls: it is content if none follows."""
+        """Hold back a marker before calls: it is content if no call follows."""
         self._held.append(text)
 
     def drop_space(self) -> None:
-        """White space that was held back is no part of the content."""
+        """Drop the white space that was held back."""
         self._held = [text for text in self._held if not text.isspace()]
 
     def reasoning(self, text: str) -> None:
-        """What it thinks."""
+        """Add reasoning."""
         if text:
             self._events.append(Reasoning(text))
 
     def call(self, name: str, call_id: str = "") -> None:
-        """A call begins."""
+        """Begin a call."""
         self._held = []
         self._events.append(ToolCall(self._calls, name, call_id))
         self._calls += 1
 
     def arguments(self, text: str) -> None:
-        """A piece of the JSON text of the last call's arguments."""
+        """Add a piece of the JSON text of the last call's arguments."""
         if text:
             self._events.append(Arguments(self._calls - 1, text))
 
     def kinds(self, name: str, key: str) -> set[str]:
-        """The types that a tool's schema allows for an argument; empty: it does not say."""
+        """Return the JSON types that a tool's schema allows for an argument; empty if it sets none."""
         whole = self.tools.get(name, {})
         properties = whole.get("properties", {})
         return _types(properties.get(key, {}) if isinstance(properties, Mapping) else {}, whole)
 
     def think(self, close: str) -> Reading:
-        """Reasoning up to `close`, without white space at its ends."""
+        """Read reasoning up to `close` and strip it."""
         held: list[str] = []
         begun = False
 
@@ -111,7 +114,7 @@ class Writer:
         yield from self.reader.until(markers(close), emit)
 
     def end(self) -> None:
-        """The answer has ended: white space that was held back is the end of a content without calls."""
+        """Flush the held-back white space: it belongs to the content if there are no calls."""
         held = "".join(self._held)
         if held and not self._calls and self._shown:
             self._events.append(Content(held))
@@ -119,7 +122,7 @@ class Writer:
             self._events.append(Content(held.strip()))
 
     def taken(self) -> list[Event]:
-        """The events since the last time."""
+        """Return the events since the last call."""
         taken, self._events = self._events, []
         return taken
 

@@ -1,1 +1,1 @@
-"""Processes that serve one port, and what starts them."""
+"""The processes that serve one port, and the command that starts them."""

@@ -33,29 +33,33 @@ from .meaning import look, meaning
 
 TURN_S, DRAIN_TURN_S = 1.0, 0.1
 KILL_S = 5.0
-# A child that ran so long was not ended by what it was told at its start.
+# A child that ran this long did not fail because of its settings.
 SERVED_S = 10.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves until it is told to end. Returns the exit status, as `protocol.exits` has it."""
+    """Serve until a signal stops the process.
+
+    Returns:
+        The exit status, one of `protocol.exits`.
+    """
     parser = Parser(prog="python -m kvforge.gateway", description=__doc__)
     parser.add_argument("--config", type=Path, metavar="FILE", help="gateway.toml")
-    parser.add_argument("--runtime-dir", help="where the coordinator's socket is")
+    parser.add_argument("--runtime-dir", help="the directory of the coordinator's socket")
     parser.add_argument("--host", help="[127.0.0.1]")
-    parser.add_argument("--port", type=int, help="0: any that is free [8000]")
+    parser.add_argument("--port", type=int, help="0 picks a free port [8000]")
     parser.add_argument("--processes", type=int, metavar="N", help="[1]")
-    parser.add_argument("--name", dest="names", action="append", help="what requests may call the model")
-    # `kvforge up` passes it for the case that neither `--name` nor the file names the model.
+    parser.add_argument("--name", dest="names", action="append", help="a model name that requests may use")
+    # Used by `kvforge up`; `--name` and the file take precedence.
     parser.add_argument("--default-name", dest="default_names", action="append", help=argparse.SUPPRESS)
-    # Hashes of API keys beside those of the configuration, one a line: `kvforge up --api-key`.
+    # Hashes of further API keys, one a line: `kvforge up --api-key`.
     parser.add_argument("--key-hashes", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--check", action="store_true", help="say what the settings mean here, as JSON, and end")
-    parser.add_argument("--listen", type=int, help=argparse.SUPPRESS)  # the descriptor of a socket that listens
+    parser.add_argument("--check", action="store_true", help="print the effective settings as JSON and exit")
+    parser.add_argument("--listen", type=int, help=argparse.SUPPRESS)  # a listening socket's descriptor
     parser.add_argument("--rates", type=Path, help=argparse.SUPPRESS)
-    # The starting process drains by itself, and ends this one for good soon after.
+    # The supervising process kills this one soon after its own drain has ended.
     parser.add_argument("--drain-max-s", type=float, help=argparse.SUPPRESS)
-    # A connection waits so long until a model is known; for a socket that others keep open.
+    # With an inherited socket, connections wait this long for the model to be known.
     parser.add_argument("--patience", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
@@ -82,7 +86,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """The file's, and over them the options'. Raises InvalidConfiguration."""
+    """Return the settings of the file, overridden by the options.
+
+    Raises:
+        InvalidConfiguration: A setting is invalid.
+    """
     settings = load_settings(options.config, _more_keys(options.key_hashes))
     given = {name: getattr(options, name) for name in ("runtime_dir", "host", "port", "processes")}
     given["names"] = options.names or (options.default_names if not settings.names else None)
@@ -93,7 +101,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def _more_keys(hashes: Path | None) -> dict[str, dict[str, Any]]:
-    """Keys as [keys.NAME] has them, of a file with a hash in each line."""
+    """Return entries of [keys] for a file with one hash a line."""
     lines = hashes.read_text(encoding="utf-8").split() if hashes is not None else []
     return {f"api-key-{at}": {"hash": text, "rights": [GENERATE, SEE]} for at, text in enumerate(lines, 1)}
 
@@ -123,7 +131,7 @@ def _serve(options: argparse.Namespace, settings: Settings, listener: socket.soc
 
 
 class _Several:
-    """Children that all take connections from one socket: who is free takes the next, and what waits outlives them."""
+    """The children of a port. They accept from one shared socket, so pending connections survive a child's crash."""
 
     def __init__(self, options: argparse.Namespace, settings: Settings, listener: socket.socket, folder: Path) -> None:
         entry = Path(sys.modules["kvforge"].__file__ or "").parent / "launch" / "entry.py"
@@ -131,14 +139,14 @@ class _Several:
         command += ["--listen", str(listener.fileno()), "--rates", str(folder / "rates")]
         self._drain_s = settings.drain_s
         self._began: dict[str, float] = {}
-        self._watchdog = Watchdog()  # is not fed by children: systemd means this process
+        self._watchdog = Watchdog()  # systemd watches this process, not the children
         self._children = [
             Child(f"gateway-{at}", command, folder, _say, descriptors=(listener.fileno(),))
             for at in range(settings.processes)
         ]
 
     def run(self, signals: Signals) -> None:
-        """Until a signal asks to end. Raises Unavailable where one ends again and again."""
+        """Supervise the children until a signal arrives. Raises Unavailable if a child keeps failing."""
 
         def pass_on(number: int, frame: object) -> None:  # noqa: ARG001
             for child in self._children:
@@ -160,7 +168,7 @@ class _Several:
         self._began[child.name] = monotonic()
 
     def _wait(self, signals: Signals, wait_s: float) -> None:
-        self._watchdog.feed(time.monotonic_ns() // 1000)  # as systemd counts: its clock runs on
+        self._watchdog.feed(time.monotonic_ns() // 1000)  # CLOCK_MONOTONIC, as systemd expects
         outputs = {child.output: child for child in self._children if child.output >= 0}
         for ready in select.select([signals.fileno(), *outputs], [], [], wait_s)[0]:
             if ready == signals.fileno():
@@ -174,12 +182,12 @@ class _Several:
             if child.ended() is not None:
                 child.plan_restart()
                 if child.given_up:
-                    raise Unavailable(f"{child.name} ends again and again: {child.last_words()}")
+                    raise Unavailable(f"{child.name} keeps failing: {child.last_words()}")
             elif child.restart_at is not None and child.restart_at <= monotonic():
                 self._start(child)
 
     def _end(self, signals: Signals) -> None:
-        """Streams may end; asked a second time, at once."""
+        """Let the streams drain; a second signal ends them at once."""
         for child in self._children:
             child.send(signal.SIGTERM)
         deadline = monotonic() + self._drain_s + KILL_S
@@ -193,7 +201,7 @@ class _Several:
 
 
 def _passed(options: argparse.Namespace) -> list[str]:
-    """The options for a child."""
+    """Return the command line options for a child."""
     given: list[str] = []
     for name in ("config", "runtime_dir", "host", "port", "key_hashes"):
         if (value := getattr(options, name)) is not None:

@@ -1,4 +1,4 @@
-"""What settings mean on this machine: the files that they name are looked at before anything is served."""
+"""Checks of settings that need this machine: the files that they name must be readable and valid."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from kvforge.protocol import network
 from kvforge.protocol.configuration import expand
 from kvforge.protocol.errors import InvalidConfiguration
 
-# Tags that transformers knows beside Jinja's: what a model is trained on.
+# transformers' own tags, which mark the training part of a template and are unknown to Jinja.
 _TRAINING = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 
 
 def look(settings: Settings) -> None:
-    """Raises InvalidConfiguration naming what cannot be used: `chat_template`, `tool_format`, `endpoint`, keys."""
+    """Check the settings that refer to files, keys and other hosts.
+
+    Raises:
+        InvalidConfiguration: Names the setting: `chat_template`, `tool_format`, `endpoint` or a key.
+    """
     choose("", settings.tool_format)
     if settings.endpoint and not settings.endpoint.startswith("ipc://"):
         network.host_and_port(settings.endpoint, "endpoint")
@@ -41,7 +45,7 @@ def look(settings: Settings) -> None:
 
 
 def meaning(settings: Settings) -> dict[str, Any]:
-    """For `--check`, and so for `kvforge deploy check`."""
+    """Return the effective settings, for `--check` and `kvforge deploy check`."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     replicas = {name: replica.coordinator for name, replica in settings.replicas.items()}
     return {

@@ -1,4 +1,4 @@
-"""One process that serves a port."""
+"""One process that serves a port: uvicorn with our signal handling, reload and drain."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from kvforge.protocol.notify import Watchdog, notify
 from .protocol import protocol_of
 
 log = logging.getLogger("gateway")
-YOUNG_OBJECTS = 20_000  # made and not freed, until Python looks through them for cycles
+YOUNG_OBJECTS = 20_000  # the garbage collector's threshold of generation 0
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which leaves signals to us."""
+    """uvicorn's server without its signal handlers."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -48,13 +48,19 @@ def serve(
     again: Callable[[], Settings],
     patience_s: float = 0.0,
 ) -> None:
-    """Serves until SIGTERM or SIGINT; then streams may end within `drain_s`. counted, patience_s: as in `make_app`.
+    """Serve until SIGTERM or SIGINT; open streams then have `drain_s` to end.
 
-    again: reads the settings, of which [keys] and [replicas] are taken at SIGHUP. Raises KvforgeError: then all stays
-    as it was.
+    Args:
+        settings: The settings.
+        listener: The listening socket.
+        access: API keys and rate limits.
+        counted: As in `make_app`.
+        again: Reads the settings again at SIGHUP, for [keys] and [replicas]. If it raises KvforgeError, the old ones
+            stay.
+        patience_s: As in `make_app`.
     """
     early: list[int] = []
-    signal.signal(signal.SIGHUP, lambda number, _: early.append(number))  # until the loop is there that can do it
+    signal.signal(signal.SIGHUP, lambda number, _: early.append(number))  # handled once the event loop runs
     app = make_app(settings, access, counted, _freeze, patience_s)
     config = uvicorn.Config(
         app,
@@ -70,18 +76,18 @@ def serve(
         timeout_graceful_shutdown=int(settings.drain_s),
     )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:  # a stream is a descriptor
+    if soft != hard:  # each stream needs a descriptor
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     uvicorns = logging.getLogger("uvicorn.error")
     uvicorns.addFilter(_untraced)
-    if log.getEffectiveLevel() > logging.DEBUG:  # its steps of starting and ending matter to those who debug
+    if log.getEffectiveLevel() > logging.DEBUG:  # uvicorn logs each step of startup and shutdown
         uvicorns.setLevel(logging.WARNING)
     server = _Server(config)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         loop = runner.get_loop()
 
         def end() -> None:
-            log.info("stopping: streams may end within %g s", settings.drain_s)
+            log.info("stopping: open streams have %g s to end", settings.drain_s)
             server.force_exit = server.should_exit
             server.should_exit = app.state.ending = True
 
@@ -91,7 +97,11 @@ def serve(
                 app.state.use(changed)
                 access.use(changed)
             except KvforgeError as error:
-                print(f"gateway: the keys stay as they were, and the replicas: {error}", file=sys.stderr, flush=True)
+                print(
+                    f"gateway: reload failed, the old keys and replicas stay in use: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end)
@@ -105,16 +115,18 @@ def serve(
 
 
 def _untraced(record: logging.LogRecord) -> bool:
-    """A stream that has not ended within `drain_s` is cut off, which uvicorn has said: that is no fault of the code."""
+    """Drop the traceback of a request that was cut off at the end of the drain: it is not a bug."""
     if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
-        record.msg, record.args, record.exc_info = "a request was cut off as the gateway ended", (), None
+        record.msg, record.args, record.exc_info = "a request was cut off by the shutdown", (), None
     return True
 
 
 def _freeze() -> None:
-    """What lives now, modules and a tokenizer above all, is not looked through by each full collection: all streams
-    would wait for that. What a former model left is collected first. And as requests leave next to no cycles, young
-    objects are looked through less often than Python would by itself."""
+    """Exempt the loaded modules and tokenizer from garbage collection: its full runs would stall all streams.
+
+    Garbage of a previous model is collected first. Requests leave few cycles, so young objects are collected less often
+    than by default.
+    """
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -122,7 +134,7 @@ def _freeze() -> None:
 
 
 def _feed(loop: asyncio.AbstractEventLoop, watchdog: Watchdog) -> None:
-    """A loop that hangs does not come by."""
+    """Feed the watchdog from the event loop, so that a hanging loop is noticed."""
     watchdog.feed(round(loop.time() * 1e6))
     loop.call_later(watchdog.every_us / 1e6, _feed, loop, watchdog)
 

@@ -23,7 +23,7 @@ def test_a_body_that_does_not_come_is_too_slow() -> None:
     async def check() -> None:
         await read(request(asyncio.Queue()), BYTES_MAX, 0.01)
 
-    with pytest.raises(TooSlow, match=r"not come within 0.01 s"):
+    with pytest.raises(TooSlow, match=r"not received within 0.01 s"):
         asyncio.run(check())
 
 

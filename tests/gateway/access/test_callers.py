@@ -73,7 +73,7 @@ def test_requests_a_minute_are_those_of_all_processes(tmp_path: Path) -> None:
         with pytest.raises(RateExceeded) as refused:
             here.caller({"x-api-key": SECRET}, "generate")
         assert 0 < refused.value.retry_after_ms <= 15_000
-        assert "4 requests a minute" in refused.value.message
+        assert "4 requests per minute" in refused.value.message
     first.close()
     second.close()
 
@@ -102,7 +102,7 @@ def test_tokens_are_paid_for_when_they_are_known(tmp_path: Path) -> None:
     rates = SharedRates(tmp_path / "r")
     here = access(rates, tokens_per_minute=100)
     here.caller({"x-api-key": SECRET}, "generate").used(250)
-    with pytest.raises(RateExceeded, match="100 tokens a minute"):
+    with pytest.raises(RateExceeded, match="100 tokens per minute"):
         here.caller({"x-api-key": SECRET}, "generate")
     rates.close()
 

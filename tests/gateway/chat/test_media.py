@@ -22,13 +22,13 @@ def test_chat(kind: str) -> None:
     asked = msgspec.convert({"model": "org/vision", "messages": [{"role": "user", "content": content}]}, Chat)
     with pytest.raises(InvalidRequest) as caught:
         chat_messages(asked.messages, asked.model)
-    assert str(caught.value) == f"messages[0].content[1].type: is {kind!r}; the model 'org/vision' reads text alone"
+    assert str(caught.value) == f"messages[0].content[1].type: is {kind!r}; the model 'org/vision' reads text only"
 
 
 def test_responses() -> None:
     content = [{"type": "input_image", "image_url": "data:image/png;base64,AA=="}]
     asked = msgspec.convert({"model": "org/vision", "input": [{"role": "user", "content": content}]}, Create)
-    with pytest.raises(InvalidRequest, match=r"'input_image'; the model 'org/vision' reads text alone"):
+    with pytest.raises(InvalidRequest, match=r"'input_image'; the model 'org/vision' reads text only"):
         response_messages(asked, lambda _namespace, name: name)
 
 
@@ -39,5 +39,5 @@ def test_anthropic(kind: str, within: str) -> None:
     result = {"type": "tool_result", "tool_use_id": "t", "content": [part]}
     content = [part if within == "message" else result]
     asked = msgspec.convert({"model": "org/vision", "messages": [{"role": "user", "content": content}]}, Conversation)
-    with pytest.raises(InvalidRequest, match=f"'{kind}'; the model 'org/vision' reads text alone"):
+    with pytest.raises(InvalidRequest, match=f"'{kind}'; the model 'org/vision' reads text only"):
         anthropic_messages(asked)

@@ -242,7 +242,7 @@ def test_what_the_template_is_told() -> None:
         ({"stop": [""]}, "stop", "characters"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "true"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "custom"),
-        ({"tools": TOOLS + TOOLS}, "tools[1]", "two tools"),
+        ({"tools": TOOLS + TOOLS}, "tools[1]", "duplicate tool name"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
         ({"tool_choice": "required"}, "tool_choice", "no function"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
@@ -259,7 +259,7 @@ def test_what_the_template_is_told() -> None:
             "response_format.json_schema.schema",
             "uniqueItems",
         ),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "2 shapes"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "has 2 members"),
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], param: str, words: str) -> None:

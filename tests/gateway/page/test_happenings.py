@@ -44,9 +44,9 @@ def test_a_coordinator_that_goes_on_and_one_that_has_lost_all() -> None:
     seen.process(9, now_ms=5000)  # it went and came between two looks
     seen.answered(stats(boot="c"), health(), 6000)
     assert texts(seen) == [
-        "the coordinator was started anew after 1.0 s: what it knew is lost",
+        "the coordinator restarted without its journal after 1.0 s: its state is lost",
         "the coordinator is gone",
-        "the coordinator is back after 2.5 s, with all that it was told",
+        "the coordinator recovered after 2.5 s with its state intact",
         "the coordinator is gone",
     ]
     assert [one.at_ms for one in seen.told()] == [6000, 5000, 3500, 1000]

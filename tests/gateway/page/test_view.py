@@ -74,7 +74,9 @@ def test_a_coordinator_that_is_gone_or_silent_goes_before_what_it_said_last() ->
     seen = view(running=3)
     seen.gone_s = 12.4
     said = summary(seen)
-    assert (said.level, said.sentence) == (BAD, "The coordinator is gone, for 12 s.") and "journal" in said.notes[0]
+    assert (said.level, said.sentence) == (BAD, "The coordinator has been down for 12 s.") and "journal" in said.notes[
+        0
+    ]
     seen.gone_s, seen.silent_s, seen.problem = None, 200.0, "no answer within 2 s"
     said = summary(seen)
     assert said.sentence == "The coordinator has not answered for 3 min." and said.notes == (seen.problem,)

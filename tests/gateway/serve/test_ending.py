@@ -35,7 +35,7 @@ def test_who_is_cut_off_before_an_answer_began_is_told_to_ask_again(path: str) -
             return await asking
 
     response = asyncio.run(test())
-    assert response.status_code == 503 and "the gateway ends" in response.json()["error"]["message"]
+    assert response.status_code == 503 and "the gateway is shutting down" in response.json()["error"]["message"]
     assert int(response.headers["retry-after"]) > 0
     assert script.cancelled, "nobody reads it any more"
 

@@ -35,5 +35,5 @@ def test_keys_come_beside_those_of_the_file_and_open_it_to_others(tmp_path: Path
     assert {*made.keys} == {"ada", "api-key-1", "api-key-2"} and made.keys["api-key-1"].hash == HASH
     assert made.keys["api-key-1"].rights == ("generate", "see")
     assert settings(tmp_path, 'host = "192.0.2.1"', key_hashes=hashes).host == "192.0.2.1"
-    with pytest.raises(InvalidConfiguration, match="give `kvforge up` an --api-key"):
+    with pytest.raises(InvalidConfiguration, match="pass --api-key to `kvforge up`"):
         settings(tmp_path, 'host = "192.0.2.1"')

@@ -172,7 +172,7 @@ def test_keys_are_read_again(runtime: Path, tmp_path: Path) -> None:
         assert status("old") == 401
         (tmp_path / "gateway.toml").write_text("[keys.ada]\nhash = 1\n")
         gateway.process.send_signal(signal.SIGHUP)
-        assert until(lambda: "keys stay as they were" in (tmp_path / "gateway.log").read_text())
+        assert until(lambda: "the old keys and replicas stay in use" in (tmp_path / "gateway.log").read_text())
         assert status("new") == 200
 
 
