@@ -1,10 +1,10 @@
-"""`python -m kvforge.loadtest`: see `kvforge.loadtest.command`."""
+"""Run the load test: `python -m kvforge.loadtest`. See `kvforge.loadtest.command`."""
 
 import signal
 import sys
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while modules are loaded tells nobody where
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C during imports
     from kvforge.loadtest.command.main import main
 
     signal.signal(signal.SIGINT, signal.default_int_handler)

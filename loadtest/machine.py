@@ -1,4 +1,4 @@
-"""What stands beside every number: machine and versions; and how a table is printed."""
+"""The machine and package versions of a measurement, and plain-text tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGES = ("kvforge", "torch", "transformers", "numpy", "pyzmq", "msgspec", "uv
 
 
 def machine() -> dict[str, str | int]:
-    """The machine this runs on: processor, cores this process may use, memory, system."""
+    """Describe this machine: processor, usable cores, memory, system."""
     processor = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -28,7 +28,7 @@ def machine() -> dict[str, str | int]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter, where installed."""
+    """Return the versions of Python and of the installed packages that matter."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -39,7 +39,7 @@ def versions() -> dict[str, str]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A plain-text table: first column left, numbers right."""
+    """Format a plain-text table: the first column left-aligned, the others right-aligned."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = []

@@ -1,1 +1,1 @@
-"""The same load with processes that are killed in the middle of it, and whether anything was lost or changed."""
+"""Fault injection: processes are killed during a run, then every request and answer is checked."""

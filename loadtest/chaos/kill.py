@@ -1,6 +1,6 @@
-"""The coordinator and the workers of this machine, killed at times of a run, and when each served again.
+"""Kills the coordinator and workers of this machine during a run and measures their recovery.
 
-Whoever runs them starts them again (`kvforge up`, systemd, a `Fleet`): nothing is started here.
+Their supervisor restarts them (`kvforge up`, systemd, a `Fleet`); nothing is started here.
 """
 
 from __future__ import annotations
@@ -29,9 +29,14 @@ BACK_S = 60.0
 
 @dataclass(slots=True, kw_only=True)
 class Strike:
-    """One kill. name: of the process; pid: 0 where there was none to kill, and `problem` says why.
+    """One kill.
 
-    at_s: when, in seconds of the run. ready_s: when all that serve served again; -1: not before it was given up.
+    Attributes:
+        name: The process.
+        at_s: When it was killed, in seconds of the run.
+        pid: The killed process; 0 if there was none, for the reason in `problem`.
+        ready_s: When all processes served again; -1 if they did not within the time limit.
+        problem: What went wrong, or "".
     """
 
     name: str
@@ -41,64 +46,82 @@ class Strike:
     problem: str = ""
 
     def json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
     def sentence(self) -> str:
-        """What happened, for people."""
+        """Describe the kill for people."""
         if not self.pid:
             return f"{self.name} was not killed at {self.at_s:.3g} s: {self.problem}"
         killed = f"{self.name} (process {self.pid}) was killed at {self.at_s:.3g} s"
         if self.ready_s < 0:
-            return f"{killed} and did not serve again: {self.problem}"
-        return f"{killed}; all served again {self.ready_s - self.at_s:.3g} s later"
+            return f"{killed} and did not recover: {self.problem}"
+        return f"{killed}; all processes served again after {self.ready_s - self.at_s:.3g} s"
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A process of ours. started: when, in the kernel's ticks: its number may be another one's when it has ended."""
+    """A process of this user. `started`, in the kernel's ticks, detects a reused process id."""
 
     pid: int
     started: int
 
     @classmethod
     def of(cls, name: str, pid: int) -> Self:
-        """Raises InvalidRequest where it is another user's, or not on this machine (or not in this container)."""
+        """Identify a process.
+
+        Raises:
+            InvalidRequest: It belongs to another user, or is not visible on this machine or in this container.
+        """
         try:
             owner, started = Path(f"/proc/{pid}").stat().st_uid, _started(pid)
         except OSError:
-            problem = f"{name} is process {pid}, which is not here: it is on another machine or in another container"
+            problem = f"{name} (process {pid}) is not visible here: it runs on another machine or in another container"
             raise InvalidRequest("kill", problem) from None
         if owner != os.geteuid():
-            raise InvalidRequest("kill", f"{name}, process {pid}, is of user {owner}: only one's own are killed")
+            raise InvalidRequest(
+                "kill", f"{name} (process {pid}) belongs to user {owner}: only this user's processes can be killed"
+            )
         return cls(pid, started)
 
     def kill(self) -> None:
-        """Raises OSError where it has ended."""
+        """Kill the process.
+
+        Raises:
+            OSError: It has ended.
+        """
         process = os.pidfd_open(self.pid)
         try:
             if _started(self.pid) != self.started:
-                raise ProcessLookupError(f"process {self.pid} is another one by now")
+                raise ProcessLookupError(f"the process id {self.pid} was reused")
             signal.pidfd_send_signal(process, signal.SIGKILL)
         finally:
             os.close(process)
 
 
 def _started(pid: int) -> int:
-    """Raises OSError."""
+    """Return the start time of a process in ticks. Raises OSError."""
     after_name = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2]
     return int(after_name.split()[19])
 
 
 class Killer:
-    """`async with Killer(endpoint, kills) as killer:`, in it `measure(spec, began=killer.begin)` and `killer.end()`.
+    """Kills processes by a schedule.
 
-    Entered: it has found all that it is to kill. Raises InvalidRequest naming `kill` where that is not on this machine
-    or not ours, or has no such name, and CoordinatorUnavailable where nobody serves.
+    Use it as `async with Killer(endpoint, kills) as killer:` around `measure(spec, began=killer.begin)` and
+    `killer.end()`. Entering it locates all processes.
+
+    Args:
+        endpoint: The coordinator's, as for `kvforge.Client`.
+        kills: The schedule.
+
+    Raises:
+        InvalidRequest: A process is on another machine, belongs to another user or does not exist; names `kill`.
+        CoordinatorUnavailable: No coordinator answers.
     """
 
     def __init__(self, endpoint: str | None, kills: Sequence[Kill]) -> None:
-        """endpoint: the coordinator's, as for `kvforge.Client`."""
+
         self._endpoint, self._kills = endpoint or default_client_endpoint(), tuple(kills)
         self._task: asyncio.Task[None] | None = None
         self._waits: list[asyncio.Task[None]] = []
@@ -109,7 +132,7 @@ class Killer:
 
     async def __aenter__(self) -> Self:
         if not self._endpoint.startswith(LOCAL):
-            problem = f"needs a coordinator of this machine, reached over {LOCAL}PATH, not {self._endpoint}"
+            problem = f"needs a coordinator on this machine ({LOCAL}PATH), not {self._endpoint}"
             raise InvalidRequest("kill", problem)
         self._client = AsyncClient(self._endpoint, timeout_s=ASK_S, connect_timeout_s=ASK_S, reconnect_s=0)
         try:
@@ -117,7 +140,9 @@ class Killer:
             self._workers = [name for name in self._known if name != COORDINATOR]
             for name in dict.fromkeys(kill.name for kill in self._kills):
                 if not (name in self._known or (name == WORKER and self._workers)):
-                    raise InvalidRequest("kill", f"there is no {name!r} to kill; there is: {', '.join(self._known)}")
+                    raise InvalidRequest(
+                        "kill", f"unknown process {name!r} (expected one of: {', '.join(self._known)})"
+                    )
         except BaseException:
             await self._client.close()
             raise
@@ -133,14 +158,15 @@ class Killer:
         await self._client.close()
 
     def begin(self, start: float) -> None:
-        """The run begins, at `start` of time.monotonic: from now on it kills."""
+        """Start killing; the run began at `start` (time.monotonic)."""
         self._start = start
         self._task = asyncio.get_running_loop().create_task(self._strike_all())
 
     async def end(self) -> list[Strike]:
-        """The run is over: nothing more is killed, and what was is waited for. Returns what was done, and what was not.
+        """Stop killing and wait for the recoveries.
 
-        Those that are repeated without an end have nothing left to be told.
+        Returns:
+            All kills, including those that were due after the end of the run. Repeated kills have no such remainder.
         """
         if self._task is not None:
             self._task.cancel()
@@ -156,9 +182,9 @@ class Killer:
         return self.strikes
 
     async def _look(self) -> set[str]:
-        """Notes the processes that serve now, the coordinator first; returns their names. Raises KvforgeError.
+        """Record the serving processes, the coordinator first, and return their names. Raises KvforgeError.
 
-        Only of the first look InvalidRequest: one that ended while it was asked about is no mistake of whoever asked.
+        InvalidRequest is raised by the first call only; later a process may simply end while it is inspected.
         """
         first = not self._known
         tables, health = await self._client.tables(), await self._client.health()
@@ -180,11 +206,11 @@ class Killer:
             self._turn += 1
         strike = Strike(name=name, at_s=monotonic() - self._start)
         self.strikes.append(strike)
-        if not self._kill(name):  # perhaps another one serves in its place, of which nothing was known
+        if not self._kill(name):  # perhaps a new process has replaced it
             with suppress(KvforgeError):
                 await self._look()
             if not self._kill(name):
-                strike.problem = "it was not back since it ended before"
+                strike.problem = "it was still down from an earlier failure"
                 return
         strike.at_s, strike.pid = monotonic() - self._start, self._known[name].pid
         self._waits.append(asyncio.get_running_loop().create_task(self._wait(strike)))
@@ -197,7 +223,7 @@ class Killer:
         return True
 
     async def _wait(self, strike: Strike) -> None:
-        """Until another process serves in its place, and all others."""
+        """Wait until a new process has replaced it and all processes serve."""
         until = monotonic() + BACK_S
         while monotonic() < until:
             await asyncio.sleep(LOOK_S)
@@ -206,4 +232,4 @@ class Killer:
                 if serving >= {COORDINATOR, *self._workers} and self._known[strike.name].pid != strike.pid:
                     strike.ready_s = monotonic() - self._start
                     return
-        strike.problem = f"not within {BACK_S:g} s: does anybody start it again, as `kvforge up` does?"
+        strike.problem = f"not within {BACK_S:g} s: is there a supervisor that restarts it, as `kvforge up` does?"

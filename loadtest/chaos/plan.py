@@ -1,4 +1,4 @@
-"""What is to be killed, and when: `worker:10s,coordinator:30s`, `worker:every=20s`."""
+"""The kill schedule: `worker:10s,coordinator:30s` or `worker:every=20s`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ COORDINATOR, WORKER = "coordinator", "worker"
 EVERY = "every="
 EVERY_S_MIN = 1.0
 DAY_S = 86_400.0
-HOW = "give WHO:TIME, as worker:10s,coordinator:30s, or WHO:every=TIME"
+HOW = "expected NAME:TIME, such as worker:10s,coordinator:30s, or NAME:every=TIME"
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A process to be killed at `at_s` seconds of the run, and then every `every_s` seconds; 0: once.
+    """A scheduled kill.
 
-    name: `coordinator`, `worker` for the workers in turn, or one worker's own name.
+    Attributes:
+        name: `coordinator`, `worker` for the workers in turn, or one worker's own name.
+        at_s: When, in seconds of the run.
+        every_s: The interval of repetitions; 0 for none.
     """
 
     name: str
@@ -28,7 +31,7 @@ class Kill:
     every_s: float = 0.0
 
     def times(self) -> Iterator[tuple[float, str]]:
-        """(second of the run, name), in order; without an end where it is repeated."""
+        """Yield (second of the run, name) in order, forever if repeated."""
         at_s = self.at_s
         yield at_s, self.name
         while self.every_s:
@@ -37,27 +40,33 @@ class Kill:
 
 
 def parse(texts: Sequence[str]) -> tuple[Kill, ...]:
-    """Of the values of `--kill`, each of which may name several. Raises InvalidRequest naming `kill`."""
+    """Parse the values of `--kill`, each of which may list several kills.
+
+    Raises:
+        InvalidRequest: Names `kill`.
+    """
     return tuple(_kill(part.strip()) for text in texts for part in text.split(","))
 
 
 def schedule(kills: Sequence[Kill]) -> Iterator[tuple[float, str]]:
-    """All of them in the order of their times; without an end where one is repeated."""
+    """Merge the kills in the order of their times; endless if one is repeated."""
     return merge(*(kill.times() for kill in kills))
 
 
 def _kill(text: str) -> Kill:
     name, colon, when = text.rpartition(":")
     if not colon or not name:
-        raise InvalidRequest("kill", f"{text!r} does not say whom and when: {HOW}")
+        raise InvalidRequest("kill", f"{text!r} lacks a name or a time: {HOW}")
     every = when.startswith(EVERY)
     value = when.removeprefix(EVERY)
     try:
         seconds = float(value.removesuffix("s"))
     except ValueError:
-        raise InvalidRequest("kill", f"{text!r}: {value!r} is no time: {HOW}") from None
+        raise InvalidRequest("kill", f"{text!r}: invalid time {value!r}: {HOW}") from None
     if not isfinite(seconds) or not 0 <= seconds <= DAY_S:
         raise InvalidRequest("kill", f"{text!r}: the time must be 0 to {DAY_S:g} seconds of the run")
     if every and seconds < EVERY_S_MIN:
-        raise InvalidRequest("kill", f"{text!r}: at most once every {EVERY_S_MIN:g} s, or nothing would come back")
+        raise InvalidRequest(
+            "kill", f"{text!r}: the interval must be at least {EVERY_S_MIN:g} s, so that processes can recover"
+        )
     return Kill(name, seconds, seconds if every else 0.0)

@@ -1,7 +1,7 @@
-"""The promise, checked: of the requests of a run nothing is lost, and nothing of their answers changed.
+"""Verifies that no accepted request of a run was lost and no answer changed.
 
-Kept here: an answer is compared token by token with its twin, the same request sent again when nothing disturbs the
-server; what has no twin counts as not proven, never as kept.
+Each answer is compared token by token with its twin: the same request, sent again without disturbance. An answer
+without a twin counts as unproven, never as kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WHOLE = ("length", "stop")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A request that was accepted and did not end finished, with all its tokens."""
+    """An accepted request that did not finish with all its tokens."""
 
     request_id: int
     session: int
@@ -43,7 +43,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """An answer that is not its twin's: `token` and `twin_token` at `offset`; NO_TOKEN: it has none there."""
+    """An answer that differs from its twin at `offset`: `token` and `twin_token`, NO_TOKEN where one has ended."""
 
     request_id: int
     session: int
@@ -55,7 +55,18 @@ class Difference:
 
 @dataclass(slots=True, kw_only=True)
 class Promise:
-    """What was found. accepted: requests; compared: answers that have a twin; unproven: those without one, and why."""
+    """The result of the check.
+
+    Attributes:
+        accepted: The number of accepted requests.
+        finished: How many of these finished.
+        compared: The number of answers with a twin.
+        compared_tokens: Their tokens.
+        lost: The lost requests.
+        differences: The changed answers.
+        unproven: The answers without a twin: request id to reason.
+        seconds: The duration of the check.
+    """
 
     accepted: int = 0
     finished: int = 0
@@ -68,27 +79,27 @@ class Promise:
 
     @property
     def kept(self) -> bool:
-        """Whether nothing was lost, nothing changed, and all of that was looked at."""
+        """Whether no request was lost, no answer changed and every answer was compared."""
         return not (self.lost or self.differences or self.unproven)
 
     def sentences(self) -> list[str]:
-        """The same for people, the worst first; of each kind LISTED_MAX."""
+        """Describe the result for people, the worst first, with at most LISTED_MAX lines of each kind."""
         told = [
-            f"request {one.request_id} changed: its token {one.offset} is {_token(one.token)}, undisturbed it is "
+            f"request {one.request_id} changed: token {one.offset} is {_token(one.token)}, without faults it is "
             f"{_token(one.twin_token)}"
             for one in self.differences[:LISTED_MAX]
         ]
         told += [f"request {one.request_id} was lost: {one.state}, {one.problem}" for one in self.lost[:LISTED_MAX]]
-        told += [f"request {i} is not proven: {why}" for i, why in list(self.unproven.items())[:LISTED_MAX]]
+        told += [f"request {i} is unproven: {why}" for i, why in list(self.unproven.items())[:LISTED_MAX]]
         counts = (
-            f"{self.finished} of {self.accepted} accepted requests ended finished, {len(self.lost)} were lost; "
+            f"{self.finished} of {self.accepted} accepted requests finished, {len(self.lost)} were lost; "
             f"{self.compared} answers ({self.compared_tokens} tokens) were compared with undisturbed twins, "
             f"{len(self.differences)} differ, {len(self.unproven)} have no twin"
         )
         return [f"the promise was {'kept' if self.kept else 'BROKEN'}: {counts}", *told]
 
     def json(self) -> dict[str, Any]:
-        """Plain values: the counts, and of each kind the first LISTED_MAX."""
+        """Return plain values: the counts, and the first LISTED_MAX of each kind."""
         return {
             "kept": self.kept,
             "accepted": self.accepted,
@@ -109,7 +120,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """An answer, and what is asked again for it. prompt: as it was really sent."""
+    """An answer and the request to send again. `prompt` is what was actually sent."""
 
     outcome: Outcome
     prompt: Int32Array
@@ -125,11 +136,18 @@ async def check(
     concurrency: int = CONCURRENCY,
     stop: asyncio.Event | None = None,
 ) -> Promise:
-    """Looks at how every accepted request ended, and sends each that has an answer again, now that nothing disturbs.
+    """Check how every accepted request ended, and send those with an answer again without disturbance.
 
-    outcomes: of a run over `workload` through the coordinator, with their tokens. draw: (session, turn) -> the seed of
-    a request's draws (`drive.plan.Plan.draw`). concurrency: twins under way at once. stop: once it is set no more are
-    sent, and the rest is not proven. Raises nothing of a twin: one that fails leaves its answer not proven.
+    A twin that fails leaves its answer unproven.
+
+    Args:
+        outcomes: The outcomes of a run of `workload` through the coordinator, with their tokens.
+        workload: The load.
+        client: The connection for the twins.
+        draw: (session, turn) -> the seed of the request's draws (`drive.plan.Plan.draw`).
+        temperature: The temperature of the run.
+        concurrency: The number of twins in flight.
+        stop: Once set, no more twins are sent; the remaining answers are unproven.
     """
     began, stop = monotonic(), stop or asyncio.Event()
     accepted = [outcome for outcome in outcomes if outcome.request_id > 0]
@@ -160,22 +178,22 @@ async def check(
             group.create_task(one(twin))
     for outcome in accepted:
         if outcome.state == FINISHED and outcome.request_id not in asked:
-            promise.unproven[outcome.request_id] = "its tokens, or those of the turns before it, are not known"
+            promise.unproven[outcome.request_id] = "its tokens, or those of earlier turns, are unknown"
     promise.seconds = monotonic() - began
     return promise
 
 
 def lost(accepted: Sequence[Outcome]) -> list[Lost]:
-    """Those that did not end finished, or finished without all that they asked for, or under an id that another has.
+    """Return the requests that did not finish, finished without all tokens, or share an id with another.
 
-    Those that the driver itself gave up when the run was interrupted were not lost.
+    Requests that the driver abandoned because the run was interrupted are not lost.
     """
     seen: set[int] = set()
     found = []
     for outcome in accepted:
         problem = ""
         if outcome.state in (FAILED, TIMED_OUT):
-            problem = f"{outcome.code}: {outcome.message}".strip(": ") or "nothing was said of why"
+            problem = f"{outcome.code}: {outcome.message}".strip(": ") or "no error was reported"
         elif outcome.state == FINISHED and 0 < len(outcome.tokens) != outcome.asked_tokens:
             problem = f"it has {len(outcome.tokens)} of {outcome.asked_tokens} tokens"
         elif outcome.request_id in seen:
@@ -188,9 +206,9 @@ def lost(accepted: Sequence[Outcome]) -> list[Lost]:
 
 
 def twins(accepted: Sequence[Outcome], workload: Workload) -> Iterator[Twin]:
-    """What is to be sent again: of every request that has tokens, also of one that was lost with the first of them.
+    """Yield the requests to send again: all that have tokens, including lost ones with a partial answer.
 
-    The prompt of a later turn holds what was really answered to the turns before it.
+    The prompt of a later turn contains the actual answers to earlier turns.
     """
     sessions: dict[int, list[Outcome]] = defaultdict(list)
     for outcome in accepted:
@@ -206,7 +224,7 @@ def twins(accepted: Sequence[Outcome], workload: Workload) -> Iterator[Twin]:
 
 
 def compare(promise: Promise, outcome: Outcome, twin: Sequence[int]) -> None:
-    """One answer with its twin's tokens. One that was lost is compared as far as it came."""
+    """Compare an answer with its twin's tokens; a lost one as far as it got."""
     mine = np.array(outcome.tokens, np.int64)
     other = np.array(twin, np.int64)
     whole = outcome.state == FINISHED
@@ -242,4 +260,4 @@ def _at(tokens: npt.NDArray[np.int64], offset: int) -> int:
 
 
 def _token(token: int) -> str:
-    return "not there" if token == NO_TOKEN else str(token)
+    return "missing" if token == NO_TOKEN else str(token)

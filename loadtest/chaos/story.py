@@ -1,4 +1,4 @@
-"""What faults did to a run, as the report has it."""
+"""The effect of the faults on a run, for the report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .promise import Promise
 
 
 def story(strikes: Sequence[Strike], promise: Promise) -> dict[str, Any]:
-    """{kept, sentences, faults, kills: [Strike], promise: {...}}: `chaos` of `measure.document`. faults: how many."""
+    """Return `chaos` of `measure.document`: {kept, sentences, faults (the number of kills), kills, promise}."""
     return {
         "kept": promise.kept,
         "sentences": [*promise.sentences(), *(strike.sentence() for strike in strikes)],

@@ -1,4 +1,4 @@
-"""What a prefix cache without a limit would have hit of the prompts that were really sent."""
+"""The hits of an unlimited prefix cache on the prompts that were actually sent."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvforge.loadtest.load.workload import Workload, prompts
 
 
 def infinite(workload: Workload, outcomes: Sequence[Outcome], block_size: int) -> tuple[int, int]:
-    """(prompt tokens, those that it would hit), in the order in which the requests were sent.
+    """Return (prompt tokens, hits of an unlimited cache), in the order in which the requests were sent.
 
-    An answer is held too, but for its last token, whose KV nobody computes: the next turn of a session begins with it.
+    Answers are cached too, except for the last token, which has no KV: the next turn of a session begins with them.
     """
     cache = InfiniteCache(block_size)
     answers: dict[int, list[Outcome]] = defaultdict(list)

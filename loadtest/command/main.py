@@ -1,4 +1,4 @@
-"""`kvforge loadtest`: one run or a sweep of them, the table on the terminal, what is left in the folder."""
+"""`kvforge loadtest`: one run or a sweep, the table on the terminal, the report in a folder."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ BAD = (ends.REFUSED, ends.FAILED, ends.TIMED_OUT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs it; returns the exit status."""
+    """Run the load test and return the exit status."""
     try:
         options = command_line.parse(argv)
         return asyncio.run(_all(options))
-    except SystemExit as ended:  # argparse has printed why, or the help
+    except SystemExit as ended:  # argparse has printed the error or the help
         return ended.code if isinstance(ended.code, int) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _all(options: argparse.Namespace) -> int:
-    # What can be wrong is found out now, not after an hour of measuring.
+    # Validate everything before the run, not after an hour of measuring.
     if options.slo is not None:
         Objective.parse(options.slo)
     plan.parse(options.kill)
@@ -78,7 +78,10 @@ async def _sweep(
     stop: asyncio.Event,
     earlier: dict[str, Any] | None,
 ) -> int:
-    """One run for each value, each with a folder of its own; the highest that is served well stands for all."""
+    """Run once for each value, each with a folder of its own.
+
+    The highest value that meets the objective represents the sweep.
+    """
     option = attribute.replace("_", "-")
     runs: list[tuple[float, Ran]] = []
     for value in values:
@@ -98,7 +101,7 @@ async def _sweep(
         print(f"\nthe report: {options.out / 'index.html'}")
     if stop.is_set():
         return INTERRUPTED
-    # Beyond the knee requests run out of time: that is what a sweep looks for.
+    # Requests beyond the knee are expected to time out.
     return OK if all(ran.document["verdict"]["valid"] for _, ran in runs) else FAILED
 
 
@@ -111,7 +114,7 @@ def _compared(earlier: dict[str, Any] | None, document: dict[str, Any]) -> dict[
 
 
 async def _shown(options: argparse.Namespace, there: Place, stop: asyncio.Event) -> Ran:
-    """One run, which shows on standard error how far it is, counted from when it begins."""
+    """Run once and show the progress on standard error, from the start of the load."""
     line, start = Progress(options.requests, quiet=options.quiet), monotonic()
 
     def began(at: float) -> None:
@@ -135,7 +138,7 @@ async def _shown(options: argparse.Namespace, there: Place, stop: asyncio.Event)
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:
-    """The first Ctrl-C ends the run and reports what was measured; the next one ends the program."""
+    """Let the first Ctrl-C end the run and report what was measured; the next one ends the program."""
     loop = asyncio.get_running_loop()
 
     def first() -> None:

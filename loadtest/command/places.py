@@ -1,4 +1,4 @@
-"""Who serves: a coordinator that runs, workers without a model that are started for the run, a server over HTTP."""
+"""The server under test: a running coordinator, simulated workers started for the run, or a server over HTTP."""
 
 from __future__ import annotations
 
@@ -15,16 +15,27 @@ from kvforge.protocol import transport
 from kvforge.protocol.errors import NotReady
 
 READY_S = 30.0
-# What a server over HTTP says of its model is its name alone.
+# A server over HTTP does not report its vocabulary.
 VOCAB = 32_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where requests go. vocab: token ids are below it. context_max: of the model; None: not known.
+    """The server under test.
 
-    source: where a tokenizer may be loaded from, or "". model: as the document names it. http: fields of `HttpOptions`.
-    fleet: that was started for the run. endpoints: of several replicas, which the driver chooses from by `policy`.
+    Attributes:
+        target: KVFORGE or HTTP.
+        vocab: Token ids are below it.
+        endpoint: The coordinator.
+        server_key: Its public key.
+        key_file: This client's key pair.
+        context_max: The context of the model; None if unknown.
+        source: Where to load a tokenizer from, or "".
+        model: The model as the document describes it.
+        http: Fields of `HttpOptions`.
+        fleet: The simulated fleet that was started for the run.
+        endpoints: Several replicas, from which the driver chooses by `policy`.
+        policy: The routing policy.
     """
 
     target: str
@@ -41,13 +52,17 @@ class Place:
     policy: str = ""
 
     def client(self) -> AsyncClient:
-        """A connection to the coordinator, for questions."""
+        """Return a connection to the coordinator, for queries."""
         return AsyncClient(self.endpoint, server_key=self.server_key, key_file=self.key_file)
 
 
 @asynccontextmanager
 async def place(options: argparse.Namespace) -> AsyncIterator[Place]:
-    """The one that the options name, ready to serve. Raises KvforgeError: nobody is there, or not ready in time."""
+    """Provide the server that the options name, ready to serve.
+
+    Raises:
+        KvforgeError: It is unavailable, or not ready in time.
+    """
     if options.url is not None:
         yield await _over_http(options)
     elif options.no_model is not None:
@@ -56,7 +71,7 @@ async def place(options: argparse.Namespace) -> AsyncIterator[Place]:
                 Fleet(options.no_model, workers=options.workers, blocks=options.blocks, time_scale=options.time_scale)
                 for _ in range(options.replicas)
             ]
-            for fleet in fleets:  # one after the other: each takes a core while it starts
+            for fleet in fleets:  # one at a time: each needs a core while it starts
                 await stack.enter_async_context(fleet)
             found = await _coordinator(options, fleets[0].endpoint, fleets[0])
             if len(fleets) > 1:
@@ -74,11 +89,11 @@ async def place(options: argparse.Namespace) -> AsyncIterator[Place]:
 async def _coordinator(options: argparse.Namespace, endpoint: str | None, fleet: Fleet | None = None) -> Place:
     key_file = str(options.key_file) if options.key_file is not None else None
     async with AsyncClient(endpoint, server_key=options.server_key, key_file=key_file) as client:
-        await client.health()  # whether anybody is there is known soon; only whether it is ready takes time
+        await client.health()  # fails fast if no coordinator answers; only readiness may take long
         health = await client.wait_ready(READY_S)
         endpoint = client.endpoint
     if (model := health.model) is None:
-        raise NotReady("no worker has said which model it serves: give --vocab")
+        raise NotReady("no worker has announced its model yet: pass --vocab")
     return Place(
         target=KVFORGE,
         vocab=options.vocab or model.vocab_size,
@@ -93,7 +108,7 @@ async def _coordinator(options: argparse.Namespace, endpoint: str | None, fleet:
 
 
 def _described(health: Health) -> dict[str, Any]:
-    """What a reader of the numbers asks about who served."""
+    """Describe the model and its workers."""
     model = health.model
     assert model is not None, "it is ready"
     found = {"name": model.name, "fingerprint": model.fingerprint, "dtype": model.dtype}

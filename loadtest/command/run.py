@@ -1,4 +1,4 @@
-"""One run: it is driven, the server is asked why the slowest were slow, and a document is made of all that."""
+"""One run: drives the load, asks the coordinator about the slowest requests and builds the document."""
 
 from __future__ import annotations
 
@@ -35,29 +35,37 @@ Began = Callable[[float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """measured, and the document that was made of it."""
+    """The measurements of a run and its document."""
 
     measured: Measured
     document: dict[str, Any]
 
     @property
     def status(self) -> int:
-        """How the command ends."""
+        """The exit status of the command."""
         if self.measured.interrupted:
             return INTERRUPTED
         outcomes = self.measured.outcomes
         bad = [outcome for outcome in outcomes if outcome.state in (ends.FAILED, ends.TIMED_OUT)]
         if bad and not any(outcome.state == ends.FINISHED for outcome in outcomes):
-            return status_of(restore(bad[-1].code, "", {}))  # nothing worked at all: say what it was
+            return status_of(restore(bad[-1].code, "", {}))  # nothing worked at all: report the cause
         chaos = self.document["chaos"]
         whole = self.document["verdict"]["valid"] and not bad and (chaos is None or chaos["kept"])
         return OK if whole else FAILED
 
 
 async def run(options: argparse.Namespace, place: Place, stop: asyncio.Event, watch: Watch | None, began: Began) -> Ran:
-    """began: is told when the load begins, on time.monotonic.
+    """Run the load.
 
-    Raises KvforgeError: an option is wrong, nobody is there, a driver broke.
+    Args:
+        options: The options.
+        place: The server under test.
+        stop: Set to end the run early.
+        watch: Called with the progress.
+        began: Called when the load begins, with its time.monotonic.
+
+    Raises:
+        KvforgeError: An option is invalid, the server is unavailable, or a driver failed.
     """
     objective = Objective.parse(options.slo) if options.slo is not None else Objective()
     spec = specs.run_spec(options, place)
@@ -90,7 +98,7 @@ async def _disturbed(
     began: Began,
     workload: Load,
 ) -> tuple[Measured, dict[str, Any]]:
-    """The run with what is killed in it; then what became of what was promised."""
+    """Run the load with kills, then check the promise."""
     async with Killer(place.endpoint, plan.parse(options.kill)) as killer:
 
         def both(start: float) -> None:
@@ -107,29 +115,29 @@ async def _disturbed(
 
 
 async def _tail(place: Place, measured: Measured) -> list[dict[str, Any]]:
-    """The slowest requests, with what the coordinator says of them; where nobody answers, without that."""
+    """Return the slowest requests with the coordinator's explanations, as far as it answers."""
     async with place.client() as client:
         return await slowest(client, measured.outcomes)
 
 
 def _notes(options: argparse.Namespace, workload: Load, measured: Measured) -> Iterator[str]:
-    """What became of the load on its way from the options."""
+    """Yield how the load differs from what the options ask for."""
     if workload.shortened:
         yield (
-            f"{workload.shortened} of the load's {workload.requests} requests were shortened to fit into the model's "
-            "context (or --context-max): --length-scale fits all of them alike"
+            f"{workload.shortened} of the load's {workload.requests} requests were shortened to fit the model's "
+            "context (or --context-max): use --length-scale to scale all requests alike"
         )
     if stood_in := sum(outcome.stood_in for outcome in measured.outcomes):
         yield (
-            f"the server gave text and no token ids: {stood_in} answers are as many other tokens in the prompts that "
-            "hold them; with --tokenizer they are themselves"
+            f"the server returned text without token ids: later prompts repeat {stood_in} answers as other tokens of "
+            "the same number; pass --tokenizer to repeat them exactly"
         )
     arrivals = workload.arrivals
     if options.trace and options.duration and arrivals is not None and arrivals[-1] < 0.9 * options.duration:
-        yield f"the trace's last arrival is at {arrivals[-1]:.0f} s: after that nothing came"
+        yield f"the trace's last arrival is at {arrivals[-1]:.0f} s: the rest of the run had none"
 
 
 def _block_size(stats: Stats | None) -> int:
-    """The coordinator's; of a server that does not say, the usual one."""
+    """Return the coordinator's block size, or the usual one if the server does not report it."""
     sizes = {pool.block_size for pool in stats.pools} if stats is not None else set()
     return min(sizes, default=BLOCK_SIZE)

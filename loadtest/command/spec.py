@@ -1,4 +1,4 @@
-"""From the command's options to a run: the load in plain values, whom it goes to, what is written beside the result."""
+"""From the command line options to a run: the load as plain values, its target, and the description in the result."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ from kvforge.routing import PREFIX
 
 from .places import Place
 
-# Requests of a run whose options do not say how many, nor how long.
+# The default number of requests, if neither a number nor a duration is given.
 REQUESTS = 500
-# Where and how, not what: left out of the description of the workload.
+# Options that do not describe the workload.
 APART = ("endpoint", "runtime_dir", "server_key", "key_file", "out", "compare", "quiet", "no_proof")
 SWEPT = {"rate": float, "rate_scale": float, "closed": int}
 
 
 def load_options(options: argparse.Namespace, place: Place) -> LoadOptions:
-    """What is asked for. Raises InvalidRequest naming the option."""
+    """Return the options of the load.
+
+    Raises:
+        InvalidRequest: Names the option.
+    """
     arrivals = options.arrivals or (f"poisson:{options.rate:g}" if options.rate is not None else "")
     open_loop = bool(arrivals or options.trace)
     if not open_loop and not options.closed:
-        raise InvalidRequest("rate", "is missing: say when requests come: --rate, --arrivals, --trace or --closed")
+        raise InvalidRequest("rate", "is missing: give the arrivals with --rate, --arrivals, --trace or --closed")
     bounded = options.requests is not None or options.duration is not None
     context = [tokens for tokens in (options.context_max, place.context_max) if tokens is not None]
     return LoadOptions(
         trace=options.trace or "",
         arrivals=arrivals,
-        # With arrivals it is a bound on them, which is the driver's.
+        # With arrivals it is only an upper bound, which the driver applies.
         closed=0 if open_loop else options.closed,
         requests=options.requests if bounded or options.trace else REQUESTS,
         duration_s=options.duration,
@@ -50,7 +54,11 @@ def load_options(options: argparse.Namespace, place: Place) -> LoadOptions:
 
 
 def run_spec(options: argparse.Namespace, place: Place) -> RunSpec:
-    """One run. Raises InvalidRequest naming the option."""
+    """Return the specification of a run.
+
+    Raises:
+        InvalidRequest: Names the option.
+    """
     load = load_options(options, place)
     return RunSpec(
         load=asdict(load),
@@ -74,7 +82,7 @@ def run_spec(options: argparse.Namespace, place: Place) -> RunSpec:
 
 
 def described(options: argparse.Namespace) -> dict[str, Any]:
-    """What was asked for, as the document names it: plain values, those that were left out not among them."""
+    """Return the given options as plain values, for the document."""
     found = {}
     for name, value in vars(options).items():
         if name not in APART and value is not None and value is not False and value != []:
@@ -83,27 +91,33 @@ def described(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def sweep(options: argparse.Namespace) -> tuple[str, list[float]]:
-    """The option that is swept, by its attribute, and its values. Raises InvalidRequest."""
+    """Return the attribute of the swept option and its values.
+
+    Raises:
+        InvalidRequest: The sweep is malformed.
+    """
     name, equals, values = options.sweep.partition("=")
     attribute = name.replace("-", "_")
     if not equals or attribute not in SWEPT:
-        raise InvalidRequest("sweep", f"{options.sweep!r} is not NAME=V,V with rate, rate-scale or closed as NAME")
+        raise InvalidRequest(
+            "sweep", f"invalid sweep {options.sweep!r} (expected NAME=V,V with rate, rate-scale or closed as NAME)"
+        )
     try:
         found = [SWEPT[attribute](value) for value in values.split(",")]
     except ValueError:
-        raise InvalidRequest("sweep", f"{values!r} is not a list of numbers like 1,2,4") from None
+        raise InvalidRequest("sweep", f"invalid values {values!r} (expected numbers such as 1,2,4)") from None
     if not all(0 < value < float("inf") for value in found) or len(set(found)) < len(found):
-        raise InvalidRequest("sweep", f"{values!r} must be different numbers above 0")
+        raise InvalidRequest("sweep", f"invalid values {values!r} (expected distinct numbers above 0)")
     return attribute, sorted(found)
 
 
 def swept(options: argparse.Namespace, attribute: str, value: float) -> argparse.Namespace:
-    """The options of one run of a sweep."""
+    """Return the options of one run of a sweep."""
     return argparse.Namespace(**{**vars(options), attribute: value, "sweep": None})
 
 
 def _tokenizer(options: argparse.Namespace, place: Place) -> str | None:
-    """What makes token ids of texts: what was asked for, or the model's own where it can be read here."""
+    """Return the tokenizer of text prompts: the given one, or the model's own if it is on this machine."""
     if options.prompts == RANDOM and not options.tokenizer:
         return None
     if options.tokenizer:
@@ -115,5 +129,5 @@ def _tokenizer(options: argparse.Namespace, place: Place) -> str | None:
     try:
         Tokenizer.load(place.source)
     except (ModelNotFound, Unavailable, UnsupportedModel):
-        return None  # words are then told apart by ids of their own
+        return None  # each word then has an id of its own
     return place.source

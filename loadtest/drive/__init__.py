@@ -1,1 +1,1 @@
-"""Who sends what was planned and notes what came: the loop of one driver process, its targets, and several of them."""
+"""The driver: the event loop of one driver process, its targets, and the supervision of several processes."""

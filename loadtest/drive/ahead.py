@@ -1,4 +1,4 @@
-"""Makes sessions ahead of their time, so that making one is not what its request waits for."""
+"""Prepares sessions in advance, so that no request waits for its own preparation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .plan import Plan
 AHEAD_S = 2.0
 AHEAD_TOKENS_MAX = 4_000_000
 AHEAD_SESSIONS_MAX = 20_000
-# A session is made when nothing is due for so long; sooner only where few are left.
+# A session is prepared when nothing is due for this long, or earlier if few are left.
 GAP_S = 0.001
 FEW_S = 0.5
 FEW = 32
@@ -22,7 +22,7 @@ FEW = 32
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """A session that is to begin. due_s: its arrival; -1: as soon as there is a place."""
+    """A prepared session. `due_s` is its arrival; -1 for as soon as there is a place."""
 
     index: int
     due_s: float
@@ -31,9 +31,10 @@ class Coming:
 
 
 class Ahead:
-    """The sessions of one process in their order, made some time before they are taken.
+    """The sessions of one process in order, prepared some time before they are taken.
 
-    start: when the run begins, on time.monotonic.
+    Attributes:
+        start: The start of the run (time.monotonic).
     """
 
     def __init__(self, workload: Workload, plan: Plan) -> None:
@@ -45,7 +46,7 @@ class Ahead:
         self._next = next(self._indices, None)
 
     def _coming(self, plan: Plan) -> Iterator[tuple[int, float]]:
-        """What is still to be made: a session's number, and when it is due."""
+        """Yield the sessions to prepare: index and arrival."""
         arrivals, index, step = self._workload.arrivals, plan.index, plan.processes
         if arrivals is not None:
             for own in range(index, len(arrivals), step):
@@ -57,18 +58,18 @@ class Ahead:
 
     @property
     def over(self) -> bool:
-        """No session is left."""
+        """Whether no session is left."""
         return not self._made and self._next is None
 
     @property
     def due_s(self) -> float | None:
-        """When the next one is due; None: there is none."""
+        """The arrival of the next session; None if there is none."""
         if self._made:
             return self._made[0].due_s
         return self._next[1] if self._next is not None else None
 
     def take(self) -> Coming:
-        """The next session: there must be one."""
+        """Return the next session, which must exist."""
         if not self._made:
             self._make()
         coming = self._made.popleft()
@@ -76,21 +77,21 @@ class Ahead:
         return coming
 
     def rest(self) -> Iterator[tuple[int, float]]:
-        """The number and arrival of each that was not taken; none of a closed loop, which ends where it ends."""
+        """Yield the index and arrival of each remaining session; none for a closed loop, which simply ends."""
         yield from ((coming.index, coming.due_s) for coming in self._made if coming.due_s >= 0)
         while self._next is not None and self._next[1] >= 0:
             yield self._next
             self._next = next(self._indices, None)
 
     def fill(self) -> None:
-        """As many as there is room for: before the start."""
+        """Prepare as many sessions as the limits allow, before the start."""
         while not self._full:
             self._make()
 
     def top_up(self, due: float) -> None:
-        """Makes one where few are left, and one more where nothing is `due` (on time.monotonic) for a while.
+        """Prepare a session if few are left, and another one if nothing is due before `due` (time.monotonic).
 
-        Called for each that is taken and some hundred times a second, which keeps up with any rate.
+        It is called for each session taken and some hundred times a second, which keeps up with any rate.
         """
         if self._few and not self._full:
             self._make()

@@ -1,9 +1,10 @@
 """One driver process: `python -m kvforge.loadtest.drive.child RESULT_FD`, started by `processes`.
 
-It is told what to do on its standard input, in lines of JSON: `{"spec": ..., "index": ..., "processes": ...}`, then,
-after it has said that it is ready, `{"start": SECONDS}` on CLOCK_MONOTONIC; the end of the input is the wish to stop.
-It answers on its standard output, in lines of JSON too: `{"ready": true}`, `{"progress": ...}`, `{"done": true}`, or
-`{"error": ...}`. What it has measured goes to the file descriptor RESULT_FD as one MessagePack value.
+It reads lines of JSON from standard input: `{"spec": ..., "index": ..., "processes": ...}`, then, once it has reported
+ready, `{"start": SECONDS}` on CLOCK_MONOTONIC. The end of the input asks it to stop.
+
+It writes lines of JSON to standard output: `{"ready": true}`, `{"progress": ...}`, `{"done": true}` or `{"error":
+...}`. The measurements go to the file descriptor RESULT_FD as one MessagePack value.
 """
 
 from __future__ import annotations
@@ -32,14 +33,18 @@ LINE_BYTES_MAX = 1 << 26
 
 
 def say(line: dict[str, Any]) -> None:
-    """One line to who started us. One that is gone ends us anyway."""
+    """Write one line to the parent. If the parent is gone, this process ends anyway."""
     with suppress(BrokenPipeError):
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 
 
 async def drive(result_fd: int) -> None:
-    """The whole life. Raises KvforgeError."""
+    """Run the driver from its first line of input to its result.
+
+    Raises:
+        KvforgeError: The target is unavailable, or the specification is invalid.
+    """
     reader = asyncio.StreamReader(LINE_BYTES_MAX)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     told = json.loads(await reader.readline())
@@ -80,8 +85,8 @@ async def _tell(engine: Engine) -> None:
 
 
 def main() -> int:
-    """The program."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us says when to stop
+    """Run the program and return its exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     try:
         run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run
         with suppress(ImportError):

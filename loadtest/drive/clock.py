@@ -1,7 +1,7 @@
-"""Calls functions at their times, to some ten microseconds: an event loop's own timers count in milliseconds.
+"""A timer with a precision of about ten microseconds; the event loop's own timers have milliseconds.
 
-A timer of the kernel (timerfd) wakes the loop as a socket does. What is due is called in the order of its times; how
-late that was is for the called to note.
+A kernel timer (timerfd) wakes the loop like a socket does. Due functions are called in the order of their times and
+measure their own lateness.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import count
 from time import monotonic
 
 CLOCK_MONOTONIC = 1
-ONCE = os.O_NONBLOCK | os.O_CLOEXEC  # which are the values of TFD_NONBLOCK and TFD_CLOEXEC
+ONCE = os.O_NONBLOCK | os.O_CLOEXEC  # the same values as TFD_NONBLOCK and TFD_CLOEXEC
 SOON_NS = 1  # zero would disarm it
 
 
@@ -29,7 +29,7 @@ class _Itimerspec(ctypes.Structure):
 
 
 class Clock:
-    """To be closed. All times are time.monotonic's."""
+    """The timer. All times are time.monotonic's. Close it after use."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -48,18 +48,18 @@ class Clock:
             self._at = ctypes.byref(self._when)
 
     def at(self, when: float, function: Callable[[], None]) -> None:
-        """Calls it at `when`, or soon where that has passed; never from within this call."""
+        """Call `function` at `when`, or soon if that has passed; never from within this call."""
         heappush(self._heap, (when, next(self._count), function))
         if when < self._armed:
             self._arm(when)
 
     @property
     def next_at(self) -> float:
-        """When something is called next; infinity: never."""
+        """When the next function is due; infinity for none."""
         return self._heap[0][0] if self._heap else float("inf")
 
     def close(self) -> None:
-        """Nothing more is called."""
+        """Cancel all calls."""
         self._heap.clear()
         if self._handle is not None:
             self._handle.cancel()
@@ -82,12 +82,12 @@ class Clock:
     def _ring(self) -> None:
         try:
             os.read(self._file, 8)
-        except BlockingIOError:  # set anew meanwhile
+        except BlockingIOError:  # rearmed in the meantime
             return
         self._due()
 
     def _due(self) -> None:
-        heap, self._armed = self._heap, -1.0  # what is added meanwhile is seen below
+        heap, self._armed = self._heap, -1.0  # additions by the called functions are handled below
         end = monotonic()
         while heap and heap[0][0] <= end:
             heappop(heap)[2]()

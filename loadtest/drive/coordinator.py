@@ -1,4 +1,4 @@
-"""A coordinator over ZeroMQ, as its clients reach it; killed and started again it goes on, as it does for them."""
+"""The target for a coordinator over ZeroMQ. Requests survive a restart of the coordinator, as for any client."""
 
 from __future__ import annotations
 
@@ -24,17 +24,24 @@ from .deadlines import Deadlines
 from .outcome import FAILED, FINISHED, INTERRUPTED, REFUSED, TIMED_OUT, Outcome
 from .target import Ask
 
-# What a request is refused with at the door; anything else that goes wrong is a failure.
+# Errors that count as a refusal at admission; any other error is a failure.
 DOOR = (CapacityExceeded, InvalidRequest, Draining, NotReady)
 READY_S = 30.0
-# A coordinator that was killed is looked for so long; requests have their own time beside that.
+# How long to wait for a restarting coordinator; requests also have their own time limit.
 RECONNECT_S = 60.0
-# Requests that differ in their prompts alone share what is checked and packed: 20 us each.
+# Requests with equal options share their validation and encoding, which takes 20 us each.
 OPTIONS_MAX = 4096
 
 
 class CoordinatorTarget:
-    """A `Target`. endpoint, server_key, key_file: as for `kvforge.Client`. clients: connections of this process."""
+    """A `Target` for one coordinator.
+
+    Args:
+        endpoint: As for `kvforge.Client`.
+        clients: The number of connections of this process.
+        server_key: As for `kvforge.Client`.
+        key_file: As for `kvforge.Client`.
+    """
 
     def __init__(
         self,
@@ -52,7 +59,7 @@ class CoordinatorTarget:
         self._stack = AsyncExitStack()
 
     async def open(self) -> None:
-        """Connects each client and waits until a request would be served. Raises what `AsyncClient.wait_ready` does."""
+        """Connect each client and wait until the coordinator is ready. Raises what `AsyncClient.wait_ready` raises."""
         try:
             self._deadlines = Deadlines()
             self._stack.callback(self._deadlines.close)
@@ -67,11 +74,11 @@ class CoordinatorTarget:
             raise
 
     async def close(self) -> None:
-        """The coordinator cancels what still runs."""
+        """Disconnect; the coordinator cancels running requests."""
         await self._stack.aclose()
 
     def send(self, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]) -> Callable[[], None]:
-        """See `Target`."""
+        """Send a request; see `Target`."""
         streams = self._streams[ask.client % len(self._streams)]
         one = Following(outcome, start, ended, streams, self._deadlines)
         try:
@@ -83,7 +90,7 @@ class CoordinatorTarget:
 
 
 class Following:
-    """One request under way; it writes its outcome."""
+    """A request in flight; it fills in its outcome."""
 
     __slots__ = ("_deadlines", "_ended", "_entry", "_outcome", "_seen", "_start", "_stream", "_streams")
 
@@ -102,13 +109,14 @@ class Following:
         self._seen = 0
 
     def follow(self, stream: AsyncStream, until: float) -> None:
+        """Read the stream of a submitted request until its end or `until`."""
         self._stream = stream
         self._entry = self._deadlines.add(until, self._late)
 
     def changed(self) -> None:
-        """Accepted, tokens or the end."""
+        """Record an acceptance, new tokens or the end."""
         stream, outcome = self._stream, self._outcome
-        assert stream is not None, "never called before it is returned"
+        assert stream is not None, "follow comes first"
         now_s, count, seen = self._streams.came_at - self._start, len(stream.tokens), self._seen
         self._seen = count
         if count == seen + 1:
@@ -125,17 +133,17 @@ class Following:
             self._end(FINISHED if whole else FAILED, "" if whole else done.reason, "", now_s)
 
     def failed(self, error: KvforgeError) -> None:
-        """It ended with this error, or never began."""
+        """Record the error that ended the request or prevented it."""
         late, refused = isinstance(error, DeadlineExceeded), not self._outcome.request_id and isinstance(error, DOOR)
         state = TIMED_OUT if late else REFUSED if refused else FAILED
         self._end(state, error.code, error.message, monotonic() - self._start)
 
     def interrupt(self) -> None:
-        """Gives it up."""
+        """Cancel the request."""
         self._give_up(INTERRUPTED, "", "")
 
     def _late(self) -> None:
-        self._give_up(TIMED_OUT, DeadlineExceeded.code, "it had not ended in the time that the driver gave it")
+        self._give_up(TIMED_OUT, DeadlineExceeded.code, "the request exceeded the driver's time limit")
 
     def _give_up(self, state: str, code: str, message: str) -> None:
         if self._stream is not None:
@@ -158,6 +166,10 @@ class Following:
 
 @lru_cache(OPTIONS_MAX)
 def options_of(output_tokens: int, tenant: str, temperature: float, seed: int) -> RequestOptions:
-    """Everything but the prompt. Raises InvalidRequest."""
+    """Return the options of a request.
+
+    Raises:
+        InvalidRequest: An option is invalid.
+    """
     sampling = Sampling(temperature=temperature, seed=seed, ignore_eos=True)
     return RequestOptions(max_tokens=output_tokens, sampling=sampling, tenant=tenant)

@@ -1,4 +1,4 @@
-"""What is to be given up when its time is over: many at once, of which nearly all end before."""
+"""Coarse timeouts for very many requests, nearly all of which end earlier."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from math import ceil
 from time import monotonic
 
-# How late it may be seen. A timer for each would leave hundreds of thousands of dead ones behind in a long run.
+# The resolution. One timer per request would leave hundreds of thousands of cancelled timers in a long run.
 GRAIN_S = 0.05
 
 
 class Deadlines:
-    """To be closed. All times are time.monotonic's."""
+    """The timeouts. All times are time.monotonic's. Close it after use."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -21,7 +21,7 @@ class Deadlines:
         self._count = 0
 
     def add(self, until: float, over: Callable[[], None]) -> tuple[int, int]:
-        """`over` is called after `until`, unless what is returned is given to `remove` before."""
+        """Call `over` after `until`, unless the returned entry is removed before."""
         grain = max(ceil(until / GRAIN_S), ceil(monotonic() / GRAIN_S))
         self._count += 1
         self._grains.setdefault(grain, {})[self._count] = over
@@ -30,13 +30,13 @@ class Deadlines:
         return grain, self._count
 
     def remove(self, entry: tuple[int, int]) -> None:
-        """It has ended; also when it was called already."""
+        """Remove an entry; one that was called already is ignored."""
         grain, number = entry
         if (of_grain := self._grains.get(grain)) is not None:
             of_grain.pop(number, None)
 
     def close(self) -> None:
-        """Nothing more is called."""
+        """Cancel all timeouts."""
         self._grains.clear()
         if self._handle is not None:
             self._handle.cancel()

@@ -1,10 +1,11 @@
-"""The loop of one driver process: sends what is due when it is due, whatever the server does.
+"""The event loop of one driver process: sends each request when it is due, whatever the server does.
 
-Nothing here waits and nothing is a task: a heap of times with one precise timer (`clock`), and functions that the
-target calls. Kept here: a session's turns follow each other; every turn that was due has one `Outcome`, and so has
-each other turn of a session that began (UNSENT, not due). A session that never began is one UNSENT outcome.
+There are no tasks and nothing blocks: a heap of times with one precise timer (`clock`), and callbacks from the target.
 
-The clock ticks too, and how late each tick is shows every stall of the loop: ticks that a stall swallowed are counted,
+Invariants: turns of a session are sequential. Every turn that was due has one `Outcome`, and so has every other turn of
+a session that began (UNSENT, never due). A session that never began is one UNSENT outcome.
+
+The clock also ticks, and the lateness of each tick reveals stalls of the loop. Ticks that fall into a stall count too,
 each with its own lateness.
 """
 
@@ -37,7 +38,12 @@ TICK_S = 0.005
 
 
 class _Play:
-    """A session under way. outcome: of the turn `turn`; None until it is due. held: what the session holds."""
+    """A session in progress.
+
+    Attributes:
+        outcome: The outcome of the current turn; None until it is due.
+        held: The token ids of the session so far.
+    """
 
     __slots__ = ("cancel", "coming", "held", "history", "outcome", "prompt", "text", "turn")
 
@@ -51,20 +57,20 @@ class _Play:
         self._prepare()
 
     def _prepare(self) -> None:
-        """The prompt of the turn: made when the one before has ended, which is when it can be."""
+        """Prepare the prompt of the turn, as early as possible: when the previous turn ends."""
         turn = self.coming.session.turns[self.turn]
         self.prompt = load.prompt(turn, self.held)
-        # A part of what was said cannot be cut out of its text by a number of tokens, nor can what follows on that.
+        # Text cannot be truncated to a number of tokens, so a turn that keeps only a part has no text.
         self.text = turn.text if turn.kept == 0 or self.history else ""
 
     @property
     def followed(self) -> bool:
-        """Whether the next turn holds what is answered to this one."""
+        """Whether the next turn includes the answer to this one."""
         turns = self.coming.session.turns
         return self.turn + 1 < len(turns) and turns[self.turn + 1].kept != 0
 
     def follow(self, outcome: Outcome) -> Turn | None:
-        """The turn after one that has finished; None: it was the last."""
+        """Advance past a finished turn. Return the next turn; None after the last."""
         turns = self.coming.session.turns
         if self.turn + 1 == len(turns):
             return None
@@ -78,7 +84,7 @@ class _Play:
 
 
 class Engine:
-    """One process's share of a run. Making it makes the first sessions, so that a run can begin at once."""
+    """One process's share of a run. The constructor prepares the first sessions, so that the run can begin at once."""
 
     def __init__(self, workload: Workload, target: Target, plan: Plan) -> None:
         self._target, self._plan = target, plan
@@ -91,29 +97,29 @@ class Engine:
         self._tokens = 0
         self._under_way: dict[_Play, None] = {}
         self._under_way_max = plan.part(plan.concurrency_max)
-        self._waiting: deque[_Play] = deque()  # due, and there is no place among `concurrency_max`
-        self._arrived: deque[_Play] = deque()  # due, and there is no place among `closed`
-        self._plays: dict[_Play, None] = {}  # the sessions that have arrived and are not over
+        self._waiting: deque[_Play] = deque()  # due, waiting because of `concurrency_max`
+        self._arrived: deque[_Play] = deque()  # due, waiting because of `closed`
+        self._plays: dict[_Play, None] = {}  # sessions in progress
         self._places = plan.places() if plan.closed else None
         self._clients = plan.part(plan.clients)
         self._over = False
 
     @property
     def progress(self) -> Progress:
-        """How far it is."""
+        """The progress of the run."""
         return Progress(
             due=len(self._outcomes), under_way=len(self._under_way), ends=dict(self._ends), output_tokens=self._tokens
         )
 
     async def run(self, start: float, stop: asyncio.Event) -> tuple[list[Outcome], Drove]:
-        """From `start` (on time.monotonic) to the last end; once `stop` is set, to the end of what is interrupted."""
+        """Run from `start` (time.monotonic) to the last end. Once `stop` is set, cancel what is in flight."""
         loop = asyncio.get_running_loop()
         self._start = self._ahead.start = start
         self._done = loop.create_future()
         self._clock = Clock()
         loop.set_exception_handler(self._broken)
         stopping = asyncio.create_task(stop.wait())
-        # What is made now is kept to the end, and circles are few: a collection would only be a stall.
+        # The data lives until the end and cycles are few: garbage collection would only stall the loop.
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -161,7 +167,7 @@ class Engine:
             self._clock.at(self._start + due_s, self._arrive)
 
     def _arrive(self) -> None:
-        """A session arrives, and perhaps others at the same time."""
+        """Start the session that arrives, and others that are due by now."""
         while True:
             play = self._new_play(self._ahead.take())
             if self._places is None or len(self._plays) - len(self._arrived) <= self._places:
@@ -176,13 +182,13 @@ class Engine:
         self._ahead.top_up(self._next_due())
 
     def _fill_place(self, free_s: float) -> None:
-        """A place became free: of a closed loop without arrivals."""
+        """Start the next session of a closed loop without arrivals."""
         if self._ahead.over or self._too_late(free_s):
             return
         self._due(self._new_play(self._ahead.take()), free_s)
 
     def _too_late(self, due_s: float) -> bool:
-        """Whether the load is over by then."""
+        """Return whether the load has ended by then."""
         return self._plan.duration_s is not None and due_s >= self._plan.duration_s
 
     def _new_play(self, coming: Coming) -> _Play:
@@ -197,7 +203,7 @@ class Engine:
         self._place(play)
 
     def _turn_to(self, play: _Play, due_s: float) -> None:
-        """The driver has turned to a request."""
+        """Create the outcome of a request that is due."""
         coming, turn = play.coming, play.coming.session.turns[play.turn]
         play.outcome = Outcome(
             session=coming.index,
@@ -240,7 +246,7 @@ class Engine:
             play.cancel = cancel
 
     def _ended(self, play: _Play, outcome: Outcome) -> None:
-        """The target says so."""
+        """Handle the end of a request."""
         del self._under_way[play]
         play.cancel = None
         self._ends[outcome.state] += 1
@@ -257,13 +263,13 @@ class Engine:
                 self._place(self._arrived.popleft())
             elif not self._open:
                 self._clock.at(self._start + outcome.ended_s, partial(self._fill_place, outcome.ended_s))
-            # What comes next was said to the clock: looked at after that.
+            # Check after the callbacks above, which may start the next session.
             self._clock.at(self._start + outcome.ended_s, self._check_over)
         while self._waiting and len(self._under_way) < self._under_way_max:
             self._send(self._waiting.popleft())
 
     def _leave(self, play: _Play) -> None:
-        """A session is over; turns that it did not come to are UNSENT."""
+        """End a session; turns that it did not reach are UNSENT."""
         session = play.coming.session
         del self._plays[play]
         for number in range(play.turn + (play.outcome is not None), len(session.turns)):
@@ -279,7 +285,7 @@ class Engine:
             self._done.set_result(None)
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A function that the loop called has raised: the run is of no use, and would perhaps never end."""
+        """Fail the run after an exception in a callback: it would be worthless and might never end."""
         error = context.get("exception")
         if not self._done.done():
             self._done.set_exception(error or RuntimeError(context["message"]))
@@ -287,7 +293,7 @@ class Engine:
             loop.default_exception_handler(context)
 
     def _end(self) -> None:
-        """What is under way is given up; what was planned and did not come to pass is noted."""
+        """Cancel what is in flight and record what was planned but not sent."""
         self._over = True
         for play in tuple(self._plays):
             if play.cancel is not None:

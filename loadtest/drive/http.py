@@ -1,4 +1,4 @@
-"""A target for any OpenAI-compatible server: streamed completions or chats over HTTP/1.1."""
+"""The target for any OpenAI-compatible server: streamed completions or chats over HTTP/1.1."""
 
 from __future__ import annotations
 
@@ -30,13 +30,19 @@ PATHS = {COMPLETIONS: "/completions", CHAT: "/chat/completions"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
-    """url: http(s)://HOST:PORT/v1. model: as the server calls it. api: one of APIS.
+    """How to talk to the server.
 
-    prompt_as: one of PROMPTS_AS; a chat is text. extra: with what OpenAI's API does not know and many servers do:
-    ignore_eos, and a count of tokens in each event; without, an answer may end when the model wants. token_ids: asks
-    for the ids of an answer (vLLM) where token ids are sent and the session goes on with it. vocab: the load's token
-    ids are below it. clients: as in `Ask.client`. connections: so many of each client are made ahead of its next
-    requests.
+    Attributes:
+        url: http(s)://HOST:PORT/v1.
+        model: The server's name of the model.
+        api: One of APIS.
+        prompt_as: One of PROMPTS_AS; a chat is always text.
+        extra: Use common extensions of OpenAI's API: ignore_eos, and token counts in each event. Without them an answer
+            may end early.
+        token_ids: Request the token ids of an answer (vLLM) if prompts are token ids and the session continues with it.
+        vocab: The token ids of the load are below it.
+        clients: As in `Ask.client`.
+        connections: How many spare connections each client keeps open.
     """
 
     url: str
@@ -50,27 +56,33 @@ class HttpOptions:
     connections: int = 4
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest."""
+        """Validate the options. Raises InvalidRequest."""
         if self.api not in APIS:
             raise InvalidRequest("api", f"is {self.api!r}; it must be one of {', '.join(APIS)}")
         if self.prompt_as not in PROMPTS_AS:
             raise InvalidRequest("prompt_as", f"is {self.prompt_as!r}; it must be one of {', '.join(PROMPTS_AS)}")
         if not self.model:
-            raise InvalidRequest("model", "is empty: name what the server serves")
+            raise InvalidRequest("model", "is empty: name the server's model")
         for name in ("clients", "connections"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(name, f"is {getattr(self, name)}; it must be at least 1")
 
 
 class HttpTarget:
-    """A `Target`. The key of the environment's OPENAI_API_KEY is sent, if there is one.
+    """A `Target` for a server over HTTP. The API key comes from the environment variable OPENAI_API_KEY, if set.
 
-    Raises InvalidRequest; Unavailable without the extra `loadtest`.
+    Args:
+        options: How to talk to the server.
+        encode: A tokenizer without special tokens, for answers that are text.
+
+    Raises:
+        InvalidRequest: An option is invalid.
+        Unavailable: The extra `loadtest` is not installed.
     """
 
     def __init__(self, options: HttpOptions, encode: Encode | None = None) -> None:
-        """encode: a tokenizer without special tokens, for answers that are text."""
-        httptools()  # known to be missing now, not at the first request
+
+        httptools()  # fail now if it is missing, not at the first request
         address, key = Address.parse(options.url), os.environ.get("OPENAI_API_KEY", "")
         head = address.head("POST", PATHS[options.api], key)
         self._head = head + b"Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "
@@ -83,12 +95,12 @@ class HttpTarget:
             usage["continuous_usage_stats"] = True
             self._fixed["ignore_eos"] = True
         if not self._text:
-            token_ids(np.zeros(1, np.int32))  # which makes its table
+            token_ids(np.zeros(1, np.int32))  # builds its table
         tls = ssl.create_default_context() if address.tls else None
         self._pools = [Pool(address, tls, options.connections) for _ in range(options.clients)]
 
     async def open(self) -> None:
-        """Connects. Raises Unavailable."""
+        """Open the spare connections. Raises Unavailable."""
         many_files()
         try:
             for pool in self._pools:
@@ -98,12 +110,12 @@ class HttpTarget:
             raise
 
     async def close(self) -> None:
-        """Gives up what is under way, and closes all connections."""
+        """Cancel what is in flight and close all connections."""
         for pool in self._pools:
             await pool.close()
 
     def send(self, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]) -> Callable[[], None]:
-        """See `Target`."""
+        """Send a request; see `Target`."""
         pool = self._pools[ask.client % len(self._pools)]
         outcome.state, outcome.sent_s = RUNNING, monotonic() - start
         outcome.prompt_tokens, outcome.asked_tokens = len(ask.prompt), ask.output_tokens
@@ -114,7 +126,7 @@ class HttpTarget:
         return exchange.give_up
 
     def _held(self, outcome: Outcome, text: str) -> None:
-        """An answer that the next turn of its session holds."""
+        """Keep an answer for the next turn of its session."""
         outcome.answer = text
         if self._text:
             outcome.tokens = array("i", self._words.of_answer(text))

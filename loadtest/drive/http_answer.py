@@ -1,6 +1,6 @@
-"""One answer as it arrives, in pieces of any size: what it means for the request's outcome. No input or output here.
+"""Parses one streamed answer, in pieces of any size, into the outcome of its request. It does no I/O.
 
-Kept here: an answer ends once, and what it holds is bounded, whatever the server sends.
+Invariants: an answer ends once, and its size is bounded, whatever the server sends.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from kvforge.protocol.errors import ProtocolError
 from .http_wire import DONE, MESSAGE_CHARS_MAX, Event, Usage, encode, event, said
 from .outcome import FAILED, FINISHED, REFUSED, Outcome
 
-LINE_BYTES_MAX = 8 << 20  # a server that was asked for token ids repeats the prompt in one line
+LINE_BYTES_MAX = 8 << 20  # with token ids, a server may repeat the prompt in one line
 ERROR_BYTES_MAX = 64 << 10
-# Events beyond the tokens that were asked for: some servers send one before the first or after the last.
+# Events beyond the requested tokens: some servers send extra ones before the first or after the last token.
 EVENTS_SPARE = 64
 LOST: Final = "connection_lost"
 Held = Callable[[Outcome, str], None]
@@ -27,11 +27,17 @@ LENGTH = "length"
 
 
 class Answer:
-    """Reads into `outcome`, times less `start`. end: its state, code and message; None while it lasts. done: the
-    server said that this was all.
+    """The answer to one request.
 
-    whole: fewer tokens than asked for are a failure (the server was told to ignore the model's end). held: is given
-    the text of an answer that is finished; None: nobody wants that.
+    Args:
+        outcome: The outcome to fill in.
+        start: Subtracted from all times.
+        whole: Whether fewer tokens than requested are a failure, because the server ignores the end token.
+        held: Receives the text of a finished answer; None if it is not needed.
+
+    Attributes:
+        end: The final state, code and message; None while the answer continues.
+        done: Whether the server has sent its end marker.
     """
 
     __slots__ = (
@@ -55,19 +61,19 @@ class Answer:
         self.end: tuple[str, str, str] | None = None
         self.done = False
         self._status = 0
-        self._rest = bytearray()  # of a line that is not whole
+        self._rest = bytearray()  # an incomplete line
         self._reason = ""
         self._counted: Usage | None = None
         self._last_s = -1.0
 
     def head(self, status: int, now: float) -> None:
-        """The headers have come."""
+        """Handle the headers."""
         self._status = status
         if status == OK:
             self._outcome.accepted_s = now - self._start
 
     def body(self, data: bytes, now: float) -> None:
-        """More of the body has come."""
+        """Handle a piece of the body."""
         if self.end is not None:
             return
         rest = self._rest
@@ -91,7 +97,7 @@ class Answer:
         self._check_line()
 
     def complete(self, now: float) -> None:
-        """The body is whole: nothing follows."""
+        """Handle the end of the body."""
         if self.end is not None:
             return
         rest = bytes(self._rest)
@@ -107,10 +113,10 @@ class Answer:
                 self._finish()
             else:
                 found = f"; it ends with {rest[:80].decode(errors='replace')!r}" if rest else ""
-                self._failed(f"the answer ended without a reason and without {DONE.decode()}{found}")
+                self._failed(f"the answer ended without a finish reason and without {DONE.decode()}{found}")
 
     def lost(self, why: str, now: float) -> None:
-        """The connection broke, or what came on it is no HTTP."""
+        """Handle a lost connection or malformed HTTP."""
         if self.end is None:
             if self._status >= 400:  # an error's body may end with the connection
                 self.complete(now)
@@ -119,10 +125,10 @@ class Answer:
 
     def _check_line(self) -> None:
         if len(self._rest) > LINE_BYTES_MAX:
-            self._failed(f"a line of more than {LINE_BYTES_MAX} bytes")
+            self._failed(f"a line exceeds {LINE_BYTES_MAX} bytes")
 
     def _goes_on(self, line: bytes, now: float) -> bool:
-        """Takes one event; False when it was the last."""
+        """Handle one event. Return False if it was the last."""
         if len(line) < 16 and line[5:].strip() == DONE:
             self.done = True
             self._finish()
@@ -130,7 +136,7 @@ class Answer:
         try:
             came = event(line[5:])
         except (msgspec.MsgspecError, UnicodeError) as error:
-            self._failed(f"an event that cannot be read ({error}): {line[:80].decode(errors='replace')!r}")
+            self._failed(f"malformed event ({error}): {line[:80].decode(errors='replace')!r}")
             return False
         if came.error is not None:
             code, message = said(encode({"error": came.error}))
@@ -153,7 +159,7 @@ class Answer:
                 try:
                     self._outcome.tokens.extend(choice.token_ids)
                 except OverflowError:
-                    self._failed("a token id that is no 32-bit number")
+                    self._failed("a token id exceeds 32 bits")
                     return False
             if choice.finish_reason is not None:
                 self._reason = choice.finish_reason[:MESSAGE_CHARS_MAX] or "stop"
@@ -161,10 +167,10 @@ class Answer:
             self._counted = usage
             if self._last_s < 0:
                 self._last_s = now
-            if came.choices:  # a server that counts in each event: these tokens came with this one
+            if came.choices:  # the server counts in each event: these tokens arrived with it
                 self._stamp_up_to(usage.completion_tokens or 0)
         if len(stamps) > self._outcome.asked_tokens + EVENTS_SPARE:
-            self._failed(f"more than the {self._outcome.asked_tokens} tokens that were asked for")
+            self._failed(f"more than the {self._outcome.asked_tokens} requested tokens")
             return False
         return True
 
@@ -177,7 +183,7 @@ class Answer:
         outcome, stamps, usage = self._outcome, self._outcome.tokens_s, self._counted
         reason = self._reason or "no_reason"
         if usage is None:
-            # Events are all that can be counted: several tokens may have come in one.
+            # Only events can be counted, and one may hold several tokens.
             note = "the server sent no usage: events were counted"
             enough = reason == LENGTH or len(stamps) == outcome.asked_tokens or not self._whole
             self._end_as(*((FINISHED, "", note) if enough else (FAILED, reason, note)))
@@ -187,7 +193,7 @@ class Answer:
         if (details := usage.prompt_tokens_details) is not None:
             outcome.cached_tokens = details.cached_tokens or 0
         if count > outcome.asked_tokens:
-            self._failed(f"{count} tokens were generated, {outcome.asked_tokens} were asked for")
+            self._failed(f"{count} tokens were generated, but only {outcome.asked_tokens} were requested")
             return
         self._stamp_up_to(count)
         del stamps[count:]

@@ -1,6 +1,6 @@
-"""One connection to a server that speaks HTTP/1.1: a request, its streamed answer, then the next request.
+"""One HTTP/1.1 connection: a request, its streamed answer, then the next request.
 
-Kept here: what follows an answer that is over is never taken for the answer to the next request.
+Invariant: data after the end of an answer is never taken for the answer to the next request.
 """
 
 from __future__ import annotations
@@ -13,32 +13,37 @@ from typing import Any, Protocol, cast
 from .http_answer import Answer
 from .http_wire import httptools
 
-# Headers, chunk sizes and trailers between two pieces of a body: more is no HTTP.
+# The limit of headers, chunk sizes and trailers between two pieces of a body.
 UNREAD_BYTES_MAX = 1 << 20
-# A server has said all, and does not end its answer: so long, then another connection is cheaper.
+# How long to wait for the end of the body after the end marker, before the connection is dropped.
 REST_S = 1.0
 
 
 class Asked(Protocol):
-    """A request under way, as its connection knows it. request: all bytes of it."""
+    """A request in flight, as its connection sees it. `request` holds all its bytes."""
 
     request: bytes
     answer: Answer
     connection: Connection | None
 
     def end(self, now: float) -> None:
-        """Its answer has ended."""
+        """Handle the end of the answer."""
         ...
 
     def again(self) -> bool:
-        """Sends it once more, on a new connection; False if that was done already."""
+        """Send the request again on a new connection. Return False if that was done already."""
         ...
 
 
 class Connection(asyncio.Protocol):
-    """idle: called whenever it can take a request. gone: called when it cannot any more, once or twice.
+    """One connection.
 
-    old: it lay idle before its request, or has answered another one, so that the server may have closed it meanwhile.
+    Args:
+        idle: Called whenever it can take a request.
+        gone: Called when it cannot any more, once or twice.
+
+    Attributes:
+        old: It was idle before or has answered a request, so the server may have closed it in the meantime.
     """
 
     def __init__(self, idle: Callable[[Connection], None], gone: Callable[[Connection], None]) -> None:
@@ -56,10 +61,10 @@ class Connection(asyncio.Protocol):
         self._answered = False
         self.old = False
 
-    # What the pool calls.
+    # Called by the pool.
 
     def ask(self, exchange: Asked) -> None:
-        """Sends a request; the connection is idle."""
+        """Send a request on the idle connection."""
         assert self._transport is not None and self._answer is None
         self._exchange, self._answer = exchange, exchange.answer
         self._complete = self._answered = False
@@ -67,21 +72,23 @@ class Connection(asyncio.Protocol):
         self._transport.write(exchange.request)
 
     def drop(self) -> None:
-        """Closes at once, whatever comes: the server sees that its answer is not wanted any more."""
+        """Close at once, so that the server sees that its answer is not needed any more."""
         self._exchange = self._answer = None
         if self._transport is not None:
             self._transport.abort()
             self._gone(self)
 
-    # What the event loop calls.
+    # Called by the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        """Offer the connection to the pool."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self._idle(self)
 
     def data_received(self, data: bytes) -> None:
+        """Parse a piece of the response."""
         answer = self._answer
-        if answer is None:  # nobody asked
+        if answer is None:  # unsolicited data
             self.drop()
             return
         self._now = monotonic()
@@ -94,11 +101,12 @@ class Connection(asyncio.Protocol):
             if not self._complete:
                 answer.lost(f"the server does not speak HTTP/1.1 ({error})", self._now)
         if self._unread > UNREAD_BYTES_MAX:
-            answer.lost(f"more than {UNREAD_BYTES_MAX} bytes of headers", self._now)
+            answer.lost(f"the headers exceed {UNREAD_BYTES_MAX} bytes", self._now)
         if answer.end is not None:
             self._ended(answer)
 
     def connection_lost(self, error: Exception | None) -> None:
+        """Repeat the request on a new connection, or fail it."""
         exchange, answer = self._exchange, self._answer
         self._transport = self._exchange = self._answer = self._parser = None
         if self._over is not None:
@@ -107,29 +115,33 @@ class Connection(asyncio.Protocol):
         if exchange is None or answer is None:
             return
         if self.old and not self._answered and exchange.again():
-            return  # the server closed the connection while the request was on its way
+            return  # the server closed the idle connection as the request was sent
         now = monotonic()
         answer.lost(f"the server closed the connection{f' ({error})' if error else ''}", now)
         exchange.end(now)
 
-    # What the parser calls.
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
+        """Detect a second response to one request."""
         if self._complete:
             self._keep = False  # a second answer to one request
 
     def on_headers_complete(self) -> None:
+        """Pass the status on."""
         assert self._answer is not None
         if not self._complete and (status := self._parser.get_status_code()) >= 200:
             self._answer.head(status, self._now)
 
     def on_body(self, data: bytes) -> None:
+        """Pass a piece of the body on."""
         assert self._answer is not None
         self._unread = 0
         if not self._complete:
             self._answer.body(data, self._now)
 
     def on_message_complete(self) -> None:
+        """Pass the end of the response on."""
         assert self._answer is not None
         if not self._complete and self._parser.get_status_code() >= 200:
             self._complete, self._keep = True, self._parser.should_keep_alive()

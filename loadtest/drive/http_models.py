@@ -1,4 +1,4 @@
-"""Which models an OpenAI-compatible server serves."""
+"""Lists the models of an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -22,34 +22,37 @@ DENIED = (401, 403)
 
 
 class Model(msgspec.Struct):
-    """One of the list."""
+    """An entry of the list."""
 
     id: str
 
 
 class Models(msgspec.Struct):
-    """What GET /v1/models answers."""
+    """The answer to GET /v1/models."""
 
     data: list[Model]
 
 
 async def only_model(url: str) -> str:
-    """The model that the server at `url` serves, where it is one.
+    """Return the only model of the server at `url`.
 
-    Raises InvalidRequest (the address is none, or there are several models: it names them), Unavailable (nobody answers
-    there), NotAllowed (without a key, or with a wrong one), ProtocolError (what answers is no such server).
+    Raises:
+        InvalidRequest: The URL is invalid, or there are several models; the error names them.
+        Unavailable: The server does not answer.
+        NotAllowed: The API key is missing or wrong.
+        ProtocolError: It is not an OpenAI-compatible server.
     """
     found = await models(url)
     if len(found) == 1:
         return found[0]
     if not found:
-        raise InvalidRequest("model", f"{url} lists no model: name one")
+        raise InvalidRequest("model", f"{url} lists no model: pass --model")
     more = f" and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else ""
-    raise InvalidRequest("model", f"{url} serves several: name one of {', '.join(found[:NAMED_MAX])}{more}")
+    raise InvalidRequest("model", f"{url} serves several models: choose one of {', '.join(found[:NAMED_MAX])}{more}")
 
 
 async def models(url: str) -> list[str]:
-    """The names of all models that the server at `url` lists. Raises what `only_model` does."""
+    """Return the names of all models that the server at `url` lists. Raises what `only_model` raises."""
     address = Address.parse(url)
     request = address.head("GET", "/models", os.environ.get("OPENAI_API_KEY", "")) + b"Connection: close\r\n\r\n"
     where = f"{address}/models"
@@ -57,34 +60,36 @@ async def models(url: str) -> list[str]:
         async with asyncio.timeout(TIMEOUT_S):
             status, body = await _fetch(address, request)
     except TimeoutError:
-        raise Unavailable(f"{where} does not answer within {TIMEOUT_S:.0f} s") from None
+        raise Unavailable(f"{where} did not answer within {TIMEOUT_S:.0f} s") from None
     except OSError as error:
         raise Unavailable(f"{where} does not answer: {error}") from error
     if status == 0:
-        raise Unavailable(f"{where} closes the connection without an answer")
+        raise Unavailable(f"{where} closed the connection without an answer")
     if status != OK:
         code, message = said(body, status)
-        problem = f"{where} answers with status {status} ({message or code})"
+        problem = f"{where} answered with status {status} ({message or code})"
         if status in DENIED:
             raise NotAllowed("connect", f"{problem}: set OPENAI_API_KEY")
         raise Unavailable(problem)
     try:
         return [model.id for model in msgspec.json.decode(body, type=Models).data]
     except (msgspec.MsgspecError, UnicodeError) as error:
-        raise ProtocolError(f"{where} answers with something that is no list of models: {error}") from error
+        raise ProtocolError(f"{where} did not return a list of models: {error}") from error
 
 
 class _Response:
-    """What the parser tells."""
+    """Collects the parsed response."""
 
     def __init__(self) -> None:
         self.body = bytearray()
         self.complete = False
 
     def on_body(self, data: bytes) -> None:
+        """Collect a piece of the body."""
         self.body += data
 
     def on_message_complete(self) -> None:
+        """Note the end of the response."""
         self.complete = True
 
 
@@ -105,5 +110,5 @@ async def _fetch(address: Address, request: bytes) -> tuple[int, bytes]:
     finally:
         writer.transport.abort()
     if read > ANSWER_BYTES_MAX:
-        raise ProtocolError(f"{address}/models answers with more than {ANSWER_BYTES_MAX} bytes")
+        raise ProtocolError(f"the answer of {address}/models exceeds {ANSWER_BYTES_MAX} bytes")
     return int(parser.get_status_code()), bytes(response.body)

@@ -1,9 +1,9 @@
-"""A server that speaks OpenAI's API and does nothing else, so that what is measured against it is the client.
+"""A null server for OpenAI's API: measurements against it show the client alone.
 
     python -m kvforge.loadtest.drive.http_null_server [--port 0] [--model null] [--pace TOKENS_PER_S] [--first-ms T]
 
-It prints its address when it serves. Every answer has as many tokens as were asked for: at once, or so many a
-second of each stream, the first after --first-ms.
+It prints its address when it is ready. Every answer has the requested number of tokens: all at once, or at a fixed rate
+per stream, the first one after --first-ms.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ END = b"0\r\n\r\n"
 
 
 class Asked(msgspec.Struct):
-    """What it reads of a request."""
+    """The fields of a request that it reads."""
 
     max_tokens: int = 16
     prompt: msgspec.Raw = msgspec.Raw(b"")
@@ -52,7 +52,7 @@ def _chunk(event: bytes) -> bytes:
 
 @lru_cache(maxsize=1024)
 def pieces(chat: bool, ids: bool, tokens: int, prompt_tokens: int) -> tuple[bytes, bytes, bytes]:
-    """The chunks of an answer's first events, of one token, and of its end."""
+    """Return the chunks of an answer's first events, of one token, and of its end."""
     name = "chat.completion.chunk" if chat else "text_completion"
     begin = {"id": "null", "object": name, "created": 0, "model": "null"}
     said: dict[str, Any] = {"delta": {"content": " null"}} if chat else {"text": " null"}
@@ -72,7 +72,7 @@ def pieces(chat: bool, ids: bool, tokens: int, prompt_tokens: int) -> tuple[byte
 
 
 class Stream:
-    """An answer under way at a pace."""
+    """A paced answer in progress."""
 
     __slots__ = ("due", "end", "left", "serving", "token")
 
@@ -81,7 +81,7 @@ class Stream:
 
 
 class Pace:
-    """Writes each token of each stream when it is due; 0 tokens_per_s: all at once."""
+    """Writes each token of each stream when it is due. With `tokens_per_s` 0 all are written at once."""
 
     def __init__(self, tokens_per_s: float, first_s: float) -> None:
         self.at_once = tokens_per_s <= 0 and first_s <= 0
@@ -91,7 +91,7 @@ class Pace:
         self._wake: asyncio.TimerHandle | None = None
 
     def begin(self, serving: Serving, tokens: int, token: bytes, end: bytes) -> Stream:
-        """The stream's head was written."""
+        """Start a stream after its header was written."""
         stream = Stream(serving, monotonic() + self._first_s, tokens, token, end)
         heapq.heappush(self._due, (stream.due, next(self._order), stream))
         if self._due[0][2] is stream:
@@ -139,12 +139,15 @@ class Serving(asyncio.Protocol):
         self.stream: Stream | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        """Keep the transport."""
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        """Drop the connection's streams."""
         self.transport = self._parser = None
 
     def data_received(self, data: bytes) -> None:
+        """Parse a piece of a request."""
         try:
             self._parser.feed_data(data)
         except self._broken:
@@ -153,7 +156,7 @@ class Serving(asyncio.Protocol):
             self._drop()
 
     def write(self, data: bytes) -> None:
-        """To the client, if it is still there."""
+        """Write to the client if it is still connected."""
         if self.transport is not None:
             self.transport.write(data)
 
@@ -162,15 +165,19 @@ class Serving(asyncio.Protocol):
             self.transport.abort()
 
     def on_message_begin(self) -> None:
+        """Reset the request."""
         self._url = self._body = b""
 
     def on_url(self, url: bytes) -> None:
+        """Collect the target."""
         self._url += url
 
     def on_body(self, data: bytes) -> None:
+        """Collect a piece of the body."""
         self._body = self._body + data if self._body else data
 
     def on_message_complete(self) -> None:
+        """Answer the request."""
         if self.stream is not None:
             self._drop()  # a second request before the first one's answer
         elif self._url.endswith(b"/completions"):
@@ -178,7 +185,7 @@ class Serving(asyncio.Protocol):
         elif self._url.endswith(b"/models"):
             self._whole(b"200 OK", self._models)
         else:
-            self._refuse(b"404 Not Found", "there is nothing at this address")
+            self._refuse(b"404 Not Found", "not found")
 
     def _answer(self, chat: bool) -> None:
         try:
@@ -207,7 +214,7 @@ class Serving(asyncio.Protocol):
 
 
 async def serve(host: str, port: int, model: str, pace: Pace) -> asyncio.Server:
-    """Listens on the event loop that runs."""
+    """Start the server on the running event loop."""
     many_files()
     models = encode({"object": "list", "data": [{"id": model, "object": "model"}]})
     return await asyncio.get_running_loop().create_server(lambda: Serving(pace, models), host, port, backlog=BACKLOG)
@@ -226,21 +233,21 @@ async def _run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until it is told to stop."""
+    """Serve until a signal stops the process."""
     top = argparse.ArgumentParser(prog="python -m kvforge.loadtest.drive.http_null_server", description=__doc__)
     add = top.add_argument
-    add("--host", default="127.0.0.1", help="to listen at [127.0.0.1]")
-    add("--port", type=int, default=0, help="[0: a free one]")
-    add("--model", default="null", help="what /v1/models says [null]")
+    add("--host", default="127.0.0.1", help="the address to listen on [127.0.0.1]")
+    add("--port", type=int, default=0, help="0 picks a free port [0]")
+    add("--model", default="null", help="the model that /v1/models lists [null]")
     add(
         "--pace",
         "--tokens-per-s",
         type=float,
         default=0.0,
         metavar="TOKENS_PER_S",
-        help="of each stream [0: all at once]",
+        help="the rate of each stream; 0 writes all tokens at once [0]",
     )
-    add("--first-ms", type=float, default=0.0, metavar="T", help="until the first token [0]")
+    add("--first-ms", type=float, default=0.0, metavar="T", help="the delay of the first token [0]")
     options = top.parse_args(argv)
     run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run
     with suppress(ImportError):

@@ -1,4 +1,4 @@
-"""The connections of one client, and its requests: each has a connection to itself until its answer is over."""
+"""The connections of one client. Each request has a connection to itself until its answer has ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONNECT_S = 10.0
 
 
 class Exchange:
-    """One request under way; it ends once. request: all bytes of it."""
+    """A request in flight. It ends exactly once."""
 
     __slots__ = ("_again", "_ended", "_pool", "_start", "_timer", "answer", "connection", "outcome", "request")
 
@@ -39,20 +39,20 @@ class Exchange:
         self._again = False
 
     def until(self, moment: float) -> None:
-        """At this moment of CLOCK_MONOTONIC it is given up."""
+        """Cancel the request at this moment (CLOCK_MONOTONIC)."""
         self._timer = asyncio.get_running_loop().call_later(max(0.0, moment - monotonic()), self._out_of_time)
 
     def end(self, now: float) -> None:
-        """Ends as its answer did."""
+        """End with the state of its answer."""
         assert self.answer.end is not None
         self.close(*self.answer.end, now)
 
     def end_soon(self) -> None:
-        """The same, when its sender has heard of it."""
+        """End with the state of its answer, after the sender has returned."""
         asyncio.get_running_loop().call_soon(lambda: self.end(monotonic()))
 
     def close(self, state: str, code: str, message: str, now: float) -> None:
-        """Ends, unless it has; what the server would still say is not waited for."""
+        """End with this state unless it has ended. The rest of the answer is not read."""
         outcome = self.outcome
         if outcome.state != RUNNING:
             return
@@ -63,11 +63,11 @@ class Exchange:
         self._ended(outcome)
 
     def give_up(self) -> None:
-        """Cancels it: nobody wants the answer."""
-        self._cancel(INTERRUPTED, "", "given up by the driver")
+        """Cancel the request."""
+        self._cancel(INTERRUPTED, "", "cancelled by the driver")
 
     def again(self) -> bool:
-        """Sends it once more, on a new connection; False if that was done already."""
+        """Send the request again on a new connection. Return False if that was done already."""
         if self._again:
             return False
         self._again = True
@@ -76,7 +76,7 @@ class Exchange:
         return True
 
     def _out_of_time(self) -> None:
-        self._cancel(TIMED_OUT, DeadlineExceeded.code, "no whole answer in time")
+        self._cancel(TIMED_OUT, DeadlineExceeded.code, "the request exceeded the driver's time limit")
 
     def _cancel(self, state: str, code: str, message: str) -> None:
         if self.outcome.state == RUNNING:
@@ -86,10 +86,14 @@ class Exchange:
 
 
 class Pool:
-    """Connections of one client. spare: so many are made ahead of the next requests, so that these need not wait.
+    """The connections of one client.
 
-    The one used last is used next: those that too many streams at once have needed fall idle, and the server closes
-    them.
+    The most recently used idle connection is used next, so that surplus ones stay idle until the server closes them.
+
+    Args:
+        address: The server.
+        tls: The TLS context; None for plain HTTP.
+        spare: How many connections to keep open ahead of the next requests.
     """
 
     def __init__(self, address: Address, tls: ssl.SSLContext | None, spare: int) -> None:
@@ -98,13 +102,13 @@ class Pool:
         self._idle: dict[Connection, None] = {}
         self._all: set[Connection] = set()
         self._waiting: deque[Exchange] = deque()
-        self._again: deque[Exchange] = deque()  # for new connections alone: any other one may be closed as well
-        self._coming: set[Connection] = set()  # not made yet, by tasks:
+        self._again: deque[Exchange] = deque()  # for new connections only: an idle one may be closed as well
+        self._coming: set[Connection] = set()  # being established by:
         self._connecting: set[asyncio.Task[None]] = set()
         self.under_way: set[Exchange] = set()
 
     async def open(self) -> None:
-        """Makes the spare connections. Raises Unavailable."""
+        """Open the spare connections. Raises Unavailable."""
         try:
             await self._connect(self._new())
             rest = (self._connect(self._new()) for _ in range(self._spare - 1))
@@ -115,7 +119,7 @@ class Pool:
             raise Unavailable(self._problem(error)) from error
 
     async def close(self) -> None:
-        """Gives up what is under way, and closes everything."""
+        """Cancel what is in flight and close all connections."""
         self._spare = 0
         for exchange in list(self.under_way):
             exchange.give_up()
@@ -126,7 +130,7 @@ class Pool:
             connection.drop()
 
     def send(self, exchange: Exchange) -> None:
-        """Sends it now, or as soon as there is a connection."""
+        """Send a request now, or as soon as a connection is available."""
         self.under_way.add(exchange)
         if self._idle:
             self._idle.popitem()[0].ask(exchange)
@@ -135,14 +139,14 @@ class Pool:
         self._connect_ahead()
 
     def again(self, exchange: Exchange) -> None:
-        """Sends it on the next connection that is made."""
+        """Send a request on the next new connection."""
         self._again.append(exchange)
         self._connect_ahead()
 
     def _connect_ahead(self) -> None:
         coming = len(self._coming)
         missing = len(self.under_way) + self._spare - len(self._all) - coming
-        # Which an answer's end that does not come may not delay.
+        # Waiting requests must not depend on the end of other answers.
         missing = max(missing, len(self._waiting) + len(self._again) - coming)
         for _ in range(missing):
             task = asyncio.get_running_loop().create_task(self._one_more(self._new()))
@@ -170,12 +174,12 @@ class Pool:
                 )
         finally:
             self._coming.discard(connection)
-        # From now on no request waits for a resolver.
+        # Reuse the address, so that no request waits for name resolution.
         if (peer := transport.get_extra_info("peername")) is not None:
             self._host = peer[0]
 
     def _problem(self, error: OSError) -> str:
-        return f"{self._address} does not answer: {str(error) or f'no connection within {CONNECT_S:.0f} s'}"
+        return f"cannot connect to {self._address}: {str(error) or f'no connection within {CONNECT_S:.0f} s'}"
 
     def _freed(self, connection: Connection) -> None:
         new = connection in self._coming

@@ -1,4 +1,4 @@
-"""The OpenAI API over HTTP, as bytes: addresses, requests, and the JSON of streamed events and of errors."""
+"""OpenAI's API over HTTP as bytes: URLs, requests, streamed events and errors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvforge.protocol.messages import Int32Array
 
 DONE = b"[DONE]"
 MESSAGE_CHARS_MAX = 500
-TABLE_IDS = 1 << 18  # more than vocabularies have
+TABLE_IDS = 1 << 18  # larger than any vocabulary
 PORTS = {"http": 80, "https": 443}
 
 
 def httptools() -> Any:
-    """The module that parses HTTP. Raises Unavailable where it is not installed."""
+    """Return the HTTP parser module. Raises Unavailable if it is not installed."""
     try:
         import httptools as found
     except ImportError as error:
@@ -33,7 +33,7 @@ def httptools() -> Any:
 
 
 def many_files() -> None:
-    """Each stream is a connection, which is a file to the kernel: as many as this process may have."""
+    """Raise the limit of open files: each stream needs a connection."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -41,7 +41,7 @@ def many_files() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a server is. path: what all its addresses begin with, such as /v1."""
+    """The base URL of a server. `path` is the common prefix of its routes, such as /v1."""
 
     host: str
     port: int
@@ -50,16 +50,16 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Of http(s)://HOST[:PORT][/v1]. Raises InvalidRequest."""
+        """Parse http(s)://HOST[:PORT][/v1]. Raises InvalidRequest."""
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
         except ValueError as error:
-            raise InvalidRequest("url", f"{url!r} is no address: {error}") from None
+            raise InvalidRequest("url", f"invalid URL {url!r}: {error}") from None
         if parts.scheme not in PORTS or not host or parts.query or parts.fragment or not url.isprintable():
-            raise InvalidRequest("url", f"is {url!r}; it must be like http://localhost:8000/v1")
+            raise InvalidRequest("url", f"invalid URL {url!r} (expected http://HOST:PORT/v1)")
         if parts.username is not None or parts.password is not None:
-            raise InvalidRequest("url", "holds a name or password: give the key in OPENAI_API_KEY")
+            raise InvalidRequest("url", "contains a user name or password: set OPENAI_API_KEY instead")
         path = parts.path.rstrip("/") or "/v1"
         return cls(host=host, port=port or PORTS[parts.scheme], path=path, tls=parts.scheme == "https")
 
@@ -68,12 +68,18 @@ class Address:
         return f"{'https' if self.tls else 'http'}://{host}:{self.port}{self.path}"
 
     def head(self, method: str, what: str, key: str) -> bytes:
-        """A request's line and headers, without those of its content and without the empty line at the end.
+        """Return the request line and headers, without those of the content and without the final empty line.
 
-        key: the API key, "" for none. Raises InvalidRequest.
+        Args:
+            method: The HTTP method.
+            what: The path below the base URL.
+            key: The API key; "" for none.
+
+        Raises:
+            InvalidRequest: The key cannot be sent in a header.
         """
         if not (key.isascii() and key.isprintable()):
-            raise InvalidRequest("OPENAI_API_KEY", "holds a character that no header may have")
+            raise InvalidRequest("OPENAI_API_KEY", "contains a character that is not allowed in a header")
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [f"{method} {self.path}{what} HTTP/1.1", f"Host: {host}:{self.port}"]
         if key:
@@ -85,13 +91,13 @@ Count = Annotated[int, msgspec.Meta(ge=0)] | None
 
 
 class Details(msgspec.Struct):
-    """Of a prompt's tokens, how many were found in the prefix cache."""
+    """The details of a prompt's token count: those from the prefix cache."""
 
     cached_tokens: Count = None
 
 
 class Usage(msgspec.Struct):
-    """What a server says it has counted."""
+    """The server's token counts."""
 
     prompt_tokens: Count = None
     completion_tokens: Count = None
@@ -99,7 +105,7 @@ class Usage(msgspec.Struct):
 
 
 class Delta(msgspec.Struct):
-    """What an event adds to a chat's answer."""
+    """The addition of an event to a chat answer."""
 
     role: str | None = None
     content: str | None = None
@@ -108,12 +114,12 @@ class Delta(msgspec.Struct):
 
     @property
     def says(self) -> bool:
-        """There is text in it: of the answer, or of what the model thinks first."""
+        """Whether it contains text, of the answer or of the reasoning."""
         return bool(self.content or self.reasoning_content or self.reasoning)
 
 
 class Choice(msgspec.Struct):
-    """What an event adds to the answer. token_ids: where they were asked for (vLLM)."""
+    """The addition of an event to an answer. `token_ids` are present if requested (vLLM)."""
 
     text: str | None = None
     delta: Delta | None = None
@@ -122,15 +128,15 @@ class Choice(msgspec.Struct):
 
     @property
     def said(self) -> str:
-        """The words of the answer; what a model thinks before it is none of them: nobody sends that back."""
+        """The text of the answer. Reasoning is excluded, since it is not sent back."""
         return self.text or (self.delta.content if self.delta is not None else None) or ""
 
     @property
     def tokens(self) -> int:
-        """How many tokens this is taken for, until the server says how many there were.
+        """The assumed number of tokens, until the server reports its count.
 
-        Servers send one event for each, with no text where it is a part of a character; but one that only opens a
-        chat, or says why the answer ends, is none.
+        Servers send one event per token, without text for a part of a character. An event that only opens a chat or
+        carries the finish reason counts as none.
         """
         if self.token_ids is not None:
             return len(self.token_ids)
@@ -141,7 +147,7 @@ class Choice(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """One streamed event."""
+    """A streamed event."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -149,7 +155,7 @@ class Event(msgspec.Struct):
 
 
 class Problem(msgspec.Struct):
-    """An error as servers write it: OpenAI's has `error` around it, FastAPI's own is only `detail`."""
+    """An error body: OpenAI's is wrapped in `error`, FastAPI's has only `detail`."""
 
     code: str | int | None = None
     type: str | None = None
@@ -163,12 +169,12 @@ class _Wrapped(msgspec.Struct):
 
 @cache
 def _numbers() -> npt.NDArray[np.uint64]:
-    """Each token id as it is written in a list, padded to eight bytes."""
+    """Return each token id as a list has it, padded to eight bytes."""
     return np.frombuffer(b"".join(b"%7d," % number for number in range(TABLE_IDS)), np.uint64)
 
 
 def token_ids(ids: Int32Array) -> msgspec.Raw | list[int]:
-    """Token ids, [tokens] int32, to be encoded: a prompt of 100,000 in half a millisecond."""
+    """Encode token ids, [tokens] int32: 100,000 take half a millisecond."""
     if not len(ids) or ids.min() < 0 or ids.max() >= TABLE_IDS:
         return [int(number) for number in ids]
     return msgspec.Raw(b"[" + _numbers()[ids].tobytes()[:-1] + b"]")
@@ -181,9 +187,13 @@ _wrapped = msgspec.json.Decoder(_Wrapped).decode
 
 
 def said(body: bytes, status: int = 0) -> tuple[str, str]:
-    """A code and a message for what a server said was wrong. status: of HTTP; 0: it came within an answer.
+    """Return a code and a message for an error body.
 
-    The code is the server's where that is a word, else http_STATUS: a number as a code repeats the status.
+    The code is the server's if it is a word, else http_STATUS; numeric codes only repeat the status.
+
+    Args:
+        body: The body.
+        status: The HTTP status; 0 for an error within an answer.
     """
     problem: Problem | str
     try:

@@ -1,10 +1,10 @@
-"""A coordinator that costs nothing: it answers at once and makes tokens up, so that a driver is all that is measured.
+"""A null coordinator: it answers at once with made-up tokens, so that measurements show the driver alone.
 
     python -m kvforge.loadtest.drive.null_server --endpoint ipc://PATH [--pace TOKENS_PER_S] [--steps]
 
-Clients speak with it as with any coordinator. Each request gets all its tokens at once; with --pace so many a second,
-spread evenly from its own beginning on; with --steps too, all requests get their next token in one step, as from a
-worker with one large batch. It prints `listening` when it can be reached, and ends at SIGTERM.
+It speaks the client protocol. Each request gets all its tokens at once; with --pace they are spread evenly from its
+start; with --steps as well, all requests get their next token in the same step, as from a worker with one large batch.
+It prints `listening` when it is ready, and ends at SIGTERM.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MODEL = m.ModelInfo(
 
 
 class _Job:
-    """One request. sent: tokens so far."""
+    """A request. `sent` counts its tokens so far."""
 
     __slots__ = ("began", "peer", "prompt_tokens", "request_id", "sent", "tokens")
 
@@ -52,7 +52,13 @@ class _Job:
 
 
 class NullServer:
-    """pace: tokens a second of each request; 0: all at once. steps: all requests in step."""
+    """The server.
+
+    Args:
+        endpoint: Where to listen.
+        pace: Tokens per second of each request; 0 sends all at once.
+        steps: Whether all requests advance in the same step.
+    """
 
     def __init__(self, endpoint: str, *, pace: float = 0.0, steps: bool = False) -> None:
         self._gap_s = 1 / pace if pace else 0.0
@@ -62,7 +68,7 @@ class NullServer:
         self._socket.bind(endpoint)
         self._decoder = Decoder(m.CLIENT_MESSAGES)
         self._jobs: dict[int, _Job] = {}
-        self._due: list[tuple[float, int]] = []  # when a request's next token is due; of steps: nothing
+        self._due: list[tuple[float, int]] = []  # when each request's next token is due; unused with steps
         self._next_step = 0.0
         self._last_id = 0
         self._counts: Counter[str] = Counter()
@@ -71,7 +77,7 @@ class NullServer:
         self.ending = False
 
     def serve(self) -> None:
-        """Until `ending`."""
+        """Serve until `ending` is set."""
         while not self.ending:
             if self._socket.poll(self._wait_ms()):
                 self._receive()
@@ -79,7 +85,7 @@ class NullServer:
             self._send_streams()
 
     def close(self) -> None:
-        """Frees the socket."""
+        """Close the socket."""
         self._socket.context.destroy(linger=0)
 
     def _wait_ms(self) -> int:
@@ -89,7 +95,7 @@ class NullServer:
         return max(TURN_MS, math.ceil((due - monotonic()) * 1000))
 
     def _receive(self) -> None:
-        for _ in range(100):  # then others get their tokens
+        for _ in range(100):  # then send tokens
             try:
                 peer, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
@@ -111,7 +117,7 @@ class NullServer:
             case m.Goodbye():
                 self._forget(peer)
             case _:
-                problem = m.ErrorInfo(code="unavailable", message="the null server has nothing to say to this")
+                problem = m.ErrorInfo(code="unavailable", message="the null server does not support this message")
                 self._send(peer, m.Refused(rid=getattr(message, "rid", 0), error=problem))
 
     def _submit(self, peer: bytes, message: m.Submit) -> None:
@@ -130,7 +136,7 @@ class NullServer:
             heappush(self._due, (job.began + self._gap_s, job.request_id))
 
     def _generate(self) -> None:
-        """The tokens that are due."""
+        """Generate the tokens that are due."""
         now = monotonic()
         if self._steps:
             if self._jobs and now >= self._next_step:
@@ -176,7 +182,7 @@ class NullServer:
         self._send(peer, m.Done(rid=rid))
 
     def _forget(self, peer: bytes) -> None:
-        """Nobody is there to read."""
+        """Drop the requests of a disconnected client."""
         for request_id in [id_ for id_, job in self._jobs.items() if job.peer == peer]:
             del self._jobs[request_id]
             self._counts["cancelled"] += 1
@@ -232,7 +238,7 @@ class NullServer:
 
 
 def _router() -> zmq.Socket[bytes]:
-    """A socket for any number of clients, of which none is waited for."""
+    """Return a socket that never blocks on a slow client."""
     socket = zmq.Context().socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
@@ -245,7 +251,7 @@ def _router() -> zmq.Socket[bytes]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program."""
+    """Run the program and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m kvforge.loadtest.drive.null_server")
     parser.add_argument("--endpoint", required=True, metavar="ipc://PATH")
     parser.add_argument("--pace", type=float, default=0.0, metavar="TOKENS_PER_S")
@@ -257,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         server.ending = True
 
     signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     print("listening", flush=True)
     try:
         server.serve()

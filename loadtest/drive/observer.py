@@ -1,4 +1,4 @@
-"""Looks at a coordinator while it is under load, over a connection of its own."""
+"""Samples a coordinator during a run, over a connection of its own."""
 
 from __future__ import annotations
 
@@ -14,43 +14,48 @@ from .outcome import Sample
 SAMPLE_S = 0.25
 ASK_S = 5.0
 READY_S = 30.0
-# Where there are more, every other is dropped and the rest come half as often.
+# Beyond this, every other sample is dropped and the interval doubles.
 SAMPLES_MAX = 16_384
 
 
 class Observer:
-    """To be opened and closed. samples: what was seen since `start`; health: when it was opened."""
+    """Samples the coordinator's counters. Open and close it.
+
+    Attributes:
+        samples: The samples since the start.
+        health: The health when it was opened.
+    """
 
     def __init__(
         self, endpoint: str | None = None, *, server_key: str | None = None, key_file: str | None = None
     ) -> None:
-        # A coordinator that is away is simply not seen meanwhile: the next question connects anew.
+        # While the coordinator is away there are no samples; the next query reconnects.
         self._client = AsyncClient(endpoint, reconnect_s=0.0, server_key=server_key, key_file=key_file)
         self._task: asyncio.Task[None] | None = None
         self.health: Health | None = None
         self.samples: list[Sample] = []
 
     async def open(self) -> None:
-        """Waits until a request would be served. Raises what `AsyncClient.wait_ready` does."""
+        """Wait until the coordinator is ready. Raises what `AsyncClient.wait_ready` raises."""
         self.health = await self._client.wait_ready(READY_S)
 
     async def close(self) -> None:
-        """Ends the sampling too."""
+        """Stop sampling and disconnect."""
         self.stop()
         await self._client.close()
 
     async def stats(self) -> Stats | None:
-        """The counters now; None: nobody answers."""
+        """Return the current counters; None if the coordinator does not answer."""
         with suppress(KvforgeError):
             return await self._client.stats(timeout_s=ASK_S)
         return None
 
     def sample_from(self, start: float) -> None:
-        """Samples from now on, with times since `start` (on time.monotonic)."""
+        """Start sampling, with times since `start` (time.monotonic)."""
         self._task = asyncio.create_task(self._sample(start))
 
     def stop(self) -> None:
-        """No more samples."""
+        """Stop sampling."""
         if self._task is not None:
             self._task.cancel()
 
@@ -68,7 +73,7 @@ class Observer:
 
 
 def sample(stats: Stats, at_s: float) -> Sample:
-    """What is kept of the counters of one moment."""
+    """Return the sample of the counters at one moment."""
     pools = stats.pools
     return Sample(
         at_s=at_s,

@@ -1,7 +1,7 @@
-"""What a run has found: one `Outcome` for each planned request, samples of the server, and how late the driver was.
+"""The results of a run: one `Outcome` for each planned request, samples of the server, and the driver's lateness.
 
-Kept here: every planned request ends in exactly one of ENDS, whatever happens; all times are seconds since the start of
-the run on CLOCK_MONOTONIC, which all processes of a machine share.
+Invariants: every planned request ends in exactly one of ENDS. All times are seconds since the start of the run on
+CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -28,15 +28,31 @@ NEVER = Timings()
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """One planned request: turn `turn` of session `session`. Times are -1 where it never happened.
+    """The result of one planned request: turn `turn` of session `session`. A time is -1 if the event did not happen.
 
-    due_s: when it was meant to be sent; of a later turn of a session: the end of the turn before and its think time; in
-    a closed loop: when its place became free. awake_s: when the driver turned to it (later than due_s: the driver was
-    late). sent_s: when it was handed to the client (later than awake_s: it had to wait for a place). tokens_s: when
-    each token was seen here; tokens: which ones; of a server that sends text see `http_words`, empty where the session
-    does not go on. stood_in: they are stand-ins. answer: the same as text, where the server sends that and the session
-    goes on. request_id: the coordinator's; 0: it has none. timings: on the coordinator's clock. code: the error's wire
-    code, or the reason where fewer tokens came than were asked for; message: what the server said.
+    Attributes:
+        session: The session.
+        turn: The turn within the session.
+        due_s: When it was meant to be sent. A later turn is due at the end of the previous one plus its think time; in
+            a closed loop, when its place became free.
+        tenant: Its tenant.
+        kind: Its kind of traffic.
+        state: One of ENDS, or RUNNING.
+        code: The error's wire code, or the finish reason if fewer tokens arrived than requested.
+        message: The server's message.
+        awake_s: When the driver handled it; later than due_s if the driver was late.
+        sent_s: When it was sent; later than awake_s if it waited for a place.
+        accepted_s: When it was accepted.
+        ended_s: When it ended.
+        prompt_tokens: The length of the prompt.
+        asked_tokens: The requested length of the answer.
+        cached_tokens: Prompt tokens from the prefix cache.
+        request_id: The coordinator's id; 0 for none.
+        timings: Times on the coordinator's clock.
+        tokens_s: When each token arrived.
+        tokens: The token ids; for servers that return text see `http_words`, empty if the session does not continue.
+        stood_in: Whether the token ids are stand-ins.
+        answer: The text of the answer, if the server returns text and the session continues.
     """
 
     session: int
@@ -64,7 +80,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The server at one moment: requests, and blocks of all pools by state."""
+    """The server at one moment: requests, and the blocks of all pools by state."""
 
     at_s: float
     pending: int
@@ -77,7 +93,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drove:
-    """One driver process. late_s: how late each of its clock's ticks was (see `drive.engine`); cpu_s, wall_s: of it."""
+    """The statistics of one driver process.
+
+    Attributes:
+        late_s: The lateness of each clock tick (see `drive.engine`).
+        cpu_s: CPU time.
+        wall_s: Wall time.
+    """
 
     late_s: array[float]
     cpu_s: float
@@ -86,9 +108,17 @@ class Drove:
 
 @dataclass(kw_only=True)
 class Measured:
-    """All that a run has found. before, after: the coordinator's counters; None where there are none, or no answer.
+    """The results of a run.
 
-    null_late_s: how late the driver was at the null server, at the same rate, before the run; empty: not tried.
+    Attributes:
+        outcomes: One for each planned request.
+        samples: Samples of the server.
+        before, after: The coordinator's counters; None if there is no coordinator, or no answer.
+        drivers: The statistics of the driver processes.
+        null_late_s: The driver's lateness against the null server at the same rate before the run; empty if not
+            measured.
+        wall_s: The duration.
+        interrupted: Whether the run was interrupted.
     """
 
     outcomes: list[Outcome]

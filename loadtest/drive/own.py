@@ -1,4 +1,4 @@
-"""The command of a process of ours: of this package, whatever module of the same name the user's folder has."""
+"""The command line of a child process that runs a module of this package, even if the working directory has its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from kvforge.process.leash import leashed
 
 
 def own(module: str, *arguments: str) -> list[str]:
-    """The command line; on Linux the process ends when this one does, however that ends."""
+    """Return the command line. On Linux the child is killed when this process ends in any way."""
     command = [sys.executable, "-P", str(ENTRY), module, *arguments]
     return leashed(command) if sys.platform == "linux" else command

@@ -1,4 +1,4 @@
-"""Driver processes: as many as the load needs, started at one instant, never left behind."""
+"""The driver processes: as many as the load needs, started at the same instant, never left behind."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .progress import Progress, together
 from .result import unpack
 from .spec import HTTP, KVFORGE, RunSpec
 
-# What one process carries with its lag far below the limit, by kind: requests a second, tokens a second, streams. About
-# half of what `benchmarks.load_driver` measures.
+# The capacity of one process with a lag far below the limit, by kind: requests/s, tokens/s, streams. About half of what
+# `benchmarks.load_driver` measures.
 CARRIED = {KVFORGE: (2_500.0, 15_000.0, 2_000.0), HTTP: (500.0, 2_500.0, 250.0)}
 LOOKED_AT = 200
 LINE_BYTES_MAX = 1 << 20
 READY_S = 180.0
 START_AFTER_S = 0.2
-# After the wish to stop what is under way is cancelled; then the result is written.
+# Time to cancel what is in flight and write the result.
 STOP_S = 60.0
 END_S = 5.0
 
@@ -36,7 +36,7 @@ Watch = Callable[[Progress], None]
 
 
 def needed(spec: RunSpec, workload: Workload) -> int:
-    """How many processes the planned load needs, as far as it is known; no more than there are cores."""
+    """Return how many processes the planned load needs; at most one per core."""
     if spec.processes is not None:
         return spec.processes
     requests, tokens, streams = CARRIED[spec.target]
@@ -59,10 +59,22 @@ async def drive(
     watch: Watch | None = None,
     began: Callable[[float], None] | None = None,
 ) -> tuple[float, list[Outcome], list[Drove]]:
-    """One run: when it began (on time.monotonic), every outcome in the order they were due, and what each driver says.
+    """Run the load in several processes.
 
-    began: called with the start a moment before it. Once `stop` is set, what is under way is cancelled. Raises the
-    KvforgeError of a driver, DeadlineExceeded where one hangs, or InternalError where one ended without a word.
+    Args:
+        spec: The run.
+        processes: The number of processes.
+        stop: Once set, what is in flight is cancelled.
+        watch: Called with the progress.
+        began: Called with the start shortly before it.
+
+    Returns:
+        The start (time.monotonic), all outcomes in the order in which they were due, and each driver's statistics.
+
+    Raises:
+        KvforgeError: A driver failed.
+        DeadlineExceeded: A driver hangs.
+        InternalError: A driver ended without a result.
     """
     children = [_Child(index) for index in range(processes)]
     try:
@@ -82,7 +94,7 @@ async def drive(
         for child in children:
             await child.end()
     outcomes = [outcome for part, _ in found for outcome in part]
-    # Those that were never due (turns of sessions that ended early) come last.
+    # Requests that were never due (turns of sessions that ended early) come last.
     outcomes.sort(key=lambda outcome: (outcome.due_s < 0, outcome.due_s, outcome.session, outcome.turn))
     return start, outcomes, [drove for _, drove in found]
 
@@ -93,7 +105,7 @@ def _show(children: Iterable[_Child], watch: Watch | None) -> None:
 
 
 class _Child:
-    """One process. progress: what it said last."""
+    """One driver process. `progress` is its last report."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -102,7 +114,7 @@ class _Child:
         self.progress = Progress()
 
     async def begin(self, spec: RunSpec, processes: int) -> None:
-        """Starts it and waits until it is ready."""
+        """Start it and wait until it is ready."""
         fd = self._result.fileno()
         self._process = await asyncio.create_subprocess_exec(
             *own("kvforge.loadtest.drive.child", str(fd)),
@@ -119,7 +131,7 @@ class _Child:
             raise DeadlineExceeded(f"driver process {self._index} was not ready within {READY_S:g} s") from None
 
     async def run(self, start: float, stop: asyncio.Event, changed: Callable[[], None]) -> None:
-        """From the start to its last word."""
+        """Run it from the start to its last line."""
         assert self._process is not None and self._process.stdin is not None, "it has begun"
         self._say({"start": start})
         stopping = asyncio.create_task(stop.wait())
@@ -136,12 +148,12 @@ class _Child:
             hearing.cancel()
 
     def found(self) -> tuple[list[Outcome], Drove]:
-        """What it has measured."""
+        """Return its measurements."""
         self._result.seek(0)
         return unpack(self._result.read())
 
     async def end(self) -> None:
-        """It is gone when this returns."""
+        """Stop it and wait for its end."""
         self._result.close()
         if (process := self._process) is None:
             return
@@ -160,7 +172,7 @@ class _Child:
         self._process.stdin.write(json.dumps(line).encode() + b"\n")
 
     async def _hear(self, word: str, changed: Callable[[], None] | None = None) -> None:
-        """Reads what it says up to this word. Raises the error that it tells instead."""
+        """Read lines up to this word. Raises the error that the child reports instead."""
         assert self._process is not None and self._process.stdout is not None, "it has begun"
         while line := await self._process.stdout.readline():
             said: dict[str, Any] = json.loads(line)
@@ -173,4 +185,4 @@ class _Child:
                 if changed is not None:
                     changed()
         code = await self._process.wait()
-        raise InternalError(f"driver process {self._index} ended with status {code} in the middle of the run")
+        raise InternalError(f"driver process {self._index} ended with status {code} during the run")

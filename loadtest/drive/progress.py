@@ -1,4 +1,4 @@
-"""How far a run is, for whoever watches it."""
+"""The progress of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """due: requests that were due so far. ends: how many ended as what. output_tokens: of those that ended."""
+    """The progress of a run.
+
+    Attributes:
+        due: Requests that were due so far.
+        under_way: Requests in flight.
+        ends: Ended requests by state.
+        output_tokens: Tokens of ended requests.
+    """
 
     due: int = 0
     under_way: int = 0
@@ -18,7 +25,7 @@ class Progress:
 
 
 def together(parts: Iterable[Progress]) -> Progress:
-    """Of several driver processes."""
+    """Add up the progress of several driver processes."""
     due = under_way = output_tokens = 0
     ends: Counter[str] = Counter()
     for part in parts:

@@ -1,4 +1,4 @@
-"""Is the driver fit for this load? Before a run it drives a null server in the same way, for a moment."""
+"""Checks that the driver can keep up: before the run it drives a null server with the same load for a moment."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .processes import drive
 from .spec import HTTP, RunSpec
 
 READY_S = 30.0
-# Each session that was planned and not begun is told of by its driver: of a larger load only the beginning is planned.
+# The driver reports each session that did not begin, so a larger load is truncated.
 SESSIONS_MAX = 10_000
 MORE_S = 10.0
 END_S = 5.0
-# A closed loop asks again as soon as it has its answer: from a server that answers at once that would be no load that
-# anybody has. So its streams come at the pace of a fast one.
+# A closed loop sends the next request at once. Against an instant server that is an unrealistic load, so the null
+# server paces its streams like a fast real one.
 CLOSED_TOKENS_PER_S = 50.0
 
 
 async def prove(spec: RunSpec, processes: int, stop: asyncio.Event) -> array[float]:
-    """How late the drivers were at the null server, in seconds: of each request and of each tick (`Drove.late_s`).
+    """Return the drivers' lateness against the null server in seconds, of each request and each tick (`Drove.late_s`).
 
-    Raises what `drive` does.
+    Raises what `drive` raises.
     """
     closed = bool(spec.load.get("closed"))
     async with null_server(spec.target, CLOSED_TOKENS_PER_S if closed else 0.0) as where:
@@ -62,7 +62,7 @@ async def prove(spec: RunSpec, processes: int, stop: asyncio.Event) -> array[flo
 
 
 def _beginning(spec: RunSpec) -> dict[str, Any]:
-    """As much of the load as is begun in `proof_s`, and more: a driver without anything to come would end before."""
+    """Truncate the load to what begins within `proof_s`, and some more, so that the driver does not run dry."""
     sessions = len(build(LoadOptions(**spec.load)))
     if sessions <= SESSIONS_MAX:
         return spec.load
@@ -77,9 +77,15 @@ async def _either(stop: asyncio.Event, over: asyncio.Event) -> None:
 
 @asynccontextmanager
 async def null_server(kind: str, pace: float = 0.0, *options: str) -> AsyncIterator[str]:
-    """Starts one that speaks as a target of this kind does, and says where. pace: tokens a second; 0: all at once.
+    """Run a null server for a kind of target and yield its address.
 
-    Raises InternalError where it does not begin, or ends before it is told to: what was measured is then no proof.
+    Args:
+        kind: One of `spec.KINDS`.
+        pace: Tokens per second of each stream; 0 sends all at once.
+        options: Further options of its command line.
+
+    Raises:
+        InternalError: It does not start, or ends early: the measurement is then no proof.
     """
     with tempfile.TemporaryDirectory(prefix="kvforge-null-") as folder:
         where = f"ipc://{Path(folder) / 'clients.sock'}"
@@ -95,7 +101,7 @@ async def null_server(kind: str, pace: float = 0.0, *options: str) -> AsyncItera
             async with asyncio.timeout(READY_S):
                 said = (await process.stdout.readline()).decode().split()
             if not said:
-                raise InternalError(f"the null server of {kind} did not begin: see what it said above")
+                raise InternalError(f"the null server for {kind} did not start: see its output above")
             yield said[0] if kind == HTTP else where
         finally:
             with suppress(ProcessLookupError):
@@ -107,4 +113,4 @@ async def null_server(kind: str, pace: float = 0.0, *options: str) -> AsyncItera
                 process.kill()
                 told = (await process.wait(),)
         if process.returncode not in told:
-            raise InternalError(f"the null server of {kind} ended with status {process.returncode} before its time")
+            raise InternalError(f"the null server for {kind} ended early with status {process.returncode}")

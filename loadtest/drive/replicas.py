@@ -1,4 +1,4 @@
-"""Several coordinators, chosen from by the router that the gateway has; what it asks them is a part of each latency."""
+"""The target for several coordinators, with the gateway's router. Its queries are part of each latency."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ IDLE = PrefixFound(rid=0, ready=True)
 
 
 class ReplicasTarget:
-    """A `Target`. policy: one of `kvforge.routing.POLICIES`; round robin asks nobody."""
+    """A `Target` for several coordinators.
+
+    Args:
+        endpoints: The coordinators.
+        policy: One of `kvforge.routing.POLICIES`; round robin sends no queries.
+    """
 
     def __init__(self, endpoints: Sequence[str], policy: str) -> None:
         self._clients = {endpoint: AsyncClient(endpoint, reconnect_s=RECONNECT_S) for endpoint in endpoints}
@@ -33,7 +38,7 @@ class ReplicasTarget:
         self._choosing: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Connects to all, and waits until each would serve."""
+        """Connect to all coordinators and wait until each is ready."""
         try:
             self._deadlines = Deadlines()
             self._stack.callback(self._deadlines.close)
@@ -47,14 +52,14 @@ class ReplicasTarget:
             raise
 
     async def close(self) -> None:
-        """The coordinators cancel what still runs."""
+        """Disconnect; the coordinators cancel running requests."""
         for task in tuple(self._choosing):
             task.cancel()
         await asyncio.gather(*self._choosing, return_exceptions=True)
         await self._stack.aclose()
 
     def send(self, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]) -> Callable[[], None]:
-        """See `Target`."""
+        """Send a request; see `Target`."""
         if self._policy == ROUND_ROBIN:
             question = self._router.ask()
             chosen = self._router.choose(len(ask.prompt), {name: Offer(question, IDLE) for name in self._clients})
@@ -93,7 +98,7 @@ class ReplicasTarget:
 
 
 class _Sent:
-    """One request whose replica is not chosen yet, or is."""
+    """A request, before or after its replica is chosen."""
 
     def __init__(self, outcome: Outcome, ended: Callable[[Outcome], None]) -> None:
         self._outcome, self._ended = outcome, ended
@@ -101,7 +106,7 @@ class _Sent:
         self.interrupt_now: Callable[[], None] | None = None
 
     def interrupt(self) -> None:
-        """Gives it up."""
+        """Cancel the request."""
         if self.interrupt_now is not None:
             self.interrupt_now()
         elif not self.interrupted:

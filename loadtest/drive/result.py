@@ -1,4 +1,4 @@
-"""What a driver process has found, as bytes: MessagePack, its long columns as the machine has them."""
+"""The results of a driver process as MessagePack, with long columns in native byte order."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ NAMES = tuple(field.name for field in fields(Outcome))
 
 
 def pack(file: BinaryIO, outcomes: list[Outcome], drove: Drove) -> None:
-    """Writes it."""
+    """Write the results."""
     rows = [[getattr(outcome, name) for name in NAMES] for outcome in outcomes]
     found = {"outcomes": rows, "late_s": drove.late_s, "cpu_s": drove.cpu_s, "wall_s": drove.wall_s}
     file.write(msgspec.msgpack.encode(found, enc_hook=_plain))
 
 
 def unpack(data: bytes | memoryview) -> tuple[list[Outcome], Drove]:
-    """What `pack` wrote, by our own process."""
+    """Read what `pack` wrote in a process of ours."""
     found = msgspec.msgpack.decode(data)
     drove = Drove(late_s=_column("d", found["late_s"]), cpu_s=found["cpu_s"], wall_s=found["wall_s"])
     return [_outcome(dict(zip(NAMES, row, strict=True))) for row in found["outcomes"]], drove
@@ -38,7 +38,7 @@ def _outcome(row: dict[str, Any]) -> Outcome:
 def _plain(value: object) -> object:
     if isinstance(value, array):
         return value.tobytes()
-    raise NotImplementedError(f"{type(value).__name__} is no column")
+    raise NotImplementedError(f"{type(value).__name__} is not a column")
 
 
 def _column(code: str, data: bytes) -> array[Any]:

@@ -1,4 +1,4 @@
-"""One run from its beginning to its end: the proof, the load, and what was seen of the server meanwhile."""
+"""One run: the proof of the driver, the load, and samples of the server."""
 
 from __future__ import annotations
 
@@ -22,13 +22,20 @@ async def measure(
     *,
     began: Callable[[float], None] | None = None,
 ) -> Measured:
-    """Drives the null server, then the server, and returns all that was found.
+    """Drive the null server, then the server, and return the results.
 
-    stop: once it is set, what is under way is cancelled and what was measured so far is returned. watch: called a few
-    times a second while the load runs. began: called with the run's start, on time.monotonic, a moment before it (for
-    what is to happen to the server at times of the run). Raises InvalidRequest naming an option, CoordinatorUnavailable
-    and DeadlineExceeded where the server is not ready, Unavailable without the extra, InternalError where a driver
-    broke.
+    Args:
+        spec: The run.
+        stop: Once set, what is in flight is cancelled and the results so far are returned.
+        watch: Called with the progress a few times a second.
+        began: Called with the start (time.monotonic) shortly before it, to schedule faults.
+
+    Raises:
+        InvalidRequest: Names an option.
+        CoordinatorUnavailable: The coordinator does not answer.
+        DeadlineExceeded: The server is not ready in time.
+        Unavailable: The extra `loadtest` is not installed.
+        InternalError: A driver failed.
     """
     stop = stop or asyncio.Event()
     workload = spec.workload()

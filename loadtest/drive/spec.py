@@ -1,4 +1,4 @@
-"""A run in plain values: what a driver process is told, and what a result names as its configuration."""
+"""The specification of a run as plain values, for driver processes and for the result."""
 
 from __future__ import annotations
 
@@ -21,15 +21,24 @@ KVFORGE, HTTP = KINDS = ("kvforge", "http")
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """One run: a load, whom it is sent to, and how. `dataclasses.asdict` of it is JSON.
+    """A run: a load, its target and the limits. It converts to JSON with `dataclasses.asdict`.
 
-    load: the fields of `LoadOptions` that are not as usual. target: one of KINDS. endpoint, server_key, key_file: of a
-    coordinator, as for `kvforge.Client`. endpoints: of several, from which `policy` chooses. http: the fields of
-    `HttpOptions`, but `clients`. tokenizer: makes token ids of prompts that are texts: a path or a model's name.
-    closed: with arrivals, at most so many sessions are under way;
-    else as in `load`. clients: connections of the whole run. processes: None: as many as the planned rate needs.
-    timeout_s: from when a request is due to its end. concurrency_max: requests under way at once. seed: of the draws.
-    proof_s: so long the null server is driven at the same rate first; 0: not at all.
+    Attributes:
+        load: The fields of `LoadOptions` that differ from their defaults.
+        target: One of KINDS.
+        endpoint, server_key, key_file: The coordinator, as for `kvforge.Client`.
+        endpoints: Several coordinators, from which `policy` chooses.
+        policy: The routing policy.
+        http: The fields of `HttpOptions`, except `clients`.
+        tokenizer: The tokenizer of text prompts: a path or the name of a model.
+        closed: With arrivals, the limit of concurrent sessions; else see `load`.
+        clients: The connections of the whole run.
+        processes: The number of driver processes; None for as many as the planned rate needs.
+        timeout_s: The time limit of a request, from when it is due.
+        concurrency_max: Requests in flight.
+        temperature: The temperature.
+        seed: The seed of sampling.
+        proof_s: How long the null server is driven first; 0 to skip it.
     """
 
     load: dict[str, Any]
@@ -51,7 +60,7 @@ class RunSpec:
     proof_s: float = 2.0
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest naming the option."""
+        """Validate the specification. Raises InvalidRequest naming the option."""
         if self.target not in KINDS:
             raise InvalidRequest("target", f"is {self.target!r}; it must be one of {', '.join(KINDS)}")
         for name in ("clients", "concurrency_max"):
@@ -63,15 +72,15 @@ class RunSpec:
             raise InvalidRequest("timeout", f"is {self.timeout_s:g}; it must be above 0 seconds")
 
     def json(self) -> dict[str, Any]:
-        """Plain values; `RunSpec(**spec.json())` is the same run."""
+        """Return plain values; `RunSpec(**spec.json())` is the same run."""
         return asdict(self)
 
     def workload(self) -> Load:
-        """The load; the same one in every process. Raises InvalidRequest naming the option."""
+        """Return the load, the same in every process. Raises InvalidRequest naming the option."""
         return build(LoadOptions(**self.load), _encoder(self.tokenizer))
 
     def plan(self, index: int, processes: int, sessions: int) -> Plan:
-        """The share of one process. sessions: how many different ones the load has."""
+        """Return the share of one process. `sessions` is the number of sessions of the load."""
         duration_s = self.load.get("duration_s")
         endless = duration_s is not None and self.load.get("requests") is None
         return Plan(
@@ -88,7 +97,7 @@ class RunSpec:
         )
 
     def make_target(self, plan: Plan) -> Target:
-        """Whom the process of `plan` sends to. Raises InvalidRequest, Unavailable."""
+        """Return the target of one process. Raises InvalidRequest or Unavailable."""
         clients = plan.part(self.clients)
         if self.target == KVFORGE:
             if self.endpoints:
@@ -106,7 +115,7 @@ class RunSpec:
 
 @cache
 def _encoder(tokenizer: str | None) -> Encode | None:
-    """Pieces of text to token ids: without what a tokenizer puts before a prompt."""
+    """Return a tokenizer that adds no special tokens."""
     if tokenizer is None:
         return None
     from kvforge.text.tokenizer import Tokenizer  # loads transformers

@@ -1,4 +1,4 @@
-"""What a driver sends to: a coordinator over ZeroMQ, an OpenAI-compatible server over HTTP, a null server of either."""
+"""The interface of targets: a coordinator over ZeroMQ, a server over HTTP, or the null server of either."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ from .outcome import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request as it is sent. prompt: [prompt_tokens] int32; text: the same for a server that takes text, or "";
-    without what was said before, which `history` has: questions and answers. followed: the session goes on with what
-    is answered.
+    """A request as it is sent.
 
-    client: which of the load's clients it comes from; each has a connection of its own. until: on CLOCK_MONOTONIC.
+    Attributes:
+        prompt: [prompt_tokens] int32.
+        output_tokens: The requested length of the answer.
+        text: The prompt as text without the history, for a server that takes text, or "".
+        history: The previous questions and answers of the session as text.
+        followed: Whether the session continues with the answer.
+        tenant: The tenant.
+        temperature: The temperature.
+        seed: The seed.
+        client: The client of the load that sends it; each has its own connection.
+        until: The time limit (CLOCK_MONOTONIC).
     """
 
     prompt: Int32Array
@@ -33,20 +41,23 @@ class Ask:
 
 
 class Target(Protocol):
-    """One per driver process. Nothing is a task per token: 20,000 of them come a second."""
+    """The server as one driver process sees it. There is no task per token: up to 20,000 tokens arrive per second."""
 
     async def open(self) -> None:
-        """Connects everything, so that making connections is no part of the first latency. Raises KvforgeError."""
+        """Connect, so that connecting is not part of the first latency. Raises KvforgeError."""
         ...
 
     async def close(self) -> None:
-        """Gives everything back."""
+        """Disconnect."""
         ...
 
     def send(self, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]) -> Callable[[], None]:
-        """Sends now and returns at once; what comes is written into the outcome (times less `start`).
+        """Send a request without blocking, and record its progress in `outcome` (times less `start`).
 
-        `ended` is called exactly once, when the outcome's state is one of ENDS; at `ask.until` it is TIMED_OUT, and the
-        request was cancelled. What is returned gives it up: INTERRUPTED.
+        `ended` is called exactly once, when the state of the outcome is one of ENDS. At `ask.until` the request is
+        cancelled and TIMED_OUT.
+
+        Returns:
+            A function that cancels the request: INTERRUPTED.
         """
         ...

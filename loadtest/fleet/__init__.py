@@ -1,1 +1,1 @@
-"""A coordinator with workers that have no model: they answer steps at the pace of a measured one."""
+"""A real coordinator with simulated workers, which answer steps after the times of a table."""

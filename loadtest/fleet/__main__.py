@@ -1,7 +1,6 @@
-"""python -m kvforge.loadtest.fleet TABLE: a coordinator and workers without a model, in the foreground like `kvforge
-up`.
+"""Run a coordinator with simulated workers in the foreground: `python -m kvforge.loadtest.fleet TABLE`.
 
-Whatever load is put on it meets the real coordinator, and steps that take the time that the table says.
+The coordinator is the real one, as with `kvforge up`; the steps take the times of the table.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from .step_times import names
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves until a signal. Returns the exit status."""
+    """Serve until a signal and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m kvforge.loadtest.fleet", description=__doc__)
-    parser.add_argument("table", help=f"{', '.join(names())}, or a file of step times")
+    parser.add_argument("table", help=f"{', '.join(names())}, or a file with step times")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="[1]")
-    parser.add_argument("--blocks", type=int, default=0, metavar="N", help="KV blocks of each worker [of its memory]")
     parser.add_argument(
-        "--time-scale", type=float, default=1.0, metavar="X", help="steps take so many times as long [1]"
+        "--blocks", type=int, default=0, metavar="N", help="KV blocks of each worker [as many as its memory holds]"
     )
+    parser.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="scale the step times by X [1]")
     parser.add_argument("--runtime-dir", type=Path, default=default_runtime_dir(), metavar="DIR")
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="TOML: [limits], [cache], [schedule] of coordinator"
+        "--config", type=Path, metavar="FILE", help="TOML with [limits], [cache], [schedule] of the coordinator"
     )
     parser.add_argument("--log-level", default="info")
     options = parser.parse_args(arguments)
@@ -63,7 +62,7 @@ def _sections(path: Path | None) -> Sections | None:
     try:
         return None if path is None else tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InvalidRequest("--config", f"{path} cannot be read: {error}") from None
+        raise InvalidRequest("--config", f"cannot read {path}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A coordinator with workers without a model, in a folder of its own, for as long as it is entered.
+"""A coordinator with simulated workers in a temporary folder, as an async context manager.
 
-A process of its own runs them, as `kvforge up` does: whoever dies there is started again. All hang on a leash, so that
-nothing is left behind, however this process ends.
+A supervising process runs them as `kvforge up` does and restarts those that die. All processes end with this one,
+however it ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,19 @@ LINES_SHOWN = 5
 
 
 class Fleet:
-    """`async with Fleet("h200-8b", workers=2) as fleet:` — ready when entered."""
+    """A running fleet: `async with Fleet("h200-8b", workers=2) as fleet:`. It is ready when entered.
+
+    Args:
+        table: As for `fleet.settings.settings`, like all other options.
+        workers: The number of workers.
+        blocks: KV blocks of each worker.
+        time_scale: The factor of the step times.
+        coordinator_settings: Sections of coordinator.toml.
+        log_level: The log level of all processes.
+
+    Raises:
+        InvalidRequest: Names the option.
+    """
 
     def __init__(
         self,
@@ -46,28 +58,28 @@ class Fleet:
         coordinator_settings: Sections | None = None,
         log_level: str = "warning",
     ) -> None:
-        """As `fleet.settings.settings` has it. Raises InvalidRequest naming the option."""
+
         settings(table, Path(), workers=workers, blocks=blocks, time_scale=time_scale, coordinator=coordinator_settings)
         self._options = [table, "--workers", str(workers), "--blocks", str(blocks), "--time-scale", str(time_scale)]
         self._options += ["--log-level", log_level]
         self._sections, self._workers = coordinator_settings or {}, workers
         self._process: subprocess.Popen[bytes] | None = None
-        # Short: a socket's path holds 107 bytes.
+        # A short path: those of sockets are limited to 107 bytes.
         self._folder = Path(tempfile.gettempdir())
 
     @property
     def runtime(self) -> Path:
-        """Its runtime folder."""
+        """The runtime directory."""
         return self._folder / "r"
 
     @property
     def endpoint(self) -> str:
-        """Where clients connect."""
+        """The endpoint for clients."""
         return client_endpoint(self.runtime)
 
     @property
     def log(self) -> str:
-        """What its processes have said."""
+        """The output of its processes."""
         return (self._folder / "log").read_text(encoding="utf-8", errors="replace")
 
     async def __aenter__(self) -> Self:
@@ -91,19 +103,19 @@ class Fleet:
         await self._end()
 
     async def wait_ready(self, timeout_s: float = READY_S) -> None:
-        """Waits until all workers serve, also after one was killed. Raises Unavailable, DeadlineExceeded."""
+        """Wait until all workers serve, for example after a kill. Raises Unavailable or DeadlineExceeded."""
         assert self._process is not None, "not entered"
         deadline = monotonic() + timeout_s
         async with AsyncClient(self.endpoint, connect_timeout_s=1.0, timeout_s=1.0) as kv:
             while not await self._serves(kv):
                 if self._process.poll() is not None:
-                    raise Unavailable(f"the fleet has ended: {self._last_words()}")
+                    raise Unavailable(f"the fleet has exited: {self._last_words()}")
                 if monotonic() >= deadline:
                     raise DeadlineExceeded(f"the fleet is not ready after {timeout_s:g} s: {self._last_words()}")
                 await asyncio.sleep(LOOK_S)
 
     def pids(self) -> dict[str, int]:
-        """The processes that run now, by name: `coordinator`, `worker-0`, `worker-1`, ..."""
+        """Return the running processes by name: `coordinator`, `worker-0`, `worker-1`, ..."""
         assert self._process is not None, "not entered"
         found: dict[str, int] = {}
         for pid in _children(self._process.pid):
@@ -113,14 +125,22 @@ class Fleet:
         return dict(sorted(found.items()))
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
-        """Sends a signal to a process by its name (`worker`: the first one); it is started again. Returns its id.
+        """Send a signal to a process, which will be restarted.
 
-        Raises InvalidRequest where none of that name runs now.
+        Args:
+            name: The process; `worker` is the first worker.
+            number: The signal.
+
+        Returns:
+            The process id.
+
+        Raises:
+            InvalidRequest: There is no such process now.
         """
         running = self.pids()
         pid = running.get("worker-0" if name == "worker" else name)
         if pid is None:
-            raise InvalidRequest("--kill", f"no {name!r} runs; what does: {', '.join(running) or 'nothing'}")
+            raise InvalidRequest("--kill", f"unknown process {name!r} (running: {', '.join(running) or 'none'})")
         os.kill(pid, number)
         return pid
 
@@ -132,10 +152,10 @@ class Fleet:
         return health.ready and sum(worker.state == "ready" for worker in health.workers) == self._workers
 
     def _last_words(self) -> str:
-        return " | ".join(self.log.strip().splitlines()[-LINES_SHOWN:]) or "it said nothing"
+        return " | ".join(self.log.strip().splitlines()[-LINES_SHOWN:]) or "no output"
 
     async def _end(self) -> None:
-        """Told twice, they end at once."""
+        """Stop all processes."""
         process = self._process
         if process is not None:
             deadline = monotonic() + END_S
@@ -143,7 +163,7 @@ class Fleet:
             while process.poll() is None and monotonic() < deadline:
                 await asyncio.sleep(LOOK_S)
             if process.poll() is None:
-                process.kill()  # its children hang on it
+                process.kill()  # its children end with it
                 process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -1,7 +1,7 @@
-"""The connection of a worker without a model to its coordinator: messages in and out, noticed when it is gone.
+"""The connection of a simulated worker to its coordinator.
 
-It waits with `select`, whose time is in microseconds, where ZeroMQ's and epoll's are in milliseconds: a step that ends
-between two of these is answered when it ends, and nobody looks without sleeping.
+It waits with `select`, which has a resolution of microseconds; ZeroMQ's poll and epoll have milliseconds. A step can
+therefore be answered exactly when it ends, without busy waiting.
 """
 
 from __future__ import annotations
@@ -23,19 +23,27 @@ STEP_BYTES_MAX = 16 << 20
 
 
 class Link:
-    """A DEALER with its monitor, a new one for each connection. connected: whether there is a connection now."""
+    """A DEALER socket with its monitor, recreated for each connection.
+
+    Args:
+        endpoint: The coordinator's; `connect` connects to it.
+        wakeup_fd: A descriptor that ends a wait when it becomes readable.
+
+    Attributes:
+        connected: Whether the connection is up.
+    """
 
     def __init__(self, endpoint: str, wakeup_fd: int) -> None:
-        """`connect` makes the connection. wakeup_fd: whatever can be read there ends a wait."""
+
         self._endpoint, self._wakeup_fd = endpoint, wakeup_fd
-        trust.check_endpoint(endpoint, "runtime_dir")  # before there is anything to close
+        trust.check_endpoint(endpoint, "runtime_dir")  # before any resource is open
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._decoder = codec.Decoder(WORKER_REPLIES, body_bytes_max=STEP_BYTES_MAX)
         self.connected = False
         self._open()
 
     def connect(self, timeout_s: float) -> bool:
-        """Waits for the coordinator; False where something else woke it. Raises CoordinatorUnavailable."""
+        """Wait for the coordinator. Return False if woken by the descriptor. Raises CoordinatorUnavailable."""
         deadline = time.monotonic() + timeout_s
         while not self.connected:
             if self._over:
@@ -53,9 +61,10 @@ class Link:
         return True
 
     def receive(self, timeout_s: float) -> Message | None:
-        """The next message; None where the time is over, it was woken, or the connection has ended.
+        """Return the next message; None after a timeout, a wake-up or the end of the connection.
 
-        Raises ProtocolError for bytes that are no message.
+        Raises:
+            ProtocolError: The bytes are not a message.
         """
         frames = self._frames()
         if frames is None and timeout_s > 0:
@@ -65,7 +74,7 @@ class Link:
         return None if frames is None else self._decoder.decode(frames)
 
     def send(self, message: Message) -> bool:
-        """Sends on this connection; False where it has ended."""
+        """Send a message. Return False if the connection has ended."""
         self._look()
         if not self.connected:
             return False
@@ -76,7 +85,7 @@ class Link:
         return True
 
     def close(self, *, goodbye: bool) -> None:
-        """Says goodbye where that makes sense, and closes."""
+        """Close the connection, with a goodbye message if requested."""
         if goodbye:
             self.send(Goodbye())
         self._socket.disable_monitor()
@@ -84,7 +93,7 @@ class Link:
         self._context.destroy(linger=200)
 
     def _open(self) -> None:
-        self._over = False  # it came to nothing, or has ended
+        self._over = False  # whether the connection failed or ended
         trust.check_endpoint(self._endpoint, "runtime_dir")
         self._socket = dealer(self._context, immediate=False)
         self._socket.setsockopt(zmq.SNDTIMEO, SEND_WAIT_MS)
@@ -100,7 +109,10 @@ class Link:
         self._socket.close(0)
 
     def _wait(self, timeout_s: float) -> bool:
-        """True where something else woke it. ZeroMQ's descriptors tell of changes alone: first take what is there."""
+        """Wait for an event and return whether the wake-up descriptor was ready.
+
+        ZeroMQ's descriptors are edge-triggered, so pending events are checked first.
+        """
         if self._socket.poll(0) or self._monitor.poll(0):
             return False
         return self._wakeup_fd in select.select(self._descriptors, [], [], timeout_s)[0]
@@ -112,7 +124,7 @@ class Link:
             return None
 
     def _look(self) -> None:
-        """Notes what has become of the connection. What came before its end can still be received."""
+        """Update the state of the connection. Messages that arrived before its end can still be received."""
         while True:
             try:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))

@@ -1,4 +1,4 @@
-"""What is started for a fleet without a model: a coordinator that has room for it, and its workers."""
+"""The settings of a simulated fleet: a coordinator with room for all workers, and the workers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class FleetSettings(Settings):
-    """Workers that need a name, a folder and a table."""
+    """Settings of a fleet with workers that need a name, a folder and a table only."""
 
     def worker_file(self, index: int) -> str:
-        """Text of the configuration of worker `index`, as `worker.Config` has it."""
+        """Return the configuration of worker `index` as TOML (`worker.Config`)."""
         top: dict[str, Value] = {"name": f"worker-{index}", "runtime_dir": str(self.runtime_dir.absolute())}
         return toml({**top, "log_level": self.log_level, "log_format": self.log_format, **self.worker}, {})
 
@@ -39,22 +39,32 @@ def settings(
     coordinator: Sections | None = None,
     log_level: str = "info",
 ) -> FleetSettings:
-    """Of a coordinator and so many workers. table: a name or a file, as `step_times.load` has it.
+    """Return the settings of a coordinator and its workers.
 
-    blocks: of each worker; 0: what the table's memory has room for. time_scale: steps take so many times the table's
-    time. coordinator: SECTIONS of coordinator.toml (quotas by tenant), which go before what is chosen here: steps of
-    256 rows and 8,192 tokens, sequences of 8,192 tokens, twice as many of them as rows. Raises InvalidRequest naming
-    the option.
+    Defaults: steps of up to 256 rows and 8,192 tokens, sequences of up to 8,192 tokens, and twice as many sequences as
+    rows.
+
+    Args:
+        table: A name or a file, as for `step_times.load`.
+        runtime: The runtime directory.
+        workers: The number of workers.
+        blocks: KV blocks of each worker; 0 for as many as the table's memory holds.
+        time_scale: The factor of the step times.
+        coordinator: SECTIONS of coordinator.toml (quotas by tenant), which override the defaults.
+        log_level: The log level of all processes.
+
+    Raises:
+        InvalidRequest: Names the option.
     """
     if not 1 <= workers <= WORKERS_MAX:
         raise InvalidRequest("--workers", f"is {workers}; it must be 1 to {WORKERS_MAX}")
     if blocks < 0:
-        raise InvalidRequest("--blocks", f"is {blocks}; it must be 1 or more, or 0 for what the memory has room for")
+        raise InvalidRequest("--blocks", f"is {blocks}; it must be 1 or more, or 0 for as many as the memory holds")
     if not 0 <= time_scale < float("inf"):
         raise InvalidRequest("--time-scale", f"is {time_scale:g}; it must be 0 or more")
     times, chosen = load(table), coordinator or {}
     if unknown := [name for name in chosen if name not in SECTIONS]:
-        raise InvalidRequest("--config", f"has a section {unknown[0]!r}; it may have {', '.join(SECTIONS)}")
+        raise InvalidRequest("--config", f"unknown section {unknown[0]!r} (expected {', '.join(SECTIONS)})")
     schedule = {"step_rows_max": ROWS_MAX, "step_tokens_max": STEP_TOKENS_MAX, **chosen.get("schedule", {})}
     cache = {"block_size": BLOCK_SIZE, **chosen.get("cache", {})}
     each = blocks or times.blocks(int(cache["block_size"]))
@@ -82,6 +92,6 @@ def settings(
 
 
 def _table(name: str) -> str:
-    """As a worker finds it, wherever it runs."""
+    """Return the table such that a worker in any directory finds it."""
     path = Path(name)
     return str(path.absolute()) if path.suffix or path.exists() else name

@@ -1,10 +1,10 @@
-"""What steps take on a device that is not here: tables of step times, and how a step's time is read from one.
+"""Step times of devices that are not present: tables, and the time of a step according to one.
 
-A step of rows that decode and rows that compute a prompt reads the weights once for all its tokens, then the context of
-each row. So its time has three parts: the pass, by the tokens in it; decode attention, by the tokens of context that
-the decoding rows read; attention of prompts, by the pairs of a new token and one that it looks at.
+A step that mixes decode and prefill rows reads the weights once for all its tokens, then the context of each row. Its
+time therefore has three parts: the pass, by the number of tokens; decode attention, by the context tokens that decode
+rows read; and prefill attention, by the pairs of a new token and a token that it attends to.
 
-`tables/` has one file for each shape that ships; a file of one's own has the same fields.
+`tables/` contains one file for each shape that ships; other files have the same fields.
 """
 
 from __future__ import annotations
@@ -23,21 +23,32 @@ from kvforge.protocol.messages import Int32Array
 TABLES = Path(__file__).parent / "tables"
 SOURCES = ("measured", "modelled")
 OPTION = "--no-model"
-# Of the device's memory; the rest is for what steps work in, as other servers have it too.
+# The share of device memory for weights and KV cache, as in other servers; the rest is workspace.
 MEMORY_SHARE = 0.9
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-# Of milliseconds and nanoseconds alike: what is longer is no time of a step.
+# An upper bound for any step time, in milliseconds or nanoseconds.
 NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table. source: one of SOURCES; origin: which measurements it is made of, or what it was computed from.
+    """A table of step times.
 
-    gpus: that work on one step together; memory_bytes, weight_bytes, kv_bytes_per_token: of all of them.
-    tokens: [n] rising, pass_ms: [n] the time of a pass over so many tokens that look at nothing; between them it is
-    interpolated, beyond the last it goes on as between the last two. context_ns: for each token of context that a
-    decoding row reads. pair_ns: for each pair of a prompt's new token and a token that it looks at.
+    Attributes:
+        name: The name of the model.
+        source: One of SOURCES.
+        origin: The measurements or the calculation that it is based on.
+        gpus: The number of GPUs that compute a step together.
+        memory_bytes: Their total memory.
+        weight_bytes: The weights on all GPUs.
+        kv_bytes_per_token: The KV of one token on all GPUs.
+        vocabulary: The size of the vocabulary.
+        context_tokens_max: The context length.
+        tokens: [n] ascending token counts of a pass.
+        pass_ms: [n] the time of such a pass without attention. It is interpolated linearly, and extrapolated from the
+            last two points.
+        context_ns: The time per context token that a decode row reads.
+        pair_ns: The time per pair of a new prompt token and a token that it attends to.
     """
 
     name: str
@@ -55,15 +66,26 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     pair_ns: NotNegative
 
     def blocks(self, block_size: int) -> int:
-        """How many KV blocks of so many tokens the memory has room for, beside the weights."""
+        """Return how many KV blocks of this many tokens fit into memory beside the weights."""
         return (int(MEMORY_SHARE * self.memory_bytes) - self.weight_bytes) // (self.kv_bytes_per_token * block_size)
 
     def seconds(self, tokens: int, context_tokens: int = 0, pairs: int = 0) -> float:
-        """The time of one step of so many tokens. context_tokens: over its decoding rows; pairs: over its prompts."""
+        """Return the time of one step.
+
+        Args:
+            tokens: The tokens of the step.
+            context_tokens: The context of all decode rows.
+            pairs: The attention pairs of all prefill rows.
+        """
         return self._pass_ms(tokens) / 1e3 + (context_tokens * self.context_ns + pairs * self.pair_ns) / 1e9
 
     def step_s(self, starts: Int32Array, counts: Int32Array) -> float:
-        """The time of one step. starts, counts: [rows] int32, as in `protocol.messages.Step`; one token is a decode."""
+        """Return the time of one step.
+
+        Args:
+            starts: [rows] int32, as in `protocol.messages.Step`.
+            counts: [rows] int32; a row with one token is a decode row.
+        """
         rows, tokens = counts.size, int(counts.sum(dtype="i8"))
         context = int(starts.sum(dtype="i8")) + rows
         if tokens == rows:
@@ -75,7 +97,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def _pass_ms(self, tokens: int) -> float:
         if not tokens:
-            return 0.0  # nothing but copies
+            return 0.0  # only block copies
         at, ms = self.tokens, self.pass_ms
         if len(at) == 1 or tokens <= at[0]:
             return ms[0]
@@ -85,40 +107,44 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def names() -> list[str]:
-    """The tables that ship with this."""
+    """Return the names of the tables that ship."""
     return sorted(path.stem for path in TABLES.glob("*.json"))
 
 
 def load(name: str) -> StepTimes:
-    """A table by its name, or from a file. Raises InvalidRequest naming the option, and the field that is wrong."""
+    """Load a table by its name or from a file.
+
+    Raises:
+        InvalidRequest: Names the option and the invalid field.
+    """
     shipped = TABLES / f"{name}.json"
     path = shipped if name in names() else Path(name)
     try:
         table = msgspec.convert(json.loads(path.read_text(encoding="utf-8")), StepTimes)
     except FileNotFoundError:
-        problem = f"{name!r} is neither a table that ships ({', '.join(names())}) nor a file"
+        problem = f"{name!r} is neither a known table ({', '.join(names())}) nor a file"
         raise InvalidRequest(OPTION, problem) from None
     except OSError as error:
-        raise InvalidRequest(OPTION, f"{name} cannot be read: {error.strerror}") from None
+        raise InvalidRequest(OPTION, f"cannot read {name}: {error.strerror}") from None
     except ValueError as error:  # of json, of Unicode and of msgspec
-        raise InvalidRequest(OPTION, f"{name} is no table of step times: {error}") from None
+        raise InvalidRequest(OPTION, f"{name} is not a table of step times: {error}") from None
     _check(name, table)
     return table
 
 
 def _check(name: str, table: StepTimes) -> None:
-    """What types cannot say. Raises InvalidRequest."""
+    """Check the constraints that types cannot express. Raises InvalidRequest."""
     pass_ms, at = table.pass_ms, table.tokens
     problem = ""
     if table.source not in SOURCES:
         problem = f"source must be one of {', '.join(SOURCES)}, not {table.source!r}"
     elif any(left >= right for left, right in itertools.pairwise(at)):
-        problem = "tokens must rise"
+        problem = "tokens must be ascending"
     elif len(pass_ms) != len(at):
-        problem = f"pass_ms has {len(pass_ms)} items, and tokens {len(at)}"
+        problem = f"pass_ms has {len(pass_ms)} items, but tokens has {len(at)}"
     elif any(left > right for left, right in itertools.pairwise(pass_ms)):
-        problem = "pass_ms must not fall: more tokens take no less time"
+        problem = "pass_ms must not decrease with the number of tokens"
     elif table.blocks(1) < 1:
-        problem = f"weight_bytes leave nothing of {MEMORY_SHARE:.0%} of memory_bytes for a token"
+        problem = f"weight_bytes leaves no room for KV in {MEMORY_SHARE:.0%} of memory_bytes"
     if problem:
         raise InvalidRequest(OPTION, f"{name}: {problem}")

@@ -1,7 +1,7 @@
-"""Which token a worker without a model answers: a number drawn from the token before it and its place.
+"""The tokens of a simulated worker: a hash of the previous token and the position.
 
-As with a model, the same request has the same answer whatever batch it runs in, and also where it is computed again
-from its tokens: after a preemption, on another worker, in a coordinator that was started again.
+As with a model, a request has the same answer in any batch and when it is recomputed: after a preemption, on another
+worker, or after a restart of the coordinator.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import numpy.typing as npt
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import ErrorInfo, Int32Array, RowError, Step
 
-NO_GRAMMARS = ErrorInfo.of(InvalidRequest("sampling.grammar", "cannot be served by a worker without a model"))
+NO_GRAMMARS = ErrorInfo.of(InvalidRequest("sampling.grammar", "is not supported by simulated workers"))
 Seeds = npt.NDArray[np.uint64]
 
-# Of splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+# Constants of splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 GOLDEN, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class Tokens:
-    """What it keeps of the slots: the last token of each, its seed where it is drawn (0: it is greedy), and which are
-    refused, because their request has a grammar: numbers are no text."""
+    """The state of the slots.
+
+    It keeps the last token of each slot, its seed (0: greedy), and whether its request is refused for having a grammar.
+    """
 
     def __init__(self, slots: int, vocabulary: int) -> None:
         self._vocabulary = np.uint64(vocabulary)
@@ -30,7 +32,11 @@ class Tokens:
         self._refused = np.zeros(slots, np.bool_)
 
     def of(self, step: Step) -> tuple[Int32Array, Int32Array]:
-        """Slots and tokens of the rows that sample, [sampled] int32 each, in the step's order. Steps come in order."""
+        """Return the sampled tokens of a step. Steps must come in order.
+
+        Returns:
+            Slots and tokens, [sampled] int32 each, in the order of the step's rows.
+        """
         for begin in step.begins:
             self._seeds[begin.slot] = begin.seed if begin.sampling.temperature else 0
             self._refused[begin.slot] = begin.sampling.grammar is not None
@@ -45,13 +51,13 @@ class Tokens:
         return slots, tokens
 
     def refused(self, step: Step) -> tuple[RowError, ...]:
-        """Of the rows of a step that `of` was told of."""
+        """Return the errors of the refused rows of a step that `of` has processed."""
         slots = step.slots[self._refused[step.slots]]
         return tuple(RowError(slot, NO_GRAMMARS) for slot in slots.tolist())
 
 
 def drawn(seeds: Seeds, before: Int32Array, at: npt.NDArray[np.uint64], vocabulary: np.uint64) -> Int32Array:
-    """[n] int32: the token at `at` behind the token `before`."""
+    """Return [n] int32: the token at position `at` after the token `before`."""
     mixed = (seeds + (at << np.uint64(32)) + before.astype(np.uint64)) * GOLDEN
     mixed = (mixed ^ (mixed >> np.uint64(30))) * FIRST
     mixed = (mixed ^ (mixed >> np.uint64(27))) * SECOND

@@ -1,12 +1,12 @@
-"""A worker without a model: it speaks a worker's protocol, and answers each step after the time that a table says.
+"""A simulated worker: it speaks the worker protocol and answers each step after the time that a table gives.
 
     python -m kvforge.loadtest.fleet.worker --config FILE.toml
 
-Steps follow each other as on a device: one that comes while another runs begins when that one ends. It holds no KV, so
-that block tables, copies and zeros mean nothing to it. To its coordinator it is a worker like any other: it comes back
-to one that was started again with what it has computed, and is replaced when it dies.
+Steps run one after the other, as on a device. There is no KV cache, so block tables, copies and zeroing are ignored.
+Otherwise it behaves like a real worker: it reconnects to a restarted coordinator with its results, and is replaced when
+it dies.
 
-Exit status as `protocol.exits` has it; whoever restarts workers does so after 1 and 4.
+The exit status is one of `protocol.exits`; a supervisor restarts the worker after 1 and 4.
 """
 
 from __future__ import annotations
@@ -51,15 +51,24 @@ from .link import Link
 from .tokens import Tokens
 
 COORDINATOR_WAIT_S = 60.0
-ANSWERS_KEPT = 16  # results, each of which may not have reached the coordinator
-LATE_S = 60e-6  # that a wait is over after its time, about; the rest of a wait that is shorter is not waited for
+ANSWERS_KEPT = 16  # results that may not have reached the coordinator
+LATE_S = 60e-6  # the typical lateness of a wait; shorter waits are skipped
 IDLE_S = 1.0
 log = logging.getLogger("worker")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What such a worker is told. table: a name or a file, as `step_times.load` has it. blocks: 0: what its memory has
-    room for. time_scale: a step takes so many times what the table says (0: none at all)."""
+    """The configuration of a simulated worker.
+
+    Attributes:
+        name: Its name.
+        runtime_dir: The runtime directory of the coordinator.
+        table: A name or a file, as for `step_times.load`.
+        blocks: KV blocks; 0 for as many as the table's memory holds.
+        time_scale: The factor of the step times; 0 for instant steps.
+        log_level: The log level.
+        log_format: text or json.
+    """
 
     name: str
     runtime_dir: str
@@ -71,7 +80,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Worker:
-    """Its state is what a real one keeps of its connection, and the steps under way with when each ends."""
+    """The state of a simulated worker: its registration, and the running steps with their ends."""
 
     def __init__(self, config: Config, table: step_times.StepTimes) -> None:
         self._config, self._table, self._runtime = config, table, expand(config.runtime_dir)
@@ -83,12 +92,12 @@ class Worker:
         self._link = Link(worker_endpoint(self._runtime), self._read_wakeup.fileno())
         self._stopping = self._leaving = False
         self._boot, self._epoch, self._last_step, self._registered = "", 0, 0, False
-        self._free_at = 0.0  # when the device has done all that it was given
+        self._free_at = 0.0  # when the device becomes idle
         self._under_way: deque[tuple[float, StepResult]] = deque()
         self._answered: deque[StepResult] = deque(maxlen=ANSWERS_KEPT)
 
     def run(self) -> None:
-        """Serves until it is told to stop. Raises KvforgeError where it cannot."""
+        """Serve until a signal or a stop message. Raises KvforgeError if that is impossible."""
         try:
             while not self._stopping and self._link.connect(COORDINATOR_WAIT_S):
                 self._hello()
@@ -113,7 +122,7 @@ class Worker:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Step):
-            if message.step_id > self._last_step:  # else it came before, from the process before
+            if message.step_id > self._last_step:  # otherwise the previous coordinator already sent it
                 self._begin(message)
         elif isinstance(message, WorkerWelcome):
             if not (message.epoch and message.epoch == self._epoch and message.boot == self._boot):
@@ -123,14 +132,14 @@ class Worker:
             for result in self._answered:
                 if result.step_id > message.done:
                     self._link.send(result)
-            log.info("registered: blocks from %d on, after step %d", message.base_block, message.done)
+            log.info("registered: first block %d, last completed step %d", message.base_block, message.done)
         elif isinstance(message, Refused):
             raise restore(message.error.code, message.error.message, message.error.fields)
         elif isinstance(message, Stop):
             self._leaving = True
 
     def _register(self, welcome: WorkerWelcome) -> None:
-        """Whatever it held means nothing any more."""
+        """Discard the old state and register with the coordinator."""
         self._last_step, self._boot, self._epoch = 0, welcome.boot, 0
         self._under_way.clear()
         self._answered.clear()
@@ -158,7 +167,7 @@ class Worker:
         self._link.send(ready)
 
     def _begin(self, step: Step) -> None:
-        """The step runs as soon as the one before it has ended; what it gives is known at once."""
+        """Schedule the step behind the previous one. Its result is computed at once."""
         slots, tokens = self._tokens.of(step)
         takes_s = self._config.time_scale * self._table.step_s(step.starts, step.counts)
         self._free_at = max(self._free_at, time.monotonic()) + takes_s
@@ -181,15 +190,15 @@ class Worker:
         return left_s if left_s > LATE_S else 0.0
 
     def _answer(self) -> None:
-        """Sends the results of the steps that have ended."""
+        """Send the results of completed steps."""
         while self._registered and self._under_way and not self._wait_s():
             result = self._under_way.popleft()[1]
             self._answered.append(result)
-            self._link.send(result)  # where the connection has ended, it is asked for again
+            self._link.send(result)  # it is sent again after a reconnect
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a worker until it is told to stop. Returns the exit status."""
+    """Run a worker and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m kvforge.loadtest.fleet.worker")
     parser.add_argument("--config", type=Path, required=True, help="TOML file")
     options = parser.parse_args(arguments)

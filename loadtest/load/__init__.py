@@ -1,1 +1,1 @@
-"""What is asked: sessions of requests, when each begins, what each holds. Nothing here knows a server."""
+"""The load: sessions of requests, their arrivals and their contents. Independent of any server."""

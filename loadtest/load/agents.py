@@ -1,8 +1,8 @@
-"""Sessions of a coding agent: a turn holds the prompt before, the real answer and what the tools said, after a pause.
+"""Sessions of a coding agent: a turn is the previous prompt, the actual answer and tool results, after a pause.
 
-The format of callanjfox/kv-cache-tester, a session a line. Its block ids name the prompt's full blocks. Where a prompt
-begins with all blocks of the one before, the turn keeps everything, the real answer included; where the two differ
-earlier (the agent changed what it had said), it keeps what they have in common.
+The format is that of callanjfox/kv-cache-tester, one session a line. Its block ids identify the full blocks of a
+prompt. If a prompt starts with all blocks of the previous one, the turn keeps everything, including the actual answer.
+If the agent edited its history, the turn keeps the common prefix.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class _Request(msgspec.Struct):
-    """requests: those of a subagent, which has no prompt of its own; its times count from its start."""
+    """A request, or a subagent: it has `requests` instead of a prompt, with times from its own start."""
 
     t: _Seconds
     type: str
@@ -49,7 +49,15 @@ class _Line(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """The requests of one agent. session: of the file; its agents share blocks; start_s: after the session's start."""
+    """The requests of one agent.
+
+    Attributes:
+        session: Its session in the file; agents of a session share blocks.
+        start_s: Its start after that of the session.
+        kind: "agent" or SUBAGENT.
+        block_size: Tokens per block.
+        requests: Its requests.
+    """
 
     session: int
     start_s: float
@@ -59,7 +67,11 @@ class Agent:
 
 
 def read(file: str, lines: Iterable[tuple[int, str]]) -> list[Agent]:
-    """The agents of all sessions, in their order; the main one before its subagents. Raises InvalidRequest."""
+    """Return the agents of all sessions in order, each main agent before its subagents.
+
+    Raises:
+        InvalidRequest: A line is malformed.
+    """
     decoder = msgspec.json.Decoder(_Line)
     agents: list[Agent] = []
     session = 0
@@ -76,7 +88,7 @@ def read(file: str, lines: Iterable[tuple[int, str]]) -> list[Agent]:
         agents.extend(found)
         session += bool(found)
     if not agents:
-        raise InvalidRequest("trace", f"{file} holds no request")
+        raise InvalidRequest("trace", f"{file} contains no requests")
     return agents
 
 
@@ -93,20 +105,32 @@ def _check(file: str, number: int, agent: Agent) -> None:
     for request in agent.requests:
         blocks = sum(count for _, count in request.hash_runs)
         if request.input_tokens < 1 or request.requests:
-            raise broken(file, number, f"a request at {request.t:g} s has no prompt, or a subagent has subagents")
+            raise broken(file, number, f"the request at {request.t:g} s has no prompt, or a subagent has subagents")
         if blocks != request.input_tokens // agent.block_size or any(count < 1 for _, count in request.hash_runs):
             raise broken(
                 file,
                 number,
-                f"at {request.t:g} s {blocks} blocks of {agent.block_size} stand for {request.input_tokens} tokens",
+                f"at {request.t:g} s: {blocks} blocks of {agent.block_size} do not match {request.input_tokens} tokens",
             )
 
 
 class Agents:
-    """`Content`. starts: [sessions] s, when each session of the file starts, from the first again where they end; None:
-    a closed loop, in which subagents are sessions among others. count: so many agents at most; end_s: none later.
+    """The `Content` of a trace of agents.
 
-    times: when each agent arrives, rising; a subagent as long after its session's start as it did, times think_scale.
+    Args:
+        agents: The agents.
+        starts: [sessions] s, the start of each session; the file repeats if there are more. None for a closed loop, in
+            which subagents are sessions of their own.
+        count: The maximum number of agents.
+        end_s: No agent arrives later.
+        seed: The seed of the tokens.
+        vocab: Token ids are below it.
+        length_scale: The factor of all lengths.
+        think_scale: The factor of all pauses.
+        context_max: The context that each request must fit.
+
+    Attributes:
+        times: The arrival of each agent, ascending. A subagent keeps its recorded delay, times `think_scale`.
     """
 
     def __init__(
@@ -127,7 +151,7 @@ class Agents:
         self._agents = agents
         self._sessions = agents[-1].session + 1
         self.times: FloatArray | None = None
-        # Of each agent that comes: which one, and how often its session was there before.
+        # For each arrival: the agent, and how often its session has repeated.
         self._coming = [(place % len(agents), place // len(agents)) for place in range(count or len(agents))]
         if starts is not None:
             of_session: list[list[int]] = [[] for _ in range(self._sessions)]
@@ -150,18 +174,18 @@ class Agents:
         return len(self._coming)
 
     def kind(self, index: int) -> str:
-        """See `Content`."""
+        """Return the class of a session's requests; see `Content`."""
         return self._agents[self._coming[index % len(self)][0]].kind
 
     def turns(self, index: int) -> tuple[Turn, ...]:
-        """See `Content`. Costs some 30 us for each turn."""
+        """Return the requests of a session; see `Content`. It takes about 30 us per turn."""
         which, lap = self._coming[index % len(self)]
         agent = self._agents[which]
         blocks = self._blocks(agent)
         scope = blocks.scope(agent.session, lap, index // len(self))
         made = []
         for number, (request, (kept, new, output, _)) in enumerate(zip(agent.requests, self._plan(which), strict=True)):
-            # The rest of the prompt, which is no full block, has no id in the trace: it is nobody else's.
+            # The trace has no id for the final partial block, so it is never shared.
             own = -1 - number - which * LENGTH_MAX
             ids = np.concatenate([*(np.arange(first, first + count) for first, count in request.hash_runs), [own]])
             made.append(
@@ -178,7 +202,7 @@ class Agents:
         return Blocks(agent.block_size, seed=self._seed, vocab=self._vocab, scale=self._scale)
 
     def _plan(self, which: int) -> list[tuple[int, int, int, bool]]:
-        """Of each turn of an agent: tokens kept, new and to be generated; and whether it was cut to fit."""
+        """Return the kept, new and generated tokens of each turn of an agent, and whether it was truncated."""
         if which not in self._plans:
             agent = self._agents[which]
             blocks = self._blocks(agent)
@@ -198,7 +222,7 @@ class Agents:
 
 
 def common(one: Runs, other: Runs) -> int:
-    """How many leading ids two lists of runs (first, count) have in common."""
+    """Return how many leading ids two lists of runs (first, count) have in common."""
     shared = 0
     left, right = iter(one), iter(other)
     (a, a_count), (b, b_count) = next(left, (0, 0)), next(right, (0, 0))

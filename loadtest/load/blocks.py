@@ -1,4 +1,4 @@
-"""Tokens of blocks that a trace knows by id: the same id is the same tokens, so that shared prefixes are shared."""
+"""Tokens of blocks with ids, as in a trace: the same id gives the same tokens, so shared prefixes stay shared."""
 
 from __future__ import annotations
 
@@ -11,27 +11,43 @@ from .draws import IntArray
 
 
 class Blocks:
-    """Makes prompts of block ids. block_size: tokens of a block as recorded; all lengths are multiplied by `scale`.
+    """Builds prompts from block ids.
 
-    A block then has scale times its tokens, rounded up or down by its place in the prompt alone (none at some places,
-    where that is below 1), so that prompts which began with the same ids still begin with the same tokens.
+    A scaled block has `scale` times its tokens. Rounding depends only on the position in the prompt, so prompts with
+    the same leading ids keep a common prefix; blocks of a scale below 1 may vanish.
+
+    Args:
+        block_size: Recorded tokens per block.
+        seed: The seed of the tokens.
+        vocab: Token ids are below it.
+        scale: The factor of all lengths.
     """
 
     def __init__(self, block_size: int, *, seed: int, vocab: int, scale: float) -> None:
         self._block_size, self._seed, self._vocab, self._scale = block_size, seed, vocab, scale
 
     def scaled(self, tokens: int) -> int:
-        """A place in a prompt, as recorded, where it is after scaling."""
+        """Return a recorded position in a prompt after scaling."""
         return int(tokens * self._scale + 0.5)
 
     def scope(self, *numbers: int) -> int:
-        """A key of block ids: the same id in another scope is other tokens."""
+        """Return a namespace of block ids: the same id in another scope gives other tokens."""
         return draws.key(self._seed, draws.BLOCKS, *numbers)
 
     def tokens(self, scope: int, ids: IntArray, start: int, stop: int) -> Int32Array:
-        """[stop - start] int32: tokens of a scaled prompt of the blocks `ids` [blocks]; the last may be partial."""
+        """Return tokens [start, stop) of a scaled prompt.
+
+        Args:
+            scope: The namespace of the ids.
+            ids: [blocks] int64; the last block may be partial.
+            start: The first token.
+            stop: Behind the last token.
+
+        Returns:
+            [stop - start] int32.
+        """
         width = self._block_size * self._scale
-        # Nothing is computed for the blocks before, which a long session has many of.
+        # Skip the blocks before `start`: long sessions have many.
         first = min(max(0, int((start - 0.5) / width) - 1), len(ids) - 1)
         edges = np.floor(np.arange(first, len(ids)) * width + 0.5).astype(np.int64)
         places = np.arange(start, stop)

@@ -1,4 +1,7 @@
-"""From options to a workload. The same options give the same load: driver processes share one by sharing those."""
+"""From options to a workload.
+
+Equal options give equal loads, so driver processes share a load by sharing its options.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,21 @@ from .workload import Session
 
 __all__ = ["Load", "LoadOptions", "build"]
 
-# A closed loop goes through so many different sessions before it begins again, where nothing else is said.
+# The default number of distinct sessions of a closed loop before it repeats them.
 CLOSED_SESSIONS = 1000
 INPUT, OUTPUT = "128", "64"
-# How sessions of a trace start that recorded no starts, where nothing else is said.
+# The default arrivals of a trace of sessions, which records none.
 SESSIONS = "poisson:0.1"
 
 
 class Load:
-    """A `Workload`. shortened: how many of its requests were cut to fit into the context; requests: of all sessions."""
+    """A `Workload`.
+
+    Attributes:
+        arrivals: [sessions] seconds, or None for a closed loop.
+        shortened: The number of requests that were truncated to fit the context.
+        requests: The number of requests of all sessions.
+    """
 
     def __init__(self, content: Content, arrivals: FloatArray | None, tenants: Tenants, sessions: int) -> None:
         self.arrivals = arrivals
@@ -41,14 +50,20 @@ class Load:
         return self._sessions
 
     def session(self, index: int) -> Session:
-        """Session `index`; beyond the last one they begin again, with fresh tokens."""
+        """Return session `index`; beyond the last one they repeat with fresh tokens."""
         content = self._content
         return Session(turns=content.turns(index), tenant=self._tenants.of(index), kind=content.kind(index))
 
 
 def build(options: LoadOptions, encode: Encode | None = None) -> Load:
-    """The load of these options. encode: a tokenizer without special tokens, for prompts that are texts; without one
-    each word is a token. Raises InvalidRequest naming the option.
+    """Build the load of these options.
+
+    Args:
+        options: The options.
+        encode: A tokenizer without special tokens, for text prompts; without one each word is a token.
+
+    Raises:
+        InvalidRequest: Names the option.
     """
     options.check()
     tenants = Tenants(options.tenant, options.seed)
@@ -63,14 +78,14 @@ def build(options: LoadOptions, encode: Encode | None = None) -> Load:
             sessions = options.requests
         return Load(_recorded(options, rows, sessions, encode), arrivals, tenants, sessions)
     if not (options.arrivals or options.closed):
-        raise InvalidRequest("arrivals", "say when requests arrive: --arrivals, --closed or --trace")
+        raise InvalidRequest("arrivals", "is missing: give --arrivals, --closed or --trace")
     arrivals = _arrivals(options, options.arrivals) if options.arrivals else None
     sessions = len(arrivals) if arrivals is not None else options.requests or CLOSED_SESSIONS
     return Load(_drawn(options, sessions, encode), arrivals, tenants, sessions)
 
 
 def _arrivals(options: LoadOptions, process: str) -> FloatArray:
-    """[sessions] s; the scale of the rate holds for a process as for a trace."""
+    """Draw the arrivals, [sessions] s. `rate_scale` applies to a process as to a trace."""
     end_s = None if options.duration_s is None else options.duration_s * options.rate_scale
     return Arrivals.parse(process).times(options.requests, end_s, seed=options.seed) / options.rate_scale
 
@@ -92,7 +107,7 @@ def _agents(options: LoadOptions, trace: traces.Trace) -> Agents:
 
 
 def _rows(options: LoadOptions, trace: traces.Trace) -> tuple[Recorded, FloatArray | None]:
-    """The trace's requests, and when they arrive: by the process that is asked for, or as they did."""
+    """Return the trace's requests and their arrivals: the recorded ones, or those of the given process."""
     arrivals = _arrivals(options, options.arrivals) if options.arrivals else None
     if trace.format == traces.SERVEGEN:
         rows = _servegen(options, trace, arrivals)
@@ -106,7 +121,7 @@ def _rows(options: LoadOptions, trace: traces.Trace) -> tuple[Recorded, FloatArr
     count = len(times) if options.duration_s is None else int(np.searchsorted(times, options.duration_s))
     count = min(count, options.requests or count)
     if not 1 <= count <= REQUESTS_MAX:
-        raise InvalidRequest("duration", f"of this trace holds {count} requests; there must be 1 to {REQUESTS_MAX}")
+        raise InvalidRequest("duration", f"of this trace contains {count} requests (must be 1 to {REQUESTS_MAX})")
     return rows, times[:count]
 
 
@@ -119,7 +134,9 @@ def _servegen(options: LoadOptions, trace: traces.Trace, arrivals: FloatArray | 
     elif end_s is not None:
         end_s *= options.rate_scale
     elif count is None:
-        raise InvalidRequest("duration", f"{trace.file} tells rates, not requests: give a duration or requests")
+        raise InvalidRequest(
+            "duration", f"is missing: {trace.file} contains rates, not requests; give --duration or --requests"
+        )
     beside = trace.lengths()
     counted = servegen.ClientLengths(beside.name, lines(beside)) if beside is not None else None
     windows = servegen.rates(trace.file, trace.lines())
@@ -127,7 +144,7 @@ def _servegen(options: LoadOptions, trace: traces.Trace, arrivals: FloatArray | 
 
 
 def _recorded(options: LoadOptions, rows: Recorded, sessions: int, encode: Encode | None) -> Singles:
-    """So many sessions of the trace's requests, again from the first where they end."""
+    """Return sessions of the trace's requests, repeated if necessary."""
     if rows.inputs is not None and rows.outputs is not None:
         _no_lengths(options, options.trace)
         inputs, outputs = np.resize(rows.inputs, sessions), np.resize(rows.outputs, sessions)
@@ -138,7 +155,7 @@ def _recorded(options: LoadOptions, rows: Recorded, sessions: int, encode: Encod
         blocks = Blocks(MOONCAKE_BLOCK, seed=options.seed, vocab=options.vocab, scale=options.length_scale)
         prompts: Prompts = BlockPrompts(blocks, rows.blocks)
     elif options.prompts in QUESTIONS:
-        raise InvalidRequest("prompts", f"{options.prompts} has lengths of its own, and so has a trace")
+        raise InvalidRequest("prompts", f"{options.prompts} has its own lengths and cannot be combined with a trace")
     else:
         prompts = _prompts(options, encode)
     return Singles(
@@ -152,7 +169,7 @@ def _recorded(options: LoadOptions, rows: Recorded, sessions: int, encode: Encod
 
 
 def _drawn(options: LoadOptions, sessions: int, encode: Encode | None) -> Content:
-    """Sessions of lengths that are drawn, or of questions."""
+    """Return sessions with drawn lengths, or of questions."""
     inputs, outputs = _lengths(options, sessions)
     if options.prompts in QUESTIONS:
         return Questions(
@@ -174,7 +191,7 @@ def _drawn(options: LoadOptions, sessions: int, encode: Encode | None) -> Conten
 
 
 def _lengths(options: LoadOptions, sessions: int) -> tuple[IntArray, IntArray]:
-    """Input and output, [sessions] int64."""
+    """Draw the lengths of input and output, [sessions] int64."""
 
     def drawn(name: str, text: str, stream: int) -> IntArray:
         return lengths.parse(name, text).draw(np.random.default_rng((options.seed, stream)), sessions)
@@ -195,10 +212,10 @@ def _prompts(options: LoadOptions, encode: Encode | None) -> Prompts:
 def _no_lengths(options: LoadOptions, whose: str) -> None:
     for name, given in (("input", options.input), ("output", options.output)):
         if given:
-            raise InvalidRequest(name, f"the trace {whose} has lengths of its own; length-scale changes them")
+            raise InvalidRequest(name, f"the trace {whose} has its own lengths: use --length-scale to change them")
 
 
 def _no_prompts(options: LoadOptions, whose: str) -> None:
     for name, given in (("prompts", options.prompts != RANDOM), ("prefix", options.prefix > 0)):
         if given:
-            raise InvalidRequest(name, f"the trace {whose} has prompts of its own, with the prefixes that it recorded")
+            raise InvalidRequest(name, f"the trace {whose} has its own prompts with recorded prefixes")

@@ -1,4 +1,4 @@
-"""What the sessions of a load hold, apart from when they arrive and whose they are."""
+"""The contents of sessions, apart from their arrivals and tenants."""
 
 from __future__ import annotations
 
@@ -17,42 +17,52 @@ from .workload import Turn
 
 
 class Content(Protocol):
-    """Sessions by index. requests: of all of them; shortened: how many of those were cut to fit into the context."""
+    """The sessions by index.
+
+    Attributes:
+        requests: The number of requests of all sessions.
+        shortened: How many of these were truncated to fit the context.
+    """
 
     shortened: int
     requests: int
 
     def __len__(self) -> int:
-        """How many sessions are known; a higher index begins again, with fresh tokens where they are random."""
+        """Return the number of distinct sessions; a higher index repeats them, with fresh tokens if they are random."""
         ...
 
     def turns(self, index: int) -> tuple[Turn, ...]:
-        """The requests of session `index`, any index from 0."""
+        """Return the requests of session `index`, any index from 0."""
         ...
 
     def kind(self, index: int) -> str:
-        """The class of its requests."""
+        """Return the class of a session's requests."""
         ...
 
 
 class Prompts(Protocol):
-    """Makes prompts of a wanted length."""
+    """A source of prompts of a given length."""
 
     def make(self, index: int, length: int) -> tuple[Int32Array, str]:
-        """Prompt `index`: [length] int32, and the same as text, or ""."""
+        """Return prompt `index`: [length] int32, and its text or ""."""
         ...
 
 
 class RandomTokens:
-    """Token ids from [0, vocab), all equally likely. prefix: how many tokens all prompts begin with; a prompt that is
-    shorter is the beginning of it."""
+    """Uniformly distributed token ids from [0, vocab).
+
+    Args:
+        seed: The seed.
+        vocab: The size of the vocabulary.
+        prefix: The number of leading tokens that all prompts share; a shorter prompt is a part of the prefix.
+    """
 
     def __init__(self, *, seed: int, vocab: int, prefix: int = 0) -> None:
         self._seed, self._vocab = seed, vocab
         self._prefix = draws.token_ids(draws.key(seed, draws.PREFIX), np.arange(prefix), vocab)
 
     def make(self, index: int, length: int) -> tuple[Int32Array, str]:
-        """See `Prompts`."""
+        """Return a prompt; see `Prompts`."""
         made = draws.token_ids(draws.key(self._seed, draws.PROMPTS, index), np.arange(length), self._vocab)
         shared = min(length, self._prefix.size)
         made[:shared] = self._prefix[:shared]
@@ -60,20 +70,33 @@ class RandomTokens:
 
 
 class BlockPrompts:
-    """Prompts whose block ids a trace recorded. ids: of each prompt, [blocks] int64; a lap through them shares nothing
-    with the one before."""
+    """Prompts with recorded block ids. Repetitions of the trace share nothing with each other.
+
+    Args:
+        blocks: Builds the tokens.
+        ids: [blocks] int64 for each prompt.
+    """
 
     def __init__(self, blocks: Blocks, ids: Sequence[IntArray]) -> None:
         self._blocks, self._ids = blocks, ids
 
     def make(self, index: int, length: int) -> tuple[Int32Array, str]:
-        """See `Prompts`."""
+        """Return a prompt; see `Prompts`."""
         lap, row = divmod(index, len(self._ids))
         return self._blocks.tokens(self._blocks.scope(lap), self._ids[row], 0, length), ""
 
 
 class Singles:
-    """Sessions of one request each. inputs, outputs: [sessions] int64 tokens, before scale and context."""
+    """Sessions of one request each.
+
+    Args:
+        inputs: [sessions] int64 tokens, before scaling and truncation.
+        outputs: [sessions] int64 tokens, before scaling and truncation.
+        prompts: The source of prompts.
+        length_scale: The factor of all lengths.
+        context_max: The context that each request must fit.
+        kinds: The classes of the requests, if any.
+    """
 
     def __init__(
         self,
@@ -93,18 +116,22 @@ class Singles:
         return len(self._inputs)
 
     def turns(self, index: int) -> tuple[Turn, ...]:
-        """See `Content`."""
+        """Return the request of a session; see `Content`."""
         row = index % len(self)
         tokens, text = self._prompts.make(index, int(self._inputs[row]))
         return (Turn(tokens=tokens, text=text, output_tokens=int(self._outputs[row])),)
 
     def kind(self, index: int) -> str:
-        """See `Content`."""
+        """Return the class of a session's request; see `Content`."""
         return self._kinds[index % len(self) % len(self._kinds)] if self._kinds else ""
 
 
 def cut_turn(kept: int, new: int, output: int, context_max: int | None) -> tuple[int, int, int, bool]:
-    """Tokens of a turn, cut as `lengths.fitted` does: its prompt at the end, though one new token stays; was it cut?"""
+    """Truncate a turn as `lengths.fitted` does, at the end of its prompt, but keep at least one new token.
+
+    Returns:
+        The kept, new and generated tokens, and whether the turn was truncated.
+    """
     if context_max is None or kept + new + output <= context_max:
         return kept, new, output, False
     output = min(output, context_max // 2)

@@ -1,4 +1,4 @@
-"""Files of a load: the samples that the package ships, and whole ones given by a path; plain or packed by gzip."""
+"""Files of a load: the samples that the package ships, and files given by a path, plain or gzipped."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ _GZIP = b"\x1f\x8b"
 
 
 def broken(file: str, line: int, problem: str) -> InvalidRequest:
-    """What to raise about a row."""
+    """Return the error for a malformed row."""
     return InvalidRequest("trace", f"{file}, line {line}: {problem}")
 
 
 def sample_lines(file: str) -> Iterator[tuple[int, str]]:
-    """Numbered lines of a file in samples/, their ends included."""
+    """Yield the numbered lines of a file in samples/, with their line ends."""
     with resources.as_file(resources.files(__package__) / SAMPLES / file) as path:
         yield from lines(path)
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines of a file, their ends included. Raises InvalidRequest naming the file."""
+    """Yield the numbered lines of a file, with their line ends.
+
+    Raises:
+        InvalidRequest: The file cannot be read; the error names it.
+    """
     number = 0
     try:
         with path.open("rb") as raw:
@@ -39,7 +43,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                     raise broken(path.name, number, f"is longer than {LINE_BYTES_MAX} bytes")
                 yield number, line.decode().removeprefix("\ufeff" if number == 1 else "")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise broken(path.name, number + 1, f"is packed by gzip, and damaged: {error}") from None
+        raise broken(path.name, number + 1, f"damaged gzip file: {error}") from None
     except UnicodeDecodeError as error:
         raise broken(path.name, number, f"is not UTF-8: {error}") from None
     except OSError as error:

@@ -1,8 +1,8 @@
-"""What a prefix cache without a limit would hit: the bound that a server's own hits stand beside.
+"""The hits of an unlimited prefix cache: an upper bound for a server's hits.
 
-A block is known by all tokens from the start of the prompt to its end, as in any prefix cache: by one 64-bit number,
-the sum of its blocks' hashes, each mixed with its place. Two unlike prefixes are taken for one with a probability of
-2^-64 for each pair.
+As in any prefix cache, a block is identified by all tokens from the start of the prompt to its end: by a 64-bit number,
+the sum of the hashes of its blocks, each mixed with its position. Two different prefixes collide with a probability of
+2^-64.
 """
 
 from __future__ import annotations
@@ -20,9 +20,16 @@ from .draws import KeyArray
 
 
 class InfiniteCache:
-    """Counts hits in arrival order. block_size: tokens; tenants share nothing. Raises InvalidRequest.
+    """Counts hits in arrival order. Tenants share nothing.
 
-    hit_tokens, prompt_tokens: of all prompts so far.
+    Args:
+        block_size: Tokens per block.
+
+    Attributes:
+        hit_tokens, prompt_tokens: Totals over all prompts so far.
+
+    Raises:
+        InvalidRequest: The block size is below 1.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -35,11 +42,16 @@ class InfiniteCache:
 
     @property
     def share(self) -> float:
-        """Hit tokens of all prompt tokens, 0 to 1; 0 before the first."""
+        """Hit tokens per prompt token, 0 to 1; 0 before the first prompt."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def look_up(self, prompt: Int32Array, tenant: str = "") -> int:
-        """How many leading tokens of the prompt [tokens] int32 were there, in whole blocks; then all of them are."""
+        """Return how many leading tokens of a prompt are cached, in whole blocks, and cache the prompt.
+
+        Args:
+            prompt: [tokens] int32.
+            tenant: Its tenant.
+        """
         prefixes = self._prefixes(prompt, tenant)
         known = self._known(prefixes)
         self._seen.update(prefixes[known:].tolist())
@@ -48,12 +60,12 @@ class InfiniteCache:
         return known * self._block_size
 
     def hold(self, tokens: Int32Array, tenant: str = "") -> None:
-        """Holds a sequence [tokens] int32, such as a prompt with its answer, and counts nothing."""
+        """Cache a sequence [tokens] int32, such as a prompt with its answer, without counting."""
         prefixes = self._prefixes(tokens, tenant)
         self._seen.update(prefixes[self._known(prefixes) :].tolist())
 
     def _known(self, prefixes: KeyArray) -> int:
-        """How many of them are held: of a held one all before are, so halving finds the last."""
+        """Return how many leading prefixes are cached, by bisection: a cached prefix implies all shorter ones."""
         low, high = 0, len(prefixes)
         while low < high:
             middle = (low + high) // 2
@@ -61,17 +73,22 @@ class InfiniteCache:
         return low
 
     def _prefixes(self, tokens: Int32Array, tenant: str) -> KeyArray:
-        """[full blocks] uint64: one number for each block and all before it."""
+        """Return [full blocks] uint64: a number for each block and everything before it."""
         blocks = len(tokens) // self._block_size
         words = tokens[: blocks * self._block_size].astype(np.uint64).reshape(blocks, self._block_size)
-        # A token is mixed before it is weighed: sums of plain ids would meet by chance.
+        # Tokens are mixed before the weighted sum: sums of plain ids would collide.
         hashes = (draws.mix(words + np.uint64(1)) * self._weights).sum(axis=1, dtype=np.uint64)
         placed = draws.noise(hashes, np.arange(blocks) + (zlib.crc32(tenant.encode()) << 24))
         return np.cumsum(placed, dtype=np.uint64)
 
 
 def infinite_share(prompts: Iterable[Int32Array], block_size: int) -> float:
-    """Hit tokens of all prompt tokens, 0 to 1, for prompts [tokens] int32 in arrival order; answers are not held."""
+    """Return hit tokens per prompt token, 0 to 1. Answers are not cached.
+
+    Args:
+        prompts: [tokens] int32 each, in arrival order.
+        block_size: Tokens per block.
+    """
     cache = InfiniteCache(block_size)
     for prompt in prompts:
         cache.look_up(prompt)

@@ -1,4 +1,4 @@
-"""How many tokens a prompt has, and an answer: distributions that are written in one word."""
+"""Lengths of prompts and answers: distributions with a one-word notation."""
 
 from __future__ import annotations
 
@@ -21,37 +21,40 @@ class Lengths(Protocol):
     """A distribution of lengths in tokens, each 1 to LENGTH_MAX."""
 
     def draw(self, rng: np.random.Generator, count: int) -> IntArray:
-        """[count] int64; fewer of them are the first of more."""
+        """Draw [count] int64; a longer draw of the same seed starts with the same numbers."""
         ...
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """From `low` to `high`, both included, all equally likely."""
+    """The uniform distribution from `low` to `high`, both included."""
 
     low: int
     high: int
 
     def draw(self, rng: np.random.Generator, count: int) -> IntArray:
-        """See `Lengths`."""
+        """Draw lengths; see `Lengths`."""
         return rng.integers(self.low, self.high, count, endpoint=True)
 
 
 @dataclass(frozen=True)
 class Lognormal:
-    """Half of them are below `median`; sigma: the deviation of their logarithm (their mean is median e^(sigma²/2))."""
+    """The lognormal distribution with this median.
+
+    `sigma` is the deviation of the logarithm; the mean is median e^(sigma²/2).
+    """
 
     median: float
     sigma: float
 
     def draw(self, rng: np.random.Generator, count: int) -> IntArray:
-        """See `Lengths`."""
+        """Draw lengths; see `Lengths`."""
         drawn = self.median * np.exp(self.sigma * rng.standard_normal(count))
         return np.clip(np.rint(drawn), 1, LENGTH_MAX).astype(np.int64)
 
 
 class Empirical:
-    """As they were counted: `lengths[i]` in proportion to `weights[i]`; both [n], no weight below 0."""
+    """Counted lengths: `lengths[i]` in proportion to `weights[i]`, [n] each, no weight below 0."""
 
     def __init__(self, lengths: npt.ArrayLike, weights: npt.ArrayLike) -> None:
         self._lengths: IntArray = np.maximum(1, np.asarray(lengths, np.int64))
@@ -60,12 +63,16 @@ class Empirical:
         self._bounds = bounds / bounds[-1]
 
     def draw(self, rng: np.random.Generator, count: int) -> IntArray:
-        """See `Lengths`."""
+        """Draw lengths; see `Lengths`."""
         return self._lengths[np.searchsorted(self._bounds, rng.random(count), "right")]
 
 
 def parse(option: str, text: str) -> Lengths:
-    """From `512`, `64:512`, or `lognormal:512,0.8` (median 512, sigma 0.8). Raises InvalidRequest naming the option."""
+    """Parse `512`, `64:512` or `lognormal:512,0.8` (median 512, sigma 0.8).
+
+    Raises:
+        InvalidRequest: Names the option.
+    """
     try:
         if text.startswith("lognormal:"):
             median, sigma = (float(number) for number in text.removeprefix("lognormal:").split(","))
@@ -78,11 +85,11 @@ def parse(option: str, text: str) -> Lengths:
                 return uniform
     except ValueError:
         pass
-    raise InvalidRequest(option, f"{text!r} is none of {FORMS} with 1 <= LOW <= HIGH <= {LENGTH_MAX}")
+    raise InvalidRequest(option, f"invalid length {text!r} (expected {FORMS} with 1 <= LOW <= HIGH <= {LENGTH_MAX})")
 
 
 def scaled(lengths: IntArray, factor: float) -> IntArray:
-    """Each length times the factor, rounded to the nearest; at least 1."""
+    """Multiply each length by the factor and round to the nearest integer, at least 1."""
     whole: IntArray = np.floor(lengths * factor + 0.5).astype(np.int64)
     return np.maximum(whole, 1)
 
@@ -90,9 +97,12 @@ def scaled(lengths: IntArray, factor: float) -> IntArray:
 def fitted(
     inputs: IntArray, outputs: IntArray, context_max: int | None
 ) -> tuple[IntArray, IntArray, npt.NDArray[np.bool_]]:
-    """The same lengths cut so that an input and its output fit into `context_max` tokens; and which were cut, [n].
+    """Truncate lengths so that an input and its output fit into `context_max` tokens.
 
-    What does not fit keeps its output up to half the context, and of its input what the rest has room for.
+    A request that does not fit keeps its output up to half the context, and as much of its input as the rest allows.
+
+    Returns:
+        Inputs, outputs, and which requests were truncated, [n] each.
     """
     if context_max is None:
         return inputs, outputs, np.zeros(len(inputs), np.bool_)

@@ -1,4 +1,4 @@
-"""The options of a load, in plain values, and their check."""
+"""The options of a load as plain values, and their validation."""
 
 from __future__ import annotations
 
@@ -18,16 +18,28 @@ PROMPTS = (RANDOM, *PASSAGES, *QUESTIONS)
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """A load, in plain values (`dataclasses.asdict` is JSON). Errors name an option as the command line spells it.
+    """A load as plain values; it converts to JSON with `dataclasses.asdict`.
 
-    trace: see `traces.find`; "": none. arrivals: the process by which sessions arrive, see `arrivals.FORMS`; "": as the
-    trace recorded (a trace of sessions records no arrivals: `build.SESSIONS`). closed: so many sessions are under way
-    at any time instead, 0: none. requests: so many sessions at most; duration_s: none arrives later. rate_scale:
-    arrivals come so many times as fast; think_scale: pauses inside sessions times this; length_scale: all lengths times
-    this, at least 1 token. input, output: tokens, see `lengths.FORMS`; None: as the trace recorded or the question is
-    long, or 128 and 64. prompts: one of PROMPTS. prefix: tokens that all prompts begin with (one shorter is the
-    beginning of it). vocab: token ids are below it. tenant: `NAME` or `NAME:SHARE,...`. context_max: prompt and answer
-    fit into so many tokens, see `lengths.fitted`.
+    Errors name options as the command line does.
+
+    Attributes:
+        trace: See `traces.find`; "" for none.
+        arrivals: The arrival process, see `arrivals.FORMS`; "" for the recorded arrivals (for a trace of sessions:
+            `build.SESSIONS`).
+        closed: The number of concurrent sessions of a closed loop; 0 for an open loop.
+        requests: The maximum number of sessions.
+        duration_s: No session arrives later.
+        rate_scale: The factor of the arrival rate.
+        think_scale: The factor of pauses within sessions.
+        length_scale: The factor of all lengths, at least 1 token each.
+        input, output: Tokens, see `lengths.FORMS`; None for the recorded lengths or those of the questions, else 128
+            and 64.
+        prompts: One of PROMPTS.
+        prefix: The number of leading tokens that all prompts share; a shorter prompt is a part of the prefix.
+        seed: The seed.
+        vocab: Token ids are below it.
+        tenant: `NAME` or `NAME:SHARE,...`.
+        context_max: The limit of prompt and answer together, see `lengths.fitted`.
     """
 
     trace: str = ""
@@ -48,7 +60,11 @@ class LoadOptions:
     context_max: int | None = None
 
     def check(self) -> None:
-        """What one option alone tells. Raises InvalidRequest naming it."""
+        """Validate each option on its own.
+
+        Raises:
+            InvalidRequest: Names the option.
+        """
         for name, factor in (("rate-scale", self.rate_scale), ("length-scale", self.length_scale)):
             if not (math.isfinite(factor) and factor > 0):
                 raise InvalidRequest(name, f"is {factor:g}; it must be above 0")
@@ -67,8 +83,8 @@ class LoadOptions:
         if self.duration_s is not None and not (math.isfinite(self.duration_s) and self.duration_s > 0):
             raise InvalidRequest("duration", f"is {self.duration_s:g}; it must be above 0 seconds")
         if self.closed and self.arrivals:
-            raise InvalidRequest("closed", "is a loop without arrivals: leave one of the two out")
+            raise InvalidRequest("closed", "cannot be combined with --arrivals")
         if self.prompts not in PROMPTS:
-            raise InvalidRequest("prompts", f"{self.prompts!r} is none of {', '.join(PROMPTS)}")
+            raise InvalidRequest("prompts", f"is {self.prompts!r} (expected one of {', '.join(PROMPTS)})")
         if self.prefix and self.prompts in QUESTIONS:
-            raise InvalidRequest("prefix", f"cannot stand before the questions of {self.prompts}")
+            raise InvalidRequest("prefix", f"cannot be combined with the questions of {self.prompts}")

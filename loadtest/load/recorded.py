@@ -1,4 +1,4 @@
-"""Traces of single requests, in memory; and the formats that list them: Azure's and Mooncake's."""
+"""Traces of single requests in memory, and the formats of Azure and Mooncake."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from .lengths import LENGTH_MAX
 
 MOONCAKE_BLOCK = 512
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
-# With more requests than this for each distinct time, times are ticks.
+# With more requests than this per distinct time, times are ticks of a coarse clock.
 _TICK_REQUESTS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """Requests of a trace in the order of their arrival.
+    """The requests of a trace in the order of their arrival.
 
-    times: [n] float64 s from the first one; inputs, outputs: [n] int64 tokens, None: not recorded; kinds: their
-    classes, or none; blocks: the block ids of each prompt, [blocks] int64, or none.
+    Attributes:
+        times: [n] float64 seconds from the first one.
+        inputs, outputs: [n] int64 tokens; None if not recorded.
+        kinds: Their classes, or none.
+        blocks: The block ids of each prompt, [blocks] int64, or none.
     """
 
     times: FloatArray
@@ -42,7 +45,11 @@ class Recorded:
 
 
 def azure(file: str, lines: Iterable[tuple[int, str]]) -> Recorded:
-    """Rows `TIMESTAMP,ContextTokens,GeneratedTokens` after a header; times are UTC. Raises InvalidRequest."""
+    """Read rows `TIMESTAMP,ContextTokens,GeneratedTokens` after a header; times are UTC.
+
+    Raises:
+        InvalidRequest: A row is malformed.
+    """
     times, inputs, outputs = [], [], []
     for number, line in lines:
         if number == 1 or not line.strip():
@@ -66,9 +73,12 @@ class _Mooncake(msgspec.Struct):
 
 
 def mooncake(file: str, lines: Iterable[tuple[int, str]], *, seed: int) -> Recorded:
-    """Rows of JSON: timestamp (ms), input_length, output_length, hash_ids (one for 512 tokens). Raises InvalidRequest.
+    """Read rows of JSON: timestamp (ms), input_length, output_length, hash_ids (one per 512 tokens).
 
-    Times that are ticks (many requests share one) are spread inside their tick, without changing the order of rows.
+    If many requests share a timestamp, it is a tick: they are spread within it, in the order of the rows.
+
+    Raises:
+        InvalidRequest: A row is malformed.
     """
     decoder = msgspec.json.Decoder(_Mooncake)
     times, inputs, outputs, blocks = [], [], [], []
@@ -84,7 +94,7 @@ def mooncake(file: str, lines: Iterable[tuple[int, str]], *, seed: int) -> Recor
             raise broken(
                 file,
                 number,
-                f"{len(row.hash_ids)} hash_ids are not one for each {MOONCAKE_BLOCK} of {row.input_length} tokens",
+                f"{len(row.hash_ids)} hash_ids do not match {row.input_length} tokens in blocks of {MOONCAKE_BLOCK}",
             )
         times.append(row.timestamp / 1000)
         inputs.append(row.input_length)
@@ -95,12 +105,12 @@ def mooncake(file: str, lines: Iterable[tuple[int, str]], *, seed: int) -> Recor
 
 
 def spread_ticks(times: FloatArray, *, seed: int) -> FloatArray:
-    """Rising times [n], each moved to a random place before the next tick; as they are where they are no ticks."""
+    """Move each of the ascending times [n] to a random place before the next tick, if they are ticks."""
     ticks, tick = np.unique(times, return_inverse=True)
     if len(ticks) < 2 or len(times) < _TICK_REQUESTS * len(ticks):
         return times
     gaps = np.diff(ticks)
-    # After an empty tick comes a longer gap, and nothing tells how long the last one is.
+    # Gaps after empty ticks are longer, and the length of the last tick is unknown.
     widths = np.append(np.minimum(gaps, np.median(gaps)), np.median(gaps))
     places = draws.uniform(draws.key(seed, draws.TICKS), len(times))
     places = places[np.lexsort((places, tick))]
@@ -111,7 +121,7 @@ def spread_ticks(times: FloatArray, *, seed: int) -> FloatArray:
 def _tokens(text: str, low: int) -> int:
     count = int(text)
     if not low <= count <= LENGTH_MAX:
-        raise ValueError(f"{count} tokens are not {low} to {LENGTH_MAX}")
+        raise ValueError(f"{count} tokens (must be {low} to {LENGTH_MAX})")
     return count
 
 
@@ -119,7 +129,7 @@ def _sorted(
     file: str, times: list[float], inputs: list[int], outputs: list[int], blocks: Sequence[IntArray] = ()
 ) -> Recorded:
     if not times:
-        raise InvalidRequest("trace", f"{file} holds no request")
+        raise InvalidRequest("trace", f"{file} contains no requests")
     order = np.argsort(times, kind="stable")
     return Recorded(
         times=np.array(times)[order] - min(times),

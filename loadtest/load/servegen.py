@@ -1,7 +1,7 @@
-"""ServeGen's profiles: of each client and window, the rate and burstiness of arrivals, and how long requests are.
+"""ServeGen's profiles: per client and time window, the rate and burstiness of arrivals and the lengths of requests.
 
-Xiang et al., arXiv 2505.09999. They are distributions: requests are drawn from them. Of the fitted arrivals the rate,
-the coefficient of variation and the family (Gamma, Weibull) are used; the fit's own parameters are not documented.
+Xiang et al., arXiv 2505.09999. Requests are drawn from these distributions. Of the fitted arrivals, the rate, the
+coefficient of variation and the family (Gamma, Weibull) are used; the parameters of the fit are not documented.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ class Window:
 
 
 def rates(file: str, lines: Iterable[tuple[int, str]]) -> list[Window]:
-    """Windows with traffic, by their start. Raises InvalidRequest."""
+    """Return the windows with traffic, ordered by start.
+
+    Raises:
+        InvalidRequest: A row is malformed.
+    """
     found = []
     numbers: list[int] = []
 
@@ -54,13 +58,13 @@ def rates(file: str, lines: Iterable[tuple[int, str]]) -> list[Window]:
                 continue
             family = FAMILIES.get(row["dist"])
             if family is None or not math.isfinite(start_s) or start_s < 0:
-                raise ValueError(f"dist is one of {', '.join(FAMILIES)}, timestamp_s 0 or more")
+                raise ValueError(f"dist must be one of {', '.join(FAMILIES)} and timestamp_s 0 or more")
             arrivals = Arrivals(family, rate, cv=min(max(float(row["cv"]), CV_MIN), CV_MAX))
             found.append(Window(client=int(row["chunk"]), start_s=start_s, arrivals=arrivals))
         except (KeyError, TypeError, ValueError, InvalidRequest) as error:
             raise broken(file, numbers[-1], f"is not {RATES_HEADER}: {error}") from None
     if not found:
-        raise InvalidRequest("trace", f"{file} holds no window with traffic")
+        raise InvalidRequest("trace", f"{file} contains no window with traffic")
     return sorted(found, key=lambda window: (window.start_s, window.client))
 
 
@@ -75,10 +79,13 @@ class _Client(msgspec.Struct):
 
 
 class ClientLengths:
-    """How long each client's requests are: input and output tokens, distributions for windows of some hours."""
+    """The lengths of each client's requests: distributions of input and output tokens for windows of several hours.
+
+    Raises:
+        InvalidRequest: A line is malformed.
+    """
 
     def __init__(self, file: str, lines: Iterable[tuple[int, str]]) -> None:
-        """Raises InvalidRequest."""
         self._file = file
         self._found: dict[int, list[tuple[float, int, _Counts]]] = {}
         decoder = msgspec.json.Decoder(_Client)
@@ -92,7 +99,11 @@ class ClientLengths:
         self._parsed: dict[tuple[int, float], tuple[Empirical, Empirical]] = {}
 
     def of(self, client: int, at_s: float) -> tuple[Empirical, Empirical]:
-        """Input and output lengths of a client at a time. Raises InvalidRequest where none were counted."""
+        """Return the input and output lengths of a client at a time.
+
+        Raises:
+            InvalidRequest: There are no lengths for this time.
+        """
         started = [window for window in self._found.get(client, []) if window[0] <= at_s]
         if not started:
             raise InvalidRequest("trace", f"{self._file} has no lengths of client {client} at {at_s:g} s")
@@ -105,12 +116,12 @@ class ClientLengths:
         return self._parsed[client, start_s]
 
     def _distribution(self, line: int, text: str) -> Empirical:
-        """From `{length: probability, ...}`."""
+        """Parse `{length: probability, ...}`."""
         try:
             pairs = [pair.split(":") for pair in text.strip().removeprefix("{").removesuffix("}").split(",")]
             lengths, weights = [int(length) for length, _ in pairs], [float(weight) for _, weight in pairs]
             if not (sum(weights) > 0 and min(weights) >= 0 and 0 <= min(lengths) <= max(lengths) <= LENGTH_MAX):
-                raise ValueError("lengths and probabilities are 0 or more, and not all 0")
+                raise ValueError("lengths and probabilities must be 0 or more, and not all 0")
         except ValueError as error:
             raise broken(self._file, line, f"{text[:40]!r}... is not {{LENGTH: PROBABILITY, ...}}: {error}") from None
         return Empirical(lengths, weights)
@@ -119,10 +130,13 @@ class ClientLengths:
 def requests(
     windows: list[Window], lengths: ClientLengths | None, *, seed: int, end_s: float | None, count: int | None
 ) -> Recorded:
-    """Requests drawn from the windows, until `end_s` or `count` of them; one is given. Raises InvalidRequest.
+    """Draw requests from the windows, until `end_s` or `count`; one of them is required.
 
-    A window has its client's rate times its length of them, the fraction by chance, and its gaps are stretched to
-    end with it: the rate is kept whatever the burstiness. kinds: `client-N`.
+    A window has its rate times its length in requests, with the fraction rounded at random. Gaps are stretched to fill
+    the window, so the rate holds for any burstiness. The classes are `client-N`.
+
+    Raises:
+        InvalidRequest: There are too many requests, or lengths are missing.
     """
     wanted = REQUESTS_MAX + 1 if count is None else count
     times: list[FloatArray] = []
@@ -132,7 +146,7 @@ def requests(
     first_s, drawn, last_s = windows[0].start_s, 0, math.inf
     for window in windows:
         start_s = window.start_s - first_s
-        # All clients of a window are drawn before it is known which of their requests come first.
+        # All clients of a window must be drawn before their requests can be ordered.
         if start_s > last_s or (end_s is not None and start_s >= end_s):
             break
         rng = np.random.default_rng((seed, draws.ARRIVALS, window.client, int(start_s)))
@@ -149,7 +163,7 @@ def requests(
     together = np.concatenate(times)
     order = np.argsort(together, kind="stable")[: int(np.searchsorted(np.sort(together), end_s or math.inf))][:wanted]
     if len(order) > REQUESTS_MAX:
-        raise InvalidRequest("duration", f"is more than {REQUESTS_MAX} requests: give a lower rate-scale or requests")
+        raise InvalidRequest("duration", f"exceeds {REQUESTS_MAX} requests: lower --rate-scale or give --requests")
     whose = np.concatenate(clients)[order]
     return Recorded(
         times=together[order],
@@ -160,10 +174,10 @@ def requests(
 
 
 def _within(arrivals: Arrivals, rng: np.random.Generator) -> FloatArray:
-    """Seconds from the start of a window, [n] float64, rising."""
+    """Draw arrivals within a window, [n] float64 seconds, ascending."""
     count = math.floor(arrivals.rate * WINDOW_S + rng.random())
     if count > 10 * REQUESTS_MAX:
-        raise InvalidRequest("trace", f"{arrivals.rate:g} requests a second of one client are too many")
+        raise InvalidRequest("trace", f"the rate of one client is too high: {arrivals.rate:g} requests/s")
     ends = np.cumsum(np.maximum(arrivals.gaps(rng, count + 1), 1e-12))
-    # The first gap began before the window: somewhere in it.
+    # The first gap began before the window, at a random point of the gap.
     return (ends[:count] - ends[0] * rng.random()) / ends[count] * WINDOW_S if count else np.zeros(0)

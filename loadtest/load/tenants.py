@@ -1,4 +1,4 @@
-"""Whose sessions they are: `a`, or `a:0.7,b:0.3`."""
+"""The tenants of sessions: `a`, or `a:0.7,b:0.3`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from . import draws
 
 
 class Tenants:
-    """Each session belongs to one of several tenants, drawn by their shares. Raises InvalidRequest."""
+    """Assigns each session to a tenant, drawn by their shares.
+
+    Raises:
+        InvalidRequest: The shares are malformed.
+    """
 
     def __init__(self, text: str, seed: int) -> None:
         self._names: list[str] = []
@@ -25,14 +29,16 @@ class Tenants:
             except ValueError:
                 shares.append(0.0)
             if not (self._names[-1] and math.isfinite(shares[-1]) and shares[-1] > 0):
-                raise InvalidRequest("tenant", f"{part!r} is neither NAME nor NAME:SHARE with a share above 0")
+                raise InvalidRequest(
+                    "tenant", f"invalid tenant {part!r} (expected NAME, or NAME:SHARE with a share above 0)"
+                )
         if len(set(self._names)) < len(self._names):
             raise InvalidRequest("tenant", f"{text!r} names a tenant twice")
         self._bounds = np.cumsum(shares) / sum(shares)
         self._key = draws.key(seed, draws.TENANTS)
 
     def of(self, index: int) -> str:
-        """The tenant of session `index`."""
+        """Return the tenant of session `index`."""
         if len(self._names) == 1:
             return self._names[0]
         drawn = int(draws.noise(self._key, np.array([index]))[0]) / 2.0**64

@@ -1,4 +1,4 @@
-"""Prompts that are texts: passages of a poem or a novel, and questions, some with a second turn."""
+"""Text prompts: passages of a poem or a novel, and questions, some with a second turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .workload import ALL, Turn
 
 Encode = Callable[[str], list[int]]
 PASSAGES = {"sonnet": "sonnet.txt", "prideandprejudice": "prideandprejudice.txt.gz"}
-# The field that holds the question: one text, or one for each turn.
+# The field with the question: one text, or one for each turn.
 QUESTIONS = {
     "mt-bench": ("mt_bench_question.jsonl.gz", "turns"),
     "vicuna": ("vicuna_bench_question.jsonl.gz", "turns"),
@@ -31,7 +31,11 @@ QUESTIONS = {
 
 
 def encoder(encode: Encode | None, vocab: int) -> Encode:
-    """`encode`, watched; without one each word is a token, the same id wherever it stands. Raises InvalidRequest."""
+    """Return `encode` with a range check; without a tokenizer each word is a token with a fixed id.
+
+    Raises:
+        InvalidRequest: A token is outside the vocabulary.
+    """
     if encode is None:
         return lambda text: [zlib.crc32(word.encode()) % vocab for word in text.split()]
 
@@ -39,7 +43,7 @@ def encoder(encode: Encode | None, vocab: int) -> Encode:
         ids = encode(text)
         if ids and not 0 <= min(ids) <= max(ids) < vocab:
             raise InvalidRequest(
-                "vocab", f"is {vocab}, and the tokenizer gave the token {max(ids)}: they do not belong together"
+                "vocab", f"is {vocab}, but the tokenizer returned token {max(ids)}: use the tokenizer of this model"
             )
         return ids
 
@@ -47,28 +51,31 @@ def encoder(encode: Encode | None, vocab: int) -> Encode:
 
 
 class Text:
-    """A text whose every line is encoded by itself, so that a passage of it begins with a line."""
+    """A text with each line encoded separately, so that a passage can start at any line."""
 
     def __init__(self, text: str, encode: Encode) -> None:
-        # Each with the blank lines before it: a line without tokens begins nothing.
+        # Blank lines belong to the next line: a passage cannot start at a line without tokens.
         lines = [(line, encode(line)) for line in re.findall(r"\s*\S.*\n?", text)]
         self._lines = [line for line, ids in lines if ids]
         self._starts: list[int] = np.cumsum([0, *(len(ids) for _, ids in lines if ids)]).tolist()
         self._ids: Int32Array = np.array([token for _, ids in lines for token in ids], np.int32)
-        assert self._lines, "a text holds a token"
+        assert self._lines, "the text has a token"
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     @property
     def lines(self) -> int:
-        """How many lines it has."""
+        """The number of lines."""
         return len(self._lines)
 
     def passage(self, line: int, length: int) -> tuple[Int32Array, str]:
-        """So many tokens [length] int32 from the start of a line on, from the end to the beginning again; and as text.
+        """Return a passage from the start of a line on, wrapping around at the end.
 
-        The text's last line is cut by words, in proportion to its tokens.
+        The last line of the text is cut at a word, in proportion to its tokens.
+
+        Returns:
+            [length] int32, and the text.
         """
         start = self._starts[line]
         tokens = np.take(self._ids, np.arange(start, start + length), mode="wrap")
@@ -86,7 +93,14 @@ class Text:
 
 
 class Passages:
-    """`Prompts` that are passages of one text, each from a line of its own. prefix: tokens that all begin with."""
+    """`Prompts` that are passages of one text, each from a random line.
+
+    Args:
+        name: One of PASSAGES.
+        encode: The tokenizer.
+        seed: The seed.
+        prefix: The number of leading tokens that all prompts share.
+    """
 
     def __init__(self, name: str, encode: Encode, *, seed: int, prefix: int = 0) -> None:
         whole = "".join(line for _, line in sample_lines(PASSAGES[name]))
@@ -95,7 +109,7 @@ class Passages:
         self._prefix = prefix
 
     def make(self, index: int, length: int) -> tuple[Int32Array, str]:
-        """See `Prompts`."""
+        """Return a prompt; see `Prompts`."""
         place = int(draws.noise(self._places, np.array([index]))[0]) % self._text.lines
         shared = min(self._prefix, length)
         if not shared:
@@ -108,10 +122,16 @@ class Passages:
 
 
 class Questions:
-    """`Content`: sessions that ask questions in an order of their own; a later turn follows the real answer at once.
+    """The `Content` of a set of questions in a random order. A later turn follows the actual answer without a pause.
 
-    inputs: [sessions] int64 tokens of a turn, its question cut or repeated, None: as long as it is; outputs: [sessions]
-    int64 tokens; both before scale and context.
+    Args:
+        name: One of QUESTIONS.
+        encode: The tokenizer.
+        inputs: [sessions] int64 tokens of a turn, by truncating or repeating its question; None for its own length.
+        outputs: [sessions] int64 tokens. Both lengths apply before scaling and truncation.
+        seed: The seed.
+        length_scale: The factor of all lengths.
+        context_max: The context that each request must fit.
     """
 
     def __init__(
@@ -139,23 +159,23 @@ class Questions:
         return len(self._outputs)
 
     def turns(self, index: int) -> tuple[Turn, ...]:
-        """See `Content`."""
+        """Return the turns of a session; see `Content`."""
         made = []
         for question, (kept, new, output, cut) in zip(self._asked(index), self._plan(index), strict=True):
             tokens, text = question.passage(0, new)
-            # A server that takes text can go on from a whole conversation alone.
+            # With text prompts a server can only continue from a complete conversation.
             made.append(Turn(tokens=tokens, text=text, output_tokens=output, kept=kept if cut or not kept else ALL))
         return tuple(made)
 
     def kind(self, index: int) -> str:  # noqa: ARG002
-        """See `Content`."""
+        """Return the class of a session's requests; see `Content`."""
         return ""
 
     def _asked(self, index: int) -> Sequence[Text]:
         return self._questions[self._order[index % len(self._order)]]
 
     def _plan(self, index: int) -> list[tuple[int, int, int, bool]]:
-        """Of each turn: tokens kept, new and to be generated; and whether it was cut to fit."""
+        """Return the kept, new and generated tokens of each turn, and whether it was truncated."""
         row, held, made = index % len(self), 0, []
         for question in self._asked(index):
             length = len(question) if self._inputs is None else int(self._inputs[row])

@@ -1,4 +1,4 @@
-"""Which trace is meant: a shipped sample by its name, or a whole file by its path; its first line tells the format."""
+"""Finds a trace: a shipped sample by its name, or a file by its path, with the format detected from its first line."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class Trace:
 
     @property
     def file(self) -> str:
-        """What errors call it."""
+        """The name of the file, for errors."""
         return self.path.name
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Its numbered lines."""
+        """Return its numbered lines."""
         return lines(self.path)
 
     def lengths(self) -> Path | None:
-        """The file beside ServeGen's rates that counts lengths: `..._lengths.jsonl` beside `..._rates.csv`; or None."""
+        """Return ServeGen's file of lengths (`..._lengths.jsonl` beside `..._rates.csv`); None if missing."""
         stem, found, packed = self.file.partition("_rates.csv")
         if not found:
             return None
@@ -59,7 +59,11 @@ class Trace:
 
 @contextmanager
 def find(text: str) -> Iterator[Trace]:
-    """One of NAMES, a path, or FORMAT:PATH with one of FORMATS. Raises InvalidRequest."""
+    """Find one of NAMES, a path, or FORMAT:PATH with one of FORMATS.
+
+    Raises:
+        InvalidRequest: There is no such trace.
+    """
     if text in NAMES:
         form, file = NAMES[text]
         with resources.as_file(resources.files(__package__) / SAMPLES) as folder:
@@ -82,4 +86,6 @@ def _format(path: Path) -> str:
         return CLAUDE_CODE
     if first.startswith("{") and '"hash_ids"' in first:
         return MOONCAKE
-    raise InvalidRequest("trace", f"{path.name} begins like none of {', '.join(FORMATS)}; FORMAT:PATH says which it is")
+    raise InvalidRequest(
+        "trace", f"{path.name} has none of the formats {', '.join(FORMATS)}; use FORMAT:PATH to force one"
+    )

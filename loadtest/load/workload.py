@@ -1,7 +1,7 @@
-"""A load: sessions of one or more requests, decided by a seed before the first one is sent.
+"""A workload: sessions of one or more requests, determined by a seed before the first is sent.
 
-Kept here: session `index` of a workload is the same in every process and in whatever order it is asked for, so that
-driver processes share a load by sharing its options.
+Invariant: session `index` is the same in every process and in any order of access, so driver processes share a workload
+by sharing its options.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ NO_TOKENS: Int32Array = np.zeros(0, np.int32)
 class Turn:
     """One request of a session.
 
-    kept: its prompt begins with so many tokens of what the session holds: the prompt of the turn before and the answer
-    that really came; ALL: with everything. tokens: [new] int32, what follows those. text: the same words for a server
-    that takes text; "" where there are none. output_tokens: to be generated. think_s: from the end of the turn before
-    until this one is due.
+    Attributes:
+        tokens: [new] int32, the tokens after the kept ones.
+        output_tokens: The number of tokens to generate.
+        text: The new tokens as text for a server that takes text, or "".
+        kept: How many tokens of the session (the previous prompt and the actual answer) the prompt starts with; ALL for
+            everything.
+        think_s: The pause from the end of the previous turn until this one is due.
     """
 
     tokens: Int32Array
@@ -39,7 +42,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """Requests that follow each other; the first is due when the session arrives. kind: the class of its requests."""
+    """Sequential requests; the first is due when the session arrives. `kind` is their class."""
 
     turns: tuple[Turn, ...]
     tenant: str = "default"
@@ -47,30 +50,37 @@ class Session:
 
 
 class Workload(Protocol):
-    """arrivals: [sessions] seconds from the start, rising; None: closed loop, where sessions follow each other."""
+    """The sessions of a load.
+
+    Attributes:
+        arrivals: [sessions] seconds from the start, ascending; None for a closed loop.
+    """
 
     arrivals: FloatArray | None
 
     def __len__(self) -> int:
-        """How many sessions there are; a closed loop that outlasts them begins again, with fresh tokens."""
+        """Return the number of sessions; a closed loop that outlasts them repeats them with fresh tokens."""
         ...
 
     def session(self, index: int) -> Session:
-        """Session `index`; the same one whenever it is asked for."""
+        """Return session `index`, always the same."""
         ...
 
 
 def prompt(turn: Turn, held: Int32Array) -> Int32Array:
-    """What a turn submits, [prompt_tokens] int32. held: the prompt and the answer of the turn before; empty at first.
+    """Return the prompt of a turn, [prompt_tokens] int32.
 
-    A held part that is shorter than `kept` (the answer came out shorter) is taken whole.
+    Args:
+        turn: The turn.
+        held: The prompt and the answer of the previous turn; empty at first. If it is shorter than `kept`, because the
+            answer was shorter, all of it is used.
     """
     kept = held if turn.kept == ALL else held[: turn.kept]
     return np.concatenate((kept, turn.tokens)) if len(kept) else turn.tokens
 
 
 def prompts(session: Session, answers: Sequence[Int32Array]) -> list[Int32Array]:
-    """The prompts of the first len(answers) turns of a session, given what was answered to each."""
+    """Return the prompts of the first len(answers) turns of a session, given the answer to each."""
     held, made = NO_TOKENS, []
     for turn, answer in zip(session.turns, answers, strict=False):
         made.append(prompt(turn, held))

@@ -1,1 +1,1 @@
-"""From outcomes to numbers: percentiles, goodput, windows, the verdict on the driver itself, why the tail is slow."""
+"""From outcomes to numbers: percentiles, goodput, windows, the driver's own lag, and the causes of a slow tail."""

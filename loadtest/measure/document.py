@@ -1,27 +1,27 @@
-"""All measures of a run as one document, ready for JSON: what result.json holds and every table and picture is made of.
+"""All measurements of a run as one JSON document: result.json, the source of every table and picture.
 
-Its schema, format 1. Times are in seconds (`_s`) since the start of the run, latencies in milliseconds (`_ms`) from the
-intended arrival; null: nothing to say.
+Schema, format 1. Times are in seconds (`_s`) since the start of the run, latencies in milliseconds (`_ms`) from the
+intended arrival; null means not available.
 
     format, title
     verdict     valid, why, notes, limit_ms, lag_ms {ticks, turns, null}, drivers, cpu_share_max    (`verdict`)
-    options, seed, machine, versions, model                                       as they were given
-    objective   {ttft, itl, e2e} in ms: those bounds that were stated
-    span        start_s, end_s, seconds: what is measured; wall_s: the whole run; interrupted
-    percentiles how they were taken
+    options, seed, machine, versions, model                                       as given
+    objective   {ttft, itl, e2e} in ms: the stated bounds
+    span        start_s, end_s, seconds: the measured part; wall_s: the whole run; interrupted
+    percentiles how they were computed
     all         requests {due, finished, ...}, latency_ms {ttft, itl, e2e, queue: {count, mean, p50, ..., max}},
                 throughput, goodput, errors [{state, code, count, message}], prompt_tokens, cached_tokens    (`group`)
-    tenants, kinds                                            the same by name; empty where there is only one
+    tenants, kinds                                            the same by name; empty if there is only one
     curves      {ttft, itl, e2e}: [[ms, share at or below], ...]
     windows     count, seconds, confidence, intervals {NAME: {mean, half, values}}    (`windows`)
     series      the run over time    (`series`)
     server      totals, preemptions, recomputed_share, steps    (`server.counters`)
     prefix      said_by, queried_tokens, hit_tokens, share, infinite {prompt_tokens, hit_tokens, share}
     occupancy   columns, samples, pending, running and each state of blocks: {mean, max}
-    why         {all, p90, p99}: in which phases the time went, of all and of the slowest    (`tail.breakdown`)
+    why         {all, p90, p99}: time by phase, for all and for the slowest requests    (`tail.breakdown`)
     tail        the slowest requests: [{request_id, session, turn, tenant, kind, due_s, latency_ms, sentence,
                 phases_ms, segments [{state, from_s, to_s}]}]    (`tail.slowest`)
-    chaos       what faults did: {kept, sentences, kills [{name, at_s, ready_s}], ...}
+    chaos       the effect of faults: {kept, sentences, kills [{name, at_s, ready_s}], ...}
 """
 
 from __future__ import annotations
@@ -54,10 +54,21 @@ GROUPS_MAX = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What is not in `Measured`. options: of the command, by name; model: name, fingerprint, or None where unknown.
+    """The inputs of a document besides `Measured`.
 
-    infinite: (prompt tokens, those that a cache without a limit would hit) of the workload. tail, chaos: as in the
-    document, made by those that know. notes: further sentences that a reader must know.
+    Attributes:
+        options: The options of the command by name.
+        seed: The seed.
+        objective: The service level objective.
+        warmup_s: The seconds that are not measured.
+        windows: The number of windows.
+        model: Name and fingerprint of the model; None if unknown.
+        infinite: (prompt tokens, hits of an unlimited cache) of the workload.
+        tail: `tail` of the document.
+        chaos: `chaos` of the document.
+        notes: Further notes for the reader.
+        machine: The machine.
+        versions: The versions of packages.
     """
 
     options: Mapping[str, Any]
@@ -75,7 +86,7 @@ class Context:
 
 
 def document(measured: Measured, context: Context) -> Document:
-    """Everything. Raises Unavailable where the extra `loadtest` is missing."""
+    """Build the document. Raises Unavailable if the extra `loadtest` is missing."""
     span = measured_span(measured.outcomes, context.warmup_s, measured.wall_s)
     requests = Requests.of(measured.outcomes)
     whole = group(requests, span, context.objective)
@@ -117,7 +128,7 @@ def document(measured: Measured, context: Context) -> Document:
 
 
 def _by(requests: Requests, names: Sequence[str], span: Span, objective: Objective) -> Document:
-    """A group for each name, of the 100 with most requests; none where all have the same."""
+    """Return a group for each of the 100 most frequent names; none if there is only one."""
     found = Counter(names)
     if len(found) < 2:
         return {}

@@ -1,4 +1,4 @@
-"""The measures of one group of requests: all of them, a tenant's, a class's."""
+"""The measurements of a group of requests: all, one tenant, or one class."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Document = dict[str, Any]
 
 
 def latencies(requests: Requests) -> dict[str, Distribution]:
-    """By the names of LATENCIES.
+    """Return the distributions by the names of LATENCIES.
 
-    Of a request that did not finish, the first token and the times between tokens count if they came; its end does not.
+    For a request that did not finish, the first token and the times between tokens count, its end does not.
     """
     found = {
         "ttft": requests.first_s,
@@ -38,7 +38,7 @@ def latencies(requests: Requests) -> dict[str, Distribution]:
 
 
 def group(requests: Requests, span: Span, objective: Objective) -> Document:
-    """Of those requests that were due in the span, and of what came within it, whichever request it belongs to."""
+    """Measure the requests that were due in the span; throughput counts what happened within it, for any request."""
     due = requests.due_within(span)
     states = Counter(outcome.state for outcome in due.outcomes)
     return {
@@ -53,7 +53,7 @@ def group(requests: Requests, span: Span, objective: Objective) -> Document:
 
 
 def throughput(requests: Requests, span: Span) -> Document:
-    """A second of the span: requests that finished, prompts whose first token came, tokens that came within it."""
+    """Return rates within the span: finished requests, prompts that got their first token, and output tokens."""
     seconds = span.seconds
     if not seconds:
         return dict.fromkeys(("requests_per_s", "input_tokens_per_s", "output_tokens_per_s"))
@@ -68,7 +68,10 @@ def throughput(requests: Requests, span: Span) -> Document:
 
 
 def goodput(due: Requests, span: Span, objective: Objective) -> Document:
-    """Those that met the objective: a second, and as a share of all that were due; with no bounds stated: finished."""
+    """Return the requests that met the objective, per second and as a share.
+
+    Without an objective, all finished requests count.
+    """
     met = objective.met(due)
     good, offered = int(np.count_nonzero(met)), len(due.outcomes)
     tokens = sum(times.size for times, well in zip(due.tokens_s, met.tolist(), strict=True) if well)
@@ -81,7 +84,7 @@ def goodput(due: Requests, span: Span, objective: Objective) -> Document:
 
 
 def errors(due: Requests) -> list[Document]:
-    """How many came to each end that is not a good one, by code; message: of the first of them."""
+    """Count the errors by state and code, with the first message of each."""
     kinds: dict[tuple[str, str], Document] = {}
     for outcome in due.outcomes:
         if outcome.code:

@@ -1,4 +1,4 @@
-"""What counts as served well: `--slo ttft=500ms,itl=50ms,e2e=10s`."""
+"""The service level objective: `--slo ttft=500ms,itl=50ms,e2e=10s`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(us|ms|s|m)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Upper bounds in seconds, None: no such bound. A request meets it that has finished and keeps within each.
+    """Upper bounds in seconds; None for no bound. A request meets it if it finishes within all bounds.
 
-    itl_s bounds the mean time between the request's own tokens: one late token is for the percentiles to tell.
+    `itl_s` bounds the mean time between the tokens of a request; single late tokens show in the percentiles.
     """
 
     ttft_s: float | None = None
@@ -31,27 +31,36 @@ class Objective:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Of NAME=TIME, with commas between; NAME is ttft, itl or e2e. Raises InvalidRequest for `slo`."""
+        """Parse NAME=TIME,...; NAME is ttft, itl or e2e.
+
+        Raises:
+            InvalidRequest: Names `slo`.
+        """
         found: dict[str, float] = {}
         for part in text.split(","):
             bound, equals, time = (word.strip() for word in part.partition("="))
             if bound not in BOUNDS or not equals:
-                raise InvalidRequest("slo", f"{part!r} is not NAME=TIME with a NAME of {', '.join(BOUNDS)}")
+                raise InvalidRequest(
+                    "slo", f"invalid bound {part!r} (expected NAME=TIME with a NAME of {', '.join(BOUNDS)})"
+                )
             if bound in found:
-                raise InvalidRequest("slo", f"says {bound} twice: leave one of them out")
+                raise InvalidRequest("slo", f"has {bound} twice")
             match = _TIME.fullmatch(time)
             if match is None or not float(match[1]):
-                raise InvalidRequest("slo", f"{part!r} has no time above 0 with its unit (us, ms, s, m), as ttft=500ms")
+                raise InvalidRequest(
+                    "slo",
+                    f"invalid time in {part!r} (expected a number above 0 and a unit: us, ms, s, m)",
+                )
             found[bound] = float(match[1]) * UNITS_S[match[2]]
         return cls(**{f"{bound}_s": seconds for bound, seconds in found.items()})
 
     def stated_ms(self) -> dict[str, float]:
-        """The bounds that there are, by name, in milliseconds."""
+        """Return the stated bounds by name, in milliseconds."""
         bounds = {"ttft": self.ttft_s, "itl": self.itl_s, "e2e": self.e2e_s}
         return {bound: round(seconds * 1e3, 6) for bound, seconds in bounds.items() if seconds is not None}
 
     def met(self, requests: Requests) -> BoolArray:
-        """[requests] bool. A request of one token has nothing between tokens and so keeps within `itl`."""
+        """Return which requests meet it, [requests] bool. A request of one token meets any `itl`."""
         met = requests.finished.copy()
         if self.ttft_s is not None:
             met &= requests.first_s <= self.ttft_s

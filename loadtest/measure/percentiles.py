@@ -1,4 +1,4 @@
-"""Percentiles, by the package `hdrhistogram`: in buckets as wide as 0.1 % of what they hold."""
+"""Percentiles by the package `hdrhistogram`, with buckets of 0.1 % width."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvforge.protocol.errors import Unavailable
 from ..load.workload import FloatArray
 
 LOWEST_US = 1
-HIGHEST_US = 86_400_000_000  # a day: no request may take longer
+HIGHEST_US = 86_400_000_000  # a day, the limit of any request
 DIGITS = 3
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 CURVE_POINTS_MAX = 200
@@ -24,7 +24,7 @@ Summary = dict[str, float | int]
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of [n] seconds; negative ones, which a clock cannot have meant, are counted as 0."""
+    """A distribution of [n] seconds. Negative values, from clock skew, count as 0."""
 
     seconds: FloatArray
 
@@ -37,7 +37,7 @@ class Distribution:
             raise Unavailable(problem) from error
         histogram = HdrHistogram(LOWEST_US, HIGHEST_US, DIGITS)
         micros = np.clip(np.rint(self.seconds * 1e6), 0, HIGHEST_US).astype(np.int64)
-        # What shares a bucket is recorded at once: a run has millions of tokens, a histogram thousands of buckets.
+        # Record each bucket once with its count: a run has millions of tokens, a histogram thousands of buckets.
         bits = histogram.sub_bucket_count.bit_length() - 1
         below = np.maximum(np.frexp(micros)[1] - bits, 0)
         buckets = np.unique((micros >> below) << below, return_counts=True)
@@ -46,7 +46,7 @@ class Distribution:
         return histogram
 
     def percentiles_ms(self, *percents: float) -> list[float | None]:
-        """In milliseconds, each the highest value of its bucket, but none above the highest seen; None of nothing."""
+        """Return percentiles in ms: the upper end of the bucket, at most the maximum; None if empty."""
         if not self.seconds.size:
             return [None] * len(percents)
         found = self._histogram.get_percentile_to_value_dict(list(percents))
@@ -54,7 +54,7 @@ class Distribution:
         return [min(found[percent] / 1e3, highest_ms) for percent in percents]
 
     def summary_ms(self) -> Summary | None:
-        """count, mean, p50, p90, p95, p99, p99.9, max in milliseconds; None of nothing. Mean and max are exact."""
+        """Return count, mean, p50, p90, p95, p99, p99.9 and max in ms; None if empty. Mean and max are exact."""
         if not self.seconds.size:
             return None
         found: Summary = {"count": int(self.seconds.size), "mean": float(self.seconds.mean()) * 1e3}
@@ -65,10 +65,10 @@ class Distribution:
         return found
 
     def curve_ms(self) -> list[tuple[float, float]]:
-        """(milliseconds, share at or below), rising, at most CURVE_POINTS_MAX points: closer together in the tail."""
+        """Return (ms, share at or below), ascending, at most CURVE_POINTS_MAX points, denser in the tail."""
         if not self.seconds.size:
             return []
-        # Half of the points up to the median's neighbourhood, the others ever closer to all of them.
+        # Half of the points are below the median, the others approach a share of 1 geometrically.
         tail = 1 - np.geomspace(0.5, 1 / max(2, self.seconds.size), CURVE_POINTS_MAX // 2)
         shares = np.unique(np.round(np.concatenate((np.linspace(0.005, 0.5, CURVE_POINTS_MAX // 2), tail)), 6)).tolist()
         values = self.percentiles_ms(*(100 * share for share in shares))
@@ -76,10 +76,10 @@ class Distribution:
 
 
 def name(percent: float) -> str:
-    """As it is called in documents and tables: p50, p99.9."""
+    """Return the name of a percentile: p50, p99.9."""
     return f"p{percent:g}"
 
 
 def stated() -> dict[str, str | int]:
-    """How percentiles were taken, for the document."""
+    """Describe how percentiles are computed, for the document."""
     return {"package": "hdrhistogram", "lowest_us": LOWEST_US, "highest_us": HIGHEST_US, "digits": DIGITS}

@@ -1,7 +1,7 @@
-"""Outcomes as columns, so that a run of a million tokens is added up by numpy.
+"""Outcomes as columns, for fast aggregation with numpy.
 
-Kept here: every latency counts from the intended arrival, `due_s`, so that neither a late driver nor a full server
-looks fast by sending late; a request that something never happened to has NaN there.
+Invariants: every latency counts from the intended arrival `due_s`, so that neither a late driver nor a full server
+looks fast by delaying the send. A value that does not exist is NaN.
 """
 
 from __future__ import annotations
@@ -21,10 +21,17 @@ NAN = float("nan")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """[requests] each. due_s, ended_s: since the start of the run; of one that did not finish, ended_s is NaN.
+    """The columns, [requests] each.
 
-    first_s, queue_s, whole_s: from the intended arrival to the first token, to the first step that had it, to the end.
-    gap_s: the mean time between its tokens. tokens_s: when each came, since the start of the run.
+    Attributes:
+        outcomes: The outcomes.
+        tokens_s: The arrival of each token, since the start of the run.
+        due_s: The intended arrival, since the start of the run.
+        first_s: From the intended arrival to the first token.
+        queue_s: From the intended arrival to the first step.
+        whole_s: From the intended arrival to the end; NaN if it did not finish.
+        gap_s: The mean time between tokens.
+        finished: Whether it finished.
     """
 
     outcomes: Sequence[Outcome]
@@ -38,6 +45,7 @@ class Requests:
 
     @classmethod
     def of(cls, outcomes: Iterable[Outcome]) -> Self:
+        """Build the columns of outcomes."""
         outcomes = list(outcomes)
         found = {outcome.state for outcome in outcomes}
         assert found <= set(ENDS), f"a request is still in {found - set(ENDS)} after the run"
@@ -58,7 +66,7 @@ class Requests:
         )
 
     def where(self, mask: BoolArray) -> Self:
-        """Those of a [requests] bool."""
+        """Select requests by a [requests] bool mask."""
         chosen = np.flatnonzero(mask).tolist()
         return type(self)(
             outcomes=[self.outcomes[index] for index in chosen],
@@ -72,29 +80,29 @@ class Requests:
         )
 
     def due_within(self, span: Span) -> Self:
-        """Those due in it."""
+        """Select the requests that were due in the span."""
         return self.where(span.holds(self.due_s))
 
     def gaps_s(self) -> FloatArray:
-        """[gaps] between neighbouring tokens of a request, of all of them."""
+        """Return all times between neighbouring tokens of a request, [gaps]."""
         gaps = np.diff(self.all_tokens_s())
         begins = np.cumsum([times.size for times in self.tokens_s], dtype=np.int64)[:-1]
         between = np.ones(gaps.size, np.bool_)
-        # From the last token of a request to the first of the next one is no gap; those without a token change nothing.
+        # Drop the gaps between the last token of a request and the first of the next one.
         between[begins[(begins > 0) & (begins <= gaps.size)] - 1] = False
         return gaps[between]
 
     def all_tokens_s(self) -> FloatArray:
-        """[tokens] when each came, request after request."""
+        """Return the arrival of all tokens, [tokens], request after request."""
         return np.concatenate([np.zeros(0), *self.tokens_s])
 
     def ended_s(self) -> FloatArray:
-        """[requests] since the start of the run; NaN: it did not finish."""
+        """Return the ends since the start of the run, [requests]; NaN if it did not finish."""
         return self.whole_s + self.due_s
 
 
 def _scheduled_s(outcome: Outcome) -> float:
-    # The coordinator counts from its own submission, which is as long after `sent_s` as the message took: microseconds.
+    # The coordinator counts from its receipt of the request, microseconds after `sent_s`.
     if outcome.timings.first_scheduled_us < 0 or outcome.sent_s < 0:
         return NAN
     return outcome.sent_s + outcome.timings.first_scheduled_us / 1e6

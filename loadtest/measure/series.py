@@ -1,4 +1,4 @@
-"""The run over time, in slices of a round length: what came, and how long it took those due then."""
+"""The run over time, in slices of a round length: throughput, and the latency of requests due in each slice."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ TIMES = ("ttft", "itl", "e2e")
 
 
 def series(requests: Requests, wall_s: float) -> dict[str, Any]:
-    """A value for each slice of the whole run, warm-up and drain included. at_s: its middle; None: nothing to say.
+    """Return a value for each slice of the whole run, warm-up and drain included.
 
-    offered, finished, input_tokens, output_tokens: a second; TIME_p50_ms, TIME_p99_ms: of the requests due in it.
+    `at_s` is the middle of each slice. offered, finished, input_tokens and output_tokens are per second. TIME_p50_ms
+    and TIME_p99_ms are those of the requests due in the slice; None if there are none.
     """
     length_s = next((length for length in LENGTHS_S if wall_s / length <= SLICES_MAX), LENGTHS_S[-1])
     count = min(SLICES_MAX, max(1, int(np.ceil(wall_s / length_s))))

@@ -1,6 +1,6 @@
-"""What the server says of the run: growth of its counters, its blocks over time, prefix hits beside the best there are.
+"""Measurements by the server: the growth of its counters, its blocks over time, and prefix hits.
 
-The counters are of the whole run, warm-up and drain included, and of everybody's requests.
+The counters cover the whole run, warm-up and drain included, and the requests of all clients.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Document = dict[str, Any]
 
 
 def counters(before: Stats | None, after: Stats | None) -> Document | None:
-    """The growth of each total; None where there are none, or the coordinator was started anew meanwhile.
+    """Return the growth of each total; None without counters, or if the coordinator restarted without its journal.
 
-    recomputed_share: tokens that preempted requests had to compute again, of all that were computed.
+    recomputed_share is the share of recomputed tokens among all computed tokens.
     """
     if before is None or after is None or before.boot != after.boot:
         return None
@@ -42,9 +42,11 @@ def counters(before: Stats | None, after: Stats | None) -> Document | None:
 
 
 def prefix(measured: Measured, infinite: tuple[int, int] | None) -> Document:
-    """Tokens that were found in the cache, of those looked for: as the coordinator counts, else as the answers say.
+    """Return the hits of the prefix cache, as the coordinator counts them, or else from the answers.
 
-    infinite: (tokens of all prompts, those that a cache without a limit would hit).
+    Args:
+        measured: The results of the run.
+        infinite: (tokens of all prompts, hits of an unlimited cache).
     """
     before, after = measured.before, measured.after
     hit = sum(outcome.cached_tokens for outcome in measured.outcomes)
@@ -62,7 +64,7 @@ def prefix(measured: Measured, infinite: tuple[int, int] | None) -> Document:
 
 
 def occupancy(samples: Sequence[Sample], span: Span) -> Document:
-    """columns: at most SAMPLES_MAX samples of the whole run, a list of each of COLUMNS; mean and max in the span."""
+    """Return at most SAMPLES_MAX samples of the whole run, a list for each of COLUMNS, and mean and max in the span."""
     rows = np.array([[getattr(sample, name) for name in COLUMNS] for sample in samples], np.float64)
     rows = rows.reshape(-1, len(COLUMNS))
     thinned = rows[:: max(1, -(-len(rows) // SAMPLES_MAX))]
@@ -75,10 +77,10 @@ def occupancy(samples: Sequence[Sample], span: Span) -> Document:
 
 
 def _growth(before: Stats, after: Stats, group: str, key: str, name: str) -> int:
-    """Of a count that each row of a group has: a row that is new began at 0, one that is gone adds nothing."""
+    """Return the growth of a count over all rows of a group. A new row starts at 0; a removed row adds nothing."""
     then = {getattr(row, key): int(getattr(row, name)) for row in getattr(before, group)}
     rows = [(int(getattr(row, name)), then.get(getattr(row, key), 0)) for row in getattr(after, group)]
-    # A worker that was started anew counts its steps from 0.
+    # A restarted worker counts its steps from 0.
     return sum(now - old if now >= old else now for now, old in rows)
 
 

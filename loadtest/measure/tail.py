@@ -1,7 +1,7 @@
-"""Why some requests were slow: what the coordinator says of the slowest, and in which phase the time of the tail went.
+"""Why requests were slow: the coordinator's explanations, and the time that the tail spent in each phase.
 
-Kept here: the phases of a request add up to its latency from the intended arrival, so nothing of it is unexplained.
-Those before and after the coordinator's own are told by our clock, its own by the coordinator's.
+Invariant: the phases of a request add up to its latency from the intended arrival. The coordinator's phases are on its
+clock, those before and after on ours.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..drive.outcome import FINISHED, INTERRUPTED, UNSENT, Outcome
 from .group import Document
 
 Floats = npt.NDArray[np.float64]
-# driver: from the intended arrival until it was sent. accepting: until the coordinator had it, which may not have been
-# there. served: all that a server took which does not say for what. paused: its stream stood still, so that the end was
-# seen later than it was. delivery: what is left, the way back. The others are those of `messages.Timings`.
+# driver: from the intended arrival until it was sent. accepting: until the coordinator accepted it, including outages.
+# served: the whole time of a server that reports no phases. paused: the stream was paused, which delays the end.
+# delivery: the rest, the way back. The others are those of `messages.Timings`.
 DRIVER, ACCEPTING, SERVED, PAUSED, DELIVERY = "driver", "accepting", "served", "paused", "delivery"
 BEFORE, BETWEEN = ("queue", "prefill"), ("preempted", "stalled", "recovering")
 PHASES = (DRIVER, ACCEPTING, *BEFORE, *BETWEEN, "decode", SERVED, PAUSED, DELIVERY)
@@ -34,19 +34,23 @@ PERCENTILES = (90, 99)
 
 
 class Explains(Protocol):
-    """A `kvforge.AsyncClient`."""
+    """The interface of `kvforge.AsyncClient` that is used here."""
 
     async def explain(self, *, request: int, timeout_s: float) -> Explanation:
-        """Raises KvforgeError."""
+        """Explain a request. Raises KvforgeError."""
         ...
 
 
 async def slowest(client: Explains | None, outcomes: Sequence[Outcome], count: int = COUNT) -> list[Document]:
-    """The `count` requests that took longest, those that failed or ran out of time too, the slowest first.
+    """Return the `count` slowest requests, failed and timed out ones included, the slowest first.
 
-    Each as `measure.document` has it, with its phases_ms, and the sentence that the coordinator has for it: asked for
-    within 5 s in all, "" of one that it has forgotten or that never had an id. client: None for a server that cannot
-    be asked.
+    Each is an entry of `tail` in `measure.document`, with its phases and the coordinator's explanation. The queries
+    take at most 5 s in all; the explanation is "" if the coordinator has forgotten the request or never accepted it.
+
+    Args:
+        client: The connection for queries; None if the server cannot be queried.
+        outcomes: The outcomes.
+        count: The number of requests.
     """
     tried = [outcome for outcome in outcomes if outcome.state not in (UNSENT, INTERRUPTED) and outcome.ended_s >= 0]
     chosen = sorted(tried, key=_latency_s, reverse=True)[:count]
@@ -56,11 +60,11 @@ async def slowest(client: Explains | None, outcomes: Sequence[Outcome], count: i
 
 
 def breakdown(outcomes: Sequence[Outcome]) -> Document:
-    """In which phases the time of those that finished went: {"all", "p90", "p99"} of those at or above that latency.
+    """Return the time by phase of finished requests: {"all", "p90", "p99"}, for requests at or above that latency.
 
-    Of each: {requests, at_least_ms, mean_ms, share: {phase: 0 to 1}, tenants: {name: {requests, mean_ms, share}},
-    kinds: likewise}; share: the mean over the requests, each counted alike. Tenants and kinds: the 100 with most
-    requests, none where all are of one. Empty where none finished.
+    Each has {requests, at_least_ms, mean_ms, share: {phase: 0 to 1}, tenants: {name: {requests, mean_ms, share}},
+    kinds: likewise}. A share is the mean over requests with equal weight. Tenants and kinds list the 100 most frequent
+    ones, or none if there is only one. The result is empty if no request finished.
     """
     finished = [outcome for outcome in outcomes if outcome.state == FINISHED]
     if not finished:
@@ -84,7 +88,7 @@ def breakdown(outcomes: Sequence[Outcome]) -> Document:
 
 
 def phases_s(outcome: Outcome) -> dict[str, float]:
-    """Seconds by phase, in the order of PHASES; together from its intended arrival to its end."""
+    """Return the seconds in each of PHASES; they add up to the time from the intended arrival to the end."""
     found = dict.fromkeys(PHASES, 0.0)
     sent_s = outcome.sent_s if outcome.sent_s >= 0 else outcome.ended_s
     found[DRIVER] = max(0.0, sent_s - outcome.due_s)
@@ -93,7 +97,7 @@ def phases_s(outcome: Outcome) -> dict[str, float]:
     if outcome.timings.ended_us < 0 or not sum(served.values()):
         return found | {SERVED: left_s}
     found |= served
-    # Two clocks: what the coordinator counts may be a little more than what was seen here of it.
+    # The coordinator's clock may count slightly more time than ours.
     too_much = sum(served.values()) / left_s if left_s else 0.0
     if too_much > 1:
         found |= {phase: seconds / too_much for phase, seconds in served.items()}
@@ -114,14 +118,14 @@ def _latency_s(outcome: Outcome) -> float:
 
 
 async def _sentence(client: Explains | None, request_id: int, until: float) -> str:
-    """What explain says, in one line."""
+    """Return the coordinator's explanation in one line."""
     left_s = until - monotonic()
     if client is None or request_id <= 0 or left_s <= 0:
         return ""
     try:
         told = await asyncio.wait_for(client.explain(request=request_id, timeout_s=left_s), left_s)
     except (KvforgeError, TimeoutError):
-        return ""  # forgotten, or nobody there any more: the times are known all the same
+        return ""  # the request was forgotten, or the coordinator is gone
     return "; ".join(told.sentences)
 
 
@@ -143,8 +147,10 @@ def _told(outcome: Outcome, sentence: str) -> Document:
 
 
 def _segments(outcome: Outcome, spent: dict[str, float]) -> list[Document]:
-    """Its phases one after the other, each once. What held it up while it decoded is put where its longest wait for a
-    token was: how long is known, when only so far as that."""
+    """Return the phases in order, each once. Interruptions of decoding are placed at the longest gap between tokens.
+
+    Only their duration is known, not their time.
+    """
     gaps = np.diff(np.array(outcome.tokens_s))
     decoded_s = float(gaps[: int(np.argmax(gaps))].sum()) if gaps.size else 0.0
     first_s = min(decoded_s, spent["decode"])
@@ -164,7 +170,7 @@ def _segments(outcome: Outcome, spent: dict[str, float]) -> list[Document]:
 
 
 def _part(latencies: Floats, spent: Floats) -> Document:
-    """latencies: [requests] seconds; spent: [requests, phases] seconds."""
+    """Return the breakdown of latencies ([requests] s) and times by phase ([requests, phases] s)."""
     share = (spent / np.maximum(latencies, 1e-9)[:, None]).mean(axis=0)
     return {
         "requests": int(latencies.size),
@@ -174,7 +180,7 @@ def _part(latencies: Floats, spent: Floats) -> Document:
 
 
 def _by(names: npt.NDArray[np.str_], latencies: Floats, spent: Floats, mask: npt.NDArray[np.bool_]) -> Document:
-    """The same by name, of those in the mask."""
+    """Return the breakdown of the masked requests by name."""
     known, counts = np.unique(names[mask], return_counts=True)
     if len(np.unique(names)) < 2:
         return {}

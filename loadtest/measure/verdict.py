@@ -1,4 +1,4 @@
-"""Whether it was the server that was measured, or the driver: said by the driver's own lag."""
+"""Whether the run measured the server or the driver, judged by the driver's own lag."""
 
 from __future__ import annotations
 
@@ -17,19 +17,28 @@ LAG_MS_MAX = 1.0
 LAG_SHARE_MAX = 0.01
 CPU_SHARE_MAX = 0.9
 LAGS = {
-    "ticks": "the ticks of its clock",
-    "turns": "its turns to requests that were due",
-    "null": "its ticks at the null server before the run",
+    "ticks": "clock ticks",
+    "turns": "handling due requests",
+    "null": "the run against the null server",
 }
 
 
 def verdict(measured: Measured, span: Span, latency_ms: dict[str, Any]) -> dict[str, Any]:
-    """valid: False where the lag at p99 is above 1 ms, or above 1 % of the median end to end; why: the same in words.
+    """Judge a run.
 
-    That is asked of each of LAGS that there is, over the whole run: a driver that is late in the warm-up is no better.
-    notes: sentences that a reader must know as well; they do not make a run invalid. One of them: a lag above 1 % of
-    the median time to first token, which a run of long answers can have while its end-to-end times are right.
-    latency_ms: that of all requests of the span, as in `group`.
+    A run is invalid if the lag at p99 exceeds 1 ms or 1 % of the median end-to-end latency. This applies to each of
+    LAGS over the whole run, warm-up included.
+
+    Notes do not make a run invalid. One of these reports a lag above 1 % of the median time to first token, which
+    happens with long answers while end-to-end times are right.
+
+    Args:
+        measured: The results of the run.
+        span: The measured span.
+        latency_ms: The latencies of all requests of the span, as in `group`.
+
+    Returns:
+        `verdict` of the document: `valid`, `why` (the reasons if invalid), `notes` and the numbers.
     """
     outcomes = measured.outcomes
     median_ms = latency_ms["e2e"]["p50"] if latency_ms["e2e"] else None
@@ -41,7 +50,7 @@ def verdict(measured: Measured, span: Span, latency_ms: dict[str, Any]) -> dict[
     }
     lag_ms = {name: lag.summary_ms() for name, lag in lags.items()}
     why = [
-        f"the driver was late: {lag['p99']:.2f} ms at p99 in {LAGS[name]}, where {_limit(limit_ms, median_ms)}"
+        f"the driver was late: {lag['p99']:.2f} ms at p99 in {LAGS[name]} ({_limit(limit_ms, median_ms)})"
         for name, lag in lag_ms.items()
         if lag is not None and lag["p99"] > limit_ms
     ]
@@ -49,7 +58,7 @@ def verdict(measured: Measured, span: Span, latency_ms: dict[str, Any]) -> dict[
         why.append(f"nothing was measured: no request was due between the end of the warm-up at {span.start_s:g} s and "
                    f"{span.end_s:g} s")  # fmt: skip
     elif lag_ms["ticks"] is None and lag_ms["turns"] is None:
-        why.append("the driver's lag is not known: it sent nothing")
+        why.append("the driver's lag is unknown: it sent nothing")
     cpu_share = max((driver.cpu_s / max(driver.wall_s, 1e-9) for driver in measured.drivers), default=0.0)
     return {
         "valid": not why,
@@ -69,30 +78,30 @@ def _of(parts: Sequence[array[float]]) -> Distribution:
 
 def _limit(limit_ms: float, median_ms: float | None) -> str:
     if median_ms is None or limit_ms == LAG_MS_MAX:
-        return f"at most {LAG_MS_MAX:g} ms leaves a result valid"
-    return f"at most {limit_ms:.2f} ms, 1 % of the median end to end, leaves a result valid"
+        return f"the limit is {LAG_MS_MAX:g} ms"
+    return f"the limit is {limit_ms:.2f} ms, 1 % of the median end to end"
 
 
 def _notes(measured: Measured, lag_ms: dict[str, Any], latency_ms: dict[str, Any], cpu_share: float) -> Iterable[str]:
     if measured.interrupted:
-        yield "the run was interrupted: this is what was measured until then"
+        yield "the run was interrupted: the result covers the time until then"
     if lag_ms["null"] is None:
-        yield "the driver was not proved against a null server before the run"
+        yield "the driver was not tested against a null server before the run"
     first, worst = latency_ms["ttft"], max((lag["p99"] for lag in lag_ms.values() if lag is not None), default=0.0)
     if first and worst > LAG_SHARE_MAX * first["p50"]:
         share = worst / first["p50"]
-        yield f"the driver's lag at p99 is {share:.1%} of the median time to first token, which contains it"
+        yield f"the driver's lag at p99 is {share:.1%} of the median time to first token, which includes it"
     if cpu_share > CPU_SHARE_MAX:
-        yield f"a driver process used {cpu_share:.0%} of its core: give it more --processes"
+        yield f"a driver process used {cpu_share:.0%} of its core: increase --processes"
     held = _held(measured.outcomes)
     if held:
-        yield f"{held} requests had to wait for a place in the driver (--concurrency-max); their latencies contain it"
+        yield f"{held} requests waited in the driver because of --concurrency-max; their latencies include the wait"
     unfinished = sum(outcome.state != FINISHED for outcome in measured.outcomes)
     if unfinished:
         planned = len(measured.outcomes)
-        yield f"{unfinished} of {planned} requests did not finish: the end-to-end times are those of the others"
+        yield f"{unfinished} of {planned} requests did not finish: end-to-end times exclude them"
     if measured.before is not None and (measured.after is None or measured.after.boot != measured.before.boot):
-        yield "the coordinator's counters are missing: it did not answer, or was started anew meanwhile"
+        yield "the coordinator's counters are missing: it did not answer, or restarted without its journal"
 
 
 def _held(outcomes: Sequence[Outcome]) -> int:

@@ -1,4 +1,4 @@
-"""How far a number can be trusted: the same measures in repeated windows of the run, and the spread of their mean."""
+"""Confidence intervals: the same measurements in successive windows of the run, and the error of their mean."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .requests import Requests
 from .span import Span
 
 CONFIDENCE = 0.95
-# Student's t: half of the width of a 95 % interval in standard errors, for 1 to 30 degrees of freedom.
+# Student's t: half the width of a 95 % interval in standard errors, for 1 to 30 degrees of freedom.
 _T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
@@ -25,16 +25,16 @@ TIMES = ("ttft", "itl", "e2e")
 
 
 def student95(degrees: int) -> float:
-    """Student's t for a two-sided 95 % interval; beyond the table its expansion around the normal one."""
+    """Return Student's t for a two-sided 95 % interval; beyond the table, an expansion around the normal one."""
     assert degrees >= 1
     return _T95[degrees - 1] if degrees <= len(_T95) else 1.96 + 2.4 / degrees
 
 
 def interval(values: Sequence[float | None]) -> dict[str, Any] | None:
-    """mean, half: 95 of 100 such intervals, mean ± half, hold the true mean; values: of the windows.
+    """Return {mean, half, values} of a 95 % confidence interval, mean ± half; None with fewer than two values.
 
-    Windows without a value are left out; None where fewer than two have one. Neighbouring windows are taken for
-    independent, which a queue that only grows is not: then `half` is too small, and the values show why.
+    Windows without a value are skipped. Neighbouring windows are assumed independent. A steadily growing queue violates
+    that: `half` is then too small, as the values show.
     """
     there = [value for value in values if value is not None]
     if len(there) < 2:
@@ -44,7 +44,10 @@ def interval(values: Sequence[float | None]) -> dict[str, Any] | None:
 
 
 def windows(requests: Requests, span: Span, count: int, objective: Objective) -> dict[str, Any]:
-    """Intervals over `count` windows: of each time its mean, p50 and p99 (requests due in the window), and rates."""
+    """Return intervals over `count` windows: mean, p50 and p99 of each latency, and rates.
+
+    A latency belongs to the window in which its request was due.
+    """
     found: dict[str, list[float | None]] = {}
 
     def note(name: str, value: float | None) -> None:

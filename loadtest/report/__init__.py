@@ -1,1 +1,1 @@
-"""What people read: the page, its pictures, the table, two results beside each other, progress while it runs."""
+"""The output for people: the HTML page, its pictures, tables, comparisons of two results, progress."""

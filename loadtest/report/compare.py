@@ -1,4 +1,4 @@
-"""Two results side by side: whether what differs is more than the noise of both."""
+"""Compares two results: whether a difference exceeds the noise of both."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from .terminal import plain, set_table
 from .words import NOTHING, number, percent, spread
 
 HIGHER = {**RATES, "goodput_per_s": "goodput, requests"}
-WITHIN, BETTER, WORSE, UNKNOWN = "within the noise", "better", "worse", "noise not known"
-HEADER = ("", "earlier", "this one", "difference", "which is")
+WITHIN, BETTER, WORSE, UNKNOWN = "within the noise", "better", "worse", "noise unknown"
+HEADER = ("", "earlier", "this one", "difference", "verdict")
 APART = ("options", "machine", "versions", "model", "objective")
 LENGTHS_APART = 0.1
 
 
 def compare(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """rows: {name, words, earlier, later: interval or None, change, verdict}; notes: what else differs, as sentences.
+    """Compare two documents.
 
-    A difference of the means over windows is beyond the noise where it is larger than both halves together, as the
-    square root of the sum of their squares. Raises InvalidRequest for a document of another format.
+    A difference of window means exceeds the noise if it is larger than the root of the sum of both squared half-widths.
+
+    Returns:
+        rows: {name, words, earlier, later (interval or None), change, verdict}; notes: sentences about other
+            differences.
+
+    Raises:
+        InvalidRequest: A document has another format.
     """
     for found in (earlier, later):
         checked(found, "compare", "a result")
@@ -52,17 +58,17 @@ def _difference(name: str, before: Any, after: Any) -> dict[str, Any]:
 
 
 def table(compared: dict[str, Any]) -> Table:
-    """For the terminal and the page."""
+    """Return the comparison as a table."""
     rows = [
         [row["words"], _cell(row["earlier"]), _cell(row["later"]), _signed(row["change"]), row["verdict"]]
         for row in compared["rows"]
     ]
     note = "means over the windows of each run, ± half of their 95% interval: a difference within both is noise"
-    return Table("Beside the earlier result", HEADER, rows, note)
+    return Table("Compared with the earlier result", HEADER, rows, note)
 
 
 def text(compared: dict[str, Any]) -> str:
-    """For the terminal."""
+    """Return the comparison as text for the terminal."""
     notes = (plain(f"note: {sentence}") for sentence in compared["notes"])
     return "\n".join([*set_table(table(compared)), *notes])
 
@@ -82,12 +88,12 @@ def _notes(earlier: dict[str, Any], later: dict[str, Any]) -> list[str]:
         if not found["verdict"]["valid"]
     ]
     if earlier["seed"] != later["seed"]:
-        notes.append(f"another seed: {earlier['seed']} then, {later['seed']} now")
+        notes.append(f"different seeds: {earlier['seed']} then, {later['seed']} now")
     for part in APART:
         before, after = earlier[part] or {}, later[part] or {}
         differing = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
         notes += [f"{part}, {key}: {before.get(key, NOTHING)} then, {after.get(key, NOTHING)} now" for key in differing]
     then, now = (found["windows"]["seconds"] for found in (earlier, later))
     if abs(then - now) > LENGTHS_APART * now:
-        notes.append(f"windows of {number(then)} s then, {number(now)} s now: longer ones have less noise")
+        notes.append(f"different windows: {number(then)} s then, {number(now)} s now; longer windows have less noise")
     return notes

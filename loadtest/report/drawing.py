@@ -1,7 +1,7 @@
-"""How every picture is drawn and kept: as PNG, and as SVG that takes the colours of the page it stands in.
+"""Drawing of all pictures, as PNG and as SVG that adapts to the colours of its page.
 
-Kept here: the same document gives the same bytes, with no date and no random name in them; no text is read as
-mathematics, so that no name can break a picture; nothing refers to anything outside.
+Invariants: the same document gives the same bytes (no dates, no random ids); no text is parsed as mathematics, so names
+cannot break a picture; nothing refers to external resources.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ STYLE: Any = {
     "legend.fontsize": 8.5,
     "figure.dpi": 100,
 }
-# Those of a picture must not meet those of another one on the same page.
+# Ids must be unique among all pictures of a page.
 _NAMES = re.compile(r'(?<=\bid=")|(?<=href="#)|(?<=url\(#)')
 _OUTSIDE = re.compile(
     r"<metadata>.*?</metadata>|\s(?:xmlns|xmlns:\w+)=\"[^\"]*\"|<\?xml.*?\?>|<!DOCTYPE.*?>", re.DOTALL
@@ -60,7 +60,16 @@ _SIZE = re.compile(r'<svg([^>]*?) width="[^"]*"([^>]*?)>')
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """name: of its file. alt: what somebody who cannot see it must know. svg: to be put into a page as it is."""
+    """A picture.
+
+    Attributes:
+        name: The name of its file.
+        title: Its title.
+        alt: Its text alternative.
+        caption: Its caption.
+        svg: SVG to embed into a page.
+        png: PNG.
+    """
 
     name: str
     title: str
@@ -72,7 +81,7 @@ class Picture:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Everything is drawn within it. Raises Unavailable where the extra `loadtest` is missing."""
+    """Set the drawing style within a `with` block. Raises Unavailable if the extra `loadtest` is missing."""
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -93,32 +102,32 @@ def draw(
     height_in: float = 3.0,
     **subplots: Any,
 ) -> Picture:
-    """One picture. draws: gets the axes, [rows] or [rows, columns] of them, or the one there is."""
+    """Draw one picture. `draws` gets the axes: [rows], [rows, columns] or a single one."""
     with style():
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
         draws(figure.subplots(*panels, **subplots))
         svg = _svg(figure, name)
-        figure.set_layout_engine("none")  # everything has its place by now, which took as long as drawing it
+        figure.set_layout_engine("none")  # the layout is final; computing it again takes as long as drawing
         return Picture(name, title, alt, caption, svg, _png(figure))
 
 
 def log_axis(axes: Axes, which: str) -> None:
-    """`x` or `y` becomes logarithmic, with plain numbers on it."""
+    """Make the axis `x` or `y` logarithmic, with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis = axes.xaxis if which == "x" else axes.yaxis
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     low, high = axis.get_view_interval()
-    # Over less than two decades a power of ten alone would leave the axis nearly bare.
+    # Below two decades, powers of ten alone would give too few labels.
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * max(low, 1e-12) else (1.0,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     axis.set_minor_formatter(NullFormatter())
 
 
 def legend(axes: Axes) -> None:
-    """Above the axes, at the right: it hides nothing. Nothing where nothing has a label."""
+    """Add a legend above the axes at the right, if anything has a label."""
     if not axes.get_legend_handles_labels()[0]:
         return
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=8, borderaxespad=0.2, handlelength=1.4)

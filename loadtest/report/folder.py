@@ -1,4 +1,4 @@
-"""The folder of a report: index.html, its pictures, result.json, and requests.csv with what it was all made of."""
+"""The folder of a report: index.html, its pictures, result.json, and requests.csv with the raw data."""
 
 from __future__ import annotations
 
@@ -22,10 +22,18 @@ def write(
     compare: dict[str, Any] | None = None,
     sweep: dict[str, Any] | None = None,
 ) -> None:
-    """Writes everything; what was there by those names is replaced, each file in one step, and others are left alone.
+    """Write the report. Existing files of these names are replaced atomically; other files are kept.
 
-    measured: None: no requests.csv. compare, sweep: as `compare.compare` and `sweep.sweep` made them. They are kept in
-    result.json as `compare` and `sweep`. Raises OSError, and Unavailable where the extra `loadtest` is missing.
+    Args:
+        folder: The folder, created if missing.
+        document: The document.
+        measured: The raw data for requests.csv; None to skip it.
+        compare: The result of `compare.compare`, stored in result.json as `compare`.
+        sweep: The result of `sweep.sweep`, stored in result.json as `sweep`.
+
+    Raises:
+        OSError: A file cannot be written.
+        Unavailable: The extra `loadtest` is missing.
     """
     found = dict(document)
     if compare is not None:
@@ -33,7 +41,7 @@ def write(
     if sweep is not None:
         found["sweep"] = sweep
     folder.mkdir(parents=True, exist_ok=True)
-    # First what cannot be had again; a picture can.
+    # Write the data first: pictures can be redrawn.
     save(folder / NAME, encoded(found))
     if measured is not None:
         save(folder / REQUESTS, requests(measured.outcomes))

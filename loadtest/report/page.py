@@ -1,6 +1,6 @@
-"""The report as one HTML file: nothing in it refers to anything outside, and a browser is told to fetch nothing.
+"""The report as one HTML file without external resources; its content security policy forbids any fetch.
 
-Kept here: every word that somebody else has chosen (names of tenants, options, what a server said) is escaped.
+Invariant: all text from outside (tenants, options, server messages) is escaped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ Document = dict[str, Any]
 def page(
     found: Document, pictures: Sequence[Picture], *, compare: Document | None = None, sweep: Document | None = None
 ) -> str:
-    """The whole file. pictures: of the document, and of the sweep; compare, sweep: as those functions made them."""
+    """Return the HTML of a report.
+
+    Args:
+        found: The document.
+        pictures: The pictures of the document and the sweep.
+        compare: The result of `compare.compare`.
+        sweep: The result of `sweep.sweep`.
+    """
     drawn = {picture.name: picture for picture in pictures}
     parts = [_head(found), _verdict(found), _tiles(found)]
     if sweep is not None:
@@ -37,14 +44,16 @@ def page(
         "Latency", _table(latency(found)), *(_figure(drawn.get(each)) for each in ("distributions", "latency"))
     )
     parts += _section("Throughput", _table(rates(found)), _figure(drawn.get("throughput")))
-    parts += _section("Who waited", _table(groups("tenant", found["tenants"])), _table(groups("class", found["kinds"])))
-    parts += _section("Where the time went", _figure(drawn.get("breakdown")), _table(divided(found), words=True))
+    parts += _section(
+        "By tenant and class", _table(groups("tenant", found["tenants"])), _table(groups("class", found["kinds"]))
+    )
+    parts += _section("Time by phase", _figure(drawn.get("breakdown")), _table(divided(found), words=True))
     parts += _section("The slowest requests", _figure(drawn.get("slowest")), _slowest(found["tail"]))
-    parts += _section("The server", _figure(drawn.get("occupancy")), _table(server(found), words=True))
-    parts += _section("What did not finish", _table(errors(found), words=True))
+    parts += _section("Server", _figure(drawn.get("occupancy")), _table(server(found), words=True))
+    parts += _section("Errors", _table(errors(found), words=True))
     parts += _section("Faults", _faults(found["chaos"]))
-    parts += _section("The driver", _table(lag(found)))
-    parts += _section("What was run, and on what", _configuration(found))
+    parts += _section("Driver", _table(lag(found)))
+    parts += _section("Configuration", _configuration(found))
     return _file(found["title"], "\n".join(part for part in parts if part))
 
 
@@ -109,7 +118,7 @@ def _tiles(found: Document) -> str:
 
 
 def _section(title: str, *parts: str) -> list[str]:
-    """A heading and its parts; nothing where there is none."""
+    """Return a heading and its parts; nothing without parts."""
     there = [part for part in parts if part]
     return [f"<h2>{escape(title)}</h2>", *there] if there else []
 
@@ -123,7 +132,7 @@ def _figure(picture: Picture | None) -> str:
 
 
 def _table(table: Table, *, words: bool = False) -> str:
-    """words: all of its columns are."""
+    """Render a table. With `words` all columns are text."""
     if not table.rows:
         return ""
     kind = " class=words" if words else ""

@@ -1,4 +1,4 @@
-"""The pictures of one run, each from the document alone."""
+"""The pictures of one run, drawn from the document alone."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .words import number
 Document = dict[str, Any]
 BLOCKS = {"referenced": BLUE, "cached": GREEN, "quarantined": RED, "free": GREY}
 TIMES = {"ttft": BLUE, "itl": GREEN, "e2e": PURPLE}
-SHADED = "Shaded: warm-up and drain, which are not measured."
+SHADED = "Shaded: warm-up and drain (not measured)."
 
 
 def pictures(found: Document) -> list[Picture]:
-    """Those that there is something to show of."""
+    """Draw all pictures that have data."""
     made = []
     if any(found["series"]["offered"]):
         made.append(throughput(found))
@@ -36,6 +36,7 @@ def pictures(found: Document) -> list[Picture]:
 
 
 def throughput(found: Document) -> Picture:
+    """Draw requests and tokens per second over time."""
     series, whole = found["series"], found["all"]["throughput"]
     at_s = series["at_s"]
 
@@ -43,20 +44,20 @@ def throughput(found: Document) -> Picture:
         requests, prompts, answers = axes
         requests.plot(at_s, series["offered"], color=GREY, label="offered", drawstyle="steps-mid", linewidth=1.1)
         requests.plot(at_s, series["finished"], color=BLUE, label="finished", drawstyle="steps-mid")
-        requests.set_title("requests a second")
-        # Prompts are often ten times as long as answers: on one axis the answers would lie on its floor.
+        requests.set_title("requests per second")
+        # Prompts are often ten times as long as answers, so they have an axis of their own.
         prompts.plot(at_s, series["input_tokens"], color=ORANGE, drawstyle="steps-mid")
-        prompts.set_title("input tokens a second")
+        prompts.set_title("input tokens per second")
         answers.plot(at_s, series["output_tokens"], color=GREEN, drawstyle="steps-mid")
-        answers.set_title("output tokens a second")
+        answers.set_title("output tokens per second")
         _over_time(found, axes)
 
     return draw(
         "throughput",
         "Throughput over time",
-        alt=f"Requests and tokens a second over the run; measured: {number(whole['requests_per_s'])} requests and "
-        f"{number(whole['output_tokens_per_s'])} output tokens a second.",
-        caption=f"A value for each {series['slice_s']:g} s. {_marked(found)}",
+        alt=f"Requests and tokens per second over the run; measured: {number(whole['requests_per_s'])} requests and "
+        f"{number(whole['output_tokens_per_s'])} output tokens per second.",
+        caption=f"One value per {series['slice_s']:g} s. {_marked(found)}",
         draws=draws,
         panels=(3, 1),
         height_in=5.4,
@@ -65,6 +66,7 @@ def throughput(found: Document) -> Picture:
 
 
 def latency(found: Document) -> Picture:
+    """Draw median and 99th percentile of each latency over time."""
     series, shown = found["series"], _timed(found)
 
     def draws(axes: Any) -> None:
@@ -82,7 +84,7 @@ def latency(found: Document) -> Picture:
         "latency",
         "Latency over time",
         alt=f"Median and 99th percentile of each latency over the run. {said}.",
-        caption=f"Of the requests that were due in each {series['slice_s']:g} s. {_marked(found)}",
+        caption=f"Requests due in each {series['slice_s']:g} s. {_marked(found)}",
         draws=draws,
         panels=(len(shown), 1),
         height_in=0.6 + 1.8 * len(shown),
@@ -91,11 +93,12 @@ def latency(found: Document) -> Picture:
 
 
 def _timed(found: Document) -> dict[str, str]:
-    """The latencies that any request had, with their colours."""
+    """Return the latencies that have values, with their colours."""
     return {time: colour for time, colour in TIMES.items() if any(found["series"][f"{time}_p50_ms"])}
 
 
 def distributions(found: Document) -> Picture:
+    """Draw the cumulative distribution of each latency."""
     shown = {time: points for time, points in found["curves"].items() if points}
 
     def draws(axes: Any) -> None:
@@ -118,7 +121,7 @@ def distributions(found: Document) -> Picture:
         "distributions",
         "Distributions",
         alt=f"Share of requests at or below each latency. {', '.join(_medians(found, time) for time in shown)}.",
-        caption="The share at or below each time; the time is on a logarithmic axis.",
+        caption="The share at or below each time, on a logarithmic time axis.",
         draws=draws,
         panels=(1, len(shown)),
         height_in=3.0,
@@ -127,6 +130,7 @@ def distributions(found: Document) -> Picture:
 
 
 def occupancy(found: Document) -> Picture:
+    """Draw the requests and blocks of the server over time."""
     columns = found["occupancy"]["columns"]
     states = [state for state in BLOCKS if any(columns[state])]
 
@@ -153,8 +157,8 @@ def occupancy(found: Document) -> Picture:
     return draw(
         "occupancy",
         "Occupancy",
-        alt=f"Requests and blocks of the server over the run; on average of the measured span: {said}.",
-        caption=f"What the server said of itself. {_marked(found)}",
+        alt=f"Requests and blocks of the server over the run; average over the measured span: {said}.",
+        caption=f"As reported by the server. {_marked(found)}",
         draws=draws,
         panels=(2 if states else 1, 1),
         height_in=4.2 if states else 2.4,
@@ -163,7 +167,7 @@ def occupancy(found: Document) -> Picture:
 
 
 def _over_time(found: Document, axes: Any) -> None:
-    """What all pictures over time share: the axis, what is not measured in grey, and a red line at each kill."""
+    """Set up a time axis, shade what is not measured, and mark each kill with a red line."""
     span, panels = found["span"], np.atleast_1d(axes)
     for panel in panels:
         panel.set_xlim(0, max(span["wall_s"], 1e-3))
@@ -179,12 +183,12 @@ def _over_time(found: Document, axes: Any) -> None:
 
 
 def _marked(found: Document) -> str:
-    """What is marked in pictures over time."""
+    """Describe the marks in pictures over time."""
     return SHADED if not (found["chaos"] or {}).get("kills") else f"{SHADED} Red lines: a process was killed."
 
 
 def _gaps(values: list[float | None]) -> list[float]:
-    """None as NaN, and 0 as what a logarithmic axis can show."""
+    """Replace None by NaN, and 0 by a value that a logarithmic axis can show."""
     return [float("nan") if value is None else max(value, 1e-3) for value in values]
 
 

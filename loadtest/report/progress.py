@@ -1,4 +1,4 @@
-"""How a run goes, while it goes: one line that is written anew at a terminal, a line from time to time elsewhere."""
+"""The progress of a run: a live line on a terminal, else a line from time to time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """For whoever drives: `show` as often as he likes, with what he has counted; `done` at the end.
+    """The progress display.
 
-    out: standard error; quiet: says nothing. total: how many requests are planned, None: not known.
+    Args:
+        total: The number of planned requests; None if unknown.
+        out: The output, standard error by default.
+        quiet: Whether to show nothing.
     """
 
     def __init__(self, total: int | None, *, out: TextIO | None = None, quiet: bool = False) -> None:
@@ -23,7 +26,16 @@ class Progress:
         self._next_s, self._before_s, self._tokens = 0.0, 0.0, 0
 
     def show(self, at_s: float, *, sent: int, running: int, finished: int, bad: int, tokens: int) -> None:
-        """at_s: since the start of the run; the others are totals but for `running`."""
+        """Show the progress; most calls are skipped.
+
+        Args:
+            at_s: Seconds since the start of the run.
+            sent: Requests sent so far.
+            running: Requests in flight.
+            finished: Requests finished so far.
+            bad: Requests that were refused, failed or timed out so far.
+            tokens: Tokens received so far.
+        """
         if self._quiet or at_s < self._next_s:
             return
         self._next_s = at_s + (LIVE_S if self._live else LINES_S)
@@ -31,12 +43,12 @@ class Progress:
         rate = (tokens - self._tokens) / passed_s if passed_s > 0 else 0.0
         self._before_s, self._tokens = at_s, tokens
         planned = f"/{self._total}" if self._total is not None else ""
-        wrong = f", {bad} not" if bad else ""
+        wrong = f", unsuccessful {bad}" if bad else ""
         words = f"{at_s:6.1f} s  sent {sent}{planned}, running {running}, finished {finished}{wrong}, "
         self._write(f"{words}{number(rate)} tokens/s")
 
     def done(self) -> None:
-        """Takes the live line away."""
+        """Clear the live line."""
         if self._live and not self._quiet:
             self._out.write(CLEAR)
             self._out.flush()

@@ -1,4 +1,4 @@
-"""result.json: written whole or not at all, and read back only where this version understands it."""
+"""result.json: written atomically, and read back only in a format that this version supports."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Verdict(msgspec.Struct):
 
 
 class _Compared(msgspec.Struct):
-    """What `compare` reads of a document."""
+    """The part of a document that `compare` reads."""
 
     verdict: _Verdict
     seed: int
@@ -59,23 +59,28 @@ class _Compared(msgspec.Struct):
 
 
 def save(path: Path, content: bytes) -> None:
-    """Replaces the file in one step: a reader sees the old one or the new one. Raises OSError naming the file."""
+    """Replace the file atomically.
+
+    Raises:
+        OSError: Names the file.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_bytes(content)
         beside.replace(path)
-    except OSError as error:  # of a full disk it knows no name
+    except OSError as error:  # for a full disk the error has no file name
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         beside.unlink(missing_ok=True)
 
 
 def encoded(found: dict[str, Any]) -> bytes:
+    """Encode a document as JSON."""
     return json.dumps(found, indent=1, allow_nan=False, default=str).encode() + b"\n"
 
 
 def requests(outcomes: Iterable[Outcome]) -> bytes:
-    """A line for each planned request, with what every measure is made of: so that anybody can add up anew."""
+    """Return a CSV line for each planned request, with all raw values."""
     out = io.StringIO()
     lines = csv.writer(out, lineterminator="\n")
     lines.writerow((*FIELDS, "tokens", "first_token_s", "last_token_s", "first_scheduled_us"))
@@ -88,24 +93,32 @@ def requests(outcomes: Iterable[Outcome]) -> bytes:
 
 
 def read(path: Path, option: str = "compare") -> dict[str, Any]:
-    """A document as `save` left it. Raises InvalidRequest that names the option: what is wrong with the file."""
+    """Read a document that `save` wrote.
+
+    Raises:
+        InvalidRequest: Names the option and the problem of the file.
+    """
     try:
         if path.stat().st_size > BYTES_MAX:
-            raise InvalidRequest(option, f"{path} is larger than {BYTES_MAX >> 20} MiB: no result is")
+            raise InvalidRequest(option, f"{path} is larger than {BYTES_MAX >> 20} MiB: not a result")
         found = json.loads(path.read_bytes())
     except OSError as error:
-        raise InvalidRequest(option, f"{path} cannot be read: {error.strerror}") from error
+        raise InvalidRequest(option, f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise InvalidRequest(option, f"{path} is no JSON ({error}): give the {NAME} of an earlier run") from error
+        raise InvalidRequest(option, f"{path} is not JSON ({error}): give the {NAME} of an earlier run") from error
     return checked(found, option, str(path))
 
 
 def checked(found: Any, option: str, name: str) -> dict[str, Any]:
-    """The document, if it is one of this format. Raises InvalidRequest."""
+    """Validate the format of a document.
+
+    Raises:
+        InvalidRequest: It is not a result of this format.
+    """
     if not isinstance(found, dict) or "format" not in found or "windows" not in found:
-        raise InvalidRequest(option, f"{name} is no result of this load test: give the {NAME} of an earlier run")
+        raise InvalidRequest(option, f"{name} is not a result of this load test: give the {NAME} of an earlier run")
     if found["format"] != FORMAT:
-        problem = f"{name} has format {found['format']}, and this version reads {FORMAT}: measure it anew"
+        problem = f"{name} has format {found['format']}, but this version reads {FORMAT}: run the load test again"
         raise InvalidRequest(option, problem)
     try:
         msgspec.convert(found, _Compared)
@@ -115,7 +128,7 @@ def checked(found: Any, option: str, name: str) -> dict[str, Any]:
 
 
 def _cell(value: object) -> object:
-    # A spreadsheet takes a word that begins like this for a formula.
+    # Spreadsheets would interpret text that starts like this as a formula.
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else _short(value)
 
 

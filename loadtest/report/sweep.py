@@ -1,4 +1,4 @@
-"""One run for each value of an option: the curve of latency over throughput, and its knee."""
+"""A run for each value of an option: the latency-throughput curve and its knee."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from .words import number, percent
 GOOD_SHARE_MIN = 0.9
 SLOWER_MAX = 2.0
 RULE = (
-    f"With an objective, the knee is the highest value at which, and at every lower one, at least {GOOD_SHARE_MIN:.0%} "
-    f"of the requests met it. Without one: at least {GOOD_SHARE_MIN:.0%} finished, and the median end to end is at most"
-    f" {SLOWER_MAX:g} times that of the lowest value."
+    "The knee is the highest value that the server handles well, as it does all lower ones: at least "
+    f"{GOOD_SHARE_MIN:.0%} of the requests met the objective. Without an objective: at least {GOOD_SHARE_MIN:.0%} "
+    f"finished, and the median end to end is at most {SLOWER_MAX:g} times that of the lowest value."
 )
 
 
 def sweep(option: str, runs: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
-    """option, points (one for each run, by rising value), knee {value: or None, sentence}, rule.
+    """Return option, points (one for each run, by ascending value), knee {value (or None), sentence} and rule.
 
-    runs: (value, document). A run that is invalid does not count, neither for the knee nor against it.
+    Invalid runs do not count, neither for the knee nor against it.
+
+    Args:
+        option: The swept option.
+        runs: (value, document) of each run.
     """
     points = [_point(value, found) for value, found in sorted(runs, key=lambda run: run[0])]
     return {"option": option, "points": points, "knee": _knee(option, points), "rule": RULE}
@@ -52,16 +56,16 @@ def _point(value: float, found: dict[str, Any]) -> dict[str, Any]:
 def _knee(option: str, points: list[dict[str, Any]]) -> dict[str, Any]:
     counted = [point for point in points if point["valid"] and point["good_share"] is not None]
     if not counted:
-        return {"value": None, "sentence": "no run is valid: the knee is not known"}
+        return {"value": None, "sentence": "no run is valid: the knee is unknown"}
     carried = 0
     while carried < len(counted) and _well(counted[carried], counted[0]):
         carried += 1
     if not carried:
         first = counted[0]
-        return {"value": None, "sentence": f"{option} {first['value']:g} is too much already: {_why(first, first)}"}
+        return {"value": None, "sentence": f"the knee is below {option} {first['value']:g}: {_why(first, first)}"}
     last = counted[carried - 1]
     if carried == len(counted):
-        sentence = f"no knee up to {option} {last['value']:g}: that is still served well"
+        sentence = f"no knee up to {option} {last['value']:g}"
     else:
         beyond = counted[carried]
         sentence = f"the knee is at {option} {last['value']:g}: at {beyond['value']:g}, {_why(beyond, counted[0])}"
@@ -88,7 +92,7 @@ def _why(point: dict[str, Any], lowest: dict[str, Any]) -> str:
 
 
 def table(swept: dict[str, Any]) -> Table:
-    """A row for each value."""
+    """Return a table with a row for each value."""
     header = (swept["option"], "offered/s", "finished/s", "out tokens/s", "good", "ttft p50", "ttft p99", "itl p50",
               "itl p99", "e2e p50", "e2e p99", "valid")  # fmt: skip
     rows = []
@@ -101,12 +105,12 @@ def table(swept: dict[str, Any]) -> Table:
 
 
 def text(swept: dict[str, Any]) -> str:
-    """For the terminal."""
+    """Return the sweep as text for the terminal."""
     return "\n".join([*set_table(table(swept)), f"{swept['knee']['sentence']}"])
 
 
 def picture(swept: dict[str, Any]) -> Picture:
-    """Latency over what came out, and what came out over what was put in."""
+    """Draw latency over throughput, and throughput over the swept value."""
     points, knee = swept["points"], swept["knee"]["value"]
 
     def draws(axes: Any) -> None:
@@ -120,7 +124,7 @@ def picture(swept: dict[str, Any]) -> Picture:
             places = [point["output_tokens_per_s"] for point in there]
             latency.plot(places, [point[name] for point in there], color=colour, marker="o", markersize=4, label=words)
         log_axis(latency, "y")
-        latency.set_xlabel("output tokens a second")
+        latency.set_xlabel("output tokens per second")
         latency.set_title("latency, ms")
         values = [point["value"] for point in points]
         for name, words, colour in (
@@ -133,7 +137,7 @@ def picture(swept: dict[str, Any]) -> Picture:
         if knee is not None:
             output.axvline(knee, color=RED, linestyle="--", linewidth=1, label="knee")
         output.set_xlabel(swept["option"])
-        output.set_title("requests a second")
+        output.set_title("requests per second")
         output.set_ylim(bottom=0)
         output.legend(loc="upper left", handlelength=1.4)
         legend(latency)
@@ -143,7 +147,7 @@ def picture(swept: dict[str, Any]) -> Picture:
         "The latency-throughput curve",
         alt=f"{len(points)} runs, {swept['option']} {points[0]['value']:g} to {points[-1]['value']:g}; "
         f"{swept['knee']['sentence']}.",
-        caption="Left: each run by what came out. Right: what was offered, what finished, what met the objective.",
+        caption="Left: latency by throughput. Right: requests offered, finished, and meeting the objective.",
         draws=draws,
         panels=(1, 2),
         height_in=3.4,

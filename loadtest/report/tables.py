@@ -1,4 +1,4 @@
-"""The tables of a document: rows of text, which the terminal and the page set each in their way."""
+"""The tables of a document as rows of text, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ RATES = {
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """title: what it is of; the first column is words, the others are numbers. note: a sentence under it, or ""."""
+    """A table.
+
+    Attributes:
+        title: Its title.
+        header: The names of the columns.
+        rows: The rows; the first column is text, the others are numbers.
+        note: A sentence below it, or "".
+    """
 
     title: str
     header: Sequence[str]
@@ -33,13 +40,14 @@ class Table:
 
 
 def tables(found: Document) -> list[Table]:
-    """All that have a row, the most important first."""
+    """Return all tables with rows, the most important first."""
     made = [latency(found), rates(found), groups("tenant", found["tenants"]), groups("class", found["kinds"])]
     made += [divided(found), server(found), errors(found), lag(found)]
     return [table for table in made if table.rows]
 
 
 def latency(found: Document) -> Table:
+    """Return the table of latencies."""
     intervals = found["windows"]["intervals"]
     rows = []
     for key, words in LATENCIES.items():
@@ -51,28 +59,32 @@ def latency(found: Document) -> Table:
 
 
 def noise(found: Document) -> str:
+    """Return a note about confidence intervals, if there are any."""
     windows = found["windows"]
     if not any(windows["intervals"].values()):
         return ""
     return (
         f"± is half of a {windows['confidence']:.0%} interval over {windows['count']} windows of "
-        f"{number(windows['seconds'])} s; a latency counts from the moment the request was meant to be sent"
+        f"{number(windows['seconds'])} s; latencies count from the intended arrival of a request"
     )
 
 
 def rates(found: Document) -> Table:
+    """Return the table of throughput."""
     intervals, whole = found["windows"]["intervals"], found["all"]
     rows = [[words, spread(whole["throughput"][key], intervals.get(key))] for key, words in RATES.items()]
     rows.append([good_words(found), spread(whole["goodput"]["requests_per_s"], intervals.get("goodput_per_s"))])
-    return Table("Throughput, a second", ("", "of the measured span"), rows)
+    return Table("Throughput, per second", ("", "measured span"), rows)
 
 
 def good_words(found: Document) -> str:
+    """Describe the goodput and its objective."""
     bounds = ", ".join(f"{name} ≤ {milliseconds(bound)}" for name, bound in found["objective"].items())
     return f"goodput ({bounds}): {percent(found['all']['goodput']['share'])}" if bounds else "goodput (no objective)"
 
 
 def groups(word: str, by_name: Document) -> Table:
+    """Return the table of tenants or classes."""
     header = (word, "due", "finished", "ttft p50", "ttft p99", "itl p50", "itl p99", "e2e p50", "e2e p99",
               "out tokens/s", "good", "cached")  # fmt: skip
     rows = []
@@ -98,7 +110,7 @@ NAMELESS = "(none)"
 
 
 def divided(found: Document) -> Table:
-    """Where the time of all requests went, and of the tail; then by tenant and by class."""
+    """Return where time was spent by all requests and by the tail, then by tenant and class."""
     rows = []
     for part, each in found["why"].items():
         rows.append([which(part, each), str(each["requests"]), number(each["mean_ms"]), shares(each)])
@@ -108,51 +120,54 @@ def divided(found: Document) -> Table:
                 for word, by_name in (("tenant", each["tenants"]), ("class", each["kinds"]))
                 for key, one in by_name.items()
             ]
-    return Table("Where the time went", ("", "requests", "mean, ms", "share of their time"), rows)
+    return Table("Time by phase", ("", "requests", "mean, ms", "share of time"), rows)
 
 
 def server(found: Document) -> Table:
+    """Return the table of the server's own counts."""
     rows = []
     for key in ("pending", "running", "referenced", "cached", "free", "quarantined"):
         values = found["occupancy"][key]
         if values is not None and (values["max"] or key in ("pending", "running")):
             what = "requests" if key in ("pending", "running") else "blocks"
-            rows.append([f"{what} {key}", f"{number(values['mean'])} mean, {number(values['max'])} at most"])
+            rows.append([f"{what} {key}", f"{number(values['mean'])} mean, {number(values['max'])} max"])
     counted = found["server"]
     if counted is not None:
         rows.append(["preemptions", str(counted["preemptions"])])
-        rows.append(["computed again after them", f"{percent(counted['recomputed_share'])} of all computed tokens"])
+        rows.append(["recomputed after preemption", f"{percent(counted['recomputed_share'])} of all computed tokens"])
         rows.append(["steps", f"{counted['steps']:,}"])
     prefix = found["prefix"]
     if prefix["queried_tokens"]:
         hits = f"{percent(prefix['share'])} of {prefix['queried_tokens']:,} tokens"
-        rows.append(["found in the prefix cache", hits])
+        rows.append(["prefix cache hits", hits])
         if "infinite" in prefix:
-            rows.append(["a cache without a limit", percent(prefix["infinite"]["share"])])
-    return Table("The server", ("", ""), rows)
+            rows.append(["hits of an unlimited cache", percent(prefix["infinite"]["share"])])
+    return Table("Server", ("", ""), rows)
 
 
 def errors(found: Document) -> Table:
+    """Return the table of errors."""
     rows = [
         [error["state"].replace("_", " "), error["code"], str(error["count"]), error["message"]]
         for error in found["all"]["errors"]
     ]
-    return Table("What did not finish", ("end", "code", "count", "the first of them said"), rows)
+    return Table("Errors", ("state", "code", "count", "first message"), rows)
 
 
 def lag(found: Document) -> Table:
+    """Return the table of the driver's lag."""
     judged = found["verdict"]
     rows = [
-        [f"late in {words}", *(number(row[column]) for column in ("p50", "p99", "max")), str(row["count"])]
+        [f"lag in {words}", *(number(row[column]) for column in ("p50", "p99", "max")), str(row["count"])]
         for key, words in LAGS.items()
         if (row := judged["lag_ms"][key]) is not None
     ]
     note = f"{judged['drivers']} processes, the busiest used {judged['cpu_share_max']:.0%} of a core"
-    return Table("The driver itself, ms", ("", "p50", "p99", "max", "count"), rows, note)
+    return Table("Driver, ms", ("", "p50", "p99", "max", "count"), rows, note)
 
 
 def ends(found: Document) -> str:
-    """How the requests of the span ended, in a sentence."""
+    """Describe how the requests of the span ended, in one sentence."""
     requests, span = found["all"]["requests"], found["span"]
     said = ", ".join(f"{requests[end]} {end.replace('_', ' ')}" for end in ENDS if requests[end])
     return (

@@ -1,4 +1,4 @@
-"""The document for somebody at a terminal."""
+"""The document as text for a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CELL_MAX = 120
 
 
 def text(found: dict[str, Any]) -> str:
-    """The verdict first, then the tables. What a server said is printed without its control characters."""
+    """Return the verdict and the tables, without control characters from the server's messages."""
     model = found["model"]
     lines = [
         verdict_line(found),
@@ -35,23 +35,21 @@ def text(found: dict[str, Any]) -> str:
 
 
 def verdict_line(found: dict[str, Any]) -> str:
-    """One line: whether these numbers count."""
+    """Return one line about the validity of the run."""
     judged = found["verdict"]
     if not judged["valid"]:
         return "INVALID: this is not a measurement of the server"
     lags = [lag["p99"] for lag in judged["lag_ms"].values() if lag is not None]
-    return (
-        f"valid: the driver was at most {max(lags):.2f} ms late at p99, of {judged['limit_ms']:.2f} ms that it may be"
-    )
+    return f"valid: the driver was at most {max(lags):.2f} ms late at p99 (limit {judged['limit_ms']:.2f} ms)"
 
 
 def plain(line: str) -> str:
-    """Without characters that a terminal obeys."""
+    """Replace control characters, which a terminal would interpret."""
     return "".join(" " if unicodedata.category(letter).startswith("C") else letter for letter in line)
 
 
 def set_table(each: Table) -> list[str]:
-    """Its lines."""
+    """Return the lines of a table."""
     header: Sequence[str] = (each.title, *each.header[1:])
     lines = table(header, [[cell[:CELL_MAX] for cell in map(plain, row)] for row in each.rows]).splitlines()
     return [*lines, each.note] if each.note else lines

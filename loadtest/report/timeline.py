@@ -1,4 +1,4 @@
-"""What requests waited for: the slowest one by one, and how the time of all and of the tail divides."""
+"""The phases of requests: the slowest ones individually, and the time of all requests and of the tail by phase."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ STATES = {
 }
 OTHER = "#c084fc"
 BAR = 0.68
-SHARE_MIN = 1e-3  # less than that nobody sees
+SHARE_MIN = 1e-3  # smaller shares are invisible
 
 
 def timeline(found: dict[str, Any]) -> Picture:
-    """A row for each request of the tail, the slowest first; its time begins where it was meant to be sent."""
+    """Draw a row for each request of the tail, the slowest first, from its intended arrival on."""
     tail = found["tail"]
 
     def draws(axes: Any) -> None:
@@ -41,20 +41,20 @@ def timeline(found: dict[str, Any]) -> Picture:
                 colour = seen.setdefault(state, STATES.get(state, OTHER))
                 axes.broken_barh([(low, high - low)], (row - BAR / 2, BAR), color=colour, linewidth=0)
         _rows(axes, [name(request) for request in tail], seen)
-        axes.set_xlabel("seconds since it was meant to be sent")
+        axes.set_xlabel("seconds since the intended arrival")
 
     return draw(
         "slowest",
         "The slowest requests",
         alt="; ".join(f"{name(request)}: {_said(request)}" for request in tail),
-        caption="What each waited for, and what worked for it.",
+        caption="The phases of each request.",
         draws=draws,
         height_in=1.0 + 0.3 * len(tail),
     )
 
 
 def divided(found: dict[str, Any]) -> Picture:
-    """A bar each for all requests and for those of the tail, divided into the phases where their time went."""
+    """Draw a bar for all requests and for each part of the tail, divided into phases."""
     parts = list(found["why"].items())
 
     def draws(axes: Any) -> None:
@@ -72,27 +72,27 @@ def divided(found: dict[str, Any]) -> Picture:
 
     return draw(
         "breakdown",
-        "Where the time went",
+        "Time by phase",
         alt="; ".join(f"{which(part, each)}: {shares(each)}" for part, each in parts),
-        caption="Of finished requests; each counts alike, however long it took.",
+        caption="Finished requests with equal weight.",
         draws=draws,
         height_in=1.0 + 0.34 * len(parts),
     )
 
 
 def which(part: str, each: dict[str, Any]) -> str:
-    """Which requests a part of the breakdown is of."""
+    """Describe the requests of a part of the breakdown."""
     return "all finished" if part == "all" else f"{part}: {number(each['at_least_ms'])} ms or more"
 
 
 def shares(each: dict[str, Any]) -> str:
-    """In words, the largest first; what is less than a thousandth is left out."""
+    """List the shares in words, the largest first, without those below a thousandth."""
     there = sorted(((share, state) for state, share in each["share"].items() if share >= SHARE_MIN), reverse=True)
     return ", ".join(f"{state} {percent(share)}" for share, state in there)
 
 
 def _rows(axes: Any, labels: list[str], seen: dict[str, str]) -> None:
-    """What both share: a name for each row, from the top, and what each colour means."""
+    """Label each row from the top and each colour."""
     for state in (*STATES, *(state for state in seen if state not in STATES)):
         if state in seen:
             axes.broken_barh([], (0, 0), color=seen[state], label=state)
@@ -104,14 +104,14 @@ def _rows(axes: Any, labels: list[str], seen: dict[str, str]) -> None:
 
 
 def name(request: dict[str, Any]) -> str:
-    """The coordinator's number, or where it has none the session and its turn."""
+    """Return the coordinator's request id, or else the session and its turn."""
     if request.get("request_id"):
         return f"request {request['request_id']}"
     return f"session {request.get('session', 0)}.{request.get('turn', 0)}"
 
 
 def shares_ms(request: dict[str, Any]) -> dict[str, float]:
-    """How long it was in each state, longest first."""
+    """Return the time in each state, the longest first."""
     found: dict[str, float] = {}
     for segment in request.get("segments") or ():
         found[segment["state"]] = found.get(segment["state"], 0.0) + (segment["to_s"] - segment["from_s"]) * 1e3
@@ -119,4 +119,4 @@ def shares_ms(request: dict[str, Any]) -> dict[str, float]:
 
 
 def _said(request: dict[str, Any]) -> str:
-    return ", ".join(f"{state} {ms:,.0f} ms" for state, ms in shares_ms(request).items()) or "nothing is known"
+    return ", ".join(f"{state} {ms:,.0f} ms" for state, ms in shares_ms(request).items()) or "unknown"

@@ -1,4 +1,4 @@
-"""How numbers are written, in the terminal and on the page alike."""
+"""Number formats of the terminal and the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NOTHING = "-"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """With so many significant digits, and none of the digits before the point lost: 0.0123, 4.57, 1,235."""
+    """Format a number with this many significant digits, never dropping integer digits: 0.0123, 4.57, 1,235."""
     if value is None:
         return NOTHING
     if value == 0:
@@ -23,19 +23,20 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def spread(value: float | None, interval: Mapping[str, Any] | None) -> str:
-    """A value and the half of its interval: 12.3 ±0.4."""
+    """Format a value with the half-width of its interval: 12.3 ±0.4."""
     return number(value) if value is None or interval is None else f"{number(value)} ±{number(interval['half'], 2)}"
 
 
 def percent(share: float | None) -> str:
+    """Format a share as a percentage."""
     return NOTHING if share is None else f"{share:.1%}"
 
 
 def pairs(values: Mapping[str, Any]) -> str:
-    """`name value, name value` of what is neither None nor empty."""
+    """Format `name value, name value`, without None and empty values."""
     return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None and value != "")
 
 
 def milliseconds(value: float) -> str:
-    """In the unit that suits it: 500 ms, 10 s."""
+    """Format a duration with a suitable unit: 500 ms, 10 s."""
     return f"{value / 1e3:g} s" if value >= 1e3 else f"{value:g} ms"

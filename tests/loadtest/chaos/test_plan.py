@@ -34,14 +34,14 @@ def test_they_come_in_the_order_of_their_times_and_some_for_ever() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("worker", "'worker' does not say whom and when: give WHO:TIME"),
-        (":10s", "':10s' does not say whom and when"),
-        ("worker:10s,", "'' does not say whom and when"),
-        ("worker:soon", "'soon' is no time"),
-        ("worker:every=", "'' is no time"),
+        ("worker", "'worker' lacks a name or a time: expected NAME:TIME"),
+        (":10s", "':10s' lacks a name or a time"),
+        ("worker:10s,", "'' lacks a name or a time"),
+        ("worker:soon", "invalid time 'soon'"),
+        ("worker:every=", "invalid time ''"),
         ("worker:-1s", "the time must be 0 to 86400 seconds"),
         ("worker:nan", "the time must be 0"),
-        ("worker:every=0.1s", "at most once every 1 s"),
+        ("worker:every=0.1s", "the interval must be at least 1 s"),
     ],
 )
 def test_a_wrong_one_names_the_option_and_what_to_do(text: str, problem: str) -> None:

@@ -77,7 +77,7 @@ def test_a_run_without_faults_keeps_it() -> None:
     assert promise.kept and (promise.accepted, promise.finished, promise.compared) == (18, 18, 18)
     assert promise.compared_tokens == 18 * 8
     assert promise.sentences() == [
-        "the promise was kept: 18 of 18 accepted requests ended finished, 0 were lost; 18 answers (144 tokens) were "
+        "the promise was kept: 18 of 18 accepted requests finished, 0 were lost; 18 answers (144 tokens) were "
         "compared with undisturbed twins, 0 differ, 0 have no twin"
     ]
 
@@ -112,7 +112,7 @@ def test_a_changed_token_is_named(turn: int) -> None:
     first = promise.differences[0]
     assert not promise.kept
     assert (first.request_id, first.offset, first.token, first.twin_token) == (wrong.request_id, 5, right + 1, right)
-    assert f"request {wrong.request_id} changed: its token 5 is {right + 1}, undisturbed it is {right}" in (
+    assert f"request {wrong.request_id} changed: token 5 is {right + 1}, without faults it is {right}" in (
         promise.sentences()
     )
 

@@ -51,7 +51,7 @@ def test_tokens_that_shared_an_event_are_stamped_with_the_last() -> None:
 
 def test_a_server_that_counts_in_each_event_says_when_each_token_came() -> None:
     outcome, end = read(event("ab", usage=usage(2)), event("cde", usage=usage(5)), event("", "length", usage=usage(5)))
-    assert end == (FAILED, "protocol_error", "5 tokens were generated, 3 were asked for")
+    assert end == (FAILED, "protocol_error", "5 tokens were generated, but only 3 were requested")
     outcome, end = read(event("ab", usage=usage(2)), event("cde", "length", usage=usage(5)), DONE, asked=5)
     assert list(outcome.tokens_s) == [2.0, 2.0, 3.0, 3.0, 3.0]
 

@@ -45,13 +45,13 @@ def test_of_the_null_server() -> None:
 @pytest.mark.parametrize(
     ("response", "error", "says"),
     [
-        (whole("200 OK", b'{"data": [{"id": "a"}, {"id": "b"}]}'), InvalidRequest, "name one of a, b"),
+        (whole("200 OK", b'{"data": [{"id": "a"}, {"id": "b"}]}'), InvalidRequest, "choose one of a, b"),
         (whole("200 OK", b'{"data": []}'), InvalidRequest, "lists no model"),
-        (whole("200 OK", b"<html>"), ProtocolError, "no list of models"),
+        (whole("200 OK", b"<html>"), ProtocolError, "not return a list of models"),
         (whole("401 Unauthorized", b'{"error": {"message": "no key"}}'), NotAllowed, "no key.*OPENAI_API_KEY"),
         (whole("404 Not Found", b""), Unavailable, "status 404"),
         (b"SMTP ready\r\n", ProtocolError, "does not speak HTTP"),
-        (whole("200 OK", b" " * 20_000), ProtocolError, "more than 10000 bytes"),
+        (whole("200 OK", b" " * 20_000), ProtocolError, "exceeds 10000 bytes"),
         (b"", Unavailable, "without an answer"),
     ],
 )

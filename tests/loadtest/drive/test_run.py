@@ -104,7 +104,7 @@ def test_a_proof_whose_null_server_dies_is_none(monkeypatch: pytest.MonkeyPatch)
         async with null_server(HTTP) as pid:
             os.kill(int(pid), signal.SIGKILL)
 
-    with pytest.raises(InternalError, match="ended with status -9"):
+    with pytest.raises(InternalError, match="ended early with status -9"):
         asyncio.run(main())
 
 

@@ -42,7 +42,7 @@ def test_a_fleet_answers_the_same_when_a_worker_and_the_coordinator_die_meanwhil
                     assert await _answers(requests) == quiet
                     await fleet.wait_ready()
                     assert len(fleet.pids()) == 3 and pid not in fleet.pids().values()
-            with pytest.raises(InvalidRequest, match="no 'worker-7' runs"):
+            with pytest.raises(InvalidRequest, match="unknown process 'worker-7'"):
                 fleet.kill("worker-7")
             runtime = fleet.runtime
         assert not runtime.exists()
@@ -60,7 +60,7 @@ def test_a_fleet_that_cannot_start_says_why() -> None:
         asyncio.run(run())
     with pytest.raises(InvalidRequest, match="--workers: is 0"):
         Fleet(workers=0)
-    with pytest.raises(InvalidRequest, match="--config: has a section 'journal'"):
+    with pytest.raises(InvalidRequest, match="--config: unknown section 'journal'"):
         Fleet(coordinator_settings={"journal": {}})
 
 
@@ -83,8 +83,8 @@ def test_several_replicas_are_chosen_from(policy: str, tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--replicas", "2", "--rate", "1"], "replicas: is for --no-model"),
-        (["--no-model", "--replicas", "2", "--kill", "worker:1s"], "kill: is for one coordinator"),
+        (["--replicas", "2", "--rate", "1"], "replicas: requires --no-model"),
+        (["--no-model", "--replicas", "2", "--kill", "worker:1s"], "kill: supports one coordinator"),
     ],
 )
 def test_replicas_are_of_fleets_that_nobody_kills(

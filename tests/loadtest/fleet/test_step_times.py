@@ -61,15 +61,15 @@ def test_every_table_that_ships_has_room_for_a_context_and_says_where_it_is_from
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"pass_ms": [1.0]}, "pass_ms has 1 items, and tokens 5"),
-        ({"tokens": [1, 16, 16, 256, 8192]}, "tokens must rise"),
-        ({"pass_ms": [5, 4, 4, 7, 9]}, "pass_ms must not fall"),
+        ({"pass_ms": [1.0]}, "pass_ms has 1 items, but tokens has 5"),
+        ({"tokens": [1, 16, 16, 256, 8192]}, "tokens must be ascending"),
+        ({"pass_ms": [5, 4, 4, 7, 9]}, "pass_ms must not decrease"),
         ({"source": "guessed"}, "source must be one of"),
         ({"context_ns": -1.0}, r"\$.context_ns"),
         ({"pair_ns": float("inf")}, r"\$.pair_ns"),
         ({"pass_ms": [1, 2, 3, 4, float("inf")]}, r"\$.pass_ms"),
         ({"kv_bytes": 3}, "unknown field `kv_bytes`"),
-        ({"weight_bytes": 140_000_000_000}, "weight_bytes leave nothing"),
+        ({"weight_bytes": 140_000_000_000}, "weight_bytes leaves no room"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -83,5 +83,5 @@ def test_a_name_that_is_nowhere_gets_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="h200-70b, h200-8b"):
         load("h100-8b")
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(InvalidRequest, match="no table of step times"):
+    with pytest.raises(InvalidRequest, match="not a table of step times"):
         load(str(tmp_path / "broken.json"))

@@ -113,7 +113,7 @@ def test_common_runs() -> None:
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"requests": [_request(0, 150, 20, [[1, 3]])]}, "3 blocks of 64 stand for 150 tokens"),
+        ({"requests": [_request(0, 150, 20, [[1, 3]])]}, "3 blocks of 64 do not match 150 tokens"),
         ({"requests": [_request(0, 0, 20, [])]}, "no prompt"),
         ({"requests": [_request(0, 64, -1, [[1, 1]])]}, r"requests\[0\].out"),
         ({"requests": "none"}, "Expected `array`"),

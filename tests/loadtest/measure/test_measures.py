@@ -160,11 +160,11 @@ def test_a_run_of_nothing_is_a_document_too() -> None:
     found = document(Measured(outcomes=[]), Context(options={}))
     assert not found["verdict"]["valid"] and found["all"]["latency_ms"]["ttft"] is None
     unsent = document(Measured(outcomes=[Outcome(session=0, due_s=0.0)], wall_s=1.0), Context(options={}))
-    assert "lag is not known" in unsent["verdict"]["why"][0]
+    assert "lag is unknown" in unsent["verdict"]["why"][0]
 
 
 @pytest.mark.parametrize(
-    ("where", "word"), [("late_s", "ticks of its clock"), ("null", "null server"), ("due", "turns")]
+    ("where", "word"), [("late_s", "clock ticks"), ("null", "null server"), ("due", "due requests")]
 )
 def test_a_late_driver_makes_a_run_invalid(where: str, word: str) -> None:
     measured = run(duration_s=5)

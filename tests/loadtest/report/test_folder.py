@@ -106,11 +106,11 @@ def test_a_run_in_which_nothing_finished_has_a_report(tmp_path: Path, state: str
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "cannot be read"),
-        ("{", "is no JSON"),
-        ("[]", "is no result"),
-        ('{"format": 1}', "is no result"),
-        ('{"format": 99, "windows": {}}', "has format 99, and this version reads 1"),
+        (None, "cannot read"),
+        ("{", "is not JSON"),
+        ("[]", "is not a result"),
+        ('{"format": 1}', "is not a result"),
+        ('{"format": 99, "windows": {}}', "has format 99, but this version reads 1"),
     ],
 )
 def test_what_is_no_result_of_this_format_is_refused(tmp_path: Path, content: str | None, words: str) -> None:
@@ -180,10 +180,10 @@ def test_two_results_are_compared_with_their_noise() -> None:
     assert verdicts["itl_mean_ms"] == "worse" and verdicts["output_tokens_per_s"] == "better"
     assert {row["verdict"] for row in compare(quick, quick)["rows"]} == {"within the noise"}
     assert sum(row["verdict"] != "within the noise" for row in compare(quick, again)["rows"]) <= 2
-    assert any("another seed: 0 then, 1 now" in note for note in compare(quick, again)["notes"])
+    assert any("different seeds: 0 then, 1 now" in note for note in compare(quick, again)["notes"])
     alone = json.loads(json.dumps(quick))
     alone["windows"]["intervals"] = dict.fromkeys(alone["windows"]["intervals"])
-    assert {row["verdict"] for row in compare(alone, quick)["rows"]} == {"noise not known"}
+    assert {row["verdict"] for row in compare(alone, quick)["rows"]} == {"noise unknown"}
 
 
 def points(*runs: tuple[float, float, float, bool]) -> list[tuple[float, dict[str, Any]]]:

@@ -23,7 +23,7 @@ def shown(out: io.StringIO, *, quiet: bool = False) -> str:
 def test_elsewhere_a_line_every_ten_seconds() -> None:
     lines = shown(io.StringIO()).splitlines()
     assert [line.split(" s ")[0].strip() for line in lines] == ["0.0", "10.0", "20.0"]
-    assert lines[-1].endswith("sent 200/100, running 2, finished 200, 1 not, 50.0 tokens/s")
+    assert lines[-1].endswith("sent 200/100, running 2, finished 200, unsuccessful 1, 50.0 tokens/s")
 
 
 def test_at_a_terminal_one_line_that_is_taken_away() -> None:
