@@ -62,15 +62,15 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Workers ready", {"": f"sum({gauge('kvforge_worker_state', READY)})"}, kind="stat", width=3),
         Panel("Running", {"": f"sum({gauge('kvforge_requests_running', TENANT)})"}, kind="stat", width=3),
         Panel("Waiting", {"": f"sum({gauge('kvforge_requests_waiting', TENANT)})"}, kind="stat", width=3),
-        Panel("Tokens a second", {"": f"sum({rate('kvforge_generated_tokens_total')})"}, kind="stat", width=3),
+        Panel("Tokens per second", {"": f"sum({rate('kvforge_generated_tokens_total')})"}, kind="stat", width=3),
         Panel("Prefix cache hits", {"": HIT}, "percentunit", "stat", 3),
-        Panel("Blocks held", {"": f"sum({HELD}) / sum({gauge('kvforge_blocks', WORKER)})"}, "percentunit", "stat", 3),
+        Panel("Blocks in use", {"": f"sum({HELD}) / sum({gauge('kvforge_blocks', WORKER)})"}, "percentunit", "stat", 3),
         Panel("Model", {"{{model}}": gauge("kvforge_model_info")}, kind="stat", width=3),
     ),
     "Latency": (
         Panel("Time to first token", quantiles("kvforge_time_to_first_token_seconds"), "s"),
-        Panel("Between tokens", quantiles("kvforge_inter_token_seconds"), "s"),
-        Panel("Whole request", quantiles("kvforge_request_seconds"), "s"),
+        Panel("Time between tokens", quantiles("kvforge_inter_token_seconds"), "s"),
+        Panel("End to end", quantiles("kvforge_request_seconds"), "s"),
         Panel("Time in the queue", quantiles("kvforge_request_queue_seconds"), "s"),
         Panel(
             "Time to first token by tenant, p95",
@@ -98,7 +98,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "prompts": f"sum({rate('kvforge_prefilled_tokens_total')})",
             "generated": f"sum({rate('kvforge_generated_tokens_total')})",
             "computed": rate("kvforge_computed_tokens_total", ALL),
-            "computed again": f"sum({rate('kvforge_recomputed_tokens_total')})",
+            "recomputed": f"sum({rate('kvforge_recomputed_tokens_total')})",
         }),
         Panel("Waiting by tenant", by("tenant", gauge("kvforge_requests_waiting", TENANT)), stacked=True),
     ),
@@ -110,13 +110,13 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         }, "percentunit"),
         Panel("Blocks by tenant", by("tenant", gauge("kvforge_tenant_blocks", TENANT)), stacked=True),
         Panel("Preemptions, by cause", by("cause", rate("kvforge_preemptions_total")), "ops"),
-        Panel("Blocks handed out and back", {
-            "out": f"sum({rate('kvforge_blocks_allocated_total', WORKER)})",
-            "back": f"sum({rate('kvforge_blocks_freed_total', WORKER)})",
+        Panel("Blocks allocated and freed", {
+            "allocated": f"sum({rate('kvforge_blocks_allocated_total', WORKER)})",
+            "freed": f"sum({rate('kvforge_blocks_freed_total', WORKER)})",
         }, "ops"),
         Panel("Sequences", {
             "sequences": gauge("kvforge_sequences"),
-            "evicted a second": rate("kvforge_sequences_evicted_total", ALL),
+            "evicted per second": rate("kvforge_sequences_evicted_total", ALL),
         }),
     ),
     "Workers": (
@@ -124,28 +124,28 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Requests", by("worker", gauge("kvforge_worker_requests_running", WORKER)), stacked=True),
         Panel("Memory by purpose", {"{{worker}} {{purpose}}": MEMORY}, "bytes", stacked=True),
         Panel("State", {"{{worker}} {{state}}": f"{gauge('kvforge_worker_state', WORKER)} == 1"}),
-        Panel("Came, came back, left, lost", {
+        Panel("Registered, returned, left, lost", {
             name: f"increase(kvforge_workers_{name}_total{{{ALL}}}[{RATE}])"
             for name in ("registered", "returned", "left", "lost")
         }),
-        Panel("Steps a second", {"steps": rate("kvforge_steps_total", ALL)}, "ops"),
+        Panel("Steps per second", {"steps": rate("kvforge_steps_total", ALL)}, "ops"),
     ),
     "Coordinator": (
-        Panel("Turns a second", {"turns": rate("kvforge_turns_total", ALL)}, "ops"),
+        Panel("Loop iterations per second", {"iterations": rate("kvforge_turns_total", ALL)}, "ops"),
         Panel("Journal since the last snapshot", {"bytes": gauge("kvforge_journal_bytes")}, "bytes"),
         Panel("Restarts", {"restarts": gauge("kvforge_coordinator_restarts_total")}),
-        Panel("Age of its numbers", {"age": gauge("kvforge_published_age_seconds")}, "s"),
+        Panel("Age of the metrics", {"age": gauge("kvforge_published_age_seconds")}, "s"),
         Panel("Connections", {"clients": gauge("kvforge_clients")}),
-        Panel("Paused streams", {"paused a second": rate("kvforge_streams_paused_total", ALL)}, "ops"),
+        Panel("Paused streams", {"paused per second": rate("kvforge_streams_paused_total", ALL)}, "ops"),
     ),
     "HTTP": (
         Panel("Requests by path", by("path", rate("kvforge_http_requests_total", ALL)), "reqps", stacked=True),
         Panel("Requests by status", by("status", rate("kvforge_http_requests_total", ALL)), "reqps", stacked=True),
-        Panel("Being answered", {"open": gauge("kvforge_http_requests_open")}),
-        Panel("Seconds by path, p95", {
+        Panel("Open requests", {"open": gauge("kvforge_http_requests_open")}),
+        Panel("Duration by path, p95", {
             "{{path}}": slowest("kvforge_http_request_seconds", ALL, "path"),
         }, "s"),
-        Panel("Bytes a second", {
+        Panel("Bytes per second", {
             "received": rate("kvforge_http_received_bytes_total", ALL),
             "sent": rate("kvforge_http_sent_bytes_total", ALL),
         }, "Bps"),
