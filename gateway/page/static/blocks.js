@@ -1,8 +1,8 @@
-// Every block as it is now: holders, tenant, and since when it has had its content.
+// The state of every block: reference count, tenant, and the age of its content.
 import { columns } from "./unpack.js";
 
 export const FREE = 0;
-export const CACHED = 1; // or in quarantine, until a step is over: the tables do not tell these apart
+export const CACHED = 1; // or quarantined until a step completes: the tables do not distinguish them
 export const HELD = 2;
 export const SHARED = 3;
 export const STATES = ["free", "cached", "held", "shared"];
@@ -23,7 +23,7 @@ export class Blocks {
     this.sinceMs = new Float64Array(count);
   }
 
-  // Takes a frame. Returns the ids that changed, null where all did, undefined where it does not go on from ours.
+  // Applies a frame. Returns the changed ids, null if all changed, undefined if the frame does not follow ours.
   async take(frame) {
     if (frame.base !== 0 && frame.base !== this.frame) return undefined;
     const { ids, holders, owners, ages } = await columns(frame);

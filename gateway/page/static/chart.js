@@ -1,9 +1,9 @@
-// Lines over the last minutes, as SVG.
+// SVG line charts of the last minutes.
 
 const SVG = "http://www.w3.org/2000/svg";
 const SPAN_MS_MIN = 60_000;
 const SPAN_MS_MAX = 600_000;
-const GAP_MS = 7000; // between points: nobody looked
+const GAP_MS = 7000; // a larger gap between points had no viewers
 
 function node(name, attributes) {
   const made = document.createElementNS(SVG, name);
@@ -11,10 +11,10 @@ function node(name, attributes) {
   return made;
 }
 
-// How much time is shown: all that is known, within limits.
+// The displayed time span: all available data, within limits.
 export const span = (times) => Math.min(SPAN_MS_MAX, Math.max(SPAN_MS_MIN, times.at(-1) - times[0]));
 
-// The next number above that people like.
+// The next round number.
 export function round(value) {
   if (value <= 0) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
@@ -22,7 +22,7 @@ export function round(value) {
 }
 
 export class Chart {
-  // lines: classes of the lines, the last on top; area: whether the first is filled below.
+  // lines: classes of the lines, the last one on top; area: whether to fill below the first.
   constructor(lines, { width = 200, height = 40, area = false, label = "" } = {}) {
     this.width = width;
     this.height = height;
@@ -38,7 +38,7 @@ export class Chart {
     this.svg.append(...(this.filled ? [this.filled] : []), ...this.paths);
   }
 
-  // times: [n] ms; series: for each line [n] numbers or null. Returns the top of the scale, 0 where there is nothing.
+  // times: [n] ms; series: [n] numbers or null for each line. Returns the top of the scale, 0 without data.
   draw(times, series, floor = 0) {
     const endMs = times.at(-1);
     const spanMs = span(times);

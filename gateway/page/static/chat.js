@@ -1,4 +1,4 @@
-// A box to try the model, by the same call that any client makes.
+// A chat with the model over the public API.
 import { byId, el, text } from "./elements.js";
 import { events } from "./events.js";
 import { milliseconds, short } from "./words.js";

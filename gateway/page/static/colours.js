@@ -1,4 +1,4 @@
-// The colours of cells and bars, as the style sheet has them for the light or the dark.
+// The colours of cells and bars, from the style sheet, for the light and the dark scheme.
 
 export const TENANT_COLOURS = 8;
 export const AGE_COLOURS = 6;
@@ -14,7 +14,7 @@ export function colour(name) {
   return value;
 }
 
-// For elements: it follows the scheme by itself.
+// For elements: follows the colour scheme automatically.
 export const shade = (name) => `var(--${name})`;
 export const tenantShade = (number) => shade(`tenant-${number % TENANT_COLOURS}`);
 
@@ -25,7 +25,7 @@ export function onScheme(redraw) {
   });
 }
 
-// A colour of the style sheet (#rrggbb), mixed with another by `share`, as ImageData has it: 0xAABBGGRR.
+// A colour of the style sheet (#rrggbb), mixed with another by `share`, for ImageData: 0xAABBGGRR.
 export function pixel(name, other = name, share = 0) {
   const from = parse(colour(name));
   const to = parse(colour(other));

@@ -1,8 +1,8 @@
-// Elements made of data: whatever somebody else has named becomes text, never markup.
+// Builds elements from data: names from outside become text, never markup.
 
 export const byId = (id) => document.getElementById(id);
 
-// el("td", { class: "name", title: "..." }, "text", child): a key that begins with "on" is a listener.
+// el("td", { class: "name", title: "..." }, "text", child): a key with the prefix "on" is a listener.
 export function el(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
@@ -18,7 +18,7 @@ export function text(node, value) {
   if (node.textContent !== value) node.textContent = value;
 }
 
-// Bars and swatches: the policy forbids style attributes, not the style of an element that is there.
+// Bars and swatches: the policy forbids style attributes in markup, not setting the style of an element.
 export function part(share, colour, title) {
   const made = el("span", { title });
   made.style.flexGrow = String(share);
@@ -32,7 +32,7 @@ export function swatch(colour) {
   return made;
 }
 
-// Keeps one node for each key, in order, so that what is open or focused stays so.
+// Keeps one node per key, in order, so that open and focused nodes stay so.
 export function keyed(parent, items, keyOf, make, update) {
   const known = (parent.keyed ??= new Map());
   const wanted = new Set(items.map(keyOf));

@@ -1,5 +1,5 @@
-// Server-sent events out of a response's body, however its bytes are split.
-// By fetch, not EventSource: that one cannot send a key, and says nothing of why it was refused.
+// Parses server-sent events from a response body, however its bytes are split.
+// With fetch instead of EventSource, which can neither send a key nor report the reason of a refusal.
 const LINE_MAX = 64 << 20;
 
 export async function* events(body) {
@@ -12,7 +12,7 @@ export async function* events(body) {
       const { done, value } = await reader.read();
       if (done) return;
       rest += value;
-      if (rest.length > LINE_MAX) throw new Error("an event without an end");
+      if (rest.length > LINE_MAX) throw new Error("the server sent an oversized event");
       const lines = rest.split(/\r\n|\n|\r(?!$)/);
       rest = lines.pop();
       for (const line of lines) {

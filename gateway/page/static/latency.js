@@ -1,4 +1,4 @@
-// The tiles over the last minutes, and latencies by tenant.
+// The tiles of recent activity, and latencies by tenant.
 import { Chart, span } from "./chart.js";
 import { byId, el, keyed, text } from "./elements.js";
 import { duration, milliseconds, percent, short } from "./words.js";
@@ -20,10 +20,10 @@ export class Lines {
   constructor() {
     this.points = [];
     this.tiles = [
-      this.tile("Tokens a second", ["one"], (p) => [p[TOKENS]], true),
+      this.tile("Tokens per second", ["one"], (p) => [p[TOKENS]], true),
       this.tile("Requests", ["one", "two"], (p) => [p[RUNNING], p[WAITING]], true),
       this.tile(
-        "Blocks held",
+        "Blocks in use",
         ["one", "two"],
         (p) => [p[HELD], p[HELD] === null ? null : p[HELD] + p[CACHED]],
         true,
@@ -31,7 +31,7 @@ export class Lines {
       ),
       this.tile("To the first token", ["one", "two"], (p) => [p[FIRST]?.[0] ?? null, p[FIRST]?.[1] ?? null]),
       this.tile("Between tokens", ["one", "two"], (p) => [p[BETWEEN]?.[0] ?? null, p[BETWEEN]?.[1] ?? null]),
-      { name: "From the prefix cache", node: el("div", { class: "tile" }) },
+      { name: "Prefix cache hits", node: el("div", { class: "tile" }) },
     ];
     for (const tile of this.tiles) {
       tile.value = el("b", {}, "–");
@@ -71,7 +71,7 @@ export class Lines {
       of,
       floor,
       node: el("div", { class: "tile" }),
-      chart: new Chart(lines, { area, label: `${name}, the last minutes` }),
+      chart: new Chart(lines, { area, label: `${name} over the last minutes` }),
     };
   }
 
@@ -147,7 +147,7 @@ export class Lines {
     this.set(this.tiles[4], ...pair(all.between_ms));
     this.none.hidden = all.count > 0;
     this.table.hidden = all.count === 0;
-    const shown = rows.length === 2 ? rows.slice(1) : rows; // one tenant: it is all of them
+    const shown = rows.length === 2 ? rows.slice(1) : rows; // a single tenant equals the total
     const cells = (row) => [
       row.tenant || "all",
       short(row.count),

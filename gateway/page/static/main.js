@@ -1,4 +1,4 @@
-// The page: what the server says goes to the part that shows it.
+// The page: dispatches the server's documents to its parts.
 import { Chat } from "./chat.js";
 import { byId, el, keyed, text } from "./elements.js";
 import { Lines } from "./latency.js";
@@ -24,12 +24,12 @@ const takers = {
   hello({ admin }) {
     requests.admin = admin;
     byId("drain").hidden = !admin;
-    pools.blocks.frame = 0; // what comes next is whole
+    pools.blocks.frame = 0; // the next frame has all blocks
     lines.points = [];
   },
   summary({ level, sentence, notes, stale }) {
     document.body.classList.toggle("stale", stale);
-    if (byId("summary").dataset.level !== level) text(byId("said"), sentence); // numbers that change are not read aloud
+    if (byId("summary").dataset.level !== level) text(byId("said"), sentence); // do not announce every change of a number
     byId("summary").dataset.level = level;
     text(byId("sentence"), sentence);
     document.title = `${MARKS[level]} ${sentence} · kvforge`;
@@ -74,7 +74,7 @@ const takers = {
     const parts = ["accepted", "finished", "failed", "cancelled", "expired", "refused"].map(
       (name) => `${count(totals[name])} ${name}`,
     );
-    const again = totals.recomputed_tokens ? ` · ${count(totals.recomputed_tokens)} tokens computed again` : "";
+    const again = totals.recomputed_tokens ? ` · ${count(totals.recomputed_tokens)} tokens recomputed` : "";
     text(
       byId("totals"),
       `Since the start: ${parts.join(", ")} · ${many(totals.preemptions, "preemption")}${again} · ${many(totals.clients, "client")}`,
@@ -90,7 +90,7 @@ const takers = {
       () => {},
     );
     if (!rows.length && !parent.querySelector(".empty"))
-      parent.append(el("li", { class: "empty" }, "Nothing worth a word."));
+      parent.append(el("li", { class: "empty" }, "No events yet."));
     else if (rows.length) parent.querySelector(".empty")?.remove();
   },
 };
@@ -103,14 +103,14 @@ async function take(name, document) {
 function lives(told) {
   const journal = told.journal_records_total
     ? `Journal: ${bytes(told.journal_bytes)}, ${many(told.journal_records_total, "record")}.`
-    : "No journal is written.";
+    : "Journal disabled.";
   const parts = [];
   if (told.restarts_total)
-    parts.push(`coordinator restarted ${many(told.restarts_total, "time")}, with all that it knew`);
+    parts.push(`coordinator restarted ${many(told.restarts_total, "time")} with its state intact`);
   if (told.workers_lost_total) parts.push(`${many(told.workers_lost_total, "worker")} lost`);
   if (told.workers_returned_total)
-    parts.push(`${many(told.workers_returned_total, "worker")} come back after a restart`);
-  return `${journal} Since the start: ${parts.join("; ") || "nobody was lost"}.`;
+    parts.push(`${many(told.workers_returned_total, "worker")} reconnected after a restart`);
+  return `${journal} Since the start: ${parts.join("; ") || "no restarts and no losses"}.`;
 }
 
 function about(nowMs) {
@@ -126,14 +126,14 @@ function link(state, message) {
   if (state === "refused") byId("all").hidden = true;
   if (state === "live") return;
   if (state === "refused") {
-    takers.summary({ level: "notice", sentence: "Who are you?", notes: [], stale: false });
+    takers.summary({ level: "notice", sentence: "API key required.", notes: [], stale: false });
     text(byId("key-problem"), sessionStorage.length ? message : "");
     byId("key-value").focus();
   } else {
     takers.summary({
       level: "bad",
       sentence: "The gateway does not answer.",
-      notes: [message || "This page tries again by itself; what it shows is of before."],
+      notes: [message || "This page retries automatically; the values shown are out of date."],
       stale: true,
     });
   }

@@ -1,15 +1,15 @@
-// Pools as maps: each block a cell, drawn on a canvas, with a readout for pointer and keys.
+// Pools as maps on a canvas, one cell per block, with a readout for pointer and keyboard.
 import { Blocks, CACHED, FREE, STATES } from "./blocks.js";
 import { AGE_COLOURS, TENANT_COLOURS, colour, onScheme, pixel, shade, tenantShade } from "./colours.js";
 import { byId, el, keyed, part, swatch, text } from "./elements.js";
 import { bytes, count, duration, many, percent } from "./words.js";
 
-const HEIGHT = 300; // of all maps together, about, in CSS pixels
+const HEIGHT = 300; // of all maps together, approximately, in CSS pixels
 const CELL_MAX = 14;
-const GAP_FROM = 4; // cells of so many pixels have a line between them
+const GAP_FROM = 4; // from this cell size on, draw lines between cells
 const DWELL_MS = 250;
-const LATER_MAX = 20; // frames that wait to be drawn, before all is
-const AGES_MS = 5000; // colours by age are drawn anew
+const LATER_MAX = 20; // pending frames before a full redraw
+const AGES_MS = 5000; // interval of redrawing colours by age
 const AGE_WORDS = ["under 1 s", "10 s", "1 min", "10 min", "1 h", "more"];
 
 export class Pools {
@@ -52,7 +52,7 @@ export class Pools {
     );
     parent.classList.toggle("many", rows.length > 1);
     if (!rows.length && !parent.querySelector(".empty")) {
-      parent.append(el("p", { class: "empty" }, "No pool: no worker is ready yet."));
+      parent.append(el("p", { class: "empty" }, "No worker is ready yet."));
     } else if (rows.length) parent.querySelector(".empty")?.remove();
     for (const key of this.maps.keys()) if (!parent.keyed.has(key)) this.maps.delete(key);
     if (!same) this.all();
@@ -103,9 +103,9 @@ export class Pools {
       age: [...AGE_WORDS.map((words, step) => [shade(`age-${step}`), words]), [shade("free"), "free"]],
     }[this.mode];
     const said = {
-      state: "shared: by more than one; cached: by nobody, kept for who comes with the same prefix",
-      tenant: "paler: cached, held by nobody",
-      age: "how long a block has had its content, as far as this server saw",
+      state: "shared: several references; cached: unreferenced, kept for requests with the same prefix",
+      tenant: "paler: cached, unreferenced",
+      age: "age of a block's content, as far as observed",
     }[this.mode];
     byId("legend").replaceChildren(
       ...items.map(([background, words]) => el("span", {}, swatch(background), words)),
@@ -113,7 +113,7 @@ export class Pools {
     );
   }
 
-  // The colour of each kind of cell, as ImageData has it.
+  // The colour of each kind of cell, for ImageData.
   palette() {
     if (this.mode === "state") return STATES.map((state) => pixel(state));
     if (this.mode === "age") return [...Array(AGE_COLOURS).keys()].map((step) => pixel(`age-${step}`));
@@ -135,7 +135,7 @@ export class Pools {
 
   later(ids) {
     if (this.ids === undefined) this.ids = [];
-    if (this.ids !== null && this.ids.push(ids) > LATER_MAX) this.ids = null; // a hidden page does not draw
+    if (this.ids !== null && this.ids.push(ids) > LATER_MAX) this.ids = null; // a hidden page draws nothing
     this.due();
   }
 
@@ -194,11 +194,11 @@ class PoolMap {
   }
 
   label(pool) {
-    const said = `Blocks of ${pool.worker}: ${pool.referenced} held, ${pool.cached} cached, ${pool.free} free. Arrow keys go from block to block.`;
+    const said = `Blocks of ${pool.worker}: ${pool.referenced} held, ${pool.cached} cached, ${pool.free} free. Use the arrow keys to move between blocks.`;
     if (this.canvas.getAttribute("aria-label") !== said) this.canvas.setAttribute("aria-label", said);
   }
 
-  // Cells as large as fit.
+  // Choose the largest cells that fit.
   lay(height) {
     const width = Math.max(60, this.canvas.parentElement?.clientWidth ?? 0);
     const cell = Math.min(CELL_MAX, Math.max(1, Math.floor(Math.sqrt((width * height) / this.count))));

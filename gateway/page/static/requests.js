@@ -1,4 +1,4 @@
-// Requests: who waits, who runs, who has ended; and why, one click away.
+// Waiting, running and ended requests, with an explanation of each on demand.
 import { tenantShade } from "./colours.js";
 import { byId, el, keyed, swatch, text } from "./elements.js";
 import { count, duration, milliseconds } from "./words.js";
@@ -15,7 +15,7 @@ const ID = 0,
   CAME = 8,
   FIRST = 9,
   ENDED = 10;
-const AGAIN_MS = 2000; // what is open is asked again
+const AGAIN_MS = 2000; // refresh interval of an open explanation
 const HEAD = [
   ["id", ""],
   ["state", ""],
@@ -27,7 +27,7 @@ const HEAD = [
   ["age", "roomy number"],
   ["", ""],
 ];
-const ID_SHOWN = 6; // last digits; the detail has them all
+const ID_SHOWN = 6; // trailing digits; the detail view shows the full id
 const ALIVE = ["pending", "running", "preempted"];
 const WORDS = { pending: "waiting" };
 
@@ -56,7 +56,7 @@ export class Requests {
     this.none = el(
       "p",
       { class: "empty" },
-      "No request is known yet. The first one will be here a moment after it came.",
+      "No requests yet.",
     );
     byId("requests").append(this.none, this.table);
     this.table.hidden = true;
@@ -67,7 +67,7 @@ export class Requests {
     this.rows = rows;
     this.none.hidden = rows.length > 0;
     this.table.hidden = rows.length === 0;
-    text(byId("requests-shown"), total > rows.length ? `${rows.length} of ${count(total)}, who waits first` : "");
+    text(byId("requests-shown"), total > rows.length ? `${rows.length} of ${count(total)}, waiting ones first` : "");
     this.draw();
   }
 
@@ -94,7 +94,7 @@ export class Requests {
         type: "button",
         class: "quiet",
         "aria-expanded": "false",
-        "aria-label": `why request ${row[ID]} is as it is`,
+        "aria-label": `explain the state of request ${row[ID]}`,
         onclick: () => this.toggle(row[ID]),
       },
       "why?",
@@ -150,7 +150,7 @@ export class Requests {
   }
 
   detail(id) {
-    const said = el("div", { class: "why", role: "status" }, el("p", { class: "soft" }, "asking …"));
+    const said = el("div", { class: "why", role: "status" }, el("p", { class: "soft" }, "loading …"));
     const cancel = el("span", { class: "row" });
     const head = el("div", { class: "head" }, el("b", {}, `Request ${id}`), cancel);
     const row = this.rows.find((each) => each[ID] === id);
@@ -162,7 +162,7 @@ export class Requests {
     const first = el("button", { type: "button" }, "Cancel this request");
     first.addEventListener("click", () => {
       const yes = el("button", { type: "button", class: "danger" }, "Yes, cancel it");
-      const no = el("button", { type: "button" }, "Let it go on");
+      const no = el("button", { type: "button" }, "Keep it running");
       yes.addEventListener("click", () => this.cancel(place, id));
       no.addEventListener("click", () => this.offer(place, id));
       place.replaceChildren(yes, no);

@@ -1,4 +1,4 @@
-// The gateway: one stream of events that is taken up again whenever it ends, questions, and actions.
+// The connection to the gateway: a reconnecting event stream, queries, and actions.
 import { events } from "./events.js";
 
 const AGAIN_MS = [300, 700, 1500, 3000, 5000];
@@ -52,7 +52,7 @@ export class Server {
     throw new Refused(response.status, message, Number(response.headers.get("retry-after-ms")) || 0);
   }
 
-  // Nobody looks at a hidden tab: then nothing is asked for it.
+  // A hidden tab closes its stream, so that it causes no work on the server.
   seen() {
     clearTimeout(this.hiding);
     if (document.hidden) this.hiding = setTimeout(() => this.abort?.abort(), HIDDEN_MS);

@@ -1,4 +1,4 @@
-// Tenants: what each occupies, between its floor and its ceiling.
+// Tenants: the blocks of each, between its floor and ceiling.
 import { tenantShade } from "./colours.js";
 import { byId, el, keyed, swatch, text } from "./elements.js";
 import { bytes, count, many, percent, short } from "./words.js";
@@ -18,7 +18,7 @@ export class Tenants {
     return this.rows.find((row) => row.number === number)?.tenant ?? `no. ${number}`;
   }
 
-  // blocks, pools: of all of them together; floors and ceilings are of each pool.
+  // blocks, pools: the totals; floors and ceilings apply to each pool.
   show({ rows, total }, blocks, pools) {
     this.rows = rows;
     this.pools = pools;
@@ -29,7 +29,7 @@ export class Tenants {
       total > rows.length ? `${rows.length} of ${count(total)}` : hold ? "marks: floor and ceiling" : "",
     );
     if (!rows.length) {
-      if (!parent.querySelector(".empty")) parent.append(el("p", { class: "empty" }, "Nobody yet."));
+      if (!parent.querySelector(".empty")) parent.append(el("p", { class: "empty" }, "No tenants yet."));
     } else parent.querySelector(".empty")?.remove();
     keyed(
       parent,
@@ -85,7 +85,7 @@ export class Tenants {
     place(node.querySelector(".floor"), row.floor * this.pools);
     place(node.querySelector(".ceiling"), row.ceiling * this.pools);
     text(node.querySelector(".head .soft"), row.pending ? `${count(row.pending)} waiting` : "");
-    const each = this.pools > 1 ? " a pool" : "";
+    const each = this.pools > 1 ? " per pool" : "";
     const facts = [`${many(row.blocks, "block")} (${percent(share)})`, bytes(row.bytes)];
     if (row.ceiling > 0 && row.ceiling * this.pools < blocks) facts.push(`ceiling ${count(row.ceiling)}${each}`);
     if (row.floor > 0) facts.push(`floor ${count(row.floor)}${each}`);

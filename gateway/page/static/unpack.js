@@ -1,4 +1,4 @@
-// What the server packs: zlib in base64, as columns of numbers.
+// Unpacks the server's frames: zlib in base64, as columns of numbers.
 
 export async function inflated(base64) {
   const packed = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
@@ -6,13 +6,13 @@ export async function inflated(base64) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-// A frame's columns, see gateway/page/blocks.py. ids: null where all blocks follow each other.
+// A frame's columns, see gateway/page/blocks.py. ids: null if the frame has all blocks.
 export async function columns(frame) {
   const bytes = await inflated(frame.data);
   const n = frame.n;
   const whole = frame.base === 0;
   let at = 0;
-  const take = (size) => bytes.slice(at, (at += n * size)).buffer; // a copy, so that it is aligned
+  const take = (size) => bytes.slice(at, (at += n * size)).buffer; // copied for alignment
   const ids = whole ? null : new Uint32Array(take(4));
   const holders = new Uint8Array(take(1));
   const owners = new Uint16Array(take(2));

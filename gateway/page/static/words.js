@@ -1,4 +1,4 @@
-// Numbers and times as people read them. Between a number and its unit no line is broken.
+// Formats numbers and times for people, without line breaks between a number and its unit.
 const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 const clock = new Intl.DateTimeFormat("en", {

@@ -1,9 +1,9 @@
-// Workers: whether each is there, and what its device's memory is for.
+// Workers: the state of each, and the use of its device memory.
 import { tenantShade } from "./colours.js";
 import { byId, el, keyed, part, swatch, text } from "./elements.js";
 import { bytes, percent } from "./words.js";
 
-// Purposes in the order of the bar; what else comes is appended.
+// Purposes in the order of the bar; others are appended.
 const PURPOSES = ["weights", "pool", "graphs", "other", "free"];
 const shade = (at) => tenantShade(at + 1);
 

@@ -75,7 +75,7 @@ def test_a_service_at_work() -> None:
             await page.go(address)
             await page.until(shows("#sentence", f"2 running, 1 waiting for room below tenant {EVIL}'s ceiling."))
             await page.until("document.documentElement.dataset.blocks === '128'")
-            await page.until(shows("#lives", "nobody was lost"))
+            await page.until(shows("#lives", "no restarts and no losses"))
             assert await page.until(f"{COLOURS} > 1 && {COLOURS}") <= 4  # free, cached, held, shared
             await everything_is_a_click_away(page, holds.id, waits.id)
             await a_chat(page)
@@ -166,7 +166,7 @@ def test_who_is_killed_comes_back_while_the_page_is_open() -> None:
             await page.until(shows("#lately", "worker-1 is gone"))
             await page.until(shows("#lately", "worker-1 is ready"))
             fleet.kill("coordinator")
-            await page.until(shows("#lately", "the coordinator is back after"))
+            await page.until(shows("#lately", "the coordinator recovered after"))
             await page.until(shows("#lives", "restarted 1 time") + " && " + shows("#lives", "1 worker lost"))
             await page.until(shows("#sentence", "All is well") + " && document.querySelectorAll('canvas').length === 2")
             await gateway.aclose()
