@@ -157,8 +157,8 @@ class Reader(Generic[T]):
             ignored: Collects the ignored fields.
 
         Raises:
-            InvalidRequest: Names a known field whose value cannot be ignored, or any unknown field if `ignored` is
-                strict.
+            InvalidRequest: Names a known field with a value that cannot be ignored, or any unknown field if `ignored`
+                is strict.
             msgspec.DecodeError: The body is not JSON of this type.
             RecursionError: It is nested too deeply.
         """

@@ -66,7 +66,7 @@ class Ignored:
         """
         self._looked += parts
         if self._looked > LOOKED_MAX:
-            problem = f"the body has more than {LOOKED_MAX} fields and items, some of them unknown"
+            problem = f"the body has more than {LOOKED_MAX} fields and items, and some are unknown"
             raise InvalidRequest(name or "body", problem)
 
     @property

@@ -21,7 +21,7 @@ LEVEL = 1  # zlib's fastest; the data is mostly runs of equal bytes
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """A delta of the map, or all of it.
+    """A delta of the map, or the complete map.
 
     `data` is zlib-compressed, little-endian, and saturates values that do not fit. It holds, for a delta, [n] uint32
     block ids; then for each of the n blocks its reference count [n] uint8, the number of the tenant that is charged for

@@ -40,7 +40,7 @@ class Kill:
 
 
 def parse(texts: Sequence[str]) -> tuple[Kill, ...]:
-    """Parse the values of `--kill`, each of which may list several kills.
+    """Parse the values of `--kill`; each may list several kills.
 
     Raises:
         InvalidRequest: Names `kill`.

@@ -1,4 +1,4 @@
-"""Coarse timeouts for very many requests, nearly all of which end earlier."""
+"""Coarse timeouts for very many requests, nearly all ending before their timeout."""
 
 from __future__ import annotations
 
