@@ -1,9 +1,9 @@
-"""Makes tests/data/smollm2_chat.json: what transformers answers to conversations, by its own template and tokenizer.
+"""Generate tests/data/smollm2_chat.json: transformers' answers to conversations, by its template and tokenizer.
 
     python -m tests.gateway.chat_references
 
 Greedy, float32, on a CPU, one conversation at a time; to the end token or 48 tokens. margins: log-probability of the
-best token less that of the second best (nats); where it is below that of the conformance sample, rounding may choose.
+best token less that of the second best (nats); below the margin of the conformance sample, rounding may decide.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ MODEL = "smollm2-135m"
 
 
 def said(*texts: str, system: str | None = None) -> list[dict[str, str]]:
-    """A conversation: the user's and the assistant's words in turn."""
+    """Return a conversation of alternating user and assistant messages."""
     turns = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
     return turns if system is None else [{"role": "system", "content": system}, *turns]
 
 
 def conversations() -> dict[str, list[dict[str, str]]]:
-    """Every text of the conformance sample that is not itself a conversation, and what templates stumble over."""
+    """Return every text of the conformance sample that is no conversation itself, and difficult cases for templates."""
     cases = json.loads((DATA / "smollm2_sample.json").read_text(encoding="utf-8"))["cases"]
     plain = {case["id"]: said(case["text"]) for case in cases if "<|im_start|>" not in case["text"]}
     return plain | {
@@ -51,7 +51,7 @@ def conversations() -> dict[str, list[dict[str, str]]]:
 
 
 def answered(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> dict[str, Any]:
-    """The prompt as ids, the answer as ids and text, and how sure each token was."""
+    """Return the prompt as ids, the answer as ids and text, and each token's margin."""
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     done = model.generate(
         torch.tensor([prompt]),

@@ -1,4 +1,4 @@
-"""python -m tests.gateway.documented: writes the tables of fields in docs/http.md from the code."""
+"""python -m tests.gateway.documented: generate the tables of fields in docs/http.md from the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvforge.gateway.openai import fields, known, responses_asked, shapes
 
 FILE = Path(__file__).parents[2] / "docs" / "http.md"
 BEGIN, END = "<!-- fields: python -m tests.gateway.documented -->\n", "<!-- end of fields -->\n"
-# Where a structure stands: the APIs, and the place in a body.
+# The place of a structure: the APIs, and the position in a body.
 PLACES: Mapping[type[msgspec.Struct], tuple[str, str]] = {
     fields.Common: ("chat, completions", ""),
     chat.Completion: ("completions", ""),
@@ -52,7 +52,7 @@ Row = tuple[str, str, Known]
 
 
 def document() -> str:
-    """The page with its tables."""
+    """Return the page with its tables."""
     text = FILE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -95,7 +95,7 @@ def _rows() -> Iterator[Row]:
 
 
 def _joined(rows: Iterable[Row]) -> list[Row]:
-    """One row for a field that means the same in several APIs."""
+    """Join the rows of a field with the same meaning in several APIs."""
     found: dict[tuple[str, str, str, bool], tuple[list[str], Known]] = {}
     for name, where, one in rows:
         apis, _ = found.setdefault((name, one.why, one.accepted, one.left_out), ([], one))

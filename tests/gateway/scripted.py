@@ -1,6 +1,7 @@
-"""A gateway whose answers are written beforehand: the real application over a coordinator that is played.
+"""A gateway with scripted answers: the real application over a fake coordinator.
 
-The tokenizer has a token for each byte, and special ones for the markers of formats: any text is an answer.
+The tokenizer has a token for each byte, and special tokens for the markers of formats, so that any text can be an
+answer.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ CONTEXT = 4096
 
 
 def tokenizer(template: str = HERMES) -> Tokenizer:
-    """A token for each byte. template: "": none."""
+    """Return a tokenizer with a token for each byte. template: "": none."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab={character: at for at, character in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -67,9 +68,9 @@ def tokenizer(template: str = HERMES) -> Tokenizer:
 class Script:
     """The outcome of requests.
 
-    answers: the answer of each request in turn, as text; EOS is put behind an answer with the reason "stop". reply:
-    writes the answer to a prompt, in place of `answers`. step: tokens that come together. error: the refusal, or the
-    error at the end of an answer's tokens.
+    answers: the text of each request's answer in turn; EOS follows an answer with the reason "stop". reply: computes
+    the answer to a prompt, in place of `answers`. step: tokens that arrive together. error: the refusal, or the error
+    after an answer's tokens.
     """
 
     answers: list[str] = field(default_factory=lambda: ["hello"])
@@ -88,7 +89,7 @@ class Script:
 
 
 class Stream:
-    """What `AsyncStream` is, played."""
+    """A fake `AsyncStream`."""
 
     def __init__(
         self, script: Script, request_id: int, prompt: int, ids: list[int], changed: Callable[[], None], reason: str
@@ -162,13 +163,13 @@ class Stream:
 
 
 def _soon(call: Callable[[], None], turns: int = TURNS) -> None:
-    """When whoever was told before has done what follows from it."""
+    """Wait until the waiters notified earlier have run."""
     loop = asyncio.get_running_loop()
     loop.call_soon(*((_soon, call, turns - 1) if turns else (call,)))
 
 
 class Streams:
-    """What `AsyncStreams` is, played."""
+    """A fake `AsyncStreams`."""
 
     def __init__(self, script: Script, spoken: Tokenizer) -> None:
         self._script, self._spoken, self._next = script, spoken, FIRST_ID
@@ -176,7 +177,7 @@ class Streams:
     def samples(
         self, prompt: Int32Array, count: int, options: RequestOptions, changed: Callable[[], None]
     ) -> tuple[Stream, ...]:
-        """The next answers of the script."""
+        """Return the next answers of the script."""
         script = self._script
         script.asked.append((prompt.tolist(), count, options))
         streams = []
@@ -196,7 +197,7 @@ class Streams:
 
 
 def at_once(work: Coroutine[Any, Any, None]) -> None:
-    """Run what never waits, with or without an event loop."""
+    """Run a coroutine that never waits, with or without an event loop."""
     try:
         work.send(None)
     except StopIteration:
@@ -205,7 +206,7 @@ def at_once(work: Coroutine[Any, Any, None]) -> None:
 
 
 class Service:
-    """What `kvforge.gateway.generate.service.Service` is, played."""
+    """A fake `kvforge.gateway.generate.service.Service`."""
 
     def __init__(
         self,
@@ -241,7 +242,7 @@ def application(
     *,
     has_tokenizer: bool = True,
 ) -> Starlette:
-    """Both APIs. context: the most tokens of a prompt and its answer."""
+    """Return the application with both APIs. context: token limit of a prompt and its answer."""
     settings = settings or Settings()
     hygiene, format_ = Hygiene(settings.strip, settings.move), settings.tool_format
     service = cast(Any, Service(script, tokenizer(template), hygiene, context, format_, has_tokenizer=has_tokenizer))
@@ -251,7 +252,7 @@ def application(
 
 
 class Coordinator:
-    """The part of `AsyncClient` that the page uses, played: every request is done and explained."""
+    """A fake of the part of `AsyncClient` that the page uses: every request is finished and explained."""
 
     async def cancel(self, request: int) -> None: ...
     async def drain(self, deadline_s: float | None = None) -> None: ...
@@ -260,18 +261,18 @@ class Coordinator:
 
 
 def page() -> Starlette:
-    """The paths of the page, for everyone."""
+    """Return the paths of the page, open to everyone."""
     played = cast(AsyncClient, Coordinator())
     return Starlette(routes=[*page_routes(lambda: played, allowed=lambda request, right: None), *described()])
 
 
 def client(app: Starlette) -> httpx.AsyncClient:
-    """An HTTP client of it, without a socket."""
+    """Return an HTTP client of the application, without a socket."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 def ask(app: Starlette, path: str, body: Any, headers: dict[str, str] | None = None) -> httpx.Response:
-    """One POST. body: of JSON, or bytes."""
+    """Send one POST. body: a JSON value, or bytes."""
 
     async def post() -> httpx.Response:
         async with client(app) as http:
@@ -283,7 +284,7 @@ def ask(app: Starlette, path: str, body: Any, headers: dict[str, str] | None = N
 
 
 def prompt_text(script: Script, at: int = -1) -> str:
-    """The prompt of a request, special tokens and all."""
+    """Return the prompt of a request, including special tokens."""
     ids: Sequence[int] = script.asked[at][0]
     spoken = tokenizer()
     return spoken.stream(continues=True, keep=frozenset(SPECIAL)).push(np.array(ids).tolist())

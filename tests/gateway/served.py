@@ -1,4 +1,4 @@
-"""`python -m kvforge.gateway` as a process, over a coordinator that runs."""
+"""`python -m kvforge.gateway` as a process, over a running coordinator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ READY_S, END_S = 60.0, 20.0
 
 
 class Gateway:
-    """Is gone when the `with` block ends. settings: text of gateway.toml."""
+    """A gateway process that ends with its `with` block. settings: text of gateway.toml."""
 
     def __init__(self, runtime: Path, folder: Path, settings: str = "") -> None:
         self._file, self._log, self._runtime = folder / "gateway.toml", folder / "gateway.log", runtime
@@ -51,7 +51,7 @@ class Gateway:
         return self._process
 
     def start(self, port: int) -> None:
-        """Returns when a request would be served."""
+        """Wait until the gateway would serve a request."""
         if self._process is not None and self._process.stdout is not None:
             self._process.stdout.close()
         command = [
@@ -86,7 +86,7 @@ class Gateway:
         return int(self.url.rpartition(":")[2])
 
     def ready(self) -> bool:
-        """Whether /health says so."""
+        """Return whether /health reports ready."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:  # noqa: S310 - ours
                 return bool(answer.status == 200)

@@ -1,4 +1,4 @@
-"""How long a client has for the body of its request."""
+"""The time limit for the body of a request."""
 
 from __future__ import annotations
 

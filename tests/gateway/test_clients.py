@@ -1,4 +1,4 @@
-"""The clients that people use, against a real server with a real model."""
+"""Popular clients against a real server with a real model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARIS = "The capital of France is Paris."
 
 
 class Served:
-    """A cluster, its gateway, and clients of it."""
+    """A cluster, its gateway, and its clients."""
 
     def __init__(self, cluster: Cluster, gateway: Gateway, kv: Client) -> None:
         self.cluster, self.gateway, self.kv = cluster, gateway, kv
@@ -103,7 +103,7 @@ def test_anthropic_messages_whole_and_streamed(served: Served) -> None:
 
 
 def run(code: str, **environment: str) -> str:
-    """A client in a process of its own: importing it must not change this one."""
+    """Run a client in a separate process, because its import must not affect this one."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         capture_output=True,
@@ -142,7 +142,7 @@ print(json.dumps([model.invoke(question).content, "".join(part.content for part 
 
 
 def test_lm_eval(served: Served, tmp_path: Path) -> None:
-    """A task of its own: those that come with it fetch their questions from elsewhere."""
+    """With a custom task, because the included tasks fetch their questions from the network."""
     rows = [{"question": "What is the capital of France?", "answer": PARIS}] * 4
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "capital.yaml").write_text(
@@ -173,7 +173,7 @@ print(json.dumps(found["results"]["capital"]["exact_match,none"]))
 
 
 def test_the_conformance_prompts_through_http(served: Served) -> None:
-    """All at once, whole and streamed: what transformers gives, to the first near tie."""
+    """All at once, whole and streamed: the tokens of transformers up to the first near tie."""
     steps = len(CASES[0]["tokens"])
     asked: dict[str, Any] = {
         "model": NAME,
@@ -197,13 +197,14 @@ def test_the_conformance_prompts_through_http(served: Served) -> None:
 
 
 def test_conversations_get_the_text_that_transformers_gives(served: Served) -> None:
-    """All at once, whole and streamed, over both ways to ask: prompt and answer of transformers' own template and
-    tokenizer, to the first near tie."""
+    """All at once, whole and streamed, over both APIs: prompt and answer of transformers' template and tokenizer, up to
+    the first near tie."""
     cases = list(CHATS.values())
     greedy: dict[str, Any] = {"model": NAME, "max_tokens": 48, "extra_body": {"temperature": 0}}
 
     async def answers(case: dict[str, Any]) -> list[tuple[str, str | None, int, int]]:
-        """Text, why it ended, tokens of the prompt and of the answer: whole, streamed, and as Anthropic's message."""
+        """Return text, finish reason, and token counts of prompt and answer: whole, streamed, and as Anthropic's
+        message."""
         chat = {**greedy, "messages": case["messages"]}
         one = await openai_client.chat.completions.create(**chat)
         assert one.usage is not None
@@ -222,7 +223,7 @@ def test_conversations_get_the_text_that_transformers_gives(served: Served) -> N
         first, *rest = case["messages"]
         if first["role"] == "system":
             if not first["content"]:
-                return found  # there it is the same as none
+                return found  # there it equals none
             chat |= {"system": first["content"], "messages": rest}
         message = await anthropic_client.messages.create(**chat)
         text = "".join(block.text for block in message.content if block.type == "text")
@@ -273,7 +274,7 @@ def test_structured_output_is_what_was_asked_for(served: Served) -> None:
 
 
 def test_tools_with_both_clients(served: Served, tmp_path: Path) -> None:
-    """A template that has a place for tools, on a model that was not made for them: so calls are forced."""
+    """A template with tools on a model that was not trained for them, so calls are forced."""
     template = Path(__file__).parent / "hermes.jinja"
     settings = f'names = ["{NAME}"]\nchat_template = "{template}"\n'
     city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
@@ -307,7 +308,7 @@ def test_tools_with_both_clients(served: Served, tmp_path: Path) -> None:
             closed = {**city, "additionalProperties": False}
             shape: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": closed}}
             weather["function"]["parameters"] = closed
-            for seed in range(2):  # together with tools: a call, or a text of that shape
+            for seed in range(2):  # together with tools: a call, or a text of that format
                 beside = client.chat.completions.create(
                     **{**asked, "temperature": 1.5},
                     seed=seed,
@@ -369,7 +370,7 @@ def test_who_hangs_up_or_gives_up_waiting_ends_the_request(served: Served) -> No
 
 
 def test_a_killed_gateway_loses_nothing_of_a_request_with_a_key(served: Served, tmp_path: Path) -> None:
-    """Killed in the middle of a stream; its successor goes on behind the last event that came, whatever that was."""
+    """Killed in the middle of a stream; its successor continues after the last received event."""
     asked = {"messages": QUESTION, "max_tokens": 120, "ignore_eos": True, "stream": True, "temperature": 0.8, "seed": 5}
     with Gateway(served.cluster.runtime, tmp_path, f'names = ["{NAME}"]\n') as gateway:
         whole = httpx.post(f"{gateway.url}/v1/chat/completions", json=asked, headers={"idempotency-key": "undisturbed"})
@@ -397,7 +398,7 @@ def test_a_killed_gateway_loses_nothing_of_a_request_with_a_key(served: Served, 
 
 
 def numbered(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """The events of a stream: how many tokens were read by then, and its text."""
+    """Yield the events of a stream: number of tokens so far, and text."""
     at = 0
     for line in lines:
         if line.startswith("id: "):
@@ -408,7 +409,7 @@ def numbered(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 
 def wait_for(look: Any, wanted: int) -> int:
-    """What `look` gives as soon as it is `wanted`, or after twenty seconds."""
+    """Return the value of `look` as soon as it is `wanted`, or after twenty seconds."""
     import select
     import time
 

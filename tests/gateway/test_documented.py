@@ -1,4 +1,4 @@
-"""What the documentation says of fields is what the code does."""
+"""The documentation of fields matches the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals: fields by the names that the request has for them, overflow in each API's own words, ids, shapes."""
+"""Refusals: fields by their names in the request, overflow in each API's wording, ids, formats."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def sent(method: str, path: str, app: Any, **more: Any) -> httpx.Response:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The whole application, with a key and no coordinator."""
+    """Return the whole application, with a key and without a coordinator."""
     hashed = f"sha256:{hashlib.sha256(b'k').hexdigest()}"
     folder = str(tmp_path_factory.mktemp("none"))
     settings = Settings(runtime_dir=folder, keys={"ada": Key(hash=hashed)}, body_bytes_max=2000)
@@ -236,7 +236,7 @@ def test_a_fault_of_our_own_is_json_with_an_id_under_every_path(
 def test_answers_have_an_id_too(whole: Any) -> None:
     assert sent("GET", "/version", whole).headers["x-request-id"].startswith("req_")
     answered = ask(application(Script()), CHAT, BODIES[CHAT])
-    assert answered.headers["x-request-id"].isdecimal()  # the coordinator's own number
+    assert answered.headers["x-request-id"].isdecimal()  # the coordinator's request id
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_a_list_of_models_is_read_by_clients_of_both_apis() -> None:
 
 
 def test_a_thread_is_refused_so_that_clients_send_all_messages() -> None:
-    """Anthropic's SDKs go on without a thread where the refusal has these details."""
+    """Anthropic's SDKs continue without a thread if the refusal has these details."""
     body = {**BODIES[MESSAGES], "thread": {"type": "create"}}
     for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
         response = ask(application(Script()), path, body)

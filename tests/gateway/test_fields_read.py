@@ -1,4 +1,4 @@
-"""No field is dropped silently: each is read, or documented; those of the published specifications are all known."""
+"""No field is dropped silently: each is read or documented, including all fields of the published specifications."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 HELLO = [{"role": "user", "content": "Hi"}]
 CREATE = {"model": NAME, "max_tokens": 9, "messages": HELLO}
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-# Fields of parts, edits and tools that are refused or left out by their type.
+# Fields of parts, edits and tools that are refused or dropped by their type.
 BY_TYPE = {
     "Part": {"image_url", "input_audio", "video_url", "audio_url", "file"},
     "Block": {"source", "title"},

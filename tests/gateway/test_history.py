@@ -1,8 +1,8 @@
-"""Law: whatever an answer contained is accepted as history on the next turn, by the API that gave it.
+"""Invariant: an API accepts everything in its answers as history on the next turn.
 
-The SDKs themselves ask over the application, whole and streamed. An answer goes back as the SDK's own object, in its
-dumped form with nulls, and in the form without what was not set. Requests are read strictly, so that each field of an
-answer is one that the API knows.
+The SDKs themselves send the requests, whole and streamed. An answer is sent back as the SDK's own object, in its dumped
+form with nulls, and without unset fields. Requests are read strictly, so that the API must know each field of an
+answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .scripted import NAME, Script, application
 
 FUNCTION = {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}}
 USER, MORE = {"role": "user", "content": "Hi"}, {"role": "user", "content": "And now?"}
-# Texts in the place of a call's arguments.
+# Texts in place of a call's arguments.
 WRITTEN = [
     "",
     "{}",
@@ -71,7 +71,7 @@ def answers(draw: st.DrawFn) -> tuple[str, str]:
 
 
 class Asked:
-    """Both SDKs over one application. turns: what `Script` answers with, the second time with a word."""
+    """Both SDKs over one application. turns: answers of `Script`; the second is one word."""
 
     def __init__(self, app: Starlette) -> None:
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
@@ -97,7 +97,7 @@ class Asked:
 
 
 def forms(found: Any) -> list[Any]:
-    """The ways in which a client's own object goes back, as dictionaries."""
+    """Return the forms in which a client sends its own object back, as dictionaries."""
     return [found.model_dump(mode="json"), found.model_dump(mode="json", exclude_unset=True), found.to_dict()]
 
 
@@ -199,6 +199,6 @@ def test_an_answer_is_accepted_as_history(
 
     async def ask() -> None:
         async with Asked(app) as asked:
-            await turn(asked, streamed, offered and FORMATS[name].has_calls)  # else tools are refused
+            await turn(asked, streamed, offered and FORMATS[name].has_calls)  # otherwise tools are refused
 
     asyncio.run(ask())

@@ -1,7 +1,7 @@
-"""Law: no input of a client raises anything but a typed error in the shape of the API that it asked.
+"""Invariant: invalid client input raises only typed errors in the format of the called API.
 
-Each field of a body with everything in it is replaced by values of every kind, left out and doubled, at every depth;
-bodies that are no JSON come beside that. The bodies are fixed: a run repeats the last one.
+Each field of a complete body is replaced by values of every kind, dropped and duplicated, at every depth; there are
+also bodies that are not JSON. The bodies are fixed, so that runs are reproducible.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"model": NAME, "input": "a"},
 }
 DEEP = "[" * 400 + "]" * 400
-# JSON texts, since not all are values of Python.
+# JSON texts, since not all have a Python value.
 VALUES = [
     *("null", "true", "false", "0", "-1", "1", "0.5", "-0.0", "1e308", "1e999", "9223372036854775808", "-1e19"),
     *("1" + "0" * 400, "NaN", "Infinity", '""', '" "', '"a"', '"\\u0000"', '"\\ud800"', '"\\ud83d\\ude00"', '"\ufffe"'),
@@ -184,7 +184,7 @@ WHOLE = [
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Each place of a body, at every depth; of a schema the first ones alone."""
+    """Yield each place of a body at every depth; in a schema only the first ones."""
     yield path
     if isinstance(value, dict):
         for name, one in value.items():
@@ -201,7 +201,7 @@ def at(body: Any, path: tuple[Any, ...]) -> Any:
 
 
 def damaged(body: dict[str, Any]) -> Iterator[bytes]:
-    """The body with one place changed."""
+    """Return the body with one place changed."""
     for path in places(body):
         if not path:
             continue
@@ -220,7 +220,7 @@ def damaged(body: dict[str, Any]) -> Iterator[bytes]:
 
 
 def check(path: str, sent: bytes, answer: httpx.Response) -> None:
-    """A client is served or gets an error, in JSON or events."""
+    """Check that the client gets an answer or an error, in JSON or events."""
     shown = (answer.status_code, answer.text[:300], sent[:2000])
     assert answer.status_code == 200 or 400 <= answer.status_code < 500, shown
     kind = answer.headers["content-type"]
@@ -243,7 +243,7 @@ def check(path: str, sent: bytes, answer: httpx.Response) -> None:
 def post_all(
     path: str, bodies: list[bytes], headers: tuple[tuple[str, bytes], ...] = (), app: Starlette | None = None
 ) -> set[int]:
-    """Sends them, each with each of the headers, and checks each answer. Returns the statuses."""
+    """Send each body with each of the headers and check each answer; return the statuses."""
     app = app or application(Script(['<tool_call>{"name": "f", "arguments": {"city": "x'], reason="length", step=1000))
 
     async def post() -> set[int]:

@@ -1,4 +1,4 @@
-"""Who may ask: keys, their rights and rates, and pages of other origins."""
+"""Access of callers: keys, their rights and rates, and pages of other origins."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_without_keys_only_pages_and_names_of_this_host_are_served() -> None:
 
 
 def preflight(app: Starlette, origin: str) -> httpx.Response:
-    """What a browser asks before a page of that origin may call."""
+    """Send the preflight request of a browser for a page of that origin."""
 
     async def options() -> httpx.Response:
         asked = {
@@ -144,7 +144,7 @@ def test_browsers_are_told_of_the_origins_that_may_call_and_of_no_other(tmp_path
     before = preflight(app(ours), ours)
     assert (before.status_code, before.headers[allow]) == (200, ours)
     assert "x-api-key" in before.headers["access-control-allow-headers"]
-    # Errors, too: there is no coordinator here.
+    # Errors too: there is no coordinator here.
     answered = ask(app(ours), "/v1/chat/completions", body, {"origin": ours})
     assert (answered.status_code, answered.headers[allow]) == (503, ours)
     assert "retry-after" in answered.headers["access-control-expose-headers"]

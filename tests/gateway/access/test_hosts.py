@@ -1,4 +1,4 @@
-"""The Host header: names of this host in all of their forms, and nothing that only begins like one."""
+"""The Host header: all forms of this host's names are accepted, a mere common prefix is not."""
 
 from __future__ import annotations
 

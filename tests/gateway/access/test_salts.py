@@ -1,4 +1,4 @@
-"""`cache_salt` over HTTP: a tenant's salts are its own, so that no hit shows one tenant another's texts."""
+"""`cache_salt` over HTTP: salts are separate by tenant, so that no cache hit reveals another tenant's texts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEYED = Settings(keys={"ada": key("1", "a"), "bob": key("2", "b"), "eve": key("3
 
 
 def salt_of(settings: Settings, path: str, body: dict[str, Any], secret: str) -> str:
-    """The salt that is submitted."""
+    """Return the submitted salt."""
     script = Script()
     answer = ask(application(script, settings), path, body, {"x-api-key": secret})
     assert answer.status_code == 200, answer.text
@@ -40,7 +40,7 @@ def test_a_salt_is_the_tenants_own(path: str, body: dict[str, Any]) -> None:
     salted = {**body, "cache_salt": "acme"}
     ada, bob, eve = (salt_of(KEYED, path, salted, secret) for secret in "123")
     assert ada == eve != bob
-    # A keyed client of the same tenant, over ZeroMQ, means the same prefixes.
+    # A ZeroMQ client with a key of the same tenant shares the prefixes.
     assert ada == own_salt("a", "acme")
     assert salt_of(KEYED, path, body, "1") == "" and salt_of(KEYED, path, {**body, "cache_salt": ""}, "1") == ""
 

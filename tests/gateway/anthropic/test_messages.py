@@ -1,4 +1,4 @@
-"""/v1/messages, with answers that are written beforehand; what comes is validated by Anthropic's own types."""
+"""/v1/messages with scripted answers; Anthropic's own types validate the responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines that agents change with each call do not stand in the way of the prefix cache."""
+"""Lines that agents change with each call do not defeat the prefix cache."""
 
 from __future__ import annotations
 

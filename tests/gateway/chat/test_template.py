@@ -44,7 +44,7 @@ PARTS = (
     TOOLS + "{% for m in messages %}<{{ m.role }}>"
     "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}" + CALLS + "{% endfor %}"
 )
-# Only what users and tools say is in parts.
+# Only messages of users and tools have parts.
 SOME_PARTS = (
     TOOLS + "{% for m in messages %}<{{ m.role }}>{% if m.role in ('user', 'tool') %}{{ m.content[0].text }}{% else %}"
     "{{ m.content }}{% endif %}" + CALLS + "{% endfor %}"
@@ -74,13 +74,13 @@ NO_SYSTEM = (
     TOOLS + "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('not supported') }}{% endif %}"
     "{{ m.content }}" + CALLS + "{% endfor %}"
 )
-# Content beside calls is dropped, and tools are read as functions alone.
+# Content beside calls is dropped, and tools are read as functions only.
 DROPS = (
     "{% for t in tools or [] %}{{ t.name }}{% endfor %}{% for m in messages %}{% if m.tool_calls %}"
     "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
-# Calls are not read at all, as in the first templates of LFM2 and Kimi K2.
+# Calls are ignored, as in the first templates of LFM2 and Kimi K2.
 LFM2 = (
     "{% if tools %}<|tool_list_start|>{{ tools | tojson }}<|tool_list_end|>{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -144,7 +144,7 @@ def test_calls_that_a_template_ignores_are_written_as_the_model_does() -> None:
 @pytest.mark.parametrize(
     ("template", "body", "param", "words"),
     [
-        # Half of a call is worse than none.
+        # Half a call is worse than none.
         (
             LFM2.replace(
                 "{{ m.content }}",
@@ -176,7 +176,7 @@ def test_calls_that_a_template_ignores_are_written_as_the_model_does() -> None:
             "tools",
             "tool_format",
         ),
-        # Parts that it would lose in one request alone.
+        # Parts that would be lost in one request only.
         (
             "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}",
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},

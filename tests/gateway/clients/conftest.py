@@ -1,4 +1,4 @@
-"""The scripted gateway, and the clients as they are installed."""
+"""Fixtures: the scripted gateway, and the installed clients."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tests.gateway.clients.stage import Stage
 
 @pytest.fixture(scope="session")
 def stage() -> Iterator[Stage]:
-    """The server of all tests of this process, one after another."""
+    """The server for all tests of this process, one after another."""
     with Stage() as stage:
         yield stage
 
 
 @pytest.fixture
 def home(tmp_path: Path, stage: Stage) -> Home:
-    """Folders of a client of this test alone."""
+    """Private folders of this test's client."""
     return Home(tmp_path, stage.proxy)
 
 
 @pytest.fixture(scope="session")
 def modules() -> Path:
-    """Where npm has installed the clients."""
+    """The folder of the clients from npm."""
     return _or_skipped(installs.node_modules)
 
 

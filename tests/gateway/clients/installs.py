@@ -1,7 +1,7 @@
 """Clients from npm and PyPI, installed once into the user's cache folder.
 
-Each set of clients is a lock file beside this module: every version exact, of what the clients need in turn too. The
-folder's name holds the lock's hash, so that another version is another folder.
+Each set of clients is a lock file beside this module, with exact versions of all transitive dependencies. The folder's
+name contains the lock's hash, so that another version uses another folder.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvforge.models.store import default_cache_dir
 HERE = Path(__file__).parent
 INSTALL_S = 300.0
 READY = ".ready"
-# A variable and its value: a client that cannot be installed fails its tests, which are skipped otherwise.
+# With this variable, a failed installation of a client fails its tests; otherwise they are skipped.
 CHOICE, REQUIRED = "KVFORGE_CLIENTS", "required"
-# The last Python that a set of clients runs on, where that is not the last one there is.
+# The newest Python that a set of clients supports, if not the newest release.
 NEWEST = {"aider": (3, 12)}
 ARCHITECTURES = {"x86_64": "x64", "aarch64": "arm64"}
-# Gives the interpreter of a set of clients, by the set's name.
+# Returns the interpreter of a set of clients by the set's name.
 Python = Callable[[str], Path]
 
 
@@ -61,27 +61,27 @@ def node_modules() -> Path:
 
 
 def unlocked() -> str | None:
-    """Why the npm packages do not run on this machine; None: they do."""
+    """Return why the npm packages do not run on this machine, or None."""
     if sys.platform == "linux" and platform.machine() in ARCHITECTURES:
         return None
     return f"no builds of these clients are locked for {sys.platform} on {platform.machine()}"
 
 
 def platform_package(modules: Path, name: str) -> Path:
-    """The folder of a package named after the processor: packages of programs keep them there."""
+    """Return the folder of a package named after the processor, which contains the programs."""
     return modules / f"{name}-{ARCHITECTURES[platform.machine()]}"
 
 
 def node(modules: Path) -> Path:
-    """Node.js, in the version that the clients need: it comes with them."""
+    """Return Node.js in the clients' version, which is installed with them."""
     return platform_package(modules, "node-linux") / "bin" / "node"
 
 
 def python_with(name: str) -> Path:
-    """The interpreter of an environment of its own, that holds the packages of requirements/NAME.txt.
+    """Return the interpreter of a separate environment with the packages of requirements/NAME.txt.
 
     Args:
-        name: The lock file's. Where its packages run on older Pythons alone (`NEWEST`), one is looked for on the PATH.
+        name: The lock file's. If its packages need an older Python (`NEWEST`), the PATH is searched for one.
 
     Raises:
         Missing: There is no network, or no such Python.
@@ -110,7 +110,7 @@ def _python(newest: tuple[int, int]) -> str:
         return sys.executable
     for minor in range(newest[1], 10, -1):
         found = shutil.which(f"python{newest[0]}.{minor}")
-        # pyenv puts a name on the PATH for each Python that any folder may choose.
+        # pyenv puts a shim for each installed Python on the PATH.
         if found and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:
             return found
     raise Missing(f"no Python up to {newest[0]}.{newest[1]} is on the PATH")
@@ -124,7 +124,7 @@ def _key(*files: Path, text: str = "") -> str:
 
 
 def _installed(name: str, install: Callable[[Path], None]) -> Path:
-    """The folder, whole. One process installs, others wait for it."""
+    """Return the complete folder. One process installs, others wait for it."""
     folder = default_cache_dir() / "clients" / name
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
@@ -140,7 +140,7 @@ def _installed(name: str, install: Callable[[Path], None]) -> Path:
 def _locked(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # released by the kernel where its holder dies
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # the kernel releases it if the holder crashes
         yield
     finally:
         os.close(descriptor)

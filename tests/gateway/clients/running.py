@@ -1,4 +1,4 @@
-"""A client as a process: in an empty home, without a way out of this machine, gone at its end."""
+"""A client as a process: in an empty home, without network access, and killed at the end."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class Home:
-    """Folders of one client, its home and the folder that it works in, and the proxy that it is given."""
+    """The home and working folder of one client, and its proxy."""
 
     path: Path
     proxy: str
 
     @property
     def work(self) -> Path:
-        """Where the client works."""
+        """Return the client's working folder."""
         return self._made("work")
 
     @property
@@ -51,19 +51,19 @@ class Home:
         return self._made("home")
 
     def write(self, name: str, text: str) -> Path:
-        """A file in HOME."""
+        """Write a file in HOME."""
         path = self.home / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         return path
 
     def run(self, command: Sequence[str | Path], env: Mapping[str, str], limit_s: float = CLIENT_S) -> Ended:
-        """Runs a client to its end, without input.
+        """Run a client to its end, without input.
 
         Args:
             command: The program and its arguments.
-            env: Variables beside `OFF`; PATH is extended by this process's own.
-            limit_s: The client is killed after so long, and the test fails.
+            env: Variables beside `OFF`; this process's PATH is appended.
+            limit_s: Time limit; then the client is killed and the test fails.
 
         Returns:
             Its exit status and what it printed.
@@ -101,6 +101,6 @@ class Home:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Ends whatever the client left running in its session."""
+    """Kill all processes that the client left in its session."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The scripted model's answers to the tasks of the library clients, and the values that they then must have found."""
+"""The scripted model's answers to the tasks of the library clients, and the values that the clients must find."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ HELLO, RAIN, SNOW = "Hello from the model.", "It rains in Oslo.", "Snow tomorrow
 
 
 def last_tool(**arguments: Any) -> Callable[[str], str]:
-    """A call of the last tool that the prompt offers: clients name the tool of a typed answer by themselves."""
+    """Call the last tool in the prompt, because clients choose the name of a typed answer's tool."""
     return lambda prompt: call(OFFERED.findall(prompt)[-1], **arguments)
 
 
 def larger(prompt: str) -> str:
-    """A city that is too small, and another one when the prompt has the reason why the first was refused."""
+    """Answer a city that is too small, and another one when the prompt has the reason of the refusal."""
     wrong, right = last_tool(city="Oslo", people=700_000), last_tool(city="Lagos", people=17_000_000)
     return (right if "a large city has a million people" in prompt else wrong)(prompt)
 
@@ -34,7 +34,7 @@ SCENES: Mapping[str, Sequence[Answer]] = {
     "Ask the colleague.": [call("transfer_to_colleague"), "The colleague answers."],
 }
 CITY = {"city": "Oslo", "people": 700_000}
-# The values that every library finds over every API that it speaks.
+# The values that every library must find over each of its APIs.
 FOUND = {
     "whole": HELLO,
     "tokens": True,

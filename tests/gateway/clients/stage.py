@@ -1,4 +1,4 @@
-"""The gateway's application on a real socket, its answers written beforehand, and a record of every request.
+"""The gateway's application on a real socket, with scripted answers and a record of every request.
 
 The server runs in a thread of the test's process, so that a test sets the answers and reads the record directly.
 """
@@ -27,11 +27,11 @@ CONTEXT = 1 << 20  # a token is a byte here, and the system prompt of a coding a
 START_S, END_S = 20.0, 20.0
 RESULT = "<|im_start|>tool\n"
 IGNORED_HEADER = "x-kvforge-ignored"
-# The answer to what an agent asks beside its task: a title for the session, a summary.
+# The answer to an agent's side requests: a title for the session, a summary.
 ASIDE = "A greeting"
-# Before an answer to a prompt that has begun to think.
+# Prepended to an answer if the prompt ends within the reasoning.
 THOUGHT = "I think about it."
-# A text, or what makes it of the prompt.
+# A text, or a function from the prompt to the text.
 Answer = str | Callable[[str], str]
 
 
@@ -48,7 +48,7 @@ class Exchange:
 
     @property
     def streamed(self) -> bool:
-        """Whether the response came as events."""
+        """Return whether the response was a stream of events."""
         return self.headers.get("content-type", "").startswith("text/event-stream")
 
     def __str__(self) -> str:
@@ -56,14 +56,14 @@ class Exchange:
 
 
 class Recorder:
-    """An application that notes its exchanges."""
+    """An application that records its exchanges."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self.exchanges: list[Exchange] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes everything on."""
+        """Forward and record everything."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -93,9 +93,9 @@ class Recorder:
 class Play:
     """Writes the answer to each prompt.
 
-    scenes: for the text of a task, the answers to it in turn: the first to the task itself, the next to the prompt that
-    holds one more result of a tool. The task that stands last in a prompt counts. A prompt without any task is answered
-    by `ASIDE`. result: how the result of a tool begins in a prompt.
+    scenes: the answers by task text, in turn: the first to the task itself, the next to the prompt with one more tool
+    result. The last task in a prompt counts. A prompt without a task is answered by `ASIDE`. result: prefix of a tool
+    result in a prompt.
     """
 
     def __init__(self, scenes: Mapping[str, Sequence[Answer]], result: str = RESULT) -> None:
@@ -114,7 +114,7 @@ class Play:
         return f"{THOUGHT}\n</think>\n{text}" if prompt.endswith("<think>\n") else text
 
     def results(self, pattern: str) -> bool:
-        """Whether a result of a tool that matches was in a prompt."""
+        """Return whether a matching tool result was in a prompt."""
         return any(re.search(pattern, text) for prompt in self.prompts for text in prompt.split(self._result)[1:])
 
 
@@ -122,8 +122,8 @@ class Stage:
     """The server; it ends with the `with` block.
 
     Attributes:
-        url: Where the gateway is.
-        proxy: A proxy that refuses everything. Clients are given it, so that they reach nothing beyond this machine.
+        url: The gateway's address.
+        proxy: A proxy that refuses everything, which keeps clients from the network.
         outside: Requests of clients to the proxy since `play`.
     """
 
@@ -160,7 +160,7 @@ class Stage:
         assert not self._thread.is_alive(), "the scripted gateway did not end"
 
     def play(self, scenes: Mapping[str, Sequence[Answer]], result: str = RESULT) -> Play:
-        """Answers by these scenes from now on (see `Play`); the record begins anew."""
+        """Answer by these scenes from now on (see `Play`), and clear the record."""
         play = Play(scenes, result)
         self._script.reply = play
         self._script.asked.clear()
@@ -174,7 +174,7 @@ class Stage:
         return self._recorder.exchanges
 
     def refused(self, *, but: Sequence[str] = ()) -> list[str]:
-        """The exchanges that ended with an error's status. but: `METHOD PATH` of those that are expected to."""
+        """Return the exchanges with an error status. but: `METHOD PATH` of expected ones."""
         return [
             str(exchange)
             for exchange in self.exchanges
@@ -201,5 +201,5 @@ class Stage:
 
 
 def call(name: str, **arguments: Any) -> str:
-    """A call of a tool, as the scripted model writes it."""
+    """Return a tool call as the scripted model writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

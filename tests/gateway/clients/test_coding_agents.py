@@ -1,4 +1,4 @@
-"""Coding agents, headless: the scripted model asks for a file and for a shell command, and the agent does both.
+"""Coding agents, headless: the scripted model calls for a file and for a shell command, and the agent does both.
 
 A second process of the agent continues the conversation.
 """
@@ -23,12 +23,12 @@ FILE, WORDS = "hello.txt", "good morning\n"
 
 
 def scenes(*calls: str) -> dict[str, Sequence[Answer]]:
-    """The calls in turn, and a closing answer; another one to the second turn."""
+    """Return the calls in turn with a closing answer, and another answer to the second turn."""
     return {TASK: [*calls, DONE], NEXT: [SAID]}
 
 
 def check(stage: Stage, play: Play, home: Home, turns: Sequence[Ended]) -> None:
-    """Both turns came to their ends, the file is there, and no request was refused."""
+    """Check that both turns ended, the file exists, and no request was refused."""
     first, second = turns
     assert first.code == 0 and DONE in first.out, f"{first}\n{stage.refused()}"
     assert (home.work / FILE).read_text() == WORDS, first
@@ -66,7 +66,7 @@ def test_claude_code(stage: Stage, home: Home, modules: Path) -> None:
     check(stage, play, home, turns)
     assert play.results(WORDS.strip())
     assert {exchange.path for exchange in stage.exchanges} == {"/v1/messages"}
-    assert f"<think>{THOUGHT}" in play.prompts[-1], "it sends back what the model thought"
+    assert f"<think>{THOUGHT}" in play.prompts[-1], "the agent must send back the model's reasoning"
 
 
 def test_codex(stage: Stage, home: Home, modules: Path) -> None:
@@ -93,7 +93,7 @@ stream_max_retries = 0
 """,
     )
     (codex,) = platform_package(modules, "@openai/codex-linux").glob("vendor/*/bin/codex")
-    # The agent's own sandbox needs rights that a container has not; it works in an empty folder.
+    # The agent's sandbox needs privileges that a container lacks; it works in an empty folder.
     options = ["exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     env = {"KVFORGE_KEY": "none"}
     turns = [home.run([codex, *options, TASK], env), home.run([codex, *options, "resume", "--last", NEXT], env)]
@@ -117,7 +117,7 @@ def test_opencode(stage: Stage, home: Home, modules: Path) -> None:
     config = {"provider": {"kvforge": provider}, "autoupdate": False, "share": "disabled", "permission": "allow"}
     model = "kvforge/scripted"
     home.write(".config/opencode/opencode.json", json.dumps({**config, "model": model, "small_model": model}))
-    # Its package for plugins counts as installed, or it would fetch that from npm.
+    # Mark its plugin package as installed, or the agent would fetch it from npm.
     lock = {"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}}
     home.write(".config/opencode/package-lock.json", json.dumps(lock))
     home.write(".config/opencode/node_modules/.keep", "")
@@ -157,7 +157,7 @@ def test_qwen_code(stage: Stage, home: Home, modules: Path) -> None:
 
 
 def test_aider(stage: Stage, home: Home, python: Python) -> None:
-    """Its edits are blocks of text, not calls; so the file is edited twice."""
+    """Its edits are text blocks, not calls, so the file is edited twice."""
     edit = "{}\n```\n<<<<<<< SEARCH\n{}=======\n{}>>>>>>> REPLACE\n```\n{}"
     play = stage.play(
         {
@@ -165,7 +165,7 @@ def test_aider(stage: Stage, home: Home, python: Python) -> None:
             NEXT: [edit.format(FILE, "good evening\n", WORDS, SAID)],
         }
     )
-    # The price list that it fetches otherwise.
+    # The price list that it would fetch otherwise.
     prices = {"openai/scripted": {"max_tokens": 8_000, "litellm_provider": "openai", "mode": "chat"}}
     home.write(".aider/caches/model_prices_and_context_window.json", json.dumps(prices))
     env = {

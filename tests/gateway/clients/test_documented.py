@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
 ROW = re.compile(r"^\|[^|]*`([\w@/.-]+)`[^|]*\| ([\d.]+) \|", re.MULTILINE)
 PINNED = re.compile(r"^([\w.-]+)(?:\[[\w,]+\])?==([\w.]+)$")
-# Packages that the clients need besides themselves.
+# Additional packages of the clients.
 HELPERS = {"@langchain/core", "zod"}
 
 

@@ -1,4 +1,4 @@
-"""Installing clients: once, whole or not at all, and a reason where it cannot be done."""
+"""Installation of clients: once, atomically, and with a reason on failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(installs.unlocked() is not None, reason="no buil
 
 @pytest.fixture
 def npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program that stands in for npm, and an empty cache folder."""
+    """A stand-in for npm, and an empty cache folder."""
     program = tmp_path / "bin" / "npm"
     program.parent.mkdir()
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")

@@ -1,4 +1,4 @@
-"""Libraries that applications are made with: a program with each holds a conversation, and prints what it has found."""
+"""Application libraries: a program for each holds a conversation and prints the values that it found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 def in_node(program: str, home: Home, stage: Stage, modules: Path) -> Any:
-    """Return the output of a program. Modules are looked for beside its file."""
+    """Return the output of a program. Node searches modules beside its file."""
     copy = home.work / program
     copy.write_bytes((PROGRAMS / program).read_bytes())
     (home.work / "node_modules").symlink_to(modules)
@@ -38,7 +38,7 @@ def in_python(program: str, home: Home, stage: Stage, python: Path) -> Any:
 
 
 def asked_streams(stage: Stage, *paths: str) -> bool:
-    """Whether each of these was asked for, whole and as events."""
+    """Return whether each path was requested both whole and as events."""
     seen = {(exchange.path, exchange.streamed) for exchange in stage.exchanges}
     return all({(path, False), (path, True)} <= seen for path in paths)
 
@@ -76,7 +76,7 @@ def test_openai_node(stage: Stage, home: Home, modules: Path) -> None:
 
 
 def test_anthropic_node(stage: Stage, home: Home, modules: Path) -> None:
-    """Its loop of tools asks for a stored thread first, and goes on without one."""
+    """Its tool loop requests a stored thread first, and continues without one."""
     stage.play(SCENES)
     found = in_node("with_anthropic_node.mjs", home, stage, modules)
     assert found == {
@@ -146,7 +146,7 @@ def test_instructor(stage: Stage, home: Home, python: Python) -> None:
 
 
 def test_smolagents(stage: Stage, home: Home, python: Python) -> None:
-    """Results of tools come to the model as the user's words here."""
+    """The library sends tool results as user messages."""
     code = "Thought: I add.\n<code>\nfinal_answer(2 + 3)\n</code>"
     scenes = {
         "Say hello.": [HELLO],

@@ -1,4 +1,4 @@
-"""From a served model to its prompts: what is there, what is not, and what cannot be read."""
+"""From a served model to its prompts: present, missing and unreadable files."""
 
 from __future__ import annotations
 

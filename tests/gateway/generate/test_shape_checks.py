@@ -37,7 +37,7 @@ def forgotten() -> None:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grammars that this process validates."""
+    """Record the grammars that this process validates."""
     validate, words = grammar._validate, list[str]()
 
     def noted(text: str, dialect: str) -> str:

@@ -1,4 +1,4 @@
-"""An answer's shape together with tools, in all APIs: an answer is calls, or a text of that shape."""
+"""Response formats together with tools, in all APIs: an answer is calls, or a text of that format."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ APIS: dict[str, tuple[str, dict[str, Any], Any, Any]] = {
 
 
 def enforced(path: str, body: dict[str, Any]) -> tuple[str, str]:
-    """Which kind of grammar the coordinator is asked for, and its text."""
+    """Return the kind and text of the grammar sent to the coordinator."""
     script = Script()
     response = ask(application(script), path, body)
     assert response.status_code == 200, response.text

@@ -33,7 +33,7 @@ FACTS = Facts(
 
 
 def put(tables: TablesWriter, facts: Facts = FACTS, **gauges: int) -> None:
-    """Publishes: a cell of tenant i holds its number times i + 1, and so on."""
+    """Publish numbers: a cell of tenant i holds its index times i + 1, and so on."""
     numbers = tables.numbers
     numbers.begin()
     for row in range(3):

@@ -1,4 +1,4 @@
-"""python -m tests.gateway.metrics.dashboard: writes deploy/monitoring/grafana.json, which Grafana imports."""
+"""python -m tests.gateway.metrics.dashboard: generate deploy/monitoring/grafana.json, which Grafana imports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH, HEIGHT = 24, 8
 
 
 class Panel(NamedTuple):
-    """kind: stat, timeseries or heatmap. queries: expression by legend. more: of its field configuration."""
+    """kind: stat, timeseries or heatmap. queries: expression by legend. more: additional field configuration."""
 
     title: str
     queries: dict[str, str]
@@ -154,7 +154,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 
 
 def panel(number: int, what: Panel, x: int, y: int, height: int) -> dict[str, Any]:
-    """One panel, as Grafana has it."""
+    """Return a panel in Grafana's format."""
     targets = [
         {
             "datasource": SOURCE, "refId": chr(ord("A") + at), "expr": expression, "legendFormat": legend or "__auto",
@@ -183,7 +183,7 @@ def panel(number: int, what: Panel, x: int, y: int, height: int) -> dict[str, An
 
 
 def variable(name: str, query: str, *, several: bool = False) -> dict[str, Any]:
-    """A choice at the top of the page."""
+    """Return a variable for the top of the page."""
     return {
         "name": name,
         "type": "query",
@@ -199,7 +199,7 @@ def variable(name: str, query: str, *, several: bool = False) -> dict[str, Any]:
 
 
 def dashboard() -> dict[str, Any]:
-    """All of it."""
+    """Return the whole dashboard."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS.items():

@@ -1,4 +1,4 @@
-"""python -m tests.gateway.metrics.documented: writes docs/metrics.md from the code."""
+"""python -m tests.gateway.metrics.documented: generate docs/metrics.md from the code."""
 
 from __future__ import annotations
 
@@ -20,48 +20,49 @@ ROOT = Path(__file__).parents[3]
 FILE, ALERTS = ROOT / "docs" / "metrics.md", ROOT / "deploy" / "monitoring" / "alerts.yml"
 HEAD = f"""# Metrics
 
-A gateway tells Prometheus of the service at `/metrics`, as text or as OpenMetrics, whichever it is asked for. It reads
-the coordinator's shared tables: no message is sent, so a scrape costs the service nothing and works while it hangs.
-Where gateway.toml has `[keys]`, the right `see` is needed. The coordinator has to be on the gateway's machine; one that
-is reached over a network (`endpoint`) is told of by the gateway beside it, and this one tells of its own requests only.
+A gateway exports metrics of the service to Prometheus at `/metrics`, as text or as OpenMetrics, as the request
+prefers. It reads the coordinator's shared tables and sends no message: a scrape costs the service nothing and works
+while the service hangs. If gateway.toml has `[keys]`, the caller needs the right `see`. The coordinator has to run on
+the gateway's machine; for a coordinator behind a network (`endpoint`), a gateway beside that coordinator exports its
+metrics, and this one exports its own requests only.
 
 In `deploy/monitoring/`: `prometheus.yml` (what to scrape), `grafana.json` (a dashboard to import), `alerts.yml`.
 
-- Numbers of the service are of one instant, at most a second old; those of requests are exact to the token.
-- Counters go on over restarts of the coordinator, as the service does. They begin anew where its journal is discarded.
-- While no coordinator runs, `kvforge_up` is 0 and nothing else of the service is told.
-- The first {TENANT_ROWS} tenants (those of `[quotas]` first) have series of their own; all others, and those that were
-  forgotten, are `tenant="other"`.
-- Several processes of a gateway on one port count together: whichever is scraped tells the sum.
-- Scrape one gateway of each coordinator: each tells the same numbers of the service.
+- Numbers of the service are a snapshot, at most a second old; numbers of requests are exact to the token.
+- Counters continue across restarts of the coordinator. They reset when its journal is discarded.
+- While no coordinator runs, `kvforge_up` is 0 and no other metric of the service is exported.
+- The first {TENANT_ROWS} tenants (those of `[quotas]` first) have their own series; all others, including forgotten
+  ones, are `tenant="other"`.
+- Several gateway processes on one port count together: each exports the sum.
+- Scrape one gateway of each coordinator: all export the same numbers of the service.
 """
 VLLM_HEAD = """
 ## vLLM's names
 
-Where vLLM has a metric of the same meaning, the number is told under its name too, with its labels `model_name` and
-`engine` (always 0), of all tenants together: dashboards that were made for vLLM work. Buckets may be finer than vLLM's.
+If vLLM has a metric with the same meaning, the number is also exported under vLLM's name, with the labels `model_name`
+and `engine` (always 0), summed over all tenants: dashboards for vLLM work. Buckets may be finer than vLLM's.
 
 | vLLM's | ours |
 |---|---|
 """
 NOT_THE_SAME = """
-Not told, since nothing here means the same: `vllm:iteration_tokens_total` (it counts a prompt when its last chunk is
-computed), `vllm:request_success_total` of other reasons than stop, length and abort (`cancelled` here), and all of
-speculative decoding and LoRA. Two that differ in when they are counted: `vllm:request_queue_time_seconds` here when a
-request first runs, in vLLM when it ends; `vllm:e2e_request_latency_seconds` ends with the coordinator's last token, in
-vLLM with the API server's.
+Not exported, since nothing here has the same meaning: `vllm:iteration_tokens_total` (it counts a prompt when its last
+chunk is computed), `vllm:request_success_total` for reasons other than stop, length and abort (`cancelled` here), and
+all metrics of speculative decoding and LoRA. Two metrics are counted at other times:
+`vllm:request_queue_time_seconds` here when a request first runs, in vLLM when it ends;
+`vllm:e2e_request_latency_seconds` ends with the coordinator's last token, in vLLM with the API server's.
 """
 
 
 def document() -> str:
-    """The page."""
+    """Return the page."""
     service = ((m.name, m.kind, m.labels, m.text) for m in SERVICE)
     gateway = ((name, kind, labels, text) for name, (kind, text, labels) in GATEWAY.items())
     parts = [HEAD, "\n## The service\n", *_table(service), "\n## The gateway\n", *_table(gateway), VLLM_HEAD]
     parts += [f"| `{m.name}` | {_same(m.name, m.same)} |\n" for m in VLLM]
     parts += [NOT_THE_SAME, "\n## Buckets\n\nIn seconds, or tokens.\n\n| metric | up to |\n|---|---|\n"]
     parts += [f"| `{name}` | {', '.join(f'{bound:g}' for bound in bounds)} |\n" for name, bounds in _bounds()]
-    parts += ["\n## Alerts\n\n| alert | severity | for | what it says |\n|---|---|---|---|\n"]
+    parts += ["\n## Alerts\n\n| alert | severity | for | message |\n|---|---|---|---|\n"]
     parts += [
         f"| {rule['alert']} | {rule['labels']['severity']} | {rule.get('for', '-')} | {_words(rule['annotations'])} |\n"
         for rule in alerts()
@@ -70,14 +71,14 @@ def document() -> str:
 
 
 def alerts() -> list[dict[str, Any]]:
-    """The rules."""
+    """Return the alert rules."""
     (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
     rules: list[dict[str, Any]] = group["rules"]
     return rules
 
 
 def _table(rows: Iterable[tuple[str, str, tuple[str, ...], str]]) -> Iterator[str]:
-    yield "\n| name | kind | labels | what it is |\n|---|---|---|---|\n"
+    yield "\n| name | kind | labels | meaning |\n|---|---|---|---|\n"
     for name, kind, labels, text in rows:
         yield f"| `{name}` | {kind} | {', '.join(labels)} | {text} |\n"
 

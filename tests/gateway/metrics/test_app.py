@@ -1,4 +1,4 @@
-"""/metrics where the gateway has it: for those who may see, and of every request that comes."""
+"""/metrics in the gateway: for callers with the right to see, and counting every request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvforge.protocol.tables import TablesWriter
 
 
 def gateway(folder: Path, **keys: tuple[str, ...]) -> TestClient:
-    """Not entered: then it makes no connection."""
+    """Return a gateway that is not entered, so that it does not connect."""
     hashed = {
         name: Key(hash=f"sha256:{hashlib.sha256(name.encode()).hexdigest()}", rights=r) for name, r in keys.items()
     }

@@ -1,4 +1,4 @@
-"""What a scrape says: every number where it belongs, in both formats, and nothing that is not for the caller."""
+"""Contents of a scrape: every number in its place, in both formats, and nothing without the caller's right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in deploy/monitoring/ for Prometheus and Grafana: it names what is exported, and does what it says."""
+"""The files in deploy/monitoring/ for Prometheus and Grafana use exported names, and work as documented."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def expressions() -> list[str]:
 
 
 def check(expression: str) -> None:
-    """Each name is exported, and each label that is asked of it, or grouped by, is one that some name there has."""
+    """Check that each name is exported, and that each selected or grouped label exists on an exported name."""
     names = NAME.findall(expression)
     assert set(names) <= EXPORTED, f"{expression}: {set(names) - EXPORTED} is not exported"
     base = [re.sub(r"_(bucket|count|sum)$", "", name) for name in names]

@@ -1,4 +1,4 @@
-"""What the gateway counts of itself: exact, by all processes together, and never falling."""
+"""The gateway's own counters: exact, summed over all processes, and never decreasing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_processes_count_together_and_one_that_takes_anothers_place_goes_on_with
             assert child.stdout is not None and child.stdout.readline() == "counted\n"
             total = counts.total()
             assert (total[OPEN], total[SENT], counts.by_status(total, "/a")) == (1, 6 * lives, {200: 3 * lives})
-            child.kill()  # with a request that is open
+            child.kill()  # with an open request
     assert counts.by_status(counts.total(), "/a") == {200: 6}
     counts.close()
 

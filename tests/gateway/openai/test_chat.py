@@ -1,4 +1,4 @@
-"""/v1/chat/completions, with answers that are written beforehand; what comes is validated by OpenAI's own types."""
+"""/v1/chat/completions with scripted answers; OpenAI's own types validate the responses."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CALL = '<think>\nhm\n</think>\n<tool_call>\n{"name": "weather", "arguments": {"c
 
 
 def chat(script: Script, **fields: Any) -> Any:
-    """A whole answer."""
+    """Return a whole answer."""
     response = ask(application(script), "/v1/chat/completions", {"messages": HELLO, **fields})
     assert response.status_code == 200, response.text
     return ChatCompletion.model_validate(response.json(), strict=True)
 
 
 def chunks(text: str) -> list[ChatCompletionChunk]:
-    """The events of a stream that ends as it should."""
+    """Return the events of a stream that ends correctly."""
     lines = [line for line in text.split("\n") if line.startswith("data: ")]
     assert lines.pop() == "data: [DONE]"
     return [ChatCompletionChunk.model_validate(json.loads(line[6:]), strict=True) for line in lines]
@@ -43,7 +43,7 @@ def streamed(script: Script, **fields: Any) -> list[ChatCompletionChunk]:
 
 
 def put_together(events: list[ChatCompletionChunk], index: int = 0) -> dict[str, Any]:
-    """What a client makes of a stream: as the OpenAI library's own helper does."""
+    """Assemble a stream as the OpenAI library's helper does."""
     message: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "reasons": []}
     for event in events:
         for choice in event.choices:
@@ -205,7 +205,7 @@ def test_what_is_not_chosen_is_the_models_own() -> None:
     script = Script()
     chat(script)
     assert "temperature" in script.asked[0][2].command(1, [], 0, 1).model_defaults  # type: ignore[arg-type]
-    # As long as the context is.
+    # As long as the context.
     assert script.asked[0][2].max_tokens == 4096 - len(script.asked[0][0])
 
 

@@ -1,4 +1,4 @@
-"""/v1/completions, and what vLLM has beside it, with answers that are written beforehand."""
+"""/v1/completions with vLLM's extensions and scripted answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def streamed(script: Script, **fields: Any) -> list[Completion]:
     response = ask(application(script), "/v1/completions", {"prompt": "Once", "stream": True, **fields})
     lines = [line for line in response.text.split("\n") if line.startswith("data: ")]
     assert lines.pop() == "data: [DONE]"
-    # OpenAI's own type has no place for an end that is not there yet, which its service sends all the same.
+    # OpenAI's own type does not allow a missing finish reason, although its service sends one.
     return [Completion.construct(**json.loads(line[6:])) for line in lines]
 
 

@@ -1,4 +1,4 @@
-"""/v1/responses, with answers that are written beforehand; what comes is validated by OpenAI's own types."""
+"""/v1/responses with scripted answers; OpenAI's own types validate the responses."""
 
 from __future__ import annotations
 

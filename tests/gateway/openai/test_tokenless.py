@@ -1,4 +1,4 @@
-"""A model without a tokenizer: token ids in, token ids out, and words that name the remedy for all that needs text."""
+"""A model without a tokenizer: token ids in and out, and errors with a remedy for requests that need text."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ DOCUMENT = document()
 
 @pytest.fixture
 def client(tmp_path: Path) -> TestClient:
-    """A client of the whole application, not entered: no coordinator is looked for."""
+    """Return a client of the whole application, not entered, so that it needs no coordinator."""
     settings = Settings(runtime_dir=str(tmp_path))
     return TestClient(make_app(settings, Access(settings)), base_url="http://localhost")
 
@@ -78,7 +78,7 @@ def test_it_is_served_without_a_key_and_without_a_coordinator(client: TestClient
 
 
 class Links(HTMLParser):
-    """Every address in a page, and every name that can be gone to."""
+    """Collects every link in a page, and every anchor."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Schemathesis asks every operation of `/openapi.json`, with data that fits the document and data that does not.
+"""Schemathesis calls every operation of `/openapi.json` with data that fits the document and data that does not.
 
 Its examples are bounded and derived from the document alone: a run repeats the last one.
 """
@@ -28,12 +28,12 @@ from tests.gateway.scripted import NAME, Script, application, page
 EXAMPLES = 12
 DOCUMENTED = [content_type_conformance, response_schema_conformance, status_code_conformance]
 APIS = [one for one in OPERATIONS if one.path.startswith(("/v1/", "/tokenize", "/detokenize"))]
-PAGE = [one for one in OPERATIONS if one.path.startswith("/page/") and one.path != "/page/events"]  # that has no end
+PAGE = [one for one in OPERATIONS if one.path.startswith("/page/") and one.path != "/page/events"]  # an endless stream
 UNREADY = [one for one in OPERATIONS if not one.path.startswith("/page/")]
 
 
 def ask(app: Any, label: str, mode: GenerationMode, checks: list[Any]) -> set[int]:
-    """Asks one operation. Returns the statuses of its answers."""
+    """Call one operation; return the statuses of its answers."""
     schema = schemathesis.openapi.from_asgi("/openapi.json", app)
     operation = next(found.ok() for found in schema.get_all_operations() if found.ok().label == label)
     seen = set()
@@ -49,7 +49,7 @@ def ask(app: Any, label: str, mode: GenerationMode, checks: list[Any]) -> set[in
     @given(case=operation.as_strategy(generation_mode=mode))
     def each(case: Any) -> None:
         if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
-            case.body["model"] = NAME  # of another name, a request is not looked into
+            case.body["model"] = NAME  # a request with another name is refused unread
         answer = case.call(base_url="http://localhost")
         case.validate_response(answer, checks=checks)
         seen.add(answer.status_code)

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell")
-# Every name is resolved to nothing: a page that asked for anything from outside would stay without it.
+# No host name resolves: a page gets nothing from outside.
 OPTIONS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run",
     "--disable-extensions", "--disable-background-networking", "--remote-debugging-pipe",
@@ -33,7 +33,7 @@ SAID_MAX = 200
 
 
 def browser() -> str | None:
-    """Chromium, or what KVFORGE_BROWSER names if it is one."""
+    """Return Chromium, or the browser named by KVFORGE_BROWSER."""
     named = os.environ.get("KVFORGE_BROWSER")
     if named:
         return None if "firefox" in named else shutil.which(named)
@@ -41,8 +41,8 @@ def browser() -> str | None:
 
 
 class Browser:
-    """`async with Browser() as browser:` — one window. said: errors and what the page's scripts logged; asked: what
-    was fetched."""
+    """`async with Browser() as browser:` — one window. said: errors and the log of the page's scripts; asked: fetched
+    addresses."""
 
     def __init__(self) -> None:
         self._rid = 0
@@ -83,7 +83,7 @@ class Browser:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         self._listening.cancel()
-        self._write_side.close()  # which it takes for its end
+        self._write_side.close()  # the browser exits on this
         self._read_side.close()
         try:
             await asyncio.to_thread(self._process.wait, LIMIT_S)
@@ -94,7 +94,7 @@ class Browser:
             shutil.rmtree(self._home, ignore_errors=True)
 
     async def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A command and its result. Raises AssertionError with what the browser says."""
+        """Send a command and return its result. Raises AssertionError with the browser's message."""
         self._rid += 1
         message = {"id": self._rid, "method": method, "params": parameters}
         if self._session:
@@ -109,7 +109,7 @@ class Browser:
     async def look(
         self, width: int = 1280, height: int = 900, *, dark: bool = False, ratio: float = 1.0, forced: bool = False
     ) -> None:
-        """The window; whether its user likes it dark, or has colours of a contrast theme forced upon it."""
+        """Set the window's size, dark mode, and forced colours of a contrast theme."""
         size = {"width": width, "height": height, "deviceScaleFactor": ratio, "mobile": width < 500}
         await self.send("Emulation.setDeviceMetricsOverride", **size)
         media = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
@@ -117,17 +117,18 @@ class Browser:
         await self.send("Emulation.setEmulatedMedia", features=media)
 
     async def go(self, url: str) -> None:
-        """Loads a page."""
+        """Load a page."""
         await self.send("Page.navigate", url=url)
 
     async def run(self, expression: str) -> Any:
-        """What a JavaScript expression gives; promises are awaited. Raises AssertionError with what it throws."""
+        """Return the value of a JavaScript expression; promises are awaited. Raises AssertionError with a thrown
+        error."""
         found = await self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     async def until(self, expression: str, limit_s: float = LIMIT_S) -> Any:
-        """Waits until an expression is true, looked at with each frame; returns it."""
+        """Wait until an expression is true, evaluated with each frame; return it."""
         asked = (
             "new Promise((found) => { const look = () => { let value; try { value = (%s); } catch { value = null; } "
             "if (value) found(value); else setTimeout(look, 20); }; look(); })"
@@ -140,23 +141,23 @@ class Browser:
             except TimeoutError:
                 shown = await self.run("document.body.innerText")
                 raise AssertionError(f"not within {limit_s:g} s: {expression}\n{shown}\n{list(self.said)}") from None
-            except AssertionError as error:  # another page was loaded meanwhile
+            except AssertionError as error:  # another page loaded meanwhile
                 if "context" not in str(error) and "navigated" not in str(error):
                     raise
 
     async def click(self, selector: str) -> None:
-        """A real click in the middle of an element."""
+        """Click in the middle of an element."""
         x, y = await self.run(MIDDLE % json.dumps(selector))
         await self.point(x, y)
         for kind in ("mousePressed", "mouseReleased"):
             await self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     async def point(self, x: float, y: float) -> None:
-        """Moves the pointer there."""
+        """Move the pointer to an element."""
         await self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     async def press(self, key: str) -> None:
-        """A key by its name, such as Tab, Enter or ArrowDown."""
+        """Press a key by its name, such as Tab, Enter or ArrowDown."""
         codes = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
         about = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
         text = {"text": "\r"} if key == "Enter" else {}
@@ -164,11 +165,11 @@ class Browser:
         await self.send("Input.dispatchKeyEvent", type="keyUp", **about)
 
     async def write(self, text: str) -> None:
-        """Types into what has the focus."""
+        """Type into the focused element."""
         await self.send("Input.insertText", text=text)
 
     async def picture(self, path: Path, *, whole: bool = False) -> None:
-        """A PNG of the window, or of the whole page."""
+        """Return a PNG of the window, or of the whole page."""
         found = await self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(found["data"]))
 

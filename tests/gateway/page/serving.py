@@ -1,4 +1,4 @@
-"""The page on a real server, beside a chat that answers by rote: for tests, measurements and pictures.
+"""The page on a real server, beside a chat with fixed answers: for tests, measurements and pictures.
 
 python -m tests.gateway.page.serving RUNTIME_DIR [PORT]
 """
@@ -30,23 +30,23 @@ ANSWER = "A block table says where each token's keys and values lie — <b>in bl
 
 
 def everything(_request: Request, _right: str) -> None:
-    """Everybody may do everything."""
+    """Grant all rights to everyone."""
 
 
 def seeing(_request: Request, right: str) -> None:
-    """Everybody may look, and no more."""
+    """Grant everyone the right to see only."""
     if right != "see":
-        raise NotAllowed(right, "this gateway lets nobody")
+        raise NotAllowed(right, "this gateway is read-only")
 
 
 def keyed(request: Request, _right: str) -> None:
-    """Who has the key may do everything."""
+    """Grant all rights to callers with the key."""
     if request.headers.get("authorization") != "Bearer sesame":
         raise Unauthenticated("name a key of this gateway")
 
 
 async def chat(request: Request) -> Response:
-    """As `POST /v1/chat/completions` with stream: the answer cut into bytes that know nothing of letters."""
+    """Answer like `POST /v1/chat/completions` with stream, cut at arbitrary bytes."""
     asked = await request.json()
     assert asked["stream"] and asked["messages"][-1]["role"] == "user"
     if asked["messages"][-1]["content"] == "fail":
@@ -70,7 +70,7 @@ async def chat(request: Request) -> Response:
 async def serving(
     runtime: Path, *, allowed: Allowed = everything, port: int = 0, timeout_s: float = 5.0
 ) -> AsyncIterator[str]:
-    """The page of the coordinator in a runtime folder, at the address that this gives."""
+    """Serve the page of the coordinator in a runtime folder; yield the address."""
     async with AsyncClient(client_endpoint(runtime), connect_timeout_s=timeout_s, timeout_s=timeout_s) as client:
         app = Starlette(
             routes=[*routes(lambda: client, allowed=allowed), Route("/v1/chat/completions", chat, methods=["POST"])]

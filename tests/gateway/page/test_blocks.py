@@ -1,4 +1,4 @@
-"""The map of blocks: whatever frames a viewer misses, what it has is what is there."""
+"""The map of blocks: a viewer's map is correct, whatever frames it misses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNTS = (0, 12, 40)
 
 
 class Viewer:
-    """What a page makes of frames."""
+    """A page's state, updated by frames."""
 
     def __init__(self) -> None:
         self.frame = 0

@@ -21,7 +21,7 @@ EVIL = "<script>document.title='mine'</script><img src=x onerror=alert(1)>"
 SETTINGS = {"quotas": {EVIL: {"ceiling": 60}}}
 TEXT = "document.querySelector(%s).textContent"
 
-# Contrast as WCAG 2.2 has it, of every text that is shown; what is below AA.
+# Contrast of every visible text by WCAG 2.2; returns the texts below AA.
 TOO_FAINT = """(() => {
   const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
   const light = ([r, g, b]) => {
@@ -56,7 +56,7 @@ COLOURS = """(() => {
 
 
 def shows(selector: str, words: str) -> str:
-    """That an element holds these words, as JavaScript."""
+    """Return a JavaScript expression that tests whether an element contains these words."""
     return f"document.querySelector({json.dumps(selector)})?.textContent.includes({json.dumps(words)})"
 
 
@@ -92,7 +92,7 @@ def test_a_service_at_work() -> None:
             assert (
                 await page.run("document.scripts.length") == 1 and "mine" not in (await page.run("document.title"))[:4]
             )
-            said = [one for one in page.said if "getImageData" not in one]  # our own looking at colours
+            said = [one for one in page.said if "getImageData" not in one]  # the warning about our own reads of colours
             assert len(said) == 1 and "status of 503" in said[0] and "/v1/chat/completions" in said[0], said
             assert {urlsplit(url).netloc for url in page.asked} <= {urlsplit(address).netloc, ""}  # "": data:
 
@@ -100,8 +100,8 @@ def test_a_service_at_work() -> None:
 
 
 async def everything_is_a_click_away(page: Browser, holds: int, waits: int) -> None:
-    """Why a request waits; who holds a block, by pointer and by keys; colours; a tenant."""
-    await page.click(".requests button")  # who waits is first
+    """The reason for a request's wait; the holder of a block, by pointer and by keys; colours; a tenant."""
+    await page.click(".requests button")  # waiting requests come first
     await page.until(shows(".detail", f"Request {waits}") + " && " + shows(".detail", "its ceiling is 60"))
     await page.click(".requests button")
     await page.until("!document.querySelector('.detail')")
@@ -180,7 +180,7 @@ def test_who_is_killed_comes_back_while_the_page_is_open() -> None:
     asyncio.run(run())
 
 
-# Elements that reach beyond the window, and elements that have to be scrolled sideways within it.
+# Elements that extend beyond the window, and elements that scroll horizontally.
 TOO_WIDE = """[...document.body.querySelectorAll("*")].filter((node) => node.checkVisibility()
     && !node.closest(".hidden, .skip, svg, .name") && (node.getBoundingClientRect().right > innerWidth + 0.5
     || (node.matches(".scroll") && node.scrollWidth > node.clientWidth))).map((node) => node.outerHTML.slice(0, 80))"""

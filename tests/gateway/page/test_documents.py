@@ -1,4 +1,4 @@
-"""Documents, points and latencies: bounded, ordered, and sent when they change."""
+"""Documents, points and latencies are bounded, ordered, and sent when they change."""
 
 from __future__ import annotations
 

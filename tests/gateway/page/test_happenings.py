@@ -1,4 +1,4 @@
-"""What the page tells of processes that went and came, and of requests that failed."""
+"""Events on the page about lost and restarted processes, and about failed requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_coordinator_that_goes_on_and_one_that_has_lost_all() -> None:
         seen.process(0, now_ms=now_ms)
     seen.process(8, now_ms=2000)
     seen.answered(stats(), health(), 3500)
-    seen.process(9, now_ms=5000)  # it went and came between two looks
+    seen.process(9, now_ms=5000)  # it restarted between two polls
     seen.answered(stats(boot="c"), health(), 6000)
     assert texts(seen) == [
         "the coordinator restarted without its journal after 1.0 s: its state is lost",

@@ -27,7 +27,7 @@ LIMIT_S = 30.0
 async def browsing(
     runtime: Path, allowed: Allowed = everything, timeout_s: float = LIMIT_S
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the page of the coordinator in a runtime folder."""
+    """Yield a client of the page of the coordinator in a runtime folder."""
     async with serving(runtime, allowed=allowed, timeout_s=timeout_s) as address, client(address) as http:
         yield http
 
@@ -46,7 +46,7 @@ async def events(response: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
 
 
 async def said(http: httpx.AsyncClient, wanted: set[str]) -> dict[str, Any]:
-    """What the stream of events gave until all that is wanted had come."""
+    """Return the stream's events until all wanted ones have arrived."""
     found: dict[str, Any] = {}
     async with asyncio.timeout(LIMIT_S), http.stream("GET", "/page/events") as response:
         assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
@@ -92,7 +92,7 @@ def acting(http: httpx.AsyncClient) -> dict[str, str]:
 
 
 async def seen(http: httpx.AsyncClient, ids: tuple[int, ...]) -> None:
-    """All documents, of the same world."""
+    """Return all documents of one state."""
     found = await said(http, NAMES | {"hello", "blocks", "points"})
     assert found["hello"] == {"admin": True}
     assert found["pools"][0]["base"] == 0 and found["pools"][0]["blocks"] == 128 == found["blocks"]["count"]
@@ -127,7 +127,7 @@ async def explained(http: httpx.AsyncClient, waits: int) -> None:
 
 
 async def refused(http: httpx.AsyncClient) -> None:
-    """Actions that another site could make a browser send, and bodies that say something else."""
+    """Return actions that another site could make a browser send, and mismatched bodies."""
     good = acting(http)
     host = good["origin"].removeprefix("http://")
     for headers in (

@@ -1,4 +1,4 @@
-"""The one that looks for all viewers: how many there may be, when it looks, and what it bears."""
+"""The sampler shared by all viewers: limits, polling times, and tolerated failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ZERO = RequestStats(**dict.fromkeys(RequestStats.__struct_fields__, 0))
 
 
 class Silent:
-    """A client whose coordinator never answers."""
+    """A client of a coordinator that never answers."""
 
     def __init__(self) -> None:
         self.count, self.asked = 0, asyncio.Event()
@@ -31,7 +31,7 @@ class Silent:
 
 
 class Torn:
-    """A client, and the tables, of a coordinator that was stopped in the middle of a write, and lists but a few."""
+    """A client and the tables of a coordinator that was stopped during a write and lists few requests."""
 
     boot, pid = "b", 7
 

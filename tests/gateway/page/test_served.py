@@ -1,4 +1,4 @@
-"""The page of a gateway as it is started: an open page does not keep it from ending."""
+"""The page of a real gateway process: an open page does not delay its exit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_gateway_that_is_told_to_end_ends_its_pages_streams_first(tmp_path: Pa
                 assert "<title>kvforge</title>" in http.get("/").text
                 came = b""
                 with http.stream("GET", "/page/events") as response:
-                    for piece in response.iter_bytes():  # raises where it is cut off, and not ended
+                    for piece in response.iter_bytes():  # raises if the stream is cut off
                         if not came:
                             process.send_signal(signal.SIGTERM)
                         came += piece

@@ -1,4 +1,4 @@
-"""The sentence at the top of the page: what it says of which state, and how grave it is."""
+"""The sentence at the top of the page: text and severity by state."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_a_lost_worker_starts_again_for_a_while_and_one_that_left_is_not_shown()
     assert seen.look(gone, ["w0"], 100.0) == (BACK,)
     assert seen.look(gone, ["w0"], 99.0 + STARTS_AGAIN_S) == (BACK,)
     assert [one.state for one in seen.look(gone, ["w0"], 100.0 + STARTS_AGAIN_S)] == [GONE]
-    assert seen.look(gone, ["w0", "w1"], 500.0) == ()  # it is connected, and loads
-    assert seen.look(gone, ["w0"], 600.0) == (BACK,)  # it was lost again
+    assert seen.look(gone, ["w0", "w1"], 500.0) == ()  # connected and loading
+    assert seen.look(gone, ["w0"], 600.0) == (BACK,)  # lost again
     assert seen.look({}, ["w0"], 700.0) == ()
 
 

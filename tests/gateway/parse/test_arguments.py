@@ -1,4 +1,4 @@
-"""Arguments of calls: no text of a model is lost, and an object can be made of each."""
+"""Arguments of calls: no text of a model is lost, and each gives an object."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvforge.gateway.chat.arguments import DEPTH_MAX, UNPARSED, ObjectText, obje
 
 from .written import WAYS, events_of, joined
 
-# A call of `now` in each format, with a text in the place of its arguments.
+# A call of `now` in each format, with a text in place of its arguments.
 PLACES = {
     "hermes": '<tool_call>{"name": "now", "arguments": TEXT}</tool_call>',
     "hermes, beside the name": '<tool_call>{"name": "now", "path": "TEXT"}</tool_call>',
@@ -43,7 +43,7 @@ CUTS = st.lists(st.integers(0, 10_000), max_size=8)
 
 
 def made_of(text: str, cuts: list[int]) -> str:
-    """The object's text, of a text that comes in pieces."""
+    """Return the object's text for a text that arrives in pieces."""
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     made = ObjectText()
     return "".join(made.feed(text[a:b]) for a, b in pairwise(places)) + made.finish()
@@ -88,7 +88,7 @@ def test_of_any_text_an_object_is_made_that_every_client_reads(text: str, cuts: 
         assert isinstance(found, dict)
         json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
         assert object_of(shown) == found
-        assert made_of(made, []) == made, "what was made is an object, and stays as it is"
+        assert made_of(made, []) == made, "a valid object must stay unchanged"
 
 
 @pytest.mark.parametrize(

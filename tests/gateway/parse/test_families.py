@@ -1,4 +1,4 @@
-"""Nine families as their models really write: with thinking and wrapping marks, cut off, and malformed."""
+"""Nine families with their models' real output: with reasoning and wrapping marks, truncated, and malformed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_thinking_and_a_call_are_neither_content(name: str) -> None:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_call_that_is_cut_off_loses_nothing_that_was_written(name: str) -> None:
-    """It is a call with what there is of its arguments, or content: never half of either."""
+    """It becomes a call with its partial arguments, or content, never half of either."""
     _, call = WHOLE[name]
     for end in range(call.index("weather"), call.index("Oslo") + 3):
         found = read(name, call[:end])

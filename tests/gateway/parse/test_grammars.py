@@ -1,4 +1,4 @@
-"""Grammars that force calls: what they allow is read back as calls that their schemas allow."""
+"""Grammars that force calls: every allowed text parses as calls that fit their schemas."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LENGTH_MAX = 2000
 
 
 def drawn(grammar: str, seed: int) -> str:
-    """A text that the grammar allows, each token drawn from all that may follow; "": it would not end."""
+    """Return a random text allowed by the grammar; "": it did not end."""
     hf: Any = SPOKEN._tokenizer
     matcher = LLMatcher(_TOKENIZER, LLMatcher.grammar_from_lark(grammar))
     assert not matcher.get_error(), matcher.get_error()

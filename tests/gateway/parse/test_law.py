@@ -1,4 +1,4 @@
-"""Whatever way a text is split, its events joined give the same message; and that is the one that was written."""
+"""However a text is split, its joined events give the same message, which is the written one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ CUTS = st.lists(st.integers(0, 10_000), max_size=12)
 
 
 def writable(way: str, calls: list[Call]) -> list[Call]:
-    """What of it the format can say: those with tags cannot hold their own marks, nor blanks at the ends of a value."""
+    """Return the part that the format can express: tag formats exclude their own marks and blanks around a value."""
     if way in ("qwen3_coder", "glm45", "minimax", "deepseek_v32", "seed_oss"):
         for _, arguments in calls:
             city = str(arguments.get("city", ""))
@@ -159,7 +159,7 @@ def test_arguments_that_are_a_text_of_json_are_that_json() -> None:
 
 
 def test_work_grows_with_the_text_and_not_with_its_square() -> None:
-    """Counted in characters that a reader holds: they are dropped when they are read."""
+    """Measured by the characters that a reader buffers: it drops them after reading."""
     from kvforge.gateway.parse import Parser
 
     parser = Parser(FORMATS["hermes"], TOOLS)

@@ -1,4 +1,4 @@
-"""The rules at the edges: what models really write that no template asks for, and that nothing of it is lost."""
+"""Edge cases: real model output that no template specifies, parsed without loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FUNCTION_GEMMA = "<start_of_turn>model {{ '<start_function_call>call:' }}"
 
 
 def read(name: str, text: str, *, tools: Any = TOOLS, in_reasoning: bool = False) -> Read:
-    """The message, which is the same whole and character by character, and can be sent as UTF-8."""
+    """Return the message after checking that it is the same whole and by character, and valid UTF-8."""
     whole = joined(events_of(name, [text], tools=tools, in_reasoning=in_reasoning))
     assert joined(events_of(name, list(text), tools=tools, in_reasoning=in_reasoning)) == whole
     for part in (whole.content, whole.reasoning, *(part for call in whole.calls for part in call)):
@@ -31,7 +31,7 @@ def read(name: str, text: str, *, tools: Any = TOOLS, in_reasoning: bool = False
 @pytest.mark.parametrize(
     ("name", "text", "called", "content"),
     [
-        # A mark that closes nothing, or is missing.
+        # An unmatched or missing closing mark.
         ("hermes", f"<tool_call>{WEATHER}\n<tool_call>{WEATHER}</tool_call>", [("weather", {"city": "K"})] * 2, ""),
         ("hermes", f"<tool_call>{WEATHER[:-1]}</tool_call>ok", [("weather", {"city": "K"})], "ok"),
         (
@@ -54,11 +54,11 @@ def read(name: str, text: str, *, tools: Any = TOOLS, in_reasoning: bool = False
             [("weather", {"city": "K"})],
             "lost?",
         ),
-        # Mistral's three ways, and what is no call among calls.
+        # Mistral's three formats, and text between calls that is no call.
         ("mistral", '[TOOL_CALLS]weather{"city": "K"}', [("weather", {"city": "K"})], ""),
         ("mistral", '[TOOL_CALLS]now[CALL_ID]abc123def[ARGS]{}[TOOL_CALLS]now{}', [("now", {})] * 2, ""),
         ("mistral", f'[TOOL_CALLS][{WEATHER}, {{"x": 1}}]', [("weather", {"city": "K"})], ', {"x": 1}]'),
-        # Arguments that are not there are none.
+        # Missing arguments mean no arguments.
         ("deepseek_v3", "<｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜>", [("now", {})], ""),
         ("harmony", "<|channel|>commentary to=functions.now<|message|><|call|>", [("now", {})], ""),
         ("mistral", "[TOOL_CALLS]now[ARGS]", [("now", {})], ""),
@@ -88,7 +88,7 @@ def test_what_models_write_is_read_and_nothing_of_it_is_lost(
 
 
 def _value(arguments: str) -> Any:
-    """None: the model's JSON is broken off, and is given as it is."""
+    """Return the JSON value, or None for truncated JSON, which is passed on unchanged."""
     try:
         return json.loads(arguments)
     except ValueError:

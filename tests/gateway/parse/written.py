@@ -1,4 +1,4 @@
-"""Messages as each format writes them: for the tests of the parsers."""
+"""Messages as each format writes them, for the tests of the parsers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOOLS: dict[str, Any] = {
 
 @dataclass
 class Read:
-    """What a client puts together."""
+    """The message that a client assembles."""
 
     content: str = ""
     reasoning: str = ""
@@ -33,7 +33,7 @@ class Read:
 
 
 def joined(events: Sequence[Event]) -> Read:
-    """A message of its events."""
+    """Join events to a message."""
     read = Read()
     for event in events:
         match event:
@@ -55,7 +55,7 @@ def joined(events: Sequence[Event]) -> Read:
 
 
 def events_of(name: str, pieces: Sequence[str], *, tools: Any = TOOLS, in_reasoning: bool = False) -> list[Event]:
-    """The events of a text that comes in these pieces."""
+    """Return the events of a text that arrives in these pieces."""
     parser = Parser(FORMATS[name], tools, in_reasoning=in_reasoning)
     return [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
 
@@ -185,7 +185,7 @@ def _seed(calls: Sequence[Call]) -> str:
     )
 
 
-# The format, how it writes calls, and whether content may come before them.
+# The format, its style of calls, and whether content may precede them.
 WAYS: dict[str, tuple[str, Callable[[Sequence[Call]], str], bool]] = {
     "hermes": ("hermes", _hermes, True),
     "qwen3_coder": ("qwen3_coder", _coder, True),

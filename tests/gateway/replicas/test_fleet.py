@@ -1,4 +1,4 @@
-"""A gateway that has just begun decides nothing before it knows its replicas."""
+"""A newly started gateway routes no request before it knows its replicas."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ANSWER_S, LOST_S = 0.1, 0.5
 def test_the_first_request_waits_until_all_have_answered(
     slow_s: float, failures: int, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may run where nobody has looked yet. Who says nothing for too long, or cannot be connected, is not waited for;
-    a first attempt that fails is not too long."""
+    """The request's key may be known to a replica not yet queried. Unresponsive or unreachable replicas are not
+    awaited; one failed attempt does not count as unreachable."""
     left = failures
     seen: list[tuple[list[str], float]] = []
 
@@ -61,11 +61,11 @@ def test_the_first_request_waits_until_all_have_answered(
         await asyncio.gather(watching, return_exceptions=True)
 
     asyncio.run(test())
-    assert seen == [(asked, ANSWER_S), (asked, LOST_S)], "one with a key may run at who is slow to answer"
+    assert seen == [(asked, ANSWER_S), (asked, LOST_S)], "a slow replica may already run a request with a key"
 
 
 def test_it_is_patient_as_long_as_nobody_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted from the last moment in which one served, whether anybody asked then or not."""
+    """The time counts from the last moment with a serving replica, with or without requests."""
     there = False
 
     async def look(self: Replica) -> None:
@@ -85,7 +85,7 @@ def test_it_is_patient_as_long_as_nobody_is_given_up(monkeypatch: pytest.MonkeyP
             await fleet.news.wait()
 
         await looked()
-        assert fleet.patient_until < monotonic(), "nobody has ever served"
+        assert fleet.patient_until < monotonic(), "no replica has ever served"
         there, came = True, monotonic()
         await looked()
         there, gone = False, monotonic()

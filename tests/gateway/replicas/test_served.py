@@ -1,4 +1,4 @@
-"""A gateway over real replicas of a tiny model: who gets what, and what is noticed when one dies."""
+"""A gateway over real replicas of a tiny model: routing, and the visible effects of a crash."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG = 300
 
 
 class Replicas:
-    """Three of them, and a gateway. failover_s: of the gateway."""
+    """Three replicas and a gateway. failover_s: the gateway's setting."""
 
     def __init__(self, stack: ExitStack, folder: Path, failover_s: float = 1.0) -> None:
         self.failover_s = failover_s
@@ -52,7 +52,7 @@ class Replicas:
         return f'names = ["tiny"]\nfailover_s = {self.failover_s}\n{places}'
 
     def use(self, *names: str) -> None:
-        """Gives the gateway another list of replicas, and returns when it has it."""
+        """Change the gateway's list of replicas, and wait until it takes effect."""
         self.file.write_text(self.settings(*names))
         self.gateway.process.send_signal(signal.SIGHUP)
         self.wait(lambda: tuple(self.health()["replicas"]) == names)
@@ -83,7 +83,7 @@ class Replicas:
         return dict(answer.json())
 
     def tokens(self, prompt: list[int], headers: dict[str, str] | None = None, **fields: Any) -> list[int]:
-        """Of an answer that nobody disturbs."""
+        """Return the tokens of an undisturbed answer."""
         return list(self.ask(prompt, headers, **fields)["choices"][0]["token_ids"])
 
 
@@ -103,7 +103,7 @@ def prompt_of(number: int, length: int = 40) -> list[int]:
 
 
 async def streamed(url: str, asked: dict[str, Any], headers: dict[str, str]) -> AsyncIterator[list[int]]:
-    """The tokens of an answer as they come."""
+    """Yield the tokens of an answer as they arrive."""
     async with (
         httpx.AsyncClient(timeout=DEADLINE_S) as http,
         http.stream("POST", f"{url}/v1/completions", json={**asked, "stream": True}, headers=headers) as stream,
@@ -120,7 +120,7 @@ async def streamed(url: str, asked: dict[str, Any], headers: dict[str, str]) -> 
 async def under_load(
     served: Replicas, asked: list[tuple[dict[str, Any], dict[str, str]]], misfortune: Callable[[], None], after: int
 ) -> list[list[int]]:
-    """The answers, where something happens when so many of their tokens have come."""
+    """Return the answers, after a disturbance once the given number of tokens has arrived."""
     came = 0
     struck = False
 
@@ -162,7 +162,7 @@ def test_a_replica_that_is_lost_under_load_loses_nothing_and_changes_no_token(se
         fields: dict[str, Any] = {"seed": at, "max_tokens": LONG}
         headers = {"idempotency-key": f"k{at}"} if at % 2 else {}
         if at % 4 == 1:
-            fields["seed"] = None  # follows from the key
+            fields["seed"] = None  # derived from the key
         asked.append((body(prompt_of(at), **fields), headers))
     victim = served.clusters["a"]
 
@@ -179,7 +179,7 @@ def test_a_replica_that_is_lost_under_load_loses_nothing_and_changes_no_token(se
             served.clients["a"].drain(deadline_s=0.001)
 
     answers = asyncio.run(under_load(served, asked, misfortune, 400))
-    assert running[0] > 0, "nobody was there to be disturbed"
+    assert running[0] > 0, "no request was running"
     if how == "hung":
         served.wait(lambda: not served.ready("a"))
         victim.signal("coordinator", signal.SIGCONT)
@@ -194,7 +194,7 @@ def test_a_replica_that_is_lost_under_load_loses_nothing_and_changes_no_token(se
 
 @pytest.fixture
 def patient(tmp_path: Path) -> Iterator[Replicas]:
-    """None is given up because the machine is busy."""
+    """Use a patience that no busy machine exceeds."""
     with ExitStack() as stack:
         yield Replicas(stack, tmp_path, DEADLINE_S)
 
@@ -232,7 +232,7 @@ def test_replicas_come_and_go_while_streams_are_open(served: Replicas) -> None:
     answers = asyncio.run(under_load(served, asked, misfortune, 100))
     assert here[0] > 0 and len({len(answer) for answer in answers}) == 1
     stats = gone.stats().requests
-    assert stats.cancelled_total == 0 and stats.failed_total == 0, "who was there stays to the end"
+    assert stats.cancelled_total == 0 and stats.failed_total == 0, "running requests must finish"
     before = served.accepted()
     for at, (each, _) in enumerate(asked):
         assert answers[at] == served.tokens(each["prompt"], seed=at, max_tokens=LONG), f"answer {at}"
@@ -250,7 +250,7 @@ def test_replicas_come_and_go_while_streams_are_open(served: Replicas) -> None:
 
 
 def test_no_worker_is_left_and_nothing_is_said_to_be_served(served: Replicas) -> None:
-    """The coordinators answer, and nobody computes."""
+    """The coordinators answer, but there are no workers."""
     for name, cluster in served.clusters.items():
         cluster.kill("w0")
         served.wait(lambda name=name: not served.ready(name))  # type: ignore[misc]
@@ -262,7 +262,7 @@ def test_no_worker_is_left_and_nothing_is_said_to_be_served(served: Replicas) ->
 
 
 def test_rank_0_is_dead_and_nothing_is_said_to_be_served(tmp_path: Path) -> None:
-    """The other rank lives, and so does the coordinator."""
+    """The other rank and the coordinator still run."""
     with Cluster(blocks=512, ranks=2) as cluster:
         tokenizer.write(cluster.model)
         cluster.start("w0", "w1")

@@ -1,4 +1,4 @@
-"""One request among played replicas: where it goes, what its reader sees when it moves, and how it ends."""
+"""One request among fake replicas: its routing, its reader's view of a failover, and its end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIONS = RequestOptions(max_tokens=8, sampling=Sampling(temperature=0.0, seed=1
 
 
 class Inner:
-    """What `AsyncStream` is, played."""
+    """A fake `AsyncStream`."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
@@ -101,7 +101,7 @@ class Played:
 
 
 class Both:
-    """Two replicas; the first of those that are there is chosen."""
+    """Two replicas; the first available one is chosen."""
 
     def __init__(self) -> None:
         self.a, self.b = Played("a"), Played("b")
@@ -266,7 +266,7 @@ def test_without_a_replica_it_is_refused_and_one_that_ran_waits(monkeypatch: pyt
 
 
 def test_who_comes_in_a_moment_without_replicas_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is refused when that is over, or if one that was there has refused it."""
+    """After that it is refused, also if an available replica refused it."""
     monkeypatch.setattr(work, "AGAIN_S", 0.0)
 
     async def test() -> None:

@@ -1,4 +1,4 @@
-"""The end of a request that a gateway cuts off as it ends, and of a request that waits, as a client reads it."""
+"""A client's view of requests cut off by the gateway's exit, and of waiting requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASKED = {
 
 @pytest.mark.parametrize("path", ASKED)
 def test_who_is_cut_off_before_an_answer_began_is_told_to_ask_again(path: str) -> None:
-    """uvicorn cancels its task, and would say 500 with two words of plain text."""
+    """uvicorn cancels its task, and would answer 500 with two words of plain text."""
     script = Script([""], hang=True)
 
     async def test() -> httpx.Response:
@@ -37,7 +37,7 @@ def test_who_is_cut_off_before_an_answer_began_is_told_to_ask_again(path: str) -
     response = asyncio.run(test())
     assert response.status_code == 503 and "the gateway is shutting down" in response.json()["error"]["message"]
     assert int(response.headers["retry-after"]) > 0
-    assert script.cancelled, "nobody reads it any more"
+    assert script.cancelled, "the request has no reader and must be cancelled"
 
 
 @pytest.mark.parametrize("path", [*ASKED, "/v1/responses"])
@@ -69,7 +69,7 @@ def test_a_stream_that_is_cut_off_ends_with_an_error_event(path: str) -> None:
     ],
 )
 def test_a_stream_is_not_silent_for_longer_than_ping_s(path: str, sign: bytes) -> None:
-    """The script gives nothing: what comes is the ping, again and again."""
+    """The script sends nothing, so only pings arrive."""
     script, pings = Script([""], hang=True), 3
     app = application(script, Settings(ping_s=0.01))
     body = json.dumps({**ASKED[path], "stream": True}).encode()

@@ -1,4 +1,4 @@
-"""The options of `python -m kvforge.gateway`, as `kvforge up` gives them, applied to its file."""
+"""The options of `python -m kvforge.gateway`, as `kvforge up` passes them, override its file."""
 
 from __future__ import annotations
 

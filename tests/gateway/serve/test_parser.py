@@ -1,4 +1,4 @@
-"""Refusals of the HTTP parser, which no application sees: JSON in the shape of the API, with an id."""
+"""Refusals by the HTTP parser, before the application: JSON in the format of the API, with an id."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGE = b"x: " + b"a" * 3000 + b"\r\n"
 
 
 class Served:
-    """A port with an application that answers when it may. answering: how many requests it has."""
+    """A port with an application that answers on command. answering: number of open requests."""
 
     def __init__(self) -> None:
         self.answering = asyncio.Semaphore(0)
@@ -63,7 +63,7 @@ class Served:
 
 
 async def said(content: bytes) -> bytes:
-    """All that comes back, until the server hangs up."""
+    """Return all received bytes until the server closes the connection."""
     async with Served() as served:
         reader, writer = await served.connect()
         writer.write(content)
@@ -123,7 +123,7 @@ def test_under_anthropics_paths_they_have_its_shape(content: bytes) -> None:
     "second", [b"nonsense\r\n\r\n", b"GET /b HTTP/1.1\r\n" + LARGE + b"\r\n", b"GET /" + b"a" * 3000]
 )
 def test_a_refusal_is_no_part_of_another_answer(path: str, second: bytes) -> None:
-    """The refused request comes behind one that is being answered: the connection ends without another answer."""
+    """The refused request follows one that is being answered: the connection closes without another answer."""
 
     async def both() -> bytes:
         async with Served() as served:

@@ -23,7 +23,7 @@ from kvforge.gateway.serve.main import main
 from kvforge.loadtest.drive.own import own
 from tests.gateway.served import Gateway
 
-pytestmark = pytest.mark.model  # for its tokenizer
+pytestmark = pytest.mark.model  # the tests need its tokenizer
 
 WAIT_S = 30.0
 BASE = 'tokenizer = "smollm2-135m"\nnames = ["m"]\n'
@@ -32,7 +32,7 @@ ASKED = {"prompt": [1, 2, 3], "max_tokens": 4}
 
 @contextmanager
 def making_tokens_up(pace: int) -> Iterator[Path]:
-    """The folder of a coordinator that makes tokens up: so many a second of each request; 0: all at once."""
+    """Yield the folder of a coordinator that invents tokens. pace: tokens a second of each request; 0: all at once."""
     with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:
         command = own(
             "kvforge.loadtest.drive.null_server", "--endpoint", f"ipc://{folder}/clients.sock", "--pace", str(pace)
@@ -52,7 +52,7 @@ def runtime(smollm2_path: Path) -> Iterator[Path]:
 
 
 def until(what: Callable[[], bool]) -> bool:
-    """Whether it became true in good time."""
+    """Return whether the condition became true within the time limit."""
     deadline = time.monotonic() + WAIT_S
     while not what():
         if time.monotonic() > deadline:
@@ -62,7 +62,7 @@ def until(what: Callable[[], bool]) -> bool:
 
 
 def children(pid: int) -> set[int]:
-    """The processes that a process has started."""
+    """Return the child processes of a process."""
     return {int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
@@ -110,7 +110,7 @@ def hung_up(connection: socket.socket) -> bool:
 
 
 def connected(gateway: Gateway, connection: socket.socket) -> bool:
-    """Whether the gateway still has this connection, by the kernel's table."""
+    """Return whether the kernel's table still lists this connection of the gateway."""
     mine = f":{connection.getsockname()[1]:04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return any(row[2].endswith(mine) and row[1].endswith(f":{gateway.port:04X}") and row[3] == "01" for row in rows)
@@ -122,7 +122,7 @@ def test_a_killed_child_is_replaced_and_the_port_stays_open(runtime: Path, tmp_p
         before = children(gateway.process.pid)
         for pid in before:
             os.kill(pid, signal.SIGKILL)
-        # Nobody is there to answer at this moment; what is asked waits.
+        # No process answers at this moment; requests wait.
         asked = httpx.post(f"{gateway.url}/v1/completions", json=ASKED, timeout=WAIT_S)
         assert asked.status_code in (200, 503)
         assert until(gateway.ready)
@@ -137,7 +137,7 @@ def test_a_killed_child_is_replaced_and_the_port_stays_open(runtime: Path, tmp_p
 def test_systemd_hears_from_the_process_above_several(
     runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the one that systemd started, and would end; children are not asked."""
+    """systemd started and would stop this process; it does not watch the children."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
         ear.bind(str(tmp_path / "notify"))
         ear.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)

@@ -32,7 +32,7 @@ from tools.chaos import tokenizer
 
 T = TypeVar("T")
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-# A counter that a user's message sets: hostile input, or a template that its author got wrong.
+# A counter set by a user's message: hostile input, or a faulty template.
 LOOPS = (
     "{% if 'loop' in messages[0].content %}{% for a in range(99999) %}{% for b in range(99999) %}"
     "{% endfor %}{% endfor %}{% endif %}"
@@ -83,7 +83,7 @@ def test_a_standstill_of_the_gateway_is_no_time_that_a_text_took(folder: Path, m
         try:
             await pool.start()
             job = asyncio.ensure_future(pool.encode("abc", special=False))
-            while pool._waiting or not pool._jobs:  # until a helper is at it
+            while pool._waiting or not pool._jobs:  # until a helper works on it
                 await asyncio.sleep(0)
             assert not job.done()
             clock.stand_still()
@@ -280,7 +280,7 @@ def test_a_helper_whose_gateway_was_killed_as_it_loaded_ends_quietly(folder: Pat
     with theirs:
         load = Load(source=str(folder), template_file="", limits=TextLimits())
         ours.send(framed(load)[HEAD_BYTES:])
-        ours.close()  # before the helper has read it: its answer finds no reader
+        ours.close()  # before the helper has read it: its answer has no reader
         code = f"from gateway.text.process import main; main({theirs.fileno()})"
         command = [sys.executable, "-c", code]
         descriptors = [theirs.fileno()]

@@ -1,4 +1,4 @@
-"""What commands print on a terminal, and elsewhere."""
+"""Output of commands on a terminal and elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvforge top: what its lines say, and how it ends."""
+"""kvforge top: its lines and its exit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def publish(writer: TablesWriter, **changes: int) -> None:
 
 @pytest.fixture
 def waits(writer: TablesWriter, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long the command waited before each line; instead of waiting, the next of `LATER` is published."""
+    """Record the wait before each line; instead of waiting, publish the next of `LATER`."""
     waited: list[float] = []
 
     def publishing(_self: Tables, wait_s: float = 0.0) -> bool:
@@ -92,7 +92,7 @@ def test_lines_for_people(run: Any, writer: TablesWriter, waits: list[float]) ->
         [*counts, "0.0", "0.0", "1:02:06"],
         [*counts, "0.5", "0.0", "1:02:08"],
     ]
-    assert len({len(line) for line in out.splitlines()}) == 1  # columns stand below each other
+    assert len({len(line) for line in out.splitlines()}) == 1  # columns are aligned
 
 
 def test_a_json_document_a_line(run: Any, writer: TablesWriter, waits: list[float]) -> None:
@@ -171,7 +171,7 @@ sys.stdin.read()
 
 
 def start(folder: Path, *options: str) -> subprocess.Popen[str]:
-    """The command, once its first line is there; the second would come in an hour."""
+    """Start the command and wait for its first line; the second would follow in an hour."""
     command = subprocess.Popen(
         [sys.executable, "-m", "kvforge", "--runtime-dir", str(folder), "top", "--every", "3600", *options],
         stdout=subprocess.PIPE,
@@ -207,7 +207,7 @@ def test_a_coordinator_that_comes_back_is_watched_on(
     looks: list[int] = []
 
     def ended(_self: Tables, wait_s: float = 0.0) -> bool:
-        """Killed after the first line; the file of its successor is there at the third look for it."""
+        """Kill after the first line; the successor's file exists from the third check on."""
         looks.append(len(looks))
         return len(looks) in (2, 3, 4)
 

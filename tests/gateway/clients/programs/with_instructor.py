@@ -28,7 +28,7 @@ class LargeCity(BaseModel):
     @field_validator("people")
     @classmethod
     def large(cls, people: int) -> int:
-        """Refuses a small one: then the call goes back, with the reason."""
+        """Refuse a small city, which sends the call back with the reason."""
         if people < 1_000_000:
             raise ValueError("a large city has a million people")
         return people

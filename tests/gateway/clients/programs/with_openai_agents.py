@@ -29,7 +29,7 @@ def weather(city: str) -> str:
 
 
 async def talk(model: Any) -> dict[str, Any]:
-    """Everything, with one model."""
+    """Run all cases with one model."""
     asked.clear()
     plain = Agent(name="plain", model=model, instructions="Be short.")
     agent = Agent(name="agent", model=model, instructions="Be short.", tools=[weather])

@@ -23,7 +23,7 @@ class City(BaseModel):
 
 
 async def talk(model: Any) -> dict[str, Any]:
-    """Everything, with one model."""
+    """Run all cases with one model."""
     asked: list[str] = []
     agent = Agent(model, instructions="Be short.")
 
