@@ -1,4 +1,4 @@
-"""A cable between a client and its coordinator, which can be cut: what one end says the other hears, until then."""
+"""A proxy between a client and its coordinator that forwards all bytes until the test cuts it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JOIN_S = 30.0
 
 
 class Cable:
-    """Whoever connects to `path` is connected to `target`, a socket's path too. A thread passes on what is said."""
+    """A thread that forwards connections from the socket `path` to the socket `target`."""
 
     def __init__(self, path: Path, target: str) -> None:
         self._target = target
@@ -43,7 +43,7 @@ class Cable:
         self._stack.close()
 
     def cut(self, *, seen_by_both: bool) -> None:
-        """Ends every connection. Else only the client sees it: the coordinator takes it for one that says nothing."""
+        """Close every connection. Otherwise only the client notices; the coordinator sees a silent client."""
         self._order(b"c" if seen_by_both else b"h")
         assert self._orders.recv(1) == b"."
 
@@ -83,7 +83,7 @@ class Cable:
 
 
 def _pass_on(source: sockets.socket, target: sockets.socket) -> bool:
-    """What has come. Returns whether there is more to come."""
+    """Forward the received bytes; return whether more may follow."""
     data = b""
     with suppress(OSError):
         data = source.recv(CHUNK_BYTES)

@@ -21,7 +21,7 @@ SAMPLINGS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """One kind of request: what it asks for, and for whom."""
+    """One kind of request: its parameters and its tenant."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -31,7 +31,8 @@ class Shape:
 
 
 def shapes() -> list[Shape]:
-    """Prompts from one token to many blocks, some beginning alike; answers of 1 to 48 tokens; all kinds of sampling."""
+    """Return prompts from one token to many blocks, some with a common prefix; answers of 1 to 48 tokens; all sampling
+    parameters."""
     draw = random.Random(7)
     common = [draw.randrange(3, VOCABULARY) for _ in range(100)]
     made = []
@@ -51,7 +52,7 @@ def shapes() -> list[Shape]:
 
 
 def until_killed(endpoint: str, seed: int) -> None:
-    """Submits requests and reads some of them, for ever; says so once the first token has come."""
+    """Submit requests and read some without end; print a line after the first token."""
     draw = random.Random(seed)
     kinds = shapes()
     with Client(endpoint) as kv:

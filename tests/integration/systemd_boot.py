@@ -1,9 +1,10 @@
-"""Boots a machine with systemd beside other tests: almost all of its minute and a half is waited.
+"""Boot a machine with systemd beside other tests: the boot spends nearly all of its minute and a half waiting.
 
     python -m tests.integration.systemd_boot FOLDER
 
-FOLDER: is made, and holds at the end `found.json`: what systemd_check.py saw, with `logs`; or why there is none, as
-`skip` or `error`. Who starts it holds a lock on a file, whose descriptor it inherits: the lock is free when it ended.
+FOLDER: is created, and finally contains `found.json`: the findings of systemd_check.py with `logs`, or the reason for
+their absence as `skip` or `error`. The caller locks a file and passes its descriptor on: the lock is free when the boot
+has ended.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from tools.cluster.running import tiny_model
 HERE = Path(__file__).parent
 CHECKOUT = HERE.parents[1]
 BOOT_S_MAX = 300
-CANNOT = 77  # the sandbox's status where nothing can be booted
-KEEP = "/mnt/keep"  # where the sandbox shows the folder of this test
+CANNOT = 77  # the sandbox's exit status if it cannot boot
+KEEP = "/mnt/keep"  # mount point of the test's folder in the sandbox
 
 
 def begin(folder: Path) -> subprocess.Popen[bytes] | None:
-    """Boots one in the background; none where that was done already."""
+    """Boot a machine in the background, unless one was booted already."""
     with _locked(folder) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return None  # it is booted now
+            return None  # it is booting
         if (folder / "found.json").exists():
             return None
         folder.mkdir(exist_ok=True)
@@ -49,7 +50,7 @@ def begin(folder: Path) -> subprocess.Popen[bytes] | None:
 
 
 def wait(folder: Path) -> dict[str, Any]:
-    """What was found, when it is."""
+    """Wait for the findings and return them."""
     with _locked(folder) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
     with suppress(FileNotFoundError):
@@ -63,11 +64,11 @@ def _locked(folder: Path) -> Any:
 
 
 class Skip(Exception):
-    """Nothing can be booted here, for this reason."""
+    """No machine can boot here; the message has the reason."""
 
 
 def services_python() -> str:
-    """One that services see, and so like this one that what is installed for this one is used with it."""
+    """Return a Python that services can see and that can use this interpreter's packages."""
     same = f"python{sys.version_info.major}.{sys.version_info.minor}"
     folders = [str(Path(sys.base_prefix) / "bin"), "/usr/bin", "/usr/local/bin"]
     for folder in folders:
@@ -78,12 +79,12 @@ def services_python() -> str:
 
 
 def site_folders() -> list[str]:
-    """Where what kvforge needs is installed for this interpreter."""
+    """Return the folders of kvforge's dependencies for this interpreter."""
     return sorted({str(Path(module.__file__).parents[1]) for module in (msgspec, numpy, torch, transformers, zmq)})
 
 
 def write_units(units: Path, python: str) -> None:
-    """What is not of the service: the check, and drop-ins for logs that the test can read and a short watchdog."""
+    """Write the units of the test: the check, and drop-ins for readable logs and a short watchdog."""
     units.mkdir()
     for name in ("kvforge-coordinator", "kvforge-worker@", "kvforge-drain", "kvforge-gateway"):
         drop_in = units / f"{name}.service.d" / "test.conf"
@@ -106,7 +107,7 @@ def write_units(units: Path, python: str) -> None:
 
 
 def boot(folder: Path) -> dict[str, Any]:
-    """From the installation on: see systemd_check.py. Raises Skip."""
+    """Boot and run systemd_check.py from the installation on. Raises Skip."""
     units, keep = folder / "units", folder / "keep"
     keep.mkdir()
     write_units(units, services_python())

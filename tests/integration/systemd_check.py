@@ -1,7 +1,7 @@
-"""Runs as root inside the sandboxed systemd of test_systemd.py: installs, serves, kills, stops, writes what it saw.
+"""Runs as root in the sandboxed systemd of test_systemd.py: installs, serves, kills, stops, writes its findings.
 
-Arguments: the file for its findings (JSON), the service's Python, a model, folders with what kvforge needs.
-Exit status: 0 when it came to its end.
+Arguments: the file for its findings (JSON), the service's Python, a model, folders with kvforge's dependencies.
+Exit status: 0 when it ran to its end.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def kvforge(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def install(found: dict[str, Any], python: str, model: str, packages: list[str]) -> None:
-    """As an administrator would; what it needs is here already, and not fetched."""
+    """Install as an administrator would, with local dependencies instead of downloads."""
     arguments = ["deploy", "install", "--python", python, "--worker", "cpu", "--model", model]
     arguments += ["--pip=--no-index", "--pip=--no-deps"]
     done = kvforge(*arguments)
@@ -69,16 +69,16 @@ def install(found: dict[str, Any], python: str, model: str, packages: list[str])
     (site / "packages.pth").write_text("\n".join(map(shown, packages)))
     edit("worker-cpu.toml", load_format='"dummy"', kv_bytes="4194304", threads="1")
     edit("coordinator.toml", silence_s="2.0")
-    with socket.create_server(("127.0.0.1", 0)) as free:  # the network is that of other tests, too
+    with socket.create_server(("127.0.0.1", 0)) as free:  # other tests share the network
         edit("gateway.toml", port=str(free.getsockname()[1]))
     with (CONFIGURATION / "coordinator.toml").open("a") as file:
-        file.write("\n[journal]\nreplay_ms_max = 50.0\n")  # so that there are snapshots
+        file.write("\n[journal]\nreplay_ms_max = 50.0\n")  # forces snapshots
     done = kvforge("deploy", "check", "--json")
     found["checked"] = {"status": done.returncode, "findings": json.loads(done.stdout), "said": done.stderr}
 
 
 def shown(folder: str) -> str:
-    """Where services see a folder that may be a home's or in /tmp, which are hidden from them."""
+    """Return the path at which services see a folder that may be in a home or /tmp, which are hidden from them."""
     place = Path("/opt/needed") / folder.strip("/").replace("/", "-")
     place.mkdir(parents=True)
     subprocess.run(["mount", "--bind", folder, place], check=True, timeout=DEADLINE_S)
@@ -86,7 +86,7 @@ def shown(folder: str) -> str:
 
 
 def edit(name: str, **settings: str) -> None:
-    """Changes settings of a configuration file."""
+    """Change settings of a configuration file."""
     text = (CONFIGURATION / name).read_text()
     for key, value in settings.items():
         text, count = re.subn(rf"^{key} = \S+", f"{key} = {value}", text, flags=re.MULTILINE)
@@ -95,14 +95,14 @@ def edit(name: str, **settings: str) -> None:
 
 
 def ask(prompt: list[int], count: int) -> list[int]:
-    """A request's tokens, once the service is ready."""
+    """Return a request's tokens, once the service is ready."""
     with Client(connect_timeout_s=DEADLINE_S) as client:
         client.wait_ready(timeout_s=DEADLINE_S)
         return list(client.submit(prompt, max_tokens=count, sampling=GREEDY).result(timeout_s=DEADLINE_S).tokens)
 
 
 def disturb(unit: str, number: signal.Signals) -> dict[str, Any]:
-    """Sends the unit's process a signal while a request runs; returns what became of both."""
+    """Signal the unit's process while a request runs; return the outcome of both."""
     before = pid_of(unit)
     request: list[int] | str
     with Client(connect_timeout_s=DEADLINE_S) as client:
@@ -118,13 +118,13 @@ def disturb(unit: str, number: signal.Signals) -> dict[str, Any]:
 
 
 def rolling() -> dict[str, Any]:
-    """Worker and coordinator are replaced one by one while a request runs, as after an upgrade."""
+    """Replace worker and coordinator one by one while a request runs, as after an upgrade."""
     with Client(connect_timeout_s=DEADLINE_S) as client:
         running = client.submit(PROMPT, max_tokens=LONG, sampling=GREEDY)
         tokens = iter(running)
         came = [next(tokens).token_id]
         before = [pid_of(WORKER), pid_of(COORDINATOR)]
-        systemctl("restart", WORKER)  # is over when it is ready, and so has loaded its model
+        systemctl("restart", WORKER)  # returns when the worker is ready with its model loaded
         ready = client.health().ready
         came.append(next(tokens).token_id)
         systemctl("restart", COORDINATOR)
@@ -140,13 +140,13 @@ def rolling() -> dict[str, Any]:
 
 
 def over_http() -> dict[str, Any]:
-    """A request with a key, before the gateway is killed and after it."""
+    """Send a request with a key, before and after the gateway is killed."""
     before, first = pid_of(GATEWAY), complete()
     os.kill(before, signal.SIGKILL)
     wait_gone(before)
     second = complete()
     with Client(connect_timeout_s=DEADLINE_S) as client:
-        client.purge_finished(0)  # an answer that is kept for who asks again would be in the journal at the end
+        client.purge_finished(0)  # a kept answer would otherwise be in the journal at the end
     return {
         "pids": [before, pid_of(GATEWAY)],
         "answers": [first["choices"][0]["token_ids"], second["choices"][0]["token_ids"]],
@@ -155,7 +155,7 @@ def over_http() -> dict[str, Any]:
 
 
 def complete() -> dict[str, Any]:
-    """Asked again until somebody answers."""
+    """Retry until a gateway answers."""
     body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     headers = {"content-type": "application/json", "idempotency-key": "one"}
     port = tomllib.loads((CONFIGURATION / "gateway.toml").read_text())["port"]
@@ -172,7 +172,7 @@ def complete() -> dict[str, Any]:
 
 
 def cannot_go_on() -> dict[str, dict[str, str]]:
-    """A coordinator that no new start can help: what it wrote is damaged, its configuration is wrong."""
+    """Check a coordinator that no restart can help: a damaged journal, a wrong configuration."""
     rows = {}
     damaged = Path("/var/lib/kvforge/state-0000000000000001")
     damaged.write_bytes(b"nothing that a coordinator wrote")
@@ -186,7 +186,7 @@ def cannot_go_on() -> dict[str, dict[str, str]]:
 
 
 def fails(unit: str) -> dict[str, str]:
-    """How a unit is that is started and fails."""
+    """Start a unit that fails; return its state."""
     subprocess.run(["systemctl", "start", unit], check=False, capture_output=True, timeout=DEADLINE_S)
     row = wait_state(unit, "failed")
     systemctl("reset-failed", unit)
@@ -204,7 +204,7 @@ def pid_of(unit: str) -> int:
 
 
 def cannot_start() -> dict[str, Any]:
-    """A worker whose device fits no kernel that it is to use."""
+    """Check a worker with a device that its required kernels do not support."""
     before = (CONFIGURATION / "worker-cpu.toml").read_text()
     systemctl("stop", WORKER)
     spoilt = Path("/var/lib/spoilt")
@@ -221,7 +221,7 @@ def cannot_start() -> dict[str, Any]:
 
 
 def gives_up() -> dict[str, Any]:
-    """A worker that a new start might help, and does not: another one has its name."""
+    """Check a worker that a restart might help but does not: another one has its name."""
     text = (CONFIGURATION / "worker-cpu.toml").read_text()
     (CONFIGURATION / "worker-twin.toml").write_text(text)
     subprocess.run(["systemctl", "start", TWIN], check=False, capture_output=True, timeout=DEADLINE_S)
@@ -266,14 +266,14 @@ def look(found: dict[str, Any]) -> None:
     ask([1, 2, 3], 8)
     found["state_files"] = sorted(path.name for path in Path("/var/lib/kvforge").iterdir())
     with Client() as client:
-        # One more request is running when everything is told to stop: it must be finished, not dropped.
+        # One more request runs during the stop of everything: it must finish, not be dropped.
         last = client.submit(PROMPT, max_tokens=LONG, sampling=GREEDY)
         tokens = iter(last)
         first = next(tokens)
         systemctl("stop", "--no-block", "kvforge.target")
         found["drained"] = [token.token_id for token in (first, *tokens)]
         found["drained_reason"] = last.result(timeout_s=30).reason
-    systemctl("stop", "kvforge.target")  # joins the stop that is under way, and waits for its end
+    systemctl("stop", "kvforge.target")  # joins the running stop and waits for its end
     found["stopped"] = states(*UNITS)
     found["runtime_dir_left"] = Path("/run/kvforge").exists()
     found["processes_left"] = processes_of("kvforge")
@@ -309,7 +309,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     try:
         look(found)
-    except Exception:  # noqa: BLE001 - whatever went wrong is what the test reports
+    except Exception:  # noqa: BLE001 - the test reports any failure
         found["error"] = traceback.format_exc()
         found["states"] = states(*UNITS)
     Path(sys.argv[1]).write_text(json.dumps(found, indent=1))

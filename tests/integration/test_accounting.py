@@ -47,7 +47,7 @@ def pool(kv: Client) -> PoolStats:
 
 
 def test_fresh_totals_match_the_configuration(kv: Client) -> None:
-    """behaviours 2 and 5. First in this file: nothing has been asked of this coordinator yet."""
+    """behaviours 2 and 5. First in this file: this coordinator has had no requests yet."""
     stats = kv.stats()
     fresh = pool(kv)
     assert (fresh.blocks, fresh.free, fresh.block_size) == (BLOCKS, BLOCKS, 4)
@@ -91,8 +91,8 @@ def test_peak_current_total_and_bytes_by_tenant(kv: Client) -> None:
 
 
 def test_exhaust_free_one_and_allocate_again(kv: Client) -> None:
-    """behaviour 16: exactly that much succeeds; ids are recycled, generations differ."""
-    mine = [kv.create_sequence([i, 1, 2, 3], tenant="all") for i in range(BLOCKS - 4)]  # 4 are floored for another
+    """behaviour 16: exactly the available blocks are allocated; ids are recycled, generations differ."""
+    mine = [kv.create_sequence([i, 1, 2, 3], tenant="all") for i in range(BLOCKS - 4)]  # 4 are reserved for another
     with pytest.raises(CapacityExceeded) as full:
         kv.create_sequence([9], tenant="all")
     assert (full.value.needed, full.value.available) == (1, 0)
@@ -131,7 +131,7 @@ def test_reading_and_appending_count_as_accesses(kv: Client) -> None:
     """behaviour 21."""
     s = kv.create_sequence([1])
     first = kv.info(s)
-    assert (first.accesses, kv.info(s).accesses) == (0, 0)  # asking about a sequence is not using it
+    assert (first.accesses, kv.info(s).accesses) == (0, 0)  # a query is no access
     kv.tokens(s)
     kv.append(s, [2])
     later = kv.info(s)

@@ -1,4 +1,4 @@
-"""A coordinator that was started anew gives no client another one's request."""
+"""A coordinator restarted without its state gives no client another client's request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is killed leaves no process behind, and nothing that the next start does not remove."""
+"""A killed process leaves no other process behind, and no files that the next start does not remove."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tools.cluster.running import wait_gone
 from .test_cluster import GREEDY
 
 SERVING = {CLIENT_SOCKET, WORKER_SOCKET, TABLES_FILE, TOKEN_FILE, "coordinator.lock", "state"}
-# Of which each start makes a new one under another name first: it may be killed right there.
+# Each start first creates these under another name, and may be killed right then.
 HALF_MADE = (f"{TABLES_FILE}.half", f"{TOKEN_FILE}.half", "state/state-0000000000000007.part")
-# A coordinator's snapshot, written by a child that never ends: it says its process id and waits.
+# A coordinator's snapshot, written by a child that never ends: it prints its process id and waits.
 SNAPSHOT = """
 import os, signal, sys
 from pathlib import Path
@@ -37,7 +37,7 @@ signal.pause()
 
 
 def in_shared_memory(pid: int) -> list[str]:
-    """What of /dev/shm a process has mapped or open."""
+    """Return the files in /dev/shm that a process has mapped or open."""
     opened = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
     mapped = Path(f"/proc/{pid}/maps").read_text(errors="replace").split()
     return [name for name in (*opened, *mapped) if name.startswith("/dev/shm")]
@@ -59,7 +59,7 @@ def test_what_the_killed_leave_is_removed_by_the_next_start_and_a_stop_leaves_no
         cluster.start_worker("w0")
         assert len(running.result(120).tokens) == 1500
         assert {path.name for path in cluster.runtime.iterdir()} == SERVING
-        left = [name for name in HALF_MADE if (cluster.runtime / name).exists()]  # another snapshot may be under way
+        left = [name for name in HALF_MADE if (cluster.runtime / name).exists()]  # another snapshot may be running
         assert not left
         cluster.signal("coordinator", signal.SIGTERM)
         assert (cluster.end("coordinator"), cluster.end("w0")) == (0, 0)

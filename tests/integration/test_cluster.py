@@ -51,13 +51,13 @@ GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
 
 def empty(stats: Stats) -> bool:
-    """Nobody holds anything."""
+    """Return whether no block is held."""
     pools = all(p.referenced == 0 and p.quarantined == 0 and p.free + p.cached == p.blocks for p in stats.pools)
     return pools and stats.sequences == 0 and stats.requests.running == stats.requests.pending == 0
 
 
 def wait_empty(client: Client) -> Stats:
-    """Waits for the last steps under way to be acknowledged, and for the leases of clients that vanished."""
+    """Wait for the acknowledgement of the last steps in flight, and for the leases of lost clients."""
     deadline = monotonic() + EMPTY_S
     while not empty(stats := client.stats()):
         assert monotonic() < deadline, f"the pool does not become empty: {stats}"
@@ -66,7 +66,7 @@ def wait_empty(client: Client) -> Stats:
 
 
 class RawPeer:
-    """A DEALER that sends whatever it is told to."""
+    """A DEALER that sends arbitrary frames."""
 
     def __init__(self, endpoint: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -116,7 +116,7 @@ def test_hostile_peers_get_typed_errors_and_disturb_nobody() -> None:
 
 def test_versions_that_do_not_meet_are_refused_naming_both() -> None:
     with Cluster() as cluster:
-        cluster.start().stats()  # a raw peer's socket connects once
+        cluster.start().stats()  # a raw peer's socket connects only once
         with RawPeer(cluster.endpoint) as peer:
             refused = peer.ask([bytes(f) for f in codec.encode(Hello(rid=4, version_min=90, version_max=99))])
         assert isinstance(refused, Refused)
@@ -126,7 +126,7 @@ def test_versions_that_do_not_meet_are_refused_naming_both() -> None:
 
 
 def test_refusals_at_the_door_name_the_field_and_allocate_nothing() -> None:
-    """behaviour 27, and 4: what can never fit is refused at submit."""
+    """behaviour 27, and 4: requests that can never fit are refused at submit."""
     with Cluster(blocks=8) as cluster:
         kv = cluster.start("w0")
         fresh = kv.stats()

@@ -1,4 +1,4 @@
-"""The conformance prompts through client, coordinator and workers: token for token what transformers gives."""
+"""The conformance prompts through client, coordinator and workers give transformers' tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.model
 SAMPLE = json.loads((Path(__file__).parents[1] / "data" / "smollm2_sample.json").read_text(encoding="utf-8"))
 CASES: list[dict[str, Any]] = SAMPLE["cases"]
 STEPS = len(CASES[0]["tokens"])
-AGAIN = 16  # steps of a further round: what is cached is the prompt, and shows in the first of them
+AGAIN = 16  # steps of a further round: a wrong cached prompt shows in the first ones
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
 
 def check(case: dict[str, Any], tokens: tuple[int, ...]) -> None:
-    """Every step whose margin is above the threshold matches; what follows a near tie is not compared."""
+    """Check that every step with a margin above the threshold matches, up to the first near tie."""
     for index, (got, want, margin) in enumerate(zip(tokens, case["tokens"], case["margin"], strict=True)):
         if margin < SAMPLE["min_margin"] and got != want:
             return
@@ -29,7 +29,7 @@ def check(case: dict[str, Any], tokens: tuple[int, ...]) -> None:
 
 
 def run_all(kv: Client, steps: int = STEPS, salt: str = "") -> set[int]:
-    """All prompts at once. Returns the ids of the requests."""
+    """Run all prompts at once; return the ids of the requests."""
     requests = [kv.submit(case["prompt_tokens"], max_tokens=steps, sampling=GREEDY, salt=salt) for case in CASES]
     for case, request in zip(CASES, requests, strict=True):
         check({**case, "tokens": case["tokens"][:steps], "margin": case["margin"][:steps]}, request.result(300).tokens)
@@ -37,8 +37,8 @@ def run_all(kv: Client, steps: int = STEPS, salt: str = "") -> set[int]:
 
 
 def test_all_prompts_at_once_and_one_alone_and_on_two_workers(smollm2_path: Path) -> None:
-    """The second round finds its prompts in the prefix cache and must go on in the same way; the last one, under
-    another salt, finds nothing and a second worker."""
+    """The second round hits the prefix cache and must continue identically; the last one, with another salt, gets no
+    hits and a second worker."""
     with Cluster(model=smollm2_path, blocks=256) as cluster:
         kv = cluster.start("w0")
         run_all(kv)

@@ -1,4 +1,4 @@
-"""`kvforge demo` with the real model: four answers, the cache's numbers, nothing left; Ctrl-C at any moment too."""
+"""`kvforge demo` with the real model: four answers, cache statistics, no leftovers, also with Ctrl-C at any moment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.model
 
 @pytest.fixture
 def folder(smollm2_path: Path) -> Iterator[Path]:
-    """The temporary folder of the demo, so that what it leaves is seen."""
+    """Return the demo's temporary folder, to find leftovers."""
     assert smollm2_path.is_file()
     with tempfile.TemporaryDirectory(prefix="kvf", dir="/tmp") as path:
         yield Path(path)

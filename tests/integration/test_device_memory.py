@@ -1,4 +1,4 @@
-"""The memory of a GPU is back when its worker was killed, as the driver tells another process."""
+"""A killed worker's GPU memory is free again, as the driver reports it to another process."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ BESIDE_OTHERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
-    # The driver tells what is free of all of the GPU: 14 processes of tests beside this one took and gave gigabytes.
+    # The driver reports the free memory of the whole GPU: 14 parallel test processes allocate and free gigabytes.
     pytest.mark.skipif(BESIDE_OTHERS, reason="other tests use the GPU's memory at the same time: run it without -n"),
 ]
 KV_BYTES = 2 << 30
-SLACK_BYTES = 64 << 20  # what drivers keep, or take, for themselves
+SLACK_BYTES = 64 << 20  # the drivers' own memory
 DEADLINE_S = 120.0
 FREE = "import torch; print(torch.cuda.mem_get_info()[0], flush=True)"
 
@@ -39,7 +39,7 @@ def folder() -> Iterator[Path]:
 
 
 def free_bytes() -> int:
-    """As a process sees it that has nothing to do with us; what it takes itself is the same each time."""
+    """Return the free memory as an unrelated process sees it; its own use is constant."""
     done = subprocess.run([sys.executable, "-c", FREE], check=True, capture_output=True, text=True, timeout=DEADLINE_S)
     return int(done.stdout)
 

@@ -1,4 +1,4 @@
-"""kvforge as it is installed: a wheel, used from a folder whose modules have the names of our own packages."""
+"""kvforge installed from a wheel, used from a folder with modules that have the names of our packages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OURS = ("protocol", "coordinator", "worker", "loadtest", "gateway")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which the wheel was installed: a wheel is a zip of what belongs there."""
+    """Unzip the wheel into a folder, which installs it."""
     folder = tmp_path_factory.mktemp("installed")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")]
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=120)
@@ -34,7 +34,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def users(tmp_path: Path) -> Path:
-    """A user's folder: modules of these names are theirs, and whoever of us imports one of them by mistake fails."""
+    """Return a user's folder with modules of these names; our code fails if it imports one by mistake."""
     for name in OURS:
         (tmp_path / f"{name}.py").write_text(
             f"if __name__ != {name!r}: raise SystemExit('the wrong {name}')\nWHOSE = 'the user'\n"
@@ -43,7 +43,7 @@ def users(tmp_path: Path) -> Path:
 
 
 def environment(installed: Path, *before: Path) -> dict[str, str]:
-    """The wheel instead of the checkout; `before` it what the user has in PYTHONPATH."""
+    """Return an environment with the wheel instead of the checkout, behind the user's PYTHONPATH `before`."""
     paths = [str(path) for path in (*before, installed)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -101,7 +101,7 @@ def test_the_wheel_is_typed_and_holds_nothing_twice(installed: Path) -> None:
 
 
 def test_the_service_is_installed_from_the_wheel(installed: Path, users: Path) -> None:
-    """The units are a part of the package; what the service gets is what was installed, file by file."""
+    """The package contains the units; the service gets exactly the installed files."""
     script = (
         "import pathlib, sys; from kvforge.deploy.wheel import Wheel; print(Wheel().write(pathlib.Path(sys.argv[1])))"
     )
@@ -137,7 +137,7 @@ def test_a_wheel_of_the_sdist_holds_the_same(installed: Path, tmp_path: Path) ->
 
 
 def test_the_protocol_imports_only_itself() -> None:
-    """By relative imports: so it is the same package whatever it lies in."""
+    """By relative imports, so that it works in any parent package."""
     for path in sorted((REPOSITORY / "protocol").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -158,7 +158,7 @@ def test_the_metadata_is_complete(installed: Path) -> None:
 
 
 def test_the_version_is_written_once(installed: Path) -> None:
-    """`kvforge.__version__` is the version: the package's metadata is made from it."""
+    """`kvforge.__version__` is the source of the package's metadata."""
     from kvforge import __version__
 
     (info,) = installed.glob("kvforge-*.dist-info")

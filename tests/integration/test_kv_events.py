@@ -1,4 +1,4 @@
-"""KV events of a real coordinator and worker, read as a router reads vLLM's: over deaths and what was missed."""
+"""KV events of a real coordinator and worker, read as a router reads vLLM's, across crashes and missed batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = [i % 7 for i in range(2 * SIZE + 1)]
 
 
 class Router:
-    """A subscriber as vLLM's example is one: where a number is missing it asks for what it missed."""
+    """A subscriber like vLLM's example: on a gap in the sequence numbers it requests a replay."""
 
     def __init__(self, cluster: Cluster, stack: ExitStack, encoding: str) -> None:
         context = stack.enter_context(zmq.Context())
@@ -39,7 +39,8 @@ class Router:
         self.mirror, self.missed = Mirror(encoding), 0
 
     def until(self, what: Callable[[], bool], meanwhile: Callable[[], None] | None = None) -> None:
-        """Reads until it is so. meanwhile: is done as long as nothing comes: a subscription is not there at once."""
+        """Read until the condition holds. meanwhile: called while nothing arrives, because a subscription takes
+        time."""
         self._deadline = monotonic() + WAIT_S
         while not what():
             if meanwhile is not None and not self._live.poll(RECONNECT_MS):
@@ -50,7 +51,7 @@ class Router:
             self._read(int.from_bytes(number, "big"), payload)
 
     def replay(self) -> None:
-        """Asks for all that comes after what it has."""
+        """Request all batches after the last known one."""
         self._deadline = monotonic() + WAIT_S
         for number, payload in self._missed(self._last + 1):
             if number > self._last:
@@ -100,7 +101,7 @@ def test_a_router_knows_what_is_cached_over_every_death(encoding: str) -> None:
         for name in ("kv", "replay"):
             assert stat.S_IMODE(Path(cluster.folder, name).stat().st_mode) == 0o600
         router = Router(cluster, stack, encoding)
-        router.replay()  # it comes late
+        router.replay()  # a late subscriber
         tokens = [tuple(PROMPT[:SIZE]), tuple(PROMPT[SIZE : 2 * SIZE])]
         assert [known.tokens for known in router.held] == tokens
         assert {known.name for known in router.held} == {None}
@@ -110,7 +111,7 @@ def test_a_router_knows_what_is_cached_over_every_death(encoding: str) -> None:
         assert [known.tokens for known in router.held][:4] == tokens * 2
         assert len({known.name for known in router.held}) == 2
 
-        for first in range(7, 12):  # there are 8 blocks
+        for first in range(7, 12):  # more than the 8 blocks
             generate(client, [first, *PROMPT])
         router.until(lambda: any(known.tokens[0] == 11 for known in router.held))
         assert len(router.held) <= 8
@@ -123,7 +124,7 @@ def test_a_router_knows_what_is_cached_over_every_death(encoding: str) -> None:
         news = iter(range(12, 100))
         router.until(lambda: router.missed > missed, lambda: generate(client, [next(news), *PROMPT]))
         assert router.missed == missed + 1
-        assert set(held) & {known.tokens for known in router.held}, "the worker kept it, and so does the router"
+        assert set(held) & {known.tokens for known in router.held}, "the router must keep what the worker kept"
 
         cluster.kill("w0")
         router.until(lambda: not router.held)

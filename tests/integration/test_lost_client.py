@@ -1,4 +1,4 @@
-"""A client that dies, and the coordinator with it: what was attached ends with its lease, what was detached is kept."""
+"""A client crashes together with the coordinator: attached requests end with its lease, detached ones continue."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def wait_state(kv: Client, request_id: int, state: str) -> None:
 
 @pytest.mark.parametrize("first", ["client", "coordinator"])
 def test_what_a_client_left_behind_survives_or_ends_as_it_was_asked_for(first: str) -> None:
-    """No worker is there until the attached ones have ended: they cannot have ended otherwise."""
+    """No worker runs until the attached requests have ended, so only the lease can end them."""
     with Cluster(blocks=512, coordinator=LIMITS) as cluster:
         kv = cluster.start("w0")
         whole = [undisturbed(kv, number) for number in (2, 3)]

@@ -1,4 +1,4 @@
-"""A worker that dies or hangs beside another one: only its sequences pause, and they go on with the same tokens."""
+"""A worker crashes or hangs beside another: only its sequences pause, and they continue with the same tokens."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ TOKENS, REQUESTS = 300, 6
 
 
 def submit(kv: Client, number: int) -> Request:
-    """Every other one greedy, the others drawn by a seed; none finds another one's prefix."""
+    """Submit requests, alternately greedy and seeded, without common prefixes."""
     sampling = Sampling(temperature=0.0) if number % 2 else Sampling(temperature=1.0, seed=number)
     return kv.submit([number, 2, 3], max_tokens=TOKENS, sampling=sampling, salt=str(number))
 
 
 def lose(cluster: Cluster, kv: Client, number: signal.Signals, whole: list[tuple[int, ...]]) -> None:
-    """Worker w1 gets a signal while both serve."""
+    """Signal worker w1 while both workers serve."""
     running = [submit(kv, i) for i in range(REQUESTS)]
     for request in running:
         next(iter(request))
     lost = [kv.status(request.id).worker == "w1" for request in running]
     assert any(lost) and not all(lost)
     cluster.signal("w1", number)
-    # Those of w0 first: they end, whatever becomes of the others.
+    # Requests on w0 first: they end independently of the others.
     for at_w1, request, tokens in sorted(zip(lost, running, whole, strict=True), key=itemgetter(0)):
         assert request.result(60).tokens == tokens
         row = kv.status(request.id)
@@ -48,6 +48,6 @@ def test_only_the_sequences_of_a_lost_worker_pause() -> None:
         health = kv.health()
         assert health.ready and list(health.gone) == ["w1", "w2"]
         assert health.gone["w1"] == f"was lost, process {cluster.pid('w1')}"
-        assert "attention: Triton" in health.gone["w2"], "one that cannot start says why, beside those that serve"
+        assert "attention: Triton" in health.gone["w2"], "a failed worker must have a reason"
         requests = wait_empty(kv).requests
         assert (requests.failed_total, requests.finished_total) == (0, 3 * REQUESTS)

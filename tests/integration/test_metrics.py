@@ -1,4 +1,4 @@
-"""/metrics beside a real coordinator and a worker: what it says is what the service says of itself, over its deaths."""
+"""/metrics beside a real coordinator and a worker matches the service's own numbers, across crashes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 60.0
 
 
 class Scrapes:
-    """What a monitor sees."""
+    """The scrapes of a monitor."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._client = TestClient(Starlette(routes=routes(Source(cluster.runtime))))
@@ -31,13 +31,13 @@ class Scrapes:
         self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     def sum(self, name: str, **labels: str) -> float:
-        """All series of a name with these labels together."""
+        """Return the sum of all series of a name with these labels."""
         wanted = labels.items()
         found = [s.value for s in self._samples if s.name == name and wanted <= s.labels.items()]
         return sum(found)
 
     def until(self, what: Callable[[], bool]) -> None:
-        """Looks until it is so."""
+        """Scrape until the condition holds."""
         deadline = monotonic() + WAIT_S
         self.look()
         while not what():
@@ -94,8 +94,8 @@ def test_it_says_what_the_service_says_and_goes_on_over_the_coordinators_death()
         assert monitor.sum("kvforge_up") == 0
         cluster.start_coordinator()
         monitor.until(lambda: monitor.sum("kvforge_up") == 1)
-        assert {name: monitor.sum(name) for name in told} == before, "what was counted is kept"
-        # The tables are there before the first turn, which counts the start itself.
+        assert {name: monitor.sum(name) for name in told} == before, "counters must not be lost"
+        # The tables exist before the first turn, which counts the start itself.
         monitor.until(lambda: monitor.sum("kvforge_coordinator_restarts_total") == 1)
         assert monitor.sum("kvforge_journal_records_total") > 0
         monitor.until(lambda: monitor.sum("kvforge_worker_state", worker="w0", state="ready") == 1)

@@ -1,4 +1,4 @@
-"""Real processes that compute one model together: what they say is what one says, whichever of them dies."""
+"""Real processes that compute one model together give one process's tokens, whichever rank crashes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ NAMES = ("w0", "w1")
 
 
 def submit(kv: Client, number: int) -> Request:
-    """Every other one greedy, the others drawn by a seed."""
+    """Submit requests, alternately greedy and seeded."""
     sampling = Sampling(temperature=0.0) if number % 2 else Sampling(temperature=1.0, seed=number)
     return kv.submit([number, 2, 3], max_tokens=TOKENS, sampling=sampling, salt=str(number))
 
 
 @pytest.fixture(scope="module")
 def whole() -> list[tuple[int, ...]]:
-    """What two ranks say undisturbed."""
+    """Return the tokens of two undisturbed ranks."""
     with Cluster(ranks=2) as cluster:
         kv = cluster.start(*NAMES)
         return [submit(kv, i).result(60).tokens for i in range(REQUESTS)]

@@ -1,5 +1,4 @@
-"""A coordinator that is killed again and again, a connection that is cut: what clients of each kind asked is done,
-once, and they go on."""
+"""Clients of each kind survive repeated coordinator crashes and cut connections; each command runs exactly once."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def restart(cluster: Cluster) -> None:
 
 
 def test_what_many_tasks_ask_meanwhile_is_done_once() -> None:
-    """Sequences show it: a token that is appended twice, or not at all, is there twice, or not at all."""
+    """Sequences show it, because they would contain a repeated or lost append."""
     done = 0
 
     async def append(kv: AsyncClient, number: int) -> None:
@@ -108,11 +107,11 @@ def test_the_command_line_goes_on() -> None:
 
 
 def started(command: list[str]) -> subprocess.Popen[bytes]:
-    """Nothing is read ahead of its output, so that `communicate` gets the rest."""
+    """Start without reading ahead, so that `communicate` gets the remaining output."""
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
 
 
 def whole(kv: Client) -> list[int]:
-    """The same answer, of an undisturbed coordinator."""
+    """Return the same answer from an undisturbed coordinator."""
     sampling = Sampling(temperature=0, ignore_eos=True)
     return list(kv.submit([5, 6, 7], max_tokens=TOKENS, sampling=sampling).result().tokens)

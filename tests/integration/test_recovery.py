@@ -1,4 +1,4 @@
-"""A coordinator that is killed: its successor goes on with every request, over KV that workers still hold."""
+"""After a coordinator crash its successor continues every request with the workers' KV."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def restart(cluster: Cluster) -> None:
 
 
 def test_streams_that_are_being_read_go_on_through_kills_as_if_nothing_had_happened() -> None:
-    """Nothing of the user's is needed for it: tokens come, each once, and are those of an undisturbed run."""
+    """The user's code needs no handling: each token of an undisturbed run arrives exactly once."""
     with Cluster() as cluster:
         kv = cluster.start("w0")
         undisturbed = [kv.submit(PROMPT, max_tokens=TOKENS, sampling=Sampling(seed=i)).result() for i in range(3)]
@@ -76,7 +76,7 @@ def test_a_killed_coordinator_goes_on_and_nothing_is_computed_again(kills: int) 
         answer = second.attach(request_id).result()
         assert answer.tokens == undisturbed.tokens
         stats = second.stats().requests
-        # The prompt's last token is computed again where its prefix was cached, and every other token once.
+        # A cached prompt recomputes its last token; every other token is computed once.
         assert stats.computed_tokens_total - computed <= len(PROMPT) + TOKENS
         assert stats.recomputed_tokens_total == 0
         assert "worker is back" in cluster.log("coordinator")

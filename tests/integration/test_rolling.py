@@ -1,4 +1,4 @@
-"""A rolling restart: workers and coordinator are replaced one by one, and nobody who uses the service notices."""
+"""A rolling restart replaces workers and coordinator one by one, invisibly to clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEEPS = 'on_stop = "keep"\n[schedule]\nstep_rows_max = 16\n'
 
 @dataclass
 class Load:
-    """Clients that submit all the time, each in a thread of its own, with no code for what befalls the service."""
+    """Clients that submit continuously, each in its own thread, without code for failures."""
 
     endpoint: str
     alone: dict[Shape, tuple[int, ...]]
@@ -36,7 +36,7 @@ class Load:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Until the `with` block ends; then those that are under way are waited for."""
+        """Run the load until the `with` block ends, then wait for the requests in flight."""
         threads = [threading.Thread(target=self._use, args=(i,)) for i in range(READERS)]
         for thread in threads:
             thread.start()
@@ -48,7 +48,7 @@ class Load:
                 thread.join(DEADLINE_S)
 
     def wait_answers(self, more: int) -> None:
-        """Waits until so many more have come, or one that is wrong."""
+        """Wait for `count` more answers, or a wrong one."""
         with self.more:
             until = self.answers + more
             there = self.more.wait_for(lambda: self.answers >= until or bool(self.wrong), DEADLINE_S)
@@ -82,7 +82,7 @@ class Load:
 
 
 def replace_worker(cluster: Cluster, kv: Client, name: str) -> None:
-    """As `systemctl restart` does it: asked to end, waited for, started; over when the successor serves."""
+    """Restart a worker like `systemctl restart`: stop, wait, start; return when the successor serves."""
     cluster.signal(name, signal.SIGTERM)
     assert cluster.end(name) == 0
     cluster.start_worker(name)
@@ -96,7 +96,7 @@ def test_nobody_notices_a_rolling_restart() -> None:
         long = Sampling(temperature=1.0, seed=5, ignore_eos=True)
         whole = kv.submit([1, 2, 3], max_tokens=1200, sampling=long).result(120).tokens
         load = Load(cluster.endpoint, alone)
-        stream = kv.submit([1, 2, 3], max_tokens=1200, sampling=long)  # is read before and after all of it
+        stream = kv.submit([1, 2, 3], max_tokens=1200, sampling=long)  # read before and after all replacements
         reader = iter(stream)
         tokens = [next(reader).token_id]
         with load.running():

@@ -1,4 +1,4 @@
-"""Sampling with everything on, in real processes: a worker's death changes no token and loses no log-probability."""
+"""Sampling with all parameters in real processes: a worker crash changes no token and loses no log-probability."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVERYTHING = Sampling(
 
 
 def finish_at(kv: Client, request: Request, tokens: int) -> None:
-    """What the text clients send at a stop string."""
+    """Send the message of text clients at a stop string."""
     drive(kv._calls.call(exchanges.finish_at(request.id, tokens)))
 
 

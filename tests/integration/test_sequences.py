@@ -211,7 +211,7 @@ def test_explain_says_why_a_request_waits() -> None:
         request = kv.submit(list(range(30)), max_tokens=8, sampling=GREEDY)
         behind = kv.submit(list(range(30, 60)), max_tokens=2, sampling=GREEDY)
         small = kv.submit([1], max_tokens=2, sampling=GREEDY)
-        assert len(small.result(30).tokens) == 2  # it finds room and does not wait behind those that do not
+        assert len(small.result(30).tokens) == 2  # it fits and does not wait behind requests that do not
         told = kv.explain(request=request.id)
         assert told.facts["passed"] == 1
         assert (told.facts["limit"], told.facts["blocks_short"], told.facts["place"]) == ("blocks", 2, 0)
@@ -241,7 +241,7 @@ def test_pressure_evicts_idle_sequences_which_keep_their_tokens() -> None:
         kv = cluster.start("w0")
         old, young = kv.create_sequence(list(range(24))), kv.create_sequence(list(range(24)))
         kv.tokens(old)
-        third = kv.create_sequence(list(range(24)))  # 18 blocks where there are 16: the one used least recently goes
+        third = kv.create_sequence(list(range(24)))  # 18 of 16 blocks: evicts the least recently used
         assert [kv.info(s).resident for s in (old, young, third)] == [True, False, True]
         assert kv.tokens(young) == tuple(range(24))
         expected = kv.submit(list(range(24)), max_tokens=4, sampling=GREEDY, salt="other").result(30).tokens
@@ -301,7 +301,7 @@ with Client(endpoint, timeout_s=60, connect_timeout_s=30) as kv:
 
 
 def clients(endpoint: str, count: int, mode: str) -> list[list[str]]:
-    """Runs `count` client processes at once; what each printed."""
+    """Run `count` client processes at once; return their outputs."""
     command = [sys.executable, "-c", textwrap.dedent(APPENDER), endpoint]
     running = [subprocess.Popen([*command, str(i), mode], stdout=subprocess.PIPE, text=True) for i in range(count)]
     printed = [process.communicate(timeout=120)[0].split() for process in running]
@@ -349,7 +349,7 @@ def test_many_clients_on_one_sequence_get_success_or_a_typed_error() -> None:
 
 
 def test_ten_thousand_cycles_leave_memory_flat() -> None:
-    """behaviour 11: by the processes' own resident memory, not by a counter of ours."""
+    """behaviour 11: measured by the processes' resident memory, not by our counters."""
     with Cluster(blocks=64) as cluster:
         kv = cluster.start("w0")
         fresh = kv.stats().pools[0]

@@ -1,4 +1,4 @@
-"""Answers with a shape, in real processes: whatever dies or is preempted, they are the same and of that shape."""
+"""Structured answers in real processes are the same and valid, whatever crashes or is preempted."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_shaped_answer_survives_kills_preemption_and_has_company() -> None:
         cluster.start_coordinator()
         assert [request.result(60).tokens for request in running] == [answer.tokens for answer in alone]
 
-        crowd = [submitted(kv) for _ in range(4)]  # 12 rows of 10 blocks at their end, and there are 40
+        crowd = [submitted(kv) for _ in range(4)]  # 12 rows need 10 blocks each in a pool of 40
         answers = [[request.result(60).tokens for request in each] for each in crowd]
         assert answers == [[answer.tokens for answer in alone]] * len(crowd)
         assert kv.stats().requests.preemptions_total > 0
@@ -78,7 +78,7 @@ def test_samples_and_forks_have_matchers_of_their_own() -> None:
         trunk = kv.create_sequence(PROMPT)
         kv.append(trunk, encoded("ab"))
         (branch,) = kv.fork(trunk)
-        for sequence in (trunk, branch):  # an answer begins where its request does, whatever was there before
+        for sequence in (trunk, branch):  # the grammar starts with the request, independent of earlier tokens
             forked = kv.submit(sequence=sequence, max_tokens=200, sampling=shaped(temperature=0.0)).result(60)
             assert forked.tokens == whole.tokens
         cut = kv.submit(PROMPT, max_tokens=7, sampling=shaped(temperature=0.0)).result(60)

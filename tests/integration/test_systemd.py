@@ -1,4 +1,4 @@
-"""The units in deploy/: checked by systemd itself, and booted for real with a tiny model of random weights."""
+"""The units in deploy/, verified by systemd and booted with a tiny model of random weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SERVICES = [
 
 
 def settings(unit: str) -> dict[str, list[str]]:
-    """A unit file's settings, every value of each."""
+    """Return a unit file's settings, with every value of each."""
     found: dict[str, list[str]] = {}
     for line in (DEPLOY / unit).read_text().splitlines():
         if "=" in line and not line.startswith("#"):
@@ -46,7 +46,7 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
     for unit in [*SERVICES, "kvforge.target", "kvforge-group@.target"]:
-        # What the units start is installed later, and verify looks whether it is there.
+        # The programs of the units are installed later, but verify checks their existence.
         text = (DEPLOY / unit).read_text().replace("/opt/kvforge/.venv/bin/python", sys.executable)
         (tmp_path / unit).write_text(text)
     (tmp_path / "kvforge-worker@a.service").write_text((tmp_path / "kvforge-worker@.service").read_text())
@@ -67,7 +67,7 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
 
 
 def test_only_the_coordinator_owns_the_runtime_folder() -> None:
-    """systemd removes it when a unit that names it stops: a worker that does would cut off all the others."""
+    """systemd removes the folder when its unit stops: a worker that owned it would cut off all others."""
     owners = [unit for unit in SERVICES if "RuntimeDirectory" in settings(unit)]
     assert owners == ["kvforge-coordinator.service"]
     assert settings(owners[0])["RuntimeDirectoryPreserve"] == ["restart"]
@@ -83,7 +83,7 @@ def test_services_say_when_they_serve_and_what_no_new_start_can_mend() -> None:
         assert found["RestartPreventExitStatus"] == [statuses]
         assert found["KillSignal"] == ["SIGTERM"]
         assert int(found["StartLimitBurst"][0]) > 1
-        assert int(found["WatchdogSec"][0]) >= 2 * feeds  # between two meals
+        assert int(found["WatchdogSec"][0]) >= 2 * feeds  # watchdog pings
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_example_configurations_are_good_and_agree_with_the_units() -> None:
     assert coordinator.state_path == STATE_DIR
     assert coordinator.runtime_path == worker.runtime_path == Path("/run/kvforge")
     assert settings("kvforge-worker@.service")["ExecStart"][0].endswith("--config /etc/kvforge/worker-%i.toml")
-    assert coordinator.on_stop == "keep", "what drains is a unit of its own: a restart hands nothing back"
+    assert coordinator.on_stop == "keep", "a separate unit drains: a restart hands nothing back"
     assert coordinator.drain_s < int(settings(SERVICES[0])["TimeoutStopSec"][0])
     gateway = load_settings(DEPLOY / "gateway.toml")
     assert gateway.folder == Path("/run/kvforge")
@@ -118,7 +118,7 @@ def test_example_configurations_are_good_and_agree_with_the_units() -> None:
 
 
 def test_the_example_takes_the_pools_of_eight_large_gpus() -> None:
-    """With a model so small that 180 GB of its K and V are many blocks: SmolLM2-135M's, in 16 bits."""
+    """With a small model, where 180 GB of K and V are many blocks: SmolLM2-135M in 16 bits."""
     coordinator = load_coordinator(DEPLOY / "coordinator.toml")
     bytes_per_block = coordinator.cache.block_size * 30 * 2 * 3 * 64 * 2
     assert 8 * 180_000_000_000 // bytes_per_block <= coordinator.limits.blocks_max
@@ -129,7 +129,7 @@ def test_the_example_takes_the_pools_of_eight_large_gpus() -> None:
 
 @pytest.fixture(scope="module")
 def found(booted: Path) -> dict[str, Any]:
-    """What a machine with systemd went through; tests that run beside each other share one."""
+    """Return the findings on a machine with systemd, shared by parallel tests."""
     result = systemd_boot.wait(booted)
     if "skip" in result:
         pytest.skip(result["skip"])
@@ -172,7 +172,8 @@ def test_a_worker_that_hangs_is_replaced_and_its_request_completes(found: dict[s
 
 @pytest.mark.root
 def test_nobody_notices_a_rolling_restart(found: dict[str, Any]) -> None:
-    """As deploy/README.md says it. A worker's restart is over when it serves, the coordinator's touches no worker."""
+    """As documented in deploy/README.md: a worker's restart ends when it serves, the coordinator's affects no
+    worker."""
     rolled = found["rolling"]
     worker, coordinator, worker_then, coordinator_then = rolled["pids"]
     assert worker != worker_then == rolled["worker_after"] and coordinator != coordinator_then
@@ -212,7 +213,7 @@ def test_the_requests_of_a_coordinator_that_is_killed_complete(found: dict[str, 
 def test_a_coordinator_that_hangs_is_ended_by_the_watchdog_and_comes_back(found: dict[str, Any]) -> None:
     assert found["coordinator_hung"]["pids"][0] != found["coordinator_hung"]["pids"][1]
     assert found["coordinator_hung"]["tokens_after"] == found["tokens"]
-    assert "Fatal Python error: Aborted" in found["logs"]  # and it said where it was
+    assert "Fatal Python error: Aborted" in found["logs"]  # with a traceback
 
 
 @pytest.mark.root

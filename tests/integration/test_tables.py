@@ -1,4 +1,4 @@
-"""The shared tables of a real coordinator: what a client reads there is what the coordinator answers."""
+"""The shared tables of a real coordinator match the coordinator's answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lengths(tables: Tables) -> dict[int, int]:
 
 
 def wait_done(tables: Tables) -> None:
-    """Waits until the tables show no request."""
+    """Wait until the tables show no request."""
     deadline = monotonic() + WAIT_S
     while tables.gauges()["requests_running"]:
         assert monotonic() < deadline
@@ -52,7 +52,7 @@ def wait_done(tables: Tables) -> None:
 
 
 def test_sequences_of_clients_are_what_the_coordinator_says(kv: Client) -> None:
-    """Answers come after the tables: nothing is waited for."""
+    """Tables are updated before answers, so that no wait is needed."""
     tables = kv.tables()
     assert (tables.boot, tables.block_size, tables.alive) == (kv.stats().boot, BLOCK_SIZE, True)
     s = kv.create_sequence([1, 2, 3, 4, 5], tenant="a")
@@ -65,7 +65,7 @@ def test_sequences_of_clients_are_what_the_coordinator_says(kv: Client) -> None:
         assert (row.sequence_id, row.length, row.blocks.size) == (one.id, info.length, info.blocks)
     own, shared = tables.sequence(s).blocks.tolist(), tables.sequence(fork).blocks.tolist()
     assert own[0] == shared[0]
-    assert own[1] != shared[1]  # the one that was written to
+    assert own[1] != shared[1]  # the block that was written to
     for block in (*own, *shared):
         told, counts = kv.block(block), tables.block(block)
         assert (counts.refcount, counts.generation) == (told.refcount, told.generation)
@@ -117,7 +117,7 @@ def test_a_running_request_is_seen_to_grow(kv: Client) -> None:
         assert gauges["requests_running"] == gauges["sequences"] == 2
         assert kv.status(on_s.id).state == "running"
         assert monotonic() < deadline
-    assert set(lengths(tables)) > {s.id}  # that of the request alone is there too
+    assert set(lengths(tables)) > {s.id}  # the request's own sequence is there too
     for request in (on_s, alone):
         kv.cancel(request.id)
         assert request.result(WAIT_S).reason == "cancelled"
@@ -160,12 +160,12 @@ def test_what_a_coordinator_leaves_behind() -> None:
         assert killed.gauges()["requests_pending"] == 1
         cluster.kill("coordinator")
         assert not killed.alive
-        assert not Tables(cluster.runtime).alive  # its file is still there
+        assert not Tables(cluster.runtime).alive  # its file still exists
         assert lengths(killed)[s.id] == 3
         cluster.start_coordinator()
         kv.append(s, [4])
         assert not waiting.done
-        # It goes on, in a new file: who read the old one reads on there.
+        # The successor uses a new file, and readers of the old one switch to it.
         assert (killed.boot, killed.alive, killed.pid) == (kv.stats().boot, True, cluster.pid("coordinator"))
         assert lengths(killed)[s.id] == 4
         assert killed.gauges()["requests_pending"] == 1

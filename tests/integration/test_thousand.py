@@ -35,7 +35,7 @@ ceiling = 30
 
 
 class Run:
-    """The requests of one client, a bounded number at a time. Some are cancelled, some read with others' help."""
+    """The requests of one client, a bounded number at a time. Some are cancelled, some reattached."""
 
     def __init__(self, cluster: Cluster, kv: AsyncClient, alone: dict[Shape, tuple[int, ...]]) -> None:
         self.cluster, self.kv, self.alone = cluster, kv, alone
@@ -45,7 +45,7 @@ class Run:
         self.memory: list[int] = []
 
     async def all(self) -> None:
-        """Every request; in between the killing."""
+        """Run every request, with kills in between."""
         await asyncio.gather(*(self._some(REQUESTS // TOGETHER + (i < REQUESTS % TOGETHER)) for i in range(TOGETHER)))
 
     async def _some(self, count: int) -> None:
@@ -59,7 +59,7 @@ class Run:
                 self.cluster.start_worker("w1")
 
     async def _one(self, shape: Shape) -> None:
-        """One request: read to its end, or cancelled after some tokens, or read again from the middle."""
+        """Run one request: read it to its end, cancel it after some tokens, or read it again from the middle."""
         request = await self.kv.submit(
             shape.prompt,
             max_tokens=shape.max_tokens,
@@ -91,7 +91,7 @@ class Run:
 
 
 def answers_alone(kv: Client) -> dict[Shape, tuple[int, ...]]:
-    """What each shape answers when nothing else runs, its prompt computed for it alone."""
+    """Return each shape's answer when it runs alone, without cached prefixes."""
     return {
         shape: kv.submit(shape.prompt, max_tokens=shape.max_tokens, sampling=shape.sampling, salt=f"alone {i}")
         .result(60)
@@ -101,7 +101,7 @@ def answers_alone(kv: Client) -> dict[Shape, tuple[int, ...]]:
 
 
 async def run_all(cluster: Cluster, alone: dict[Shape, tuple[int, ...]]) -> Run:
-    """The thousand, on a connection of their own."""
+    """Run the thousand requests on a separate connection."""
     async with AsyncClient(cluster.endpoint, timeout_s=60.0) as kv:
         run = Run(cluster, kv, alone)
         await run.all()

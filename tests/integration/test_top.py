@@ -31,7 +31,7 @@ LEAVE = "\x1b[?1049l"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Path]:
-    """The runtime folder of a tiny model."""
+    """Yield the runtime folder of a served tiny model."""
     with tempfile.TemporaryDirectory(prefix="kvf", dir="/tmp") as name:
         folder = Path(name)
         options = ("--model", str(tiny_model(folder)), "--load-format", "dummy", "--device", "cpu")
@@ -44,7 +44,7 @@ def served() -> Iterator[Path]:
 
 
 class Screen:
-    """The command on a terminal of its own. `text` is all that it wrote; `frame` the screen as it is."""
+    """The command on a pseudo-terminal. `text`: its whole output; `frame`: the current screen."""
 
     def __init__(self, folder: Path, columns: int = 80, lines: int = 24, **environment: str) -> None:
         self.master, slave = pty.openpty()
@@ -78,7 +78,7 @@ class Screen:
         os.write(self.master, keys.encode())
 
     def frame(self) -> list[str]:
-        """The last frame that came whole: they are drawn from the first line on, and end by clearing what is below."""
+        """Return the last complete frame: each starts at the first line and ends by clearing the rest of the screen."""
         whole = self.text.rpartition("\x1b[J")[0].rpartition("\x1b[H")[2]
         return [STYLE.sub("", line) for line in whole.split("\r\n")]
 
@@ -91,7 +91,7 @@ class Screen:
         return self.frame()
 
     def end(self) -> int:
-        """Waits for the end; checks that the terminal is as it was."""
+        """Wait for the end, and check that the terminal is restored."""
         deadline = monotonic() + DEADLINE_S
         while self.process.poll() is None and monotonic() < deadline:
             self._read(0.1)

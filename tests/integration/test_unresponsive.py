@@ -15,7 +15,7 @@ GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
 
 def wait_log(cluster: Cluster, name: str, words: str) -> None:
-    """Waits until a member has written these words."""
+    """Wait until a member has logged these words."""
     deadline = monotonic() + END_S
     while words not in cluster.log(name):
         assert monotonic() < deadline, f"{name} did not write {words!r} within {END_S} s"
@@ -23,7 +23,7 @@ def wait_log(cluster: Cluster, name: str, words: str) -> None:
 
 
 def stand_still(cluster: Cluster, kv: Client) -> Request:
-    """A request that has begun and cannot end: its worker is stopped."""
+    """Return a running request that cannot end, because its worker is suspended."""
     request = kv.submit([1, 2, 3], max_tokens=1500, sampling=GREEDY)
     next(iter(request))
     cluster.signal("w0", signal.SIGSTOP)

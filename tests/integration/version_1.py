@@ -1,7 +1,7 @@
-"""A client and a worker of version 1 of the protocol: they know what its fixture says, and nothing that came since.
+"""A client and a worker of protocol version 1, limited to the messages of its fixture.
 
 `python -m tests.integration.version_1 ENDPOINT NAME` is the worker. Its model is that of tests/coordinator/driver.py:
-a token follows from all those before it, read block by block through the shared tables, whose layout is as it was then.
+a token is a function of all earlier tokens, read block by block through the shared tables in the layout of version 1.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ MODEL = {
 
 
 class Lost(Exception):
-    """There is no connection any more, or none was made."""
+    """The connection is lost, or was never established."""
 
 
 def written(name: str, /, **values: Any) -> list[bytes]:
-    """A message as version 1 wrote it. Raises KeyError for a field that it did not have."""
+    """Encode a message as version 1 did. Raises KeyError for a field that version 1 lacks."""
     frozen = V1.structs[name]
     arrays = dict(frozen["arrays"])
     body = {"t": frozen["tag"]} | {field: values[field] for field in values if field not in arrays}
@@ -54,7 +54,7 @@ def written(name: str, /, **values: Any) -> list[bytes]:
 
 
 class Wire:
-    """One connection. Whatever comes must be a message of version 1, in this direction."""
+    """One connection. Every received message must be one of version 1, for this direction."""
 
     def __init__(self, endpoint: str, direction: str) -> None:
         self._names = {V1.structs[said["message"]]["tag"]: said["message"] for said in V1.examples}
@@ -79,7 +79,7 @@ class Wire:
         self._socket.send_multipart(written(name, **values))
 
     def receive(self) -> Any:
-        """The next message. Raises Lost."""
+        """Return the next message. Raises Lost."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
@@ -94,7 +94,7 @@ class Wire:
         return self._peer.read(name, frames)
 
     def ask(self, name: str, /, **values: Any) -> Any:
-        """The answer to a command; what is streamed meanwhile is thrown away."""
+        """Send a command and return its answer, discarding streamed messages meanwhile."""
         self.send(name, **values)
         while getattr(answer := self.receive(), "rid", None) != values["rid"]:
             continue
@@ -102,13 +102,13 @@ class Wire:
 
 
 class Answer:
-    """What came of one request. tokens: in the order of their offsets, from `start` on. ended: None while it runs."""
+    """The outcome of one request. tokens: in the order of their offsets, from `start` on. ended: None while it runs."""
 
     def __init__(self, start: int = 0) -> None:
         self.start, self.tokens, self.ended = start, [], None  # type: tuple[int, list[int], Any]
 
     def take(self, request_id: int, message: Any) -> None:
-        """A message that came, of whatever kind."""
+        """Process a received message of any kind."""
         if type(message).__name__ != "Stream":
             return
         rows = zip(message.request_ids.tolist(), message.offsets.tolist(), message.tokens.tolist(), strict=True)
@@ -119,14 +119,14 @@ class Answer:
         self.ended = next((end for end in message.ended if end.request_id == request_id), self.ended)
 
     def read(self, wire: Wire, request_id: int, count: int) -> Answer:
-        """Until so many tokens have come, or its end."""
+        """Read until `count` tokens or the end have arrived."""
         while len(self.tokens) < count and self.ended is None:
             self.take(request_id, wire.receive())
         return self
 
 
 class Worker:
-    """Serves until it is told to stop. Where its coordinator goes away it registers with the next one."""
+    """A worker that serves until a stop. After a loss of its coordinator it registers with the next one."""
 
     def __init__(self, endpoint: str, name: str) -> None:
         self._endpoint, self._name = endpoint, name
@@ -134,7 +134,7 @@ class Worker:
         self._last: dict[int, int] = {}
 
     def run(self) -> None:
-        """Returns when it was told to stop."""
+        """Serve until the coordinator sends a stop."""
         deadline = monotonic() + WAIT_S
         while monotonic() < deadline:
             try:
@@ -154,7 +154,8 @@ class Worker:
             wire.send("StepResult", step_id=message.step_id, epoch=registered.epoch, **self._step(message, tables))
 
     def _step(self, step: Any, tables: TablesReader) -> dict[str, Any]:
-        """Copies, then KV of the new tokens, then those rows sample that are to. Of a context only KV is read."""
+        """Apply copies, write the KV of new tokens, then sample the requested rows. The context is read from KV
+        only."""
         size = tables.geometry.block_size
         for source, target, count in step.copies.reshape(-1, 3).tolist():
             self._kv |= {(target, offset): self._kv[source, offset] for offset in range(count)}

@@ -1,4 +1,4 @@
-"""A coordinator and workers as real processes, in a folder of their own, for one test."""
+"""A coordinator and workers as real processes, in a temporary folder, for one test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ END_S = 60.0
 
 
 class Cluster:
-    """Processes by name: "coordinator", "w0", "w1", ... Everything is gone when the `with` block ends."""
+    """Processes by name: "coordinator", "w0", "w1", ... The end of the `with` block stops and removes everything."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class Cluster:
         dtype: str = "float32",
         ranks: int = 1,
     ) -> None:
-        """ranks: so many workers are one, which each computes a part of: "w0" is its rank 0."""
-        # Short: a socket's path holds 107 bytes.
+        """ranks: this many processes form one worker and each compute a part; "w0" is its rank 0."""
+        # Short: a socket's path has at most 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp"))
         self.runtime = self.folder / "r"
         self._model = model
@@ -53,12 +53,12 @@ class Cluster:
 
     @property
     def endpoint(self) -> str:
-        """Where clients connect."""
+        """Return the endpoint for clients."""
         return client_endpoint(self.runtime)
 
     @property
     def worker_endpoint(self) -> str:
-        """Where workers connect."""
+        """Return the endpoint for workers."""
         return worker_endpoint(self.runtime)
 
     def __enter__(self) -> Self:
@@ -82,7 +82,7 @@ class Cluster:
         self._start("coordinator", "coordinator", config)
 
     def start_worker(self, name: str, extra: str = "") -> None:
-        """Starts a worker; it registers when its model is loaded. extra: more of its configuration."""
+        """Start a worker, which registers once its model is loaded. extra: additional configuration."""
         config = self.folder / f"{name}.toml"
         load_format = "auto" if self._model is not None else "dummy"
         called = name
@@ -90,7 +90,7 @@ class Cluster:
             number = int(name[1:])
             called = f"w{number // self._ranks}"
             extra += f"ranks = {self._ranks}\nrank = {number % self._ranks}\n"
-            # Each has a GPU of its own, if there are as many; else they share one.
+            # Each has its own GPU if there are enough; otherwise they share one.
             several = self._device != "cpu" and self._ranks <= _gpus()
             extra += f"device_index = {number % self._ranks}\n" if several else 'collectives = "gloo"\n'
         config.write_text(
@@ -102,7 +102,7 @@ class Cluster:
         self._start(name, "worker", config)
 
     def start(self, *workers: str) -> Client:
-        """Starts all and waits until the named workers serve. Returns a client that ends with the cluster."""
+        """Start all and wait until the named workers serve; return a client that closes with the cluster."""
         self.start_coordinator()
         for name in workers:
             self.start_worker(name)
@@ -120,14 +120,14 @@ class Cluster:
             select.select([], [], [], 0.05)
 
     def client(self, **options: object) -> Client:
-        """A client of this cluster, closed with it. Waits for the coordinator to be there."""
+        """Return a client of this cluster, closed with it, after waiting for the coordinator."""
         values: dict[str, object] = {"timeout_s": 60.0, "connect_timeout_s": 30.0, **options}
         return self._stack.enter_context(Client(self.endpoint, **values))  # type: ignore[arg-type]
 
     def _start(self, name: str, module: str, config: Path) -> None:
         arguments, environment = ["--config", str(config)], {**os.environ, "OMP_NUM_THREADS": "1"}
         path = self.folder / f"{name}.log"
-        if module == "worker" and self._device == "cpu":  # a driver's threads, or a device's handles, are not forked
+        if module == "worker" and self._device == "cpu":  # fork copies no driver threads or device handles
             self._processes[name] = nursery().start(arguments, path, environment)
             return
         with path.open("ab") as log:
@@ -148,12 +148,12 @@ class Cluster:
         self._processes[name].send_signal(number)
 
     def kill(self, name: str) -> None:
-        """kill -9, and waits for it."""
+        """Kill a member with SIGKILL and wait for its end."""
         self._processes[name].kill()
         self._processes[name].wait(END_S)
 
     def end(self, name: str) -> int:
-        """Waits for a member's own end. Returns its exit status."""
+        """Wait for a member to exit by itself; return its exit status."""
         return self._processes[name].wait(END_S)
 
     def status(self, name: str) -> int | None:
@@ -161,7 +161,7 @@ class Cluster:
         return self._processes[name].poll()
 
     def log(self, name: str) -> str:
-        """What a member has written so far."""
+        """Return a member's log so far."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def resident_bytes(self, name: str) -> int:
@@ -171,7 +171,7 @@ class Cluster:
 
 
 def _gpus() -> int:
-    """How many there are. torch takes seconds to import: only who asks for GPUs pays."""
+    """Return the number of GPUs. Importing torch takes seconds, so only GPU tests call this."""
     import torch
 
     return torch.cuda.device_count()

@@ -1,9 +1,9 @@
 """Workers for tests as real processes, without the seconds that each needs to import torch and transformers.
 
-A test process starts one nursery, which imports what `python -m kvforge.worker` imports and then does nothing but
-fork: a child runs `worker` as `__main__`, with the arguments, environment and output that it was given. From there on
-it is a worker like any other, with a process id, signals and an exit status of its own. What this leaves out, that the
-command starts in a fresh interpreter, is tested where `kvforge up`, systemd or a test itself starts it.
+A test process starts one nursery, which imports the modules of `python -m kvforge.worker` and then only forks: a child runs
+`worker` as `__main__`, with the given arguments, environment and output. The child is an ordinary worker, with its own
+process id, signals and exit status. Tests with `kvforge up`, systemd or an explicit start cover the start in a fresh
+interpreter.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 
-FORK_S = 90.0  # the first time, torch is imported
+FORK_S = 90.0  # the first fork includes the import of torch
 
 
 class Child:
-    """As much of a subprocess.Popen as is needed of a worker."""
+    """The part of subprocess.Popen that a worker needs."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self._nursery = nursery
@@ -34,12 +34,12 @@ class Child:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit status (minus the signal's number if killed), None while it runs."""
+        """Return the exit status (minus the signal's number if killed), None while it runs."""
         self._nursery.listen(0.0)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """The exit status, once it has ended. timeout: seconds."""
+        """Wait for the exit status. timeout: seconds."""
         deadline = monotonic() + timeout
         while self.returncode is None:
             left_s = deadline - monotonic()
@@ -86,7 +86,7 @@ class Nursery:
         return self._children[self._born.pop()]
 
     def listen(self, wait_s: float) -> None:
-        """Takes what the nursery says, waiting for it so long."""
+        """Read the nursery's messages, waiting up to `timeout` seconds."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], max(0.0, wait_s))[0]:
             return
@@ -102,7 +102,7 @@ class Nursery:
                 self._children.pop(pid).returncode = status
 
     def close(self) -> None:
-        """Ends it; workers that still run are its orphans."""
+        """Stop it; running workers become orphans."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -112,15 +112,15 @@ class Nursery:
 
 @cache
 def nursery() -> Nursery:
-    """This process's, started when it is first asked for."""
+    """Return this process's nursery, started on first use."""
     made = Nursery()
     atexit.register(made.close)
     return made
 
 
 def _serve() -> None:
-    """Reads requests, forks, tells each child's id and exit status. In a child, returns when its worker has ended."""
-    import kvforge.worker.step.loop  # noqa: F401 - what takes the seconds
+    """Read requests, fork, and report each child's id and exit status. In a child, return when its worker has ended."""
+    import kvforge.worker.step.loop  # noqa: F401 - the slow import
 
     _import_what_any_model_needs()
     threads = os.listdir("/proc/self/task")  # noqa: PTH208
@@ -152,7 +152,7 @@ def _serve() -> None:
 
 
 def _import_what_any_model_needs() -> None:
-    """The rest of a start, most of a second in each child: the model's module; numba and what it knows of Python."""
+    """Import the rest, which takes most of a second in each child: the model's module; numba with its registries."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     if find_spec("numba") is None:
@@ -174,7 +174,7 @@ def _tell(pid: int, status: int | None) -> None:
 
 
 def _become_worker(arguments: list[str], log: str, environment: dict[str, str]) -> None:
-    """As `python -m kvforge.worker ARGUMENTS` would be started in a shell, outputs in `log`. Leaves by SystemExit."""
+    """Run like `python -m kvforge.worker ARGUMENTS` in a shell, with both outputs in `log`. Exits by SystemExit."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for descriptor, flags in ((os.open(os.devnull, os.O_RDONLY), (0,)), (_appended(log), (1, 2))):

@@ -1,4 +1,4 @@
-"""`kvforge up` and `kvforge demo` as processes: started, watched with deadlines, and what they left behind."""
+"""`kvforge up` and `kvforge demo` as processes, with deadlines and checks of leftovers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIG = {
 
 
 def tiny_model(folder: Path) -> Path:
-    """A folder with the configuration of a tiny Llama, to be filled with random weights."""
+    """Write a folder with the configuration of a tiny Llama for random weights."""
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
@@ -39,7 +39,7 @@ def tiny_model(folder: Path) -> Path:
 
 
 class Process:
-    """A `kvforge` command. Both outputs come together; `expect` waits for words in them."""
+    """A `kvforge` command. Both outputs are merged; `expect` waits for words in them."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         self.process = subprocess.Popen(
@@ -67,7 +67,7 @@ class Process:
         self.process.stdout.close()
 
     def expect(self, *words: str) -> None:
-        """Waits until each of the words has been printed after what was expected before."""
+        """Wait until each of the words has been printed, after the previously expected ones."""
         deadline = monotonic() + DEADLINE_S
         for word in words:
             while (at := self.text.find(word, self._from)) < 0:
@@ -94,7 +94,7 @@ class Process:
 
 
 def processes_of(folder: Path) -> dict[int, str]:
-    """Processes whose command line names a folder, by their id."""
+    """Return the processes with a folder in their command line, by id."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
