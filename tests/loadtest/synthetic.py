@@ -1,4 +1,4 @@
-"""Runs that never happened: outcomes decided by a seed, as a server with a queue could have caused them."""
+"""Synthetic runs: seeded outcomes of a hypothetical server with a queue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStat
 
 
 def zeros(kind: type[msgspec.Struct], **values: Any) -> Any:
-    """A structure whose numbers are 0 but for those given."""
+    """Return a structure with all numbers 0 except the given ones."""
     empty = {field.name: "" if field.type is str else 0 for field in msgspec.structs.fields(kind)}
     return kind(**{**empty, **values})
 
@@ -37,14 +37,14 @@ def stats(scale: int, boot: str = "b", **requests: int) -> Stats:
 
 
 def finished(due_s: float, *tokens_s: float, **values: Any) -> Outcome:
-    """A request that got tokens at those times, and was sent when it was due."""
+    """Return a request with tokens at these times, sent when it was due."""
     given = {"awake_s": due_s, "sent_s": due_s, "accepted_s": due_s, "ended_s": tokens_s[-1], "prompt_tokens": 10}
     times = {"session": 0, "tokens_s": array("d", tokens_s), "asked_tokens": len(tokens_s)}
     return Outcome(due_s=due_s, state=FINISHED, **{**given, **times, **values})
 
 
 def run(*, rate: float = 20.0, duration_s: float = 30.0, seed: int = 0, lag_s: float = 50e-6) -> Measured:
-    """Arrivals at exponential gaps; a load of 30 a second is what the server carries; one in 40 goes wrong."""
+    """Return a run with exponential arrivals; the server carries 30 requests a second; one in 40 fails."""
     draws = np.random.default_rng(seed)
     due_s = np.cumsum(draws.exponential(1 / rate, max(2, int(rate * duration_s))))
     busy = min(0.97, rate / 30)
@@ -89,7 +89,8 @@ def _outcome(draws: np.random.Generator, index: int, due_s: float, busy: float, 
 
 
 def _timings(queue_s: float, first_s: float, ended_s: float, *, preempted: bool) -> Timings:
-    """As a coordinator would tell them: one in seven stood still for a third of what came after its first token."""
+    """Return timings as a coordinator reports them: one in seven paused for a third of the time after its first
+    token."""
     after_us = int((ended_s - first_s) * 1e6)
     again_us = after_us // 3 if preempted else 0
     return Timings(
@@ -122,7 +123,7 @@ STATES = ("queue", "prefill", "decode", "preempted", "queue", "prefill", "decode
 
 
 def tail(measured: Measured, count: int = 10) -> list[dict[str, Any]]:
-    """The slowest, each with segments that fill its time."""
+    """Return the slowest requests, each with segments that fill its time."""
     slowest = sorted(measured.outcomes, key=lambda outcome: outcome.due_s - outcome.ended_s)[:count]
     found = []
     for rank, outcome in enumerate(slowest):
@@ -148,7 +149,7 @@ def tail(measured: Measured, count: int = 10) -> list[dict[str, Any]]:
 
 
 def context(measured: Measured, **values: Any) -> Context:
-    """With the machine and the versions written down, so that what is made of it is the same everywhere."""
+    """Return a context with a fixed machine and versions, so that reports are the same everywhere."""
     given: dict[str, Any] = {
         "options": {"rate": 20.0, "prompts": "<script>alert(1)</script>", "slo": "ttft=500ms"},
         "seed": 7,

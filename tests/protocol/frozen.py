@@ -1,10 +1,12 @@
-"""A version of the protocol as it was frozen: its fields, its bytes, and a peer that knows nothing else.
+"""A frozen version of the protocol: its fields, its bytes, and a peer limited to it.
 
-`tests/data/protocol_v1/` holds what coordinator, clients and workers of version 1 say to each other, as it was at
-commit b830fcd, before anything was added to it: `fields.json` every message and struct with the names, types and
-defaults of its fields, and the codes of all errors; `messages.json` for each message two examples, one with every field
-and one with only those that it must have: its bytes, and what they mean. Neither is ever written again; a version 2
-gets a folder of its own: `python -m tests.protocol.frozen 2`.
+`tests/data/protocol_v1/` contains the messages between coordinator, clients and workers of version 1, as of commit
+b830fcd, before any addition:
+
+- `fields.json`: every message and struct with the names, types and defaults of its fields, and all error codes;
+- `messages.json`: for each message two examples, with all fields and with the required ones only: bytes and meaning.
+
+Neither file is ever written again; a version 2 gets its own folder: `python -m tests.protocol.frozen 2`.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ class Version:
 
     @classmethod
     def read(cls, number: int) -> Version:
-        """The version of this number."""
+        """Read the version of this number."""
         folder = FOLDER / f"protocol_v{number}"
         fields = json.loads((folder / "fields.json").read_text(encoding="utf-8"))
         examples = json.loads((folder / "messages.json").read_text(encoding="utf-8"))
         return cls(fields["structs"], examples, fields["errors"])
 
     def meaning(self, value: Any) -> Any:
-        """What a message or a part of one says, as JSON has it, in the fields that this version knows."""
+        """Return the JSON content of a message or a part, limited to this version's fields."""
         if isinstance(value, msgspec.Struct):
             known = self.structs[type(value).__name__]["fields"]
             return {name: self.meaning(getattr(value, name)) for name in known}
@@ -68,7 +70,7 @@ class Version:
 
 
 class Peer:
-    """Reads messages as a peer of a frozen version does: whatever that version does not know is as it was then."""
+    """Reads messages as a peer of a frozen version does, without any later additions."""
 
     def __init__(self, version: Version) -> None:
         self._structs: dict[str, Any] = {}
@@ -77,7 +79,7 @@ class Peer:
             self._struct(name)
 
     def read(self, name: str, frames: Sequence[bytes | memoryview]) -> msgspec.Struct:
-        """The message `name`. Raises ValueError (msgspec.ValidationError is one) where that peer would refuse it."""
+        """Decode the message `name`. Raises ValueError (also msgspec.ValidationError) if that peer would refuse it."""
         frozen = self._version.structs[name]
         body = msgpack.unpackb(frames[0])
         sizes = body.pop("n", [])
@@ -116,7 +118,7 @@ class Peer:
 
 
 def structs() -> dict[str, Any]:
-    """Every struct of today's messages by its name, those that others are made of too."""
+    """Return every struct of today's messages by name, including nested ones."""
     found: dict[str, Any] = {}
     for union in UNIONS.values():
         found |= {cls.__name__: cls for cls in typing.get_args(union)}
@@ -125,7 +127,7 @@ def structs() -> dict[str, Any]:
 
 
 def described(cls: Any) -> JsonMap:
-    """A struct's fields, in their order, as JSON has them. No `default`: the field must be given."""
+    """Return a struct's fields in order as JSON. No `default`: the field is required."""
     fields: dict[str, JsonMap] = {}
     for field in msgspec.structs.fields(cls):
         fields[field.name] = {"type": cls.__annotations__[field.name]}
@@ -142,7 +144,7 @@ def described(cls: Any) -> JsonMap:
 
 
 def example(cls: Any, *, whole: bool, leave: Mapping[str, frozenset[str]] | None = None) -> Any:
-    """One with every field, or only with those that it must have; each value is another, and none is a default.
+    """Return an example with every field or the required ones only; all values are different, and none is a default.
 
     leave: fields that keep their default, by the name of the struct.
     """
@@ -162,7 +164,7 @@ def example(cls: Any, *, whole: bool, leave: Mapping[str, frozenset[str]] | None
 
 
 def _value(kind: Any, name: str, place: int, leave: Mapping[str, frozenset[str]] | None) -> Any:
-    """A value of this type for the field at this place."""
+    """Return a value of this type for the field at this position."""
     if _is_struct(kind):
         return example(kind, whole=True, leave=leave)
     arguments = typing.get_args(kind)
@@ -171,7 +173,7 @@ def _value(kind: Any, name: str, place: int, leave: Mapping[str, frozenset[str]]
         return tuple(_value(item, name, place + more, leave) for more, item in enumerate(items))
     if typing.get_origin(kind) is dict:
         return {f"{name} {more}": _value(arguments[1], name, place + more, leave) for more in (1, 2)}
-    if arguments:  # one of several: the first one, which is never None here
+    if arguments:  # a union: the first member, which is never None here
         return _value(arguments[0], name, place, leave)
     plain = {int: 100 + place, float: place + 0.5, str: f"{name} é", bool: True}
     return plain[kind]
@@ -182,7 +184,7 @@ def _json(value: Any) -> Any:
 
 
 def _default(kind: Any, plain: Any) -> Any:
-    """A default as JSON has it, as a field of this type wants it."""
+    """Return a default as JSON for a field of this type."""
     if kind is np.ndarray:
         return np.zeros(0)
     value = msgspec.convert(plain, kind)
@@ -190,7 +192,7 @@ def _default(kind: Any, plain: Any) -> Any:
 
 
 def _mentioned(frozen: JsonMap, known: Mapping[str, JsonMap]) -> list[str]:
-    """The structs that a struct's fields are made of."""
+    """Return the structs in a struct's fields."""
     words = " ".join(spec["type"] for spec in frozen["fields"].values())
     for sign in "[],|.":
         words = words.replace(sign, " ")
@@ -202,7 +204,7 @@ def _is_struct(kind: object) -> bool:
 
 
 def main() -> None:
-    """Freezes the protocol as it is. Never to be done for a version that anybody speaks already."""
+    """Freeze the current protocol. Never use this for a version that is already in use."""
     folder = FOLDER / f"protocol_v{int(sys.argv[1])}"
     folder.mkdir()
     now = Version({name: described(cls) for name, cls in structs().items()}, (), sorted(BY_CODE))

@@ -1,4 +1,4 @@
-"""Stands in for systemd at the other end of $NOTIFY_SOCKET."""
+"""A stand-in for systemd at the other end of $NOTIFY_SOCKET."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 class Ear:
-    """Hears what this process says to systemd."""
+    """Receives this process's messages to systemd."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -21,11 +21,11 @@ class Ear:
         monkeypatch.delenv("WATCHDOG_PID", raising=False)
 
     def watch(self, microseconds: int) -> None:
-        """As with WatchdogSec=."""
+        """Set the watchdog as with WatchdogSec=."""
         self._monkeypatch.setenv("WATCHDOG_USEC", str(microseconds))
 
     def heard(self) -> list[str]:
-        """Everything since the last call."""
+        """Return all messages since the last call."""
         found = []
         with suppress(BlockingIOError):
             while True:

@@ -93,7 +93,7 @@ NAMES = [(cls, name) for cls in CLASSES for name in _settings(cls)]
 
 
 def refusal(cls: type[msgspec.Struct], name: str) -> str:
-    """Return the refusal of a file that holds this setting alone."""
+    """Return the refusal of a file with only this setting."""
     values: object = 1
     for part in reversed(name.split(".")):
         values = {part: values}
@@ -116,7 +116,7 @@ def test_a_misspelt_setting_is_answered_with_the_nearest_one(cls: type[msgspec.S
 def test_a_setting_outside_its_section_is_answered_with_a_section(cls: type[msgspec.Struct], name: str) -> None:
     own = name.rpartition(".")[2]
     if own in cls.__struct_fields__:
-        return  # the file has one of that name at its top, too
+        return  # the file also has a top-level setting of that name
     assert refusal(cls, own).rpartition("did you mean ")[2].rstrip("?").endswith(f".{own}")
 
 

@@ -1,4 +1,4 @@
-"""What a client or a worker has of a coordinator that is killed in the middle of what it says."""
+"""Messages that a client or worker receives from a coordinator killed while sending."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder() -> Iterator[Path]:
 
 
 def test_what_was_said_before_it_died_is_read_to_its_end(folder: Path) -> None:
-    """libzmq threw it away, and aborted the reader where that was between two parts of a message."""
+    """libzmq discarded these messages, and aborted the reader between two parts of a message."""
     endpoint = f"ipc://{folder}/s"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)

@@ -39,7 +39,7 @@ EXAMPLES: list[KvforgeError] = [
     errors.StateRemoved("folder", "problem"),
     errors.JournalCorrupt("records-1", 12, 3, 5),
 ]
-# A peer of another version knows these texts: changing one breaks the wire.
+# Peers of other versions rely on these codes: a change breaks the wire protocol.
 STABLE_CODES = {
     "error", "protocol_error", "version_mismatch", "invalid_configuration", "invalid_request",
     "not_allowed", "not_found", "sequence_not_found", "block_not_found", "request_not_found", "model_not_found",

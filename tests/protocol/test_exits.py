@@ -1,4 +1,4 @@
-"""One kind of mistake has one exit status, whichever of the processes finds it."""
+"""One kind of error has one exit status in all processes."""
 
 from __future__ import annotations
 

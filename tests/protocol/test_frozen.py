@@ -1,4 +1,4 @@
-"""Version 1 of the protocol stays as it was frozen: who speaks it goes on working beside whatever came since."""
+"""Version 1 of the protocol stays frozen: its peers work with all later versions."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def of(said: JsonMap) -> str:
 
 
 def later() -> dict[str, frozenset[str]]:
-    """What a newer coordinator leaves as it is by default for a peer of version 1, by struct.
+    """Return the fields that a newer coordinator leaves at their default for a peer of version 1, by struct.
 
-    Arrays that it does not know, and fields of a struct that takes no unknown ones.
+    These are arrays unknown to the peer, and fields of a struct that refuses unknown ones.
     """
     left = {}
     for name, frozen in V1.structs.items():
@@ -59,7 +59,7 @@ def test_a_peer_of_version_1_reads_what_is_sent_today(name: str, whole: bool) ->
 
 
 def as_known(today: JsonMap | None, frozen: JsonMap) -> JsonMap | None:
-    """A field of today. A default that is itself a struct is looked at as far as that version knew it."""
+    """Return a field of today. A struct default is limited to the fields of that version."""
     default = frozen.get("default")
     if today is None or not isinstance(default, dict) or not isinstance(today.get("default"), dict):
         return today
@@ -70,16 +70,16 @@ def as_known(today: JsonMap | None, frozen: JsonMap) -> JsonMap | None:
 def test_no_field_of_version_1_was_removed_or_changed(name: str) -> None:
     frozen, today = V1.structs[name], described(NOW[name])
     kept = {field: as_known(today["fields"].get(field), spec) for field, spec in frozen["fields"].items()}
-    if name == "Hello":  # says which versions it speaks
+    if name == "Hello":  # contains the supported versions
         kept["version_max"] = frozen["fields"]["version_max"]
     assert kept == frozen["fields"]
     added = [field for field in today["fields"] if field not in frozen["fields"]]
-    assert all("default" in today["fields"][field] for field in added), "what is new has a default"
+    assert all("default" in today["fields"][field] for field in added), "a new field needs a default"
     assert today["tag"] == frozen["tag"]
     assert today["arrays"][: len(frozen["arrays"])] == frozen["arrays"], "new arrays come after all others"
     assert today["forbids_unknown"] <= frozen["forbids_unknown"]
     if frozen["forbids_unknown"] and added:
-        assert NOW[name].__struct_config__.omit_defaults, "what is new is sent only where it was asked for"
+        assert NOW[name].__struct_config__.omit_defaults, "new fields are sent on request only"
 
 
 @pytest.mark.parametrize("direction", UNIONS)
@@ -104,7 +104,7 @@ def test_the_examples_show_every_field_other_than_by_default() -> None:
 
 
 def without(name: str, field: str) -> Version:
-    """Version 1 as it would be if one field came only today."""
+    """Return version 1 as if one field had been added only today."""
     frozen = V1.structs[name]
     fields = {other: spec for other, spec in frozen["fields"].items() if other != field}
     arrays = [array for array in frozen["arrays"] if array[0] != field]

@@ -1,4 +1,4 @@
-"""Steps through shared memory: once, in order, whole, and never instead of the socket."""
+"""Steps through shared memory arrive once, in order and complete, and never replace the socket."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_step_that_is_too_long_is_left_to_the_socket(writer: TablesWriter) -> 
     assert steps.take() is None
     put(writer, 2)
     assert steps.take() is None, "the second before the first"
-    steps.taken = 1  # the first came over the socket
+    steps.taken = 1  # the first arrived over the socket
     assert steps.take() == frames_of(2)
     writer.mail.put(POOL, EPOCH, 3, [b"b" * 10, bytes(MAIL_BYTES - 10)])
     assert steps.take() == [b"b" * 10, bytes(MAIL_BYTES - 10)]
@@ -107,7 +107,7 @@ while True:
 
 
 def test_a_step_that_is_overwritten_while_it_is_read_is_never_taken_torn(tmp_path: Path) -> None:
-    """A writer that never pauses, in a process of its own, for 3 seconds."""
+    """With a writer process that never pauses, for 3 seconds."""
     path = tmp_path / "t"
     with subprocess.Popen([sys.executable, "-c", BUSY, str(path)], stdout=subprocess.PIPE, cwd=Path.cwd()) as process:
         try:
@@ -118,7 +118,7 @@ def test_a_step_that_is_overwritten_while_it_is_read_is_never_taken_torn(tmp_pat
             taken, last, deadline = 0, 0, monotonic() + 3.0
             while monotonic() < deadline:
                 frames = steps.take()
-                if frames is None:  # it is behind: catches up with what the ring holds, as with messages
+                if frames is None:  # the reader lags: it catches up with the ring, as with messages
                     steps.taken = max(steps.taken, int(reader._mail_head[POOL, ::4].max()) - 1)
                     continue
                 number = int(frames[0])

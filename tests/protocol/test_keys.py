@@ -1,4 +1,4 @@
-"""Keys: what is written is read again by its owner alone, and nothing else passes for a key."""
+"""Keys: only the owner can read a written key, and no other text is accepted as a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log never waits: what nobody reads is kept, then lost and counted, and one peer cannot fill it."""
+"""The log never blocks: unread lines are buffered, then dropped and counted, and one peer cannot fill it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_S = 30.0
 
 
 class Reader:
-    """A descriptor that is written to, and what reads it."""
+    """A descriptor for the log, and its reader."""
 
     def __init__(self, kind: str) -> None:
         if kind == "pipe":
@@ -32,7 +32,7 @@ class Reader:
             self.read_end, self.write_end = ours.detach(), theirs.detach()
 
     def read(self, wait_s: float) -> bytes:
-        """What is there, or comes within that time."""
+        """Return the data that is available or arrives within the time."""
         assert select.select([self.read_end], [], [], wait_s)[0], "nothing came"
         return os.read(self.read_end, 1 << 16).replace(b"\r", b"")
 
@@ -59,8 +59,8 @@ def test_what_nobody_reads_is_kept_in_order_then_lost_and_counted(reader: Reader
     output = LogOutput(reader.write_end, buffer_bytes_max=50_000)
     total = 2000
     for i in range(total):
-        output.emit(record(f"{i:05d} {LINE}"))  # would wait for ever if it waited
-    assert os.get_blocking(reader.write_end)  # who shares it finds it as it was
+        output.emit(record(f"{i:05d} {LINE}"))  # would block forever if it blocked
+    assert os.get_blocking(reader.write_end)  # unchanged for other users of the descriptor
     text = b""
     while output.kept_bytes:
         text += reader.read(WAIT_S)
@@ -126,7 +126,7 @@ def test_a_process_whose_standard_error_is_not_read_goes_on() -> None:
     with subprocess.Popen([sys.executable, "-c", CHATTY], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
-            assert select.select([process.stdout], [], [], 60)[0], "it waits for somebody to read its log"
+            assert select.select([process.stdout], [], [], 60)[0], "the process blocks on its unread log"
             assert process.stdout.readline() == b"done\n"
         finally:
             process.kill()

@@ -1,4 +1,4 @@
-"""Lines of the log: each entry one line, for people and for programs, whatever a peer called itself."""
+"""Lines of the log: each entry is one line, as text and as JSON, whatever name a peer chose."""
 
 from __future__ import annotations
 

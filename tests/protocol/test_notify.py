@@ -1,4 +1,4 @@
-"""What systemd hears: over a real socket of its kind."""
+"""Messages to systemd, over a real notify socket."""
 
 from __future__ import annotations
 

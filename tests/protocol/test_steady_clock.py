@@ -1,4 +1,4 @@
-"""The clock that leaves out its own standstills, and that whatever compares times uses it."""
+"""The clock that skips the process's own suspensions, and its use in all comparisons of times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvforge.protocol.steady_clock import COUNTED_S, STANDSTILL_S, WAIT_S_MAX, S
 
 ROOT = Path(__file__).parents[2]
 SECOND = 1_000_000_000
-# Files that read the plain clock, and why none of its readings decides about a peer, a lease or a deadline.
+# Files that read the plain clock, with the reason why it decides about no peer, lease or deadline.
 PLAIN = {
     "coordinator/journal/keeping.py": "measures snapshots",
     "coordinator/journal/log.py": "spaces out a line of the log",
@@ -23,9 +23,9 @@ PLAIN = {
     "gateway/serve/main.py": "feeds systemd's watchdog, which counts by this clock",
     "gateway/serve/process.py": "feeds systemd's watchdog, which counts by this clock",
     "kvforge/client/dialler.py": "measures how long a connection lasted, between calls too",
-    "kvforge/client/link.py": "stamps messages that came; bounds what one pump takes in",
+    "kvforge/client/link.py": "stamps received messages; limits the input of one pump",
     "protocol/log_output.py": "spaces out lines of the log",
-    "protocol/numbers.py": "stamps what is written, for readers in other processes",
+    "protocol/numbers.py": "stamps written data for readers in other processes",
     "protocol/steady_clock.py": "is the steady clock",
     "protocol/steady_timeout.py": "is the timeout on the steady clock",
     "worker/step/graphs.py": "bounds work of its own",
@@ -36,7 +36,7 @@ PLAIN = {
     "worker/step/patience.py": "measures steps",
     "worker/step/runner.py": "measures steps",
 }
-# Files that read the wall clock for a date that people or other programs see.
+# Files that read the wall clock for a date shown to users or other programs.
 WALL = {
     "coordinator/away.py",
     "coordinator/life.py",
@@ -47,7 +47,7 @@ CLOCKS_OF = {
     "loop": {"time"},
     "asyncio": {"timeout", "timeout_at", "wait_for"},  # they measure with the loop's clock
 }
-# Where peers are judged by when they were heard last.
+# Files that judge peers by their last message.
 ROOMS = (
     "coordinator",
     "gateway/http",
@@ -62,7 +62,7 @@ ROOMS = (
 
 
 class Hand:
-    """A plain clock that is moved by hand, in nanoseconds."""
+    """A plain clock in nanoseconds, moved by the test."""
 
     def __init__(self) -> None:
         self.now_ns = 7 * SECOND
@@ -113,7 +113,7 @@ def _reads_plain_clock(path: Path) -> bool:
 
 
 def test_whatever_compares_times_uses_the_steady_clock() -> None:
-    """A new comparison with the plain clock would let the process's own standstill count against its peers."""
+    """A new comparison with the plain clock would count the process's own suspension against its peers."""
     found = {path.relative_to(ROOT).as_posix() for path in _files() if _reads_plain_clock(path)}
     assert sorted(found - PLAIN.keys() - WALL) == []
     assert sorted(PLAIN.keys() - found) == [], "these read it no longer"

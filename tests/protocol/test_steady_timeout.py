@@ -1,4 +1,4 @@
-"""A timeout that does not count the time in which its own process stood still."""
+"""A timeout that does not count the suspension of its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shared tables: what the writer publishes is what readers see, whole, and readers cannot write."""
+"""The shared tables: readers see published rows completely, and cannot write."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_row_in_the_middle_of_a_write_is_waited_for_and_the_others_are_not(
 
 
 def in_the_middle_of_a_read(reader: TablesReader, action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs `action` once, after the next read has copied its rows and before it has looked whether they are whole."""
+    """Run `action` once, after the next read has copied its rows and before it has checked them."""
     copy, pending = reader._copy, [action]
 
     def interrupted(*arguments: Any) -> Any:
@@ -146,12 +146,12 @@ def test_a_reader_cannot_write(writer: TablesWriter) -> None:
         ctypes.memset(reader.block_refcount.ctypes.data, 1, 4)
     """
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, timeout=60, check=False)
-    assert run.returncode == -signal.SIGSEGV  # the kernel itself refuses
+    assert run.returncode == -signal.SIGSEGV  # the kernel refuses the write
     assert writer.block_refcount[0] == 0
 
 
 def test_the_file_is_private_has_its_room_from_the_start_and_is_removed_at_the_end(tmp_path: Path) -> None:
-    """One with holes ends its writer by SIGBUS if the disk is full by the time they are written to."""
+    """A sparse file kills its writer by SIGBUS if the disk is full at the time of the write."""
     geometry = Geometry(slots=64, blocks=4096, blocks_per_sequence=64, block_size=16)
     writer = TablesWriter(tmp_path / "t.shm", geometry, "b")
     status = writer.path.stat()
@@ -275,7 +275,7 @@ print(json.dumps({"torn": torn, "versions": versions, "retries": reader.retries}
 
 @contextmanager
 def busy_writer(path: Path) -> Iterator[None]:
-    """A process that writes as fast as it can."""
+    """Run a process that writes at full speed."""
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
@@ -287,15 +287,15 @@ def busy_writer(path: Path) -> Iterator[None]:
 
 
 def readers(path: Path, count: int, seconds: float, kind: str) -> list[dict[str, int]]:
-    """So many reader processes at once: what each has seen. A reader ends when it sees a torn row, when 10,000 times it
-    would have seen one if it had not looked again, or when `seconds` are over."""
+    """Run `count` reader processes at once; return their results. A reader ends at a torn row, after 10,000 retries
+    that avoided one, or after `seconds`."""
     command = [sys.executable, "-c", READER, str(path), str(seconds), kind]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
     return [json.loads(process.communicate(timeout=seconds + 60)[0]) for process in processes]
 
 
 def test_readers_of_a_busy_writer_see_only_whole_rows(tmp_path: Path) -> None:
-    """behaviour 19, with five real processes. A reader that does not look at the numbers of rows is caught at once."""
+    """behaviour 19, with five real processes. A reader that ignores the row versions is caught at once."""
     path = tmp_path / "t.shm"
     with busy_writer(path):
         [trusting] = readers(path, 1, 30, "trusting")
@@ -325,7 +325,7 @@ print(table.tolist(), length.tolist(), sequence.tolist(), reader.retries)
 
 
 def test_a_reader_that_stops_in_the_middle_of_a_read_does_not_hold_up_the_writer(writer: TablesWriter) -> None:
-    """It cannot: its map is read-only and the writer looks at nothing that a reader could change, not even a lock."""
+    """Its map is read-only, and the writer depends on nothing that a reader could change, not even a lock."""
     write_row(writer, 1, [1, 1], 1, 1)
     with subprocess.Popen([sys.executable, "-c", STOPPED_READER, str(writer.path)], stdout=subprocess.PIPE) as process:
         try:
@@ -333,7 +333,7 @@ def test_a_reader_that_stops_in_the_middle_of_a_read_does_not_hold_up_the_writer
             for n in range(1000):
                 write_row(writer, 2, [n, n], n, n)
             assert writer.row_length[2] == 999
-            assert os.waitpid(process.pid, os.WNOHANG | os.WUNTRACED) == (0, 0)  # still in the middle of its read
+            assert os.waitpid(process.pid, os.WNOHANG | os.WUNTRACED) == (0, 0)  # still in its read
             process.send_signal(signal.SIGCONT)
             assert process.communicate(timeout=60)[0] == b"[[1, 1], [999, 999]] [1, 999] [1, 999] 1\n"
         finally:
@@ -348,7 +348,7 @@ def test_gauges_that_are_written_while_they_are_read_are_read_again(
     reader = TablesReader(writer.path)
 
     class Torn:
-        """The gauges, of which the first half is read before a write and the rest after it, once."""
+        """The gauges, read once with the first half before a write and the rest after it."""
 
         def __init__(self, values: Any) -> None:
             self._values, self._first = values, True

@@ -1,4 +1,4 @@
-"""Folders of sockets and tables: only ours, and only where it was said; sockets that connect once."""
+"""Folders of sockets and tables: only our own, and only in the given place; sockets that connect once."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ print("alive")
 
 
 def test_a_peer_that_dies_does_not_take_one_with_it_that_does_not_read() -> None:
-    """libzmq ends the process where a heartbeat is due on a connection that has ended and whose queue is full."""
+    """libzmq aborts the process when a heartbeat is due on a closed connection with a full queue."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         command = [sys.executable, "-c", READER, SENDER, f"ipc://{folder}/s"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -94,7 +94,7 @@ def test_a_peer_that_dies_does_not_take_one_with_it_that_does_not_read() -> None
 
 
 def test_a_socket_makes_one_connection_and_no_other_by_itself() -> None:
-    """One that made another would take a stranger's place at its peer, again and again, without a word."""
+    """A reconnecting socket would occupy a pending handshake at its peer again and again, without a message."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with socket.socket(socket.AF_UNIX) as listener, tempfile.TemporaryDirectory(dir="/tmp") as folder:
         listener.bind(f"{folder}/s")

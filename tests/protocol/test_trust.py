@@ -1,4 +1,4 @@
-"""Paths and peers of other users: nothing of ours is given to them, and shared setups that root made go on working."""
+"""Paths and peers of other users get no data of ours, and shared setups created by root work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 
 @pytest.fixture
 def base() -> Iterator[Path]:
-    """A folder in /tmp of this process's user, that everyone can enter."""
+    """Yield a folder in /tmp of this process's user that everyone can enter."""
     with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -35,7 +35,7 @@ def base() -> Iterator[Path]:
 
 @pytest.fixture
 def victim(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks are made as by another user than root, who can look everywhere."""
+    """Run the checks as a user other than root, because root can look everywhere."""
     monkeypatch.setattr(trust.os, "geteuid", lambda: VICTIM)
     monkeypatch.setattr(trust, "SERVICE_USER", "no account of this machine")
 
@@ -48,7 +48,7 @@ def made(path: Path, owner: int, mode: int = 0o755) -> Path:
 
 
 def bound(folder: Path, owner: int) -> Path:
-    """A socket of that owner."""
+    """Yield a socket of that owner."""
     path = folder / "clients.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -118,7 +118,7 @@ def test_links_that_lead_in_a_circle_end(base: Path) -> None:
 @as_root
 @pytest.mark.usefixtures("victim")
 def test_the_service_user_whose_folder_root_made_is_trusted_there(base: Path) -> None:
-    """As systemd makes /run/kvforge: its owner serves there, and members of its group connect."""
+    """As systemd creates /run/kvforge: its owner serves there, and members of its group connect."""
     runtime = made(base / "kvforge", SERVICE, 0o750)
     assert trust.check_path(bound(runtime, SERVICE), "endpoint") == {0, VICTIM, SERVICE}
 
@@ -159,7 +159,7 @@ def test_the_user_at_the_other_end_is_asked_of_the_kernel() -> None:
 
 
 def test_a_client_tells_nothing_to_a_process_of_another_user(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path is as it should be when it is looked at, and another user listens there when it connects."""
+    """The path is correct when it is checked, but another user listens there at the connect."""
     monkeypatch.setattr(trust, "check_endpoint", lambda *_: frozenset({VICTIM}))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     listener = router(context)
@@ -238,7 +238,7 @@ def test_a_table_file_that_others_can_write_to_is_refused(base: Path) -> None:
 def test_an_id_that_stands_for_many_users_is_trusted_in_no_shared_folder(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a container without root, all users of the host have one id: who made a folder in /tmp cannot be known."""
+    """In a rootless container all users of the host have one id, so the creator of a folder in /tmp is unknown."""
     monkeypatch.setattr(trust, "_stands_for_many", lambda user: user == ATTACKER)
     monkeypatch.setattr(trust.os, "geteuid", lambda: VICTIM)
     outer = made(base / "root-of-the-host", ATTACKER)
@@ -273,7 +273,7 @@ def test_a_folder_that_others_can_write_to_is_not(base: Path, mode: int, within:
     opened = folder.parent if within else folder
     opened.chmod(mode)
     if within and mode & 0o1000:
-        assert trust.check_private(folder, "cache", base) == folder  # sticky: others cannot replace what is ours
+        assert trust.check_private(folder, "cache", base) == folder  # sticky: others cannot replace our files
     else:
         assert f"{opened} is writable by others" in private(folder, base)
 
@@ -299,7 +299,7 @@ def test_what_another_user_owns_is_refused(base: Path, foreign: str) -> None:
 
 @as_root
 def test_trusted_users_run_no_code_of_ours(base: Path, victim: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trusted user's socket may be used, and its code is still not run."""
+    """A trusted user's socket may be used, but its code is never run."""
     monkeypatch.setenv(trust.TRUSTED_USERS, str(ATTACKER))
     folder = made(base / "numba", ATTACKER)
     assert f"uid {ATTACKER}" in private(folder, base)

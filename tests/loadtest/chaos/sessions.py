@@ -1,4 +1,4 @@
-"""A small load of sessions for the tests of this room, and a driver for it that is in no hurry."""
+"""A small load of sessions for the chaos tests, and a driver without timing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 60.0
 
 
 class Sessions:
-    """A `Workload`: so many sessions of so many turns, each of which holds all that was said before."""
+    """A `Workload` of `count` sessions, where each turn contains the whole conversation so far."""
 
     arrivals: FloatArray | None = None
 
@@ -41,12 +41,12 @@ class Sessions:
 
 
 def draw(session: int, turn: int) -> int:
-    """The seed of a request."""
+    """Return the seed of a request."""
     return 1 + 100 * session + turn
 
 
 async def drive(client: AsyncClient, load: Sessions, temperature: float) -> list[Outcome]:
-    """All sessions at once."""
+    """Run all sessions at once."""
     made = await asyncio.gather(*(_session(client, load, index, temperature) for index in range(len(load))))
     return [outcome for outcomes in made for outcome in outcomes]
 

@@ -1,4 +1,4 @@
-"""Processes that really die in the middle of a load, and what is refused before anything dies."""
+"""Kills of real processes in the middle of a load, and options refused before any kill."""
 
 from __future__ import annotations
 

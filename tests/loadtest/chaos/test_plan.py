@@ -1,4 +1,4 @@
-"""What `--kill` says."""
+"""Parsing of `--kill`."""
 
 from __future__ import annotations
 

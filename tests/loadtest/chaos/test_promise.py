@@ -1,4 +1,4 @@
-"""The check of the promise finds what is lost and what changed: faults are planted into a run that had none."""
+"""The check finds lost and changed tokens: faults are planted into a correct run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOAD = Sessions(6, 3, output_tokens=8)
 
 
 class Server:
-    """Stands for an AsyncClient: an answer is a function of the prompt and the sampling, as it should be."""
+    """A stand-in for AsyncClient: an answer is a function of the prompt and the sampling parameters, as required."""
 
     def __init__(self, fails: bool = False, reason: str = "length") -> None:
         self.asked: list[dict[str, Any]] = []
@@ -57,12 +57,12 @@ def client(server: Server) -> AsyncClient:
 
 
 def lived(temperature: float = 0.7) -> list[Outcome]:
-    """The outcomes of a run in which nothing went wrong."""
+    """Return the outcomes of a correct run."""
     return asyncio.run(drive(client(Server()), LOAD, temperature))
 
 
 def checked(outcomes: list[Outcome], server: Server | None = None, **options: Any) -> Promise:
-    """What is found against an undisturbed server."""
+    """Return the findings against an undisturbed server."""
     given = {"draw": draw, "temperature": 0.7, **options}
     return asyncio.run(check(outcomes, LOAD, client(server or Server()), **given))
 
@@ -108,7 +108,7 @@ def test_a_changed_token_is_named(turn: int) -> None:
     right = wrong.tokens[5]
     wrong.tokens[5] = right + 1
     promise = checked(outcomes)
-    # What followed was really asked with the wrong token in it, and is what the server answers to that, or is not.
+    # Later turns were really requested with the wrong token, and either match the server's answer to that, or not.
     first = promise.differences[0]
     assert not promise.kept
     assert (first.request_id, first.offset, first.token, first.twin_token) == (wrong.request_id, 5, right + 1, right)

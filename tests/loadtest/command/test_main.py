@@ -31,9 +31,9 @@ def cluster() -> Iterator[Cluster]:
 
 
 def measure(cluster: Cluster, folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    """One run in this process: its status, and its document.
+    """Run the harness in this process; return its status and its document.
 
-    A machine that runs other tests may make the driver late: whether the result is valid is not asked here.
+    On a machine with other tests the driver may be late, so the validity of the result is not checked.
     """
     status = main(["--runtime-dir", str(cluster.runtime), "--out", str(folder), "--no-proof", *options])
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
@@ -44,12 +44,12 @@ def measure(cluster: Cluster, folder: Path, *options: str) -> tuple[int, dict[st
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run has no pictures: what takes longest of a short one, and is seen of another."""
+    """Skip the charts, the slowest part of a short run; another test covers them."""
     monkeypatch.setattr("kvforge.loadtest.report.folder.pictures", lambda found: [])
 
 
 def errors(found: dict[str, Any]) -> dict[str, int]:
-    """How often each code came."""
+    """Return the count of each error code."""
     return {row["code"]: row["count"] for row in found["all"]["errors"]}
 
 
@@ -69,10 +69,10 @@ def test_every_request_is_accounted_for_once(
     assert counters["accepted_total"] == counters["finished_total"] == ends["finished"]
     assert counters["refused_total"] == ends["refused"]
     assert counters["generated_tokens_total"] == 4 * ends["finished"]
-    # All prompts begin alike: what was hit is what a cache without a limit would have hit, or less.
+    # All prompts share a prefix: the hits are at most those of an unlimited cache.
     assert 0 < found["prefix"]["hit_tokens"] <= found["prefix"]["infinite"]["hit_tokens"]
     assert found["occupancy"] is not None and found["model"]["name"]
-    # The coordinator was asked why each of the slowest took as long as it did.
+    # The coordinator explained the time of each of the slowest requests.
     assert len(found["tail"]) == 10 and all(request["sentence"] for request in found["tail"])
     page = (tmp_path / "index.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
@@ -144,7 +144,7 @@ def test_ctrl_c_reports_what_was_measured(cluster: Cluster, tmp_path: Path) -> N
     found = json.loads((tmp_path / "result.json").read_text())
     assert found["span"]["interrupted"] and "interrupted" in output
     ends = found["all"]["requests"]
-    assert ends["finished"] > 0 and ends["due"] < 1000  # what was to come later is no part of what was measured
+    assert ends["finished"] > 0 and ends["due"] < 1000  # later requests are not part of the measurement
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A server that answers each request with given bytes, in given pieces, and requests that are sent to it."""
+"""A server that answers each request with given bytes in given pieces, and its requests."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 
 def event(text: str | None = "a", finish: str | None = None, **others: Any) -> bytes:
-    """A streamed event of a completion."""
+    """Return a streamed event of a completion."""
     choices = [] if text is None else [{"index": 0, "text": text, "finish_reason": finish}]
     return b"data: " + json.dumps({"id": "1", "choices": choices, **others}).encode() + b"\n\n"
 
 
 def usage(tokens: int, prompt: int = 3, cached: int = 2) -> dict[str, Any]:
-    """What a server has counted."""
+    """Return a server's usage counts."""
     details = {"cached_tokens": cached}
     return {"prompt_tokens": prompt, "completion_tokens": tokens, "prompt_tokens_details": details}
 
@@ -39,31 +39,31 @@ DONE = b"data: [DONE]\n\n"
 
 
 def stream(tokens: int) -> bytes:
-    """All events of a good answer."""
+    """Return all events of a valid answer."""
     counted = event(None, usage=usage(tokens))
     return event() * (tokens - 1) + event("z", "length") + counted + DONE
 
 
 def chunked(*pieces: bytes, head: str = "") -> bytes:
-    """A good response with this body."""
+    """Return a valid chunked response with this body."""
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
     return f"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n{head}\r\n".encode() + chunks + b"0\r\n\r\n"
 
 
 def whole(status: str, body: bytes, head: str = "") -> bytes:
-    """A response with a length."""
+    """Return a response with a content length."""
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{head}\r\n".encode() + body
 
 
 async def request_of(reader: asyncio.StreamReader) -> tuple[bytes, Any]:
-    """The head of a request and its JSON."""
+    """Read a request; return its head and its JSON."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = next((int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), 0)
     return head, json.loads(await reader.readexactly(length)) if length else None
 
 
 def answering(pieces: Iterable[bytes], *, close: bool = False) -> Handler:
-    """To each request of a connection the same, each piece when the one before is on its way."""
+    """Give every request of a connection the same answer, sending each piece after the previous one is written."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
@@ -80,7 +80,7 @@ def answering(pieces: Iterable[bytes], *, close: bool = False) -> Handler:
 
 @asynccontextmanager
 async def serving(handle: Handler, **options: Any) -> AsyncIterator[str]:
-    """A server whose connections are handled so: its address. What a handler is doing at the end is cancelled."""
+    """Run a server with this connection handler; yield its address. Running handlers are cancelled at the end."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -106,7 +106,7 @@ async def serving(handle: Handler, **options: Any) -> AsyncIterator[str]:
 
 
 class Engine:
-    """Sends through a target and waits for the ends: the least that a driver does."""
+    """A minimal driver: sends through a target and waits for the ends."""
 
     def __init__(self, target: HttpTarget) -> None:
         self.target, self.start = target, monotonic()
@@ -114,11 +114,11 @@ class Engine:
         self._changed = asyncio.Event()
 
     def now_s(self) -> float:
-        """Since the start."""
+        """Return the seconds since the start."""
         return monotonic() - self.start
 
     def send(self, tokens: int = 3, *, timeout_s: float = WAIT_S, prompt: Int32Array = PROMPT, **more: Any) -> Outcome:
-        """Sends one; it can be given up by `cancel`. more: other fields of `Ask`."""
+        """Send one request; `cancel` can abort it. more: other fields of `Ask`."""
         outcome = Outcome(session=len(self.ends), due_s=self.now_s())
         until = self.start + self.now_s() + timeout_s
         ask = Ask(prompt=prompt, output_tokens=tokens, until=until, **more)
@@ -131,14 +131,14 @@ class Engine:
         self._changed.set()
 
     async def ended(self, count: int) -> None:
-        """So many have ended."""
+        """Wait until `count` requests have ended."""
         async with asyncio.timeout(WAIT_S):
             while len(self.ends) < count:
                 self._changed.clear()
                 await self._changed.wait()
 
     async def one(self, tokens: int = 3, **options: Any) -> Outcome:
-        """Sends one and waits for its end."""
+        """Send one request and wait for its end."""
         outcome = self.send(tokens, **options)
         await self.ended(len(self.ends) + 1)
         return outcome
@@ -146,7 +146,7 @@ class Engine:
 
 @asynccontextmanager
 async def driving(url: str, encode: Encode | None = None, **options: Any) -> AsyncIterator[Engine]:
-    """An engine with a target that is open."""
+    """Yield an engine with an open target."""
     target = HttpTarget(HttpOptions(url=url, **{"model": "m", "connections": 1} | options), encode)
     await target.open()
     try:
@@ -156,7 +156,7 @@ async def driving(url: str, encode: Encode | None = None, **options: Any) -> Asy
 
 
 def in_order(outcome: Outcome) -> bool:
-    """Its moments follow each other, as far as they came."""
+    """Check that the request's recorded times are in order."""
     moments = [outcome.due_s, outcome.sent_s, outcome.accepted_s, *outcome.tokens_s, outcome.ended_s]
     moments = [moment for moment in moments if moment != -1.0]
     return all(first <= second for first, second in pairwise(moments))

@@ -1,4 +1,4 @@
-"""What a request to a coordinator becomes: refused, failed, lost and found again; against scripted behaviour."""
+"""Outcomes of requests to a coordinator with scripted behaviour: refused, failed, lost and found again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fake() -> Iterator[Running]:
 
 
 class One:
-    """A request of a tenant, which chooses what happens to it."""
+    """A request; its tenant selects the behaviour."""
 
     def __init__(self, target: CoordinatorTarget, tenant: str, *, output: int = 4, timeout_s: float = 60.0) -> None:
         self.start = monotonic()

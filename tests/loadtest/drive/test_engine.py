@@ -1,4 +1,4 @@
-"""The loop of a driver: what is sent when, over a target that a test plays."""
+"""The loop of a driver: requests and their times, over a fake target."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvforge.loadtest.load.workload import ALL, FloatArray, Session, Turn
 
 @dataclass
 class Sessions:
-    """A workload that a test lists."""
+    """A workload listed by a test."""
 
     sessions: Sequence[Session]
     arrivals: FloatArray | None = None
@@ -143,7 +143,7 @@ def test_what_was_said_is_passed_on_as_text_while_all_of_it_is_held() -> None:
         ("b", (("a", "a!"),), True),
         ("c", (("a", "a!"), ("b", "b!")), False),
         ("d", (), True),
-        ("", (), True),  # a part of what was said: only as token ids
+        ("", (), True),  # a part of an answer: only as token ids
         ("", (), False),
     ]
 

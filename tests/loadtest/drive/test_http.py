@@ -1,4 +1,4 @@
-"""The HTTP target against servers of every kind: each request ends once, and a connection serves again if it can."""
+"""The HTTP target against servers of every kind: each request ends once, and connections are reused if possible."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Run = Callable[[Callable[[], Awaitable[None]]], None]
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a test's coroutine on either event loop; nothing that it started may be left."""
+    """Run a test's coroutine on either event loop, and check that no task is left."""
 
     def runs(body: Callable[[], Awaitable[None]]) -> None:
         async def main() -> None:
@@ -100,7 +100,7 @@ def test_chats_are_text_and_nothing_extra_is_sent_where_that_is_asked(run: Run) 
 
     run(body)
     (head, asked), (_, other) = seen[:2]
-    # Token ids are words to a server that takes text, the same ones whenever they come.
+    # For a server that takes text, each token id is always the same word.
     assert other["messages"] == [{"role": "user", "content": Words(1).text(PROMPT)}]
     assert head.startswith(b"POST /v1/chat/completions ")
     assert b"Authorization" not in head
@@ -131,7 +131,7 @@ def test_a_response_split_at_any_byte_and_its_connection_serves_again(run: Run, 
                 assert (outcome.state, len(outcome.tokens_s)) == (FINISHED, 3), outcome
 
     run(body)
-    assert connections <= 2  # with the one that is made ahead
+    assert connections <= 2  # including the one opened in advance
     assert at == len(response)
 
 
@@ -254,7 +254,7 @@ def test_out_of_time_and_given_up_close_the_connection(run: Run, sent: bytes) ->
         writer.write(sent)
         reached.set()
         with suppress(ConnectionResetError):
-            assert await reader.read() == b""  # closed: that cancels it
+            assert await reader.read() == b""  # the close cancels the request
         left.release()
 
     async def body() -> None:
@@ -303,7 +303,7 @@ def test_an_answer_ends_with_done_though_the_response_does_not(run: Run) -> None
         more = asyncio.Event()
         async with serving(handle) as url, driving(url) as engine:
             assert (await engine.one()).state == FINISHED
-            assert (await engine.one()).state == FINISHED  # on another connection: the first one may still be spoken on
+            assert (await engine.one()).state == FINISHED  # on another connection: the first one may still receive data
             more.set()
             assert connections == 2
 
@@ -313,7 +313,7 @@ def test_an_answer_ends_with_done_though_the_response_does_not(run: Run) -> None
 
 @pytest.mark.parametrize("pauses", range(8))
 def test_connections_that_a_server_closes_after_an_answer_cost_a_request_nothing(run: Run, pauses: int) -> None:
-    """As llama.cpp's server does after an answer of more than 5 s, though it promised to keep them."""
+    """As llama.cpp's server does after an answer of more than 5 s, in spite of keep-alive."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal requests
@@ -344,7 +344,7 @@ def test_a_connection_that_the_server_closed_meanwhile_costs_a_request_nothing(r
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request_of(reader)
         writer.write(GOOD)
-        await request_of(reader)  # and closes without a word
+        await request_of(reader)  # and closes without an answer
 
     async def body() -> None:
         async with serving(handle) as url, driving(url) as engine:
@@ -419,7 +419,7 @@ def test_the_null_server_at_once_and_at_a_pace(run: Run) -> None:
             await engine.ended(20)
         for outcome in outcomes:
             assert (outcome.state, len(outcome.tokens_s), outcome.prompt_tokens) == (FINISHED, 5, 3)
-            assert outcome.tokens_s[-1] - outcome.sent_s >= 0.018  # 10 ms, then four times 2 ms, and no less
+            assert outcome.tokens_s[-1] - outcome.sent_s >= 0.018  # 10 ms, then four times 2 ms, at least
 
     run(at_once)
     run(at_a_pace)

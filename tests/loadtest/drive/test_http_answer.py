@@ -1,4 +1,4 @@
-"""What the bytes of an answer mean, however they are split."""
+"""Parsing of an answer's bytes, however they are split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .raw_http import DONE, event, stream, usage
 
 
 def read(*pieces: bytes, asked: int = 3, status: int = 200, whole: bool = True) -> tuple[Outcome, tuple[str, str, str]]:
-    """The outcome and the end of an answer that comes in these pieces, one a second."""
+    """Return the outcome and the end of an answer that arrives in these pieces, one a second."""
     outcome = Outcome(session=0, due_s=0.0, state=RUNNING, asked_tokens=asked)
     answer = Answer(outcome, 100.0, whole=whole)
     answer.head(status, 101.0)
@@ -75,7 +75,7 @@ def test_what_opens_and_closes_a_chat_is_no_token() -> None:
         opened, said({"reasoning_content": "a"}), said({"content": "b"}), said({}, "length"), DONE, asked=2
     )
     assert (end[0], list(outcome.tokens_s)) == (FINISHED, [3.0, 4.0])
-    # Ollama sends the role in each event, and the thinking in `reasoning`.
+    # Ollama sends the role in each event, and the reasoning in `reasoning`.
     thought, word = ({"role": "assistant", "content": "", "reasoning": "a"}, {"role": "assistant", "content": "b"})
     outcome, end = read(said(thought), said(word), said({"role": "assistant"}, "length"), DONE, asked=2)
     assert (end[0], len(outcome.tokens_s)) == (FINISHED, 2)

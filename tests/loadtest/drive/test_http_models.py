@@ -1,4 +1,4 @@
-"""Which model is asked for where none was named."""
+"""The choice of the model without a given name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .raw_http import answering, chunked, serving, whole
 
 
 def found(response: bytes) -> str:
-    """What is found at a server that answers so."""
+    """Return the model found at a server with this answer."""
 
     async def main() -> str:
         async with serving(answering([response], close=True)) as url:
@@ -30,7 +30,7 @@ def found(response: bytes) -> str:
 )
 def test_the_only_model_is_found(response: bytes) -> None:
     assert found(response) == "a"
-    # The end of the connection is the end of such a body.
+    # Such a body ends with the connection.
     assert found(b'HTTP/1.0 200 OK\r\n\r\n{"data": [{"id": "a"}]}') == "a"
 
 

@@ -1,4 +1,4 @@
-"""Sessions over HTTP: what the next turn holds of an answer, from servers that give and take text or token ids."""
+"""Sessions over HTTP: the next turn's part of an answer, for servers with text or token ids in either direction."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ HISTORY = (("Who?", " Hamlet."), ("When?", " Long ago."))
 def play(
     *asks: dict[str, Any], encode: Encode | None = None, ids: tuple[int, ...] = (), **options: Any
 ) -> tuple[list[Outcome], list[Any]]:
-    """Asks one after the other a server that says SAID: the outcomes and what it was sent. ids: it gives with that."""
+    """Send requests in turn to a server that answers SAID; return the outcomes and the sent bodies. ids: token ids in
+    the answer."""
     seen: list[Any] = []
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -111,6 +112,6 @@ def test_words_of_ids_and_answers_come_back() -> None:
         assert all(number < 0 for number in found)
         assert words.text(ids(1, *found)) == common_words()[1] + answer
     assert words.of_answer(" a") == words.of_answer(" a") == Words(10).of_answer(" a")
-    assert len({*words.of_answer("plumless"), *words.of_answer("buckeroo")}) == 2  # of the same CRC-32
+    assert len({*words.of_answer("plumless"), *words.of_answer("buckeroo")}) == 2  # equal CRC-32
     assert words.text(ids(0, *words.of_answer("buckeroo"))) == f"{common_words()[0]}buckeroo"
     assert words.ids("", 2) == ([0, 0], True)

@@ -1,4 +1,4 @@
-"""A whole run over real processes: a null server, driver processes, the observer."""
+"""A complete run with real processes: a null server, driver processes, the observer."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_proof_whose_null_server_dies_is_none(monkeypatch: pytest.MonkeyPatch)
 def test_the_clock_is_proved_where_nothing_is_due_at_first() -> None:
     load = {"arrivals": "fixed:0.05", "requests": 2, "duration_s": 60.0}
     spec = RunSpec(load=load, proof_s=0.2)
-    # The first of a fixed process is due at once; the next one long after the proof.
+    # The first of a fixed process is due at once; the next one long after the test.
     late_s = asyncio.run(prove(spec, 1, asyncio.Event()))
     assert len(late_s) > 10
     sparse = {**load, "arrivals": "poisson:0.001", "requests": None, "duration_s": 10_000.0}

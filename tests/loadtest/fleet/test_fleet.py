@@ -66,8 +66,8 @@ def test_a_fleet_that_cannot_start_says_why() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_several_replicas_are_chosen_from(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All requests begin alike, and come one by one: who is asked finds where they are held, who takes turns does not
-    before it has been everywhere."""
+    """All requests share a prefix and arrive one by one: a router that queries finds the replica with the prefix, round
+    robin only after visiting all."""
     monkeypatch.setattr("kvforge.loadtest.report.folder.pictures", lambda found: [])
     command = ["--no-model", "h200-8b", "--time-scale", "0", "--blocks", "512", "--replicas", "3", "--policy", policy]
     command += ["--closed", "1", "--requests", "9", "--prefix", "64", "--input", "20", "--output", "4"]

@@ -1,4 +1,4 @@
-"""Tables of step times: what ships says what was measured, and what is wrong in one's own is named."""
+"""Tables of step times: the shipped tables match the measurements, and errors in a user's table are named."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_measured_table_gives_the_steps_that_were_measured() -> None:
     for batch, measured in found["runner"]["batches"].items():
         seconds = table.step_s(*_rows(int(batch), round(measured["context"]) - 1, 1))
         assert seconds == pytest.approx(measured["ms"] / 1e3, rel=0.01)
-    # 256 prompts of 952 tokens in steps of 8,192: what the client waited for, beside decodes of the first ones.
+    # 256 prompts of 952 tokens in steps of 8,192: the client's wait, beside decodes of the first ones.
     prompts = sum((table.step_s(*_rows(8, 0, 952)) for _ in range(256 // 8)), 0.0)
     assert prompts == pytest.approx(found["served"]["256"]["until_all_decode_s"], rel=0.05)
 

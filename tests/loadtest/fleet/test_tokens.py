@@ -1,4 +1,4 @@
-"""A worker without a model answers a request the same, in whatever steps it is computed."""
+"""A worker without a model gives a request the same answer, whatever steps compute it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _step(number: int, slot: int, start: int, tokens: list[int], begin: RowStart
 
 
 def _answer(temperature: float, seed: int, slot: int = 0, after: tuple[int, ...] = ()) -> list[int]:
-    """Six tokens behind a prompt; those of `after` were generated before and are computed again."""
+    """Return six tokens behind a prompt; the tokens `after` were generated earlier and are recomputed."""
     tokens, prompt = Tokens(4, VOCABULARY), [5, 6, 7, *after]
     begin = RowStart(slot=slot, request_id=1, sampling=Sampling(temperature=temperature), seed=seed)
     answer = list(after)

@@ -1,4 +1,4 @@
-"""Sessions of an agent: turns that hold the real answer, thinking times, subagents, and what may be broken."""
+"""Sessions of an agent: turns that contain the real answer, think times, subagents, and broken traces."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _file(folder: Path, *sessions: dict[str, Any]) -> str:
 
 
 def _prompts(session: Session, shorter: int = 0) -> list[np.ndarray]:
-    """With answers that no trace holds."""
+    """Return the prompts with answers that are in no trace."""
     return prompts(
         session,
         [np.full(max(0, turn.output_tokens - shorter), -turn.output_tokens, np.int32) for turn in session.turns],
@@ -56,10 +56,10 @@ def test_a_turn_keeps_the_prompt_and_the_answer_before_and_adds_what_is_new(tmp_
     first, second, third, fourth = _prompts(main)
     assert [len(prompt) for prompt in (first, second, third, fourth)] == [150, 300, 290, 300]
     assert np.array_equal(second[:150], first) and (second[150:170] == -20).all()
-    # The third prompt names a fourth block of its own: the agent changed what it had said.
+    # The third prompt has a new fourth block: the agent changed its earlier output.
     assert [turn.kept for turn in main.turns] == [0, 170, 192, 299]
     assert np.array_equal(third[:192], second[:192]) and (third[192:256] != second[192:256]).mean() > 0.99
-    # A longer answer than the next prompt has room for is cut: the trace says how long that is.
+    # An answer longer than its place in the next prompt is cut to the trace's length.
     assert np.array_equal(fourth[:290], third) and (fourth[290:299] == -40).all()
     assert len(_prompts(main, shorter=15)[1]) == 285
 
@@ -71,7 +71,7 @@ def test_a_subagent_is_a_session_that_starts_when_it_did_and_shares_blocks(tmp_p
     assert [load.session(index).kind for index in range(4)] == ["agent", "agent", "subagent", "agent"]
     main, other, sub, again = (_prompts(load.session(index)) for index in range(4))
     assert np.array_equal(sub[0][:64], main[0][:64]) and not np.array_equal(sub[0][64:128], main[0][64:128])
-    # The same ids in another session, or in the same one when it comes again, are other tokens.
+    # The same ids in another session, or in a repetition of the session, are other tokens.
     assert (other[0][:64] != main[0][:64]).mean() > 0.9 and (again[0] != main[0]).mean() > 0.9
     slower = build(LoadOptions(trace=path, arrivals="fixed:0.125", requests=1, think_scale=0.1, duration_s=5))
     assert [turn.think_s for turn in slower.session(0).turns] == pytest.approx([0, 0.5, 0.7, 0.8])
@@ -98,7 +98,7 @@ def test_the_sample_has_the_hits_that_its_ids_tell() -> None:
         for prompt in made:
             cache.look_up(prompt)
     assert cache.prompt_tokens == total
-    # Most hits are those on the turn before; the bound has those on earlier turns too.
+    # Most hits are on the previous turn; the bound includes earlier turns too.
     assert hit / total <= cache.share == pytest.approx(hit / total, abs=0.01)
     assert cache.share > 0.9
 

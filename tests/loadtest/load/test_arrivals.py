@@ -1,4 +1,4 @@
-"""Arrival times follow from the seed alone."""
+"""Arrival times depend on the seed only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same options give the same load; what cannot be is refused by the option's name."""
+"""The same options give the same load; impossible values are refused by the option's name."""
 
 from __future__ import annotations
 

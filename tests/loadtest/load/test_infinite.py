@@ -1,4 +1,4 @@
-"""Hits of a cache without a limit, against the same counted by comparing tuples of tokens."""
+"""Hits of an unlimited cache, compared with a count over tuples of tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_hits_are_those_that_comparing_finds(block_size: int) -> None:
     rng = np.random.default_rng(5)
     prompts: list[np.ndarray] = []
     for _ in range(200):
-        # Few ids and many cuts of earlier prompts: every length of a common prefix comes up.
+        # Few ids and many cuts of earlier prompts give every length of a common prefix.
         old = prompts[rng.integers(len(prompts))] if prompts else np.zeros(0, np.int32)
         kept = old[: rng.integers(len(old) + 1)]
         prompts.append(np.concatenate((kept, rng.integers(0, 3, rng.integers(1, 60), np.int32))))

@@ -1,4 +1,4 @@
-"""Lengths that are written in one word; scaled, and cut to fit."""
+"""Lengths given in one word; scaled, and cut to fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests drawn from ServeGen's profiles: rate, burstiness, lengths and classes are those of the clients."""
+"""Requests drawn from ServeGen's profiles match the clients' rate, burstiness, lengths and classes."""
 
 from __future__ import annotations
 

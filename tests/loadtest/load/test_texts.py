@@ -1,4 +1,4 @@
-"""Prompts that are texts: of the wanted length with and without a tokenizer, and the words beside the tokens."""
+"""Text prompts have the requested length with and without a tokenizer, with words beside the tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCAB = 1000
 
 
 def _letters(text: str) -> list[int]:
-    """A tokenizer that makes a token of every byte, blanks too."""
+    """Return a tokenizer with a token for every byte, including blanks."""
     return list(text.encode())
 
 

@@ -1,4 +1,4 @@
-"""Traces of single requests: shipped samples, whole files, what is read from them and what is refused."""
+"""Traces of single requests: shipped samples, whole files, their contents and refusals."""
 
 from __future__ import annotations
 

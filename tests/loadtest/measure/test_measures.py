@@ -118,7 +118,7 @@ def test_intervals_over_windows() -> None:
     assert found["half"] == pytest.approx(3.182 * math.sqrt(2 / 3) / 2)
     assert interval([1.0, None]) is None
     assert student95(30) == 2.042 and student95(31) == pytest.approx(2.040, abs=0.005)
-    # A request that is due where two windows meet belongs to one of them.
+    # A request due at the border of two windows belongs to only one window.
     outcomes = [finished(float(due), due + 0.25, session=due) for due in range(11)]
     repeated = windows(Requests.of(outcomes), Span(0.0, 10.0), 5, Objective())
     assert repeated["intervals"]["goodput_per_s"]["values"] == [1, 1, 1, 1, 1.5]

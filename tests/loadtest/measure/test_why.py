@@ -1,4 +1,4 @@
-"""Why requests were slow: what the coordinator says of the slowest, and in which phase the tail spent its time."""
+"""Reasons for slow requests: the coordinator's explanations of the slowest, and the tail's time by phase."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tests.loadtest.synthetic import finished
 
 
 def told(**us: int) -> Timings:
-    """Timings of a coordinator that spent so much on each phase."""
+    """Return a coordinator's timings with the given time in each phase."""
     return Timings(first_scheduled_us=0, first_token_us=0, ended_us=sum(us.values()), **us)
 
 
 def request(latency_s: float, request_id: int = 0, **values: Any) -> Outcome:
-    """Due at 1 s, and ended so much later."""
+    """Return a request due at 1 s that ended the given time later."""
     return finished(1.0, 1.0 + latency_s / 2, 1.0 + latency_s, request_id=request_id, **values)
 
 
 class Coordinator:
-    """Answers what it is asked, and counts."""
+    """Answers and counts queries."""
 
     def __init__(self, error: Exception | None = None, takes_s: float = 0.0) -> None:
         self.error, self.takes_s = error, takes_s

@@ -1,4 +1,4 @@
-"""One report with all of its parts, which the tests of the folder and of the browser look at."""
+"""One report with all of its parts, for the tests of the folder and of the browser."""
 
 from __future__ import annotations
 

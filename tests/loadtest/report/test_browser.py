@@ -1,4 +1,4 @@
-"""The page, laid out by a real browser that has no network."""
+"""The page, laid out by a real browser without a network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.loadtest.report.everything import PICTURES
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell", "firefox")
 LIMIT_S = 120
-# Resolving every name to nothing: were anything asked for from outside, the page would stay without it.
+# No host name resolves: the page gets nothing from outside.
 CHROMIUM = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
     "--no-first-run", "--disable-extensions", "--host-resolver-rules=MAP * ~NOTFOUND", "--window-size=1200,5000",
@@ -38,16 +38,16 @@ def page(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The browser's own folder."""
+    """Return the browser's profile folder."""
     return tmp_path_factory.mktemp("profile")
 
 
 def ask(page: Path, profile: Path, *options: str) -> str:
-    """What the browser prints."""
+    """Run the browser; return its output."""
     assert BROWSER is not None
     own = ("--headless", "--no-remote", "--profile", str(profile)) if FIREFOX else (
         *CHROMIUM, f"--user-data-dir={profile}")  # fmt: skip
-    # A home of its own: a browser writes there whatever its profile is.
+    # A separate home, because a browser writes there whatever its profile is.
     environment = os.environ | {"HOME": str(profile)}
     command = [BROWSER, *own, *options, page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
@@ -55,7 +55,7 @@ def ask(page: Path, profile: Path, *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.skipif(FIREFOX, reason="firefox does not print what it made of a page: needs chromium")
+@pytest.mark.skipif(FIREFOX, reason="firefox cannot print the rendered page: needs chromium")
 def test_every_figure_is_laid_out_and_nothing_is_fetched(page: Path, profile: Path) -> None:
     said = ask(page, profile, "--virtual-time-budget=5000", "--dump-dom")
     root = re.search(r"<html[^>]*>", said)
@@ -73,6 +73,6 @@ def test_what_is_seen_is_not_blank(page: Path, profile: Path) -> None:
     background = pixels[2, 2]
     drawn = (abs(pixels - background) > 0.1).any(axis=2)
     assert 0.02 < drawn.mean() < 0.7
-    # Each part of what fits the window shows something, and there are the colours of lines, not of text alone.
+    # Each visible part shows something, with the colours of lines, not only of text.
     assert all(part.any() for part in (drawn[at : at + 500] for at in range(0, 4500, 500)))
     assert (pixels.max(axis=2) - pixels.min(axis=2) > 0.4).mean() > 1e-3

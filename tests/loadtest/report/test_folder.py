@@ -1,4 +1,4 @@
-"""The folder of a report: what is in it, that it needs nothing else, and that a name can break nothing."""
+"""The folder of a report: its contents, its independence of other files, and its safety against hostile names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.loadtest.synthetic import context, run
 
 
 class Read(HTMLParser):
-    """Every element with its attributes, and whether each was closed."""
+    """Collects every element with its attributes, and whether it was closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_a_file_that_cannot_be_written_is_named_and_nothing_of_it_is_left(
 
 
 def damages(found: Any) -> Iterator[str]:
-    """Each of its parts in turn, at any depth, is left out or another thing: which one."""
+    """Drop or replace each part in turn, at any depth; yield which."""
     for key in list(found) if isinstance(found, dict) else range(min(2, len(found))):
         before = found[key]
         for other in (None, "x", -1, [], {}, float("nan"), float("inf"), True):
@@ -156,7 +156,7 @@ def test_a_damaged_result_is_refused_when_it_is_read_or_does_no_harm(tmp_path: P
     later, file = document(measured, context(measured)), tmp_path / "result.json"
     earlier = json.loads(json.dumps(later))
     for part in ("all", "tenants", "kinds", "curves", "series", "server", "prefix", "occupancy", "why", "tail", "span"):
-        del earlier[part]  # nothing is compared of these
+        del earlier[part]  # no comparison without these
     earlier["windows"]["intervals"] = dict(list(earlier["windows"]["intervals"].items())[:2])
     refused = 0
     for what in damages(earlier):
@@ -187,7 +187,7 @@ def test_two_results_are_compared_with_their_noise() -> None:
 
 
 def points(*runs: tuple[float, float, float, bool]) -> list[tuple[float, dict[str, Any]]]:
-    """(value, share that met the objective or finished, median end to end, valid)."""
+    """Return points of (value, share that met the objective or finished, median end to end, valid)."""
     measured = run(rate=5, duration_s=3)
     made = []
     for value, share, e2e_ms, valid in runs:

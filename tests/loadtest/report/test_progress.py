@@ -1,4 +1,4 @@
-"""The line that says how a run goes."""
+"""The progress line of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed."""
+"""The printed report."""
 
 from __future__ import annotations
 
