@@ -1,4 +1,4 @@
-"""Fixtures that several packages' tests share."""
+"""Fixtures shared by the tests of several packages."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kvforge.models import store
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 _made: list[str] = []
 if INDUCTOR not in os.environ:
-    # torch makes a folder for compiled code as soon as it is imported, which other conftest files do: ours is removed.
+    # torch creates a folder for compiled code on import, which other conftest files trigger: the end removes it.
     _made.append(tempfile.mkdtemp(prefix="kvforge-inductor-"))
     os.environ[INDUCTOR] = _made[0]
 
-# Nothing that is drawn differs from run to run, and how long an example takes says nothing on a busy machine.
+# Examples are the same in every run, and without deadlines, which mean nothing on a busy machine.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
-# A shell makes what it starts in the background ignore SIGINT; the processes that tests interrupt would inherit that.
+# Background jobs of a shell ignore SIGINT; the processes that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:
-    """Leaves nothing behind."""
+    """Remove the temporary folders."""
     for folder in _made:
         os.environ.pop(INDUCTOR, None)
         shutil.rmtree(folder, ignore_errors=True)
@@ -38,5 +38,5 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """The SmolLM2-135M-Instruct GGUF file, fetched into the user's cache folder the first time. For `model` tests."""
+    """The SmolLM2-135M-Instruct GGUF file, fetched into the user's cache folder on first use. For `model` tests."""
     return store.pull("smollm2-135m")

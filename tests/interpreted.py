@@ -1,8 +1,8 @@
-"""Triton's interpreter in place of a GPU. Importing this changes the whole test process, before a kernel is imported.
+"""Triton's interpreter in place of a GPU. Import this before any kernel; it changes the whole test process.
 
-A kernel's module decides when it is imported whether it is interpreted. So every conftest that leads to kernels imports
-this first: test modules of several folders are imported into one process, in the order of their names. Nothing that the
-process starts inherits it: a `kvforge up` that a test starts is to find what a user's environment says.
+A kernel's module decides at its import whether the kernel is interpreted. Every conftest of tests with kernels
+therefore imports this first, because one process imports the test modules of several folders in the order of their
+names. Child processes do not inherit the setting: a `kvforge up` in a test gets a user's environment.
 """
 
 from __future__ import annotations

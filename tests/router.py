@@ -1,4 +1,4 @@
-"""A coordinator's socket for stand-ins of a coordinator: ZeroMQ's own, where the real one speaks ZMTP itself."""
+"""A socket for stand-ins of a coordinator: ZeroMQ's own, while the real coordinator implements ZMTP itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvforge.protocol import transport
 
 
 def router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """A ROUTER. A send to a peer that is gone, or whose queue is full, raises instead of dropping."""
+    """Return a ROUTER. Sends to a lost peer or a full queue raise instead of dropping."""
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, transport.SEND_MESSAGES_MAX)

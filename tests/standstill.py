@@ -1,4 +1,4 @@
-"""A process clock that a test sets forward, as it looks to a process that was stopped and goes on."""
+"""A process clock that a test sets forward, as after a suspension of the process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOUR_S = 3600.0
 
 
 class Standstill:
-    """Replaces the reading of the process's steady clock until the test ends."""
+    """Replaces the process's steady clock until the test ends."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._offset_ns = 0
@@ -24,11 +24,11 @@ class Standstill:
         return time.monotonic_ns() + self._offset_ns
 
     def stand_still(self, for_s: float = HOUR_S) -> None:
-        """The process was stopped for so long, right now."""
+        """Simulate a suspension of this length, right now."""
         self._offset_ns += int(for_s * 1e9)
 
 
 def set_forward(monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop, by_s: float) -> None:
-    """The clock of a loop was set forward, as it looks to a process that goes on."""
+    """Set a loop's clock forward, as after a suspension of the process."""
     now = loop.time
     monkeypatch.setattr(loop, "time", lambda: now() + by_s)

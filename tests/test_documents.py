@@ -1,4 +1,4 @@
-"""What the documents name is there: files, folders, modules to run, targets of make."""
+"""Files, folders, modules and make targets named in the documents exist."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_what_a_document_names_is_there(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     links = [link for link in LINK.findall(text) if "://" not in link]
     missing = [link for link in links if not (document.parent / link).exists()]
-    if document.name != "CHANGELOG.md":  # it also names what is gone
+    if document.name != "CHANGELOG.md":  # it also names removed files
         paths = {path.rstrip("/.") for path in PATH.findall(text) if "NAME" not in path}
         missing += sorted(path for path in paths if not any(REPOSITORY.glob(path)))
         missing += sorted({name for name in MODULE.findall(text) if importlib.util.find_spec(name.rstrip(".")) is None})
         makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
         missing += [name for name in TARGET.findall(text) if not re.search(rf"^{name}:", makefile, re.MULTILINE)]
-    assert not missing, f"{document.name} names what is not there"
+    assert not missing, f"{document.name} names missing files or targets"
 
 
 INSTRUCTIONS = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
@@ -43,6 +43,6 @@ INSTRUCTIONS = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
 
 @pytest.mark.parametrize("document", INSTRUCTIONS, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_no_document_installs_from_an_index(document: Path) -> None:
-    """kvforge is not on a package index; docs/install.md has the ways that work."""
+    """kvforge is not on a package index; docs/install.md describes the installation."""
     commands = re.findall(r"pip install [^\n`]*", document.read_text(encoding="utf-8"))
     assert not [each for each in commands if re.search(r"kvforge(?!\[[a-z,]+\] @ )", each)]

@@ -1,7 +1,7 @@
-"""The extras resolve for every supported Python, with the build of torch that the package index gives.
+"""The extras resolve for every supported Python, with the package index's build of torch.
 
-pip resolves without installing (`--dry-run --report`) for an interpreter of each version. Versions that are not on this
-machine, and machines that reach no package index, are skipped by name.
+pip resolves without installing (`--dry-run --report`) for an interpreter of each version. Missing Python versions, and
+machines without a package index, are skipped by name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
 def interpreter(version: str) -> Path:
-    """An interpreter of that version: this one, on PATH, or of pyenv or uv. Skips the test where there is none."""
+    """Return an interpreter of that version: this one, on PATH, or of pyenv or uv. Skips the test if there is none."""
     roots = (Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions", _uv_folder())
     found = [Path(sys.executable), Path(shutil.which(f"python{version}") or "/nonexistent")]
     found += [path for root in roots for path in sorted(root.glob(f"*{version}.*/bin/python{version}"))]
@@ -51,7 +51,7 @@ def _uv_folder() -> Path:
 
 
 def resolve(version: str, extras: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Name to metadata of each distribution that pip would install into an empty environment."""
+    """Return name -> metadata of each distribution that pip would install into an empty environment."""
     report = folder / "report.json"
     command = [*PIP, "--python", str(interpreter(version)), "install", "--quiet", "--dry-run", "--ignore-installed"]
     command += ["--report", str(report), TORCH, f"{REPOSITORY}[{extras}]"]
@@ -100,7 +100,7 @@ def test_supported_pythons_are_declared() -> None:
 
 
 def test_no_extra_pins_what_torch_decides() -> None:
-    """torch needs one release of Triton; an extra that names another one cannot be installed beside it."""
+    """torch needs one release of Triton; an extra with another release cannot be installed beside it."""
     for extra, requirements in PROJECT["optional-dependencies"].items():
         assert not [each for each in requirements if re.match(r"triton\b|nvidia", each)], extra
 

@@ -1,4 +1,4 @@
-"""The documentation: it builds strictly, fetches nothing from elsewhere, and its catalogues are of today."""
+"""The documentation builds strictly, fetches nothing from other sites, and its catalogues are current."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
     assert not [page.name for page in pages if FETCHED.search(page.read_text(encoding="utf-8"))]
 
 
-# Names in tables, and how many lines each takes.
+# Names in tables that wrap to several lines.
 BROKEN = """[...document.querySelectorAll("article table code")].filter((code) =>
     !code.textContent.includes(" ") && code.getClientRects().length > 1).map((code) => code.textContent)"""
 WIDER = "document.documentElement.scrollWidth - innerWidth"

@@ -1,4 +1,4 @@
-"""No process runs two Python threads (ARCHITECTURE.md): nothing that is installed starts one."""
+"""No process runs two Python threads (ARCHITECTURE.md): no installed code starts one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("coordinator", "worker", "gateway", "kvforge", "loadtest", "protocol")
-# Each of these starts a thread, wherever it comes from.
+# Each of these names starts a thread, whatever its module.
 STARTERS = frozenset({"ThreadPoolExecutor", "ThreadPool", "to_thread", "run_in_executor", "run_in_threadpool"})
 LOW_LEVEL = frozenset({"start_new_thread", "start_new", "start_joinable_thread"})
 CLASSES = frozenset({"Thread", "Timer"})
-# By file: the reason for its threads. asyncio's own, for names of hosts, is in no file here.
+# The reason for threads by file. asyncio's own thread, for host names, is in no file here.
 ALLOWED: dict[str, str] = {}
 
 
 def threads(source: str) -> list[str]:
-    """Return where a source starts threads: the line, and the name. An annotation `threading.Thread` starts none."""
+    """Return the places where a source starts threads: line and name. An annotation `threading.Thread` does not
+    count."""
     found = list[str]()
     for node in ast.walk(ast.parse(source)):
         names = set[str]()
