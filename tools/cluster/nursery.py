@@ -1,9 +1,9 @@
 """Workers for tests as real processes, without the seconds that each needs to import torch and transformers.
 
-A test process starts one nursery, which imports the modules of `python -m kvforge.worker` and then only forks: a child runs
-`worker` as `__main__`, with the given arguments, environment and output. The child is an ordinary worker, with its own
-process id, signals and exit status. Tests with `kvforge up`, systemd or an explicit start cover the start in a fresh
-interpreter.
+A test process starts one nursery, which imports the modules of `python -m kvforge.worker` and then only forks: a child
+runs `worker` as `__main__`, with the given arguments, environment and output. The child is an ordinary worker, with its
+own process id, signals and exit status. Tests with `kvforge up`, systemd or an explicit start cover the start in a
+fresh interpreter.
 """
 
 from __future__ import annotations
