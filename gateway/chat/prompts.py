@@ -1,4 +1,4 @@
-"""Prompts of one model: texts and conversations to token ids."""
+"""The prompts of one model: from texts and conversations to token ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvforge.text.tokenizer import TextStream, Tokenizer
 from .hygiene import Hygiene
 from .template import TOOL, Needs, conversation_for, probe, tool_for
 
-# Arguments of the function that runs a template: a request may not set them.
+# Arguments of the function that runs a template, which requests must not set.
 RESERVED = frozenset(
     {
         *("conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
@@ -29,7 +29,7 @@ WriteCalls = Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str]
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation. ids: [prompt_tokens] int32; ending: the end of what the template wrote."""
+    """A rendered conversation. `ids` is [prompt_tokens] int32; `ending` is the end of the rendered text."""
 
     ids: Int32Array
     ending: str
@@ -39,10 +39,10 @@ class Prompts:
     """The prompts of one tokenizer.
 
     Args:
-        tokenizer: Turns tokens into text; None: there is none, and prompts are token ids.
+        tokenizer: Decodes tokens; None if the model has none and prompts are token ids.
         texts: Renders and tokenises.
-        hygiene: The parts of system prompts to leave out.
-        needs: The needs of the chat template; found by `look`.
+        hygiene: Removes changing parts of system prompts.
+        needs: The needs of the chat template; `look` detects them.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Prompts:
         self._write_calls: WriteCalls | None = None
 
     async def look(self, write_calls: WriteCalls | None = None) -> None:
-        """Find out what the chat template needs.
+        """Detect the needs of the chat template.
 
         Args:
-            write_calls: Writes calls as the model does, for a template that ignores those of a conversation.
+            write_calls: Writes calls in the model's format, for a template that drops those of a conversation.
         """
 
         async def render(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
@@ -69,17 +69,17 @@ class Prompts:
 
     @property
     def template(self) -> str:
-        """The chat template; "" where the model has none."""
+        """The chat template; "" if the model has none."""
         return self._tokenizer.chat_template if self._tokenizer is not None else ""
 
     @property
     def has_text(self) -> bool:
-        """There is a tokenizer."""
+        """Whether there is a tokenizer."""
         return self._tokenizer is not None
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Each special token's id, by its spelling."""
+        """The id of each special token, by its spelling."""
         return self._tokenizer.special_tokens if self._tokenizer is not None else {}
 
     async def text(self, prompt: str, *, special: bool = True, field: str = "prompt") -> Int32Array:
@@ -118,13 +118,13 @@ class Prompts:
         opened: bool = True,
         told: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """Render a conversation up to where the model is to answer.
+        """Render a conversation up to the start of the model's answer.
 
         Args:
-            messages: With content as text, and arguments of calls as objects.
-            tools: As OpenAI's API has them.
-            continued: The answer goes on with the last message.
-            opened: False: render up to the end of the last message.
+            messages: Content as text, arguments of calls as objects.
+            tools: In the format of OpenAI's API.
+            continued: Whether the answer continues the last message.
+            opened: Whether to open the answer; else render up to the end of the last message.
             told: Further variables of the template.
 
         Raises:
@@ -133,7 +133,7 @@ class Prompts:
         self.check(messages, tools)
         extra = dict(told or {})
         if wrong := RESERVED & extra.keys():
-            raise InvalidRequest("chat_template_kwargs", f"may not hold {min(wrong)!r}")
+            raise InvalidRequest("chat_template_kwargs", f"must not contain {min(wrong)!r}")
         options: dict[str, Any] = {
             "add_generation_prompt": opened and not continued,
             "continue_final_message": continued,
@@ -171,13 +171,13 @@ class Prompts:
                 raise InvalidRequest(f"messages[{at}].content", f"{problem}; {remedy}")
 
     def stream(self, *, continues: bool = False, keep: frozenset[str] = frozenset()) -> TextStream:
-        """Return the stream that turns one answer's tokens into text. keep: special tokens that stay in the text."""
+        """Return the detokenizer of an answer. `keep` lists special tokens that stay in the text."""
         if self._tokenizer is None:
             return _NoText()
         return self._tokenizer.stream(continues=continues, keep=keep)
 
     def spelled(self, token_id: int) -> tuple[str, bytes]:
-        """Return a token as text and as bytes; one that is special by its name."""
+        """Return a token as text and as bytes; a special token by its name."""
         if self._tokenizer is None:
             return f"token_id:{token_id}", b""
         pieces = self._tokenizer.pieces_of(frozenset())
@@ -191,12 +191,12 @@ class Prompts:
         return self._tokenizer.spelled(token_id) if self._tokenizer is not None else f"token_id:{token_id}"
 
     async def close(self) -> None:
-        """End the processes that render and tokenise."""
+        """Stop the helper processes."""
         await self._texts.close()
 
 
 class _NoText(TextStream):
-    """The stream of a model without a tokenizer: its tokens have no text."""
+    """The detokenizer of a model without a tokenizer: its tokens have no text."""
 
     def __init__(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""From a served model to its prompts: tokenizer, text helpers, and what its chat template needs."""
+"""Loads the prompts of a served model: its tokenizer, text helpers and the needs of its chat template."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ log = logging.getLogger(__name__)
 
 
 async def prompts_of(info: ModelInfo, settings: Settings) -> tuple[Prompts, Format]:
-    """Load what turns requests for a model into token ids.
+    """Load the tokenizer and the output format of a model.
 
     Args:
         info: The model.
-        settings: The gateway's.
+        settings: The gateway's settings.
 
     Returns:
-        Its prompts, and the format in which it writes reasoning and calls. A model without a tokenizer is served by
-        token ids alone.
+        Its prompts, and the format of its reasoning and tool calls. Without a tokenizer, only token ids are accepted.
 
     Raises:
         KvforgeError: The tokenizer that `settings` names, or its chat template, cannot be read.
@@ -47,8 +46,8 @@ async def prompts_of(info: ModelInfo, settings: Settings) -> tuple[Prompts, Form
     make = partial(TextPool, limits=limits, processes=settings.text_processes, waiting_max=settings.text_waiting_max)
     pool = make(source, template_file=template_file)
     try:
-        # A helper loads the tokenizer first; the event loop answers meanwhile. The load in this process, which needs
-        # the vocabulary for each answer, blocks the loop: no process runs two threads. The model is served after it.
+        # A helper loads the tokenizer first, while the event loop stays responsive. The second load, in this process,
+        # blocks the loop, since no process runs a second thread; the model is not served before.
         try:
             await pool.start()
             tokenizer = Tokenizer.load(source)
@@ -56,7 +55,7 @@ async def prompts_of(info: ModelInfo, settings: Settings) -> tuple[Prompts, Form
             if settings.tokenizer:
                 raise
             await pool.close()
-            log.warning("no tokenizer: %s; requests have to send token ids", error.message)
+            log.warning("no tokenizer: %s; requests must send token ids", error.message)
             return Prompts(None, make(None), hygiene), choose("")
         if template_file:
             _use_template(tokenizer, template_file)
@@ -75,4 +74,4 @@ def _use_template(tokenizer: Tokenizer, file: str) -> None:
     try:
         tokenizer.use_chat_template(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidConfiguration("chat_template", f"{file} cannot be read: {error}") from None
+        raise InvalidConfiguration("chat_template", f"cannot read {file}: {error}") from None

@@ -37,7 +37,7 @@ def look(settings: Settings) -> None:
         template = expand(settings.chat_template).read_text(encoding="utf-8")
         Environment(autoescape=True, extensions=["jinja2.ext.loopcontrols"]).parse(_TRAINING.sub("", template))
     except (OSError, UnicodeDecodeError) as error:
-        problem = f"{settings.chat_template} cannot be read: {getattr(error, 'strerror', None) or error}"
+        problem = f"cannot read {settings.chat_template}: {getattr(error, 'strerror', None) or error}"
         raise InvalidConfiguration("chat_template", problem) from None
     except TemplateSyntaxError as error:
         problem = f"{settings.chat_template}, line {error.lineno}: {error.message}"

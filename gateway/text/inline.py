@@ -1,4 +1,4 @@
-"""The calls of a `TextPool` without processes and without their bounds of time and memory: for tests and tools."""
+"""The calls of a `TextPool` without processes and without limits of time and memory, for tests and tools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Texts(Protocol):
             [tokens] int32.
 
         Raises:
-            InvalidRequest: It is too long, or no Unicode; names `field`.
+            InvalidRequest: It is too long or not valid Unicode; names `field`.
         """
 
     async def render(
@@ -38,7 +38,7 @@ class Texts(Protocol):
         Args:
             messages: As the chat template reads them.
             options: Further variables of the template.
-            whole: Return all of the text and no tokens, not its end.
+            whole: Return the complete text without tokens, instead of tokens and the end of the text.
 
         Returns:
             [tokens] int32, and the text.
@@ -51,14 +51,14 @@ class Texts(Protocol):
         """Return the text of token ids."""
 
     async def check(self, grammar: Grammar, field: str) -> None:
-        """Validate a shape, so that `kvforge.text.grammar.check` has the answer at once, be it yes or no.
+        """Validate a shape and cache the verdict for `kvforge.text.grammar.check`.
 
         Raises:
             InvalidRequest: Its validation takes too much time or memory; names `field`.
         """
 
     async def close(self) -> None:
-        """End what it holds."""
+        """Release all resources."""
 
 
 def ids_of(result: Result) -> Int32Array:
@@ -67,7 +67,7 @@ def ids_of(result: Result) -> Int32Array:
 
 
 class NoTexts:
-    """Refuses every text: the model has no tokenizer."""
+    """Refuses every text, for a model without a tokenizer."""
 
     async def encode(self, text: str, *, special: bool = True, field: str = "prompt") -> Int32Array:  # noqa: ARG002
         """See `Texts.encode`."""
@@ -97,7 +97,7 @@ class NoTexts:
 
 
 class InlineText:
-    """Does each job at once, in the caller's process."""
+    """Does each job immediately, in the calling process."""
 
     def __init__(self, tokenizer: Tokenizer, limits: TextLimits | None = None) -> None:
         self._work = TextWork(tokenizer, limits or TextLimits())

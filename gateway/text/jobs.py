@@ -58,7 +58,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Encode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A text to token ids. field: what the request calls it."""
+    """Tokenise a text. `field` is its name in the request."""
 
     text: str
     special: bool
@@ -66,13 +66,13 @@ class Encode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Token ids (int32, little-endian) to text."""
+    """Decode token ids (int32, little-endian)."""
 
     ids: bytes
 
 
 class Render(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A conversation to a prompt. tokens: tokenise it too. whole: answer with all of its text, not its end alone."""
+    """Render a conversation. `tokens`: tokenise it as well; `whole`: return the complete text instead of its end."""
 
     messages: list[Any]
     options: dict[str, Any]
@@ -81,21 +81,21 @@ class Render(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A shape to validate. field: the request's name of it. The result's text: why it is refused, or ""."""
+    """Validate a shape. `field` is its name in the request. The text of the result is the refusal, or ""."""
 
     grammar: Grammar
     field: str
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):
-    """ids: int32, little-endian."""
+    """The result of a job. `ids` are int32, little-endian."""
 
     ids: bytes = b""
     text: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A typed error, as `protocol.errors.restore` makes it again."""
+    """A typed error, for `protocol.errors.restore`."""
 
     code: str
     message: str

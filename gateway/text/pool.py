@@ -43,7 +43,7 @@ from .process import END, FIRST_BYTES_MAX, FORK, memory, template_time
 from .work import SizeCheck
 
 ENTRY = Path(kvforge.__file__ or "").parent / "launch" / "entry.py"
-# A tokenizer is loaded within this time, on a busy machine too.
+# The time limit for loading a tokenizer, generous enough for a busy machine.
 LOAD_S = 120.0
 FORK_S = 30.0
 CLOSE_S = 5.0
@@ -131,7 +131,7 @@ class TextPool:
         if self._waiting >= self._waiting_max:
             raise QueueFull(self._waiting_max, RETRY_MS, "the gateway's queue of texts (text_waiting_max)")
         self._waiting += 1
-        # It is done to its end even where the caller hangs up: a helper answers each job before the next.
+        # The job completes even if the caller disconnects, because a helper handles one job at a time.
         task = asyncio.ensure_future(self._served(job))
         self._jobs.add(task)
         task.add_done_callback(self._over)
@@ -140,7 +140,7 @@ class TextPool:
     def _over(self, task: asyncio.Task[Result]) -> None:
         self._jobs.discard(task)
         if not task.cancelled():
-            task.exception()  # of a caller that hung up, too
+            task.exception()  # mark it as retrieved, also if the caller disconnected
 
     async def _served(self, job: Job) -> Result:
         seconds, waiting = self._limits.text_s, True
@@ -165,7 +165,7 @@ class TextPool:
         except (EOFError, OSError):
             if fresh:
                 raise _ended(job, self._limits) from None
-            # It may have ended between two jobs: a fresh one decides.
+            # It may have exited between two jobs: retry with a fresh helper.
         finally:
             if answer is not None:
                 self._idle.append(helper)
@@ -189,7 +189,7 @@ class TextPool:
                 await first.close()
                 self._first = None
                 if not again:
-                    raise Unavailable(f"no text helper can be started: {error or type(error).__name__}") from None
+                    raise Unavailable(f"cannot start a text helper: {error or type(error).__name__}") from None
         raise AssertionError("returned or raised")
 
     async def _forking(self) -> _First:
@@ -274,7 +274,7 @@ class _First:
 
 
 class _Helper:
-    """One connection."""
+    """The connection to one helper."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -302,7 +302,7 @@ def _texts(content: object) -> list[str]:
 
 
 def _ended(job: Job, limits: TextLimits) -> KvforgeError:
-    """The kernel ended it: a template that cannot be interrupted, or memory that a library could not do without."""
+    """Return the error of a job whose helper was killed by the kernel's limits of time or memory."""
     if isinstance(job, Render):
         problem = memory(limits, job).message.removeprefix("messages: ")
         found = template_time(limits)

@@ -1,7 +1,7 @@
-"""The helper processes: one loads the tokenizer and forks the others, which do one job after another.
+"""The helper processes: the first loads the tokenizer and forks the others, which do one job after another.
 
-Law: a helper has one thread and no state but the tokenizer, so that ending it at any moment loses one job. It ends when
-its socket closes, and with its parent.
+Invariant: a helper has a single thread and no state except the tokenizer, so killing it at any moment loses only one
+job. It exits when its socket closes, and dies with its parent.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .work import TextWork, token_bytes_max
 # The first message; later ones are a letter, and a process id.
 FIRST_BYTES_MAX = 1 << 16
 FORK, END = b"f", b"e"
-# Behind its limit of processor time a template is interrupted again and again, in case that it catches exceptions.
+# Past its CPU time limit a template is interrupted repeatedly, in case it catches exceptions.
 AGAIN_S = 0.05
-# Whole seconds after which the kernel ends a process that cannot be interrupted.
+# The kernel kills a process that cannot be interrupted after this many additional seconds.
 GRACE_S = 2
-# A helper that a job made larger than this is replaced by a fresh one.
+# A helper that has grown by more than this is replaced.
 GROWN_BYTES = 256 << 20
 PAGE_BYTES = resource.getpagesize()
 
 
 class _OutOfTime(Exception):
-    """The template's processor time is over."""
+    """The template has exceeded its CPU time."""
 
 
 def main(descriptor: int) -> None:
@@ -44,10 +44,10 @@ def main(descriptor: int) -> None:
     Args:
         descriptor: The descriptor of a socket of whole messages (SOCK_SEQPACKET) to the gateway.
     """
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork does not take threads along
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads do not survive a fork
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the gateway ends when its streams have, and closes the socket then
-    # A gateway that was killed has closed its end: there is nothing left to answer.
+        signal.signal(number, signal.SIG_IGN)  # the gateway closes the socket after its streams have ended
+    # A killed gateway has closed its end of the socket.
     with suppress(BrokenPipeError, ConnectionResetError):
         _serve(descriptor)
 
@@ -109,7 +109,7 @@ class _Forking:
             os._exit(status)
 
     def _end(self, child: int) -> None:
-        """A process id of ours is not another's before it was waited for."""
+        """Kill and reap a child. Its process id cannot be reused before that."""
         if child in self._children:
             self._children.discard(child)
             os.kill(child, signal.SIGKILL)
@@ -182,7 +182,7 @@ class _Helper:
             return _failed(template_time(limits))
         except MemoryError:
             return _failed(memory(limits, job))
-        except Exception as error:  # noqa: BLE001 - the gateway gets it as a fault of its own
+        except Exception as error:  # noqa: BLE001 - reported to the gateway as an internal error
             return _failed(InternalError(f"a text helper failed: {type(error).__name__}: {error}"))
 
 
@@ -202,7 +202,7 @@ def memory(limits: TextLimits, job: Job | None) -> InvalidRequest:
 
 
 def _out_of(error: BaseException, kind: type[BaseException]) -> bool:
-    """Whether an error is of this kind underneath."""
+    """Return whether an error or one of its causes is of this kind."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, kind):
@@ -216,7 +216,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
 
 
 def _pages(column: int) -> int:
-    """0: of the address space; 1: in memory."""
+    """Return a size in pages. `column` is 0 for the address space, 1 for resident memory."""
     return int(Path("/proc/self/statm").read_text().split()[column])
 
 

@@ -1,4 +1,4 @@
-"""The jobs themselves: rendering and tokenising, refused by size before they begin."""
+"""The jobs: rendering and tokenising, with size checks in advance."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvforge.text.tokenizer import Tokenizer
 
 from .jobs import ENDING_CHARACTERS, Check, Decode, Encode, Job, Result, TextLimits
 
-# A longer text is counted piece by piece first, so that a text of far too many tokens never takes their memory at once.
+# Longer texts are first counted in pieces, so that memory never holds the tokens of a far too long text.
 PIECE_CHARACTERS = 1 << 20
-UTF8_BYTES_MAX = 4  # of a character
-# A piece by itself may have more tokens than within its text; nothing has twice as many.
+UTF8_BYTES_MAX = 4  # per character
+# A separate piece may have more tokens than within the whole text, but never twice as many.
 COUNT_MARGIN = 2
 
 
@@ -37,10 +37,10 @@ class SizeCheck:
         self._bytes_max = limits.text_bytes_max or limits.context_tokens_max * longest
 
     def check(self, text: str, field: str) -> None:
-        """Refuse a text of too many bytes.
+        """Refuse a text with too many bytes.
 
         Raises:
-            InvalidRequest: Names `field`; with the numbers of tokens where the context has no room for it.
+            InvalidRequest: Names `field`, with the token counts if the text exceeds the context.
         """
         most = self._bytes_max
         if not most or len(text) * UTF8_BYTES_MAX <= most:
@@ -52,7 +52,10 @@ class SizeCheck:
 
 
 def too_long(field: str, problem: str, tokens: int, context: int) -> InvalidRequest:
-    """Return the error of a text with at least so many tokens; one that does not fit the context has their numbers."""
+    """Return the error of a text with at least `tokens` tokens.
+
+    It has the token counts if the text exceeds the context.
+    """
     error = InvalidRequest(field, problem)
     if context and tokens > context:
         error.fields |= {"prompt_tokens": tokens, "max_tokens": 0, "context_tokens": context}
@@ -60,7 +63,7 @@ def too_long(field: str, problem: str, tokens: int, context: int) -> InvalidRequ
 
 
 class TextWork:
-    """Does jobs with one tokenizer, or without one those alone that need none."""
+    """Does jobs with a tokenizer, or without one those that need none."""
 
     def __init__(self, tokenizer: Tokenizer | None, limits: TextLimits, longest: int = 0) -> None:
         self._given, self._limits = tokenizer, limits
@@ -74,7 +77,7 @@ class TextWork:
             rendered: Called between the template and the tokenizer.
 
         Raises:
-            InvalidRequest: The template refuses the conversation, or the text is too long or no Unicode.
+            InvalidRequest: The template refuses the conversation, or the text is too long or not valid Unicode.
         """
         if isinstance(job, Check):
             return Result(text=validated(job.grammar, job.field))

@@ -215,7 +215,7 @@ def test_what_the_settings_name_is_looked_at_before_anything_is_served(
     template = tmp_path / "template.jinja"
     template.write_text("{% generation %}{% endgeneration %}\n{% for message in messages %}")
     for setting, problem in (
-        ('chat_template = "/none"', "chat_template: /none cannot be read"),
+        ('chat_template = "/none"', "chat_template: cannot read /none"),
         (f'chat_template = "{template}"', f"chat_template: {template}, line 2: Unexpected end of template"),
         ('tool_format = "json"', "tool_format: is 'json'; it must be one of plain,"),
         ('endpoint = "http://elsewhere"', "endpoint: 'http://elsewhere' is not tcp://HOST:PORT"),
