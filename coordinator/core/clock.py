@@ -1,12 +1,13 @@
-"""What time it is in the core: that of the event which is applied."""
+"""The time in the core: that of the event being applied."""
 
 from __future__ import annotations
 
 
 class Clock:
-    """One for the whole core. `Machine.apply` sets it and everyone reads it, so one event has one time.
+    """The clock of the whole core. `Machine.apply` sets it, so one event has one time.
 
-    now_us: microseconds, monotonic.
+    Attributes:
+        now_us: Microseconds, monotonic.
     """
 
     def __init__(self, now_us: int = 0) -> None:

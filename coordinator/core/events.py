@@ -1,6 +1,6 @@
-"""What enters the core and what leaves it.
+"""Events that enter the core, and effects that leave it.
 
-Nothing else enters: the same events at the same times, from the Boot on, make the same state and the same effects.
+The core has no other inputs: the same events at the same times, from `Boot` on, give the same state and effects.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from kvforge.protocol.messages import Message, Stream
 from .limits import Limits
 from .rights import Access
 
-# A peer's number is given by the shell when it connects and is never used again within a boot.
+# The shell numbers peers as they connect. Numbers are unique within a boot.
 
 
 class Boot(msgspec.Struct, frozen=True):
-    """The process starts: the first event of a machine, and what it is made from.
+    """The coordinator process starts: the first event, from which the machine is built.
 
-    boot: names this life to whoever talks to it; hash_key: 1 to 64 secret bytes that nobody can foresee the hashes
-    of the prefix index without.
-    first_id: the ids of requests and sequences are larger, and first_generation: those of blocks are not smaller; so
-    that no name of one life means something in another.
+    Attributes:
+        boot: Identifies this boot to its peers.
+        hash_key: 1 to 64 secret bytes that make the hashes of the prefix index unpredictable.
+        limits: All limits of the core.
+        first_id: Ids of requests and sequences are greater, so that ids of one boot mean nothing in another.
+        first_generation: Generations of blocks are not smaller, for the same reason.
     """
 
     boot: str
@@ -35,9 +37,11 @@ class Boot(msgspec.Struct, frozen=True):
 
 
 class ClientCame(msgspec.Struct, frozen=True):
-    """A client said hello: nothing comes from it before.
+    """A client completed its handshake. Nothing is accepted from a client before.
 
-    session: a name of its own by which it can come back under the same number; "": none. access: what it may do.
+    Attributes:
+        session: A name with which the client can reconnect under the same number; "" for none.
+        access: The client's rights and limits.
     """
 
     client: int
@@ -46,7 +50,11 @@ class ClientCame(msgspec.Struct, frozen=True):
 
 
 class FromClient(msgspec.Struct, frozen=True):
-    """A client sent a message. `entropy` (64 bit) is drawn by the shell for a Submit, which may need a seed."""
+    """A client sent a message.
+
+    Attributes:
+        entropy: 64 random bits that the shell draws for a Submit, which may need a seed.
+    """
 
     client: int
     message: Message
@@ -54,23 +62,28 @@ class FromClient(msgspec.Struct, frozen=True):
 
 
 class ClientGone(msgspec.Struct, frozen=True):
-    """A client's connection ended. goodbye: it said so; else it vanished and may come back."""
+    """A client's connection ended.
+
+    Attributes:
+        goodbye: The client said goodbye; otherwise it vanished and may return.
+    """
 
     client: int
     goodbye: bool = False
 
 
 class ClientFull(msgspec.Struct, frozen=True):
-    """A client takes nothing more for now: `lost` could not be sent to it."""
+    """A client's send buffer is full: `lost` could not be sent."""
 
     client: int
     lost: Stream
 
 
 class CommandRefused(msgspec.Struct, frozen=True):
-    """A client's command was refused, which changed nothing but a counter. It stands for the command in a journal.
+    """A client's command was refused. In a journal, this stands for the command, because only a counter changed.
 
-    submit: it was a Submit.
+    Attributes:
+        submit: The command was a Submit.
     """
 
     client: int
@@ -85,9 +98,11 @@ class FromWorker(msgspec.Struct, frozen=True):
 
 
 class WorkerGone(msgspec.Struct, frozen=True):
-    """A worker's connection ended. goodbye: it left on purpose; else it died, or is cut off.
+    """A worker's connection ended.
 
-    away: it ended while the coordinator stood still, and the process may be there: it may come back with its pool.
+    Attributes:
+        goodbye: The worker left on purpose; otherwise it died or is cut off.
+        away: The connection ended while the coordinator was down, and the worker may return with its pool.
     """
 
     worker: int
@@ -96,18 +111,17 @@ class WorkerGone(msgspec.Struct, frozen=True):
 
 
 class BeginDrain(msgspec.Struct, frozen=True):
-    """The process is told to stop: nothing more is admitted, and what has not ended by `deadline_us` is handed back."""
+    """The coordinator shuts down: it admits nothing more, and hands back what has not ended by `deadline_us`."""
 
     deadline_us: int
 
 
 class Restarted(msgspec.Struct, frozen=True):
-    """The process is another one, which has made this machine anew from its journal: all connections are gone. Whoever
-    was connected may come back, and goes on where it was."""
+    """A new process has rebuilt this machine from its journal. All connections are gone; peers may reconnect."""
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """Everything that had arrived has been applied: let time pass, plan steps, flush streams."""
+    """All arrived events have been applied: let time pass, plan steps, flush streams."""
 
 
 Event = (
@@ -139,15 +153,14 @@ class ToWorker(msgspec.Struct, frozen=True):
 
 
 class DropWorker(msgspec.Struct, frozen=True):
-    """Stop talking to a worker that broke the protocol or announced its end."""
+    """Disconnect a worker that broke the protocol or announced its end."""
 
     worker: int
     reason: str
 
 
 class ReplaceWorker(msgspec.Struct, frozen=True):
-    """End a worker process that is alive and does nothing, its stack to its log first: a successor is started by
-    whoever keeps workers running."""
+    """End a worker process that hangs, after it has logged its stack. Its supervisor starts a successor."""
 
     worker: int
     pid: int
@@ -155,8 +168,13 @@ class ReplaceWorker(msgspec.Struct, frozen=True):
 
 
 class Log(msgspec.Struct, frozen=True):
-    """Tell the operator. level: debug, info, warning or error. event: its name for programs; fields: what belongs to
-    it, which the text does not repeat (`protocol.logs`)."""
+    """Write a log entry.
+
+    Attributes:
+        level: debug, info, warning or error.
+        event: The name of the event, for programs.
+        fields: Values that the text does not repeat (`protocol.logs`).
+    """
 
     level: str
     text: str
@@ -168,9 +186,12 @@ Effect = ToClient | ToWorker | DropWorker | ReplaceWorker | Log
 
 
 class Applied(NamedTuple):
-    """What an event comes to: effects, in order, and when a Turn is due though nothing else happens.
+    """The outcome of an event.
 
-    due_us: absolute, the time of the event itself where a Turn must follow from it; None: not before something happens.
+    Attributes:
+        effects: Effects, in order.
+        due_us: Absolute time when a Turn is due without a further event; the event's own time if a Turn must follow
+            now, None if only another event can make one necessary.
     """
 
     effects: list[Effect]

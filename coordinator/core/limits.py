@@ -1,6 +1,6 @@
-"""Every limit of the core: the sections of the coordinator's configuration, as far as the core knows them.
+"""Every limit of the core: the sections of the coordinator's configuration that the core knows.
 
-A limit is declared once, here: its name in the file, with its unit; its default; its range; and what it means.
+Each limit is declared once, here: its name in the file with its unit, its default, its range and its meaning.
 """
 
 from __future__ import annotations
@@ -15,31 +15,35 @@ from kvforge.protocol.errors import InvalidConfiguration
 from . import sizes
 
 POLICIES = ("lru", "none")
-STOP_TOKENS_MOST = 1024  # there is a place for each, in every row
+STOP_TOKENS_MOST = 1024  # every row has storage for as many as configured
 DURATION_S_MAX = 1_000_000_000
 
 
 def microseconds(seconds: float) -> int:
-    """What the core counts."""
+    """Convert seconds to the core's unit of time."""
     return round(seconds * 1e6)
 
 
 class Range(NamedTuple):
-    """What a value may be, both ends included."""
+    """The range of a value, both ends included."""
 
     least: float
     most: float = math.inf
 
 
 Count = Annotated[int, Range(1)]
-Seconds = Annotated[float, Range(1e-6, DURATION_S_MAX)]  # a microsecond is the least that the core can count
+Seconds = Annotated[float, Range(1e-6, DURATION_S_MAX)]  # the core counts microseconds
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A section of the configuration. A field whose type has a Range is held to it."""
+    """A section of the configuration. Fields with a Range in their type are checked against it."""
 
     def check(self, name: str) -> None:
-        """Raises InvalidConfiguration naming the field, in the section `name` of the file."""
+        """Check the section, called `name` in the file.
+
+        Raises:
+            InvalidConfiguration: A field, which the error names, is out of range.
+        """
         for field, bound in _ranges(type(self)):
             value = getattr(self, field)
             if not bound.least <= value <= bound.most:
@@ -51,7 +55,7 @@ _RANGES: dict[type[Section], list[tuple[str, Range]]] = {}
 
 
 def _ranges(section: type[Section]) -> list[tuple[str, Range]]:
-    """The fields of a section that are held to a range: found once, types are read from their text."""
+    """Return the fields of a section that have a range. The result is cached, since types are parsed from text."""
     if section not in _RANGES:
         fields = msgspec.structs.fields(section)
         found = [(field.name, bound) for field in fields for bound in getattr(field.type, "__metadata__", ())]
@@ -60,20 +64,29 @@ def _ranges(section: type[Section]) -> list[tuple[str, Range]]:
 
 
 class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[limits]: how much of everything there may be, and for how long.
+    """[limits]: how many objects may exist, and for how long.
 
-    sequences_max: requests that run and sequences that clients keep, over all workers. blocks_per_sequence_max:
-    times block_size, the longest sequence in tokens. tenants_max: tenants that are known at once. blocks_max:
-    blocks of all workers. pools_max: workers. queue_max: requests that wait. finished_max: requests that have ended
-    and may still be asked about; those that ended first are forgotten first. finished_ttl_s: for how long they may
-    be. finished_bytes_max: how much their answers may take. samples_max: answers that one command asks for.
-    bulk_max: sequences named in one command; list_max: requests in one list. stop_tokens_max: of one request.
-    holders_per_block_max: names on one block.
-    deadline_max_s: every request ends within it. lease_s: how long a client whose connection ended is waited for, with
-    its requests and all else that is its own; of one that cannot come back only the requests. away_max: clients that
-    are waited for at once.
-    reattach_s: how long a coordinator that was started again waits for those who were connected. answers_kept_max: the
-    answers that are kept for one client, which it may not have got by then.
+    Attributes:
+        sequences_max: Running requests plus sequences kept by clients, over all workers.
+        blocks_max: Blocks of all workers.
+        blocks_per_sequence_max: Blocks of one sequence; times block_size, its longest context in tokens.
+        pools_max: Workers.
+        tenants_max: Tenants known at once.
+        queue_max: Waiting requests.
+        finished_max: Finished requests that can still be queried; the oldest are forgotten first.
+        finished_ttl_s: How long a finished request can be queried.
+        finished_bytes_max: Memory for the answers of finished requests.
+        samples_max: Answers requested by one command.
+        bulk_max: Sequences named in one command.
+        list_max: Requests in one list.
+        stop_tokens_max: Stop tokens of one request.
+        holders_per_block_max: Named holders of one block.
+        deadline_max_s: Maximum lifetime of a request.
+        lease_s: How long the coordinator keeps the requests and other property of a disconnected client; for a client
+            that cannot reconnect, only its requests.
+        away_max: Disconnected clients with a lease.
+        reattach_s: How long a restarted coordinator waits for its peers to reconnect.
+        answers_kept_max: Replies kept for one client that may not have received them.
     """
 
     sequences_max: Count = 256
@@ -98,12 +111,13 @@ class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CacheLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[cache]: blocks, and what is kept in them.
+    """[cache]: blocks and their contents.
 
-    block_size: of one block.
-    policy: `lru` evicts idle client sequences when cached blocks are not enough; `none` refuses instead.
-    partial_tokens_min: a cached block that agrees with at least so many tokens is copied instead of recomputed.
-    zero_on_tenant_change: a block that one tenant wrote is zeroed by its worker before another one gets it.
+    Attributes:
+        block_size: Tokens of one block.
+        policy: `lru` evicts idle client sequences when cached blocks do not suffice; `none` refuses the allocation.
+        partial_tokens_min: A cached block that matches in at least this many tokens is copied instead of recomputed.
+        zero_on_tenant_change: Workers zero a block that one tenant wrote before another tenant gets it.
     """
 
     block_size: Count = 16
@@ -113,15 +127,18 @@ class CacheLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ScheduleLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[schedule]: what one step may take, and who goes first.
+    """[schedule]: the size of a step, and the order of requests.
 
-    step_tokens_max: in one forward pass, of prompts and decodes together. step_rows_max: sequences in it.
-    steps_in_flight_max: steps that a worker has been sent and has not answered.
-    ageing_s: so much longer waiting is worth one step of priority.
-    passes_max: so many later requests may start before one that finds no room; then room is kept for it.
-    step_timeout_s: a worker that works longer on one step is taken to be hung, and replaced.
-    decode_gap_ms: chunks of prompts beside decodes are as long as a step of this time, or half of a step, has room for.
-    crashes_max: a request fails when so many workers died in a row while running it, without a token in between.
+    Attributes:
+        step_tokens_max: Tokens in one forward pass, of prompts and decodes together.
+        step_rows_max: Sequences in one forward pass.
+        steps_in_flight_max: Steps sent to a worker and not yet answered.
+        ageing_s: Waiting time that is worth one step of priority.
+        passes_max: Later requests that may start before a request without room; then room is kept for it.
+        step_timeout_s: A worker that takes longer for one step counts as hung and is replaced.
+        decode_gap_ms: Target duration of a step with decodes: prefill chunks are sized to it, but get at least half of
+            the step.
+        crashes_max: A request fails after this many workers in a row died while running it, with no token in between.
     """
 
     step_tokens_max: Count = 512
@@ -137,8 +154,10 @@ class ScheduleLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Quota(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tenant's share.
 
-    floor: blocks of each pool that no one else can take. ceiling: blocks of each pool that it never exceeds; 0: none.
-    weight: its share of what is computed while others wait too, relative to theirs.
+    Attributes:
+        floor: Blocks of each pool that are reserved for the tenant.
+        ceiling: Blocks of each pool that the tenant may occupy; 0 for no limit.
+        weight: Its share of computed tokens while other tenants wait too, relative to theirs.
     """
 
     floor: Annotated[int, Range(0)] = 0
@@ -147,7 +166,11 @@ class Quota(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """All that bounds the core. Raises InvalidConfiguration naming the field, as it is called in the file."""
+    """All limits of the core.
+
+    Raises:
+        InvalidConfiguration: A value is invalid; the error names the field as in the file.
+    """
 
     bounds: Bounds = Bounds()
     cache: CacheLimits = CacheLimits()
@@ -177,5 +200,5 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def context_tokens_max(self) -> int:
-        """The longest sequence, in tokens: block size x blocks a sequence may hold."""
+        """The longest sequence in tokens: block_size x blocks_per_sequence_max."""
         return self.cache.block_size * self.bounds.blocks_per_sequence_max

@@ -1,13 +1,13 @@
-"""The coordinator's state machine: apply(event, now_us) -> effects, and when a Turn is due.
+"""The coordinator's state machine: `apply(event, now_us)` returns effects, and when a Turn is due.
 
-Deterministic: the same events at the same times give the same state and the same effects. A command that is refused
-raises a typed error inside `apply`, has changed nothing, and leaves as a Refused to the one who sent it. The shell
-calls apply for whatever has arrived, then once with Turn, and only then publishes tables and sends.
+It is deterministic: the same events at the same times give the same state and effects. A refused command raises a
+typed error inside `apply`, changes nothing, and is answered with Refused. The shell applies every event that has
+arrived, then a Turn, and only then publishes tables and sends.
 
-Nothing here waits for an unrelated event. A Turn goes on until nothing more follows from it, and `apply` says when the
-next one is due: an absolute time, which stays what it is until it comes or an event changes it. Whatever is added to a
-turn that time alone makes necessary is a part of `_timed`, and what one part of a turn makes possible for an earlier
-part is in `Admission.stirred`; the simulator calls when it was told to, and sees what was left out.
+Nothing here waits for an unrelated event. A Turn runs until nothing more follows from it, and `apply` returns when
+the next one is due: an absolute time that stays the same until it comes or an event changes it. Any work that time
+alone makes necessary must belong to `_timed`. Any work that a later part of a turn makes possible for an earlier part
+must show in `Admission.stirred`. The simulator runs turns only when they are due, and so detects omissions.
 """
 
 from __future__ import annotations
@@ -84,34 +84,33 @@ from .scheduling.plan import Scheduler
 from .workers.reports import WorkerReports
 from .workers.results import StepResults
 
-ROUNDS_MAX = 16  # of one turn; what follows even then is done by the next one, after what has arrived meanwhile
-# What only reads makes nothing possible for anybody, and needs no turn.
+ROUNDS_MAX = 16  # rounds in one turn; the next turn continues, after the events that have arrived meanwhile
+# Read-only commands need no turn.
 READING = (Explain, FindPrefix, GetBlock, GetHealth, GetRequest, GetSequence, GetStats, GetTokens, ListRequests)
 DRAIN_MS_MAX = 7 * 24 * 3600 * 1000
 
 
 class Timed(Protocol):
-    """A part in which time alone makes something necessary.
+    """A part of the core in which time alone makes work necessary.
 
-    What is done does not follow from what was said of when: so a wrong `due_us` shows, as a Turn that does something
-    before it was due.
+    `pass_time` must not depend on `due_us`. A wrong `due_us` then shows as a Turn that does work before it was due.
     """
 
     def due_us(self) -> int | None:
-        """When `pass_time` has something to do, an absolute time; None: not before something happens."""
+        """Return the absolute time when `pass_time` has work; None if only an event can create any."""
 
     def pass_time(self) -> None:
-        """Does what is over by now."""
+        """Do what is due by now."""
 
 
 class Machine:
-    """Everything the coordinator knows. It is made by its first event, a Boot at time `now_us`."""
+    """The whole state of the coordinator, created by a Boot event at time `now_us`."""
 
     def __init__(self, event: Boot, now_us: int) -> None:
         limits = self.limits = event.limits
         clock = self._clock = Clock(now_us)
         self.boot, self.start_us = event.boot, now_us
-        self._effects: list[Effect] = []  # the one list: whoever wants something done or told puts it here
+        self._effects: list[Effect] = []  # shared: every part appends its effects here
         self.cache = Cache(clock, limits, event.hash_key, event.first_id, event.first_generation)
         self.requests = RequestTable(clock, limits.bounds, self.cache.tenants, event.first_id)
         self.admission = Admission(self.cache, self.requests)
@@ -126,15 +125,15 @@ class Machine:
         results = StepResults(*parts, self.streams, self.endings, asked.deadlines)
         self._reports = WorkerReports(*parts, self.endings, results, asked, self._effects, event.boot)
         self.sessions = Sessions(clock, limits.bounds)
-        # What waits for time to pass; requests before the sequences that they kept.
+        # Requests come before the sequences that they kept.
         self._timed: tuple[Timed, ...] = (self.requests, self._asked, self.sequences, self._reports, self.sessions)
         self.workers = self._reports.workers
         spending = Spending(clock, self.requests)
         self._guard = Guard(self.requests, self.admission, self.sequences, self.blocks, spending)
-        self.clients: dict[int, Access | None] = {}  # None: may do everything
+        self.clients: dict[int, Access | None] = {}  # None: unrestricted access
         self.turns = self.restarts_total = 0
-        self._stirred = False  # something has happened that a Turn must follow
-        # Some commands are the same from whomever they come.
+        self._stirred = False  # an event has occurred that a Turn must follow
+        # Commands that do not depend on the client.
         self._commands: dict[type[Message], Callable[[Any], Message]] = {
             Cancel: asked.cancel,
             FinishAt: asked.finish_at,
@@ -147,7 +146,7 @@ class Machine:
             RemoveSequences: self.sequences.remove,
             Drain: self._drain,
         }
-        # Some are about what the asker sees: one tenant, or ("") all of them.
+        # Commands that depend on the tenant that the client sees, or "" for all.
         self._commands_for: dict[type[Message], Callable[[str, Any], Message]] = {
             ListRequests: asked.list,
             PurgeFinished: asked.purge,
@@ -166,9 +165,14 @@ class Machine:
     # ---------------------------------------------------------------------------------------------------------- apply
 
     def apply(self, event: Event, now_us: int) -> Applied:
-        """Applies one event at time `now_us` (microseconds, monotonic).
+        """Apply one event.
 
-        Returns what is to be done, in order, and when a Turn is due: at once after anything that somebody may go on by.
+        Args:
+            event: The event.
+            now_us: Its time in microseconds, monotonic.
+
+        Returns:
+            The effects, in order, and when a Turn is due: immediately after any event that may unblock work.
         """
         before_us, self._clock.now_us = self._clock.now_us, now_us
         due_us = None
@@ -213,7 +217,7 @@ class Machine:
         return Applied(effects, due_us)
 
     def _turn(self) -> int | None:
-        """Lets time pass and plans until nothing more follows. Returns `due_us` as it is then."""
+        """Let time pass and plan steps until nothing more follows. Return `_due_us` after that."""
         self.turns += 1
         now_us = self._clock.now_us
         for _ in range(ROUNDS_MAX):
@@ -224,7 +228,7 @@ class Machine:
             self.admission.admit()
             for number in sorted(self.cache.groups):
                 self.scheduler.fill(self.cache.groups[number])
-            self._asked.deadlines.drop_ended(self.requests.live)  # planning ends rows that can never go on
+            self._asked.deadlines.drop_ended(self.requests.live)  # planning ends rows that can never continue
             due_us = self._due_us()
             self._stirred = self.admission.stirred or (due_us is not None and due_us <= now_us)
             if not self._stirred:
@@ -237,7 +241,7 @@ class Machine:
 
     def _from_client(self, event: FromClient) -> None:
         message: Any = event.message
-        access = self.clients[event.client]  # it came before
+        access = self.clients[event.client]
         try:
             if (answer := self.sessions.answer(event.client, message.rid)) is not None:
                 reply = self._asked.again(event, message, answer) if isinstance(message, Submit) else answer
@@ -257,7 +261,7 @@ class Machine:
         self._effects.append(ToClient(event.client, reply))
 
     def _answer(self, event: FromClient, message: Any, seen: str) -> Message:
-        """Carries out a command. seen: the one tenant that the asker sees, "": all."""
+        """Carry out a command. `seen` is the one tenant that the client sees, or "" for all."""
         kind = type(message)
         if (command := self._commands.get(kind)) is not None:
             return command(message)
@@ -305,7 +309,7 @@ class Machine:
             name, how = list(self._reports.ended.items())[-1]
             return (
                 f"no worker is connected any more; the last one, {name}, {how}: `kvforge up` and systemd "
-                "start the next, else start one with `python -m kvforge.worker --config FILE`"
+                "start the next, otherwise run `python -m kvforge.worker --config FILE`"
             )
         if not self.workers:
             return (
@@ -326,7 +330,7 @@ class Machine:
         return self._asked.draining
 
     def _restarted(self, gone_us: int) -> None:
-        """Who was connected may come back; who cannot is gone. gone_us: the time of the last event before this one."""
+        """Put clients that may return on a lease and drop the others. `gone_us` is the time of the previous event."""
         for client in self.sessions.restarted(set(self.clients)):
             self._client_gone(ClientGone(client))
         for client in sorted(self.clients):
@@ -343,15 +347,15 @@ class Machine:
         self.blocks.client_gone(event.client)
 
     def due_us(self) -> int | None:
-        """When a Turn is due though nothing happens; None where nothing waits for time to pass.
+        """Return the absolute time when a Turn is due without a further event, or None.
 
-        An absolute time, and the same until it comes or an event changes it: asking changes nothing.
+        The time stays the same until it comes or an event changes it; the call changes nothing.
         """
         due_us, told_us = self._due_us(), self.streams.due_us
         return told_us if due_us is None or (told_us is not None and told_us < due_us) else due_us
 
     def _due_us(self) -> int | None:
-        """The same, without streams, which are flushed at the end of a turn."""
+        """Return `due_us` without streams, which are flushed at the end of a turn."""
         earliest_us = None
         for part in self._timed:
             at_us = part.due_us()
@@ -363,14 +367,16 @@ class Machine:
 
     @property
     def kept(self) -> int:
-        """How much there is that somebody may still ask for after all connections and all that ran are gone: detached
-        requests that have ended, and sequences with a time to live of their own."""
+        """How many objects clients may still ask for without connections or running requests.
+
+        These are finished detached requests, and sequences with a time to live of their own.
+        """
         s = self.cache.sequences
         detached = sum(request.detached for request in self.requests.finished.values())
         return detached + int((s.owned & (s.idle_ttl_us > 0)).sum())
 
     def gauges(self, now_us: int, journal: tuple[int, int] = (0, 0)) -> list[int]:
-        """The numbers that the shared tables publish of all together. journal: its bytes and its records."""
+        """Return the global gauges of the shared tables. `journal` is its size in bytes and in records."""
         gauges = statistics.gauges(self.cache, self.requests, self.turns, now_us - self.start_us)
         gauges += (len(self.clients) - self.sessions.away, self.draining, self.restarts_total)
         gauges += self._reports.totals()
@@ -378,7 +384,7 @@ class Machine:
         return gauges
 
     def news(self) -> Facts | None:
-        """What monitors are told beside numbers, where it has changed since it was asked for last."""
+        """Return the facts that monitors need besides numbers, if they changed since the last call."""
         workers, tenants = self._reports, self.cache.tenants
         if not (workers.changed or tenants.changed):
             return None
@@ -387,18 +393,18 @@ class Machine:
         return statistics.facts(self.cache, workers.facts())
 
     def all_is_news(self) -> None:
-        """Nobody was told anything yet."""
+        """Mark every fact for publication."""
         self._reports.changed.update(self.workers)
         self.cache.tenants.changed.update(range(len(self.cache.tenants.names)))
         self.cache.tenants.meters.all_changed()
 
     @property
     def busy(self) -> bool:
-        """Whether a Turn could find something to do without a new event."""
+        """Whether a Turn could have work without a new event."""
         return bool(self.requests.live) or any(g.sent or g.copies for g in self.cache.groups.values())
 
     def check_invariants(self) -> None:
-        """Everything of design section 3 that can be seen from here. For tests, simulation and idle times."""
+        """Check the invariants of the whole core: for tests, simulation and idle times."""
         check_cache(self.cache)
         self.requests.check_invariants()
         self.admission.check_invariants()

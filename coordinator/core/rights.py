@@ -1,4 +1,4 @@
-"""What a client may do: for which tenant it acts, what rights it has, how much it may have at once."""
+"""Access of a client: its tenant, its rights and its limits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ EVERY_TENANT = "*"
 
 
 class Access(msgspec.Struct, frozen=True):
-    """Of one entry of the configuration, or of those without.
+    """The access of one entry in the configuration, or of clients without an entry.
 
-    name: that of the entry, "" without one. tenant: for whom it acts, EVERY_TENANT for whomever it names.
-    rights: SUBMIT: have requests, sequences and holders of blocks, and end them. READ: see them, and read answers.
-    ADMIN: both, drain, and see and end what is of other tenants.
-    requests_max: requests that are alive at once, of all its connections; 0: no limit but that of all. tokens_per_s,
-    messages_per_s: of all its connections; 0: no limit. Messages are the door's to count (`kvforge.coordinator.rate`).
+    Attributes:
+        name: The name of the entry; "" without one.
+        tenant: The tenant it acts for; EVERY_TENANT for any tenant that a command names.
+        rights: SUBMIT permits creating and ending requests, sequences and block holders. READ permits seeing them and
+            reading answers. ADMIN includes both, draining, and the same for other tenants.
+        requests_max: Live requests of all its connections; 0 for no limit of its own.
+        tokens_per_s: Tokens of all its connections; 0 for no limit.
+        messages_per_s: Messages of all its connections, counted by `kvforge.coordinator.rate`; 0 for no limit.
     """
 
     name: str = ""
@@ -29,15 +32,15 @@ class Access(msgspec.Struct, frozen=True):
     @property
     def owner(self) -> str:
         """Its name, for people."""
-        return self.name or "who comes by a local socket"
+        return self.name or "a client on the local socket"
 
     @property
     def unlimited(self) -> bool:
-        """Whether nothing is to be checked."""
+        """Whether no command needs a check."""
         limited = self.requests_max or self.tokens_per_s
         return self.tenant == EVERY_TENANT and not limited and ADMIN in self.rights
 
     @property
     def sees(self) -> str:
-        """The one tenant that it sees; "": every one."""
+        """The one tenant that the client sees; "" for all."""
         return "" if self.tenant == EVERY_TENANT or ADMIN in self.rights else self.tenant

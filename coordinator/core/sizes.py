@@ -1,7 +1,8 @@
-"""How large messages get: what a peer's decoder takes is a limit like any other.
+"""Sizes of messages: a message must not exceed what the peer's decoder accepts.
 
-What grows with a limit of the configuration is either told in several messages (streams), spread over several steps
-(rows that begin), cut with a word about it (lists), or bounded by a check of the configuration at the start.
+A message that grows with a configured limit is handled in one of four ways: it is split into several messages
+(streams), spread over several steps (rows that begin), truncated with a note (lists), or bounded by a check of the
+configuration at startup.
 """
 
 from __future__ import annotations
@@ -13,29 +14,33 @@ from kvforge.protocol.messages import ErrorInfo, Sampling
 CHARACTER_BYTES = 4
 NAME_BYTES = 128 * CHARACTER_BYTES
 END_BYTES = 500
-LISTED_BYTES = 300 + 2 * NAME_BYTES  # of one request in a list: tenant and worker have names
+LISTED_BYTES = 300 + 2 * NAME_BYTES  # one request in a list, with the names of tenant and worker
 TENANT_BYTES = 300 + NAME_BYTES
-WORKER_BYTES = 3_000 + NAME_BYTES  # with what its memory is for
+WORKER_BYTES = 3_000 + NAME_BYTES  # includes its memory breakdown
 BIAS_BYTES, BEGIN_BYTES = 15, 400
-BEGINS_BYTES_MAX = 8 << 20  # of the rows that begin in one step
+BEGINS_BYTES_MAX = 8 << 20  # for the rows that begin in one step
 HOLDERS_LISTED_MAX = 1000
 
 
 def error_bytes(error: ErrorInfo) -> int:
-    """What an error takes in a body, at most."""
+    """Return an upper bound of an error's size in a message body, in bytes."""
     fields = sum(len(str(value)) + len(name) for name, value in error.fields.items())
     return 50 + CHARACTER_BYTES * (len(error.message) + fields)
 
 
 def begin_bytes(sampling: Sampling, length: int) -> int:
-    """What a row takes in the step that it begins in, at most: its biases, its grammar, its history's tokens."""
+    """Return an upper bound of a row's size in the step where it begins, in bytes: biases, grammar and history."""
     history = 4 * length if sampling.counts_answer else 0
     grammar = CHARACTER_BYTES * len(sampling.grammar.text) if sampling.grammar is not None else 0
     return BEGIN_BYTES + BIAS_BYTES * len(sampling.logit_bias) + grammar + history
 
 
 def check(context_tokens: int, step_tokens: int, tenants: int, pools: int) -> None:
-    """Raises InvalidConfiguration naming the field that would let a message become larger than its peer accepts."""
+    """Check that no message can become larger than its peer accepts.
+
+    Raises:
+        InvalidConfiguration: A limit is too large; the error names the field.
+    """
     if 4 * context_tokens > FRAME_BYTES_MAX // 2:
         most = FRAME_BYTES_MAX // 8
         problem = f"{context_tokens} tokens of context do not fit a message: at most {most}"
@@ -51,7 +56,11 @@ def check(context_tokens: int, step_tokens: int, tenants: int, pools: int) -> No
 
 
 def check_zeros(blocks: int) -> None:
-    """Raises InvalidConfiguration where a step that zeroes so many blocks would be too large."""
+    """Check that a step may zero every block.
+
+    Raises:
+        InvalidConfiguration: There are too many blocks for one message.
+    """
     if 4 * blocks > FRAME_BYTES_MAX // 4:
         problem = f"must be at most {FRAME_BYTES_MAX // 16} with cache.zero_on_tenant_change, not {blocks}"
         raise InvalidConfiguration("limits.blocks_max", problem)

@@ -1,8 +1,8 @@
-"""What each blocked request waits for: written down where it is decided.
+"""Wait records of blocked requests, written when the scheduler finds that a request is blocked.
 
-A Wait names the limit that a request ran into, and the events that may lift it. Whoever makes such an event happen says
-so with `wake`, and exactly those that wait for it are tried again, in the order of the queue; `explain` reads the same
-record. Who has no record has not been tried since something changed for it, or waits behind those that have.
+A Wait names the limit that the request ran into, and the events that may lift it. The code that causes such an event
+calls `wake`, and exactly the requests that wait for it are tried again, in queue order. `explain` reads the same
+record. A request without a record has not been tried since an event woke it, or is queued behind blocked ones.
 """
 
 from __future__ import annotations
@@ -16,47 +16,53 @@ Event = tuple[str, int]
 PREFIX = "prefix"
 TENANT_CEILING, SIBLING, GRAMMAR = "tenant ceiling", "sibling", "grammar"
 
-WORKER: Event = ("worker", 0)  # one that could hold the request is ready, or back
-SLOT: Event = ("slot", 0)  # a slot for a sequence is free
-FRONT: Event = ("front", 0)  # a blocked request is woken, starts or ends: what was kept for it may be had
+WORKER: Event = ("worker", 0)  # a worker that could hold the request became ready or returned
+SLOT: Event = ("slot", 0)  # a sequence slot is free
+FRONT: Event = ("front", 0)  # a blocked request was woken, started or ended: the room kept for it may be free
 
 
 def blocks_of(epoch: int) -> Event:
-    """Blocks of the group can be had: they came back, or the last step that kept them from being taken is over."""
+    """Return the event that blocks of the group became available, by a release or by the end of a step."""
     return ("blocks", epoch)
 
 
 def rows_of(epoch: int) -> Event:
-    """A row of the group ended, or the one that had to run alone is past that point."""
+    """Return the event that a row of the group ended, or that its request need not run alone any more."""
     return ("rows", epoch)
 
 
 def prompt_of(request_id: int) -> Event:
-    """The request has its first token, so that its prompt is computed; or it ended."""
+    """Return the event that a request got its first token, so that its prompt is computed, or ended."""
     return ("prompt", request_id)
 
 
 def trial_of(request_id: int) -> Event:
-    """Its worker may know by now whether the request's grammar can be used."""
+    """Return the event that a worker may know whether the request's grammar is usable."""
     return ("trial", request_id)
 
 
 def eviction_of(sequence_id: int) -> Event:
-    """The sequence gave up its blocks, so that it may go to another group."""
+    """Return the event that a sequence gave up its blocks, and may move to another group."""
     return ("eviction", sequence_id)
 
 
 def prefix_of(value: int) -> Event:
-    """A block with this chained hash is indexed."""
+    """Return the event that a block with this chained hash was indexed."""
     return (PREFIX, value)
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Why a request does not run, or stands still. A new worker ends every wait.
+    """Why a request does not run, or is stalled. A new worker ends every wait.
 
-    limit: workers, away, sequences_max, step_rows_max, alone, sibling, grammar, step, kept, tenant ceiling or blocks.
-    group: epoch of the one that lacks least, 0 for none. short: blocks missing there, of those needed; problem: the
-    refusal in words. other: the request that it waits for.
+    Attributes:
+        limit: workers, away, sequences_max, step_rows_max, alone, sibling, grammar, step, kept, tenant ceiling or
+            blocks.
+        events: Events that may lift the limit.
+        group: Epoch of the group with the smallest shortage, 0 for none.
+        short: Blocks missing there.
+        needed: Blocks needed there.
+        problem: The text of the refusal.
+        other: The request that it waits for.
     """
 
     limit: str
@@ -69,14 +75,18 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Waiter(Protocol):
-    """Whoever waits: a request."""
+    """A request that waits."""
 
     id: int
     wait: Wait | None
 
 
 class Waits:
-    """Who waits for what. stirred: somebody may go on, or came, since this was set to False."""
+    """Waiting requests by event.
+
+    Attributes:
+        stirred: Set when a request arrived or may continue; the scheduler clears it.
+    """
 
     def __init__(self) -> None:
         self._by_event: dict[Event, dict[int, Waiter]] = {}
@@ -84,7 +94,7 @@ class Waits:
         self.stirred = False
 
     def put(self, request: Waiter, wait: Wait) -> None:
-        """The request waits for the first of the events."""
+        """Record that the request waits for the first of the events."""
         assert request.wait is None
         request.wait = wait
         for event in wait.events:
@@ -93,11 +103,11 @@ class Waits:
 
     @property
     def awaits_prefix(self) -> bool:
-        """Whether anybody waits for a block to be indexed."""
+        """Whether any request waits for a block to be indexed."""
         return self._prefixes > 0
 
     def wake(self, event: Event) -> list[int]:
-        """It happened. Returns the ids of those who waited for it."""
+        """Wake the requests that wait for the event. Return their ids."""
         waiting = self._by_event.get(event)
         if not waiting:
             return []
@@ -107,7 +117,7 @@ class Waits:
         return list(woken)
 
     def wake_all(self) -> None:
-        """A worker came or went: everything may be different, but for those that wait for a sibling."""
+        """Wake all requests except those that wait for a sibling, because a worker came or went."""
         self.stirred = True
         blocked = {request.id: request for waiting in self._by_event.values() for request in waiting.values()}
         for request in blocked.values():
@@ -115,7 +125,7 @@ class Waits:
                 self.clear(request)
 
     def clear(self, request: Waiter) -> None:
-        """The request is tried again, or does not wait any more."""
+        """Remove the request's wait record, because it is tried again or no longer waits."""
         self.stirred = True
         wait, request.wait = request.wait, None
         if wait is None:
@@ -129,7 +139,7 @@ class Waits:
         self.wake(FRONT)
 
     def check_invariants(self, blocked: Sequence[Waiter]) -> None:
-        """Every record is listed under its events, and nothing else is."""
+        """Check that exactly the records of blocked requests are listed under their events."""
         listed = {(event, number) for event, waiting in self._by_event.items() for number in waiting}
         assert listed == {(event, r.id) for r in blocked if r.wait for event in r.wait.events}, "a wait is not listed"
-        assert all(self._by_event.values()), "an event that nobody waits for"
+        assert all(self._by_event.values()), "an event without waiting requests"

@@ -1,7 +1,7 @@
-"""What clients ask: a handler for each message.
+"""Handlers of client commands, one for each message.
 
-Law: a command that is refused raises a typed error that names what was wrong, and has changed nothing. A handler checks
-and hands over; what must hold for ever is kept by the rooms below.
+A refused command raises a typed error that names what is wrong, and has changed nothing. Handlers validate and
+delegate; the layers below keep the invariants.
 
-From outside: the machine calls the handlers; what only reads (`find`, `info`) may be used by the reports too.
+The machine calls the handlers. Reports may also use those that only read (`find`, `info`).
 """

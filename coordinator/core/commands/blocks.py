@@ -1,4 +1,4 @@
-"""Blocks by name: who holds one, and holding one."""
+"""Block commands: inspect blocks, and add or remove named holders."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..sizes import HOLDERS_LISTED_MAX
 
 
 class BlockCommands:
-    """Handlers of the block messages. A handler that raises has changed nothing."""
+    """Handlers of the block messages."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache, self._clock = cache, cache.clock
 
     def concerns(self, block: int, tenant: str) -> bool:
-        """Whether there is such a block, and the tenant pays for it or holds it."""
+        """Return whether the block exists and the tenant pays for it or holds it."""
         cache = self._cache
         index = cache.tenants.peek(tenant)
         try:
@@ -32,7 +32,11 @@ class BlockCommands:
         return bool(index) and (int(cache.blocks.owner[block]) == index or bool(self._holders(block, tenant)))
 
     def info(self, tenant: str, message: GetBlock) -> BlockInfo:
-        """A block, its state and those of its holders that are of the tenant ("": all). Raises BlockNotFound."""
+        """Return a block's state and those of its holders that belong to the tenant ("": all holders).
+
+        Raises:
+            BlockNotFound: No pool has this block.
+        """
         cache, block = self._cache, message.block_id
         group, owner = cache.group_of_block(block), cache.tenants.names[int(cache.blocks.owner[block])]
         return BlockInfo(
@@ -44,7 +48,7 @@ class BlockCommands:
         )
 
     def _holders(self, block: int, tenant: str) -> list[Holder]:
-        """Everyone of a tenant ("": of all) who holds the block and for how long, longest first."""
+        """Return the holders of the block that belong to a tenant ("": all), longest holder first."""
         s, blocks, index = self._cache.sequences, self._cache.blocks, self._cache.tenants.peek(tenant)
         width = int(s.used.max(initial=0))
         inside = np.arange(width) < s.used[:, None]
@@ -62,9 +66,16 @@ class BlockCommands:
         return sorted(found, key=lambda holder: -holder.since_us)
 
     def ref(self, event: FromClient, seen: str, message: RefBlock) -> Message:
-        """Adds a holder, for one who sees this tenant alone ("": all).
+        """Add a named holder.
 
-        Raises BlockNotFound and what Pins.check, Cache.check_tenant and Pins.check_room raise.
+        Args:
+            event: The event that carried the command.
+            seen: The one tenant that the client sees, or "" for all.
+            message: The command.
+
+        Raises:
+            BlockNotFound: No pool has this block.
+            KvforgeError: As raised by Pins.check, Cache.check_tenant and Pins.check_room.
         """
         cache, pins, block = self._cache, self._cache.pins, message.block_id
         group, owner = cache.group_of_block(block), int(cache.blocks.owner[block])
@@ -75,18 +86,23 @@ class BlockCommands:
         return self._count(message.rid, message.block_id, seen)
 
     def unref(self, tenant: str, message: UnrefBlock) -> Message:
-        """Takes a holder away, of the tenant ("": of any). Raises BlockNotFound and what Pins.drop raises."""
+        """Remove a named holder of the tenant ("": any).
+
+        Raises:
+            BlockNotFound: No pool has this block.
+            KvforgeError: As raised by Pins.drop.
+        """
         group, whose = self._cache.group_of_block(message.block_id), self._cache.tenants.peek(tenant)
         self._cache.pins.drop(group, message.block_id, message.generation, message.holder, whose)
         return self._count(message.rid, message.block_id, tenant)
 
     def client_gone(self, client: int) -> None:
-        """What a connection held is released."""
+        """Drop the holders that a connection added."""
         for block, holder in self._cache.pins.of_client(client):
             self._cache.pins.drop(self._cache.group_of_block(block), block, -1, holder)
 
     def _count(self, rid: int, block: int, seen: str) -> BlockCount:
-        """Who sees one tenant alone ("": all) is told how often that one holds it."""
+        """Return the block's counts. A client that sees one tenant gets only the number of its holders."""
         blocks = self._cache.blocks
         return BlockCount(
             rid=rid,

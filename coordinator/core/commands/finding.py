@@ -1,7 +1,7 @@
-"""What a request would find here: asked by whoever chooses between coordinators. Nothing here changes anything.
+"""Prefix look-up for routers that choose between coordinators. It changes nothing.
 
-The answer is of the index that requests are started by, under the same salt, and compares the tokens themselves: what
-is said to be cached is what a Submit that came now would share. A guess that is kept elsewhere outlives what it is of.
+The answer comes from the live prefix index, under the same salt, with tokens compared: `cached_tokens` is exactly what
+a Submit at this moment would share. A router's own estimate could outlast the blocks it describes.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ from ..requests.lifecycle import RequestTable
 from ..scheduling.admission import Admission
 from . import validate
 
-LOOKED_AT_MAX = 64  # of the requests that wait; the others are taken to be like them
+LOOKED_AT_MAX = 64  # waiting requests that are measured; the estimate assumes the same mean for the rest
 
 
 class Finding:
-    """Answers FindPrefix."""
+    """Handler of FindPrefix."""
 
     def __init__(self, cache: Cache, requests: RequestTable, admission: Admission) -> None:
         self._cache, self._requests, self._admission = cache, requests, admission
 
     def find(self, message: FindPrefix, *, draining: bool) -> PrefixFound:
-        """Raises InvalidRequest for an impossible tenant, salt or token."""
+        """Return what a request with this prompt would share, and how loaded this coordinator is.
+
+        Raises:
+            InvalidRequest: The tenant, the salt or a token is invalid.
+        """
         cache, s = self._cache, self._cache.sequences
         cache.tenants.check(message.tenant)
         known = bool(message.key) and self._requests.keys.knows(message.tenant, message.key)
@@ -33,7 +37,7 @@ class Finding:
         groups = [group for group in cache.groups.values() if not group.away]
         if not groups:
             return PrefixFound(rid=message.rid, ready=False, draining=draining, known=known)
-        # Longer ones are refused when they are submitted.
+        # A longer prompt is refused on Submit.
         prompt = message.prompt[: s.context_tokens_max]
         validate.tokens("prompt", prompt, cache.vocab_size)
         salt, cached = cache.hasher.salt(text), 0
@@ -56,7 +60,7 @@ class Finding:
         )
 
     def _queued_tokens(self) -> int:
-        """What is known but has no KV yet, of those that run, and all of those that wait."""
+        """Estimate tokens without KV: the rest of the running requests, and the prompts of the waiting ones."""
         s = self._cache.sequences
         left = s.length[s.running] - s.scheduled[s.running]
         behind = int(left.clip(min=0).sum()) if left.size else 0

@@ -1,8 +1,8 @@
-"""Which commands a client may give, about what: everything that a restricted client says comes by here first.
+"""Authorisation: the commands of restricted clients are checked here first.
 
-What belongs to another tenant is answered as if it did not exist; so is a block that the client's tenant neither pays
-for nor holds. Both are refused here, in the same words and before anything else is said of the command: no order of
-checks tells one from the other. A right that is missing is named before anything is looked at.
+Objects of other tenants are answered as if they did not exist. The same holds for a block that the tenant neither pays
+for nor holds. Both are refused here with the same text and before any other check, so that the order of checks reveals
+nothing. A missing right is reported before any object is looked up.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .sequences import SequenceCommands
 from .spending import Spending, is_costly
 from .validate import own_salt
 
-# What is not named here anybody may say.
+# Commands that are not listed here need no right.
 RIGHT_FOR: dict[type[Message], str] = {
     Submit: SUBMIT,
     FindPrefix: SUBMIT,
@@ -68,7 +68,7 @@ RIGHT_FOR: dict[type[Message], str] = {
     Explain: READ,
     Drain: ADMIN,
 }
-UNNAMED = "default"  # what a message says for a tenant where its sender named none
+UNNAMED = "default"  # the tenant in a message that names none
 
 
 class Guard:
@@ -84,10 +84,17 @@ class Guard:
     ) -> None:
         self._requests, self._admission, self._sequences, self._blocks = requests, admission, sequences, blocks
         self._spending = spending
-        self._alive: dict[str, set[int]] = {}  # requests by entry, as they were when the last of them was accepted
+        self._alive: dict[str, set[int]] = {}  # requests by access entry, pruned when one is accepted
 
     def check(self, access: Access, message: Any) -> Any:
-        """The command as it may be carried out. Raises NotAllowed, NotFound, QueueFull or RateExceeded."""
+        """Check a command and return it as it may be carried out.
+
+        Raises:
+            NotAllowed: The client lacks a right, or may not act for the tenant.
+            NotFound: The command names an object of another tenant.
+            QueueFull: The access entry has too many live requests.
+            RateExceeded: The access entry has used up its tokens.
+        """
         right = RIGHT_FOR.get(type(message))
         if right is not None and right not in access.rights and ADMIN not in access.rights:
             raise NotAllowed(right, f"{type(message).__name__} asks for it")
@@ -96,14 +103,14 @@ class Guard:
         if access.sees:
             self._check_named(access.sees, message)
             if isinstance(message, Submit | FindPrefix | CreateSequence) and message.salt:
-                # A hit would tell that somebody else had the same text, to whoever guesses the salt.
+                # Otherwise, a client could guess a salt and learn from a hit that another tenant had the same text.
                 message = msgspec.structs.replace(message, salt=own_salt(access.sees, message.salt))
         if is_costly(message) and (access.requests_max or access.tokens_per_s):
             self._check_limits(access, message)
         return message
 
     def done(self, access: Access, message: Any, reply: Message) -> None:
-        """A command was carried out: what it has used and made is the entry's."""
+        """Account a command that was carried out to its access entry."""
         if access.tokens_per_s and is_costly(message):
             self._spending.done(access, message, reply)
         if access.requests_max and isinstance(reply, Accepted):
@@ -122,7 +129,7 @@ class Guard:
     def _check_limits(self, access: Access, message: Any) -> None:
         if isinstance(message, Submit):
             if self._requests.keys.find(message.tenant, message) is not None:
-                return  # its requests are alive already, or were
+                return  # a repeated command creates no requests
             if access.requests_max:
                 self._check_room(access, message)
         if access.tokens_per_s:
@@ -133,10 +140,10 @@ class Guard:
         if alive + message.count > access.requests_max:
             raise QueueFull(access.requests_max, self._admission.waiting.retry_after_ms(), access.owner)
 
-    # ---------------------------------------------------------------------------------------------------- what is named
+    # --------------------------------------------------------------------------------------------------- named objects
 
     def _check_named(self, tenant: str, message: Any) -> None:
-        """Raises NotFound where the command names what is not the tenant's."""
+        """Raise NotFound if the command names an object of another tenant."""
         if isinstance(message, Attach | Cancel | FinishAt | GetRequest):
             self._check_request(tenant, message.request_id)
         elif isinstance(message, GetSequence | GetTokens | Fork):

@@ -1,4 +1,4 @@
-"""What clients ask of requests: submit, attach, cancel, read; and what follows when a client or its time is gone."""
+"""Request commands: submit, attach, cancel, read; and the end of requests when a client or their time is gone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SEEDS = 1 << 64
 
 
 class RequestCommands:
-    """Handlers of the request messages. A handler that raises has changed nothing."""
+    """Handlers of the request messages."""
 
     def __init__(
         self,
@@ -81,7 +81,11 @@ class RequestCommands:
     # --------------------------------------------------------------------------------------------------------- submit
 
     def submit(self, event: FromClient, message: Submit) -> Message:
-        """One request, or several over one prompt; or those that the same key made before."""
+        """Create one request, or several for one prompt; an idempotency key returns the existing ones.
+
+        Raises:
+            KvforgeError: The command is refused; nothing has changed.
+        """
         cache, s = self._cache, self._cache.sequences
         slot = self._sequences.find(message.sequence_id) if message.sequence_id else NO_SLOT
         tenant = message.tenant if slot == NO_SLOT else cache.tenants.names[int(s.tenant[slot])]
@@ -103,7 +107,7 @@ class RequestCommands:
         return self._accept(event, message, prompt, tenant, salt)
 
     def _append(self, slot: int, prompt: npt.NDArray[np.int32]) -> None:
-        """The sequence grows by the prompt. Where there is no room now, it gives up its KV and waits for its turn."""
+        """Append the prompt to the sequence, which releases its KV and waits if there is no room now."""
         slots, counts = np.array([slot]), np.array([prompt.size])
         try:
             self._cache.append(slots, prompt, counts)
@@ -149,12 +153,12 @@ class RequestCommands:
         return Accepted(rid=message.rid, request_id=first, seed=seed, count=message.count)
 
     def again(self, event: FromClient, message: Submit, answer: Message) -> Message:
-        """A command that was done already and answered so, by a client that came back."""
+        """Answer a Submit that was accepted before and is sent again by a client that reconnected."""
         assert isinstance(answer, Accepted), "a Submit is accepted or refused"
         return self._again(event, message, answer.request_id, answer.seed)
 
     def _again(self, event: FromClient, message: Submit, first: int, seed: int) -> Message:
-        """Its requests are streamed to whoever asks now. Some may be forgotten by now. seed: where all of them are."""
+        """Stream existing requests to the client. `seed` is answered if all are forgotten."""
         requests = []
         for request_id in range(first, first + message.count):
             request = self._requests.known(request_id)
@@ -171,11 +175,16 @@ class RequestCommands:
     # --------------------------------------------------------------------------------------------------------- attach
 
     def attach(self, event: FromClient, message: Attach) -> Message:
-        """The request is streamed to this client from the offset on."""
+        """Stream a request to this client from an offset on.
+
+        Raises:
+            Conflict: Another connection reads the request, and the client only resumes.
+            InvalidRequest: The offset is out of range.
+        """
         request = self._requests.find(message.request_id)
         if message.resume and request.client != event.client:
             raise Conflict(
-                f"request {request.id} is read by another connection now; attach again to take it back",
+                f"request {request.id} is read by another connection; attach again to take it over",
                 request_id=request.id,
             )
         most = self._admission.generated(request) + request.cut
@@ -199,7 +208,7 @@ class RequestCommands:
             self._streams.add_end(client, ended(request, cut, self._clock.now_us))
 
     def client_full(self, client: int, lost: Stream) -> None:
-        """The client takes nothing more: its requests that miss something now are paused, to be read by offset."""
+        """Pause the requests with lost stream data, because the client's send buffer is full. It resumes by offset."""
         for request_id in self._streams.lost(client, lost):
             request = self._requests.known(request_id)
             self._requests.streams_paused_total += 1
@@ -209,16 +218,18 @@ class RequestCommands:
     # ------------------------------------------------------------------------------------------------------------ end
 
     def cancel(self, message: Cancel) -> Message:
-        """Ends a request; doing it twice is the same answer, not an error."""
+        """Cancel a request. Repeating the command gives the same answer."""
         request = self._requests.find(message.request_id)
         if request.state != CANCELLED:
             self._endings.end(request, "cancel", "cancelled", None)
         return Done(rid=message.rid)
 
     def finish_at(self, message: FinishAt) -> Message:
-        """Ends a request as stopped after so many of its tokens. Asking again changes nothing.
+        """Finish a request after the given number of tokens. Repeating the command changes nothing.
 
-        Raises AlreadyFinished, or InvalidRequest where it has not generated so many.
+        Raises:
+            AlreadyFinished: The request has ended otherwise.
+            InvalidRequest: The request has not generated that many tokens.
         """
         request = self._requests.find(message.request_id)
         generated = self._admission.generated(request)
@@ -233,20 +244,20 @@ class RequestCommands:
         return Done(rid=message.rid)
 
     def client_away(self, client: int) -> None:
-        """Its connection is gone and may come back: then it asks for what it lacks of each of its requests."""
+        """Pause the requests of a disconnected client that may reconnect; it then resumes each by offset."""
         for request in self._requests.of_client(client):
             self._pause(request)
         self._streams.forget(client)
 
     def _pause(self, request: Request) -> None:
-        """Nothing is streamed of it before it is asked for again."""
+        """Stop streaming the request until its client attaches again."""
         request.paused = True
         request.phases.pause(self._clock.now_us)
         if request.slot != NO_SLOT:
             self._admission.rows.reader[request.slot] = 0
 
     def client_gone(self, client: int, goodbye: bool) -> None:
-        """Its requests go with it: at once where it said goodbye, else when its lease is over; detached ones stay."""
+        """End the requests of a client: at once after a goodbye, else after its lease. Detached requests stay."""
         lease_us = 0 if goodbye else self._lease_us
         for request in [r for r in self._requests.live.values() if r.client == client]:
             if not request.detached and not lease_us:
@@ -262,7 +273,7 @@ class RequestCommands:
         self._streams.forget(client)
 
     def pass_time(self) -> None:
-        """Ends what has run out of time."""
+        """End requests at their deadlines, leases and drain deadline."""
         for request_id, kind in self.deadlines.due(self._clock.now_us):
             request = self._requests.live.get(request_id)
             if request is None:
@@ -273,7 +284,7 @@ class RequestCommands:
             age = f"{(self._clock.now_us - request.submitted_us) / 1e6:.3g} s"
             if kind == DEADLINE:
                 limit = (request.deadline_us - request.submitted_us) / 1e6
-                self._expire(request, f"it had not ended within {limit:.6g} s")
+                self._expire(request, f"it did not end within {limit:.6g} s")
             elif kind == FIRST_TOKEN:
                 if request.first_token_us < 0:
                     self._expire(request, f"it had no token after {age}")
@@ -285,7 +296,7 @@ class RequestCommands:
                 self._endings.end(request, "fail", "failed", Draining(problem, request_id=request.id))
 
     def due_us(self) -> int | None:
-        """When `pass_time` has something to do; None where nothing waits for time to pass."""
+        """Return when `pass_time` has work, or None."""
         timer_us = self.deadlines.next_us(self._requests.live)
         if self.drain_deadline_us and self._requests.live:
             return self.drain_deadline_us if timer_us is None else min(timer_us, self.drain_deadline_us)
@@ -300,23 +311,23 @@ class RequestCommands:
     # ---------------------------------------------------------------------------------------------------------- drain
 
     def begin_drain(self, deadline_us: int) -> None:
-        """Stops admission. What has not ended by the deadline (0: none) is handed back."""
+        """Stop admission. Requests that are alive at the deadline (0: none) are handed back."""
         self.draining = True
         if deadline_us:
             self.drain_deadline_us = min(deadline_us, self.drain_deadline_us or deadline_us)
             self.pass_time()
 
     def end_drain(self) -> None:
-        """The process that was told to stop has ended: the one that goes on with its state admits again."""
+        """Resume admission, in a process that took over the state of one that was draining."""
         self.draining, self.drain_deadline_us = False, 0
 
     # ----------------------------------------------------------------------------------------------------------- read
 
     def info(self, message: GetRequest) -> Message:
-        """What is known of a request."""
+        """Return the state of a request."""
         request = self._requests.find(message.request_id)
         row = msgspec.structs.asdict(self._row(request))
-        del row["first_token_us"], row["ended_us"]  # they are among its timings
+        del row["first_token_us"], row["ended_us"]  # part of `timings`
         return RequestInfo(
             rid=message.rid,
             **row,
@@ -330,7 +341,7 @@ class RequestCommands:
         )
 
     def list(self, tenant: str, message: ListRequests) -> Message:
-        """The newest requests of a tenant, "": of all."""
+        """Return the newest requests of a tenant ("": all)."""
         if not 1 <= message.count_max <= self._bounds.list_max:
             raise InvalidRequest("count_max", f"must be 1 to {self._bounds.list_max}")
         known = {**self._requests.finished, **self._requests.live}
@@ -341,7 +352,7 @@ class RequestCommands:
         return RequestList(rid=message.rid, requests=tuple(self._row(known[i]) for i in newest), total=len(known))
 
     def _row(self, request: Request) -> RequestRow:
-        """One line of the list of requests."""
+        """Build one line of the request list."""
         return RequestRow(
             request_id=request.id,
             state=request.state,
@@ -357,13 +368,13 @@ class RequestCommands:
         )
 
     def purge(self, tenant: str, message: PurgeFinished) -> Message:
-        """Forgets requests of a tenant, "": of all, that ended some time ago."""
+        """Forget requests of a tenant ("": all) that ended some time ago."""
         if message.older_than_ms < 0:
             raise InvalidRequest("older_than_ms", "must be 0 or more")
         return Purged(rid=message.rid, count=self._requests.purge(message.older_than_ms * 1000, tenant))
 
     def recheck(self) -> None:
-        """The model is known now: requests that came before are held to its limits."""
+        """Check waiting requests against the limits of a model that became known after they arrived."""
         model = self._cache.model
         for request in list(self._admission.waiting):
             try:
@@ -377,7 +388,7 @@ class RequestCommands:
 
 
 def with_model_defaults(sampling: Sampling, model_defaults: tuple[str, ...], model: ModelInfo) -> Sampling:
-    """The sampling of a request, with the model's own values for the fields that it did not choose."""
+    """Return the sampling parameters with the model's defaults for the fields that the request left open."""
     if not model_defaults:
         return sampling
     return msgspec.structs.replace(sampling, **{name: getattr(model.sampling, name) for name in model_defaults})

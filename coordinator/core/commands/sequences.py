@@ -1,4 +1,4 @@
-"""The client's own sequences: create, append, fork, read, remove, expire."""
+"""Commands on client sequences: create, append, fork, read, remove, expire."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ IDLE_TTL_MS_MAX = 30 * 24 * 3600 * 1000
 
 
 class SequenceCommands:
-    """Handlers of the sequence messages. A handler that raises has changed nothing."""
+    """Handlers of the sequence messages."""
 
     def __init__(self, cache: Cache, requests: RequestTable, endings: Endings) -> None:
         self._clock, self._cache, self._requests, self._endings = cache.clock, cache, requests, endings
-        self._gone: OrderedDict[int, tuple[str, str]] = OrderedDict()  # its tenant, and why it was removed by us
-        self._again: Slots = np.zeros(0, np.int64)  # to which the last command appended one token each
+        self._gone: OrderedDict[int, tuple[str, str]] = OrderedDict()  # tenant and reason of removals
+        self._again: Slots = np.zeros(0, np.int64)  # slots of the last append of one token each
 
     def find(self, sequence_id: int, tenant: str = "") -> int:
-        """The slot of a client's sequence, which must be of the tenant ("": of any).
+        """Return the slot of a client's sequence that belongs to the tenant ("": any).
 
-        Raises SequenceNotFound, saying why where it was removed by us.
+        Raises:
+            SequenceNotFound: There is no such sequence; the error has the reason if the coordinator removed it.
         """
         s = self._cache.sequences
         slot = s.slot_of.get(sequence_id)
@@ -66,7 +67,11 @@ class SequenceCommands:
         return self._cache.tenants.names[int(self._cache.sequences.tenant[slot])]
 
     def check_all(self, ids: np.ndarray[tuple[int], np.dtype[np.int64]], tenant: str) -> None:
-        """Raises SequenceNotFound for the first that is not the tenant's. Too many are for others to refuse."""
+        """Check that all sequences belong to the tenant. The handler refuses lists that are too long.
+
+        Raises:
+            SequenceNotFound: For the first sequence that does not.
+        """
         if ids.size <= self._cache.limits.bounds.bulk_max:
             for sequence_id in ids.tolist():
                 self.find(sequence_id, tenant)
@@ -74,7 +79,11 @@ class SequenceCommands:
     # --------------------------------------------------------------------------------------------------------- create
 
     def create(self, event: FromClient, message: CreateSequence) -> Message:
-        """A new sequence, resident in the group that shares most with it, or waiting for one to appear."""
+        """Create a sequence in the group that shares most with it; without a worker, it waits for one.
+
+        Raises:
+            KvforgeError: The command is refused; nothing has changed.
+        """
         cache, s = self._cache, self._cache.sequences
         cache.check_tenant(message.tenant)
         validate.tokens("tokens", message.tokens, self._cache.vocab_size)
@@ -86,7 +95,7 @@ class SequenceCommands:
         salt = cache.hasher.salt(validate.salt_text(message.tenant, message.salt))
         placement, forgotten = self._place(message, salt), cache.tenants.forgotten_total
         tenant = cache.intern(message.tenant)
-        if cache.tenants.forgotten_total != forgotten:  # cached blocks went with it, perhaps those that it would share
+        if cache.tenants.forgotten_total != forgotten:  # this evicted cached blocks, perhaps the ones in the plan
             placement = self._place(message, salt)
         slot = s.create(tenant, salt)
         s.owned[slot], s.client[slot] = True, event.client
@@ -99,7 +108,7 @@ class SequenceCommands:
         return self._info(slot, message.rid)
 
     def _place(self, message: CreateSequence, salt: int) -> Placement | None:
-        """Where the sequence would live; None where no worker is there yet. Raises CapacityExceeded."""
+        """Plan the placement of a sequence; None without workers. Raise CapacityExceeded without room."""
         cache = self._cache
         tenant = cache.tenants.peek(message.tenant)
         hashes = cache.indexing.hashes(salt, message.tokens)
@@ -121,7 +130,11 @@ class SequenceCommands:
     # --------------------------------------------------------------------------------------------------- append, fork
 
     def append(self, message: Append) -> Message:
-        """Appends to all of the sequences or to none."""
+        """Append tokens to several sequences, all or nothing.
+
+        Raises:
+            KvforgeError: The command is refused; nothing has changed.
+        """
         if message.tokens.size == message.counts.size == message.sequence_ids.size:
             reply = self._append_one(message) if message.tokens.size == 1 else self._append_again(message)
             if reply is not None:
@@ -133,7 +146,7 @@ class SequenceCommands:
         if counts.size and counts.min() < 1:
             raise InvalidRequest("counts", "each sequence gets at least one token")
         if int(counts.sum()) != message.tokens.size:
-            raise InvalidRequest("tokens", f"{message.tokens.size} tokens where the counts say {int(counts.sum())}")
+            raise InvalidRequest("tokens", f"{message.tokens.size} tokens, but counts of {int(counts.sum())}")
         validate.tokens("tokens", message.tokens, self._cache.vocab_size)
         slots = self._find_all(message.sequence_ids)
         for slot in slots[s.request[slots] != 0].tolist():
@@ -143,12 +156,12 @@ class SequenceCommands:
         if slots.size:
             self._cache.append(slots, message.tokens, counts)
             if counts.size == message.tokens.size:
-                # Who appends one to each of many does so again and again: the next time they need not be looked up.
+                # Such clients repeat the command: the fast path of the next one skips the look-up.
                 self._again = slots
         return Appended(rid=message.rid, lengths=s.length[slots].astype(np.int32))
 
     def _append_one(self, message: Append) -> Appended | None:
-        """One token to one sequence, as chat-like clients do most: the same in plain numbers. None: the long way."""
+        """Fast path for one token to one sequence; None if the general path must handle the command."""
         s, token = self._cache.sequences, int(message.tokens[0])
         slot = s.slot_of.get(int(message.sequence_ids[0]), NO_POOL)
         if slot == NO_POOL or not s.owned[slot] or s.request[slot] or message.counts[0] != 1:
@@ -158,22 +171,24 @@ class SequenceCommands:
         return Appended(rid=message.rid, lengths=np.array([s.length[slot]], np.int32))
 
     def _append_again(self, message: Append) -> Appended | None:
-        """One token to each of the sequences to which the last command appended one each: they need not be looked up,
-        and are of one tenant. None: the long way, which also says what is wrong."""
+        """Fast path for one token each to the sequences of the previous append, which share a tenant.
+
+        Returns None if the general path must handle or refuse the command.
+        """
         s, slots = self._cache.sequences, self._again
-        # Ids are never used again: a slot that has the id has the sequence, of the same owner and tenant.
+        # Ids are never reused: a slot with the same id has the same sequence, owner and tenant.
         if s.id.take(slots).tobytes() != message.sequence_ids.tobytes() or not (message.counts == 1).all():
             return None
         if s.request.take(slots).any():
             return None
-        # Those below zero are large ones here.
+        # Viewed as unsigned, negative ids are large.
         if np.maximum.reduce(message.tokens.view(np.uint32)) >= self._cache.vocab_size:
             return None
         after = self._cache.append_each(slots, message.tokens)
         return None if after is None else Appended(rid=message.rid, lengths=after.astype(np.int32))
 
     def fork(self, event: FromClient, message: Fork) -> Message:
-        """More sequences over the same blocks."""
+        """Create sequences that share the blocks of another one."""
         slot, s = self.find(message.sequence_id), self._cache.sequences
         if not 1 <= message.count <= self._cache.limits.bounds.bulk_max:
             raise InvalidRequest("count", f"must be 1 to {self._cache.limits.bounds.bulk_max}")
@@ -182,7 +197,7 @@ class SequenceCommands:
         for _ in range(message.count):
             child = self._cache.fork(slot)
             s.owned[child], s.client[child] = True, event.client
-            s.keep_idle(child, 0 if s.leased[slot] else int(s.idle_ttl_us[slot]))  # this one has an owner
+            s.keep_idle(child, 0 if s.leased[slot] else int(s.idle_ttl_us[slot]))  # a lease is not inherited
             ids.append(int(s.id[child]))
         s.touch(slot)
         return Forked(rid=message.rid, sequence_ids=np.array(ids, np.int64))
@@ -190,11 +205,11 @@ class SequenceCommands:
     # ----------------------------------------------------------------------------------------------------------- read
 
     def info(self, message: GetSequence) -> SequenceInfo:
-        """What is known of a sequence. Does not count as an access."""
+        """Return the state of a sequence. This does not count as an access."""
         return self._info(self.find(message.sequence_id), message.rid)
 
     def read(self, message: GetTokens) -> Message:
-        """Its tokens. Counts as an access."""
+        """Return the tokens of a sequence. This counts as an access."""
         slot = self.find(message.sequence_id)
         self._cache.sequences.touch(slot)
         return SequenceTokens(rid=message.rid, tokens=self._cache.sequences.text(slot))
@@ -222,24 +237,27 @@ class SequenceCommands:
     # --------------------------------------------------------------------------------------------------------- remove
 
     def remove(self, message: RemoveSequences) -> Message:
-        """Removes all of them; what runs on one is cancelled first."""
+        """Remove sequences, cancelling the requests that run on them."""
         slots = self._find_all(message.sequence_ids)
         freed = sum(self._end(slot, "") for slot in slots.tolist())
         return Removed(rid=message.rid, freed_blocks=freed)
 
     def due_us(self) -> int | None:
-        """When the first time to live may be over; None where none is limited."""
+        """Return the earliest time when a sequence may expire, or None."""
         return self._cache.sequences.expiry_us
 
     def pass_time(self) -> None:
-        """Removes idle sequences whose time to live is over."""
+        """Remove expired sequences."""
         s = self._cache.sequences
         for slot in s.collect_expired():
             self._end(slot, f"it was idle for its time to live of {s.idle_ttl_us[slot] / 1e6:g} s")
 
     def client_gone(self, client: int) -> None:
-        """A connection ended, and the requests that go with it have: its sequences go, except those with a time to
-        live of their own. One that a living request continues stays with it, and gets a time to live from then on."""
+        """Remove the sequences of a connection that ended, except those with a time to live.
+
+        The connection's requests have ended before. A sequence that a live request continues gets the lease as its time
+        to live.
+        """
         s = self._cache.sequences
         mine = s.owned & (s.client == client)
         for slot in np.flatnonzero(mine & (s.idle_ttl_us == 0)).tolist():
@@ -264,7 +282,7 @@ class SequenceCommands:
     # --------------------------------------------------------------------------------------------------------- checks
 
     def _find_all(self, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Slots:
-        """Slots of distinct sequences. Raises InvalidRequest or SequenceNotFound."""
+        """Return the slots of distinct sequences. Raise InvalidRequest or SequenceNotFound."""
         if ids.size > self._cache.limits.bounds.bulk_max:
             raise InvalidRequest("sequence_ids", f"at most {self._cache.limits.bounds.bulk_max} in one command")
         slot_of, owned = self._cache.sequences.slot_of, self._cache.sequences.owned
@@ -274,5 +292,5 @@ class SequenceCommands:
             for sequence_id in ids.tolist():
                 self.find(sequence_id)
         if len(set(found)) != len(found):
-            raise InvalidRequest("sequence_ids", "a sequence is named twice")
+            raise InvalidRequest("sequence_ids", "a sequence is listed twice")
         return slots

@@ -1,9 +1,8 @@
-"""Clients that come back, after their connection ended or the coordinator's process was another one: who they are, and
-what they were answered.
+"""Sessions: clients that reconnect after their connection or the coordinator process ended.
 
-A client that said a session with its hello keeps its number, and so all that is its own: requests, sequences, names on
-blocks. It sends again what it has no answer to, under the numbers that it chose. A command that was done already is not
-done again: it gets the answer that it got before.
+A client that names a session in its handshake keeps its client number, and with it all its requests, sequences and
+block holders. After a reconnect, it resends unanswered commands under their original ids. A command that was already
+carried out is not repeated: the client gets the original reply.
 """
 
 from __future__ import annotations
@@ -17,35 +16,43 @@ from ..clock import Clock
 from ..events import ClientGone
 from ..limits import Bounds, microseconds
 
-OWNER_END = "\n"  # what a session's name begins with, the entry that it is of, ends here
+OWNER_END = "\n"  # separates the access entry at the start of a session's name from the rest
 
 
 class Away(NamedTuple):
-    """until_us: so long a client is waited for. leased: so long its requests had, and end with it."""
+    """A client that is away.
+
+    Attributes:
+        until_us: When the coordinator stops waiting for the client.
+        leased: Its requests had the same lease, and end with it.
+    """
 
     until_us: int
     leased: bool
 
 
 class Sessions:
-    """Sessions of clients that are connected, and of those that are away. over: those that have been away for too long,
-    for the machine to end."""
+    """Sessions of connected and absent clients.
+
+    Attributes:
+        over: Clients that were away for too long, for the machine to end.
+    """
 
     def __init__(self, clock: Clock, bounds: Bounds) -> None:
         self._clock, self._bounds = clock, bounds
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._answers: dict[int, dict[int, Message]] = {}
-        self._away: dict[int, Away] = {}  # who is waited for the least is first
+        self._away: dict[int, Away] = {}  # ordered by until_us
         self.over: list[ClientGone] = []
 
     @property
     def away(self) -> int:
-        """How many are not connected."""
+        """Number of clients that are away."""
         return len(self._away)
 
     def came(self, client: int, session: str) -> bool:
-        """A client said hello. Returns whether it has come back."""
+        """Record a handshake. Return whether the client reconnected."""
         self._away.pop(client, None)
         back = client in self._names
         if session and not back:
@@ -54,13 +61,13 @@ class Sessions:
         return back
 
     def number(self, session: str) -> int | None:
-        """The number that a client of this session has, away or not."""
+        """Return the client number of a session, connected or away."""
         return self._numbers.get(session)
 
     def left(self, client: int) -> bool:
-        """Its connection ended without a word. Returns whether it is waited for.
+        """Record that a connection ended without a goodbye. Return whether the client may reconnect.
 
-        Where more are away than may be, whoever has the most of them loses the one that is waited for the least.
+        If too many clients are away, the access entry with the most of these gives up the one that expires first.
         """
         lease_us = microseconds(self._bounds.lease_s)
         if client not in self._names or not lease_us:
@@ -68,7 +75,7 @@ class Sessions:
         until_us = self._clock.now_us + lease_us
         last_us = next((away.until_us for away in reversed(self._away.values())), until_us)
         self._away[client] = Away(until_us, leased=True)
-        if last_us > until_us:  # those whom a restart cut off are waited for differently
+        if last_us > until_us:  # clients that a restart cut off have a different deadline
             self._away = dict(sorted(self._away.items(), key=lambda entry: entry[1].until_us))
         if len(self._away) > self._bounds.away_max:
             owners = {number: self._names[number].partition(OWNER_END)[0] for number in self._away}
@@ -77,14 +84,14 @@ class Sessions:
         return True
 
     def gone(self, client: int) -> None:
-        """Its connection ended, or it has been away for too long. Idempotent."""
+        """End the client's session. Idempotent."""
         session = self._names.pop(client, None)
         if session is not None:
             del self._numbers[session], self._answers[client]
             self._away.pop(client, None)
 
     def restarted(self, clients: set[int]) -> list[int]:
-        """No connection is there any more. Returns those of `clients` that cannot come back."""
+        """Mark every session as away. Return those of `clients` that cannot reconnect."""
         until_us = self._clock.now_us + microseconds(self._bounds.reattach_s)
         self._away = {client: Away(until_us, leased=False) for client in self._names}
         return sorted(clients - self._names.keys())
@@ -92,12 +99,12 @@ class Sessions:
     # --------------------------------------------------------------------------------------------------------- answers
 
     def answer(self, client: int, rid: int) -> Message | None:
-        """What this command of the client was answered, where it was done already."""
+        """Return the reply to a command that was carried out before, or None."""
         answers = self._answers.get(client)
         return answers.get(rid) if answers is not None else None
 
     def keep(self, client: int, rid: int, answer: Message, command: Message) -> None:
-        """Until the client has been answered so many more. What was attached to is attached to anew."""
+        """Keep a reply, at most `answers_kept_max` for a client. An Attach is carried out again instead."""
         answers = self._answers.get(client)
         if answers is not None and not isinstance(command, Attach):
             answers[rid] = answer
@@ -107,11 +114,11 @@ class Sessions:
     # ------------------------------------------------------------------------------------------------------------ time
 
     def due_us(self) -> int | None:
-        """When the first one has been away for too long."""
+        """Return when the first client will have been away for too long, or None."""
         return next(iter(self._away.values())).until_us if self._away else None
 
     def pass_time(self) -> None:
-        """Gives up those that have been away for too long."""
+        """Give up the clients that have been away for too long."""
         while self._away:
             client, away = next(iter(self._away.items()))
             if away.until_us > self._clock.now_us:
@@ -119,5 +126,5 @@ class Sessions:
             self._give_up(client)
 
     def _give_up(self, client: int) -> None:
-        # Who said goodbye has no further lease: neither has who was waited for so long.
+        # The lease is over, as after a goodbye.
         self.over.append(ClientGone(client, goodbye=self._away.pop(client).leased))

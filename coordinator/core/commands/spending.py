@@ -1,8 +1,8 @@
-"""So many tokens a second for an entry of [access]: those that it sends, and those that are generated for it.
+"""Token rate of an access entry: tokens that it sends, and tokens generated for it.
 
-A command is refused while more was used than its time allows, with the time after which it is not; so one command may
-be of any size, and is paid for afterwards. What a request may generate is counted when it is accepted, and what it did
-not generate is given back when it has ended: an entry that starts many at once does not get them for nothing.
+A command is refused while the entry has used more than its rate allows; the refusal has the time to wait. A single
+command may therefore be of any size and is paid for afterwards. An accepted request is charged its maximum, and what
+it did not generate is refunded at its end, so that starting many requests at once gains nothing.
 """
 
 from __future__ import annotations
@@ -16,26 +16,30 @@ from ..clock import Clock
 from ..requests.lifecycle import RequestTable
 from ..rights import Access
 
-BURST_US = 1_000_000  # what was not used in so long may be used at once
+BURST_US = 1_000_000  # unused time that may be saved up
 Costly = Submit | CreateSequence | Append
 
 
 class Spending:
-    """What each entry has used. Times in microseconds."""
+    """Usage of each access entry, in microseconds of its rate."""
 
     def __init__(self, clock: Clock, requests: RequestTable) -> None:
         self._clock, self._requests = clock, requests
-        self._paid_us: dict[str, int] = {}  # by entry: up to then what it was allowed is used
-        self._reserved: dict[str, dict[int, int]] = {}  # by entry: tokens that each request may still generate
+        self._paid_us: dict[str, int] = {}  # by entry: the allowance is used up to this time
+        self._reserved: dict[str, dict[int, int]] = {}  # by entry: tokens reserved for each live request
 
     def check(self, access: Access) -> None:
-        """Raises RateExceeded while the entry has used more than its time allows."""
+        """Check that the entry has not used more than its rate allows.
+
+        Raises:
+            RateExceeded: It has; the error has the time to wait.
+        """
         over_us = self._paid_us.get(access.name, 0) - self._unused_us(access, self._ended(access)) - self._clock.now_us
         if over_us > 0:
             raise RateExceeded(access.tokens_per_s, -(-over_us // 1000), access.owner)
 
     def done(self, access: Access, message: Costly, reply: Message) -> None:
-        """A command was carried out."""
+        """Charge a command that was carried out."""
         tokens = message.prompt.size if isinstance(message, Submit) else message.tokens.size
         reserved = self._reserved.setdefault(access.name, {})
         paid_us = self._paid_us.get(access.name, 0) - self._unused_us(access, ended := self._ended(access))
@@ -52,13 +56,13 @@ class Spending:
         self._paid_us[access.name] = since_us + _time_us(access, tokens)
 
     def _ended(self, access: Access) -> list[int]:
-        """Its requests that have ended since the last command that was carried out."""
+        """Return the entry's requests that ended since its last charged command."""
         return [
             request_id for request_id in self._reserved.get(access.name, ()) if request_id not in self._requests.live
         ]
 
     def _unused_us(self, access: Access, ended: list[int]) -> int:
-        """What they did not generate, in time. One that is forgotten already has taken longer than it could spare."""
+        """Return the time to refund for ended requests. A forgotten request is not refunded."""
         unused = 0
         for request_id in ended:
             if (request := self._requests.known(request_id)) is not None:
@@ -71,5 +75,5 @@ def _time_us(access: Access, tokens: int) -> int:
 
 
 def is_costly(message: Any) -> bool:
-    """Whether tokens are counted for it."""
+    """Return whether the message uses tokens."""
     return isinstance(message, Costly)

@@ -1,4 +1,4 @@
-"""Refusals at the door: what could never be served is refused when it arrives, naming the field."""
+"""Validation: requests that could never be served are refused on arrival, naming the field."""
 
 from __future__ import annotations
 
@@ -42,9 +42,17 @@ def submit(
     tenant: str,
     cache: Cache,
 ) -> None:
-    """Raises InvalidRequest or QuotaExceeded where the request could never be served.
+    """Validate a request.
 
-    prompt: all the tokens that it starts from, those of its sequence included.
+    Args:
+        message: The command.
+        prompt: All tokens that the request starts from, including those of its sequence, [n] int32.
+        tenant: The tenant's name.
+        cache: The cache.
+
+    Raises:
+        InvalidRequest: A field is invalid.
+        QuotaExceeded: The request could never fit under its tenant's ceiling.
     """
     if prompt.size == 0:
         raise InvalidRequest("prompt", "is empty: give at least one token id")
@@ -54,7 +62,7 @@ def submit(
     if not 1 <= message.count <= limits.bounds.samples_max:
         raise InvalidRequest("count", f"must be 1 to {limits.bounds.samples_max} answers, not {message.count}")
     if message.count > 1 and message.sequence_id:
-        raise InvalidRequest("count", "one request continues a sequence: fork the sequence, and continue each fork")
+        raise InvalidRequest("count", "only one request can continue a sequence: fork it, and continue each fork")
     if not -PRIORITY_MAX <= message.priority <= PRIORITY_MAX:
         raise InvalidRequest("priority", f"must be -{PRIORITY_MAX} to {PRIORITY_MAX}, not {message.priority}")
     for field in ("deadline_ms", "first_token_ms"):
@@ -62,22 +70,27 @@ def submit(
         if not 0 <= getattr(message, field) <= most:
             raise InvalidRequest(field, f"must be 0 (no limit of its own) to {most} ms, not {getattr(message, field)}")
     if not set(message.model_defaults) <= set(MODEL_DEFAULTS):
-        raise InvalidRequest("model_defaults", f"a model has defaults of its own for {', '.join(MODEL_DEFAULTS)}")
+        raise InvalidRequest("model_defaults", f"a model can only have defaults for {', '.join(MODEL_DEFAULTS)}")
     sampling(message.sampling, limits.bounds, cache.model)
     fits(prompt, message.max_tokens, tenant, cache)
 
 
 def own_salt(tenant: str, salt: str) -> str:
-    """The salt that a client which sees one tenant means: nobody else shares it, whatever they name.
+    """Return the salt of a client that sees one tenant, which clients of other tenants cannot share.
 
-    Raises InvalidRequest.
+    Raises:
+        InvalidRequest: The salt is too long.
     """
     _check_salt(salt)
     return salts.own_salt(tenant, salt)
 
 
 def salt_text(tenant: str, salt: str) -> str:
-    """What a prefix is salted with: an explicit salt shared by whoever names it, else the tenant alone."""
+    """Return the text that seeds a prefix chain: an explicit salt, shared by all that name it, else the tenant.
+
+    Raises:
+        InvalidRequest: The salt is too long.
+    """
     _check_salt(salt.rpartition(salts.OWNER_END)[2])
     return f"salt:{salt}" if salt else f"tenant:{tenant}"
 
@@ -88,8 +101,12 @@ def _check_salt(salt: str) -> None:
 
 
 def tokens(field: str, values: npt.NDArray[np.int32], vocabulary: int) -> None:
-    """Raises InvalidRequest naming `field` where a token id is outside the vocabulary."""
-    # Taken as unsigned, a negative number is a large one.
+    """Validate token ids.
+
+    Raises:
+        InvalidRequest: An id is outside the vocabulary; the error names `field`.
+    """
+    # Viewed as unsigned, negative ids are large.
     if np.count_nonzero(values.view(np.uint32) >= vocabulary):
         lowest, highest = int(values.min()), int(values.max())
         wrong = lowest if lowest < 0 else highest
@@ -97,7 +114,11 @@ def tokens(field: str, values: npt.NDArray[np.int32], vocabulary: int) -> None:
 
 
 def sampling(values: Sampling, bounds: Bounds, model: ModelInfo | None) -> None:
-    """Raises InvalidRequest naming the sampling field."""
+    """Validate sampling parameters.
+
+    Raises:
+        InvalidRequest: A parameter is invalid; the error names it.
+    """
     temperature = values.temperature
     if not math.isfinite(temperature) or not 0.0 <= temperature <= TEMPERATURE_MAX:
         raise InvalidRequest("sampling.temperature", f"must be 0 to {TEMPERATURE_MAX:g}, not {temperature}")
@@ -118,7 +139,9 @@ def sampling(values: Sampling, bounds: Bounds, model: ModelInfo | None) -> None:
         if size > GRAMMAR_BYTES_MAX:
             raise InvalidRequest("sampling.grammar", f"has {size} bytes; at most {GRAMMAR_BYTES_MAX}")
         if values.ignore_eos:
-            raise InvalidRequest("sampling.ignore_eos", "a grammar's answer ends at an end-of-sequence token")
+            raise InvalidRequest(
+                "sampling.ignore_eos", "not allowed with a grammar, which ends at an end-of-sequence token"
+            )
 
 
 def _logit_bias(pairs: tuple[tuple[int, float], ...], vocabulary: int) -> None:
@@ -143,7 +166,12 @@ def fits(
     tenant: str,
     cache: Cache,
 ) -> None:
-    """Raises InvalidRequest or QuotaExceeded where these tokens can never be in any pool."""
+    """Check that a request can ever fit into a pool.
+
+    Raises:
+        InvalidRequest: The context or every pool is too small.
+        QuotaExceeded: The tenant's ceiling is too low.
+    """
     total = prompt.size + max_tokens
     model, context = cache.model, cache.limits.context_tokens_max
     if model is not None:
@@ -170,14 +198,19 @@ def fits(
 
 
 def worker_ready(name: str, message: WorkerReady, limits: Limits) -> None:
-    """Raises ProtocolError where a worker announces what cannot be, Conflict where it lacks what is asked of it."""
+    """Validate a worker's announcement.
+
+    Raises:
+        ProtocolError: A value is impossible.
+        Conflict: The worker lacks a feature that the configuration needs.
+    """
     bounds = limits.bounds
     if limits.cache.zero_on_tenant_change and not message.zeroes:
-        raise Conflict(f"worker {name!r} cannot zero blocks, and cache.zero_on_tenant_change is set: it is too old")
+        raise Conflict(f"worker {name!r} cannot zero blocks, as cache.zero_on_tenant_change requires: upgrade it")
     if message.blocks < 1 or message.bytes_per_block < 1:
-        raise ProtocolError(f"worker {name}: a pool has at least one block of at least one byte")
+        raise ProtocolError(f"worker {name}: blocks and bytes_per_block must be at least 1")
     if message.model.vocab_size < 1 or message.model.context_tokens_max < 1:
-        raise ProtocolError(f"worker {name}: vocabulary and context are at least 1")
+        raise ProtocolError(f"worker {name}: vocab_size and context_tokens_max must be at least 1")
     if len(message.model.eos_tokens) > EOS_TOKENS_MAX:
         raise ProtocolError(f"worker {name}: at most {EOS_TOKENS_MAX} end tokens")
     if message.blocks > bounds.blocks_max:

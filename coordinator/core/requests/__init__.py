@@ -1,7 +1,7 @@
-"""Requests: the record of each, its life, its deadlines, and what its client is to be told.
+"""Requests: records, lifecycle, deadlines, and pending stream messages.
 
-Law: a request moves only as the table of transitions says, and is in one table, alive or ended; what was streamed never
-changes, repeats or vanishes; everything that is kept has a bound. It knows nothing of blocks or steps.
+A request moves only along the transition table, and is in one table, live or finished. Streamed tokens never change,
+repeat or vanish. Everything that is kept is bounded. The package does not know blocks or steps.
 
-From outside: a request's fields are written by scheduling and commands; its `state` only by `Request.move`.
+Scheduling and commands write a request's fields; only `Request.move` writes its `state`.
 """

@@ -1,4 +1,4 @@
-"""Events of requests at a known time: they expire, their lease ends, or they are tried again."""
+"""Timers of requests: deadlines, ends of leases, and retries."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ SLACK = 64
 
 
 class Deadlines:
-    """Times by request. Those of requests that have ended are ignored, and swept out now and then."""
+    """Timers by time. Timers of ended requests are ignored, and removed from time to time."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, int]] = []
 
     def set(self, due_us: int, request_id: int, kind: int) -> None:
-        """`due` will name the request once `due_us` has come."""
+        """Add a timer; `due` returns it once `due_us` has come."""
         heapq.heappush(self._heap, (due_us, request_id, kind))
 
     def due(self, now_us: int) -> list[tuple[int, int]]:
-        """(request, kind) of the timers that have come, earliest first. They are gone then."""
+        """Remove and return the (request, kind) pairs of the timers that are due, earliest first."""
         found = []
         while self._heap and self._heap[0][0] <= now_us:
             _, request_id, kind = heapq.heappop(self._heap)
@@ -28,19 +28,19 @@ class Deadlines:
         return found
 
     def next_us(self, live: Container[int]) -> int | None:
-        """When the first timer of a live request comes; None where there is none. Asking changes nothing."""
+        """Return the time of the first timer of a live request, or None."""
         heap = self._heap
         if not heap or heap[0][1] in live:
             return heap[0][0] if heap else None
         return min((due_us for due_us, request_id, _ in heap if request_id in live), default=None)
 
     def drop_ended(self, live: Container[int]) -> None:
-        """So that what comes first is of a live request, and whoever asks for it does not search."""
+        """Remove leading timers of ended requests, so that `next_us` need not search."""
         while self._heap and self._heap[0][1] not in live:
             heapq.heappop(self._heap)
 
     def sweep(self, live: Mapping[int, object]) -> None:
-        """Keeps memory bounded by the number of live requests."""
+        """Keep memory bounded by the number of live requests."""
         if len(self._heap) > SLACK + 6 * len(live):
             self._heap = [entry for entry in self._heap if entry[1] in live]
             heapq.heapify(self._heap)

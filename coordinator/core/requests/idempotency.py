@@ -1,6 +1,6 @@
-"""Idempotency keys: which requests a command made, so that the same command again makes no others.
+"""Idempotency keys: a repeated command returns the requests that it created the first time.
 
-An entry lives as long as its requests are known, running or ended: as many as the tables of requests hold.
+An entry lives as long as any of its requests is known, running or finished. The request tables bound their number.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ KEY_LENGTH_MAX = 128
 
 
 class IdempotencyKey(msgspec.Struct, eq=False):
-    """What a key stands for: the command, and how many of its `count` requests from `request_id` on are known.
+    """The entry of a key: its command, and how many of its `count` requests from `request_id` on are still known.
 
-    command: a digest of all that the command asks for. The command itself would keep its prompt.
+    Attributes:
+        command: Digest of the command, which avoids keeping its prompt.
+        left: Requests that are still known.
     """
 
     tenant: str
@@ -38,9 +40,11 @@ class IdempotencyKeys:
         self._entries: dict[tuple[str, str], IdempotencyKey] = {}
 
     def find(self, tenant: str, message: Submit) -> IdempotencyKey | None:
-        """The entry of the same command; None where the key is new, or empty.
+        """Return the entry of a repeated command; None if the key is new or empty.
 
-        Raises InvalidRequest for an impossible key and KeyReused where it stands for another command.
+        Raises:
+            InvalidRequest: The key is too long or not printable.
+            KeyReused: The key belongs to a different command.
         """
         if not message.key:
             return None
@@ -52,34 +56,35 @@ class IdempotencyKeys:
         return entry
 
     def knows(self, tenant: str, key: str) -> bool:
-        """Whether the key stands for requests, whatever they ask for."""
+        """Return whether the key has requests, of whatever command."""
         return (tenant, key) in self._entries
 
     def add(self, tenant: str, message: Submit, request_id: int) -> IdempotencyKey:
-        """The key now stands for `message.count` requests from `request_id` on."""
+        """Add the key of a command that created `message.count` requests from `request_id` on."""
         entry = IdempotencyKey(tenant, message.key, _digest(message), request_id, message.count, message.count)
         self._entries[tenant, message.key] = entry
         return entry
 
     def release(self, entry: IdempotencyKey) -> None:
-        """One of its requests is forgotten; with the last one, so is the key."""
+        """Count one request of the entry as forgotten; with the last one, remove the key."""
         entry.left -= 1
         if not entry.left:
             del self._entries[entry.tenant, entry.key]
 
     def check_invariants(self, held: list[IdempotencyKey]) -> None:
-        """Each entry is held by as many known requests as it counts."""
+        """Check that each entry is held by as many known requests as it counts."""
         counts = Counter(map(id, held))
-        assert len(counts) == len(self._entries), "a key outlives its requests, or they outlive it"
-        assert all(counts[id(entry)] == entry.left for entry in self._entries.values()), "a key's count of requests"
+        assert len(counts) == len(self._entries), "keys and known requests disagree"
+        assert all(counts[id(entry)] == entry.left for entry in self._entries.values()), "a key's count is wrong"
 
 
 def _digest(command: Submit) -> bytes:
-    """Two commands have the same where they ask for the same, whatever their numbers: 16 bytes.
+    """Return 16 bytes that are equal for commands with equal parameters, whatever their ids.
 
-    Of tuples: of a struct msgspec leaves out what is the very object that its default is, and writes an equal one.
+    The structs are converted to tuples because msgspec omits a field only if its value is the very default object, so
+    equal structs can have different encodings.
     """
-    apart = ("rid", "prompt", "sampling", "tenant")  # the tenant is a part of the key
+    apart = ("rid", "prompt", "sampling", "tenant")  # the tenant is part of the key
     fields = [getattr(command, name) for name in command.__struct_fields__ if name not in apart]
     fields += msgspec.structs.astuple(command.sampling)
     digest = hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=16)

@@ -1,8 +1,8 @@
-"""The life of a request: one literal transition table, one record each, bounded tables.
+"""The lifecycle of requests: a transition table, a record for each request, and bounded tables.
 
 pending ──schedule──> running ──finish──> finished
                       running ──preempt─> preempted ──schedule──> running
-                                          preempted ──finish──> finished (its client has enough)
+                                          preempted ──finish──> finished (by the client)
 pending, running, preempted ──cancel──> cancelled   ──expire──> expired   ──fail──> failed
 """
 
@@ -60,24 +60,30 @@ TRANSITIONS: dict[tuple[str, str], str] = {
 
 NO_SLOT = -1
 NO_SAMPLING = Sampling()
-LOST = "it is of a time before the coordinator was started, and lost"
+LOST = "it was lost: it dates from before the coordinator was started"
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request. `prompt` is what it started from; `tokens` what it has generated, while it holds no slot.
+    """One request. `prompt` is its input; `tokens` is its output so far, while it holds no slot.
 
-    siblings: the requests of one Submit that asked for several answers, itself included, as long as they are alive.
-    prompt_known: a sibling that has ended since had computed the prompt.
-    client: who reads it, 0 for nobody. paused: its stream to it is, until it asks again. orphan_us: since when its
-    connection is gone, -1 where it is not.
-    passed: how many requests started before it since it found no room; kept_epoch: the group that room is kept in for
-    it, 0 for none. wait: what it waits for, None where it was not tried since something changed for it.
-    computed: of how many tokens its KV was computed when it was preempted; redone_tokens: how many were computed again.
-    crashes: how many workers in a row died with it, without a token in between; crash_length: how far it was then.
-    cut: how many of its tokens a FinishAt took back. token_us: when its latest one came, while it holds no slot.
-    model_defaults: fields of `sampling` that the model decides, as long as none is known.
-    prompt_tokens: the length of its prompt. The prompt itself is not kept beyond its end, nor how it sampled.
+    Attributes:
+        siblings: The live requests of one Submit with several answers, including this one.
+        prompt_known: A sibling that has ended since had computed the prompt.
+        client: The client that reads it, 0 for none.
+        paused: Its stream is paused until the client attaches again.
+        orphan_us: Since when its connection is gone; -1 if connected.
+        passed: Requests that started before it while it had no room.
+        kept_epoch: The group in which room is kept for it; 0 for none.
+        wait: Its wait record; None if it has not been tried since something changed for it.
+        computed: Tokens with computed KV when it was last preempted.
+        redone_tokens: Tokens computed again so far.
+        crashes: Workers that died in a row while running it, with no token in between.
+        crash_length: Its length at that time.
+        cut: Tokens that a FinishAt took back.
+        token_us: Arrival of its latest token, while it holds no slot.
+        model_defaults: Fields of `sampling` that the model will set once it is known.
+        prompt_tokens: Length of the prompt; the prompt and the sampling parameters are dropped at the end.
     """
 
     id: int
@@ -146,21 +152,26 @@ class Request:
 
     @property
     def at_ceiling(self) -> bool:
-        """Whether it waits because of its tenant's ceiling."""
+        """Whether the request waits because of its tenant's ceiling."""
         return self.wait is not None and self.wait.limit == TENANT_CEILING
 
     @property
     def awaits_sibling(self) -> bool:
-        """Whether it waits for a sibling to compute the prompt."""
+        """Whether the request waits for a sibling to compute the prompt."""
         return self.wait is not None and self.wait.limit == SIBLING
 
     @property
     def awaits_trial(self) -> bool:
-        """Whether it waits for its worker to try its grammar."""
+        """Whether the request waits for its worker to try its grammar."""
         return self.wait is not None and self.wait.limit == GRAMMAR
 
     def move(self, event: str) -> None:
-        """Takes the transition for `event`. Raises AlreadyFinished or InvalidTransition and changes nothing."""
+        """Take the transition for `event`.
+
+        Raises:
+            AlreadyFinished: The request has ended; nothing has changed.
+            InvalidTransition: The transition is not allowed; nothing has changed.
+        """
         target = TRANSITIONS.get((self.state, event))
         if target is None:
             if self.ended:
@@ -170,12 +181,12 @@ class Request:
 
     @property
     def kept_bytes(self) -> int:
-        """What its answer takes: tokens, log-probabilities, and the most likely tokens where they were asked for."""
+        """Bytes of its answer: tokens, log-probabilities, and top log-probabilities if requested."""
         tops = self.tops.bytes if self.tops is not None else 0
         return int(self.tokens.nbytes + self.logprobs.nbytes) + tops
 
     def timings(self, now_us: int) -> Timings:
-        """Microseconds since submission of what has happened so far, and where they went."""
+        """Return its timestamps in microseconds since submission, and the time spent in each phase."""
         queue, prefill, decode, preempted, stalled, recovering = self.phases.spent_by(now_us)
         return Timings(
             first_scheduled_us=self.since(self.first_scheduled_us),
@@ -191,14 +202,16 @@ class Request:
         )
 
     def since(self, at_us: int) -> int:
-        """How long after its submission that was; -1 for what never happened."""
+        """Return microseconds from its submission to `at_us`; -1 if that never happened."""
         return at_us - self.submitted_us if at_us >= 0 else -1
 
 
 class RequestTable:
-    """Every request that is alive, and the most recent ones that ended. kept_bytes: what the answers of those take.
+    """Live requests and the most recent finished ones.
 
-    first_id: ids up to this one are of an earlier life of the coordinator.
+    Attributes:
+        kept_bytes: Bytes of the answers of finished requests.
+        first_id: Ids up to this one belong to an earlier boot.
     """
 
     def __init__(self, clock: Clock, bounds: Bounds, tenants: Tenants, first_id: int = 0) -> None:
@@ -221,26 +234,30 @@ class RequestTable:
         self.streams_paused_total = 0
 
     def known(self, request_id: int) -> Request | None:
-        """A request that is alive or ended not long ago."""
+        """Return a request that is live or finished recently, or None."""
         return self.live.get(request_id) or self.finished.get(request_id)
 
     def find(self, request_id: int) -> Request:
-        """Raises RequestNotFound."""
+        """Return a request.
+
+        Raises:
+            RequestNotFound: The id is unknown.
+        """
         request = self.known(request_id)
         if request is None:
             raise self.not_found(request_id)
         return request
 
     def of_client(self, client: int) -> list[Request]:
-        """Those that the client reads, ended ones too."""
+        """Return the requests that the client reads, including finished ones."""
         return [r for table in (self.live, self.finished) for r in table.values() if r.client == client]
 
     def not_found(self, request_id: int) -> RequestNotFound:
-        """What is said of a request that is not known."""
+        """Build the error for an unknown request."""
         return RequestNotFound(request_id, LOST if 0 < request_id <= self.first_id else "")
 
     def add(self, request: Request) -> None:
-        """A request was admitted."""
+        """Add an admitted request."""
         self.live[request.id] = request
         self._tenants.requests[request.tenant] += 1
         self.accepted_total += 1
@@ -249,7 +266,7 @@ class RequestTable:
             self.meters.count(request.tenant, cell, amount)
 
     def retire(self, request: Request) -> None:
-        """A request reached a terminal state: it stays queryable, within bounds of age and number."""
+        """Move a request in a terminal state to the finished table, which is bounded by age, number and bytes."""
         del self.live[request.id]
         self._tenants.requests[request.tenant] -= 1
         request.ended_us = self._clock.now_us
@@ -269,7 +286,7 @@ class RequestTable:
             self._forget(next(iter(self.finished.values())))
 
     def _count_end(self, request: Request) -> None:
-        """How long it took is told of requests that ended as they should: of others it says nothing of the service."""
+        """Update metrics at the end. Durations count only for finished requests; others would distort them."""
         self.meters.count(request.tenant, ENDED[request.reason])
         if request.state != FINISHED:
             return
@@ -283,9 +300,9 @@ class RequestTable:
             self.meters.observe(request.tenant, what, value)
 
     def purge(self, older_than_us: int, tenant: str = "") -> int:
-        """Forgets requests that ended at least `older_than_us` ago, of one tenant, "": of all. Returns how many."""
+        """Forget requests of a tenant ("": all) that ended at least `older_than_us` ago. Return how many."""
         old = []
-        for request in self.finished.values():  # those that ended first come first
+        for request in self.finished.values():  # ordered by their end
             if self._clock.now_us - request.ended_us < older_than_us:
                 break
             if tenant in ("", request.tenant_name):
@@ -295,11 +312,11 @@ class RequestTable:
         return len(old)
 
     def pass_time(self) -> None:
-        """Forgets those that have been kept for their time."""
+        """Forget finished requests that have reached their time to live."""
         self.purge(self._ttl_us)
 
     def due_us(self) -> int | None:
-        """When the oldest of those that ended is to be forgotten; None where there is none."""
+        """Return when the oldest finished request is due to be forgotten, or None."""
         oldest = next(iter(self.finished.values()), None)
         return None if oldest is None else oldest.ended_us + self._ttl_us
 
@@ -310,16 +327,16 @@ class RequestTable:
             self.keys.release(request.key)
 
     def check_invariants(self) -> None:
-        """Live requests are alive, finished ones have ended, nobody is both, and both tables are bounded."""
+        """Check that the tables are disjoint, bounded, and agree with request states."""
         assert not any(request.ended for request in self.live.values()), "an ended request is live"
         assert all(request.ended and request.slot == NO_SLOT for request in self.finished.values()), "a finished one"
         assert not self.live.keys() & self.finished.keys(), "a request is both live and finished"
         living = np.bincount([r.tenant for r in self.live.values()], minlength=self._tenants.requests.size)
-        assert (living == self._tenants.requests).all(), "the count of a tenant's requests"
+        assert (living == self._tenants.requests).all(), "the count of a tenant's requests is wrong"
         assert len(self.finished) <= self._bounds.finished_max, "the finished table is above its bound"
         kept = sum(request.kept_bytes for request in self.finished.values())
-        assert kept == self.kept_bytes, "the bytes of the answers that are kept"
-        assert kept <= self._bounds.finished_bytes_max or len(self.finished) == 1, "more bytes of answers than may be"
+        assert kept == self.kept_bytes, "the count of kept bytes is wrong"
+        assert kept <= self._bounds.finished_bytes_max or len(self.finished) == 1, "kept answers exceed their bound"
         known = [*self.live.values(), *self.finished.values()]
         self.keys.check_invariants([request.key for request in known if request.key is not None])
         for request in self.live.values():
@@ -327,5 +344,5 @@ class RequestTable:
         for request in known:
             until_us = request.ended_us if request.ended else self._clock.now_us
             spent = request.phases.spent_by(until_us)
-            assert sum(spent) == until_us - request.submitted_us and min(spent) >= 0, "its phases are not its age"
+            assert sum(spent) == until_us - request.submitted_us and min(spent) >= 0, "phases do not add up to the age"
         assert all((request.slot != NO_SLOT) == (request.state == RUNNING) for request in self.live.values()), "slots"

@@ -1,7 +1,7 @@
-"""Where a request's time goes: it is in exactly one phase at a time, from its submission to its end.
+"""Phases of a request: it is in exactly one phase at a time, from its submission to its end.
 
-Kept here: the phases of a request add up to its age, to the microsecond. They change only where something happens to
-the request, never for a token: what is counted costs a decode step nothing.
+The phases of a request add up to its age, to the microsecond. They change only with the state of the request and not
+with each token, so they cost nothing in a decode step.
 """
 
 from __future__ import annotations
@@ -11,15 +11,23 @@ NAMES = ("queue", "prefill", "decode", "preempted", "stalled", "recovering")
 
 
 class Phases:
-    """The phases of one request, and beside them how long its stream was paused, whatever it did meanwhile.
+    """Time spent in each phase of one request, and separately how long its stream was paused.
 
-    queue: until it starts, and while its grammar is tried. prefill: until its first token. decode: while tokens come.
-    preempted: since others took its blocks, until its next token: what is computed again is part of that (before its
-    first token: until it runs again).
-    stalled: it holds its row, and blocks are missing. recovering: the same as preempted, where its worker was lost or
-    the coordinator was started again; and the time in which there was no coordinator.
-    spent_us: [phases], up to since_us. preemptions, recoveries: how many. queued_for: the limit that it ran into last
-    before it started, "" for none but its turn. begun: it has a token.
+    | phase | the request |
+    |---|---|
+    | queue | waits to start, or for a trial of its grammar |
+    | prefill | runs, without a token |
+    | decode | generates tokens |
+    | preempted | lost its blocks to others, until its next token (before its first token: until it runs again) |
+    | stalled | holds its row, but lacks blocks |
+    | recovering | as preempted, after the loss of its worker or a restart, including the coordinator's downtime |
+
+    Attributes:
+        spent_us: Microseconds in each phase, [phases], up to since_us.
+        preemptions: Number of preemptions.
+        recoveries: Number of recoveries.
+        queued_for: The limit that it ran into last before it started; "" if it only waited for its turn.
+        begun: It has a token.
     """
 
     __slots__ = (
@@ -46,32 +54,32 @@ class Phases:
         self.phase, self.since_us = phase, now_us
 
     def start(self, now_us: int) -> None:
-        """It runs, or runs again. One that has begun has to get to its next token first."""
+        """Enter prefill as the request runs; a request with a token stays in its phase until the next one."""
         if not self.begun:
             self._enter(PREFILL, now_us)
 
     def token(self, now_us: int) -> None:
-        """The first token of a run."""
+        """Enter decode with the first token of a run."""
         self.begun = True
         self._enter(DECODE, now_us)
 
     def preempt(self, now_us: int) -> None:
-        """Others need its blocks."""
+        """Enter preempted, because others need the request's blocks."""
         self.preemptions += 1
         self._enter(PREEMPTED, now_us)
 
     def put_off(self, now_us: int) -> None:
-        """It waits until its worker has tried its grammar."""
+        """Return to waiting, until the worker has tried the request's grammar."""
         self._enter(PREEMPTED if self.begun else QUEUE, now_us)
 
     def lose_worker(self, now_us: int) -> None:
-        """What it ran on is gone. Whoever waits for its worker to come back since a restart is counted already."""
+        """Enter recovering, because the worker is gone. A request that is recovering already is not counted again."""
         if self.phase != RECOVERING:
             self.recoveries += 1
             self._enter(RECOVERING, now_us)
 
     def restart(self, running: bool, gone_us: int, now_us: int) -> None:
-        """There was no coordinator from `gone_us` until now. Whoever waited goes on waiting."""
+        """Account for the coordinator's downtime from `gone_us` until now. A waiting request continues to wait."""
         before = self.phase
         if running or before == RECOVERING:
             self.lose_worker(gone_us)
@@ -80,33 +88,33 @@ class Phases:
             self._enter(before, now_us)
 
     def stall(self, now_us: int) -> None:
-        """Blocks are missing for its next tokens, and nobody gives way."""
+        """Enter stalled, because blocks are missing and no other request is preempted."""
         if self.phase in (PREFILL, DECODE):
             self._enter(STALLED, now_us)
 
     def unstall(self, now_us: int) -> None:
-        """It is tried again."""
+        """Leave stalled, because the request is tried again."""
         if self.phase == STALLED:
             self._enter(DECODE if self.begun else PREFILL, now_us)
 
     def end(self, now_us: int) -> None:
-        """It has ended."""
+        """End the last phase."""
         self._enter(OVER, now_us)
 
     def pause(self, now_us: int) -> None:
-        """Its stream stops."""
+        """Start counting the time for which the stream is paused."""
         if self.paused_since_us < 0:
             self.paused_since_us = now_us
 
     def resume(self, now_us: int) -> None:
-        """Its stream goes on, or nobody waits for it any more."""
+        """Stop counting: the stream continues, or no client waits for it any more."""
         if self.paused_since_us >= 0:
             self.paused_us, self.paused_since_us = self.paused_us + now_us - self.paused_since_us, -1
 
     def paused_by(self, now_us: int) -> int:
-        """For how long its stream has been paused in all.
+        """Return for how long the stream has been paused in total.
 
-        A pause that began after its end counts once somebody has asked for what was missing: else nothing was.
+        A pause that began after the end counts only once a client has asked for the missing part.
         """
         since_us = self.paused_since_us
         if since_us < 0 or (self.phase == OVER and since_us >= self.since_us):
@@ -114,7 +122,7 @@ class Phases:
         return self.paused_us + now_us - since_us
 
     def spent_by(self, now_us: int) -> list[int]:
-        """Microseconds by phase, in the order of NAMES, of the present one up to now."""
+        """Return microseconds by phase, in the order of NAMES, including the present phase up to now."""
         spent = self.spent_us
         if self.phase != OVER:
             spent = spent.copy()

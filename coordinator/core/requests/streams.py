@@ -1,10 +1,11 @@
-"""What each client is to be told at the end of this turn: at most one Stream message a connection.
+"""Pending stream data of each client: at most one Stream message a connection and turn.
 
-A message has what the client's decoder takes and no more; what does not fit is told in the next turn, which is due at
-once. So a message that is lost takes with it what was to follow of the same requests, and nothing else.
+A message never exceeds the client's decoder limit; the rest follows in the next turn, which is due immediately. A
+lost message therefore affects only the requests in it.
 
-Nothing is kept for a client that does not read: what could not be sent is lost, its requests are paused, and the client
-is told so as soon as it takes a message again. It asks for what it lacks by offset; the tokens are with the requests.
+There is no send queue for a client that does not read. Data that cannot be sent is dropped, its requests pause, and
+a notice of the pause is sent as soon as the client accepts messages. The client then resumes by offset; the tokens are
+kept with the requests.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from .top_logprobs import Tops
 ROW_BYTES, TOP_BYTES = 24, 8
 ARRAY_BYTES_MAX = FRAME_BYTES_MAX // 4
 BODY_BYTES = BODY_BYTES_MAX // 2
-IDS_MAX = 16_384  # of requests that were paused or taken: 9 bytes each, in the body
+IDS_MAX = 16_384  # paused or taken requests in one message: 9 bytes each, in the body
 
-RETRY_US = 50_000  # nothing tells when a client that took nothing more reads again
+RETRY_US = 50_000  # the socket does not signal when a slow client reads again
 NO_TOPS = Tops.none(0)
 
 
 class StreamRows(NamedTuple):
-    """Tokens of one or more requests: [n] each, tops of n rows or None."""
+    """Tokens of one or more requests: [n] each; tops of n rows, or None."""
 
     requests: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int32]
@@ -43,17 +44,17 @@ class StreamRows(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What they take in a message."""
+        """Their size in a message."""
         return ROW_BYTES * self.tokens.size + (TOP_BYTES * self.tops.tokens.size if self.tops is not None else 0)
 
     def pick(self, rows: npt.NDArray[np.integer]) -> StreamRows:
-        """Some of them."""
+        """Return the given rows."""
         tops = None if self.tops is None else self.tops.pick(rows)
         return StreamRows(self.requests[rows], self.offsets[rows], self.tokens[rows], self.logprobs[rows], tops)
 
 
 class Streams:
-    """StreamRows and ends per client, in the order they happened."""
+    """Rows and ends of each client, in order of occurrence."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -72,7 +73,7 @@ class Streams:
         logprobs: npt.NDArray[np.float32],
         tops: Tops | None = None,
     ) -> None:
-        """One token for each of n requests, of any clients: all [n]."""
+        """Add one token for each of n requests, of any clients. Arrays are [n]; client 0 means that none reads."""
         first, rows = int(clients[0]), StreamRows(requests, offsets.astype(np.int32), tokens, logprobs, tops)
         if np.count_nonzero(clients == first) == clients.size:
             if first:
@@ -91,7 +92,7 @@ class Streams:
         logprobs: npt.NDArray[np.float32],
         tops: Tops | None = None,
     ) -> None:
-        """Several tokens of one request from `offset` on: [n] each."""
+        """Add tokens of one request from `offset` on: [n] each."""
         if client and tokens.size:
             offsets = np.arange(offset, offset + tokens.size, dtype=np.int32)
             self._rows.setdefault(client, []).append(
@@ -99,24 +100,24 @@ class Streams:
             )
 
     def add_end(self, client: int, ended: Ended) -> None:
-        """A request of the client ended."""
+        """Add the end of a request."""
         if client:
             self._ended.setdefault(client, []).append(ended)
 
     def hand_over(self, client: int, request_id: int) -> None:
-        """Another client reads the request from now on: it is told so."""
+        """Add a notice to the client that another client took over the request."""
         self._resumed(client, request_id)
         self._taken.setdefault(client, []).append(request_id)
 
     def restart(self, client: int, request_id: int) -> None:
-        """The client asks for the request anew: what it had not been told yet no longer counts."""
+        """Drop pending data of a request because the client asked for it from an offset."""
         self._resumed(client, request_id)
         if (taken := self._taken.get(client)) is not None:
             self._taken[client] = [other for other in taken if other != request_id]
         self._drop(client, {request_id})
 
     def _drop(self, client: int, request_ids: set[int]) -> None:
-        """What the client was still to be told of these requests."""
+        """Drop pending data of these requests."""
         if (ended := self._ended.get(client)) is not None:
             self._ended[client] = [end for end in ended if end.request_id not in request_ids]
         for i, rows in enumerate(self._rows.get(client, ())):
@@ -125,7 +126,7 @@ class Streams:
                 self._rows[client][i] = rows.pick(others)
 
     def _resumed(self, client: int, request_id: int) -> None:
-        """The client need not be told that the request was paused."""
+        """Cancel the notice that the request is paused."""
         paused = self._paused.get(client)
         if paused is not None:
             paused.discard(request_id)
@@ -133,10 +134,13 @@ class Streams:
                 del self._paused[client]
 
     def lost(self, client: int, stream: Stream) -> list[int]:
-        """A message could not be sent. Returns the requests whose rows were in it: they are to be paused.
+        """Handle a message that could not be sent.
 
-        Requests that another client has taken meanwhile are not: if this client were told of a pause, it would take
-        them back.
+        Requests that another client has taken over meanwhile are not paused: on a notice of a pause, this client would
+        take them back.
+
+        Returns:
+            The requests in the message, for the caller to pause.
         """
         self._retry_us = self._clock.now_us + RETRY_US
         missed = {*stream.request_ids.tolist(), *(ended.request_id for ended in stream.ended)}
@@ -149,31 +153,30 @@ class Streams:
 
     @property
     def due_us(self) -> int | None:
-        """When to try again to tell a client what it missed; None where nobody waits for that."""
+        """When to send notices to slow clients again, or None."""
         return self._retry_us if self._paused or self._taken else None
 
     @property
     def more(self) -> bool:
-        """Whether something is left to be told that can be told at once."""
+        """Whether data is pending that can be sent immediately."""
         return bool(self._rows or self._ended)
 
     def forget(self, client: int) -> None:
-        """The client is gone."""
+        """Drop all data of a client that is gone."""
         for news in (self._rows, self._ended, self._paused, self._taken):
             news.pop(client, None)
 
     def flush(self, effects: list[Effect]) -> None:
-        """One message for each client that has news."""
+        """Send one message to each client with pending data."""
         clients: AbstractSet[int] = self._rows.keys()
         if self._ended or self._paused or self._taken:
             clients = clients | self._ended.keys() | self._paused.keys() | self._taken.keys()
         effects.extend(ToClient(client, self._message(client)) for client in sorted(clients))
 
     def _message(self, client: int) -> Stream:
-        """What comes next for the client, as much as fits: first what was paused, then tokens, ends, and what others
-        took."""
+        """Build the next message of a client, up to its limit: pauses, then tokens, ends and take-overs."""
         if not (self._ended or self._paused or self._taken):
-            return _stream(self._next_rows(client), (), (), ())  # as in most turns
+            return _stream(self._next_rows(client), (), (), ())  # the common case
         paused = sorted(self._paused.pop(client, ()))
         if len(paused) > IDS_MAX:
             self._paused[client] = set(paused[IDS_MAX:])
@@ -190,7 +193,7 @@ class Streams:
         return _stream(rows, tuple(ended), tuple(paused), tuple(taken[:IDS_MAX]))
 
     def _next_rows(self, client: int) -> StreamRows | None:
-        """The next of its rows; what does not fit stays."""
+        """Remove and return the next rows that fit into a message."""
         parts = self._rows.pop(client, None)
         if parts is None:
             return None
@@ -210,7 +213,7 @@ class Streams:
         return _joined(chosen)
 
     def _next_ends(self, client: int) -> list[Ended]:
-        """The next of its ends; what does not fit stays."""
+        """Remove and return the next ends that fit into a message."""
         ends = self._ended.pop(client, [])
         room = BODY_BYTES
         for i, end in enumerate(ends):
@@ -232,7 +235,7 @@ def _stream(
 
 
 def _joined(parts: list[StreamRows]) -> StreamRows:
-    """All rows of the parts."""
+    """Concatenate the rows of all parts."""
     if len(parts) == 1:
         return parts[0]
     requests, offsets, tokens, logprobs = (np.concatenate([part[i] for part in parts]) for i in range(4))

@@ -1,7 +1,7 @@
-"""The most likely tokens at each place of an answer, for requests that ask for them.
+"""Top log-probabilities: the most likely tokens at each position of an answer, for requests that ask for them.
 
-They are streamed as they come and kept with the request until it is forgotten, like its tokens: what was not streamed
-live is told at the end, and a preemption loses nothing. At most max_tokens x 20 pairs of 8 bytes a request.
+They are streamed as they arrive and kept with the request like its tokens, so clients can resume and preemption loses
+nothing. A request has at most max_tokens x 20 pairs of 8 bytes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, TOP_LOGPROBS_MAX
 
 
 class Tops(msgspec.Struct, frozen=True, eq=False):
-    """For each of n rows some tokens with log-probabilities, row after row.
+    """Tokens with log-probabilities for each of n rows, row after row.
 
-    counts: [n] int32; tokens: [sum(counts)] int32; logprobs: [sum(counts)] float32, nats.
+    Attributes:
+        counts: Pairs of each row, [n] int32.
+        tokens: Token ids, [sum(counts)] int32.
+        logprobs: Log-probabilities in nats, [sum(counts)] float32.
     """
 
     counts: npt.NDArray[np.int32]
@@ -26,21 +29,25 @@ class Tops(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def none(cls, rows: int) -> Tops:
-        """Rows without any."""
+        """Return rows without any pairs."""
         return cls(np.zeros(rows, np.int32), NO_INT32, NO_FLOAT32)
 
     def check(self, rows: int, vocabulary: int) -> None:
-        """Raises ProtocolError where a worker cannot have meant this for `rows` rows."""
+        """Validate values from a worker for `rows` rows.
+
+        Raises:
+            ProtocolError: The arrays are inconsistent or out of range.
+        """
         counts, tokens = self.counts, self.tokens
         if counts.size != rows or (rows and not 0 <= int(counts.min()) <= int(counts.max()) <= TOP_LOGPROBS_MAX):
             raise ProtocolError(f"step_result: top_counts must be {rows} numbers of 0 to {TOP_LOGPROBS_MAX}")
         if not int(counts.sum()) == tokens.size == self.logprobs.size:
-            raise ProtocolError("step_result: top_tokens and top_logprobs are not as long as top_counts says")
+            raise ProtocolError("step_result: top_tokens and top_logprobs must have sum(top_counts) entries")
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
             raise ProtocolError(f"step_result: a top token outside the vocabulary of {vocabulary}")
 
     def pick(self, rows: npt.NDArray[np.integer]) -> Tops:
-        """These rows, in this order; -1 stands for a row without any."""
+        """Return the given rows, in this order; -1 gives a row without pairs."""
         ends = np.append(np.cumsum(self.counts), 0)
         counts = np.append(self.counts, 0)[rows].astype(np.int32)
         starts = ends[rows] - counts
@@ -49,7 +56,7 @@ class Tops(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def joined(cls, parts: list[Tops]) -> Tops:
-        """All rows of the parts."""
+        """Concatenate the rows of all parts."""
         return cls(
             np.concatenate([part.counts for part in parts]),
             np.concatenate([part.tokens for part in parts]),
@@ -58,7 +65,7 @@ class Tops(msgspec.Struct, frozen=True, eq=False):
 
 
 class TopRecord:
-    """The tops of one request's answer so far. Grows by doubling; `width` pairs a token."""
+    """The top log-probabilities of one request's answer: up to `width` pairs for each token. Grows by doubling."""
 
     def __init__(self, width: int) -> None:
         self.size = 0
@@ -67,7 +74,7 @@ class TopRecord:
         self._logprobs = np.zeros((0, width), np.float32)
 
     def add(self, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> None:
-        """Those of the next generated token; what is beyond `width` is left out."""
+        """Append the pairs of the next generated token, at most `width`."""
         if self.size == self._counts.size:
             self._resize(max(16, 2 * self.size))
         count = min(tokens.size, self._tokens.shape[1])
@@ -78,16 +85,16 @@ class TopRecord:
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
+        """Allocated bytes."""
         return int(self._counts.nbytes + self._tokens.nbytes + self._logprobs.nbytes)
 
     def cut(self, size: int) -> None:
-        """Only those of the first `size` tokens stay, and no memory for more."""
+        """Keep the first `size` tokens and release the rest."""
         self.size = min(size, self.size)
         self._resize(self.size)
 
     def tops(self, first: int = 0) -> Tops:
-        """Those of the generated tokens from `first` on, a row for each."""
+        """Return the pairs of the generated tokens from `first` on, one row for each token."""
         counts = self._counts[first : self.size].copy()
         held = np.arange(self._tokens.shape[1]) < counts[:, None]
         return Tops(counts, self._tokens[first : self.size][held], self._logprobs[first : self.size][held])

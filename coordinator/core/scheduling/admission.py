@@ -1,8 +1,8 @@
-"""Which requests run, and where: from the waiting queue into the groups, and back.
+"""Admission: requests move from the waiting queue into the groups, and back.
 
-A request is tried in the order of the queue. One that finds no room does not hold up those behind it, until
-`passes_max` of them have started before it: then the group that it waits for takes nobody else. So no pool idles while
-requests wait that it could serve, and none waits for ever.
+Requests are tried in queue order. A request without room does not hold up later ones until `passes_max` of them have
+started before it. From then on, the group that it waits for admits no other request. No pool therefore idles while
+requests that it could serve wait, and no request waits forever.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from .choice import ALONE_CRASHES, Choice
 from .queue import WaitingQueue
 from .rows import RunningRows
 
-BLOCKED_MAX = 16  # after so many requests that found no room, only groups that none of them could use are tried
+BLOCKED_MAX = 16  # after this many requests without room, groups that could hold any of them are skipped
 
 
 class Admission:
-    """The waiting queue, and the slots of those that run."""
+    """The waiting queue, and the slots of running requests."""
 
     def __init__(self, cache: Cache, requests: RequestTable) -> None:
         self._cache, self._requests = cache, requests
@@ -55,7 +55,7 @@ class Admission:
     # ---------------------------------------------------------------------------------------------------------- queue
 
     def enqueue(self, request: Request) -> None:
-        """A new request waits: for its turn, or for the first of its siblings to compute the prompt."""
+        """Queue a new request, which waits for its turn or for its first sibling to compute the prompt."""
         self.waits.stirred = True
         request.phases.queued_for = self._why_untried()
         if self.waits_for_sibling(request):
@@ -63,21 +63,21 @@ class Admission:
             self._await_sibling(request)
             return
         self.waiting.add(request)
-        if request.sequence_id:  # under policy `none` only sequences with a request are evicted: now there is one more
+        if request.sequence_id:  # under policy `none`, this sequence can now be evicted because it has a request
             s = self._cache.sequences
             group = self._cache.groups.get(int(s.pool[s.find(request.sequence_id)]))
             if group is not None:
                 self.waits.wake(blocks_of(group.epoch))
 
     def _why_untried(self) -> str:
-        """The limit that keeps all requests from being tried, as explain names it; "" where they are."""
+        """Return the limit that keeps all requests from being tried, as `explain` names it; "" if there is none."""
         groups = self._cache.groups.values()
         if not groups:
             return "workers"
         return "" if any(self.choice.takes_rows(group) for group in groups) else "step_rows_max"
 
     def put_off(self, request: Request) -> None:
-        """A running request gives up its slot until its worker may have tried its grammar."""
+        """Take a running request off its slot until its worker may have tried its grammar."""
         request.phases.put_off(self._clock.now_us)
         if not request.phases.begun:
             request.phases.queued_for = GRAMMAR
@@ -85,7 +85,7 @@ class Admission:
         self.waits.put(request, Wait(GRAMMAR, (trial_of(request.id),)))
 
     def requeue(self, request: Request) -> None:
-        """A running request gives up its slot and waits again."""
+        """Take a running request off its slot and queue it again."""
         self._wait_again(request)
         request.preemptions += 1
         self._requests.preemptions_total += 1
@@ -104,14 +104,14 @@ class Admission:
         self.waits.stirred = True
 
     def note_computed(self, requests: Sequence[Request]) -> None:
-        """How far running requests got: what of that must be done again counts as done again."""
+        """Record how far running requests got: work repeated below that point counts as recomputed."""
         s, slots = self._cache.sequences, [request.slot for request in requests]
         got = np.minimum(s.scheduled[slots], s.length[slots]).tolist()
         for request, tokens in zip(requests, got, strict=True):
             request.computed = max(request.computed, tokens)
 
     def forget(self, request: Request) -> None:
-        """A waiting request ended."""
+        """Drop a waiting request that ended."""
         self.waiting.remove(request)
         self.waits.clear(request)
         self._meters.count(request.tenant, WAITING, -1)
@@ -119,14 +119,14 @@ class Admission:
     # ----------------------------------------------------------------------------------------------------------- waits
 
     def waits_for_sibling(self, request: Request) -> bool:
-        """Of several answers to one prompt the first computes the prompt; the others start when it has."""
+        """Return whether the request waits for a sibling: the first answer to a prompt computes the prompt for all."""
         if not request.siblings or request.admitted_order or request.prompt_known:
             return False
         first = request.siblings[0]
         return first is not request and first.first_token_us < 0
 
     def prompt_is_known(self, request: Request) -> None:
-        """The request has its first token, or has ended: its siblings go on, or wait for the next of them."""
+        """Release the siblings of a request that got its first token, or make them wait for the next if it ended."""
         for other in map(self._requests.live.__getitem__, self.waits.wake(prompt_of(request.id))):
             if self.waits_for_sibling(other):
                 self._await_sibling(other)
@@ -139,7 +139,7 @@ class Admission:
         self.waits.put(request, Wait(SIBLING, (prompt_of(first),), other=first))
 
     def look_at_suspect(self, group: Group) -> None:
-        """The request that had to run alone in the group may be past its crash point: then others may join it."""
+        """Let other requests join the group if the one that had to run alone is past its crash point."""
         if group.suspect and not self.choice.runs_alone(group):
             group.suspect = 0
             self.waits.wake(rows_of(group.epoch))
@@ -148,14 +148,14 @@ class Admission:
 
     @property
     def stirred(self) -> bool:
-        """Whether anything has changed since `admit` looked that may let a waiting request start."""
+        """Whether an event since the last `admit` may let a waiting request start."""
         return self.waits.stirred and self._could_start()
 
     def _could_start(self) -> bool:
         return bool(self.waiting) and any(self.choice.takes_rows(group) for group in self._cache.groups.values())
 
     def admit(self) -> None:
-        """Starts waiting requests where there is room."""
+        """Start waiting requests where there is room."""
         if not self.stirred:
             return
         self.waits.stirred = False
@@ -163,13 +163,13 @@ class Admission:
             self._start(*found)
 
     def _next_to_start(self) -> tuple[Request, Placement] | None:
-        """The first request of the queue that finds room, and its place."""
+        """Return the first request of the queue that has room, and its placement."""
         kept: set[int] = set()
         at_ceiling: set[int] = set()
         blocked: list[Request] = []
         others, largest = 0, self._cache.limits.bounds.blocks_max
         if not self._could_start():
-            self.waits.stirred = True  # whoever was not tried now is tried when a row ends
+            self.waits.stirred = True  # requests that are not tried now are tried when a row ends
             return None
         for request in self.waiting:
             if request.tenant in at_ceiling or request.awaits_sibling or request.awaits_trial:
@@ -201,16 +201,17 @@ class Admission:
         return None
 
     def _passes(self, request: Request, blocked: list[Request]) -> None:
-        """The request is about to start before those that found no room."""
+        """Count that the request is about to start before requests without room."""
         for earlier in blocked:
             if earlier.admitted_order or not request.admitted_order:
                 earlier.passed += 1
 
     def _kept_for(self, request: Request) -> int | None:
-        """The group that takes nobody else until this blocked request has started there.
+        """Return the group that admits no other request until this blocked request has started there.
 
-        No group is kept where it would find no room even if everything that runs there had ended: others would wait for
-        what only a client can give back.
+        No group is kept if the request would not fit even with the group idle: the others would then wait for blocks
+        that
+        only a client can release.
         """
         if request.passed < self._limits.passes_max and not self.choice.must_be_alone(request):
             return None
@@ -223,13 +224,13 @@ class Admission:
         candidates = [group for group in able if self.choice.fits_when_idle(group, request)]
         if not candidates:
             return None
-        if request.kept_epoch not in {group.epoch for group in candidates}:  # once chosen, it stays the one
+        if request.kept_epoch not in {group.epoch for group in candidates}:  # the choice is sticky
             best = max(candidates, key=lambda group: (group.pool.available(request.tenant), -group.number))
             request.kept_epoch = best.epoch
         return next(group.number for group in candidates if group.epoch == request.kept_epoch)
 
     def _leave_small_pool(self, request: Request) -> None:
-        """A sequence that lives where its request could never end gives up its KV, if another pool can hold it."""
+        """Release a sequence's KV if its pool could never hold the request and another pool can."""
         s, groups = self._cache.sequences, self._cache.groups
         slot = s.slot_of.get(request.sequence_id, NO_SLOT)
         if slot == NO_SLOT or s.pool[slot] == NO_POOL or self.choice.could_hold(groups[int(s.pool[slot])], request):
@@ -299,9 +300,9 @@ class Admission:
         self._meters.count(request.tenant, HIT, cached)
 
     def vacate(self, request: Request) -> None:
-        """The request leaves its slot, taking what it has generated with it. A client's sequence stays its own.
+        """Take the request off its slot, with what it has generated. A client's sequence stays.
 
-        Its group may be gone already, and the KV with it.
+        The group and its KV may be gone already.
         """
         slot, s = request.slot, self._cache.sequences
         group = self._cache.groups.get(int(s.pool[slot]))
@@ -328,17 +329,17 @@ class Admission:
 
     @property
     def running_total(self) -> int:
-        """How many requests run."""
+        """Number of running requests."""
         return sum(group.running for group in self._cache.groups.values())
 
     def generated(self, request: Request) -> int:
-        """How many tokens the request has generated."""
+        """Return how many tokens the request has generated."""
         if request.slot == NO_SLOT:
             return int(request.tokens.size)
         return int(self._cache.sequences.length[request.slot]) - request.prompt_tokens
 
     def answer(self, request: Request, offset: int = 0) -> tuple[Tokens, npt.NDArray[np.float32]]:
-        """What the request has generated from `offset` on, and its log-probabilities: [n] each."""
+        """Return the generated tokens from `offset` on, and their log-probabilities: [n] each."""
         slot, s = request.slot, self._cache.sequences
         if slot == NO_SLOT:
             return request.tokens[offset:], request.logprobs[offset:]
@@ -348,7 +349,7 @@ class Admission:
     # ----------------------------------------------------------------------------------------------------- invariants
 
     def check_invariants(self) -> None:
-        """The queue, the slots and the request states agree."""
+        """Check that queue, slots and request states agree."""
         s, rows = self._cache.sequences, self.rows
         self.waiting.check_invariants()
         waiting = list(self.waiting)
@@ -358,23 +359,23 @@ class Admission:
         assert sorted(running) == np.flatnonzero(s.running).tolist(), "active slots disagree with running requests"
         for group in self._cache.groups.values():
             counted = int(np.count_nonzero(s.running & (s.pool == group.number)))
-            assert group.running == counted, "the count of a group's running requests"
+            assert group.running == counted, "the count of a group's running requests is wrong"
         assert len(running) + len(waiting) == len(self._requests.live), "a request is neither running nor waiting"
         self.waits.check_invariants(waiting)
         self._check_meters(waiting)
         for request in waiting:
             parked = request.awaits_sibling
             assert parked == self.waiting.is_parked(request), (
-                "one that waits for a sibling is in the queue, or another is not"
+                "a request is parked without a sibling, or queued with one"
             )
-            assert not parked or self.waits_for_sibling(request), "a sibling waits for a prompt that is known"
+            assert not parked or self.waits_for_sibling(request), "a sibling waits for a known prompt"
         fresh = np.flatnonzero(rows.fresh).tolist()
-        assert len(fresh) == rows.fresh_count and running.keys() >= set(fresh), "the count of fresh rows"
+        assert len(fresh) == rows.fresh_count and running.keys() >= set(fresh), "the count of fresh rows is wrong"
         for slot, request in running.items():
-            assert s.request[slot] == request.id and s.pool[slot] != NO_POOL, "a running request without a place"
-            assert s.length[slot] + s.pending[slot] <= rows.limit[slot], "more tokens planned than asked for"
+            assert s.request[slot] == request.id and s.pool[slot] != NO_POOL, "a running request without a sequence"
+            assert s.length[slot] + s.pending[slot] <= rows.limit[slot], "more tokens planned than requested"
 
     def _check_meters(self, waiting: list[Request]) -> None:
         for cell, counted in ((RUNNING_NOW, self.running_total), (WAITING, len(waiting))):
             told = self._meters.rows[:, cell]
-            assert int(told.sum()) == counted and (told >= 0).all(), "what monitors are told of requests"
+            assert int(told.sum()) == counted and (told >= 0).all(), "request gauges disagree with the requests"

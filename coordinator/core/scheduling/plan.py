@@ -1,8 +1,8 @@
-"""What the next step of each group computes.
+"""Step planning: the content of each group's next step.
 
-Iteration-level batching: every step decodes one token of each running request and fills what is left of its token
-budget with prefill chunks. Up to `steps_in_flight_max` steps of a group are under way; the token that one samples is
-the next one's input and stays on the device, so the next step is planned before the last has ended.
+Iteration-level batching: every step decodes one token of each running request and fills the rest of its token budget
+with prefill chunks. Up to `steps_in_flight_max` steps of a group are in flight. A sampled token is the next step's
+input and stays on the device, so the next step is planned before the previous one has ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHUNK_TOKENS_MIN = 16
 
 
 class Scheduler:
-    """The plan of each step."""
+    """Plans the steps of each group."""
 
     def __init__(
         self, cache: Cache, requests: RequestTable, admission: Admission, endings: Endings, effects: list[Effect]
@@ -46,8 +46,11 @@ class Scheduler:
         self._rows = admission.rows
 
     def fill(self, group: Group) -> None:
-        """Sends the group every step that it can be sent. If no step is under way, no block or row has to wait for one
-        any longer, and what is released by that may be what the next step lacks."""
+        """Send the group every step that it can take.
+
+        With no step in flight, no block or row waits for one any more; skipping a step id releases these, and the next
+        step may need them.
+        """
         if group.away:
             return
         while True:
@@ -62,9 +65,9 @@ class Scheduler:
             self._cache.step_done(group, group.last_step)
 
     def plan(self, group: Group) -> Step | None:
-        """The group's next step, or None where it has nothing to do or enough under way.
+        """Build the group's next step; None if it has nothing to do or enough steps in flight.
 
-        A row fails if it finds no room for its next token and would not find any even if everything else had ended.
+        A row fails if it has no room for its next token and would have none even with everything else ended.
         """
         if group.steady is not None and not group.copies and len(group.sent) < self._limits.steps_in_flight_max:
             step = self._same_again(group, group.steady)
@@ -97,7 +100,7 @@ class Scheduler:
         slots = decodes
         if prefilling:
             slots, counts = self._prefills(group, mine[several], decodes, counts)
-        if self._requests.preemptions_total != preempted:  # on behalf of a later row, an earlier one may have been
+        if self._requests.preemptions_total != preempted:  # a later row may have preempted an earlier one
             alive = s.running[slots] & (s.pool[slots] == group.number)
             slots, counts = slots[alive], counts[alive]
         if not slots.size and not group.copies:
@@ -105,7 +108,7 @@ class Scheduler:
         return self._send(group, slots, counts)
 
     def _same_again(self, group: Group, steady: Steady) -> Step | None:
-        """The step after a step of the same decodes; None where something has changed."""
+        """Build a step that repeats the previous decode batch; None if something has changed."""
         s = self._cache.sequences
         if steady.left <= 0:
             return None
@@ -117,7 +120,7 @@ class Scheduler:
             steady.room[full] += s.block_size
             zeros = group.flush_zeros()
         slots = steady.slots
-        # While the step before is under way, no row's token is known; once it is over, every row's is.
+        # All rows' input tokens are known if no step is in flight, and unknown otherwise.
         tokens = steady.unknown if group.sent else self._fed(group, s.tokens[slots, steady.starts])
         starts = steady.starts.astype(np.int32)
         steady.starts += 1
@@ -139,7 +142,7 @@ class Scheduler:
         return step
 
     def _commit(self, group: Group, step: SentStep, tokens: int) -> None:
-        """The step, the group's next, is on its way: it feeds so many tokens."""
+        """Record the group's next step, with `tokens` input tokens, as sent."""
         group.last_step = step.step_id
         group.steps_total += 1
         self._cache.sequences.last_step[step.slots] = step.step_id
@@ -147,7 +150,7 @@ class Scheduler:
         self._requests.computed_tokens_total += tokens
 
     def _ready(self, group: Group, slots: Slots, counts: Slots) -> Slots:
-        """Which rows may be planned: one whose block must be copied first waits until no step reads its table row."""
+        """Return the rows that may be planned: a row that must copy a block waits until no step reads its table row."""
         s = self._cache.sequences
         rows, _ = self._cache.unwritable(slots, s.scheduled[slots], s.scheduled[slots] + counts)
         waiting = np.zeros(slots.size, np.bool_)
@@ -155,12 +158,12 @@ class Scheduler:
         return slots[~waiting]
 
     def _decodes(self, group: Group, slots: Slots, prefilling: bool) -> Slots:
-        """Reserves room for one more token of each row; oldest first where not all fit."""
+        """Reserve room for one more token of each row, oldest first if not all fit."""
         s = self._cache.sequences
         if not slots.size:
             return slots
         most = self._limits.step_tokens_max
-        if prefilling:  # decodes alone may not fill every step
+        if prefilling:  # leave room for prefill tokens, so that decodes cannot fill every step
             most -= 1 if most > 1 else group.next_step % 2
         too_many = slots.size > most
         if too_many:
@@ -170,7 +173,7 @@ class Scheduler:
         copied, _ = self._cache.unwritable(slots, start)
         short[copied] = True
         if not np.count_nonzero(short):
-            return np.sort(slots) if too_many else slots  # most rows of most steps write into a block that they have
+            return np.sort(slots) if too_many else slots  # the common case: all rows write into blocks they have
         asking = slots[short]
         if copied.size:
             asking = self._ready(group, asking, np.ones(asking.size, np.int64))
@@ -178,7 +181,7 @@ class Scheduler:
         return np.sort(np.concatenate([slots[~short], served]))
 
     def _with_blocks(self, group: Group, slots: Slots) -> Slots:
-        """Gives blocks to rows that need one more, or one of their own; oldest first where not all fit."""
+        """Give blocks to rows that need a further or an own one, oldest first if not all fit."""
         s = self._cache.sequences
         planned = [NO_SLOTS]
         tenants = sorted(set(s.tenant[slots].tolist()))
@@ -194,7 +197,7 @@ class Scheduler:
         return np.concatenate(planned)
 
     def _prefills(self, group: Group, slots: Slots, decodes: Slots, counts: Slots) -> tuple[Slots, Slots]:
-        """Adds chunks of prompts until the token budget of the step is spent."""
+        """Add prefill chunks until the step's token budget is spent."""
         s = self._cache.sequences
         chosen: list[int] = []
         chunks: list[int] = []
@@ -213,8 +216,11 @@ class Scheduler:
         return np.concatenate((decodes, more[0])), np.concatenate((counts, more[1]))
 
     def _writable(self, shares: list[tuple[int, int]]) -> list[bool]:
-        """Which of the chunks fall into blocks that their rows have and may write: most of them, since a row gets the
-        blocks of its prompt when it starts. What other rows of the step do does not change that."""
+        """Return which chunks fall into blocks that their rows hold and may write.
+
+        These are most chunks, since a row gets the blocks of its prompt when it starts. Other rows of the step do not
+        change the answer.
+        """
         s = self._cache.sequences
         slots, counts = np.array(shares, np.int64).reshape(-1, 2).T
         start = s.scheduled[slots]
@@ -225,15 +231,15 @@ class Scheduler:
         return kept
 
     def _prefill_budget(self, group: Group, decodes: int) -> int:
-        """Prefill tokens of the next step: beside decodes, as many as `decode_gap_ms` leaves room for."""
+        """Return the prefill tokens of the next step. Decodes limit them to what fits into `decode_gap_ms`."""
         budget = self._limits.step_tokens_max - decodes
         chunk = group.costs.chunk(self._decode_gap_us) if decodes else 0
         return min(budget, max(CHUNK_TOKENS_MIN, chunk)) if chunk else budget
 
     def _shares(self, slots: Slots, budget: int) -> list[tuple[int, int]]:
-        """(slot, chunk) of the prompts in a step: half of the budget for the oldest, the rest for the shortest.
+        """Split the budget into (slot, chunk) pairs: half for the oldest prompt, the rest for the shortest.
 
-        So a short prompt does not wait for a long one, a long one always gets on, and equal ones end one by one.
+        A short prompt then never waits for a long one, a long one always progresses, and equal ones end one by one.
         """
         s = self._cache.sequences
         by_age = slots[np.argsort(self._rows.order[slots], kind="stable")].tolist()
@@ -250,7 +256,7 @@ class Scheduler:
         return list(share.items())
 
     def _make_way(self, group: Group, slot: int, count: int) -> bool:
-        """Reserves room for one row, preempting others of its group where it must."""
+        """Reserve room for one row, preempting others of its group as needed."""
         s = self._cache.sequences
         while s.running[slot] and s.pool[slot] == group.number:
             start = s.scheduled[[slot]]
@@ -259,12 +265,12 @@ class Scheduler:
             try:
                 self._cache.reserve(np.array([slot]), start, start + count, target + samples)
             except CapacityExceeded as error:
-                if group.pool.quarantined:  # blocks come back with the next result: better to wait than to preempt
+                if group.pool.quarantined:  # blocks come back with the next result: wait instead of preempting
                     return False
                 (mine,) = (s.running & (s.pool == group.number)).nonzero()
                 helps = s.tenant[mine] == s.tenant[slot]
                 if not isinstance(error, QuotaExceeded):  # only the tenant's own blocks count against its ceiling
-                    # What a tenant within its floor gave back would be kept for it.
+                    # Blocks released by a tenant within its floor stay reserved for it.
                     floor = self._cache.tenants.floor
                     helps |= ((floor == 0) | (group.pool.usage > floor))[s.tenant[mine]]
                 victim = preemption.choose(self._cache, self._requests, self._rows.order, mine[helps], short_of(error))
@@ -273,7 +279,7 @@ class Scheduler:
                         end, length = int(start[0]) + count, int(target[0] + samples[0])
                         self._stop(group, slot, error, self._cache.needed(slot, int(start[0]), end, length))
                         return False
-                    victim = slot  # alone, and it shares: it starts again on blocks of its own
+                    victim = slot  # the only row, with shared blocks: restart it on blocks of its own
                 request = self._requests.live[int(s.request[victim])]
                 request.phases.preempt(self._clock.now_us)
                 self._admission.requeue(request)
@@ -281,30 +287,35 @@ class Scheduler:
             return True
         return False
 
-    # --------------------------------------------------------------------------------------------------- standing still
+    # ----------------------------------------------------------------------------------------------------- stalled rows
 
     def _stop(self, group: Group, slot: int, error: CapacityExceeded, needed: int) -> None:
-        """The row stands still: nobody is preempted for it."""
+        """Stall a row for which no other row is preempted."""
         request = self._requests.live[int(self._cache.sequences.request[slot])]
         request.wait = lack(group, error, needed)
         request.phases.stall(self._clock.now_us)
         group.stopped.append(request.id)
 
     def _try_stopped(self, group: Group) -> None:
-        """The rows that stood still are planned like all others."""
+        """Clear the stalled state of rows, so that they are planned like all others."""
         for request in self._stopped(group):
             request.wait = None
             request.phases.unstall(self._clock.now_us)
         group.stopped.clear()
 
     def _stopped(self, group: Group) -> list[Request]:
-        """Those of the rows that stood still that still run."""
+        """Return the requests of stalled rows that still run."""
         known = [self._requests.live.get(request_id) for request_id in group.stopped]
         return [request for request in known if request is not None and request.slot != NO_SLOT]
 
     def _give_up_stopped(self, group: Group, step: Step | None) -> bool:
-        """Ends the rows that stand still for good: those whose room only a client could give back; or the youngest, if
-        the whole group stands still. Returns whether it ended any."""
+        """End rows that are stalled for good because only clients can release the blocks they need.
+
+        If the whole group is stalled, the youngest row ends.
+
+        Returns:
+            Whether any row ended.
+        """
         still = [request for request in self._stopped(group) if request.wait is not None]
         lost = [request for request in still if not self._can_go_on(group, request)]
         if still and not lost and step is None and not group.sent and not group.pool.awaits_step:
@@ -314,24 +325,24 @@ class Scheduler:
         return bool(lost)
 
     def _can_go_on(self, group: Group, request: Request) -> bool:
-        """Whether the row would find room once everything else had ended that ends by itself."""
+        """Return whether the row would have room after everything that ends by itself has ended."""
         supply, _ = self._cache.eviction.supply_when_idle(group, request.slot)
         return request.wait is None or supply.has(request.tenant, request.wait.needed, NO_SPARE)
 
     def _hopeless(self, group: Group, request: Request) -> CapacityExceeded:
-        """Why the row cannot go on, and who holds what it lacks."""
+        """Build the error of a row that cannot continue, with the holders of the blocks it lacks."""
         wait, tenants = request.wait, self._cache.tenants
         assert wait is not None
         needed, at_ceiling = wait.needed, wait.limit == TENANT_CEILING
         holders = who_holds(self._cache, group, request.tenant, request.tenant if at_ceiling else 0, request.slot)
-        hint = f"request {request.id} cannot go on: {'; '.join(holders)}"
+        hint = f"request {request.id} cannot continue: {'; '.join(holders)}"
         if at_ceiling:
             usage, ceiling = int(group.pool.usage[request.tenant]), int(tenants.ceiling[request.tenant])
             return QuotaExceeded(request.tenant_name, usage + needed, ceiling, hint)
         return CapacityExceeded("blocks", needed, max(0, needed - wait.short), hint)
 
     def _send(self, group: Group, slots: Slots, counts: Slots) -> Step:
-        """Commits the plan: counters move, and the step becomes a message."""
+        """Commit the plan: advance the counters and build the step message."""
         s = self._cache.sequences
         starts = s.scheduled[slots]
         known = s.length[slots]
@@ -367,23 +378,26 @@ class Scheduler:
         return step
 
     def _steady(self, slots: Slots, runs: Slots, starts: Slots, target: Slots, tenant: int) -> Steady:
-        """All rows of the group decode. starts, target: of the step after this one."""
+        """Build the steady decode batch of a group in which all rows decode.
+
+        `starts` and `target` belong to the step after this one.
+        """
         s = self._cache.sequences
         room = s.used[slots] * s.block_size - target
         left = int((self._rows.limit[slots] - target).min())
         return Steady(slots, runs, starts, room, left, tenant)
 
     def _fed(self, group: Group, tokens: Tokens) -> Tokens:
-        """Tokens as the group's worker takes them."""
+        """Return tokens in the form that the group's worker takes: with their marks or without."""
         return tokens if group.wants_kinds else unmarked(tokens)
 
     def _inputs(self, group: Group, slots: Slots, starts: Slots, counts: Slots, known: Slots) -> npt.NDArray[np.int32]:
-        """The tokens fed, row after row; -1 for the one that a step under way is still sampling."""
+        """Return the input tokens, row after row; -1 for a token that a step in flight is still sampling."""
         if not slots.size:
             return NO_INT32
         s = self._cache.sequences
         (chunks,) = (counts > 1).nonzero()
-        decodes = int(chunks[0]) if chunks.size else slots.size  # they come first
+        decodes = int(chunks[0]) if chunks.size else slots.size  # decodes come first
         own = slots[:decodes]
         inside = np.minimum(starts[:decodes], s.context_tokens_max - 1)
         ones = self._fed(group, s.tokens[own, inside])
@@ -395,9 +409,9 @@ class Scheduler:
         return np.concatenate(fed) if len(fed) > 1 else fed[0]
 
     def _begins(self, group: Group) -> tuple[tuple[RowStart, ...], npt.NDArray[np.int32]]:
-        """The slots that change hands, and what of their tokens penalties and grammars begin after."""
+        """Return the rows that begin in this step, and the token history that penalties and grammars start from."""
         if group.begins_bytes >= sizes.BEGINS_BYTES_MAX:
-            self._admission.waits.wake(rows_of(group.epoch))  # others may begin in the step after this one
+            self._admission.waits.wake(rows_of(group.epoch))  # more rows may begin in the step after this one
         group.begins_bytes = 0
         if not group.started_slots:
             return (), NO_INT32
