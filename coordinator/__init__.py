@@ -1,7 +1,7 @@
-"""The coordinator: the one process that owns every block and serialises every mutation."""
+"""The coordinator: the process that owns every block and serialises every change."""
 
 import os
 
-# Before anybody imports numpy, whose linear algebra is not used here: it starts a thread for each core otherwise, which
-# takes a sixth of our start, and a process that forks is to have one thread.
+# Set before numpy is imported: OpenBLAS, which is unused here, would start one thread for each core. That takes a sixth
+# of the startup time, and a process that forks must have only one thread.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

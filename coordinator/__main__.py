@@ -1,7 +1,7 @@
-"""python -m kvforge.coordinator --config FILE.toml [--check]
+"""Run a coordinator: `python -m kvforge.coordinator --config FILE.toml [--check]`.
 
-Exit status: as `protocol.exits` has it: 0 stopped as asked, 1 internal error, 2 wrong configuration, 3 a folder in
-use, 5 what is in state_dir is damaged. SIGHUP: [access] of FILE is read again.
+Exit status, as in `protocol.exits`: 0 stopped as requested, 1 internal error, 2 invalid configuration, 3 folder in
+use, 5 state_dir is damaged. On SIGHUP, [access] is read again from FILE.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .server import Server
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a coordinator until it is told to stop. Returns the exit status."""
+    """Run a coordinator until it is stopped. Return the exit status."""
     parser = Parser(prog="python -m kvforge.coordinator", description=__doc__)
     parser.add_argument("--config", type=Path, help="TOML file; without it, the defaults")
-    parser.add_argument("--check", action="store_true", help="say what the file means here, as JSON, and end")
+    parser.add_argument("--check", action="store_true", help="print the effective settings as JSON, and exit")
     parser.add_argument(
         "--fresh",
         "--discard-state",
         dest="discard_state",
         action="store_true",
-        help="throw away what an earlier process left in state_dir",
+        help="discard the state of earlier processes in state_dir",
     )
     options = parser.parse_args(arguments)
     try:
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps({**folders, "on_stop": config.on_stop, "tables_bytes": tables_bytes}))
             return OK
         output = logs.configure("coordinator", config.log_level, config.log_format)
-        # Without a file there is nothing to read again; from a terminal SIGHUP says that it was closed.
+        # Without a file there is nothing to reload; on a terminal, SIGHUP means that it was closed.
         reread = partial(load_config, options.config) if options.config and not os.isatty(0) else None
         server = Server(config, output.flush, options.discard_state, reread)
     except KvforgeError as error:

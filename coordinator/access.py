@@ -1,6 +1,6 @@
-"""Who may connect: [tcp], where a coordinator is reached over a network, and [access], whom it lets in there.
+"""Access control: [tcp] sets where a coordinator listens on a network, [access] which peers may connect.
 
-`ipc://` is always there; `tcp://` only where it is configured, and only encrypted.
+The `ipc://` sockets always exist; `tcp://` sockets exist only if configured, and are always encrypted.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from .users import LocalUsers
 
 RATE_MIN, RATE_MAX = 0.001, 1e9  # a second
 NOT_LISTED = "its key is not in [access] any more"
-Problem = Callable[[Who], str]  # why somebody's connection must end; "": it need not
+Problem = Callable[[Who], str]  # returns why a peer's connection must end, or ""
 
 
 class TcpSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[tcp]: over a network, and only encrypted.
+    """[tcp]: encrypted network endpoints.
 
-    listen, listen_workers: `tcp://HOST:PORT` of clients, and of workers; "": only this machine's sockets. key_file: the
-    coordinator's own keys, of `kvforge keys server`.
+    Attributes:
+        listen: `tcp://HOST:PORT` for clients; "" for none.
+        listen_workers: `tcp://HOST:PORT` for workers; "" for none.
+        key_file: The coordinator's keys, made by `kvforge keys server`.
     """
 
     listen: str = ""
@@ -47,11 +49,14 @@ class TcpSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[access.local]: what may do who comes by a local socket and has no entry; the same of an entry.
+    """[access.local]: the rights of local clients without an entry. Entries have the same settings.
 
-    tenant: for whom it acts, "*": for whomever it names. rights: `submit`, `read`, `admin` (`core.rights.Access`).
-    requests_max: of its requests that are alive at once; 0: no limit of its own. tokens_per_s: that it sends and that
-    are generated for it; then it is refused for a while. messages_per_s: then it is read later. 0: no limit.
+    Attributes:
+        tenant: The tenant that the client acts for; "*" for any tenant that it names.
+        rights: `submit`, `read`, `admin` (`core.rights.Access`).
+        requests_max: Live requests at once; 0 for no limit of its own.
+        tokens_per_s: Rate of tokens sent and generated, beyond which commands are refused; 0 for no limit.
+        messages_per_s: Rate of messages, beyond which reading is delayed; 0 for no limit.
     """
 
     tenant: str = EVERY_TENANT
@@ -61,29 +66,34 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     messages_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
     def access(self, name: str) -> Access:
-        """As the core knows it."""
+        """Return the access in the form that the core uses."""
         return Access(name, self.tenant, self.rights, self.requests_max, self.tokens_per_s, self.messages_per_s)
 
     def check(self, field: str) -> None:
-        """Raises InvalidConfiguration naming what is wrong in the table `field`."""
+        """Validate the table `field` of the file.
+
+        Raises:
+            InvalidConfiguration: A value is invalid.
+        """
         for right in self.rights:
             if right not in RIGHTS:
-                raise InvalidConfiguration(f"{field}.rights", f"{right!r} is none of {', '.join(RIGHTS)}")
+                raise InvalidConfiguration(f"{field}.rights", f"must be one of {', '.join(RIGHTS)}, not {right!r}")
         for name in ("tokens_per_s", "messages_per_s"):
             value = getattr(self, name)
             if value and not RATE_MIN <= value <= RATE_MAX:
                 raise InvalidConfiguration(f"{field}.{name}", f"must be 0 or {RATE_MIN} to {RATE_MAX:g}, not {value}")
         if not 0 < len(self.tenant) <= NAME_LENGTH_MAX or not self.tenant.isprintable():
             raise InvalidConfiguration(
-                f"{field}.tenant", f"1 to {NAME_LENGTH_MAX} printable characters; * for every one"
+                f"{field}.tenant", f"1 to {NAME_LENGTH_MAX} printable characters; * for all tenants"
             )
 
 
 class ClientEntry(Rights, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[access.clients.NAME]: one that may connect. What it may do must be said: tenant and rights.
+    """[access.clients.NAME]: a client that may connect. `tenant` and `rights` are required.
 
-    key: over a network, its public key, of `kvforge keys client`. user: of this machine, by name or number; one of
-    both, key and user, or both.
+    Attributes:
+        key: Its public key for network connections, made by `kvforge keys client`.
+        user: Its user on this machine, by name or number; key, user, or both are required.
     """
 
     tenant: str = ""
@@ -92,7 +102,11 @@ class ClientEntry(Rights, frozen=True, kw_only=True, forbid_unknown_fields=True)
     user: str = ""
 
     def user_number(self, name: str) -> int:
-        """Of the entry `name`. Raises InvalidConfiguration."""
+        """Return the uid of `user` in the entry `name`.
+
+        Raises:
+            InvalidConfiguration: There is no such user.
+        """
         try:
             return int(self.user) if self.user.isdecimal() else pwd.getpwnam(self.user).pw_uid
         except KeyError:
@@ -103,14 +117,15 @@ class ClientEntry(Rights, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[access.workers.NAME]: a worker that may connect over a network.
 
-    key: its public key, of `kvforge keys worker`.
+    Attributes:
+        key: Its public key, made by `kvforge keys worker`.
     """
 
     key: str
 
 
 class AccessSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[access]: who may connect, by name, and what who has no entry may do on this machine (`local`)."""
+    """[access]: the peers that may connect, by name, and the rights of local clients without an entry (`local`)."""
 
     local: Rights = Rights()
     clients: dict[str, ClientEntry] = {}
@@ -118,10 +133,13 @@ class AccessSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Gate:
-    """Who is let in as what, by the list as it was read last. token: that of this boot's workers, "": none is asked
-    for. own_user: the coordinator's.
+    """Access decisions, by the most recently loaded [access].
 
-    client_keys, worker_keys: public keys that may connect over a network. They are the doors' too, and follow the list.
+    Attributes:
+        token: The token that workers of this boot must present; "" for none.
+        client_keys: Public keys of clients that may connect over a network; shared with the listeners, updated in
+            place.
+        worker_keys: The same for workers.
     """
 
     def __init__(self, token: str = "", access: AccessSection | None = None, own_user: int | None = None) -> None:
@@ -142,10 +160,15 @@ class Gate:
             known |= listed
 
     def reread(self, access: AccessSection) -> tuple[Problem, Problem]:
-        """The list is another one. Returns what says why the connection of a client, and of a worker, must end for it.
+        """Apply another [access].
 
-        A client of which it says something else must go too: it connects again by itself, and may then do that.
-        Raises InvalidConfiguration, and has changed nothing.
+        Connections with changed rights must end too: the client reconnects by itself, with its new rights.
+
+        Returns:
+            Functions that return why the connection of a client, and of a worker, must end; "" if it need not.
+
+        Raises:
+            InvalidConfiguration: A key or a user is invalid; nothing has changed.
         """
         by_key, by_user, local = self._by_key, self._by_user, self._local
         self._read(access)
@@ -155,7 +178,7 @@ class Gate:
             now = self._by_key.get(who.key) if who.key else self._by_user.get(who.user, self._local)
             if now is None:
                 return NOT_LISTED
-            return "" if now == before else "[access] says something else of it now"
+            return "" if now == before else "its entry in [access] has changed"
 
         def of_worker(who: Who) -> str:
             return NOT_LISTED if who.key and who.key not in self.worker_keys else ""
@@ -163,7 +186,11 @@ class Gate:
         return of_client, of_worker
 
     def client(self, who: Who) -> Access:
-        """What a client may do. Raises NotAllowed where its key was taken off the list since it connected."""
+        """Return a client's access.
+
+        Raises:
+            NotAllowed: Its key was removed from the list after it connected.
+        """
         if not who.key:
             return self._by_user.get(who.user, self._local)
         if who.key not in self._by_key:
@@ -171,7 +198,7 @@ class Gate:
         return self._by_key[who.key]
 
     def rate(self, who: Who) -> Rate | None:
-        """How often a client is listened to, all connections of its entry together; None: always."""
+        """Return the message rate limiter that all connections of a client's entry share; None for no limit."""
         access = self.client(who)
         if not access.messages_per_s:
             return None
@@ -181,11 +208,14 @@ class Gate:
         return rate
 
     def check_worker(self, who: Who, token: str) -> None:
-        """Raises NotAllowed where a worker does not belong to this coordinator.
+        """Check that a worker belongs to this coordinator.
 
-        One that brings no token may be older than tokens are: then it has to be of the coordinator's own user, of which
-        the system has made sure, and who may read the token. One that brings a wrong one belongs to another
-        coordinator, or to this one's last boot.
+        A worker without a token may predate tokens; it must then run as the coordinator's own user, which the kernel
+        verifies and which may read the token anyway. A wrong token belongs to another coordinator, or to an earlier
+        boot.
+
+        Raises:
+            NotAllowed: The worker's key or token is not valid.
         """
         if not token and not who.key and who.user == self._own_user:
             return
@@ -198,11 +228,15 @@ class Gate:
 
 
 def check(tcp: TcpSection, access: AccessSection) -> None:
-    """Raises InvalidConfiguration naming the field."""
+    """Validate [tcp] and [access].
+
+    Raises:
+        InvalidConfiguration: A field, which the error names, is invalid.
+    """
     access.local.check("access.local")
     for name, entry in access.clients.items():
         if not name.isprintable():
-            raise InvalidConfiguration("access.clients", f"{name!r} is no name: printable characters")
+            raise InvalidConfiguration("access.clients", f"invalid name: {name!r} (expected printable characters)")
         for field, value in (("tenant", entry.tenant), ("rights", entry.rights)):
             if not value:
                 raise InvalidConfiguration(f"access.clients.{name}.{field}", "is required")
@@ -227,25 +261,33 @@ def check(tcp: TcpSection, access: AccessSection) -> None:
             raise InvalidConfiguration("tcp.key_file", f"is required by {setting}: `kvforge keys server` makes one")
         if not allowed:
             side = "workers" if setting.endswith("workers") else "clients"
-            raise InvalidConfiguration(f"access.{side}", f"names no key, so that nobody could connect to {setting}")
+            raise InvalidConfiguration(f"access.{side}", f"names no key, so no peer could connect to {setting}")
 
 
 def _check_apart(values: dict[str, str]) -> None:
     seen: dict[str, str] = {}
     for field, value in values.items():
         if value in seen:
-            raise InvalidConfiguration(field, f"is that of {seen[value]}: each has one of its own")
+            raise InvalidConfiguration(field, f"must be unique, but equals {seen[value]}")
         seen[value] = field
 
 
 def client_doors(runtime: Path, tcp: TcpSection, gate: Gate) -> list[Door]:
-    """Where clients come in. Raises InvalidConfiguration."""
+    """Return the endpoints for clients.
+
+    Raises:
+        InvalidConfiguration: A key file or an address is invalid.
+    """
     network = _network_door("tcp.listen", tcp.listen, tcp, gate.client_keys) if tcp.listen else []
     return [Door(client_endpoint(runtime), users=LocalUsers(runtime, with_group=True)), *network]
 
 
 def worker_doors(runtime: Path, tcp: TcpSection, gate: Gate) -> list[Door]:
-    """Where workers come in. Raises InvalidConfiguration."""
+    """Return the endpoints for workers.
+
+    Raises:
+        InvalidConfiguration: A key file or an address is invalid.
+    """
     listen = tcp.listen_workers
     network = _network_door("tcp.listen_workers", listen, tcp, gate.worker_keys) if listen else []
     return [Door(worker_endpoint(runtime), users=LocalUsers(runtime, with_group=False)), *network]
@@ -253,7 +295,7 @@ def worker_doors(runtime: Path, tcp: TcpSection, gate: Gate) -> list[Door]:
 
 def _network_door(setting: str, endpoint: str, tcp: TcpSection, allowed: Collection[bytes]) -> list[Door]:
     try:
-        from .curve import SealedReader, ServerKeys  # PyNaCl is for those who listen on a network
+        from .curve import SealedReader, ServerKeys  # PyNaCl is optional
     except ImportError as error:
         raise InvalidConfiguration(setting, f"needs PyNaCl ({error}): {install_command('tcp')}") from None
     own = keys.read(expand(tcp.key_file), "tcp.key_file")

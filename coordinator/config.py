@@ -24,20 +24,22 @@ from .turn import TurnLimits
 
 S = TypeVar("S", bound=Section)
 BUFFER_BYTES_MIN = 1 << 20
-SILENCE_S_MIN = 2.0  # an idle loop looks once a second
+SILENCE_S_MIN = 2.0  # an idle loop checks once a second
 BufferBytes = Annotated[int, Range(BUFFER_BYTES_MIN)]
 
 
 class LimitsSection(TurnLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[limits]: the core's (`core.limits.Bounds`), those of one turn (`TurnLimits`), and those of connections.
+    """[limits]: limits of the core (`core.limits.Bounds`), of one turn (`TurnLimits`), and of connections.
 
-    strangers_max: connections that have not said hello yet, of clients and of workers.
-    client_share_ms: of `client_ms_per_turn_max` for one connection, while others are there.
-    client_buffer_messages, client_buffer_bytes: so much may wait for a client that does not read; then its streams
-    pause, and what it asks for is not looked at until it has read half of that. partial_bytes_max: held for messages of
-    clients, or of workers, that have begun and not ended.
-    silence_s: a client or worker from which nothing comes for so long, heartbeats neither, is taken for gone; the
-    process of a worker is killed then, for its successor.
+    Attributes:
+        strangers_max: Connections of clients, and of workers, with a pending handshake.
+        client_share_ms: Share of `client_ms_per_turn_max` for one connection, while others have messages.
+        client_buffer_messages: Messages queued for a slow client; at the limit its streams pause, and its messages are
+            not read until half of the queue has drained.
+        client_buffer_bytes: The same limit in bytes.
+        partial_bytes_max: Memory for incomplete messages of clients, and of workers.
+        silence_s: A peer that sends nothing for this long, not even heartbeats, is disconnected; a worker's process is
+            then killed, so that a successor can start.
     """
 
     strangers_max: Count = 64
@@ -49,24 +51,26 @@ class LimitsSection(TurnLimits, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ScheduleSection(ScheduleLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[schedule]: the core's (`core.limits.ScheduleLimits`), and how the loop waits.
+    """[schedule]: limits of the core (`core.limits.ScheduleLimits`), and how the loop waits.
 
-    spin_us: after something arrived, look for more for so long before sleeping; -1: 200 with 4 cores or more, else 0.
+    Attributes:
+        spin_us: How long to poll after an event before sleeping; -1 means 200 with 4 or more cores, else 0.
     """
 
     spin_us: Annotated[int, Range(-1, 1_000_000)] = -1
 
 
 class JournalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[journal]: when it is cut by a snapshot.
+    """[journal]: when a snapshot replaces it, and limits of recovery.
 
-    bytes_max: of records since the last snapshot. replay_ms_max: of the loop's time that the records since then took,
-    and that applying them again after a crash would take. A loop without rest waits with it until there is twice as
-    much.
-    away_s_max: after a restart of the host, at most its uptime plus this many seconds count as time without a
-    coordinator. A wall clock that was set therefore ends no leases, keys or deadlines.
-    message_deaths_max: after so many coordinators in a row have died while they handled a client's message, the message
-    is refused. After so many have died while they applied the last record of a journal, the record is set aside.
+    Attributes:
+        bytes_max: Bytes of records since the last snapshot, beyond which another one is written.
+        replay_ms_max: Loop time of the records since the last snapshot, which replay would take again; beyond it,
+            another snapshot is written. A busy loop postpones it until there is twice as much.
+        away_s_max: After a reboot, at most the uptime plus this many seconds count as time without a coordinator. A
+            wall clock that was set therefore ends no leases, keys or deadlines.
+        message_deaths_max: A client's message is refused after this many coordinators in a row died while handling it;
+            the last record of a journal is set aside after this many died while applying it.
     """
 
     bytes_max: Annotated[int, Range(1 << 16)] = 64 << 20
@@ -76,17 +80,20 @@ class JournalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a coordinator can be told.
+    """The configuration of a coordinator.
 
-    runtime_dir: folder of the sockets and the shared tables; "": KVFORGE_RUNTIME_DIR, else `kvforge` in
-    XDG_RUNTIME_DIR, else `/tmp/kvforge-UID`.
-    state_dir: folder of the journal; "": `kvforge` in XDG_STATE_HOME or ~/.local/state, or, where a runtime folder is
-    chosen or the user has no home, `state` in the runtime folder.
-    durability: what an accepted command outlives: "process" that of the coordinator, "power" that of the host (each
-    turn waits for the disk), "none" nothing.
-    on_stop: "drain" ends what runs within `drain_s` and hands the rest back; "keep" leaves it to the next start, which
-    goes on with it, and leaves workers running. drain_s: how long requests may run on, 0 to 86400.
-    log_level: debug, info, warning or error. log_format: text, or json: one document a line.
+    Attributes:
+        runtime_dir: Folder of the sockets and the shared tables; "" means KVFORGE_RUNTIME_DIR, else `kvforge` in
+            XDG_RUNTIME_DIR, else `/tmp/kvforge-UID`.
+        state_dir: Folder of the journal; "" means `kvforge` in XDG_STATE_HOME or ~/.local/state, or `state` in the
+            runtime folder if one is configured or the user has no home.
+        durability: The failure that an accepted command survives: "process" a crash of the coordinator, "power" a crash
+            of the host (each turn waits for the disk), "none" no failure.
+        on_stop: "drain" lets requests run for up to `drain_s` and hands the rest back; "keep" leaves them to the next
+            start, which resumes them, and leaves workers running.
+        drain_s: How long requests may continue to run, 0 to 86400.
+        log_level: debug, info, warning or error.
+        log_format: text, or json for one document a line.
     """
 
     runtime_dir: str = ""
@@ -116,7 +123,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             if value not in choices:
                 raise InvalidConfiguration(name, f"must be one of {', '.join(choices)}, not {value!r}")
         if self.on_stop == "keep" and self.durability == "none":
-            raise InvalidConfiguration("on_stop", 'nothing can be kept with durability = "none"')
+            raise InvalidConfiguration("on_stop", '"keep" is impossible with durability = "none"')
         self.journal.check("journal")
         self.limits.check("limits")
         self.schedule.check("schedule")
@@ -125,7 +132,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         access.check(self.tcp, self.access)
 
     def _check_message_bytes(self) -> None:
-        """A prompt as long as a sequence may be must fit into a message."""
+        """Check that a message can hold a prompt of the maximum context length."""
         needed = codec.BODY_BYTES_MAX + 4 * self.core_limits().context_tokens_max
         if self.limits.message_bytes_max < needed:
             problem = f"must be at least {needed} for sequences of limits.blocks_per_sequence_max blocks"
@@ -133,19 +140,19 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def runtime_path(self) -> Path:
-        """Folder of the sockets and the shared tables."""
+        """The folder of the sockets and the shared tables."""
         return expand(self.runtime_dir) if self.runtime_dir else default_runtime_dir().absolute()
 
     @property
     def state_path(self) -> Path:
-        """Folder of the journal."""
+        """The folder of the journal."""
         return expand(self.state_dir) if self.state_dir else default_state_dir(self.runtime_path)
 
     def client_limits(self) -> PeerLimits:
-        """Bounds of the clients' socket."""
+        """Return the limits of the clients' socket."""
         limits = self.limits
         room = Room(queue_messages_max=limits.client_buffer_messages, queue_bytes_max=limits.client_buffer_bytes)
-        turn_us = int(limits.client_ms_per_turn_max * 1000)  # the loop's own budget is the same: it counts answers, too
+        turn_us = int(limits.client_ms_per_turn_max * 1000)  # also the loop's budget, which includes sending replies
         share_us = int(limits.client_share_ms * 1000)
         room = msgspec.structs.replace(
             room, message_bytes_max=limits.message_bytes_max, skipped_bytes_max=zmtp.MESSAGE_BYTES_MAX
@@ -154,12 +161,12 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return msgspec.structs.replace(peers, turn_us=turn_us, share_us=share_us)
 
     def worker_limits(self) -> PeerLimits:
-        """Bounds of the workers' socket."""
+        """Return the limits of the workers' socket."""
         return self._peer_limits(self.limits.pools_max, Room())
 
     @property
     def descriptors(self) -> int:
-        """How many connections need: those of both sockets, and one for the process of each worker."""
+        """Number of file descriptors for the connections of both sockets, and for each worker process."""
         return self.client_limits().descriptors + self.worker_limits().descriptors + self.limits.pools_max
 
     def _peer_limits(self, admitted_max: int, room: Room) -> PeerLimits:
@@ -173,7 +180,11 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         )
 
     def core_limits(self) -> Limits:
-        """What the core knows of the sections. Raises InvalidConfiguration naming the field."""
+        """Return the limits that the core uses.
+
+        Raises:
+            InvalidConfiguration: A field, which the error names, is invalid.
+        """
         return Limits(
             bounds=_of_core(Bounds, self.limits),
             cache=self.cache,
@@ -183,7 +194,11 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def geometry(limits: Limits) -> Geometry:
-    """The shared tables' size. Raises InvalidConfiguration naming the field."""
+    """Return the dimensions of the shared tables.
+
+    Raises:
+        InvalidConfiguration: A field, which the error names, is too large.
+    """
     bounds = limits.bounds
     return Geometry(
         slots=bounds.sequences_max,
@@ -195,12 +210,12 @@ def geometry(limits: Limits) -> Geometry:
 
 
 def _of_core(cls: type[S], section: S) -> S:
-    """The part of a section that the core knows."""
+    """Return the part of a section that belongs to the core."""
     return cls(**{name: getattr(section, name) for name in cls.__struct_fields__})
 
 
 def _quota(tenant: str, values: dict[str, int | float]) -> Quota:
-    """[quotas.TENANT]: floor and ceiling, in blocks of each pool; weight."""
+    """Convert [quotas.TENANT]: floor and ceiling in blocks of each pool, and weight."""
     try:
         return convert(values, Quota)
     except InvalidConfiguration as error:
@@ -208,5 +223,9 @@ def _quota(tenant: str, values: dict[str, int | float]) -> Quota:
 
 
 def load_config(path: Path | None) -> CoordinatorConfig:
-    """Reads a TOML file, or gives the defaults. Raises InvalidConfiguration."""
+    """Read a TOML file, or return the defaults for None.
+
+    Raises:
+        InvalidConfiguration: The file cannot be read, or a field is invalid.
+    """
     return load(path, CoordinatorConfig) if path is not None else CoordinatorConfig()

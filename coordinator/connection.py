@@ -1,4 +1,4 @@
-"""One peer's connection: what it sends, message by message, and what waits to be written to it. Never waits for it."""
+"""One peer's connection: parsing of incoming messages, and the queue of outgoing ones. It never blocks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .users import credentials
 STRANGER_S = 10.0
 MESSAGE_S = 30.0
 STALL_S = 60.0
-DEAF_BYTES = 32 << 10  # of commands that are not taken from one that does not read: heartbeats may be stuck behind them
+DEAF_BYTES = 32 << 10  # unread input of a slow consumer above this is more than queued heartbeats
 READ_BYTES = 64 << 10
-READ_LARGE_BYTES = 256 << 10  # memory that was never written to costs more than its copy
+READ_LARGE_BYTES = 256 << 10  # page faults on fresh memory cost more than copying
 WRITE_BYTES = 128 << 10
-UNREAD_PONGS_BYTES = 64 << 10  # to one that reads nothing heartbeats are not answered
+UNREAD_PONGS_BYTES = 64 << 10  # no heartbeats are answered beyond this, for a peer that does not read
 
 
 class Room(zmtp.Bounds, frozen=True, kw_only=True):
-    """What one connection may make us keep: its messages (zmtp.Bounds), and what is to be written to it.
+    """Limits of one connection: the size of a message (zmtp.Bounds), and its send queue.
 
-    Where so many messages or bytes wait to be written, the peer is full: nothing more is taken from it, until half of
-    them are gone. What was asked of it before that is still answered: that is what may come on top.
+    At the limit of the send queue, the peer's messages are not read until half of the queue has drained. Replies to
+    messages read before may exceed the limit.
     """
 
     queue_messages_max: int = 10_000
@@ -37,10 +37,16 @@ class Room(zmtp.Bounds, frozen=True, kw_only=True):
 class Connection:
     """One accepted connection. Times in nanoseconds, monotonic.
 
-    identity: names it within its socket. user: whose process is there, -1 if the system cannot say. number: what it was
-    given when it was admitted, 0 before. head: the next message, if it was taken apart already. ended: nothing more
-    comes. full: nothing more is to be written for now. rate: how often it is listened to, None: always. slowed: it
-    waits for that, and nothing is read from it. deaf: it reads nothing any more; what it said before is still read.
+    Attributes:
+        identity: Identifies the connection within its socket.
+        user: The peer's user, -1 if the system does not report it.
+        number: Its number once admitted, 0 before.
+        head: The next message, if it is parsed already.
+        ended: No more data will arrive.
+        full: The send queue is full.
+        rate: Limiter of its messages; None for no limit.
+        slowed: It waits for the limiter and is not read.
+        deaf: The peer has closed its receiving side; data it sent before is still read.
     """
 
     __slots__ = (
@@ -82,18 +88,18 @@ class Connection:
         self.head: list[zmtp.Frame] | None = None
         self.ended = self.full = self.deaf = False
         self.opened_ns = self.heard_ns = self.moved_ns = now_ns
-        self.begun_ns = now_ns  # when the message that has not ended began; 0: none has begun
-        self.counted = self.unread_bytes = self.registered = 0  # these are kept by `Peers`
-        self.faults = self.share_ns = self.share_turn = 0  # these too
+        self.begun_ns = now_ns  # when the incomplete message began; 0 for none
+        self.counted = self.unread_bytes = self.registered = 0  # maintained by `Peers`
+        self.faults = self.share_ns = self.share_turn = 0  # maintained by `Peers`
         self.listed = self.trusted = self.slowed = False
         self.rate: Rate | None = None
         self.queued_bytes = self.queued_messages = 0
         self._room = room
-        # What is still to be written, with whether a message ends there.
+        # Pieces to write, each with whether a message ends there.
         self._queue: deque[tuple[zmtp.Frame, bool]] = deque()
 
     def read(self, now_ns: int) -> bool:
-        """Takes in some of what has come. Returns whether there may be more."""
+        """Read available data. Return whether there may be more."""
         try:
             if (room := self.reader.room) is not None:
                 count = self.socket.recv_into(room[:READ_LARGE_BYTES])
@@ -114,7 +120,11 @@ class Connection:
         return count >= READ_BYTES
 
     def next(self, now_ns: int) -> list[zmtp.Frame] | None:
-        """The next message of those that have come; None: none has come whole. Raises zmtp.Violation."""
+        """Return the next complete message, or None.
+
+        Raises:
+            zmtp.Violation: The peer broke the protocol or a limit.
+        """
         message, self.head = self.head, None
         if message is None:
             message = self.reader.next(self.number > 0)
@@ -131,11 +141,11 @@ class Connection:
 
     @property
     def holds(self) -> bool:
-        """Whether bytes that have come were not looked at yet."""
+        """Whether received data has not been processed."""
         return self.head is not None or self.reader.left
 
     def send(self, frames: Frames, now_ns: int) -> Sent:
-        """Has a message written with the next `flush`, behind what waits."""
+        """Queue a message for the next `flush`."""
         if self.deaf:
             return Sent.GONE
         if self.full:
@@ -149,11 +159,11 @@ class Connection:
         room = self._room
         if self.queued_bytes >= room.queue_bytes_max or self.queued_messages >= room.queue_messages_max:
             self.full = True
-            self.flush(now_ns)  # perhaps it only was not tried yet
+            self.flush(now_ns)  # the socket may accept data now
         return Sent.GONE if self.deaf else Sent.DONE
 
     def command(self, data: bytes, now_ns: int) -> None:
-        """Writes a command of ours, or keeps it."""
+        """Queue a protocol command, and write as much as possible."""
         if self.deaf:
             return
         self._queue.append((data, False))
@@ -161,7 +171,7 @@ class Connection:
         self.flush(now_ns)
 
     def flush(self, now_ns: int) -> bool:
-        """Writes what waits, as far as it is taken. Returns whether the peer was full and is not any more."""
+        """Write queued data as far as the socket accepts it. Return whether the queue has ceased to be full."""
         queue = self._queue
         while queue:
             try:
@@ -169,7 +179,7 @@ class Connection:
             except BlockingIOError:
                 break
             except OSError:
-                # It has closed. What it said before that is still to be read: to cancel, perhaps, and goodbye.
+                # The peer has closed. Earlier input must still be read: it may contain a cancel or a goodbye.
                 self.deaf = True
                 self.discard()
                 return False
@@ -187,7 +197,7 @@ class Connection:
         return True
 
     def _together(self) -> zmtp.Frame:
-        """What is written next: small pieces together, up to as much as is taken at once."""
+        """Return the next data to write: small pieces are joined, up to the size of one write."""
         pieces: list[zmtp.Frame] = []
         size = 0
         for piece, _ in self._queue:
@@ -198,10 +208,10 @@ class Connection:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _taken(self, sent: int) -> bool:
-        """So many bytes were written. Returns whether more may be."""
+        """Remove written bytes from the queue. Return whether more may be written."""
         queue = self._queue
         self.queued_bytes -= sent
-        if not self.queued_bytes:  # as almost always
+        if not self.queued_bytes:  # the common case
             queue.clear()
             self.queued_messages = 0
             return False
@@ -216,44 +226,44 @@ class Connection:
         return True
 
     def discard(self) -> None:
-        """Nobody reads what waits any more."""
+        """Drop queued data that the peer will not read."""
         self._queue.clear()
         self.queued_bytes = self.queued_messages = 0
         self.full = False
 
     def put_off(self, late_ns: int) -> None:
-        """Nobody looked for so long: that time does not count."""
+        """Shift all timestamps by time in which the loop did not run."""
         self.heard_ns += late_ns
         self.moved_ns += late_ns
         self.opened_ns += late_ns
         self.begun_ns += late_ns if self.begun_ns else 0
 
     def problem(self, now_ns: int, silence_ns: int) -> tuple[str, bool]:
-        """Why it is to be ended, "" where it is not; and whether that is because nothing comes from it."""
+        """Return why the connection must end ("" if it need not), and whether the reason is silence."""
         if not self.queued_bytes:
             self.moved_ns = now_ns
         if self.ended or (self.listed and not self.full):
-            return "", False  # its turn will come
+            return "", False  # pending data will be processed first
         if self.full:
             unread_bytes = _unread_bytes(self.descriptor)
-            if unread_bytes > self.unread_bytes:  # not taken, but it came
+            if unread_bytes > self.unread_bytes:  # data is arriving, although it is not read
                 self.heard_ns = now_ns
             self.unread_bytes = unread_bytes
             if unread_bytes > DEAF_BYTES:
                 stalled = now_ns - self.moved_ns > STALL_S * 1e9
-                words = f"it has asked for much and read nothing of {self.queued_bytes} bytes for {STALL_S:g} s"
+                words = f"slow consumer: {self.queued_bytes} bytes unsent for {STALL_S:g} s"
                 return (words if stalled else ""), False
         if now_ns - self.heard_ns > silence_ns:
             return f"nothing came from it for {silence_ns / 1e9:g} s", True
         if not self.number and now_ns - self.opened_ns > STRANGER_S * 1e9:
             return f"no handshake within {STRANGER_S:g} s", False
         if self.begun_ns and now_ns - self.begun_ns > MESSAGE_S * 1e9 and not self.full:
-            return f"a message did not end within {MESSAGE_S:g} s", False
+            return f"incomplete message after {MESSAGE_S:g} s", False
         return "", False
 
 
 def _unread_bytes(descriptor: int) -> int:
-    """How many bytes have come that nobody has read."""
+    """Return the number of received bytes that have not been read."""
     count = bytearray(4)
     try:
         fcntl.ioctl(descriptor, termios.FIONREAD, count)

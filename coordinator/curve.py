@@ -1,18 +1,17 @@
-"""CurveZMQ (https://rfc.zeromq.org/spec/26/), the accepting side: whoever connects over a network proves who it is.
+"""CurveZMQ (https://rfc.zeromq.org/spec/26/), the accepting side: authentication and encryption for network peers.
 
-Both sides have a long-term pair of keys, and know the other's public key before: the client was told the server's, the
-server has the client's in its allow-list. For each connection both make a pair that nobody has afterwards.
+Both sides have a long-term key pair, and know the other's public key: the client is configured with the server's, the
+server has the client's in its allow-list. For each connection, both generate an ephemeral pair.
 
-    HELLO      client: that it knows the server's key (a box that only this server opens)
+    HELLO      client: proves that it knows the server's key (a box that only this server opens)
     WELCOME    server: its key for this connection, and a cookie
-    INITIATE   client: the cookie again, its own key, and a vouch that its key for this connection is its own
+    INITIATE   client: the cookie, its long-term key, and a vouch for its key for this connection
     READY      server; from here on each frame is the box of a MESSAGE
 
-Somebody who knows nothing costs one multiplication of points, and only once on a connection; who connects again and
-again is paced by `Peers` like every other stranger. A cookie here is random bytes that the connection keeps until they
-come back: it is good on this connection alone, and no longer than a stranger may stay. Numbers used once only grow, so
-that nothing can be sent twice, by whoever listens neither. Whether bytes are right is checked by libsodium, in constant
-time.
+An unauthenticated peer costs one scalar multiplication for each connection, and `Peers` throttles peers that reconnect
+repeatedly. The cookie is random data kept with the connection: it is valid only there, and no longer than a pending
+handshake. Nonces only increase, which prevents replay, also by an eavesdropper. libsodium verifies all data in
+constant time.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ VOUCH_BYTES = LONG_NONCE_BYTES + 2 * KEY_BYTES + MAC_BYTES
 INITIATE_BYTES_MIN = 9 + COOKIE_BYTES + NONCE_BYTES + KEY_BYTES + VOUCH_BYTES + MAC_BYTES
 MESSAGE = b"\x07MESSAGE"
 MESSAGE_BYTES_MIN = len(MESSAGE) + NONCE_BYTES + MAC_BYTES + 1
-SEALED_MESSAGE_BYTES_MAX = 8 << 20  # two million tokens: to open it takes 15 ms, in which nobody else is served
-UNKNOWN_KEY = zmtp.command(b"\x05ERROR\x03400")  # libzmq gives up and says so; without it, it would try for ever
+SEALED_MESSAGE_BYTES_MAX = 8 << 20  # two million tokens: decryption takes 15 ms, which blocks all other peers
+UNKNOWN_KEY = zmtp.command(b"\x05ERROR\x03400")  # makes libzmq give up; without it, it would retry forever
 
 
 class ServerKeys(NamedTuple):
-    """The server's own pair, and the public keys of whom it lets in. 32 bytes each."""
+    """The server's key pair, and the public keys that it accepts. 32 bytes each."""
 
     public: bytes
     secret: bytes
@@ -57,7 +56,7 @@ class ServerKeys(NamedTuple):
 
 
 class SealedReader(zmtp.Reader):
-    """What one peer sends, and how what is sent to it is sealed: zmtp.Reader with CURVE."""
+    """The reader of one peer with CURVE: it decrypts what arrives, and encrypts what is sent."""
 
     MECHANISM = CURVE
 
@@ -72,6 +71,7 @@ class SealedReader(zmtp.Reader):
 
     @property
     def greeting(self) -> bytes:
+        """The server's greeting."""
         return zmtp.greeting(CURVE)
 
     # ------------------------------------------------------------------------------------------------------- handshake
@@ -85,10 +85,10 @@ class SealedReader(zmtp.Reader):
 
     def _hello(self, body: bytes) -> None:
         if len(body) != HELLO_BYTES or not body.startswith(b"\x05HELLO\x01\x00"):
-            raise Violation("its first frame is not HELLO")
+            raise Violation("the first frame is not HELLO")
         self._transient = body[80:112]
         shared = _shared(self._transient, self._keys.secret)
-        _open(body[120:], b"CurveZMQHELLO---" + body[112:120], shared, "its HELLO is not for this coordinator's key")
+        _open(body[120:], b"CurveZMQHELLO---" + body[112:120], shared, "HELLO is not for this coordinator's key")
         public, self._transient_secret = crypto_box_keypair()
         self._cookie = secrets.token_bytes(COOKIE_BYTES)
         nonce = secrets.token_bytes(LONG_NONCE_BYTES)
@@ -97,24 +97,24 @@ class SealedReader(zmtp.Reader):
 
     def _initiate(self, body: bytes) -> None:
         if len(body) < INITIATE_BYTES_MIN or not body.startswith(b"\x08INITIATE"):
-            raise Violation("its second frame is not INITIATE")
+            raise Violation("the second frame is not INITIATE")
         if not sodium_memcmp(body[9 : 9 + COOKIE_BYTES], self._cookie):
-            raise Violation("its INITIATE brings another cookie than it was given")
+            raise Violation("INITIATE has a wrong cookie")
         at = 9 + COOKIE_BYTES
         nonce, box = body[at : at + NONCE_BYTES], body[at + NONCE_BYTES :]
         self._open_key = _shared(self._transient, self._transient_secret)
-        said = _open(box, b"CurveZMQINITIATE" + nonce, self._open_key, "its INITIATE is not sealed for this connection")
+        said = _open(box, b"CurveZMQINITIATE" + nonce, self._open_key, "INITIATE is not encrypted for this connection")
         key, vouch, metadata = said[:KEY_BYTES], said[KEY_BYTES:][:VOUCH_BYTES], said[KEY_BYTES + VOUCH_BYTES :]
         vouched = _open(
             vouch[LONG_NONCE_BYTES:],
             b"VOUCH---" + vouch[:LONG_NONCE_BYTES],
             _shared(key, self._transient_secret),
-            "it does not have the secret of the key that it names",
+            "the peer cannot prove its key",
         )
         if not sodium_memcmp(vouched, self._transient + self._keys.public):
-            raise Violation("its vouch is for another connection")
-        if key not in self._keys.allowed:  # asked last: only who has the secret of a key learns whether it is there
-            raise Violation(f"its key '{text_of(key)}' is not in the allow-list", UNKNOWN_KEY)
+            raise Violation("the vouch is for another connection")
+        if key not in self._keys.allowed:  # checked last, so that only owners of a key learn whether it is listed
+            raise Violation(f"key '{text_of(key)}' is not in the allow-list", UNKNOWN_KEY)
         zmtp.check_type(metadata)
         self.key, self._peer_nonce = key, int.from_bytes(nonce, "big")
         self._transient_secret = b""
@@ -133,28 +133,30 @@ class SealedReader(zmtp.Reader):
     def _opened(self, flags: int, body: Frame) -> tuple[int, Frame]:
         size = len(body)
         if size < MESSAGE_BYTES_MIN or body[: len(MESSAGE)] != MESSAGE or flags & MORE:
-            raise Violation("it sent what is not sealed")
+            raise Violation("unencrypted frame")
         start = len(MESSAGE) + NONCE_BYTES
         nonce = bytes(body[len(MESSAGE) : start])
         if int.from_bytes(nonce, "big") <= self._peer_nonce:
-            raise Violation("it sent a message again")
-        words = "what it sent was changed on its way, or is not sealed for this connection"
+            raise Violation("replayed message")
+        words = "message was modified in transit, or is not encrypted for this connection"
         opened = _open(bytes(body[start:]), b"CurveZMQMESSAGEC" + nonce, self._open_key, words)
         self._peer_nonce = int.from_bytes(nonce, "big")
         if opened[0] > (MORE | 2):
-            raise Violation(f"it sent a frame with flags {opened[0]:#04x}")
+            raise Violation(f"frame with invalid flags {opened[0]:#04x}")
         if not opened[0] & 2:
-            return opened[0] & MORE, opened[1:]  # a copy: numbers in it are read fastest where bytes objects begin
+            return opened[0] & MORE, opened[1:]  # a copy: numbers are read fastest from aligned bytes objects
         if len(opened) > COMMAND_BYTES_MAX:
             raise Violation(f"a command is at most {COMMAND_BYTES_MAX} bytes, this one has {len(opened) - 1}")
         if not flags & COMMAND:
-            self.held -= size  # it is no part of a message
+            self.held -= size  # a command is not part of a message
         return COMMAND, opened[1:]
 
     def sealed(self, command: bytes) -> bytes:
+        """Encrypt a command frame."""
         return b"".join(self._seal(2, command[2:]))
 
     def message(self, frames: Sequence[Frame]) -> list[Frame]:
+        """Encrypt a message. Return the pieces to write."""
         last = len(frames) - 1
         pieces: list[Frame] = []
         small: list[Frame] = []
@@ -171,7 +173,7 @@ class SealedReader(zmtp.Reader):
         return pieces
 
     def _seal(self, flags: int, body: bytes) -> tuple[bytes, bytes]:
-        """A frame of ours, in two parts: what stands before the box, and the box."""
+        """Encrypt a frame. Return its header and the box."""
         nonce = self._next_nonce()
         box = crypto_box_easy_afternm(bytes((flags,)) + body, b"CurveZMQMESSAGES" + nonce, self._open_key)
         size = len(MESSAGE) + NONCE_BYTES + len(box)
@@ -184,16 +186,16 @@ class SealedReader(zmtp.Reader):
 
 
 def _shared(public: bytes, secret: bytes) -> bytes:
-    """The secret that only the owners of both pairs know. Raises Violation."""
+    """Return the secret shared by the owners of both pairs. Raise Violation for an invalid key."""
     try:
         shared: bytes = crypto_box_beforenm(public, secret)
     except CryptoError:
-        raise Violation("its key is none") from None
+        raise Violation("invalid public key") from None
     return shared
 
 
 def _open(box: bytes, nonce: bytes, shared: bytes, problem: str) -> bytes:
-    """What a box says. Raises Violation with `problem`."""
+    """Decrypt a box. Raise Violation with `problem` if it is not authentic."""
     try:
         said: bytes = crypto_box_open_easy_afternm(box, nonce, shared)
     except CryptoError:

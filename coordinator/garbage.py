@@ -1,8 +1,8 @@
-"""The garbage collector, kept out of the way: what is there at the start is frozen, the rest waits for idle turns.
+"""Control of the garbage collector: objects alive at startup are frozen, and collections wait for idle turns.
 
-The core makes next to no reference cycles (errors with tracebacks are the exception), so there is little to collect;
-what a collection costs is the walk over everything that lives. Automatic collections are off; one runs when the loop
-has nothing else to do, and at the latest after so many turns. Their pauses are counted.
+The core creates almost no reference cycles (errors with tracebacks are the exception), so there is little to collect,
+while each collection walks all live objects. Automatic collection is disabled. A collection runs when the loop is
+idle, and at the latest after `TURNS_MAX` turns. Pauses are measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TURNS_MIN = 200
 
 
 class GarbageCollector:
-    """Collections of one process. clock: nanoseconds, monotonic. Not more than one at a time."""
+    """Manual collections in one process. `clock_ns` is monotonic. At most one instance may be active."""
 
     def __init__(self, clock_ns: Callable[[], int]) -> None:
         self._clock_ns = clock_ns
@@ -25,20 +25,20 @@ class GarbageCollector:
         self.total_us = 0.0
 
     def start(self) -> None:
-        """What lives now is never looked at again, and nothing is collected unless asked for.
+        """Freeze all live objects and disable automatic collection.
 
-        Nor is it looked through now: a few hundred objects that imports have left are not worth 20 ms of a recovery.
+        There is no collection first: the few hundred garbage objects left by imports are not worth 20 ms of a recovery.
         """
         gc.freeze()
         gc.disable()
 
     def stop(self) -> None:
-        """The collector is as it was."""
+        """Restore the normal behaviour of the collector."""
         gc.enable()
         gc.unfreeze()
 
     def turn(self, *, idle: bool) -> None:
-        """A turn of the loop has ended. idle: nothing waits to be done."""
+        """Count a turn of the loop, and collect if it is time. `idle` means that no work waits."""
         self._turns += 1
         if self._turns >= TURNS_MAX or (idle and self._turns >= TURNS_MIN):
             self._turns = 0

@@ -1,9 +1,9 @@
-"""Ids that no other life of a coordinator gives out.
+"""Ids that are unique across all processes of a coordinator.
 
-Requests and sequences are numbered from where the clock stood when the process started: 1,024 numbers for each
-millisecond since 2025, more than any coordinator gives out. So a later life begins behind all that an earlier one has
-used, nothing has to be kept on a disk, and the numbers stay below 2^53, exact in every language, for 270 years. Two
-lives could only meet where the clock was set back in between: then a client is still told by the boot that it names.
+Requests and sequences are numbered from the clock time of the process start: 1,024 numbers for each millisecond since
+2025, more than any coordinator can use. A later process therefore starts above all earlier ids without persistent
+state, and for 270 years the numbers stay below 2^53, which every language represents exactly. Ids can collide only if
+the clock was set back; clients then notice the restart by the boot id.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ ID_MAX = 1 << 53
 
 
 def first_id(unix_ms: int) -> int:
-    """The number before the first one that a coordinator that starts at `unix_ms` gives out."""
+    """Return the number before the first id of a coordinator that starts at `unix_ms`."""
     return min(max(0, unix_ms - EPOCH_MS) * IDS_PER_MS, ID_MAX // 2)

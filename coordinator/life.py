@@ -1,8 +1,8 @@
-"""Where a server's machine comes from: born, or made anew of what another process left; and what is kept of it.
+"""Creation or recovery of a server's machine, and persistence of its state.
 
-The loop's clock is the core's: it goes on from the last event of the journal, by the time that has passed since
-(`away`). Deadlines therefore stay the same, also where the host was restarted and its monotonic clock began anew, or
-where its wall clock was set.
+The loop's clock is the core's: it continues from the last event of the journal plus the time without a coordinator
+(`away`). Deadlines therefore stay correct after a reboot, which resets the monotonic clock, or a change of the wall
+clock.
 """
 
 from __future__ import annotations
@@ -29,19 +29,31 @@ from .journal.keeping import Keeper
 from .journal.log import Journal
 from .journal.recovery import Recovered
 
-GENERATION_BITS = 30  # of 31: the rest is for counting on
+GENERATION_BITS = 30  # of 31: leaves room to count
 log = logging.getLogger("coordinator")
 
 
 class Life:
-    """One process's part in the life of a machine. journal: None where nothing is kept. numbers: of connections, given
-    out so far. again: it was made anew."""
+    """A machine with its journal, for the lifetime of one process.
+
+    Attributes:
+        journal: The journal; None without persistence.
+        numbers: Connection numbers used so far.
+        again: The machine was recovered.
+    """
 
     def __init__(self, config: CoordinatorConfig, stopping: Callable[[], bool], discard: bool = False) -> None:
-        """discard: what another process left is thrown away. stopping: whether the process was told to end.
+        """Create or recover the machine.
 
-        Raises InvalidConfiguration (also for a setting that what is kept does not allow to change), CoordinatorInUse,
-        JournalCorrupt.
+        Args:
+            config: The configuration.
+            stopping: Returns whether the process was asked to stop.
+            discard: Discard the state of earlier processes.
+
+        Raises:
+            InvalidConfiguration: A setting is invalid, or cannot change while state is kept.
+            CoordinatorInUse: Another coordinator uses the state folder.
+            JournalCorrupt: The state is damaged.
         """
         self._config = config
         self._offset_us = self.numbers = 0
@@ -76,31 +88,31 @@ class Life:
         clock_file.keep(self.now_us())
 
     def now_us(self) -> int:
-        """Return the core's time in microseconds. It leaves out this process's own standstills."""
+        """Return the core's time in microseconds. Time in which this process was suspended does not count."""
         return monotonic_ns() // 1000 + self._offset_us
 
     @property
     def offset_us(self) -> int:
-        """Return the core's time minus the steady clock, in microseconds."""
+        """The core's time minus the steady clock, in microseconds."""
         return self._offset_us
 
     def next_number(self) -> int:
-        """For a connection: never used before."""
+        """Return a connection number that was never used before."""
         self.numbers += 1
         return self.numbers
 
     def turned(self, began_us: int) -> None:
-        """A turn is over."""
+        """Persist the clock and write a snapshot if due, after a turn that began at `began_us`."""
         if self._keeper is not None:
             assert self._clock_file is not None
             self._clock_file.keep(now_us := self.now_us())
             self._keeper.turned(self.machine, now_us - began_us, now_us, self.numbers)
 
     def rebuild(self) -> str:
-        """The folder of the journal was removed: write what is known to a new one. Returns what was done.
+        """Write the state to a new journal folder after the old one was removed. Return what was done.
 
         Raises:
-            KvforgeError: The folder cannot be made, or cannot be written to.
+            KvforgeError: The folder cannot be created or written.
         """
         assert self._keeper is not None
         done = self._keeper.rebuild(self.machine, self.now_us(), self.numbers)
@@ -109,7 +121,11 @@ class Life:
         return done
 
     def close(self, ended: bool) -> None:
-        """ended: as it was told to; then nothing is kept that nobody can ask for. Idempotent."""
+        """Close the journal. Idempotent.
+
+        Args:
+            ended: The process ended regularly; state that no client can ask for is then discarded.
+        """
         if self._keeper is not None:
             goes_on = self._config.on_stop == "keep" and bool(self.machine.requests.live)
             keep = not ended or goes_on or self.machine.kept > 0
@@ -120,7 +136,7 @@ class Life:
                 self._clock_file = None
             self._keeper.close(keep=keep)
 
-    # ----------------------------------------------------------------------------------------------------- where from
+    # ------------------------------------------------------------------------------------------------------- recovery
 
     def _found(self, keeper: Keeper, limits: Limits, discard: bool) -> Recovered | None:
         if discard:
@@ -130,12 +146,12 @@ class Life:
         if found is None or found.machine.limits == limits:
             return found
         if not found.machine.kept and not found.machine.requests.live:
-            keeper.discard()  # other limits, and nothing that was made under the old ones
+            keeper.discard()  # the limits changed, and no state depends on the old ones
             return None
         raise _fixed(found.machine, limits, keeper.folder)
 
     def _go_on(self, found: Recovered) -> Machine:
-        assert self._clock_file is not None, "what goes on is kept in a folder"
+        assert self._clock_file is not None, "recovered state has a folder"
         anchor, away_s_max = self._clock_file.read(), self._config.journal.away_s_max
         gone_us = away_us(anchor, found.now_us, found.written_s, host_time(), away_s_max)
         self._offset_us = found.now_us + gone_us - monotonic_ns() // 1000
@@ -147,18 +163,18 @@ class Life:
             "requests": len(found.machine.requests.live),
             "workers": len(found.machine.workers),
         }
-        tell(log, "info", f"went on from {self._config.state_path}", "went_on", facts)
+        tell(log, "info", f"recovered from {self._config.state_path}", "went_on", facts)
         return found.machine
 
     def _birth(self, limits: Limits) -> Machine:
-        """What distinguishes this life from every other one."""
+        """Create a new machine with a unique boot id."""
         first, generation = first_id(time.time_ns() // 1_000_000), secrets.randbits(GENERATION_BITS)
         self._born = Boot(secrets.token_hex(16), secrets.token_bytes(32), limits, first, generation)
         return Machine(self._born, self.now_us())
 
 
 def _fixed(machine: Machine, wanted: Limits, folder: Path) -> InvalidConfiguration:
-    """The error for settings that differ from those that the kept state was made under."""
+    """Return the error for settings that differ from those of the kept state."""
     changed = _differences(msgspec.to_builtins(machine.limits), msgspec.to_builtins(wanted))
     first, *others = [(name.replace("bounds.", "limits."), old, new) for name, old, new in changed]
     live, kept = len(machine.requests.live), machine.kept
@@ -166,14 +182,14 @@ def _fixed(machine: Machine, wanted: Limits, folder: Path) -> InvalidConfigurati
     name, old, new = first
     return InvalidConfiguration(
         name,
-        f"is {new}, and the state in {folder} (requests under way: {live}, answers and sequences kept: {kept}) was "
+        f"is {new}, and the state in {folder} (live requests: {live}, answers and sequences kept: {kept}) was "
         f"made with {old}{more}: set it back, or end what is kept (`kvforge drain --wait 600`, then a restart), or "
         "start with --fresh, which discards it",
     )
 
 
 def _differences(old: object, new: object, path: str = "") -> list[tuple[str, object, object]]:
-    """Where two trees of settings differ: (name, old, new); None where a side has no such setting."""
+    """Return the differences of two settings trees as (name, old, new); None for a missing setting."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return [(path, old, new)] if old != new else []
     names = [*old, *(name for name in new if name not in old)]

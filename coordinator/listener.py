@@ -1,4 +1,4 @@
-"""Where new connections come in: a listening socket that stays usable when this process has no descriptor left."""
+"""Listening sockets, which stay usable when the process runs out of file descriptors."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from .users import LocalUsers
 
 ACCEPTS_MAX = 4
 ACCEPT_PAUSE_S = 0.1
-BACKLOG = 512  # of those who wait while a coordinator reads its journal, too
+BACKLOG = 512  # also holds peers that connect while a coordinator replays its journal
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 log = logging.getLogger("coordinator")
 
 
 class Door(NamedTuple):
-    """Where peers come in, `ipc://PATH` or `tcp://HOST:PORT`, and how what they send there is read.
+    """An endpoint, `ipc://PATH` or `tcp://HOST:PORT`, and how its input is parsed.
 
-    setting: by which it was configured, for words about what is wrong with it. users: who may connect, None: whoever
-    can.
+    Attributes:
+        setting: The setting that configured it, for error messages.
+        users: Checks local users; None accepts any peer.
     """
 
     endpoint: str
@@ -40,13 +41,20 @@ class Door(NamedTuple):
 
 
 class Listener:
-    """One door. `epoll` reports it whenever somebody waits there, but not while nobody can be accepted.
+    """A listening socket. `epoll` reports waiting connections, except while none can be accepted.
 
-    again_ns: when that is tried again; 0: somebody can be.
+    Attributes:
+        again_ns: When to try to accept again; 0 if accepting works.
     """
 
     def __init__(self, door: Door, epoll: select.epoll) -> None:
-        """Binds. Raises OSError, InvalidConfiguration, CoordinatorInUse."""
+        """Bind the endpoint.
+
+        Raises:
+            OSError: No descriptor is left.
+            InvalidConfiguration: The endpoint cannot be used.
+            CoordinatorInUse: Another process listens there.
+        """
         self.door = door
         self._socket, self._epoll = _listen(door), epoll
         self._own = OwnFiles()
@@ -57,23 +65,23 @@ class Listener:
         epoll.register(self._socket, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Its descriptor."""
+        """Return the descriptor of the socket."""
         return self._socket.fileno()
 
     @property
     def endpoint(self) -> str:
-        """Where it is, also where the system chose the port (0)."""
+        """The endpoint, with the actual port if the system chose it."""
         endpoint = self.door.endpoint
         return f"{endpoint[:-2]}:{self._socket.getsockname()[1]}" if endpoint.endswith(":0") else endpoint
 
     def look_again(self, now_ns: int) -> None:
-        """Accepts again, if it is time."""
+        """Resume accepting if it is time."""
         if now_ns >= self.again_ns:
             self.again_ns = 0
             self._epoll.register(self._socket, select.EPOLLIN)
 
     def accept(self, now_ns: int, count: int = ACCEPTS_MAX) -> Iterator[sockets.socket]:
-        """At most `count` of those who wait."""
+        """Accept at most `count` waiting connections."""
         for _ in range(count):
             try:
                 socket, _address = self._socket.accept()
@@ -82,24 +90,24 @@ class Listener:
             except OSError as error:
                 if error.errno in NO_DESCRIPTOR and self._refuse():
                     continue
-                log.error("a connection cannot be accepted: %s; the next try is in %g s", error, ACCEPT_PAUSE_S)
+                log.error("cannot accept a connection: %s; next attempt in %g s", error, ACCEPT_PAUSE_S)
                 self._epoll.unregister(self._socket)
                 self.again_ns = now_ns + int(ACCEPT_PAUSE_S * 1e9)
                 return
             yield socket
 
     def close(self) -> None:
-        """Listen no more, and remove the socket's file, if it is still this one's."""
-        self._own.remove()  # while the socket is open no other file can have its number
+        """Stop listening, and remove the socket file if it is still this one's."""
+        self._own.remove()  # while the socket is open, no other file can get its inode number
         self._socket.close()
         os.close(self._spare)
 
     def _refuse(self) -> bool:
-        """Where no descriptor is left: closes the next connection, with the one that is kept for this."""
+        """Close the next connection, using the spare descriptor, when no other is left."""
         os.close(self._spare)
         try:
             self._socket.accept()[0].close()
-            log.warning("a connection was refused: this process has no descriptor left for it")
+            log.warning("refused a connection: out of file descriptors")
         except OSError:
             return False
         finally:
@@ -108,7 +116,7 @@ class Listener:
 
 
 def _listen(door: Door) -> sockets.socket:
-    """Listens at a door. Raises InvalidConfiguration, CoordinatorInUse."""
+    """Open a listening socket. Raise InvalidConfiguration or CoordinatorInUse."""
     scheme, _, where = door.endpoint.partition("://")
     try:
         if scheme == "ipc" and where:
@@ -125,7 +133,7 @@ def _listen(door: Door) -> sockets.socket:
 
 
 def _free(path: str) -> str:
-    """The path, where the socket that a dead coordinator left is not in the way. Raises CoordinatorInUse."""
+    """Return the path, after removing a dead coordinator's socket file. Raise CoordinatorInUse if it is alive."""
     if os.path.lexists(path) and stat.S_ISSOCK(os.lstat(path).st_mode):
         check_free(path)
         Path(path).unlink()
@@ -137,8 +145,8 @@ def _bound(family: int, address: str | tuple[Any, ...]) -> sockets.socket:
     try:
         listener.setblocking(False)
         if family != sockets.AF_UNIX:
-            listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)  # after a restart, at once
-            listener.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)  # whoever is accepted inherits it
+            listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)  # allows an immediate restart
+            listener.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)  # inherited by accepted sockets
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError:

@@ -1,4 +1,4 @@
-"""How messages leave: connections as a turn sees them, and what is kept for a client that does not read."""
+"""Outgoing messages: the transport interface of a turn, and the reply backlog of slow clients."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 Frames = Sequence[bytes | memoryview]
-# Kept for one client that does not read, beside what its connection holds. A longer reply is kept alone.
+# Replies queued for a slow client beyond its connection's send queue. A single longer reply is queued alone.
 BACKLOG_BYTES_MAX = 16 << 20
 
 
 class Sent(Enum):
-    """What became of a message."""
+    """The outcome of sending a message."""
 
-    DONE = "done"  # it is on its way
-    FULL = "full"  # the peer takes nothing more for now
-    GONE = "gone"  # there is no such peer any more
+    DONE = "done"  # the message was sent or queued
+    FULL = "full"  # the peer's send queue is full
+    GONE = "gone"  # the peer is not connected any more
 
 
 class Who(NamedTuple):
-    """Whom the system, or a key, says that a peer is: user -1, key b"" where it does not.
+    """The identity of a peer, as verified by the system or by a key.
 
-    user: its number on this machine. key: its public key, whose secret it has.
+    Attributes:
+        user: Its uid on this machine; -1 if unknown.
+        key: The public key that it has proved; b"" for none.
     """
 
     user: int = -1
@@ -31,72 +33,73 @@ class Who(NamedTuple):
 
 
 class Transport(Protocol):
-    """The connections of one side, clients or workers: what `kvforge.coordinator.peers.Peers` is over ZeroMQ."""
+    """The connections of one side, clients or workers: implemented by `kvforge.coordinator.peers.Peers` over ZeroMQ."""
 
     def __len__(self) -> int: ...
 
     @property
     def again_us(self) -> int | None:
-        """When a turn is due for it though nothing arrives; None: never."""
+        """When a turn is due without further input; None for never."""
 
     def receive(self) -> tuple[bytes, int, Frames] | None:
-        """The next message: (identity, descriptor, frames); None where none is waiting. The descriptor is that of a
-        connection which is not admitted yet; what it is for others nobody asks."""
+        """Return the next message as (identity, descriptor, frames), or None.
+
+        The descriptor is meaningful only for connections that are not admitted yet.
+        """
 
     def number(self, identity: bytes) -> int | None:
-        """The number of an admitted connection."""
+        """Return the number of an admitted connection."""
 
     def who(self, identity: bytes) -> Who:
-        """Who is there."""
+        """Return the identity of the peer."""
 
     def admit(self, identity: bytes, descriptor: int, number: int | None = None) -> int | None:
-        """Gives a connection its number, that of an earlier one where it takes its place; None where it has ended
-        already."""
+        """Give a connection its number, which may be that of a connection it replaces; None if it has ended."""
 
     def note_ends(self, turn_over: bool = True) -> None:
-        """Looks for connections that ended. turn_over: nothing more is received in this turn."""
+        """Look for connections that ended. `turn_over` means that nothing more is received in this turn."""
 
     def take_gone(self) -> list[int]:
-        """Numbers of the connections that ended since the last call."""
+        """Return the numbers of the connections that ended since the last call."""
 
     def forget(self, number: int) -> None:
-        """The connection is no longer ours to talk to. Idempotent."""
+        """Disconnect without reporting it in `take_gone`. Idempotent."""
 
     def send(self, number: int, frames: Frames) -> Sent:
-        """Sends without waiting. A peer that is found to be gone is forgotten and reported by `take_gone`."""
+        """Send without waiting. A peer found to be gone is removed and reported by `take_gone`."""
 
     def send_to(self, identity: bytes, frames: Frames) -> Sent:
-        """Sends to a connection that has no number (yet), without waiting."""
+        """Send without waiting to a connection that may have no number."""
 
     def fault(self, identity: bytes) -> None:
-        """What it sent is no message at all, and was refused. One that goes on so is disconnected."""
+        """Count a malformed message of the peer, which is disconnected after too many."""
 
     def flush(self) -> None:
-        """The turn is over: what was sent and still waits leaves now."""
+        """Write messages that were queued during the turn."""
 
 
 class Outbox:
-    """What goes to clients. Replies to one that takes nothing more for now are kept, in order; streams are not."""
+    """Messages to clients. Replies to a slow client are queued in order; streams are not."""
 
     def __init__(self, clients: Transport, backlog_max: int) -> None:
         self._clients, self._backlog_max = clients, backlog_max
         self._backlogs: dict[int, deque[list[bytes]]] = {}
-        self._bytes: dict[int, int] = {}  # of each backlog
+        self._bytes: dict[int, int] = {}  # size of each backlog
 
     @property
     def waiting(self) -> bool:
-        """Whether replies are kept for anyone."""
+        """Whether replies are queued."""
         return bool(self._backlogs)
 
     def reply(self, client: int, frames: Frames) -> bool:
-        """Sends a reply, or keeps it behind those that wait. False: no more may be kept for this client."""
+        """Send or queue a reply. Return False if the client's backlog is full."""
         backlog = self._backlogs.get(client)
         if backlog is None:
             if self._clients.send(client, frames) is not Sent.FULL:
                 return True
             backlog = self._backlogs[client] = deque()
             self._bytes[client] = 0
-        copied = [bytes(frame) for frame in frames]  # a frame shows an array that may change
+        copied = [bytes(frame) for frame in frames]  # a frame may be a view of an array that will change
         size = sum(map(len, copied))
         if backlog and (len(backlog) >= self._backlog_max or self._bytes[client] + size > BACKLOG_BYTES_MAX):
             return False
@@ -105,11 +108,11 @@ class Outbox:
         return True
 
     def stream(self, client: int, frames: Frames) -> bool:
-        """Sends a Stream. False: the client takes nothing more for now, or has yet to get replies from before it."""
+        """Send a Stream. Return False if the client's queue is full, or earlier replies are still waiting."""
         return client not in self._backlogs and self._clients.send(client, frames) is not Sent.FULL
 
     def retry(self) -> None:
-        """Sends what is kept, as far as it is taken."""
+        """Send queued replies as far as possible."""
         for client, backlog in list(self._backlogs.items()):
             sent = Sent.DONE
             while backlog and sent is Sent.DONE:
@@ -120,10 +123,10 @@ class Outbox:
                 self.forget(client)
 
     def kept(self, client: int) -> str:
-        """How much is, for the log."""
-        return f"{len(self._backlogs[client])} replies of {self._bytes[client]} bytes wait for it"
+        """Describe a client's backlog for the log."""
+        return f"{len(self._backlogs[client])} replies of {self._bytes[client]} bytes are queued"
 
     def forget(self, client: int) -> None:
-        """The client is gone. Idempotent."""
+        """Drop the backlog of a client that is gone. Idempotent."""
         self._backlogs.pop(client, None)
         self._bytes.pop(client, None)

@@ -1,4 +1,4 @@
-"""Messages of clients that are refused for their size: read past, never held, joined or written."""
+"""Oversized client messages, which are skipped on the wire and refused."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from kvforge.protocol.errors import InvalidRequest
 
 
 class Oversized(InvalidRequest):
-    """A message has more bytes than it may have."""
+    """A message exceeds its size limit."""
 
 
 class Skipped(bytes):
-    """Stands for a frame that was read past: b"", with the frame's size in bytes and the bound of its message."""
+    """An empty placeholder for a skipped frame, with the frame's size and the limit of its message in bytes."""
 
     size: int
     bytes_max: int
 
     def __new__(cls, size: int, bytes_max: int) -> Self:
+        """Create the placeholder of a frame of `size` bytes in a message limited to `bytes_max`."""
         frame = super().__new__(cls)
         frame.size, frame.bytes_max = size, bytes_max
         return frame
 
 
 def check_size(frames: Sequence[bytes | memoryview], bytes_max: int) -> None:
-    """Check the size of a message, all its frames together.
+    """Check the total size of a message.
 
     Args:
-        frames: The frames of a client's message; the last is a `Skipped` where the connection read past it.
+        frames: The frames of a client's message; the last is a `Skipped` if the connection skipped it.
         bytes_max: `limits.message_bytes_max`, in bytes.
 
     Raises:
-        Oversized: It is larger, or larger than its connection allows.
+        Oversized: The message is too large.
     """
     size = sum(map(len, frames))
     if size <= bytes_max and not (frames and type(frames[-1]) is Skipped):

@@ -1,26 +1,28 @@
-"""How often those without standing are looked at: always, but while bounds are broken all the time only now and then.
+"""Back-off against abuse: untrusted peers are served at a low rate while limits are broken continually.
 
-A crowd that breaks bounds, is disconnected and comes back is served as fast as it sends, and so keeps a core busy, and
-its own one too: honest peers then wait for the processor, not for their turn. Paced, it waits with full sockets, and
-costs a few per cent. A peer that was admitted or has proved a key, and has sent nothing wrong since, has standing, and
-is not paced; nor is any while bounds are broken now and then only: a neighbour with a fault must not cost newcomers
-their time. Each paced look accepts many at once and has time for all that have come, so a newcomer that is about to
-prove its key waits for a few looks, and not for a queue of silent connections.
+A crowd that breaks limits, is disconnected and reconnects would otherwise keep a core busy on both sides, and honest
+peers would compete for the processor. With the back-off, it waits with full sockets and costs a few per cent. A peer is
+trusted once it was admitted or has proved a key, until it sends something invalid; trusted peers are not affected.
+Occasional violations do not trigger the back-off, so that a single faulty peer does not delay newcomers. Each round
+accepts many connections and processes all available input, so a newcomer with a key waits for a few rounds rather than
+for a queue of silent connections.
 """
 
 from __future__ import annotations
 
-TROUBLED_S = 1.0  # bounds are broken all the time where it is more than TROUBLES_MAX times in such a time
+TROUBLED_S = 1.0  # the back-off starts after more than TROUBLES_MAX violations within this time
 TROUBLES_MAX = 16
 PACE_US = 20_000
-ACCEPTS_A_LOOK, LOOK_US = 32, 2_000  # of each door, and in all, of every PACE_US
-MESSAGES_MAX = 2  # that are taken of them in such a time
+ACCEPTS_A_LOOK, LOOK_US = 32, 2_000  # accepts on each endpoint, and total time, in each round
+MESSAGES_MAX = 2  # messages of untrusted peers in each round
 
 
 class Pace:
-    """Of one socket. Times in nanoseconds, monotonic.
+    """The back-off of one socket. Times in nanoseconds, monotonic.
 
-    again_ns: when those without standing are looked at again; 0: always. troubled: bounds are broken all the time.
+    Attributes:
+        again_ns: When untrusted peers are served again; 0 without back-off.
+        troubled: Limits are broken continually.
     """
 
     def __init__(self) -> None:
@@ -30,7 +32,7 @@ class Pace:
         self._messages_left = 0
 
     def note_trouble(self, now_ns: int) -> None:
-        """Somebody broke a bound."""
+        """Count a violation."""
         if now_ns >= self._troubles_end_ns:
             self._troubles, self._troubles_end_ns = 0, now_ns + int(TROUBLED_S * 1e9)
         self._troubles += 1
@@ -38,7 +40,7 @@ class Pace:
             self._calm_ns, self.troubled = now_ns + int(TROUBLED_S * 1e9), True
 
     def begins(self, now_ns: int) -> bool:
-        """Whether those without standing are to be looked at, now."""
+        """Return whether untrusted peers may be served now."""
         if now_ns < self.again_ns:
             return False
         self.troubled = now_ns < self._calm_ns
@@ -48,9 +50,9 @@ class Pace:
 
     @property
     def hears(self) -> bool:
-        """Whether another message of theirs may be handed out."""
+        """Whether another message of untrusted peers may be handed out."""
         return not self.again_ns or self._messages_left > 0
 
     def heard(self) -> None:
-        """One was."""
+        """Count a message that was handed out."""
         self._messages_left -= 1

@@ -1,26 +1,23 @@
-"""Where clients, or workers, come in, and who is there: numbers for connections, their messages in turn, their ends.
+"""The server side of all connections to clients, or to workers: admission, fair reception, sending, and their ends.
 
-Whatever a peer does, it costs a bounded amount, and those beside it do not notice:
+The cost of any peer is bounded, and does not affect others:
 
-- so many connections are open at once, each within its process's descriptors; those without a handshake yet are
-  few, and one is evicted when there are too many (silent ones first, those that proved a key last), or after
-  `connection.STRANGER_S`;
-- messages are handed out one from each connection in turn, however many one of them has sent, and in one turn of the
-  loop only for a while: what was asked by then is answered before more is looked at. Each connection has a share of
-  that while (`shares`). What has come is read for a while only, from each in turn; and while bounds are broken all the
-  time, strangers and those who sent something wrong are looked at now and then only (`pace`);
-- a message is bounded as a whole, and so is what all unfinished messages hold together: beyond that the oldest of them
-  goes with its connection. One that does not end within `connection.MESSAGE_S` goes too;
-- what waits to be written to one peer is bounded (`connection.Room`); beyond that nothing more is taken from it, so
-  that it costs nothing more until it reads;
-- one that sends more messages a second than its entry allows is read later (`rate`, `slowed`);
-- one that sends what is no message goes on so `FAULTS_MAX` times;
-- one that is disconnected by us hears what it was told before: its end of the connection is closed `LINGER_S` later,
-  as its ZeroMQ throws away what it has not handed out when the connection ends;
-- a process that is gone is noticed at once, one from which nothing comes (heartbeats neither) after their timeout.
-  The time in which this process stood still does not count (`kvforge.protocol.steady_clock`).
+- The number of connections is bounded by the process's descriptors. Few may have a pending handshake: if there are too
+  many, one is evicted (silent ones first, those with a proved key last), and each has `connection.STRANGER_S`.
+- Messages are received in turn, one from each connection, and only for a limited time in a turn; they are answered
+  before more are received. Each connection has a share of that time (`shares`). Reading from sockets is limited
+  likewise. While limits are broken continually, untrusted peers are throttled (`pace`).
+- The size of a message is bounded, and so is the total size of incomplete messages: above that, the connection with
+  the oldest one is dropped. A message must be complete within `connection.MESSAGE_S`.
+- The send queue is bounded (`connection.Room`). A slow consumer is not read until its queue has drained.
+- A peer that exceeds its entry's message rate is read later (`rate`, `slowed`).
+- A peer is disconnected after `FAULTS_MAX` malformed messages.
+- A disconnected peer still gets what was sent before: the socket closes `LINGER_S` later, because a ZeroMQ peer
+  discards undelivered input when the connection ends.
+- A dead process is noticed at once, and a silent peer after the heartbeat timeout. Time in which this process was
+  suspended does not count (`kvforge.protocol.steady_clock`).
 
-A peer that breaks a bound is disconnected, with a line in the log.
+A peer that breaks a limit is disconnected, with a line in the log.
 """
 
 from __future__ import annotations
@@ -49,20 +46,25 @@ from .slowed import Slowed
 LINGER_S = 0.5
 LINGERING_MAX = 8
 FAULTS_MAX = 64
-SPEAK_S = 0.1  # so long a stranger has at least before its silence counts
-TOGETHER_MAX = 8  # messages to one peer: it begins with the first while the turn writes the next
-LOOKS_MAX = 4  # connections that are looked at between two looks at the time
-LOOK_US = 100  # for so long what has come is read at once
+SPEAK_S = 0.1  # a new connection does not count as silent before
+TOGETHER_MAX = 8  # messages batched for one peer, which can process the first while the turn writes the next
+LOOKS_MAX = 4  # connections served between two checks of the time
+LOOK_US = 100  # time for reading input at once
 CLIENT, WORKER = "client", "worker"
 log = logging.getLogger("coordinator")
 
 
 class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one side, all its connections together.
+    """Limits of all connections of one side together.
 
-    strangers_max: connections that have not said hello. partial_bytes_max: held for messages that have not ended.
-    turn_us: for so long messages are handed out in one turn, but for one; share_us: to one connection, while others are
-    there. silence_ms: a peer from which nothing comes for so long, heartbeats neither, is taken for gone.
+    Attributes:
+        admitted_max: Connections after their handshake.
+        strangers_max: Connections with a pending handshake.
+        partial_bytes_max: Memory for incomplete messages.
+        turn_us: Time for receiving messages in one turn; one message is always received.
+        share_us: Share of that time for one connection, while others have messages.
+        silence_ms: A peer that sends nothing for this long, not even heartbeats, counts as gone.
+        room: Limits of each connection.
     """
 
     admitted_max: int = 256
@@ -75,8 +77,7 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def descriptors(self) -> int:
-        """How many are needed: connections, those that linger, epolls, and for each of two doors its socket and one to
-        refuse with."""
+        """Descriptors needed: connections, lingering ones, epolls, and two for each of two endpoints."""
         return self.admitted_max + self.strangers_max + LINGERING_MAX + 8
 
 
@@ -88,11 +89,11 @@ def _unlimited(_who: Who) -> Rate | None:
 
 
 class Peers:
-    """The connections of one side. A connection has a number once `admit` gave it one.
+    """The connections of one side. A connection has a number once `admit` has given it one.
 
-    kind: what they are, for the log. on_silent: told the number of an admitted one from which nothing came for so long
-    that it is taken for gone, though its process may be there, before `take_gone` names it. offset_us: of the loop's
-    clock from the steady one.
+    Attributes:
+        kind: The kind of the peers, for the log.
+        offset_us: The core's time minus the steady clock.
     """
 
     def __init__(
@@ -105,26 +106,40 @@ class Peers:
         together: bool = False,
         rates: Callable[[Who], Rate | None] = _unlimited,
     ) -> None:
-        """Binds each door. together: messages wait for `flush`, and leave together. rates: the message rate of a peer,
-        None without a limit. Raises InvalidConfiguration, CoordinatorInUse."""
+        """Bind each endpoint.
+
+        Args:
+            doors: The endpoints.
+            numbers: Returns the next connection number.
+            limits: The limits.
+            kind: The kind of the peers, for the log.
+            on_silent: Called with the number of an admitted connection that is dropped for silence, before `take_gone`
+                reports it; its process may still be alive.
+            together: Batch messages until `flush`.
+            rates: Returns the rate limiter of a peer, None for no limit.
+
+        Raises:
+            InvalidConfiguration: An endpoint cannot be used.
+            CoordinatorInUse: Another process listens there.
+        """
         self.limits = limits if limits is not None else PeerLimits()
         self.kind = kind
         self._numbers, self._on_silent, self._rates = numbers, on_silent, rates
-        # Several of our heartbeats, each of which is answered, fall into the time that a peer may be silent.
+        # At least four heartbeats, which the peer answers, fall within the timeout.
         self._beat_ns = min(transport.HEARTBEAT_INTERVAL_MS * 1_000_000, self.limits.silence_ms * 1_000_000 // 4)
         self._silence_ns = self.limits.silence_ms * 1_000_000
         self._ping = zmtp.ping(transport.HEARTBEAT_TIMEOUT_MS)
         self._by_identity: dict[bytes, Connection] = {}
         self._by_number: dict[int, Connection] = {}
         self._by_descriptor: dict[int, Connection] = {}
-        self._strangers: dict[bytes, Connection] = {}  # the oldest first
+        self._strangers: dict[bytes, Connection] = {}  # pending handshakes, oldest first
         self._shares = Shares(self.limits.share_us)
         self._ready = self._shares.ready  # may have a message
-        self._put_off: deque[Connection] = deque()  # so may these, but they are paced
-        self._slowed = Slowed()  # so have these, for which it is too soon
-        self._over: list[Connection] = []  # have ended, and their last message was handed out
+        self._put_off: deque[Connection] = deque()  # may have a message, but are throttled
+        self._slowed = Slowed()  # have a message, but exceeded their rate
+        self._over: list[Connection] = []  # have ended, with their last message handed out
         self._gone: list[int] = []
-        self._lingering: deque[Connection] = deque()  # forgotten, the longest ago first
+        self._lingering: deque[Connection] = deque()  # disconnected by us, oldest first
         self._together = together
         self.offset_us = 0
         self._unsent: set[Connection] = set()
@@ -134,14 +149,15 @@ class Peers:
         self._others_came = self._shut = False
         self._pace = Pace()
         self._now_ns = self._beaten_ns = self._turn_ends_ns = monotonic_ns()
-        # Those with standing; all others and the doors are in one within it, which is taken out while they are paced.
+        # The outer epoll has trusted peers; the inner one has all others and the listeners, and is removed for
+        # throttling.
         self._epoll, self._others = select.epoll(), select.epoll()
         self._listeners: dict[int, Listener] = {}
         try:
             for door in doors:
                 listener = Listener(door, self._others)
                 self._listeners[listener.fileno()] = listener
-        except BaseException:  # the doors that are open already are closed again
+        except BaseException:  # close the endpoints opened so far
             self.close()
             raise
         self._epoll.register(self._others, select.EPOLLIN)
@@ -152,17 +168,17 @@ class Peers:
 
     @property
     def endpoints(self) -> list[str]:
-        """Where they come in."""
+        """The endpoints."""
         return [listener.endpoint for listener in self._listeners.values()]
 
     # ------------------------------------------------------------------------------------------------- for the loop
 
     def fileno(self) -> int:
-        """Readable when something may have arrived."""
+        """Return a descriptor that is readable when input may have arrived."""
         return self._epoll.fileno()
 
     def watch(self, epoll: select.epoll) -> dict[int, Callable[[], None]]:
-        """From now on what `epoll` reports is passed on: by descriptor, what to call. It is asked before each turn."""
+        """Register with `epoll`. Return the function to call for each descriptor that it reports."""
         self._watched = True
         epoll.register(self._epoll, select.EPOLLIN)
         return {self._epoll.fileno(): self._stir}
@@ -172,7 +188,7 @@ class Peers:
 
     @property
     def waiting(self) -> bool:
-        """Whether a message, the end of a connection, or room for one that had none is there to be looked at."""
+        """Whether a message, the end of a connection, or a drained send queue waits to be handled."""
         if (self._stirred or not self._watched) and not self._ready:
             self._look(monotonic_ns())
         put_off = self._put_off and self._pace.hears
@@ -180,7 +196,7 @@ class Peers:
 
     @property
     def again_us(self) -> int | None:
-        """When a turn is due though nothing arrives, for those that are paced or slowed; None: nobody is."""
+        """When a turn is due for throttled peers without further input; None if there are none."""
         if not self._paced and not self._slowed:
             return None
         again_ns = [self._pace.again_ns] if self._paced else []
@@ -190,7 +206,7 @@ class Peers:
     # --------------------------------------------------------------------------------------------------- for the turn
 
     def receive(self) -> tuple[bytes, int, list[zmtp.Frame]] | None:
-        """The next message: (identity, descriptor, frames); None where none is waiting."""
+        """Return the next message as (identity, descriptor, frames), or None."""
         now_ns = monotonic_ns()
         shares = self._shares
         if shares.serving is not None:
@@ -198,12 +214,12 @@ class Peers:
         if not self._turned:
             self._begin_turn(now_ns)
         elif now_ns >= self._turn_ends_ns:
-            return None  # what is left is for the next turn: what was asked so far is answered first
+            return None  # answer what was received before receiving more
         while queue := self._ready or self._next_queue():
             connection = queue.popleft()
             if connection.identity not in self._by_identity or connection.full:
                 connection.listed = False
-                continue  # one that is full comes again when it is not
+                continue  # a full connection is listed again when its queue has drained
             if queue is self._ready and not shares.has_share(connection):
                 continue
             if connection.rate is not None and not connection.rate.take(now_ns):
@@ -227,7 +243,7 @@ class Peers:
         self._turned = True
         self._turn_ends_ns = now_ns + self.limits.turn_us * 1000
         if self._stirred or not self._watched or self._shut or self._pace.troubled:
-            self._look(now_ns)  # also where messages are left from before: others may have come meanwhile
+            self._look(now_ns)  # even if messages are left over: other peers may have input
         self._shares.begin_turn()
         if self._slowed:
             for connection in self._slowed.take_due(now_ns):
@@ -235,7 +251,7 @@ class Peers:
                 self._ready.append(connection)
 
     def _next_queue(self) -> deque[Connection]:
-        """Where the next message is looked for when nobody is ready; an empty one where nobody has any."""
+        """Return the queue for the next message when no connection is ready; it may be empty."""
         if self._stirred or not self._watched:
             self._look(monotonic_ns())
         if not self._ready:
@@ -246,18 +262,17 @@ class Peers:
         return self._ready
 
     def number(self, identity: bytes) -> int | None:
-        """The number of an admitted connection."""
+        """Return the number of an admitted connection."""
         connection = self._by_identity.get(identity)
         return connection.number or None if connection is not None else None
 
     def who(self, identity: bytes) -> Who:
-        """Who is there; nobody in particular where it has gone."""
+        """Return the identity of the peer; an empty one if it is gone."""
         connection = self._by_identity.get(identity)
         return Who(connection.user, connection.reader.key) if connection is not None else Who()
 
     def admit(self, identity: bytes, descriptor: int, number: int | None = None) -> int | None:
-        """Gives a connection its number, that of an earlier one where it takes its place; None where it has ended
-        already."""
+        """Give a connection its number, which may be that of a connection it replaces; None if it has ended."""
         self.note_ends(turn_over=False)
         connection = self._by_identity.get(identity)
         if connection is None or connection.ended:
@@ -271,12 +286,12 @@ class Peers:
         return connection.number
 
     def note_ends(self, turn_over: bool = True) -> None:
-        """Connections that ended are forgotten here and reported by `take_gone`. Heartbeats that are due are sent."""
+        """Remove connections that ended, for `take_gone` to report, and send heartbeats that are due."""
         self._now_ns = now_ns = monotonic_ns()
         self._shares.charge(now_ns)
         beats = now_ns - self._beaten_ns >= self._beat_ns
         if not self._watched or beats or not turn_over:
-            self._look(now_ns)  # otherwise the next turn does, which is due at once where anything has come
+            self._look(now_ns)  # otherwise the next turn does, which is due immediately if there is input
         if turn_over:
             self._turned = self._eased = False
         if self._over:
@@ -289,12 +304,12 @@ class Peers:
             self._beat()
 
     def take_gone(self) -> list[int]:
-        """Numbers of the connections that ended since the last call."""
+        """Return the numbers of the connections that ended since the last call."""
         gone, self._gone = self._gone, []
         return gone
 
     def forget(self, number: int) -> None:
-        """Disconnects: what was sent before still reaches a peer that reads. Idempotent."""
+        """Disconnect a peer. Earlier messages still reach it if it reads. Idempotent."""
         connection = self._by_number.get(number)
         if connection is not None:
             connection.flush(self._now_ns)
@@ -305,41 +320,41 @@ class Peers:
                 self._lingering.popleft().socket.close()
 
     def end_where(self, problem: Callable[[Who], str]) -> None:
-        """Ends the connections of whom there is something to say. `take_gone` reports those that are admitted."""
+        """End the connections for which `problem` returns a reason. `take_gone` reports the admitted ones."""
         for connection in list(self._by_identity.values()):
             if words := problem(Who(connection.user, connection.reader.key)):
                 log.warning("%s connection %s ended: %s", self.kind, connection.number or "(new)", words)
                 self._end(connection)
 
     def send(self, number: int, frames: Frames) -> Sent:
-        """Sends without waiting. A peer that is found to be gone is forgotten and reported by `take_gone`."""
+        """Send without waiting. A peer found to be gone is removed and reported by `take_gone`."""
         connection = self._by_number.get(number)
         return self._send(connection, frames) if connection is not None else Sent.GONE
 
     def send_to(self, identity: bytes, frames: Frames) -> Sent:
-        """Sends to a connection that has no number (yet), without waiting."""
+        """Send without waiting to a connection that may have no number."""
         connection = self._by_identity.get(identity)
         return self._send(connection, frames) if connection is not None else Sent.GONE
 
     def fault(self, identity: bytes) -> None:
-        """What it sent is no message at all, and was refused. One that goes on so is disconnected."""
+        """Count a malformed message of the peer, which is disconnected after too many."""
         connection = self._by_identity.get(identity)
         if connection is not None:
             connection.faults += 1
             self._pace.note_trouble(self._now_ns)
             self._trust(connection, False)
             if connection.faults > FAULTS_MAX:
-                self._drop(connection, f"{connection.faults} of its messages were none")
+                self._drop(connection, f"{connection.faults} malformed messages")
 
     def flush(self) -> None:
-        """Writes what was sent since the last call, where that is to leave together."""
+        """Write messages that were queued for sending together."""
         unsent, self._unsent = self._unsent, set()
         for connection in unsent:
             if connection.identity in self._by_identity:
                 self._write(connection)
 
     def close(self) -> None:
-        """Close everything, and remove the sockets' files. Idempotent."""
+        """Close everything, and remove the socket files. Idempotent."""
         for connection in list(self._by_identity.values()):
             self._close(connection)
         while self._lingering:
@@ -350,28 +365,28 @@ class Peers:
             for listener in self._listeners.values():
                 listener.close()
 
-    # ----------------------------------------------------------------------------------------------------- what comes
+    # ---------------------------------------------------------------------------------------------------------- input
 
     def _look(self, now_ns: int) -> None:
-        """Takes in what has come: some of it from each connection."""
+        """Read available input: some from each connection."""
         self._now_ns = now_ns
         self._stirred = self._others_came = False
         if self._shut:
             self._open(now_ns)
         self._look_through(self._epoll, now_ns, LOOK_US)
-        # Where there was no time to see whether the others came, they are looked at: nobody waits for all the rest.
+        # If time ran out before the inner epoll was checked, check it too, so that busy peers cannot starve the others.
         if (self._others_came or self._stirred or self._pace.troubled) and self._pace.begins(now_ns):
             self._look_at_others()
 
     def _open(self, now_ns: int) -> None:
-        """Accepts again at the doors where nobody could be accepted, if it is time."""
+        """Resume accepting where it had failed, if it is time."""
         for listener in self._listeners.values():
             if listener.again_ns:
                 listener.look_again(now_ns)
         self._shut = any(listener.again_ns for listener in self._listeners.values())
 
     def _look_at_others(self) -> None:
-        """Those without standing, and whoever comes in."""
+        """Serve untrusted peers, and accept new connections."""
         stirred = self._stirred
         self._look_through(self._others, monotonic_ns(), PACED_LOOK_US if self._paced else LOOK_US)
         if bool(self._pace.again_ns) != self._paced:
@@ -380,9 +395,9 @@ class Peers:
             self._stirred = stirred
 
     def _look_through(self, epoll: select.epoll, now_ns: int, for_us: int) -> None:
-        """Look at each once, for `for_us` at most."""
+        """Serve each descriptor once, for at most `for_us`."""
         left = len(self._by_descriptor) + 1
-        while events := epoll.poll(0, LOOKS_MAX):  # those that were looked at go to the end of its queue
+        while events := epoll.poll(0, LOOKS_MAX):  # epoll rotates its ready list, so every descriptor has its turn
             for descriptor, what in events:
                 self._look_at(descriptor, what)
             left -= len(events)
@@ -393,7 +408,7 @@ class Peers:
                 return
 
     def _change_pace(self) -> None:
-        """Those without standing are paced from now on, or are no longer."""
+        """Start or stop throttling untrusted peers."""
         self._paced = not self._paced
         if self._paced:
             self._epoll.unregister(self._others)
@@ -414,7 +429,7 @@ class Peers:
                 self._others_came = True
             return
         if what & select.EPOLLHUP and connection.full:
-            connection.discard()  # it has closed, and reads nothing more
+            connection.discard()  # the peer has closed, and reads nothing more
             self._ease(connection)
         elif what & select.EPOLLOUT and connection.flush(now_ns):
             self._ease(connection)
@@ -425,7 +440,7 @@ class Peers:
         self._register(connection)
 
     def _take_in(self, connection: Connection) -> None:
-        """Reads from a connection, unless what it sent before was not looked at yet."""
+        """Read from a connection, unless earlier input is still unprocessed."""
         if connection.ended or connection.listed:
             return
         if connection.read(self._now_ns):
@@ -439,18 +454,18 @@ class Peers:
             self._note_end(connection)
 
     def _note_end(self, connection: Connection) -> None:
-        """If nothing more comes from it, it is over with the message that was handed out last."""
+        """Note a connection that has ended and has no more messages."""
         if connection.ended:
             self._over.append(connection)
 
     def _list(self, connection: Connection) -> None:
-        """It may have a message."""
+        """Queue a connection that may have a message."""
         if not connection.listed:
             connection.listed = True
             (self._put_off if self._paced and not connection.trusted else self._ready).append(connection)
 
     def _trust(self, connection: Connection, trusted: bool) -> None:
-        """It has standing from now on, or has it no longer."""
+        """Change whether a connection is trusted."""
         if connection.trusted != trusted:
             if connection.registered:
                 self._epoll_of(connection).unregister(connection.descriptor)
@@ -462,7 +477,7 @@ class Peers:
                 self._ready.append(connection)
 
     def _stand(self, connection: Connection) -> None:
-        """It has proved a key of the list: it does not wait among strangers for its hello to be heard."""
+        """Trust a peer that has proved a listed key, so that its handshake does not wait among untrusted ones."""
         if connection.identity in self._by_identity:
             self._trust(connection, True)
 
@@ -470,7 +485,7 @@ class Peers:
         return self._epoll if connection.trusted else self._others
 
     def _next(self, connection: Connection) -> list[zmtp.Frame] | None:
-        """The next message of a connection. One that breaks the protocol is disconnected."""
+        """Return the next message of a connection, or None. A peer that violates the protocol is dropped."""
         try:
             frames = connection.next(self._now_ns)
         except zmtp.Violation as violation:
@@ -484,18 +499,18 @@ class Peers:
             connection.counted = held
             if self._partial_bytes > self.limits.partial_bytes_max:
                 oldest = min((c for c in self._by_identity.values() if c.counted), key=lambda c: c.begun_ns)
-                self._drop(oldest, f"{self._partial_bytes} bytes are held for messages that have not ended, its first")
+                self._drop(oldest, f"{self._partial_bytes} bytes held for incomplete messages, this one is the oldest")
         return frames
 
     def _welcome(self, socket: sockets.socket, door: Door) -> None:
-        """A new connection: a stranger until it is admitted."""
+        """Accept a connection, as untrusted until it is admitted."""
         if door.users is not None and (problem := door.users.problem(socket)):
             log.warning("%s connection refused: %s", self.kind, problem)
             self._pace.note_trouble(self._now_ns)
             socket.close()
             return
         if len(self._strangers) >= self.limits.strangers_max:
-            self._drop(self._least_promising(), "no handshake yet, and too many are pending")
+            self._drop(self._least_promising(), "evicted: too many pending handshakes")
         socket.setblocking(False)
         self._made += 1
         connection = Connection(socket, b"%d" % self._made, door, self.limits.room, self._now_ns)
@@ -506,8 +521,7 @@ class Peers:
         self._register(connection)
 
     def _least_promising(self) -> Connection:
-        """Return the connection to evict: the oldest that has sent nothing though it had the time, else the oldest of
-        those without a proved key, else the oldest."""
+        """Return the pending connection to evict: the oldest silent, else the oldest without a key, else the oldest."""
         oldest = None
         for connection in self._strangers.values():
             if self._now_ns - connection.opened_ns < SPEAK_S * 1e9:
@@ -518,16 +532,16 @@ class Peers:
             if not connection.reader.key:
                 return connection
             oldest = oldest or connection
-        assert oldest is not None, "there are strangers"
+        assert oldest is not None, "a handshake is pending"
         return oldest
 
-    # ------------------------------------------------------------------------------------------------------ what goes
+    # --------------------------------------------------------------------------------------------------------- output
 
     def _send(self, connection: Connection, frames: Frames) -> Sent:
         sent = connection.send(frames, self._now_ns)
         if connection.queued_bytes:
             if connection.registered & select.EPOLLOUT:
-                pass  # the one before was not taken: epoll tells when it is
+                pass  # epoll reports when the socket accepts data again
             elif self._together and connection.queued_messages < TOGETHER_MAX:
                 self._unsent.add(connection)
             else:
@@ -543,7 +557,7 @@ class Peers:
             self._register(connection)
 
     def _register(self, connection: Connection) -> None:
-        """Has epoll look for what is of interest now: nothing more of one that has ended, or that does not read."""
+        """Register the events of interest: none after the end, no input for a full or rate-limited connection."""
         if connection.ended or connection.identity not in self._by_identity:
             wanted = 0
         else:
@@ -562,15 +576,15 @@ class Peers:
         connection.registered = wanted
 
     def _ease(self, connection: Connection) -> None:
-        """It takes something again: what it had asked for meanwhile is looked at, what waits for it can be sent."""
+        """Resume a connection with a drained queue: process its pending input, and let waiting messages be sent."""
         self._eased = True
         if connection.holds:
             self._list(connection)
 
-    # ------------------------------------------------------------------------------------------------------- the ends
+    # ----------------------------------------------------------------------------------------------------------- ends
 
     def _beat(self) -> None:
-        """Sends heartbeats, and ends whatever has taken too long. Time in which nobody looked does not count."""
+        """Send heartbeats, and end connections that exceed a time limit. Time without checks does not count."""
         late_ns = self._now_ns - self._beaten_ns - 2 * self._beat_ns
         self._beaten_ns = self._now_ns
         for connection in list(self._by_identity.values()):
@@ -586,14 +600,14 @@ class Peers:
                 self._write(connection)
 
     def _drop(self, connection: Connection, why: str) -> None:
-        """Disconnects a peer that broke a bound, and says so."""
+        """Disconnect a peer that broke a limit, with a line in the log."""
         who = f"connection {connection.number}" if connection.number else "connection that is not admitted"
         log.warning("%s %s dropped: %s", self.kind, who, why, extra={"peer": connection.number})
         self._pace.note_trouble(self._now_ns)
         self._end(connection)
 
     def _end(self, connection: Connection) -> None:
-        """A connection is over, and not because we were told to forget it."""
+        """End a connection, to be reported by `take_gone`."""
         if connection.identity in self._by_identity:
             if connection.number:
                 self._gone.append(connection.number)
@@ -604,7 +618,7 @@ class Peers:
         connection.socket.close()
 
     def _remove(self, connection: Connection) -> None:
-        """It is none of ours any more, but for its descriptor."""
+        """Remove all references to a connection; its socket stays open."""
         identity = connection.identity
         del self._by_identity[identity], self._by_descriptor[connection.descriptor]
         self._strangers.pop(identity, None)

@@ -1,4 +1,4 @@
-"""Copies what the core changed into the shared tables: once a turn, only what changed."""
+"""Publication of changes to the shared tables: once a turn, and only what changed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ NUMBERS_US = 10_000
 
 
 def publish(machine: Machine, tables: TablesWriter, now_us: int, journal: tuple[int, int] = (0, 0)) -> None:
-    """Writes the changed rows, cells, blocks and gauges, and forgets that they changed.
+    """Write changed rows, cells, blocks and gauges, and clear the record of changes.
 
-    What is counted by tenant and pool is written when nothing is asked of the service any more, and else every few
-    milliseconds: a decode step is over sooner. journal: its bytes since the last snapshot, and its records.
+    Counters of tenants and pools are written when no request is live, and otherwise every few milliseconds, because a
+    decode step can be shorter.
+
+    Args:
+        machine: The machine.
+        tables: The shared tables.
+        now_us: Time in microseconds.
+        journal: Bytes of the journal since the last snapshot, and its number of records.
     """
     publish_rows(machine.cache.sequences, tables)
     blocks = machine.cache.blocks
@@ -37,7 +43,7 @@ def publish(machine: Machine, tables: TablesWriter, now_us: int, journal: tuple[
 
 
 def publish_numbers(machine: Machine, numbers: NumbersWriter, now_us: int, gauges: Sequence[int]) -> None:
-    """Writes what is counted, and the gauges of the same moment."""
+    """Write the counters, with the gauges of the same moment."""
     meters = machine.cache.tenants.meters
     numbers.begin()
     for row in meters.changed:
@@ -53,17 +59,17 @@ def publish_numbers(machine: Machine, numbers: NumbersWriter, now_us: int, gauge
 
 
 def forget_changes(machine: Machine) -> None:
-    """Nobody is to see what changed."""
+    """Clear the record of changes without publishing them."""
     s = machine.cache.sequences
     for changes in (s.changed_rows, s.changed_lengths, s.changed_cells, machine.cache.blocks.changed):
         changes.clear()
 
 
 def all_changed(machine: Machine) -> None:
-    """The tables are new: everything is to be written.
+    """Mark everything for publication to new tables.
 
-    Of rows that are part of a step under way, that is also what they held: a worker still reads it where the row ended
-    meanwhile, and would write into whatever block it found there instead.
+    For rows in a step in flight, this includes the columns they used before: a worker still reads them if the row has
+    ended meanwhile, and would otherwise write into other blocks.
     """
     s = machine.cache.sequences
     forget_changes(machine)
@@ -80,7 +86,7 @@ def all_changed(machine: Machine) -> None:
 
 
 def publish_rows(s: Sequences, tables: TablesWriter) -> None:
-    """Writes the changed rows. Those of which only the length changed, most of a decode step, are never marked."""
+    """Write changed rows. Rows with only a new length, the common case in decoding, are written without markers."""
     if s.changed_rows or s.changed_cells:
         slots = np.concatenate([*s.changed_rows, *(rows for rows, _ in s.changed_cells)])
         tables.begin_rows(slots)

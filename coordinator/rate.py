@@ -1,31 +1,31 @@
-"""So many messages a second: who sends more is read later, and so waits. Nothing is refused, and nothing is lost.
+"""Message rate limiting: a peer that exceeds its rate is read later. Nothing is refused or lost.
 
-It is kept at the door, not in the core: whatever enters the core is written to the journal, a refusal too, and would
-cost more than the message that it is meant to save. What waits in a socket costs nobody anything.
+The limit applies at the socket rather than in the core, because every event of the core is journalled, even a refusal,
+which would cost more than the limit saves. Data that waits in a socket is free.
 """
 
 from __future__ import annotations
 
-BURST_S = 1.0  # what was not used in so long may be used at once
+BURST_S = 1.0  # unused time that may be saved up
 
 
 class Rate:
-    """Of one entry of [access], all its connections together. Times in nanoseconds, monotonic."""
+    """The rate limiter of one [access] entry, for all its connections. Times in nanoseconds, monotonic."""
 
     def __init__(self, per_s: float) -> None:
         self.per_s = per_s
         self._each_ns = max(1, round(1e9 / per_s))
-        # A message more than `per_s` allows: at least one is always allowed.
+        # One message less than the burst allows, because one message is always allowed.
         self._burst_ns = max(0, round(BURST_S * 1e9) - self._each_ns)
-        self._paid_ns = 0  # up to then the messages that were taken have used what is allowed
+        self._paid_ns = 0  # the allowance is used up to this time
 
     @property
     def ready_ns(self) -> int:
-        """When the next message may be taken."""
+        """When the next message may be received."""
         return self._paid_ns - self._burst_ns
 
     def take(self, now_ns: int) -> bool:
-        """Counts a message. False where it has to wait: then it was not counted."""
+        """Count a message. Return False, without counting it, if it must wait."""
         if now_ns < self.ready_ns:
             return False
         self._paid_ns = max(self._paid_ns, now_ns) + self._each_ns

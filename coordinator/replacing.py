@@ -1,10 +1,10 @@
-"""Ends worker processes that are alive and do nothing, or nothing that counts. Never waits for one.
+"""Replacement of worker processes that hang or are unreachable, without waiting for them.
 
-A worker's process is known by a pidfd, opened while its connection is there: a descriptor stands for one process and
-never for another that was given the same id later, so a late signal reaches that process or nobody. The id is what the
-worker said of itself; the kernel, which knows who is at the other end of a connection, must say the same. Nobody can
-have another process ended by naming it, and an id that means something else here (the worker lives in a container) is
-not used. Successors are started by whoever keeps workers running: `kvforge up`, systemd.
+A worker's process is identified by a pidfd, which is opened while its connection exists. A pidfd never refers to
+another process that reuses the id, so a late signal reaches the right process or none. The worker announces its process
+id, and the kernel, which knows the peer of a connection, must confirm it. A peer can therefore not get another process
+killed, and an id from another namespace (a worker in a container) is not used. The supervisor, `kvforge up` or systemd,
+starts successors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("coordinator")
 
 
 class Kill(NamedTuple):
-    """A process that was asked for its stack, and when it is killed (microseconds)."""
+    """A process that was asked for its stack, and when to kill it (microseconds)."""
 
     at_us: int
     pid: int
@@ -31,7 +31,7 @@ class Kill(NamedTuple):
 
 
 class Replacer:
-    """Worker processes by the number of their connection: kvforge.coordinator.turn.Processes. Times in microseconds."""
+    """Worker processes by connection number: implements kvforge.coordinator.turn.Processes. Times in microseconds."""
 
     def __init__(self) -> None:
         self._pids: dict[int, int] = {}
@@ -40,38 +40,45 @@ class Replacer:
         self._kills: list[Kill] = []
 
     def watch(self, worker: int, pid: int, descriptor: int) -> None:
-        """A worker that says it is process `pid` connected; `descriptor`: its connection, our end of it."""
+        """Identify the process of a worker.
+
+        Args:
+            worker: The number of its connection.
+            pid: The process id that it announced.
+            descriptor: The coordinator's end of the connection.
+        """
         self._pids[worker] = pid
         try:
             peer = _peer(descriptor)
             if pid <= 1 or pid == os.getpid() or pid != peer:
-                log.debug("worker connection %d says it is process %d, the kernel says %d", worker, pid, peer)
+                log.debug("worker connection %d announces process %d, but the kernel reports %d", worker, pid, peer)
                 return
             self._pidfds[worker] = os.pidfd_open(pid)
         except OSError as error:
-            log.debug("the process %d of worker connection %d cannot be watched: %s", pid, worker, error)
+            log.debug("cannot watch process %d of worker connection %d: %s", pid, worker, error)
 
     def leave(self, worker: int) -> None:
-        """Its connection ended. What is known of its process is kept for the rest of the turn: it may be the very one
-        that is to be replaced. Idempotent."""
+        """Forget a worker at the end of the turn; until then, its process may still be replaced. Idempotent."""
         self._left.append(worker)
 
     def ended(self, worker: int) -> bool:
-        """Return whether a worker's process is known to have ended: its pidfd is readable then."""
+        """Return whether a worker's process is known to have ended."""
         pidfd = self._pidfds.get(worker)
         return pidfd is not None and bool(select.select([pidfd], [], [], 0)[0])
 
     def silent(self, worker: int, reason: str, now_us: int) -> None:
-        """Nothing comes from it any more, and its connection is ended for that: its process is replaced too, for it
-        keeps its memory, and whoever keeps workers running sees that it is there."""
+        """Replace the process of a worker that is disconnected for silence.
+
+        It would otherwise keep its memory, and its supervisor would not start a successor.
+        """
         if (pid := self._pids.get(worker)) is not None:
             self.replace(worker, pid, reason, now_us)
 
     def replace(self, worker: int, pid: int, reason: str, now_us: int) -> None:
-        """Has the process write its stack to its own log, and kills it `GRACE_S` later."""
+        """Make the process log its stack, and kill it `GRACE_S` later."""
         pidfd = self._pidfds.pop(worker, None)
         if pidfd is None:
-            log.error("worker process %d must end (%s) and cannot be ended from here: end it yourself", pid, reason)
+            log.error("worker process %d must end (%s), but cannot be killed from here: kill it manually", pid, reason)
             return
         log.error(
             "worker process %d must end (%s): it is killed in %g s, its stack is in its log", pid, reason, GRACE_S
@@ -82,7 +89,7 @@ class Replacer:
             os.close(pidfd)
 
     def act(self, now_us: int) -> int | None:
-        """Does what is due. Called at the end of each turn; returns when it must be called again, None: then only."""
+        """Do what is due; called at the end of each turn. Return the time of the next action, or None."""
         due = [kill for kill in self._kills if kill.at_us <= now_us]
         if due:
             self._kills = [kill for kill in self._kills if kill.at_us > now_us]
@@ -96,7 +103,7 @@ class Replacer:
         return min((kill.at_us for kill in self._kills), default=None)
 
     def close(self) -> None:
-        """Kills at once what was to be killed, and closes everything. Idempotent."""
+        """Kill pending processes immediately, and close everything. Idempotent."""
         kills, self._kills = self._kills, []
         self._end(kills)
         for pidfd in self._pidfds.values():
@@ -111,13 +118,13 @@ class Replacer:
 
 
 def _peer(descriptor: int) -> int:
-    """The process at the other end of a local connection; 0: one that cannot be seen from here. Raises OSError."""
+    """Return the peer process of a local connection; 0 if it is not visible from here. Raise OSError."""
     with sockets.fromfd(descriptor, sockets.AF_UNIX, sockets.SOCK_STREAM) as connection:
         return credentials(connection)[0]
 
 
 def _signal(pidfd: int, pid: int, number: signal.Signals) -> bool:
-    """Sends a signal. False where the process is gone already, or is not ours to signal (then someone is told)."""
+    """Send a signal. Return False if the process is gone, or may not be signalled, which is logged."""
     try:
         signal.pidfd_send_signal(pidfd, number)
     except ProcessLookupError:

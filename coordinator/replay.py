@@ -1,8 +1,7 @@
-"""python -m kvforge.coordinator.replay FOLDER [--until EVENT] [--explain request=ID]: the state at any point of a
-journal.
+"""Show the state at any point of a journal: `kvforge replay FOLDER [--until EVENT] [--explain request=ID]`.
 
-Reads and changes nothing; the coordinator that writes the journal may be running. Events are counted from the last
-snapshot on, since what was before it is not kept. Of a damaged journal all is shown that comes before the damage.
+This only reads, and a coordinator may be writing the journal meanwhile. Events are counted from the last snapshot,
+since earlier ones are not kept. For a damaged journal, everything before the damage is shown.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ SUBJECTS = ("request", "sequence", "block", "tenant")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints what a journal says. Returns the exit status."""
+    """Print the state of a journal. Return the exit status."""
     parser = Parser(prog="kvforge replay", description=__doc__)
     parser.add_argument("journal", type=Path, metavar="FOLDER", help="state_dir of a coordinator")
     parser.add_argument("--until", type=int, metavar="EVENT", help="stop before this event, counted from 1 [the end]")
-    parser.add_argument("--events", type=int, default=5, metavar="N", help="show so many events before that [5]")
+    parser.add_argument("--events", type=int, default=5, metavar="N", help="number of preceding events to show [5]")
     parser.add_argument(
         "--explain", action="append", default=[], metavar="SUBJECT=ID", help="request, sequence, block or tenant"
     )
@@ -48,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(lines), flush=True)
         if damage is not None:
             raise damage
-    except BrokenPipeError:  # whoever reads has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KvforgeError as error:
         print(f"kvforge replay: {error}", file=sys.stderr)
@@ -57,8 +56,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def told(folder: Path, until: int | None, events: int, subjects: list[str]) -> tuple[list[str], JournalCorrupt | None]:
-    """The lines, and what is wrong behind what they tell. Raises NotFound where there is no journal, InvalidRequest,
-    JournalCorrupt."""
+    """Return the lines to print, and the damage behind the point they describe, if any.
+
+    Raises:
+        NotFound: There is no journal.
+        InvalidRequest: An argument is invalid.
+        JournalCorrupt: The journal is damaged from its beginning.
+    """
     asked = [_explain(subject) for subject in subjects]
     if until is not None and until < 1:
         raise InvalidRequest("until", f"events are counted from 1: it is {until}")
@@ -82,7 +86,7 @@ def told(folder: Path, until: int | None, events: int, subjects: list[str]) -> t
     ]
     if replay.torn is not None:
         path, end, more = replay.torn
-        lines.append(f"{path.name} ends with {more} bytes behind byte {end} that are no whole record:")
+        lines.append(f"{path.name} ends with {more} bytes after byte {end} that are not a complete record:")
         lines.append("  a coordinator died while it wrote them, or is writing them now")
     for name, message in zip(subjects, asked, strict=True):
         reply = machine.explainer.explain("", message)
@@ -92,7 +96,7 @@ def told(folder: Path, until: int | None, events: int, subjects: list[str]) -> t
 
 
 def _run(replay: Replay, until: int | None, events: int) -> tuple[deque[str], JournalCorrupt | None]:
-    """Applies what comes before that event. Returns lines about the last ones, and what ended it too early."""
+    """Apply the events before `until`. Return lines about the last ones, and the damage that ended the replay."""
     last = deque[str](maxlen=max(0, events))
 
     def over(entry: Entry) -> bool:
@@ -112,12 +116,12 @@ def _run(replay: Replay, until: int | None, events: int) -> tuple[deque[str], Jo
 
 
 def _inconsistent(replay: Replay, problem: str, error: Exception) -> JournalCorrupt:
-    """Return the error for a journal with whole files that make no state."""
+    """Return the error for a journal with intact files but inconsistent content."""
     return JournalCorrupt(replay.folder.name, 0, problem=f"{problem} ({type(error).__name__}: {error})")
 
 
 def _opened(folder: Path) -> Replay:
-    """At its snapshot. One that runs may replace that between two looks at the folder."""
+    """Open the journal at its snapshot. A running coordinator may replace that meanwhile, hence the retries."""
     try:
         next(folder.iterdir(), None)
     except FileNotFoundError:
@@ -133,7 +137,7 @@ def _opened(folder: Path) -> Replay:
 
 
 def _of_day(replay: Replay) -> str:
-    """The time of day of the last event that was applied, as the log has it: about, from the time of the files."""
+    """Return the approximate time of day of the last applied event, from the modification times of the files."""
     for first, path in reversed(segments(replay.folder).items()):
         try:
             written_s, data = path.stat().st_mtime, memoryview(path.read_bytes())
@@ -173,7 +177,7 @@ def _name(entry: Entry) -> str:
 
 
 def _message(message: object) -> str:
-    """Its kind and what it names: no token of anybody."""
+    """Return a message's kind and the names in it, but no tokens."""
     named = ("request_id", "sequence_id", "block_id", "step_id", "name", "tenant", "max_tokens", "count", "key")
     fields = [f"{name}={getattr(message, name)!r}" for name in named if getattr(message, name, None)]
     return " ".join([type(message).__name__, *fields])

@@ -1,4 +1,4 @@
-"""What the operating system gives this process: descriptors for its connections, and memory that goes back."""
+"""Operating system resources: file descriptors for connections, and memory that returns to the system."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import resource
 
 from kvforge.protocol.errors import InvalidConfiguration
 
-OTHER_DESCRIPTORS = 32  # standard streams, tables, lock, wake-ups, and what the interpreter opens for a moment
-DESCRIPTORS_MAX = 1 << 20  # where there is no limit at all
+OTHER_DESCRIPTORS = 32  # standard streams, tables, lock, wake-ups, and temporary ones of the interpreter
+DESCRIPTORS_MAX = 1 << 20  # used if the hard limit is infinite
 M_MMAP_THRESHOLD = -3
-LARGE_BYTES = 4 << 20  # what comes and goes with every message is smaller
+LARGE_BYTES = 4 << 20  # per-message allocations are smaller
 
 
 def raise_descriptor_limit() -> int:
-    """Raises the soft limit of open descriptors to the hard one. Returns it."""
+    """Raise the soft limit of open descriptors to the hard one. Return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -24,22 +24,27 @@ def raise_descriptor_limit() -> int:
 
 
 def check_descriptors(needed: int) -> None:
-    """Raises InvalidConfiguration where this process may not open so many for its connections, and what else it has."""
+    """Check that this process may open enough descriptors for its connections.
+
+    Raises:
+        InvalidConfiguration: It may not.
+    """
     allowed, needed = raise_descriptor_limit(), needed + OTHER_DESCRIPTORS
     if needed > allowed:
         raise InvalidConfiguration(
             "limits.clients_max",
-            f"so many connections need {needed} descriptors, and this process may open {allowed}: lower clients_max, "
+            f"the connections need {needed} descriptors, but this process may open {allowed}: lower clients_max, "
             "strangers_max or pools_max, or raise the hard limit (`ulimit -Hn`, systemd's LimitNOFILE)",
         )
 
 
 def return_large_blocks() -> None:
-    """Large blocks are given back when they are freed.
+    """Make the allocator return large blocks to the system when they are freed.
 
-    Once one was freed, glibc takes the next of up to 32 MiB from its heap, where what lives above keeps it; large
-    messages left hundreds of MiB behind. A threshold that was set stays.
+    glibc raises its mmap threshold to up to 32 MiB when such a block is freed, and serves the next ones from the heap,
+    where live blocks above prevent their return; large messages left hundreds of MiB behind. An explicit threshold is
+    fixed.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none, and no such habit
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # specific to glibc, like the behaviour
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)

@@ -1,4 +1,4 @@
-"""One coordinator per runtime folder: its locks, which sockets are alive, and which files this process may remove."""
+"""Ownership of the runtime folder: locks, live sockets, and the files that this process may remove."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LOCK_FILE = "coordinator.lock"
 
 
 class RuntimeLock:
-    """One coordinator per runtime folder.
+    """The lock that permits one coordinator for each runtime folder.
 
-    Both the lock file and the folder itself are locked: a cleaner may remove the file while its coordinator serves.
+    Both the lock file and the folder itself are locked, because a cleaner may remove the file of a running coordinator.
     """
 
     def __init__(self, runtime: Path, *, lock_folder: bool = True) -> None:
@@ -23,10 +23,10 @@ class RuntimeLock:
 
         Args:
             runtime: The folder.
-            lock_folder: False where another part of this process locks the same folder.
+            lock_folder: False if another part of this process locks the same folder.
 
         Raises:
-            CoordinatorInUse: Another coordinator is alive.
+            CoordinatorInUse: Another coordinator is running.
         """
         self._path = runtime / LOCK_FILE
         self._handle = self._folder = -1
@@ -43,25 +43,25 @@ class RuntimeLock:
                 _lock(self._folder, runtime)
             except CoordinatorInUse:
                 self._folder = -1
-                self.release()  # of a lock file that was gone, and that we have just made
+                self.release()  # the lock file was missing and has just been created here
                 raise
 
     def _is(self, descriptor: int) -> bool:
-        """Whether it is the file that others would find."""
+        """Return whether the descriptor is of the file that exists at the path now."""
         try:
             return os.path.samestat(os.fstat(descriptor), self._path.stat())
         except FileNotFoundError:
             return False
 
     def covers(self, runtime: Path) -> bool:
-        """Return whether the folder at this path is the one that was locked, and no other was made in its place."""
+        """Return whether the path still leads to the locked folder rather than a replacement."""
         try:
             return self._folder >= 0 and os.path.samestat(os.fstat(self._folder), runtime.stat())
         except FileNotFoundError:
             return False
 
     def release(self) -> None:
-        """Remove the lock file and let go. Idempotent."""
+        """Remove the lock file and release the locks. Idempotent."""
         if self._handle >= 0:
             if self._is(self._handle):
                 self._path.unlink(missing_ok=True)
@@ -84,10 +84,10 @@ def _lock(descriptor: int, runtime: Path) -> None:
 
 
 def check_free(path: str) -> None:
-    """Check that no process listens at a socket file, also one that is stopped.
+    """Check that no process, not even a suspended one, listens on a socket file.
 
     Args:
-        path: The path of the socket. A process that was killed may have left a file with no listener.
+        path: The path of the socket. A killed process may have left a file without a listener.
 
     Raises:
         CoordinatorInUse: A process listens there.
@@ -97,28 +97,28 @@ def check_free(path: str) -> None:
         try:
             probe.connect(path)
         except BlockingIOError:
-            pass  # it listens, and its backlog is full
+            pass  # a process listens, and its backlog is full
         except OSError:
             return
     raise CoordinatorInUse(f"another process listens at {path}: stop it, or choose another folder")
 
 
 class OwnFiles:
-    """Files that this process made, and removes only while they are the same ones.
+    """Files created by this process, which removes them only if they have not been replaced.
 
-    Where a folder was removed and made again, another coordinator may serve under the same paths.
+    If a folder was removed and recreated, another coordinator may use the same paths.
     """
 
     def __init__(self) -> None:
         self._files: dict[Path, tuple[int, int]] = {}
 
     def note(self, path: Path) -> None:
-        """This process has just made the file."""
+        """Record a file that this process has just created."""
         status = path.lstat()
         self._files[path] = (status.st_dev, status.st_ino)
 
     def remove(self) -> None:
-        """Remove those that are still ours. Idempotent."""
+        """Remove the files that are still this process's own. Idempotent."""
         for path, made in self._files.items():
             try:
                 status = path.lstat()

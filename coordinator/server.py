@@ -1,7 +1,7 @@
-"""The only loop: sockets in, core, tables, sockets out.
+"""The event loop: sockets in, core, tables, sockets out.
 
-One epoll over what ZeroMQ signals by; one thread; nothing here waits for a peer. What one turn does is in `turn.py`.
-The wait ends when something arrives, and exactly when the turn before said that the next is due.
+One thread and one epoll; nothing here waits for a peer. `turn.py` has the content of one turn. The wait ends when input
+arrives, or when the next turn is due.
 """
 
 from __future__ import annotations
@@ -54,21 +54,25 @@ log = logging.getLogger("coordinator")
 
 
 class Ending:
-    """A stop that was asked for: what runs may end by the deadline, then it is handed back. Times in microseconds."""
+    """A requested stop: requests may run until the deadline, and are then handed back. Times in microseconds."""
 
     def __init__(self, now_us: int, drain_us: int) -> None:
         self.deadline_us = now_us + drain_us
         self._say_us = now_us
 
     def over(self, turned_us: int, live: int) -> bool:
-        """Whether nothing is left to wait for. turned_us: when the last turn was run, live: the requests after it.
+        """Return whether the wait is over.
 
-        The turn that hands the rest back is the first one at the deadline or after: it is always run.
+        The turn that hands the rest back is the first one at or after the deadline, and is always run.
+
+        Args:
+            turned_us: When the last turn ran.
+            live: Live requests after it.
         """
         return not live or turned_us >= self.deadline_us
 
     def progress(self, now_us: int, live: int) -> str | None:
-        """What the operator is told every few seconds; None in between."""
+        """Return a progress line for the log every few seconds, else None."""
         if now_us < self._say_us or not live:
             return None
         self._say_us = now_us + PROGRESS_US
@@ -78,7 +82,7 @@ class Ending:
 
     @property
     def due_us(self) -> int:
-        """When there is something to do: the next line of progress, or the end."""
+        """When the next progress line or the end is due."""
         return min(self._say_us, self.deadline_us)
 
 
@@ -86,7 +90,7 @@ def _nothing() -> None: ...
 
 
 class Server:
-    """Owns the sockets, the shared tables and the machine. `run` serves until told to stop."""
+    """Owns the sockets, the shared tables and the machine. `run` serves until it is stopped."""
 
     def __init__(
         self,
@@ -95,18 +99,25 @@ class Server:
         discard: bool = False,
         reread: Callable[[], CoordinatorConfig] | None = None,
     ) -> None:
-        """Binds, goes on from the journal, where there is one, and creates the tables. flush_log: called in each turn,
-        writes log lines that wait. discard: nothing is gone on from. reread: reads the configuration again, of which
-        [access] then holds, when SIGHUP says so; None: SIGHUP is a signal to stop.
+        """Bind the sockets, recover the state if there is any, and create the tables.
 
-        Raises InvalidConfiguration, Unavailable where a folder is in use, JournalCorrupt.
+        Args:
+            config: The configuration.
+            flush_log: Called in each turn to write pending log lines.
+            discard: Discard the state of earlier processes.
+            reread: Reads the configuration again on SIGHUP, to apply its [access]; None makes SIGHUP a signal to stop.
+
+        Raises:
+            InvalidConfiguration: A setting is invalid.
+            Unavailable: A folder is in use.
+            JournalCorrupt: The state is damaged.
         """
         self.config, self._flush_log = config, flush_log
         self.runtime = config.runtime_path
         check_descriptors(config.descriptors)
         return_large_blocks()
         prepare_runtime_dir(self.runtime)
-        # Where both are one folder, the journal's keeper locks it.
+        # If both are the same folder, the journal's keeper locks it.
         elsewhere = config.durability == "none" or not _same(self.runtime, config.state_path)
         self._lock = RuntimeLock(self.runtime, lock_folder=elsewhere)
         self._signals = self._signals_taken = 0
@@ -155,9 +166,9 @@ class Server:
             self._turns.restarted(self._now_us())
 
     def _open_doors(self) -> None:
-        """Before what may take seconds: whoever comes back waits there, and need not try again and again.
+        """Open the sockets, or raise InvalidConfiguration.
 
-        Raises InvalidConfiguration.
+        This precedes the recovery, which may take seconds, so that returning peers wait instead of retrying.
         """
         self._telling: Sockets | None = None
         self._sides: list[Peers] = []
@@ -173,7 +184,7 @@ class Server:
         self._telling = Sockets(config.kv_events) if config.kv_events.publish else None
 
     def _listeners(self) -> EventStream | None:
-        """Those who are told what the prefix indexes hold."""
+        """Create the KV event stream, if configured."""
         telling = self._telling
         if telling is None:
             return None
@@ -192,7 +203,7 @@ class Server:
             peers.close()
 
     def _make_tables(self, geometry: Geometry) -> TablesWriter:
-        """The shared tables, with room for all of them. Raises InvalidConfiguration, OSError."""
+        """Create the shared tables, with all their space reserved. Raise InvalidConfiguration or OSError."""
         try:
             return TablesWriter(self.runtime / TABLES_FILE, geometry, self.boot, self._fill)
         except OSError as error:
@@ -214,23 +225,26 @@ class Server:
         self._lock.release()
 
     def _silent(self, worker: int) -> None:
-        """Nothing comes from a worker any more, and its process may be there: one that was stopped, for example."""
+        """Replace the process of a worker that was disconnected for silence; it may be suspended, for example."""
         self._replacer.silent(worker, f"nothing came from it for {self.config.limits.silence_s:g} s", self._now_us())
 
     # ----------------------------------------------------------------------------------------------------------- loop
 
     def run(self) -> None:
-        """Serves until SIGTERM or SIGINT. Then it drains: what runs ends (bounded by `drain_s`), workers are stopped;
-        or it leaves everything to the next start (`on_stop`).
+        """Serve until SIGTERM or SIGINT.
 
-        A second signal ends it at once.
+        Depending on `on_stop`, it then drains (requests end within `drain_s`, workers are stopped) or leaves everything
+        to the next start. A second signal ends it immediately.
+
+        Raises:
+            StateRemoved: The state folder was removed while serving.
         """
         self._catch_signals()
         notify("READY=1", "STATUS=accepting clients and workers")
         tell(log, "info", f"serving at {client_endpoint(self.runtime)} (boot {self.boot[:8]})", "serving")
         for peers in (self.clients, self.workers):
             for endpoint in filter(is_network, peers.endpoints):
-                log.info("serving %ss that [access] names at %s", peers.kind, endpoint)
+                log.info("serving %ss listed in [access] at %s", peers.kind, endpoint)
         self.garbage.start()
         try:
             self._serve()
@@ -240,7 +254,7 @@ class Server:
         finally:
             self.garbage.stop()
         if self._keeps:
-            log.info("stopped; %d requests go on with the next start", len(self.machine.requests.live))
+            log.info("stopped; the next start resumes %d requests", len(self.machine.requests.live))
         else:
             self._stop_workers()
         self._ended = True
@@ -255,11 +269,11 @@ class Server:
             self._let_leave(self.clients, CLIENTS_LEAVE_NS)
 
     def _wait(self) -> bool:
-        """Until something arrives or is due. Returns whether something arrived.
+        """Wait until input arrives or a turn is due. Return whether input arrived.
 
-        Right after something arrived, more is likely: for `spin_us` it is looked for without sleeping, since waking a
-        sleeping core takes longer than a turn. An idle coordinator sleeps. Where messages are left from before, or a
-        turn is due, it is looked for once: nobody waits for those who always have something.
+        Input often comes in bursts, and waking a sleeping core takes longer than a turn: after input, the loop polls
+        for `spin_us` before it sleeps. An idle coordinator sleeps. If messages are left over or a turn is due, it polls
+        once, so that busy peers cannot starve the others.
         """
         if self._look(0):
             self._arrived_ns = time.monotonic_ns()
@@ -280,7 +294,7 @@ class Server:
         return False
 
     def _look(self, wait_ms: int) -> bool:
-        """Waits so long at most. Returns whether something arrived; descriptors are readable for heartbeats, too."""
+        """Poll for at most `wait_ms`. Return whether input arrived; heartbeats alone do not count."""
         for descriptor, _ in self._epoll.poll(wait_ms / 1000):
             stir = self._stirs.get(descriptor)
             if stir is not None:
@@ -289,7 +303,7 @@ class Server:
         return asked or self.clients.waiting or self.workers.waiting
 
     def _let_leave(self, peers: Peers, wait_ns: int) -> None:
-        """They get a moment to read what was sent last, and to go; it is over when the last of them has left."""
+        """Give peers a moment to read the last messages and disconnect."""
         end_ns = steady_clock.monotonic_ns() + wait_ns
         while len(peers) and (left_ns := end_ns - steady_clock.monotonic_ns()) > 0:
             self._look(-(-left_ns // 1_000_000))
@@ -297,20 +311,20 @@ class Server:
             self.turn()
 
     def turn(self) -> None:
-        """One turn of the loop; does not wait."""
+        """Run one turn of the loop, without waiting."""
         self._turned_us = self._now_us()
         if (left_out_ns := steady_clock.left_out_ns()) > self._left_out_ns:
             stood_s, self._left_out_ns = (left_out_ns - self._left_out_ns) / 1e9, left_out_ns
-            words = f"this process stood still for {stood_s:.1f} s: that time counts against no peer"
+            words = f"this process was suspended for {stood_s:.1f} s, which counts against no peer"
             tell(log, "warning", words, "stood_still", {"seconds": stood_s})
             self._turns.stood_still(self._turned_us)
-        self._watchdog.feed(time.monotonic_ns() // 1000)  # as systemd counts: its clock runs on
+        self._watchdog.feed(time.monotonic_ns() // 1000)  # systemd's clock continues during a suspension
         self._due_us = self._turns.turn(self._turned_us)
         self._life.turned(self._turned_us)
         self._flush_log()
 
     def _wait_ms(self) -> int:
-        """How long nothing has to be done if nothing arrives. Rounded up: a turn before its time would find nothing."""
+        """Return how long to sleep without input, rounded up because an early turn would find no work."""
         due_us = self._due_us if self._ending is None else min(self._due_us, self._ending.due_us)
         return max(0, -(-(due_us - self._now_us()) // 1000))
 
@@ -321,7 +335,7 @@ class Server:
             return True
         return self._signals > 1 or self._ending.over(self._turned_us, len(self.machine.requests.live))
 
-    # ------------------------------------------------------------------------------------------------------- the ends
+    # ----------------------------------------------------------------------------------------------------- termination
 
     def _catch_signals(self) -> None:
         self._write_wakeup.setblocking(False)
@@ -335,7 +349,7 @@ class Server:
         self._hung_up = True
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._signals += 1  # and no more: it may come in the middle of a turn
+        self._signals += 1  # nothing else: a turn may be running
 
     def _take_signals(self) -> None:
         now_us = self._now_us()
@@ -359,17 +373,17 @@ class Server:
             notify(f"STATUS={words}")
 
     def _reread_access(self) -> None:
-        """Who may connect is read again; who may not any more is disconnected. All else holds as it was read first."""
+        """Reload [access], and disconnect peers that it no longer permits. All other settings stay."""
         assert self._reread_config is not None
         try:
             read = self._reread_config().access
             of_client, of_worker = self._gate.reread(read)
         except InvalidConfiguration as error:
-            log.error("[access] stays as it was: the configuration cannot be read again: %s", error)
+            log.error("cannot reload the configuration, [access] stays unchanged: %s", error)
             return
         self.clients.end_where(of_client)
         self.workers.end_where(of_worker)
-        log.info("[access] was read again: %d clients, %d workers", len(read.clients), len(read.workers))
+        log.info("reloaded [access]: %d clients, %d workers", len(read.clients), len(read.workers))
 
     @property
     def _keeps(self) -> bool:
@@ -385,7 +399,7 @@ class Server:
         log.debug("%d garbage collections, the longest %.0f us, %.0f us together", *told)
 
     def close(self) -> None:
-        """Leaves nothing behind: sockets, tables and lock are removed. Idempotent."""
+        """Remove sockets, tables and lock. Idempotent."""
         signal.set_wakeup_fd(-1)
         self._replacer.close()
         self._epoll.close()
@@ -407,7 +421,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def spin_us(configured: int) -> int:
-    """For how long to look for more before sleeping; -1 chooses: not at all where cores are few."""
+    """Return how long to poll before sleeping; -1 chooses 0 on machines with few cores."""
     if configured >= 0:
         return configured
     return SPIN_US if len(os.sched_getaffinity(0)) >= SPIN_CORES_MIN else 0

@@ -1,6 +1,6 @@
-"""Who has sent more messages than its rate allows: its next one is for later.
+"""Connections that have exceeded their message rate and must wait.
 
-Until then its socket is not looked at: it would say all the time that more has come.
+Their sockets are not polled meanwhile, because these would report pending input all the time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from .connection import Connection
 
 
 class Slowed:
-    """Of one side. Times in nanoseconds, monotonic."""
+    """The rate-limited connections of one side. Times in nanoseconds, monotonic."""
 
     def __init__(self) -> None:
         self._connections: list[Connection] = []
@@ -18,13 +18,15 @@ class Slowed:
         return len(self._connections)
 
     def add(self, connection: Connection) -> None:
-        """It has a message, for which it is too soon."""
+        """Add a connection with a message that must wait."""
         connection.slowed = True
         self._connections.append(connection)
 
     def take_due(self, now_ns: int) -> list[Connection]:
-        """Those whose time has come: they are served as all others are. What they sent meanwhile was not seen, so they
-        were not silent."""
+        """Remove and return the connections that may be served again.
+
+        They count as heard now, because their input was not observed meanwhile.
+        """
         slowed, self._connections = self._connections, []
         due: list[Connection] = []
         for connection in slowed:
@@ -36,5 +38,5 @@ class Slowed:
         return due
 
     def ready_ns(self) -> list[int]:
-        """When the time of each comes."""
+        """Return when each connection may be served again."""
         return [connection.rate.ready_ns for connection in self._connections if connection.rate is not None]

@@ -1,11 +1,11 @@
 """One turn of the coordinator, without its sockets: messages in, core, tables, messages out.
 
-Always in this order: drain what has arrived (a bounded number of messages from each side), apply every event to the
-core, apply Turn, write the journal, publish the tables, send. The server runs it over ZeroMQ, the simulator over a
-simulated network; both call it when something arrived and when the turn before said, and never otherwise.
+The order is fixed: receive messages (a bounded number from each side), apply every event to the core, apply Turn, write
+the journal, publish the tables, send. The server runs turns over ZeroMQ, the simulator over a simulated network; both
+run one when input arrives and when the previous turn scheduled the next, and at no other time.
 
-Nobody is waited for. What a client that does not read should have been streamed is the core's to send again; replies
-wait for it here, so many and no more.
+A turn never waits for a peer. If a client does not read, the core resends its stream later; its replies are queued
+here, up to a limit.
 """
 
 from __future__ import annotations
@@ -78,50 +78,55 @@ from .oversized import Oversized, check_size
 from .publish import publish
 
 MESSAGE_BYTES = Range(codec.BODY_BYTES_MAX, codec.BODY_BYTES_MAX + codec.FRAME_BYTES_MAX)
-RETRY_US = 50_000  # nothing tells when a client that took nothing more reads again
-RESULT_BYTES_MAX = 16 << 20  # of a result in which each of thousands of rows has an error to tell
-CUT_OFF_US = 5_000_000  # after a standstill: the ends of connections are noticed by then
-BEAT_US = 1_000_000  # the published gauges are never older: whoever reads them sees that the loop lives
+RETRY_US = 50_000  # the socket does not signal when a slow client reads again
+RESULT_BYTES_MAX = 16 << 20  # a result may have an error for each of thousands of rows
+CUT_OFF_US = 5_000_000  # ends of connections are noticed within this time after a suspension
+BEAT_US = 1_000_000  # maximum age of the published gauges, which show readers that the loop is alive
 log = logging.getLogger("coordinator")
 
 
 class Processes(Protocol):
-    """The workers' processes by connection number: the interface of `kvforge.coordinator.replacing.Replacer`."""
+    """The processes of the workers, by connection number: implemented by `kvforge.coordinator.replacing.Replacer`."""
 
     def watch(self, worker: int, pid: int, descriptor: int) -> None:
-        """A worker connected."""
+        """Identify the process of a worker that connected."""
 
     def leave(self, worker: int) -> None:
-        """Its connection ended; in this turn its process may still have to be replaced."""
+        """Forget a worker that disconnected; in this turn its process may still have to be replaced."""
 
     def replace(self, worker: int, pid: int, reason: str, now_us: int) -> None:
-        """Ends a process that hangs, without waiting for it."""
+        """End a process that hangs, without waiting for it."""
 
     def ended(self, worker: int) -> bool:
         """Return whether a worker's process is known to have ended."""
 
     def act(self, now_us: int) -> int | None:
-        """Does what is due. Returns when it must be called again though nothing happens; None: not before."""
+        """Do what is due. Return the time of the next action, or None."""
 
 
 class MessageInHand(Protocol):
-    """Notes the message that is worked on: what `kvforge.coordinator.journal.in_hand.InHand` is."""
+    """Records the message being processed: implemented by `kvforge.coordinator.journal.in_hand.InHand`."""
 
     def take(self, frames: Frames) -> None:
-        """A message is worked on from now on. Raises MessageRefused."""
+        """Begin processing a message.
+
+        Raises:
+            MessageRefused: Earlier processes died of this message.
+        """
 
     def handled(self) -> None:
-        """It was applied."""
+        """Record that the message was applied."""
 
     def turned(self) -> None:
-        """The turn is written."""
+        """Record that the turn is written."""
 
 
 class Writer(Protocol):
-    """What is written of the events before anything follows from them: what `kvforge.coordinator.journal.log.Journal`
-    is.
+    """A log of the events, written before any of their effects are visible: `kvforge.coordinator.journal.log.Journal`.
 
-    bytes: since the last snapshot. number: of the next record.
+    Attributes:
+        bytes: Bytes since the last snapshot.
+        number: Number of the next record.
     """
 
     bytes: int
@@ -129,26 +134,29 @@ class Writer(Protocol):
     in_hand: MessageInHand | None
 
     def note(self, event: Event | Boot, now_us: int, frames: Frames = ()) -> None:
-        """It enters the core at that time. frames: those of its message."""
+        """Add an event that enters the core at `now_us`, with the frames of its message."""
 
     def commit(self) -> None:
-        """Writes what was noted since the last call."""
+        """Write the events added since the last call."""
 
 
 class Listeners(Protocol):
-    """Those who are told what the prefix indexes hold: what `kvforge.coordinator.kv_events.stream.EventStream` is."""
+    """Subscribers to the prefix indexes: implemented by `kvforge.coordinator.kv_events.stream.EventStream`."""
 
     def turned(self) -> bool:
-        """A turn is over and written. Returns whether somebody waits for more than it took."""
+        """Publish the changes of a turn that is written. Return whether any subscriber waits for more."""
 
 
 class TurnLimits(Bounds, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The core's bounds, those of one turn, and those of the connections that it admits.
+    """Limits of the core, of one turn, and of admitted connections.
 
-    message_bytes_max: of one message of a client, its frames together; a larger one is read past and refused.
-    messages_per_turn_max: of clients, and as many of workers. client_bytes_per_turn_max, client_ms_per_turn_max: then
-    no more is taken from clients in this turn; one message is always taken. clients_max: connections of clients
-    after their handshake, as pools_max of workers. client_backlog_max: replies that wait for one client.
+    Attributes:
+        message_bytes_max: Bytes of one client message, all frames together; a larger one is skipped and refused.
+        messages_per_turn_max: Messages received from clients, and from workers, in one turn.
+        client_bytes_per_turn_max: Bytes received from clients in one turn; one message is always received.
+        client_ms_per_turn_max: Time for messages of clients in one turn.
+        clients_max: Client connections after their handshake; pools_max is the same for workers.
+        client_backlog_max: Replies queued for one slow client.
     """
 
     message_bytes_max: Annotated[int, MESSAGE_BYTES] = 16 << 20
@@ -160,24 +168,33 @@ class TurnLimits(Bounds, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Mail:
-    """Where one worker's steps are put, from its registration on."""
+    """The shared-memory channel for one worker's steps, from its registration on."""
 
     def __init__(self, mail: StepMail, pool: int, epoch: int) -> None:
         self._mail, self._pool, self._epoch = mail, pool, epoch
         self._number = 0
 
     def put(self, frames: Frames) -> None:
-        """The next step."""
+        """Write the next step."""
         self._number += 1
         self._mail.put(self._pool, self._epoch, self._number, frames)
 
 
 class TurnLoop:
-    """What happens in one turn. Time and entropy (64 bit, for seeds) come from the caller.
+    """Runs turns. Time and entropy (64 bits, for seeds) come from the caller.
 
-    clock_us: says how long clients have been served in this turn. processes: ends worker processes that hang; None:
-    nobody does. journal: what enters is written there; None: nowhere. gate: who is let in; None: everybody. listeners:
-    are told what the prefix indexes hold; None: nobody is.
+    Args:
+        machine: The machine.
+        tables: The shared tables.
+        clients: The connections of clients.
+        workers: The connections of workers.
+        entropy: Returns 64 random bits.
+        clock_us: Measures how long clients have been served in this turn.
+        limits: The limits.
+        processes: Ends worker processes that hang; None for no replacement.
+        journal: Records events; None for no persistence.
+        gate: Decides who may connect; None admits all.
+        listeners: Subscribers to the prefix indexes, if any.
     """
 
     def __init__(
@@ -200,37 +217,41 @@ class TurnLoop:
         self._journal, self._unwritten = journal, False
         self._gate, self._listeners = gate or Gate(), listeners
         self._outbox = Outbox(clients, limits.client_backlog_max)
-        self._watching: set[int] = set()  # workers that look for their steps in shared memory too
+        self._watching: set[int] = set()  # workers that also look for steps in shared memory
         self._mail: dict[int, Mail] = {}
-        self._effects: deque[Effect] = deque()  # what is still to be done, in order
-        self._now_us = 0  # of this turn
-        self._cut_off_until_us = 0  # connections of workers that end by then may have ended while this process stood
+        self._effects: deque[Effect] = deque()  # pending effects, in order
+        self._now_us = 0  # time of this turn
+        self._cut_off_until_us = 0  # worker connections that end by then may have ended during a suspension
         self._core_due_us: int | None = None
         self._client_decoder = codec.Decoder(CLIENT_MESSAGES)
         self._worker_decoder = codec.Decoder(WORKER_MESSAGES, body_bytes_max=RESULT_BYTES_MAX)
 
     def begin_drain(self, now_us: int, deadline_us: int) -> None:
-        """The process is told to stop: what follows is done by the next turn, which is due at once."""
+        """Begin a drain. The next turn, which is due immediately, acts on it."""
         self._now_us = now_us
         self._apply(BeginDrain(deadline_us))
 
     def restarted(self, now_us: int) -> None:
-        """The machine was made anew from its journal, and nobody is connected: the next turn is due at once."""
+        """Continue after a recovery, with no peer connected. The next turn is due immediately."""
         self._now_us = now_us
         self._apply(Restarted())
 
     def stood_still(self, now_us: int) -> None:
-        """Note that this process stood still: workers that gave it up meanwhile may come back with their pools.
+        """Note that this process was suspended: workers that disconnected meanwhile may return with their pools.
 
         Args:
-            now_us: When it went on, in microseconds of the steady clock.
+            now_us: When it continued, in microseconds of the steady clock.
         """
         self._cut_off_until_us = now_us + CUT_OFF_US
 
     def turn(self, now_us: int) -> int:
-        """One turn at `now_us` (microseconds, monotonic); does not wait.
+        """Run one turn, without waiting.
 
-        Returns when the next must be run though nothing arrives: an absolute time.
+        Args:
+            now_us: Time in microseconds, monotonic.
+
+        Returns:
+            The absolute time when the next turn must run without further input.
         """
         self._now_us = now_us
         if self._outbox.waiting:
@@ -260,9 +281,9 @@ class TurnLoop:
         return min(due_us, now_us + RETRY_US) if self._outbox.waiting else due_us
 
     def _apply(self, event: Event, frames: Frames = ()) -> None:
-        """Every event after Boot comes through here: the core's last word on when a turn is due is what counts.
+        """Apply an event after Boot, and journal it. The most recent answer of the core decides when a turn is due.
 
-        frames: those of its message.
+        `frames` are those of the event's message.
         """
         effects, self._core_due_us = self.machine.apply(event, self._now_us)
         self._effects += effects
@@ -273,7 +294,7 @@ class TurnLoop:
             self._unwritten = True
 
     def _write(self) -> None:
-        """Nothing that follows from an event may be seen by anybody before this."""
+        """Write the journal. No effect of an event may be visible before."""
         if self._unwritten:
             assert self._journal is not None
             self._journal.commit()
@@ -282,9 +303,9 @@ class TurnLoop:
     # -------------------------------------------------------------------------------------------------------- effects
 
     def _carry_out(self) -> None:
-        """Does what is to be done, and what follows from it."""
+        """Carry out pending effects, and those that follow from them."""
         while self._effects:
-            self._write()  # a client that does not read makes events while effects are carried out
+            self._write()  # a slow client causes further events while effects are carried out
             effect = self._effects.popleft()
             if isinstance(effect, ToClient):
                 self._to_client(effect.client, effect.message)
@@ -293,12 +314,12 @@ class TurnLoop:
             elif isinstance(effect, Log):
                 tell(log, effect.level, effect.text, effect.event, effect.fields)
             elif isinstance(effect, DropWorker):
-                log.debug("worker connection %d dropped: %s", effect.worker, effect.reason)  # the core has told why
+                log.debug("worker connection %d dropped: %s", effect.worker, effect.reason)  # the core logs the reason
                 self.workers.forget(effect.worker)
                 self._left(effect.worker)
             elif self._processes is not None:
                 self._processes.replace(effect.worker, effect.pid, effect.reason, self._now_us)
-        self._write()  # a snapshot may follow: what it holds must not come again behind it
+        self._write()  # a snapshot may follow, which must not be followed by events that it contains
 
     def _to_client(self, client: int, message: Message) -> None:
         frames = codec.encode(message)
@@ -306,7 +327,7 @@ class TurnLoop:
             if not self._outbox.stream(client, frames):
                 self._apply(ClientFull(client, message))
         elif not self._outbox.reply(client, frames):
-            log.warning("client connection %d dropped: it does not read, and %s", client, self._outbox.kept(client))
+            log.warning("client connection %d dropped: slow consumer, %s", client, self._outbox.kept(client))
             self.clients.forget(client)
             self._client_gone(client, goodbye=False)
 
@@ -317,7 +338,7 @@ class TurnLoop:
         elif isinstance(message, PoolRegistered) and worker in self._watching:
             self._mail[worker] = Mail(self.tables.mail, message.pool, message.epoch)
         if self.workers.send(worker, frames) is Sent.FULL:
-            log.warning("worker connection %d dropped: it does not read its messages", worker)
+            log.warning("worker connection %d dropped: slow consumer", worker)
             self.workers.forget(worker)
             self._worker_gone(worker, goodbye=False)
 
@@ -350,9 +371,9 @@ class TurnLoop:
     # -------------------------------------------------------------------------------------------------------- clients
 
     def _hear_clients(self) -> None:
-        """Takes messages of clients as far as the turn's budget goes: workers must not wait longer for their next turn.
+        """Receive messages of clients within the turn's budget, so that workers do not wait.
 
-        The connections share it: of those that have any waiting the socket hands out one message each, in turn.
+        The socket hands out one message of each connection in turn.
         """
         limits, bytes_left = self._limits, self._limits.client_bytes_per_turn_max
         until_us = self._clock_us() + limits.client_ms_per_turn_max * 1000
@@ -379,7 +400,7 @@ class TurnLoop:
             elif isinstance(message, Goodbye) and number is None:
                 return  # the end of its connection was noticed first
             elif number is None:
-                raise ProtocolError("a client's first message is hello")
+                raise ProtocolError("the first message of a client must be hello")
             elif isinstance(message, Goodbye):
                 self.clients.forget(number)
                 self._client_gone(number, goodbye=True)
@@ -405,10 +426,10 @@ class TurnLoop:
         if message.boot not in ("", self.machine.boot):
             raise StateLost(message.boot, self.machine.boot)
         access = self._gate.client(self.clients.who(identity))
-        # A session is its owner's: whoever else names it means another one.
+        # Sessions are scoped to the access entry: another entry with the same name has another session.
         session = f"{access.name}{OWNER_END}{message.session}" if message.session else ""
         if session and number is None:
-            self._note_ends(turn_over=False)  # one that was found before must not end what takes its place
+            self._note_ends(turn_over=False)  # an end that was detected before must not hit the new connection
         before = self.machine.sessions.number(session) if session else None
         if number is None:
             if before is not None:
@@ -431,7 +452,7 @@ class TurnLoop:
             tell(log, "debug", "client is back", "client_back", {"client": number})
 
     def _take_place(self, number: int) -> None:
-        """Another connection takes the place of this one, where it is still there: what was kept for it is lost."""
+        """Drop a connection that another one replaces, with the messages queued for it."""
         self.clients.forget(number)
         self._outbox.forget(number)
         self._effects = deque(e for e in self._effects if not (isinstance(e, ToClient) and e.client == number))
@@ -453,11 +474,11 @@ class TurnLoop:
             if isinstance(message, WorkerHello) and number is None:
                 self._greet_worker(identity, descriptor, message, frames)
             elif isinstance(message, StepResult) and number is None:
-                return  # meant for the process before this one: it says hello next, and then is asked for it
+                return  # meant for the previous process: after its handshake, the worker is asked again
             elif number is None:
-                raise ProtocolError("a worker's first message is worker_hello")
+                raise ProtocolError("the first message of a worker must be worker_hello")
             elif number not in self.machine.workers:
-                return  # the core has given it up: what it had sent already could register it again
+                return  # the core has given the worker up: queued messages must not register it again
             elif isinstance(message, Goodbye):
                 self.workers.forget(number)
                 self._worker_gone(number, goodbye=True)
@@ -474,7 +495,7 @@ class TurnLoop:
     def _greet_worker(self, identity: bytes, descriptor: int, message: WorkerHello, frames: Frames) -> None:
         version = negotiate(message.version_min, message.version_max)
         self._gate.check_worker(self.workers.who(identity), message.token)
-        self._note_ends(turn_over=False)  # a successor of the same name may be faster than its end
+        self._note_ends(turn_over=False)  # a successor of the same name may arrive before the end is noticed
         if len(self.workers) >= self._limits.pools_max:
             raise CapacityExceeded("workers", 1, 0, "raise limits.pools_max")
         number = self.workers.admit(identity, descriptor)
@@ -507,12 +528,12 @@ class TurnLoop:
 
 
 def _only_asks(event: Event) -> bool:
-    """What changes nothing whatever it says, and comes once for each request of every replica: nothing to be kept."""
+    """Return whether an event is a pure query that comes with every request, and need not be journalled."""
     return isinstance(event, FromClient) and isinstance(event.message, FindPrefix)
 
 
 def _refused(event: Event, effects: list[Effect]) -> CommandRefused | None:
-    """Return the refusal of a command; None where the event was no command or was accepted."""
+    """Return the event that stands for a refused command; None if the event was accepted or no command."""
     if not isinstance(event, FromClient) or not effects:
         return None
     last = effects[-1]
@@ -528,7 +549,11 @@ def _refusal(kind: str, number: int | None, error: KvforgeError, message: Messag
 
 
 def negotiate(version_min: int, version_max: int) -> int:
-    """The highest protocol version that both sides speak. Raises VersionMismatch naming both ranges."""
+    """Return the highest protocol version that both sides support.
+
+    Raises:
+        VersionMismatch: There is none; the error has both ranges.
+    """
     version = min(version_max, PROTOCOL_VERSION)
     if version < max(version_min, PROTOCOL_VERSION_MIN):
         raise VersionMismatch(

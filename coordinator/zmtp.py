@@ -1,12 +1,12 @@
-"""ZeroMQ's wire protocol (ZMTP 3.1, https://rfc.zeromq.org/spec/37/), the accepting side, without any input or output.
+"""ZeroMQ's wire protocol (ZMTP 3.1, https://rfc.zeromq.org/spec/37/), the accepting side, without I/O.
 
-The coordinator speaks it itself, as a ROUTER to the DEALERs of clients and workers, because libzmq has no bound for
-what one peer may make it keep: it accepts connections until descriptors run out and then aborts, keeps every part of a
-message that never ends, and queues so many messages of whatever size. Here every bound is checked before anything is
-kept: a size when it is announced, a part when it begins.
+The coordinator implements the ROUTER side itself because libzmq does not bound the memory that a peer can consume: it
+accepts connections until descriptors run out and then aborts, keeps every part of an endless message, and limits queues
+by messages of any size. Here every limit is checked before memory is used: a size when it is announced, a part when it
+begins.
 
-Connections: a greeting of 64 bytes from both sides, then a READY command, then messages and commands. A frame is one
-byte of flags, its size in one byte or eight, and its body; a message is one frame or several.
+A connection has a greeting of 64 bytes from both sides, then a READY command, then messages and commands. A frame is a
+byte of flags, a size of one or eight bytes, and a body; a message has one or more frames.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Frame = bytes | memoryview
 
 MORE, LONG, COMMAND = 1, 2, 4
 GREETING_BYTES = 64
-NULL = b"NULL"  # nothing is hidden and nobody proves who it is: for sockets that only whom we know can reach
-PEERS = (b"DEALER", b"REQ", b"ROUTER")  # the types of socket that may talk to a ROUTER
-LARGE_BYTES = 16 << 10  # a frame above this is read to its own place, and is not copied
+NULL = b"NULL"  # no authentication or encryption: for local sockets only
+PEERS = (b"DEALER", b"REQ", b"ROUTER")  # socket types that may talk to a ROUTER
+LARGE_BYTES = 16 << 10  # a larger frame is read into its own buffer without copies
 COMMAND_BYTES_MAX = 4096
-COMMANDS_MAX = 64  # in a row, in what was read at once: heartbeats come one in two seconds
+COMMANDS_MAX = 64  # consecutive commands in one read: heartbeats come every two seconds
 CONTEXT_BYTES_MAX = 16
-MESSAGE_BYTES_MAX = FRAME_BYTES_MAX + BODY_BYTES_MAX  # no message of ours is larger
+MESSAGE_BYTES_MAX = FRAME_BYTES_MAX + BODY_BYTES_MAX  # the largest message of the protocol
 LONG_HEADER = struct.Struct(">BQ")
 
 
 def greeting(mechanism: bytes, as_server: bool = True) -> bytes:
-    """What both sides say first."""
+    """Return the greeting that each side sends first."""
     return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes((as_server,)) + bytes(31)
 
 
@@ -44,7 +44,7 @@ GREETING = greeting(NULL, as_server=False)
 
 
 class Violation(Exception):
-    """A peer broke the protocol or a bound: the connection is of no use. last: what it is told before it is ended."""
+    """A peer broke the protocol or a limit. `last` is sent to it before the connection ends."""
 
     def __init__(self, words: str, last: bytes = b"") -> None:
         super().__init__(words)
@@ -52,11 +52,14 @@ class Violation(Exception):
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one message. Sizes in bytes, of all its parts together.
+    """Limits of one message. Sizes are in bytes, of all its parts together.
 
-    stranger_bytes_max: of a peer that is not admitted yet. skipped_bytes_max: a message beyond message_bytes_max and up
-    to this is read past and handed out with `Skipped` in place of its parts, so that it can be refused and the
-    connection goes on. Beyond both, the connection ends.
+    Attributes:
+        parts_max: Parts of a message.
+        message_bytes_max: Size of a message from an admitted peer.
+        skipped_bytes_max: A larger message up to this size is skipped and handed out with `Skipped` in place of its
+            parts, so that it can be refused without ending the connection.
+        stranger_bytes_max: Size of a message from a peer that is not admitted yet.
     """
 
     parts_max: int = 2
@@ -66,12 +69,16 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reader:
-    """What one peer sends, from its greeting on.
+    """The parser of one peer's input, from its greeting on.
 
-    Feed what was read (`feed`, or into `room` where a large frame is under way), then take messages with `next` until
-    it gives None. `reply` is a command that is to be written, b"" where there is none; `key` proves who the peer is,
-    b"" where the mechanism proves nothing. Both sides agree on a mechanism in their greetings: this is NULL's, and
-    `curve.SealedReader` is CURVE's.
+    Feed it with received data (`feed`, or into `room` while a large frame is incomplete), then call `next` until it
+    returns None. This class implements the NULL mechanism, and `curve.SealedReader` CURVE; both sides announce the
+    mechanism in their greetings.
+
+    Attributes:
+        reply: A command to send, or b"".
+        key: The public key that the peer has proved, or b"".
+        held: Bytes of the incomplete message.
     """
 
     MECHANISM = NULL
@@ -102,52 +109,59 @@ class Reader:
         self._parts: list[Frame] = []
         self._large: memoryview | None = None
         self._filled = self._flags = 0
-        self._skipped: Skipped | None = None  # the frame that is read past
+        self._skipped: Skipped | None = None  # the frame being skipped
         self._unread_bytes = 0  # bytes of that frame still to come
-        self._skipped_bytes = 0  # announced by frames of this message that are read past
-        self.held = 0  # bytes of the message that has begun and not ended
+        self._skipped_bytes = 0  # total size of the skipped frames of this message
+        self.held = 0
         self.reply = self.key = b""
 
     @property
     def ready(self) -> bool:
-        """Whether the handshake is over."""
+        """Whether the handshake is complete."""
         return self._ready
 
     @property
     def spoke(self) -> bool:
-        """Whether the peer's greeting has come whole."""
+        """Whether the peer's greeting is complete."""
         return self._greeted
 
     @property
     def left(self) -> bool:
-        """Whether bytes are there that were not looked at, or not understood yet."""
+        """Whether data has not been parsed yet."""
         return self._at < len(self._data)
 
     @property
     def begun(self) -> bool:
-        """Where `next` gave None: whether something has begun that has not ended, a handshake, a frame or a message."""
+        """Whether a handshake, a frame or a message is incomplete, after `next` returned None."""
         within = self._large is not None or self._skipped is not None
         return not self._ready or bool(self._parts) or within or self.left
 
     @property
     def room(self) -> memoryview | None:
-        """Where the next bytes belong if a large frame is under way; say how many came with `filled`."""
+        """The buffer for the next bytes of a large frame, or None; report the count with `filled`."""
         return self._large[self._filled :] if self._large is not None else None
 
     def filled(self, count: int) -> None:
-        """So many bytes were read into `room`."""
+        """Record that `count` bytes were read into `room`."""
         assert self._large is not None, "there is no room to fill"
         self._filled += count
         self.held += count
 
     def feed(self, chunk: bytes) -> None:
-        """These bytes were read."""
-        assert self._large is None, "what comes now belongs into its room"
+        """Add received bytes."""
+        assert self._large is None, "data must be read into `room`"
         self._data = self._data[self._at :] + chunk if self._at < len(self._data) else chunk
         self._at = 0
 
     def next(self, admitted: bool) -> list[Frame] | None:
-        """The next whole message; None: more bytes are needed. admitted: the peer is no stranger. Raises Violation."""
+        """Return the next complete message, or None if more data is needed.
+
+        Args:
+            admitted: The peer is admitted, and may send larger messages.
+
+        Raises:
+            Violation: The peer broke the protocol or a limit.
+        """
         if not self._ready and not self._shake_hands():
             return None
         if self._large is not None:
@@ -168,14 +182,14 @@ class Reader:
             if flags & COMMAND:
                 commands += 1
                 if commands > COMMANDS_MAX:
-                    raise Violation(f"it sent more than {COMMANDS_MAX} commands at once")
+                    raise Violation(f"more than {COMMANDS_MAX} commands at once")
                 self._command(bytes(part))
             elif (message := self._add(part, flags)) is not None:
                 return message
         return None
 
     def _add(self, part: Frame, flags: int) -> list[Frame] | None:
-        """Adds a part to the message. Returns the message if this was its last."""
+        """Add a part to the message. Return the message if this was its last part."""
         parts = self._parts
         parts.append(part)
         if flags & MORE:
@@ -186,7 +200,7 @@ class Reader:
         return parts
 
     def _frame(self, admitted: bool) -> tuple[int, Frame] | None:
-        """The next frame that has come whole; None: it has not, and where it is a large one it has got its room."""
+        """Return the next complete frame, or None; a large incomplete frame then has its own buffer."""
         data, at = self._data, self._at
         there = len(data) - at
         if there < 2:
@@ -199,7 +213,7 @@ class Reader:
         else:
             size, start = data[at + 1], at + 2
         if flags > (COMMAND | LONG):
-            raise Violation(f"it sent a frame with flags {flags:#04x}")
+            raise Violation(f"frame with invalid flags {flags:#04x}")
         if self._is_skipped(flags, size, admitted):
             self._at = start
             self._flags, self._unread_bytes = flags, size
@@ -218,10 +232,10 @@ class Reader:
         return None
 
     def _is_skipped(self, flags: int, size: int, admitted: bool) -> bool:
-        """Whether a frame is to be read past. Raises Violation where it is larger than that, too."""
+        """Return whether a frame must be skipped. Raise Violation if it is too large even for that."""
         if flags & COMMAND:
             if size > COMMAND_BYTES_MAX:
-                raise Violation(f"a command is at most {COMMAND_BYTES_MAX} bytes, this one is to have {size}")
+                raise Violation(f"a command is at most {COMMAND_BYTES_MAX} bytes, this one has {size}")
             return False
         bounds = self._bounds
         bytes_max = bounds.message_bytes_max if admitted else bounds.stranger_bytes_max
@@ -231,11 +245,11 @@ class Reader:
         if admitted and whole <= bounds.skipped_bytes_max:
             return True
         bytes_max = max(bytes_max, bounds.skipped_bytes_max) if admitted else bytes_max
-        who = "a message" if admitted else "a message before the hello is answered"
-        raise Violation(f"{who} is at most {bytes_max} bytes, this one is to have {whole}")
+        who = "a message" if admitted else "a message during the handshake"
+        raise Violation(f"{who} is at most {bytes_max} bytes, this one has {whole}")
 
     def _skip(self) -> Skipped | None:
-        """Drops what has come of the frame that is read past. Returns what stands for it once all has come."""
+        """Drop received data of the frame being skipped. Return its placeholder once it is complete."""
         there = min(self._unread_bytes, len(self._data) - self._at)
         self._at += there
         self._unread_bytes -= there
@@ -246,33 +260,33 @@ class Reader:
 
     def _begin_large(self, flags: int, size: int, begin: bytes) -> None:
         try:
-            # Memory that was never written to costs nothing: what is announced and not sent. Not of numpy, which
-            # asks for huge pages: to find one takes the system milliseconds at times.
+            # Anonymous memory costs nothing until it is written, so an announced frame that never arrives is free.
+            # numpy would request huge pages, which can take the system milliseconds to find.
             self._large = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         except (MemoryError, OSError):
-            raise Violation(f"there is no memory for a message of {size} bytes") from None
+            raise Violation(f"out of memory for a message of {size} bytes") from None
         self._large[: len(begin)] = begin
         self._flags, self._filled = flags, len(begin)
         self.held += len(begin)
         self._data, self._at = b"", 0
 
     def _opened(self, flags: int, body: Frame) -> tuple[int, Frame]:
-        """What a large frame says once it has come whole."""
+        """Decode a complete large frame."""
         return flags, body
 
     # ------------------------------------------------------------------------------------------------------- handshake
 
     @property
     def greeting(self) -> bytes:
-        """What we say as soon as the peer is there: all that this mechanism can say unasked."""
+        """The data to send as soon as the peer connects."""
         return GREETING + ready()
 
     def sealed(self, command: bytes) -> bytes:
-        """A command's frame as this mechanism sends it."""
+        """Return a command frame in the form that this mechanism sends."""
         return command
 
     def message(self, frames: Sequence[Frame]) -> list[Frame]:
-        """A message as bytes to be written."""
+        """Return a message as pieces to write."""
         return message(frames)
 
     def _shake_hands(self) -> bool:
@@ -288,53 +302,53 @@ class Reader:
         return False
 
     def _greet(self) -> bool:
-        """Whether the greeting has come whole."""
+        """Parse the greeting. Return whether it is complete."""
         seen = self._data[self._at : self._at + GREETING_BYTES]
         if seen[:1] not in (b"", b"\xff") or (len(seen) > 9 and not seen[9] & 1):
-            raise Violation("it does not speak ZMTP")
+            raise Violation("not a ZMTP peer")
         if len(seen) < GREETING_BYTES:
             return False
         mechanism, wanted = seen[12:32].rstrip(b"\0"), self.MECHANISM
         if seen[10] < 3 or mechanism != wanted:
-            raise Violation(f"it speaks ZMTP {seen[10]} with {mechanism!r}, not 3 with {wanted.decode()}")
+            raise Violation(f"ZMTP {seen[10]} with {mechanism!r} (expected 3 with {wanted.decode()})")
         self._greeted = True
         self._at += GREETING_BYTES
         return True
 
     def _introduced(self, body: bytes) -> bool:
-        """Takes the next command of the handshake, b"" for a frame that is none. Returns whether it was the last."""
+        """Process a handshake command, b"" for any other frame. Return whether it was the last."""
         if not body.startswith(b"\x05READY"):
-            raise Violation("its first frame is not READY")
+            raise Violation("the first frame is not READY")
         check_type(body[6:])
         return True
 
     def _command(self, body: bytes) -> None:
-        """PING is to be answered; whatever else there is is for others."""
+        """Answer a PING; ignore commands of other extensions."""
         if body.startswith(b"\x04PING"):
             if not 7 <= len(body) <= 7 + CONTEXT_BYTES_MAX:
-                raise Violation("it sent a PING of a wrong size")
+                raise Violation("PING of a wrong size")
             self.reply = self.sealed(pong(body[7:]))
         elif body.startswith(b"\x05ERROR"):
-            raise Violation("it sent an ERROR")
+            raise Violation("the peer sent ERROR")
 
 
 def ready() -> bytes:
-    """The READY command of a ROUTER."""
+    """Return the READY command of a ROUTER."""
     return command(b"\x05READY" + METADATA)
 
 
 def ping(ttl_ms: int) -> bytes:
-    """A PING. The peer takes us for gone if nothing comes from us for `ttl_ms` after it, to a tenth of a second."""
+    """Return a PING. The peer ends the connection if it gets nothing for `ttl_ms` after it (in steps of 100 ms)."""
     return command(b"\x04PING" + min(ttl_ms // 100, 0xFFFF).to_bytes(2, "big"))
 
 
 def pong(context: bytes) -> bytes:
-    """The answer to a PING."""
+    """Return the answer to a PING."""
     return command(b"\x04PONG" + context)
 
 
 def message(frames: Sequence[Frame]) -> list[Frame]:
-    """A message as bytes to be written: what is small is put together, a large frame stands alone, uncopied."""
+    """Return a message as pieces to write: small frames are joined, large ones stay separate to avoid a copy."""
     pieces: list[Frame] = []
     small: list[Frame] = []
     last = len(frames) - 1
@@ -353,27 +367,27 @@ def message(frames: Sequence[Frame]) -> list[Frame]:
 
 
 def command(body: bytes) -> bytes:
-    """The frame of a command."""
+    """Return the frame of a command."""
     assert len(body) < 256, "our commands are short"
     return bytes((COMMAND, len(body))) + body
 
 
 def check_type(metadata: bytes) -> None:
-    """Whether a socket of this type may talk to a ROUTER. Raises Violation."""
+    """Check the peer's socket type. Raise Violation if it cannot talk to a ROUTER."""
     kind = _properties(metadata).get(b"socket-type", b"")
     if kind not in PEERS:
-        raise Violation(f"it is a socket of type {kind[:16]!r}, which cannot talk to a ROUTER")
+        raise Violation(f"socket type {kind[:16]!r} cannot talk to a ROUTER")
 
 
 def _property(name: bytes, value: bytes) -> bytes:
     return bytes((len(name),)) + name + len(value).to_bytes(4, "big") + value
 
 
-METADATA = _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b"")  # what a ROUTER says of itself
+METADATA = _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b"")
 
 
 def _properties(data: bytes) -> dict[bytes, bytes]:
-    """The metadata of a READY command, names in lower case. Raises Violation."""
+    """Return the metadata of a READY command, with names in lower case. Raise Violation."""
     found: dict[bytes, bytes] = {}
     at = 0
     while at < len(data):
@@ -381,7 +395,7 @@ def _properties(data: bytes) -> dict[bytes, bytes]:
         value_start = name_end + 4
         value_end = value_start + int.from_bytes(data[name_end:value_start], "big")
         if value_start > len(data) or value_end > len(data):
-            raise Violation("its READY is cut short")
+            raise Violation("truncated READY")
         found[data[at + 1 : name_end].lower()] = data[value_start:value_end]
         at = value_end
     return found

@@ -1,6 +1,6 @@
-"""What entered the core, kept so that another process can make the same machine of it.
+"""The journal: a durable log of the events that entered the core, from which another process rebuilds the machine.
 
-Law: whatever entered is written before anything that follows from it leaves the process (`TurnLoop` calls `commit`);
-reading it back gives the same state, in any interpreter. A journal is a folder: segments of records, and at most one
-snapshot that begins one of them. From outside: `keeping.Keeper` (the server's), `log.Journal`, `recovery.recover`.
+Every event is written before any of its effects leaves the process (`TurnLoop` calls `commit`). Replaying the journal
+gives the same state in any interpreter. A journal is a folder with segments of records, and at most one snapshot, which
+precedes a segment. Entry points: `keeping.Keeper` (used by the server), `log.Journal`, `recovery.recover`.
 """

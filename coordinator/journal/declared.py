@@ -1,14 +1,15 @@
-"""The format of a snapshot: one struct for each class of the core that has state, and an array by its place in a table.
+"""The format of a snapshot: one struct for each class of the core with state; arrays are indices into a table.
 
-A field has the name of the attribute that it stands for, without a leading underscore, and its type. Attributes that
-are not declared are wiring between parts, or follow from the limits: a new machine has them. Nothing here names code.
+A field has the type of the attribute that it saves, and its name without a leading underscore. Attributes that are not
+declared connect parts or follow from the limits; a new machine already has them. No field names code.
 
-Compatibility rule. Version N reads what N and N - 1 wrote:
+Compatibility: version N reads the snapshots of versions N and N - 1.
 
 - A field that the reader does not know is ignored.
-- A field that the writer did not know takes its default, so every field that is added has one.
-- A field that changes its meaning gets another name. A field, or its default, is removed two versions later.
-- `STATE_VERSION` (`entries.py`) is raised with each change here, and the fixture of the version before stays in tests.
+- A field that the writer did not know takes its default, so every added field has one.
+- A field with a new meaning gets a new name. A field, or its default, is removed two versions later.
+- `STATE_VERSION` (`entries.py`) is raised with each change here, and the fixture of the previous version stays in
+  tests.
 """
 
 from __future__ import annotations
@@ -31,12 +32,16 @@ WorkerIndex: TypeAlias = int  # in `SavedReports.processes`
 
 
 class SavedError(Saved):
+    """A `KvforgeError`."""
+
     code: str
     message: str
     fields: dict[str, Field]
 
 
 class SavedTopRecord(Saved):
+    """A `TopRecord`."""
+
     size: int
     _counts: I32
     _tokens: I32Table
@@ -44,6 +49,8 @@ class SavedTopRecord(Saved):
 
 
 class SavedPhases(Saved):
+    """The `Phases` of a request."""
+
     begun: bool
     paused_since_us: int
     paused_us: int
@@ -56,7 +63,7 @@ class SavedPhases(Saved):
 
 
 class SavedRequest(Saved):
-    """sampling, family, key: indices in the tables of `SavedRequests`; -1: none."""
+    """A `Request`. `sampling`, `siblings` and `key` are indices into tables of `SavedRequests`; -1 for none."""
 
     id: int
     client: int
@@ -109,6 +116,8 @@ class SavedRequest(Saved):
 
 
 class SavedKey(Saved):
+    """An `IdempotencyKey`."""
+
     tenant: str
     key: str
     command: bytes
@@ -118,8 +127,13 @@ class SavedKey(Saved):
 
 
 class SavedRequests(Saved):
-    """known: every request that anything names. families: the lists of siblings. keys: idempotency keys; the first
-    first `keys_kept` are in the table, in order."""
+    """The `RequestTable`.
+
+    Attributes:
+        known: Every request that other parts refer to.
+        families: Lists of siblings.
+        keys: Idempotency keys; the first `keys_kept` are in the table, in order.
+    """
 
     known: list[SavedRequest]
     samplings: list[Sampling]
@@ -142,6 +156,8 @@ class SavedRequests(Saved):
 
 
 class SavedQueue(Saved):
+    """The `WaitingQueue`."""
+
     returned: list[tuple[int, RequestIndex]]
     fresh: dict[int, list[tuple[int, int, RequestIndex]]]
     parked: list[RequestIndex]
@@ -151,6 +167,8 @@ class SavedQueue(Saved):
 
 
 class SavedRows(Saved):
+    """The `RunningRows`."""
+
     limit: I64
     base: I64
     order: I64
@@ -166,13 +184,15 @@ class SavedRows(Saved):
 
 
 class SavedAdmission(Saved):
+    """The state of `Admission`."""
+
     waiting: SavedQueue
     rows: SavedRows
     _orders: int
 
 
 class SavedWaits(Saved):
-    """by_event: who waits for it."""
+    """The `Waits`. `by_event` has the requests that wait for each event."""
 
     by_event: list[tuple[Event, list[RequestIndex]]]
     _prefixes: int
@@ -180,12 +200,16 @@ class SavedWaits(Saved):
 
 
 class SavedTops(Saved):
+    """A `Tops`."""
+
     counts: I32
     tokens: I32
     logprobs: F32
 
 
 class SavedStreamRows(Saved):
+    """A `StreamRows`."""
+
     requests: I64
     offsets: I32
     tokens: I32
@@ -194,6 +218,8 @@ class SavedStreamRows(Saved):
 
 
 class SavedStreams(Saved):
+    """The `Streams`."""
+
     rows: dict[int, list[SavedStreamRows]]
     _ended: dict[int, list[Ended]]
     _paused: dict[int, set[int]]
@@ -202,7 +228,7 @@ class SavedStreams(Saved):
 
 
 class SavedSessions(Saved):
-    """answers: replies by client and rid, as frames."""
+    """The `Sessions`. `answers` has replies by client and rid, as frames."""
 
     _numbers: dict[str, int]
     _names: dict[int, str]
@@ -212,7 +238,7 @@ class SavedSessions(Saved):
 
 
 class SavedCommands(Saved):
-    """The state of the parts that execute commands. again: sequences that keep their tokens for a retry."""
+    """The state of the parts that execute commands. `again` has the slots of the last append of one token each."""
 
     heap: list[tuple[int, int, int]]
     draining: bool
@@ -226,7 +252,7 @@ class SavedCommands(Saved):
 
 
 class SavedTeam(Saved):
-    """members: by rank. ready, results: messages, as frames."""
+    """A `Team`. `members` is by rank; `ready` and `results` are messages, as frames."""
 
     name: str
     count: int
@@ -238,7 +264,7 @@ class SavedTeam(Saved):
 
 
 class SavedWorker(Saved):
-    """group: its place in `SavedCache.groups`, -1: none yet."""
+    """A `Worker`. `group` is an index into `SavedCache.groups`, -1 for none."""
 
     number: int
     name: str
@@ -254,7 +280,12 @@ class SavedWorker(Saved):
 
 
 class SavedReports(Saved):
-    """processes: every worker that anything names; workers: those that are connected or awaited, by place."""
+    """The `WorkerReports`.
+
+    Attributes:
+        processes: Every worker that other parts refer to.
+        workers: Workers that are connected or may return.
+    """
 
     processes: list[SavedWorker]
     workers: list[WorkerIndex]
@@ -268,7 +299,7 @@ class SavedReports(Saved):
 
 
 class SavedMachine(Saved):
-    """The whole machine. boot, hash_key, limits, first_id, start_us: the arguments of a new machine."""
+    """The `Machine`. `boot`, `hash_key`, `limits`, `first_id` and `start_us` are the arguments of a new machine."""
 
     boot: str
     hash_key: bytes

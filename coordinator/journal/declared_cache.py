@@ -1,4 +1,4 @@
-"""The declared structs of blocks, pools, sequences, tenants and workers' groups: see `declared.py`."""
+"""The format of the cache in a snapshot: blocks, pools, sequences, tenants and groups. See `declared.py`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from .marks import F64, I8, I32, I64, U64, Big, F32Table, Flags, Frames, I32Tabl
 
 
 class SavedMeters(Saved):
+    """The `Meters`."""
+
     rows: I64Table
     changed: set[int]
 
 
 class SavedTenants(Saved):
+    """The `Tenants`."""
+
     _index: dict[str, int]
     forgotten_total: int
     names: list[str]
@@ -33,6 +37,8 @@ class SavedTenants(Saved):
 
 
 class SavedBlocks(Saved):
+    """The `Blocks`."""
+
     refcount: I32
     generation: I32
     owner: I32
@@ -44,17 +50,23 @@ class SavedBlocks(Saved):
 
 
 class SavedStore(Saved):
+    """The `PrefixStore`."""
+
     hash: U64
     parent: I64
     tokens: I32Table
 
 
 class SavedPins(Saved):
+    """The `Pins`."""
+
     _added_by: dict[tuple[int, str], tuple[int, int]]
     _computed_by: dict[int, int]
 
 
 class SavedSequences(Saved):
+    """The `Sequences`."""
+
     _last_id: int
     id: I64
     pool: I64
@@ -91,6 +103,8 @@ class SavedSequences(Saved):
 
 
 class SavedCosts(Saved):
+    """The `StepCosts` of a group."""
+
     fixed: Big
     token: Big
     _steps: Big
@@ -101,7 +115,7 @@ class SavedCosts(Saved):
 
 
 class SavedStep(Saved):
-    """A step that a worker has not answered. message: the Step."""
+    """A `SentStep`. `message` is the Step."""
 
     step_id: int
     slots: I64
@@ -117,6 +131,8 @@ class SavedStep(Saved):
 
 
 class SavedSteady(Saved):
+    """The steady decode batch of a group."""
+
     slots: I64
     runs: I64
     tenant: int
@@ -126,8 +142,14 @@ class SavedSteady(Saved):
 
 
 class SavedIndex(Saved):
-    """blocks: of the entries, in order; their hashes are in the store. parents, only: of each parent its one child, or
-    -1 where it has several, which follow in `several` in the same order."""
+    """A `PrefixIndex`.
+
+    Attributes:
+        blocks: Blocks of the entries, in order; the store has their hashes.
+        parents: Keys of the parents.
+        only: The only child of each parent, or -1 if it has several.
+        several: The children of the parents marked -1, in order.
+    """
 
     blocks: I64
     parents: I64
@@ -136,12 +158,14 @@ class SavedIndex(Saved):
 
 
 class SavedZeroing(Saved):
+    """The `Zeroing` of a pool."""
+
     _writer: I32
     _owed: list[int]
 
 
 class SavedPool(Saved):
-    """ids, stamps: of each tenant, its cached blocks, least recently used first."""
+    """A `Pool`. `lru` has ids and stamps of each tenant's cached blocks, least recently used first."""
 
     base: int
     count: int
@@ -164,6 +188,8 @@ class SavedPool(Saved):
 
 
 class SavedGroup(Saved):
+    """A `Group`."""
+
     number: int
     worker: int
     name: str
@@ -195,6 +221,8 @@ class SavedGroup(Saved):
 
 
 class SavedCache(Saved):
+    """The `Cache`."""
+
     tenants: SavedTenants
     meters: SavedMeters
     blocks: SavedBlocks

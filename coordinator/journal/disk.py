@@ -1,4 +1,4 @@
-"""The journal's disk operations: sync files and names, and name a remedy for each error of the disk."""
+"""Disk operations of the journal: syncing files and folders, and remedies for disk errors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ REMEDIES = {
 
 
 def failed(path: Path, error: OSError) -> JournalFailed:
-    """The typed error for what the disk refused."""
+    """Return the typed error for a failed disk operation."""
     return JournalFailed(str(path), error.strerror or str(error), _remedy(error))
 
 
 def unusable(folder: Path, error: OSError) -> InvalidConfiguration:
-    """The typed error for a folder that a process cannot begin with."""
+    """Return the typed error for a folder that cannot be used at startup."""
     return InvalidConfiguration("state_dir", f"{folder} cannot be used: {error}; {_remedy(error)}")
 
 
@@ -34,7 +34,7 @@ def _remedy(error: OSError) -> str:
 
 
 def make_folder(folder: Path, durable: bool) -> None:
-    """Makes a folder and those above it. durable: their names are on the disk then. Raises OSError."""
+    """Create a folder with its parents. With `durable`, sync their names to the disk. Raise OSError."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if durable:
@@ -43,12 +43,12 @@ def make_folder(folder: Path, durable: bool) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder: names created, renamed or removed in it are on the disk. Raises OSError."""
+    """Sync a folder: names created, renamed or removed in it are then on the disk. Raise OSError."""
     _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def sync_file(path: Path) -> None:
-    """Sync a file, whichever process wrote to it. Raises OSError."""
+    """Sync a file, regardless of the process that wrote it. Raise OSError."""
     _sync(path, os.O_RDONLY)
 
 

@@ -1,7 +1,7 @@
-"""Entries: events as bytes, several to a record. A message is kept as it came: its frames.
+"""Entries: serialised events, several to a record. A message is kept as its original frames.
 
-An entry is its kind, a flag, the number of its frames, the number of its peer, the time, one number more (what it is
-depends on the kind), the length of each frame; then the frames.
+An entry has its kind, a flag, the number of its frames, the number of its peer, the time, a further number that depends
+on the kind, and the length of each frame; then the frames.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ..core.events import (
 )
 from ..core.rights import Access
 
-# Raised whenever the same events make another state than before, or the declared format changes (`declared.py`).
-# Records are for the version that wrote them; a snapshot is read by that version and the next.
+# Raised whenever the same events lead to another state than before, or the declared format changes (`declared.py`).
+# Records are only valid for the version that wrote them; a snapshot is valid for that version and the next.
 STATE_VERSION = 12
 SNAPSHOTS_SINCE = 12  # before that, snapshots were objects of the interpreter
 Frame = bytes | memoryview
@@ -42,8 +42,8 @@ _LENGTH = struct.Struct("<I")
 FROM_CLIENT, FROM_WORKER, CLIENT_GONE, CLIENT_FULL, WORKER_GONE, BEGIN_DRAIN, TURN, BOOT, RESTARTED, CAME, REFUSED = (
     range(1, 12)
 )
-AWAY = 2  # of the flag of WORKER_GONE, beside 1 for a goodbye
-RESULT_BYTES_MAX = 16 << 20  # of a result in which each of thousands of rows has an error to tell
+AWAY = 2  # in the flag of WORKER_GONE, next to 1 for a goodbye
+RESULT_BYTES_MAX = 16 << 20  # a result may have an error for each of thousands of rows
 
 
 class Entry(NamedTuple):
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
 
 
 def pack(event: Event | Boot, now_us: int, frames: Sequence[Frame] = ()) -> list[Frame]:
-    """The parts of an entry. frames: those of the message, for an event that is one."""
+    """Return the parts of an entry. `frames` are those of the message if the event is one."""
     kind, flag, peer, more = 0, 0, 0, 0
     if isinstance(event, Turn):
         kind = TURN
@@ -86,7 +86,7 @@ def pack(event: Event | Boot, now_us: int, frames: Sequence[Frame] = ()) -> list
 
 
 def raw_entries(payload: memoryview) -> Iterator[tuple[int, list[bytes]]]:
-    """The kind and the frames of each entry of a record, which are not decoded."""
+    """Yield the kind and the undecoded frames of each entry of a record."""
     at = 0
     while at < len(payload):
         kind, _, count, *_ = HEAD.unpack_from(payload, at)
@@ -101,7 +101,7 @@ def raw_entries(payload: memoryview) -> Iterator[tuple[int, list[bytes]]]:
 
 
 class Reader:
-    """Makes events of entries again."""
+    """Decodes entries to events."""
 
     def __init__(self) -> None:
         self._clients = codec.Decoder(CLIENT_MESSAGES)
@@ -109,7 +109,7 @@ class Reader:
         self._replies = codec.Decoder(CLIENT_REPLIES)
 
     def entries(self, payload: memoryview) -> Iterator[Entry]:
-        """The entries of one record."""
+        """Yield the entries of one record."""
         at = 0
         while at < len(payload):
             kind, flag, count, peer, now_us, more = HEAD.unpack_from(payload, at)
@@ -117,7 +117,7 @@ class Reader:
             ends = at + count * _LENGTH.size
             frames = []
             for (length,) in _LENGTH.iter_unpack(payload[at:ends]):
-                # Copied: what the core keeps of a message must not keep all of the journal.
+                # Copied, because the core may keep parts of a message, which must not keep the whole journal in memory.
                 frames.append(bytes(payload[ends : ends + length]))
                 ends += length
             at = ends
@@ -152,7 +152,11 @@ class Reader:
 
 
 def check_version(what: str, version: int) -> None:
-    """Raises InvalidConfiguration where the records of a file are for another version of the state."""
+    """Check that records belong to this version of the state.
+
+    Raises:
+        InvalidConfiguration: They belong to another version.
+    """
     if version != STATE_VERSION:
         raise InvalidConfiguration(
             "state_dir",
@@ -163,7 +167,11 @@ def check_version(what: str, version: int) -> None:
 
 
 def check_snapshot_version(what: str, version: int) -> None:
-    """Raises InvalidConfiguration where a snapshot is neither of this version of the state nor of the one before."""
+    """Check that a snapshot belongs to this version of the state or the previous one.
+
+    Raises:
+        InvalidConfiguration: It does not.
+    """
     if not STATE_VERSION - 1 <= version <= STATE_VERSION or version < SNAPSHOTS_SINCE:
         raise InvalidConfiguration(
             "state_dir",

@@ -1,4 +1,4 @@
-"""Between the attributes of an object and the fields of its declared struct (`declared.py`)."""
+"""Conversion between the attributes of an object and the fields of its declared struct (`declared.py`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Saved = TypeVar("_Saved", bound=Saved)
 
 
 class FieldKind(NamedTuple):
-    """A field: its name, which is also that of the attribute, and how it is kept. mark: None for a plain value."""
+    """A field: its name, which is also that of the attribute, and its encoding; `mark` is None for a plain value."""
 
     name: str
     mark: Array | Kept | Decimal | None
@@ -24,7 +24,7 @@ class FieldKind(NamedTuple):
 
 @cache
 def fields_of(cls: type[msgspec.Struct]) -> tuple[FieldKind, ...]:
-    """The fields of a declared struct."""
+    """Return the fields of a declared struct."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple(FieldKind(name, _mark(hints[name])) for name in cls.__struct_fields__)
 
@@ -38,7 +38,7 @@ def _mark(hint: Any) -> Array | Kept | Decimal | None:
 
 
 def save(cls: type[_Saved], part: object, arrays: ArrayWriter, **given: Any) -> _Saved:
-    """The struct of a part. given: fields that are not attributes as they are."""
+    """Return the struct of a part. `given` has the fields that are not attributes as they are."""
     values = {}
     for name, mark in fields_of(cls):
         if name in given:
@@ -56,13 +56,17 @@ def save(cls: type[_Saved], part: object, arrays: ArrayWriter, **given: Any) -> 
 
 
 class Restorer:
-    """Sets attributes from structs. arrays: the table behind the state."""
+    """Sets attributes from structs, with arrays from the table that follows the state."""
 
     def __init__(self, arrays: list[AnyArray]) -> None:
         self._arrays = arrays
 
     def array(self, index: int, mark: Array) -> AnyArray:
-        """The array with this index. Raises ValueError where it is not of that kind."""
+        """Return the array with this index.
+
+        Raises:
+            ValueError: There is none, or it has another dtype or number of axes.
+        """
         if not 0 <= index < len(self._arrays):
             raise ValueError(f"array {index} of {len(self._arrays)}")
         array = self._arrays[index]
@@ -71,7 +75,7 @@ class Restorer:
         return array
 
     def restore(self, part: Any, saved: msgspec.Struct, *but: str) -> Any:
-        """Sets the attributes of a part. An array that is there has the shape that it keeps. Returns the part.
+        """Set the attributes of a part and return it. An existing array determines the expected shape.
 
         Args:
             part: The object.
@@ -79,7 +83,7 @@ class Restorer:
             *but: Fields that are not attributes as they are.
 
         Raises:
-            ValueError: An array is of another dtype or shape.
+            ValueError: An array has another dtype or shape.
         """
         for name, mark in fields_of(type(saved)):
             if name in but:
@@ -87,7 +91,7 @@ class Restorer:
             value = getattr(saved, name)
             there = getattr(part, name, None) if isinstance(mark, Array) else None
             if value is None and there is not None:
-                continue  # an array that the writer did not know: as it is in a new machine
+                continue  # the writer did not know this array: keep that of the new machine
             if mark is not None and value is not None:
                 if isinstance(mark, Array):
                     value = self.array(value, mark)

@@ -1,8 +1,8 @@
-"""The identity of each file of a journal, and how far the journal was acknowledged.
+"""The identity of each file of a journal, and the position up to which the journal was acknowledged.
 
 A segment and a snapshot name the journal, the boot of the coordinator and of the host, and their predecessor: the
-CRC-32 of the last record before them, which holds that of the record before it in turn. The file `acknowledged` names
-the last record that was written before anything that follows from it left the process.
+CRC-32 of the last record before them, which in turn covers that of the record before it. The file `acknowledged` names
+the last record that was written before any of its effects left the process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOST_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_boot() -> str:
-    """The boot of this host; empty where the system does not name it."""
+    """Return the boot id of this host; "" if the system does not provide it."""
     try:
         return _HOST_BOOT.read_text().strip()[:40]
     except OSError:
@@ -36,10 +36,12 @@ def host_boot() -> str:
 
 
 class Origin(NamedTuple):
-    """Where a journal goes on.
+    """The position at which a journal continues.
 
-    journal: 16 random bytes, the same in all its files. boot: the boot of the coordinator that wrote the state.
-    before: the CRC-32 of the last record, 0 where there is none.
+    Attributes:
+        journal: 16 random bytes, the same in all its files.
+        boot: The boot of the coordinator that wrote the state.
+        before: The CRC-32 of the last record, 0 for none.
     """
 
     journal: bytes
@@ -48,12 +50,12 @@ class Origin(NamedTuple):
 
     @classmethod
     def new(cls, boot: str = "") -> Origin:
-        """That of a journal without records."""
+        """Return the origin of a journal without records."""
         return cls(secrets.token_bytes(16), boot)
 
 
 class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The first bytes of a segment. number: of its first record. version: of the state that its records make."""
+    """The head of a segment: the number of its first record, and the version of the state that its records lead to."""
 
     version: int
     journal: bytes
@@ -64,13 +66,17 @@ class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pack_head(head: SegmentHead) -> bytes:
-    """A segment's first bytes."""
+    """Return the encoded head of a segment."""
     packed = msgspec.msgpack.encode(head)
     return _SIZES.pack(MAGIC, len(packed), zlib.crc32(packed)) + packed
 
 
 def unpack_head(data: memoryview, name: str) -> tuple[SegmentHead, int] | None:
-    """A segment's head and where its records begin; None where it is not whole. Raises JournalCorrupt."""
+    """Return a segment's head and the offset of its records; None if the head is incomplete.
+
+    Raises:
+        JournalCorrupt: The head is intact but cannot be decoded.
+    """
     if len(data) < _SIZES.size:
         return None
     magic, size, crc = _SIZES.unpack_from(data)
@@ -80,11 +86,17 @@ def unpack_head(data: memoryview, name: str) -> tuple[SegmentHead, int] | None:
     try:
         return msgspec.msgpack.decode(data[_SIZES.size : end], type=SegmentHead), end
     except msgspec.MsgspecError:
-        raise JournalCorrupt(name, _SIZES.size, problem="its head is not that of a segment") from None
+        raise JournalCorrupt(name, _SIZES.size, problem="cannot decode the head of the segment") from None
 
 
 class Mark(NamedTuple):
-    """How far a journal was acknowledged. number: of the next record. durable: each was on the disk before that."""
+    """The position up to which a journal was acknowledged.
+
+    Attributes:
+        number: Number of the next record.
+        before: The CRC-32 of the last record.
+        durable: Each record was synced to the disk before it was acknowledged.
+    """
 
     number: int
     before: int
@@ -97,45 +109,50 @@ class MarkWriter:
     """Writes the mark of one journal in place: 80 bytes, within one sector of the disk."""
 
     def __init__(self, folder: Path, durable: bool, journal: bytes) -> None:
-        """Makes the file where it is not there. Raises OSError."""
+        """Open the file, creating it if needed. Raise OSError."""
         self._durable, self._journal = durable, journal
         self._host_boot = host_boot().encode()
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         self._descriptor = os.open(folder / ACKNOWLEDGED, flags, 0o600)
 
     def write(self, number: int, before: int) -> None:
-        """Everything before record `number` is acknowledged. Raises OSError."""
+        """Mark everything before record `number` as acknowledged. Raise OSError."""
         rest = (number, before, self._durable, self._journal, self._host_boot)
         crc = zlib.crc32(_MARK.pack(_MARK_MAGIC, 0, *rest))
         os.pwrite(self._descriptor, _MARK.pack(_MARK_MAGIC, crc, *rest), 0)
 
     def stat(self) -> os.stat_result:
-        """Return `os.fstat` of the open file. Raises OSError."""
+        """Return `os.fstat` of the open file. Raise OSError."""
         return os.fstat(self._descriptor)
 
     def sync(self) -> None:
-        """The mark is on the disk. Raises OSError."""
+        """Sync the mark to the disk. Raise OSError."""
         os.fdatasync(self._descriptor)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def read_mark(folder: Path) -> Mark | None:
-    """The mark of a journal; None where there is no such file. Raises JournalCorrupt, OSError."""
+    """Return the mark of a journal; None if there is no such file.
+
+    Raises:
+        JournalCorrupt: The file is damaged.
+        OSError: It cannot be read.
+    """
     try:
         data = (folder / ACKNOWLEDGED).read_bytes()
     except FileNotFoundError:
         return None
     if not data:
-        return None  # made, and nothing was acknowledged
+        return None  # created, but nothing was acknowledged
     if len(data) != _MARK.size:
         raise JournalCorrupt(ACKNOWLEDGED, 0, problem=f"it has {len(data)} bytes, not {_MARK.size}")
     magic, crc, *rest = _MARK.unpack(data)
     if magic != _MARK_MAGIC or crc != zlib.crc32(_MARK.pack(magic, 0, *rest)):
-        raise JournalCorrupt(ACKNOWLEDGED, 0, problem="its checksum is another one")
+        raise JournalCorrupt(ACKNOWLEDGED, 0, problem="its checksum does not match")
     number, before, durable, journal, boot = rest
     return Mark(number, before, bool(durable), journal, boot.rstrip(b"\0").decode(errors="replace"))

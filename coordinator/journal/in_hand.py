@@ -1,8 +1,8 @@
-"""The message that a coordinator is working on, written down so that the next one knows it after a death.
+"""The message in hand: a record of the message being processed, so that the next process knows what killed this one.
 
-A message that ends its reader is sent again by its client, and would end the next one too. The file `in-hand` is
-mapped: a store survives the process, and no call is made for a message. A process that starts finds the message, or the
-record of the journal, that was in hand when the one before it died, and counts its deaths. A message that has ended
+A client resends a message that crashed the coordinator, and would crash the next one too. The file `in-hand` is memory
+mapped: a store survives the process, and no system call is needed for a message. A new process finds the message, or
+the record of the journal, that was in hand when the previous one died, and counts its deaths. A message that has killed
 `deaths_max` coordinators in a row is refused; one that was handled is forgotten.
 """
 
@@ -21,7 +21,7 @@ from .entries import Frame
 
 FILE = "in-hand"
 SUSPECTS_MAX = 32
-EDGE_BYTES = 4096  # read from a frame's beginning and its end, to distinguish messages
+EDGE_BYTES = 4096  # bytes hashed at each end of a frame, to distinguish messages
 _MAGIC = b"kvfH"
 _HEAD = struct.Struct("<4sIQQQ")  # magic, deaths of the record, message in hand, largest of the turn, record in hand
 _SUSPECT = struct.Struct("<QQ")  # message, deaths
@@ -42,18 +42,22 @@ def fingerprint(frames: Sequence[Frame]) -> int:
 
 
 class InHand:
-    """The file of one folder. record, record_deaths: what the processes before died of, one after the other, while they
-    recovered; 0: of nothing."""
+    """The file of one folder.
+
+    Attributes:
+        record: The record that previous processes died of during recovery; 0 for none.
+        record_deaths: How many processes died in a row.
+    """
 
     def __init__(self, folder: Path, deaths_max: int) -> None:
-        """Counts the death that it finds. Raises OSError."""
+        """Open the file, and count the death that it shows. Raise OSError."""
         self._deaths_max = deaths_max
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         descriptor = os.open(folder / FILE, flags, 0o600)
         try:
             data = os.pread(descriptor, _SIZE, 0)
             os.ftruncate(descriptor, _SIZE)
-            os.pwrite(descriptor, data.ljust(_SIZE, b"\0")[:_SIZE], 0)  # the room is there: a store cannot fail
+            os.pwrite(descriptor, data.ljust(_SIZE, b"\0")[:_SIZE], 0)  # allocate the space, so no store can fail
             self._map = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
@@ -78,7 +82,11 @@ class InHand:
         self._map[:] = data.ljust(_SIZE, b"\0")
 
     def take(self, frames: Sequence[Frame]) -> None:
-        """A client's message is worked on from now on. Raises MessageRefused."""
+        """Begin processing a client's message.
+
+        Raises:
+            MessageRefused: Earlier processes died of this message.
+        """
         message = fingerprint(frames)
         if self._suspects and (deaths := self._suspects.get(message, 0)) >= self._deaths_max:
             raise MessageRefused(sum(map(len, frames)), deaths)
@@ -88,11 +96,11 @@ class InHand:
         _U64.pack_into(self._map, _MESSAGE_AT, message)
 
     def handled(self) -> None:
-        """It was applied. The largest message of a turn is in hand until the turn is written."""
+        """Record that the message was applied. The largest of a turn stays in hand until the turn is written."""
         _U64.pack_into(self._map, _MESSAGE_AT, self._largest)
 
     def turned(self) -> None:
-        """The turn is written: nothing is in hand."""
+        """Record that the turn is written, which leaves nothing in hand."""
         if not self._largest:
             return
         _U64.pack_into(self._map, _MESSAGE_AT, 0)
@@ -104,7 +112,7 @@ class InHand:
         self._largest = 0
 
     def recovering(self, record: int) -> None:
-        """A record of the journal is applied from now on."""
+        """Begin applying a record of the journal."""
         if record != self.record and self.record_deaths:
             struct.pack_into("<I", self._map, 4, 0)
         elif self.record_deaths:
@@ -112,16 +120,16 @@ class InHand:
         _U64.pack_into(self._map, _RECORD_AT, record)
 
     def recovered(self) -> None:
-        """All records were applied."""
+        """Record that all records were applied."""
         self.record = self.record_deaths = 0
         self._write()
 
     def suspect(self, frames: Sequence[Frame]) -> None:
-        """A message is refused from now on: it was in a record that was set aside."""
+        """Refuse a message from now on, because it was in a record that was set aside."""
         self._suspects[fingerprint(frames)] = self._deaths_max
         self._write()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         if not self._map.closed:
             self._map.close()

@@ -1,8 +1,8 @@
-"""What a server keeps of its state: it finds what another life left, writes the journal, and cuts it by snapshots.
+"""The state folder of a server: recovery, the journal, and snapshots that shorten it.
 
-A snapshot is written by a child, which has the memory as it was when it was made and ends with it: the loop stands
-still only while the kernel copies the page tables. The child closes every descriptor first: it must not keep sockets
-or the folder's lock of a coordinator that dies meanwhile, and it dies with it. It removes what it replaces, too.
+A forked child writes each snapshot from its copy of the memory, so the loop stops only while the kernel copies the page
+tables. The child first closes every descriptor, because it must not keep the sockets or the folder's lock of a
+coordinator that dies meanwhile; it dies with its parent. It also removes the files that the snapshot replaces.
 """
 
 from __future__ import annotations
@@ -34,25 +34,30 @@ from .set_aside import set_aside
 PR_SET_PDEATHSIG = 1
 NICE = 10
 DEATHS_MAX = 3
-LOOK_US = 1_000_000  # how often the folder is looked at: a cleaner may remove what is not written to
-BUSY, BUSY_TURNS = 0.5, 16  # a loop has no rest where it works so much of the time, over the latest turns
-PATIENCE = 2  # without rest it gets its snapshot at so many times of what may be replayed
-RETRY_RECORDS = 1000  # after a snapshot that could not even be begun
+LOOK_US = 1_000_000  # interval of checks that the folder exists: a cleaner may remove files that are not written
+BUSY, BUSY_TURNS = 0.5, 16  # a loop counts as busy if it works this share of the time, over this many turns
+PATIENCE = 2  # a busy loop gets its snapshot at this multiple of the limits
+RETRY_RECORDS = 1000  # before another attempt after a snapshot could not be started
 log = logging.getLogger("coordinator")
 
 
 class Keeper:
-    """One folder of state. `journal` is None until `begin`.
+    """One state folder. `journal` is None until `begin`.
 
-    bytes_max: of segments; replay_us_max: of the loop's time that reading them again would take. Beyond either a
-    snapshot is made when the loop rests, for whose turns its child costs time too (memory is copied when either writes
-    to it); beyond twice as much it waits no longer. longest_us: the longest time for which one stopped the loop.
+    A snapshot is written once the segments exceed `bytes_max`, or the loop time of their records `replay_us_max`. It
+    waits until the loop is idle, because the child slows turns down (memory is copied when either process writes to
+    it), but not beyond twice these limits. `longest_us` is the longest time for which a snapshot stopped the loop.
     """
 
     def __init__(
         self, folder: Path, durability: str, bytes_max: int, replay_us_max: int, deaths_max: int = DEATHS_MAX
     ) -> None:
-        """Makes the folder. Raises InvalidConfiguration."""
+        """Create the folder and lock it.
+
+        Raises:
+            InvalidConfiguration: The folder cannot be used.
+            CoordinatorInUse: Another coordinator uses it.
+        """
         self.folder, self._durable = folder, durability == "power"
         self._bytes_max, self._replay_us_max = bytes_max, replay_us_max
         self._spent_us = self._counted = self._turned_us = 0
@@ -66,13 +71,13 @@ class Keeper:
         self._open_folder()
 
     def _open_folder(self) -> None:
-        """Makes the folder and locks it. Raises InvalidConfiguration, CoordinatorInUse."""
+        """Create the folder and lock it. Raise InvalidConfiguration or CoordinatorInUse."""
         folder = self.folder
         try:
             make_folder(folder, self._durable)
             found = folder.stat()
             if found.st_uid != os.getuid() or found.st_mode & 0o022:
-                problem = f"{folder} must belong to this user, and nobody else may write to it: it is read as it is"
+                problem = f"{folder} must be owned and writable by this user alone, because its content is trusted"
                 raise InvalidConfiguration("state_dir", problem)
             self._lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._take_lock()
@@ -98,11 +103,11 @@ class Keeper:
     def recover(self) -> Recovered | None:
         """Recover the state that an earlier coordinator left, and cut off a torn tail.
 
-        With `durable` the files are synced before anything follows from them: the earlier coordinator may have died
-        between a write and its sync.
+        With `durable`, the files are synced before the state has any effect, because the earlier coordinator may have
+        died between a write and its sync.
 
         Raises:
-            JournalCorrupt: Something in it is damaged or missing.
+            JournalCorrupt: A part is damaged or missing.
             InvalidConfiguration: Another version of kvforge wrote it.
             JournalFailed: The disk refuses to read or write it.
         """
@@ -112,7 +117,7 @@ class Keeper:
             try:
                 found = recover(self.folder, self._in_hand.recovering)
             except KvforgeError:
-                self._in_hand.recovered()  # it ends in words: no record ended this process
+                self._in_hand.recovered()  # a typed error is no crash, so no record is to blame
                 raise
             self._in_hand.recovered()
             if found is not None:
@@ -124,7 +129,7 @@ class Keeper:
         return found
 
     def _sync_all(self) -> None:
-        """Sync the files of the journal, its folder and the folders above it. Raises OSError."""
+        """Sync the files of the journal, its folder and the parents of that. Raise OSError."""
         for path in (*segments(self.folder).values(), *states(self.folder).values(), self.folder / ACKNOWLEDGED):
             if path.exists():
                 sync_file(path)
@@ -132,11 +137,15 @@ class Keeper:
         for folder in (self.folder, *self.folder.absolute().parents):
             if folder.stat().st_dev != device:
                 break
-            with suppress(PermissionError):  # of another user, who made it long before
+            with suppress(PermissionError):  # a folder of another user is older, and on the disk
                 sync_folder(folder)
 
     def discard(self) -> None:
-        """Nothing is known any more. Raises JournalFailed."""
+        """Discard the state.
+
+        Raises:
+            JournalFailed: The disk refuses to.
+        """
         try:
             self._discard()
         except OSError as error:
@@ -151,15 +160,15 @@ class Keeper:
             sync_folder(self.folder)
 
     def begin(self, found: Recovered | None, stopping: Callable[[], bool], boot: str = "") -> Journal:
-        """From now on what enters is written.
+        """Start to write the journal.
 
         Args:
-            found: The recovered state to continue; None: begin with nothing.
-            stopping: Whether the process was asked to end.
-            boot: The coordinator's boot, used where `found` is None.
+            found: The recovered state to continue; None starts a new journal.
+            stopping: Returns whether the process was asked to stop.
+            boot: The coordinator's boot, used if `found` is None.
 
         Raises:
-            InvalidConfiguration: A file cannot be made.
+            InvalidConfiguration: A file cannot be created.
         """
         origin = found.origin if found is not None else Origin.new(boot)
         number, before = (found.number, found.bytes) if found is not None else (1, 0)
@@ -177,18 +186,28 @@ class Keeper:
     # ------------------------------------------------------------------------------------------------------ snapshots
 
     def turned(self, machine: Machine, took_us: int, now_us: int, numbers: int) -> None:
-        """A turn is over. numbers: of connections, given out so far. Raises StateRemoved."""
+        """Check the folder after a turn, and write a snapshot if due.
+
+        Args:
+            machine: The machine.
+            took_us: Duration of the turn in microseconds.
+            now_us: The core's time in microseconds.
+            numbers: Connection numbers used so far.
+
+        Raises:
+            StateRemoved: The folder or a file was removed.
+        """
         assert self.journal is not None
         if now_us >= self._look_us:
             self._look_us = now_us + LOOK_US
             if self._removed():
-                raise StateRemoved(str(self.folder), "what is accepted from now on could not be kept there")
+                raise StateRemoved(str(self.folder), "new events could not be kept there")
         since_us, self._turned_us = max(1, now_us - self._turned_us), now_us
         self._busy += (min(1.0, took_us / since_us) - self._busy) / BUSY_TURNS
         if self._child:
             self._collect(os.WNOHANG)
         if self.journal.number == self._counted:
-            return  # nothing entered
+            return  # no events
         self._counted = self.journal.number
         self._spent_us += took_us
         if self._child or self.journal.number < self._not_before:
@@ -216,7 +235,7 @@ class Keeper:
         self.longest_us = max(self.longest_us, (time.monotonic_ns() - began_ns) // 1000)
 
     def _collect(self, options: int) -> None:
-        """Has the child ended? Then what its snapshot holds is no longer needed beside it."""
+        """Reap the child if it has ended, and remove what its snapshot replaces."""
         ended, status = os.waitpid(self._child, options)
         if not ended:
             return
@@ -227,11 +246,11 @@ class Keeper:
                 (self.folder / snapshot.STATE.format(self._child_number)).with_suffix(".part").unlink(missing_ok=True)
             return
         self.snapshots += 1
-        remove_before(self.folder, self._child_number, self._durable)  # what it could not remove itself
+        remove_before(self.folder, self._child_number, self._durable)  # files that the child could not remove
         self._files = self._names()
 
     def _removed(self) -> bool:
-        """Whether the folder is not there any more, or something that the next life needs."""
+        """Return whether the folder, or a file that the next process needs, was removed."""
         assert self.journal is not None
         try:
             same = os.path.samestat(self.folder.stat(), os.fstat(self._lock))
@@ -241,14 +260,14 @@ class Keeper:
         return not same or self.journal.missing or not (self._child or self._files <= self._names())
 
     def _names(self) -> set[str]:
-        """The files that the next life reads."""
+        """Return the names of the files that the next process will read."""
         return {path.name for path in (*segments(self.folder).values(), *states(self.folder).values())}
 
     def rebuild(self, machine: Machine, now_us: int, numbers: int) -> str:
-        """The folder was removed: what is known is written to a new one, for the next life. Returns what was done.
+        """Write the state to a new folder after the old one was removed. Return what was done.
 
         Raises:
-            KvforgeError: The folder cannot be made, or cannot be written to.
+            KvforgeError: The folder cannot be created or written.
         """
         assert self.journal is not None
         if self._child:
@@ -268,12 +287,12 @@ class Keeper:
             sync_folder(self.folder)
         except OSError as error:
             raise failed(self.folder, error) from None
-        return "what is known was written to it anew, and the next start goes on from that"
+        return "the state was written to a new folder, from which the next start resumes"
 
     def leave_snapshot(self, machine: Machine, now_us: int, numbers: int) -> None:
-        """The process ends as it was asked to: what is kept becomes one snapshot, which the next version reads, too.
+        """Write a snapshot at a regular end, which the next version can read, too.
 
-        Where it cannot be written, the journal stays as it is, and only this version goes on from it.
+        If it cannot be written, the journal stays, and only this version can read it.
         """
         if self._child:
             self._collect(0)
@@ -289,7 +308,11 @@ class Keeper:
             log.warning("no snapshot could be written to %s: %s; the journal is kept whole", self.folder, error)
 
     def close(self, keep: bool) -> None:
-        """keep: what is known is for the next life. Idempotent."""
+        """Close the journal. Idempotent.
+
+        Args:
+            keep: Keep the state for the next process.
+        """
         if self._child:
             if not keep:
                 os.kill(self._child, signal.SIGKILL)
@@ -311,7 +334,7 @@ class Keeper:
 def _write_and_end(
     parent: int, folder: Path, number: int, durable: bool, machine: Machine, head: snapshot.Head
 ) -> NoReturn:
-    """In the child, which also removes what its snapshot replaces: that can take as long as many turns."""
+    """Write a snapshot in the child, and remove what it replaces, which can take as long as many turns."""
     status = 1
     try:
         prctl = getattr(ctypes.CDLL(None), "prctl", None)

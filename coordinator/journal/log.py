@@ -1,7 +1,7 @@
-"""The journal that is written: what entered the core in one turn becomes one record, before anything leaves.
+"""The journal writer: the events of one turn become one record, which is written before any effect leaves.
 
-A file, and not SQLite, whose write-ahead log ends at its first damaged frame without a word: what was damaged in the
-middle of it would be taken for its end. Appending is also what costs least (benchmarks/journal.py).
+A plain file is used rather than SQLite, because SQLite silently ends its write-ahead log at the first damaged frame,
+even in the middle. Appending to a file is also the cheapest (benchmarks/journal.py).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ log = logging.getLogger("coordinator")
 
 
 def segments(folder: Path) -> dict[int, Path]:
-    """The segments by the number of their first record, in order."""
+    """Return the segments by the number of their first record, in order."""
     return _numbered(folder, "records-")
 
 
 def states(folder: Path) -> dict[int, Path]:
-    """The snapshots by the number of the first record that is not in them, in order."""
+    """Return the snapshots by the number of the first record that they do not contain, in order."""
     return _numbered(folder, "state-")
 
 
 def remove_before(folder: Path, number: int, durable: bool) -> None:
-    """A snapshot holds what came before that record: the segments and snapshots that are older are not needed.
+    """Remove the segments and snapshots that a snapshot before record `number` replaces.
 
-    durable: nothing goes before the snapshot's own name is on the disk. Raises OSError.
+    With `durable`, the name of the snapshot is synced to the disk first. Raise OSError.
     """
     if durable:
         sync_folder(folder)
@@ -54,7 +54,7 @@ def remove_before(folder: Path, number: int, durable: bool) -> None:
 def _numbered(folder: Path, prefix: str) -> dict[int, Path]:
     if not folder.is_dir():
         return {}
-    with os.scandir(folder) as there:  # of a few files pathlib would make many objects
+    with os.scandir(folder) as there:  # cheaper than pathlib
         found = sorted(entry.name for entry in there if entry.name.startswith(prefix))
     numbers = [name.removeprefix(prefix) for name in found]
     return {int(number): folder / name for name, number in zip(found, numbers, strict=True) if number.isdecimal()}
@@ -64,17 +64,21 @@ class MessageInHand(Protocol):
     """The interface of `in_hand.InHand` that the journal uses."""
 
     def take(self, frames: Sequence[Frame]) -> None:
-        """A message is worked on from now on. Raises MessageRefused."""
+        """Begin processing a message.
+
+        Raises:
+            MessageRefused: Earlier processes died of this message.
+        """
 
     def handled(self) -> None:
-        """It was applied."""
+        """Record that the message was applied."""
 
     def turned(self) -> None:
-        """The turn is written."""
+        """Record that the turn is written."""
 
 
 class Journal:
-    """Appends records to the last segment. bytes: of all segments since the last snapshot."""
+    """Appends records to the last segment. `bytes` is the size of all segments since the last snapshot."""
 
     def __init__(
         self,
@@ -91,13 +95,13 @@ class Journal:
         Args:
             folder: An existing folder.
             number: The number of the first record.
-            durable: Each record is on the disk before anything leaves ("power").
+            durable: Sync each record to the disk before any effect leaves ("power").
             bytes_before: The size of the segments before this one.
-            stopping: Whether waiting for room on the disk has become pointless.
-            origin: Where the journal goes on; None: a new one begins.
+            stopping: Returns whether to stop waiting for space on the disk.
+            origin: The position at which the journal continues; None starts a new one.
 
         Raises:
-            OSError: A file cannot be made.
+            OSError: A file cannot be created.
         """
         self.folder, self.number = folder, number
         self.origin = origin or Origin.new()
@@ -114,7 +118,7 @@ class Journal:
             self._mark.sync()
 
     def _begin(self) -> None:
-        """The segment before stays the last one where this one cannot be begun. Raises OSError."""
+        """Begin a segment. On failure, the previous segment stays the last one. Raise OSError."""
         path = self.folder / SEGMENT.format(self.number)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         head = SegmentHead(version=STATE_VERSION, host_boot=host_boot(), number=self.number, **self.origin._asdict())
@@ -135,16 +139,16 @@ class Journal:
         self._descriptor, self._end, self._first = descriptor, len(data), self.number
 
     def note(self, event: Event | Boot, now_us: int, frames: Sequence[Frame] = ()) -> None:
-        """It enters the core at that time. frames: those of its message."""
+        """Add an event that enters the core at `now_us`, with the frames of its message."""
         self._noted += pack(event, now_us, frames)
 
     def commit(self) -> None:
-        """Writes what was noted since the last call. Where it raises, nothing that follows from it may leave.
+        """Write the events added since the last call. If this raises, none of their effects may leave.
 
         Raises:
-            JournalFull: There is no room, and the process is to stop.
-            JournalFailed: The disk refuses it.
-            StateRemoved: The file that it was written to has no name any more.
+            JournalFull: The disk is full, and the process was asked to stop.
+            JournalFailed: The disk refuses the write.
+            StateRemoved: The file was removed.
         """
         if not self._noted:
             return
@@ -152,7 +156,7 @@ class Journal:
         try:
             self._put(data)
             if not os.fstat(self._descriptor).st_nlink:
-                raise StateRemoved(str(self.folder), "what was accepted since could not be kept there")
+                raise StateRemoved(str(self.folder), "new events could not be kept there")
         except OSError as error:
             raise failed(self.folder / SEGMENT.format(self._first), error) from None
         self.bytes += len(data)
@@ -165,7 +169,7 @@ class Journal:
             raise failed(self.folder / ACKNOWLEDGED, error) from None
 
     def _acknowledge(self) -> None:
-        """Mark everything written so far as acknowledged: it may have consequences from now on."""
+        """Mark everything written so far as acknowledged: its effects may leave from now on."""
         self._mark.write(self.number, self.origin.before)
 
     def _put(self, data: bytes) -> None:
@@ -180,20 +184,20 @@ class Journal:
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
-            os.ftruncate(self._descriptor, self._end)  # what there was room for
+            os.ftruncate(self._descriptor, self._end)  # remove a partial record
             if time.monotonic() - told_s > FULL_TELL_S:
                 told_s = time.monotonic()
-                log.error("no room for the journal in %s: nothing goes on until there is", self.folder)
+                log.error("no room for the journal in %s: waiting for space", self.folder)
             if self._stopping():
                 raise JournalFull(str(self.folder))
             time.sleep(FULL_LOOK_S)
         if told_s:
-            log.warning("there is room for the journal in %s again", self.folder)
+            log.warning("there is space for the journal in %s again", self.folder)
         self._end += len(data)
 
     @property
     def missing(self) -> bool:
-        """Whether the folder, or a file of the journal in it, is not there any more, or is another one."""
+        """Whether the folder, or a file of the journal in it, was removed or replaced."""
         path, mark = self.folder / SEGMENT.format(self._first), self.folder / ACKNOWLEDGED
         try:
             return not (
@@ -204,16 +208,16 @@ class Journal:
             return True
 
     def rotate(self) -> int:
-        """Begins the next segment. Returns the number of its first record. Raises OSError."""
+        """Begin the next segment. Return the number of its first record. Raise OSError."""
         assert not self._noted, "a segment ends between two turns"
-        if self.number == self._first:  # nothing was written since it began
+        if self.number == self._first:  # the segment has no records
             return self.number
         self._begin()
         self.bytes = 0
         return self.number
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the files. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,4 +1,4 @@
-"""How a declared field is kept in a snapshot, where it is no plain value."""
+"""Markers for the encoding of declared fields in a snapshot that are not plain values."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 
 
 class Array(NamedTuple):
-    """Marks a field that is an array: in the file, the index of an array in the table behind the state."""
+    """Marks a field that is an array: the file has its index in the table of arrays."""
 
     dtype: np.dtype[Any]
     axes: int = 1
 
 
 class Kept(NamedTuple):
-    """Marks a field by the container that its attribute is; in the file it is a list or a map."""
+    """Marks a field with a special container; the file has a list or a map."""
 
     kind: Any
 
 
 class Decimal(NamedTuple):
-    """Marks an integer of any size: in the file, its decimal digits."""
+    """Marks an integer of any size: the file has its decimal digits."""
 
 
 I64: TypeAlias = Annotated[int, Array(np.dtype("<i8"))]
@@ -40,4 +40,4 @@ Frames: TypeAlias = list[bytes]  # a message of the protocol, as `codec` encodes
 
 
 class Saved(msgspec.Struct, kw_only=True, rename=lambda name: name.lstrip("_")):
-    """The state of one object."""
+    """The saved state of one object."""

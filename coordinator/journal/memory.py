@@ -1,7 +1,7 @@
-"""The arrays of a snapshot: a table with the dtype and shape of each, and the pages of its memory that are in use.
+"""The arrays of a snapshot: a table with the dtype and shape of each, and the memory pages that are in use.
 
-Most of a default machine is room for what may come, which is zeros. Reading checks every length against what is left
-of the file, and the memory of all arrays together against `bytes_max`, before anything is allocated.
+Most memory of a default machine is zero, reserved for later. The reader checks every length against the rest of the
+file, and the total memory of all arrays against `bytes_max`, before it allocates anything.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import numpy.typing as npt
 
 PAGE_BYTES = 4096
 AXES_MAX = 2
-_HEAD = struct.Struct("<BB6xQQQ")  # dtype, axes, their lengths (the second is 1 where there is one axis), pages in use
+_HEAD = struct.Struct("<BB6xQQQ")  # dtype, number of axes, two lengths (1 for a missing axis), pages in use
 DTYPES = tuple(np.dtype(code) for code in ("<i8", "<u8", "<i4", "<f8", "<f4", "|i1", "|b1"))
 AnyArray = npt.NDArray[Any]
 Write = Callable[[bytes | memoryview], object]
 
 
 class ArrayWriter:
-    """Gives each array its index. One object has one index, however often it is added."""
+    """Assigns an index to each array. The same object always gets the same index."""
 
     def __init__(self) -> None:
         self._arrays: list[AnyArray] = []
         self._indices: dict[int, int] = {}
 
     def add(self, array: AnyArray) -> int:
-        """Returns the index of the array."""
+        """Return the index of the array."""
         index = self._indices.get(id(array))
         if index is None:
             index = self._indices[id(array)] = len(self._arrays)
-            self._arrays.append(array)  # kept: while it lives, its id is its own
+            self._arrays.append(array)  # also keeps it alive, so that its id stays unique
         return index
 
     def write(self, write: Write) -> None:
-        """Writes the table."""
+        """Write the table."""
         write(struct.pack("<Q", len(self._arrays)))
         for array in self._arrays:
             _write_array(array, write)
@@ -49,7 +49,7 @@ def _write_array(array: AnyArray, write: Write) -> None:
     code, lengths = DTYPES.index(whole.dtype), (*array.shape, 1)[:AXES_MAX]
     memory = whole.reshape(-1).view(np.uint8).data
     pages = memory.nbytes // PAGE_BYTES
-    if not pages:  # as most arrays of a small machine
+    if not pages:  # most arrays of a small machine
         write(_HEAD.pack(code, array.ndim, *lengths, 0))
         write(memory)
         return
@@ -62,42 +62,46 @@ def _write_array(array: AnyArray, write: Write) -> None:
 
 
 class Bytes:
-    """Bytes that are read from front to back."""
+    """A buffer that is read sequentially."""
 
     def __init__(self, data: memoryview) -> None:
         self._data, self.at = data, 0
 
     def take(self, size: int) -> memoryview:
-        """The next `size` bytes. Raises ValueError where fewer are left."""
+        """Return the next `size` bytes.
+
+        Raises:
+            ValueError: Fewer are left.
+        """
         if size > self.left:
-            raise ValueError(f"{size} bytes are named and {self.left} are left")
+            raise ValueError(f"expected {size} bytes, but only {self.left} are left")
         self.at += size
         return self._data[self.at - size : self.at]
 
     def number(self) -> int:
-        """The next number."""
+        """Return the next number."""
         value: int = struct.unpack("<Q", self.take(8))[0]
         return value
 
     @property
     def left(self) -> int:
-        """How many bytes are left."""
+        """Number of bytes that are left."""
         return len(self._data) - self.at
 
 
 def read_arrays(data: Bytes, bytes_max: int) -> list[AnyArray]:
-    """The arrays of a table, in order.
+    """Read the arrays of a table, in order.
 
     Args:
         data: The bytes, beginning with the table.
-        bytes_max: The most memory that all arrays together may take.
+        bytes_max: The maximum memory of all arrays together.
 
     Raises:
-        ValueError: A length, a dtype or a page number is none that a writer makes.
+        ValueError: A length, a dtype or a page number is invalid.
     """
     count = data.number()
     if count > data.left // _HEAD.size:
-        raise ValueError(f"{count} arrays are named, and the file is shorter than their heads")
+        raise ValueError(f"the file is too short for {count} arrays")
     return list(_read_arrays(data, count, bytes_max))
 
 
@@ -105,7 +109,7 @@ def _read_arrays(data: Bytes, count: int, bytes_max: int) -> Iterator[AnyArray]:
     for _ in range(count):
         code, axes, first, second, used = _HEAD.unpack(data.take(_HEAD.size))
         if code >= len(DTYPES) or not 1 <= axes <= AXES_MAX or (axes == 1 and second != 1):
-            raise ValueError(f"an array of dtype {code} with {axes} axes")
+            raise ValueError(f"invalid array: dtype {code} with {axes} axes")
         dtype, shape = DTYPES[code], (first, second)[:axes]
         size = prod(shape) * dtype.itemsize
         bytes_max -= size
@@ -115,7 +119,7 @@ def _read_arrays(data: Bytes, count: int, bytes_max: int) -> Iterator[AnyArray]:
 
 
 def _memory(data: Bytes, size: int, used: int) -> npt.NDArray[np.uint8]:
-    """Zeros but for the pages in use and what is behind the last whole page."""
+    """Read the memory of one array: pages in use, then the rest after the last whole page; all other bytes are 0."""
     pages = size // PAGE_BYTES
     if not pages:
         return np.frombuffer(bytearray(data.take(size)), np.uint8)

@@ -1,12 +1,11 @@
-"""Records: what one turn was told, as bytes in a file.
+"""Records: the serialised events of one turn.
 
-A record is MAGIC, the length of its payload, a CRC-32 of the rest, the CRC-32 of the record before it, its number; then
-the payload. Numbers count up by one through all segments, and each record names its predecessor: a record is valid only
-in its own place of its own journal.
+A record has MAGIC, the length of its payload, a CRC-32 of the rest, the CRC-32 of the previous record, its number, and
+the payload. Numbers are consecutive through all segments, and each record names its predecessor, so a record is valid
+only in its place of its own journal.
 
-A file that ends in the middle of a record, or in one that is damaged with nothing valid behind it, has a torn tail: the
-process died while it wrote, and nothing that followed from that record has left it. Something damaged with a valid
-record behind it is a fault of the disk.
+A file that ends in an incomplete record, or in a damaged one without valid records behind it, has a torn tail: the
+process died while writing it, and none of its effects has left. Damage with a valid record behind it is a disk fault.
 """
 
 from __future__ import annotations
@@ -25,8 +24,15 @@ _PLACE = struct.Struct("<IQ")
 
 
 class Record(NamedTuple):
-    """number: its place among all records. crc: its own. before: the CRC-32 of the record before it. start, end: where
-    it lies in its file."""
+    """A record of a segment.
+
+    Attributes:
+        number: Its number among all records.
+        crc: Its CRC-32.
+        before: The CRC-32 of the previous record.
+        start: Its first byte in the file.
+        end: The byte after it.
+    """
 
     number: int
     crc: int
@@ -37,35 +43,35 @@ class Record(NamedTuple):
 
 
 def record(number: int, parts: Sequence[bytes | memoryview], before: int = 0) -> bytes:
-    """A record of the payload that the parts make together. before: the CRC-32 of the record before it."""
+    """Encode a record with the payload joined from `parts`. `before` is the CRC-32 of the previous record."""
     payload = b"".join(parts)
-    assert len(payload) < RECORD_BYTES_MAX, "a turn takes in less"
+    assert len(payload) < RECORD_BYTES_MAX, "a turn receives less"
     crc = zlib.crc32(payload, zlib.crc32(_PLACE.pack(before, number)))
     return HEADER.pack(MAGIC, len(payload), crc, before, number) + payload
 
 
 def crc_of(record: bytes) -> int:
-    """The CRC-32 of a record, which the next one names."""
+    """Return the CRC-32 of a record, which the next one refers to."""
     crc: int = HEADER.unpack_from(record)[2]
     return crc
 
 
 def read(data: memoryview, number: int, name: str, at: int = 0, before: int = 0) -> Iterator[Record]:
-    """The records of a segment, until its end or its torn tail.
+    """Yield the records of a segment, until its end or its torn tail.
 
     Args:
         data: The whole file.
         number: The number of the first record.
         name: The name of the file.
-        at: Where the records begin, in bytes.
+        at: The offset of the first record in bytes.
         before: The CRC-32 of the record before the first.
 
     Raises:
-        JournalCorrupt: Something is damaged and valid records follow, or a record follows another one than is there.
+        JournalCorrupt: There is damage before valid records, or a record has another predecessor.
     """
     while (found := _valid(data, at, number)) is not None:
         if found.before != before:
-            raise JournalCorrupt(name, at, problem=f"record {number} follows another record than the one before it")
+            raise JournalCorrupt(name, at, problem=f"record {number} does not belong after the record before it")
         yield found
         at, number, before = found.end, number + 1, found.crc
     if (later := _later(data, at, number)) is not None:
@@ -73,7 +79,7 @@ def read(data: memoryview, number: int, name: str, at: int = 0, before: int = 0)
 
 
 def _valid(data: memoryview, at: int, number: int | None = None) -> Record | None:
-    """The record that begins there, where it is whole; number: the one that it must have."""
+    """Return the record at an offset if it is valid; `number` is the expected number."""
     start = at + HEADER.size
     if start > len(data):
         return None
@@ -87,7 +93,7 @@ def _valid(data: memoryview, at: int, number: int | None = None) -> Record | Non
 
 
 def _later(data: memoryview, at: int, number: int) -> Record | None:
-    """A valid record behind `at`, of a higher number than the one that is missing there."""
+    """Return a valid record behind `at` with a higher number than the one missing there."""
     rest = bytes(data[at:])
     place = rest.find(MAGIC)
     while place >= 0:

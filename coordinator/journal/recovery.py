@@ -1,4 +1,4 @@
-"""From a journal to the machine that wrote it: the last snapshot, then every event that came after it."""
+"""Recovery: the last snapshot, and the replay of every later event."""
 
 from __future__ import annotations
 
@@ -26,12 +26,19 @@ log = logging.getLogger("coordinator")
 
 
 class Recovered(NamedTuple):
-    """What a journal came to.
+    """A recovered machine.
 
-    now_us: the time of the last event. number: of the next record. numbers: of connections, given out so far.
-    written_s: when it was written last, in Unix time. bytes: the size of the segments that were read. records: how many
-    were applied. torn: (file, where its good records end, bytes behind that); None where the end is whole.
-    origin: where the journal goes on. snapshot_us, took_us: to read the snapshot; to read and apply everything.
+    Attributes:
+        now_us: Time of the last event.
+        number: Number of the next record.
+        numbers: Connection numbers used so far.
+        written_s: When the journal was last written, in Unix time.
+        bytes: Size of the segments that were read.
+        records: Records applied.
+        torn: The file with a torn tail, the end of its valid records, and the bytes behind; None if there is none.
+        origin: The position at which the journal continues.
+        snapshot_us: Time to read the snapshot.
+        took_us: Time to read and apply everything.
     """
 
     machine: Machine
@@ -48,24 +55,29 @@ class Recovered(NamedTuple):
 
 
 class Replay:
-    """Goes through a journal, entry by entry. machine: as it is after the last one; None before the Boot."""
+    """A replay of a journal, entry by entry. `machine` is the state after the last one; None before the Boot."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads the snapshot, where there is one. Raises JournalCorrupt, InvalidConfiguration."""
+        """Read the snapshot, if there is one.
+
+        Raises:
+            JournalCorrupt: A file is damaged.
+            InvalidConfiguration: Another version of kvforge wrote it.
+        """
         self.folder = folder
         self.machine: Machine | None = None
         self.now_us = self.numbers = self.bytes = self.records = self.entries = 0
         self.number, self._end = 1, 0
         self.torn: tuple[Path, int, int] | None = None
         self.origin = Origin(b"")
-        self._mark = read_mark(folder)  # before the rest, which a coordinator that runs goes on with
+        self._mark = read_mark(folder)  # before the rest, which a running coordinator keeps extending
         self._reader = Reader()
         for self.number, path in list(states(folder).items())[-1:]:
             found = snapshot.Snapshot(path)
             head = found.head
             check_snapshot_version(path.name, head.version)
             if head.number != self.number:
-                problem = f"it is a snapshot up to record {head.number}, under the name of another one"
+                problem = f"its name does not match its content, a snapshot before record {head.number}"
                 raise JournalCorrupt(path.name, 0, problem=problem)
             self.machine, self.now_us, self.numbers = found.machine(), head.now_us, head.numbers
             self.origin = Origin(head.journal, head.boot, head.before)
@@ -76,8 +88,16 @@ class Replay:
         until: Callable[[Entry], bool] = lambda _entry: False,
         begins: Callable[[int], None] = lambda _number: None,
     ) -> None:
-        """Apply the remaining records, up to the first entry that `until` rejects. Raises JournalCorrupt,
-        InvalidConfiguration."""
+        """Apply the remaining records, up to the first entry for which `until` is true.
+
+        Args:
+            until: Called with each entry before it is applied.
+            begins: Called with the number of each record before it is applied.
+
+        Raises:
+            JournalCorrupt: A file is damaged.
+            InvalidConfiguration: Another version of kvforge wrote it.
+        """
         for name, record in self._records():
             self.records += 1
             begins(record.number)
@@ -92,12 +112,12 @@ class Replay:
         self._check_acknowledged()
 
     def _check_journal(self, name: str, journal: bytes) -> None:
-        """Raises JournalCorrupt where a file is of another journal than those before it."""
+        """Raise JournalCorrupt if a file belongs to another journal than those before it."""
         if journal != (self.origin.journal or journal) or (self._mark is not None and journal != self._mark.journal):
-            raise JournalCorrupt(name, 0, problem="it is of another journal than the files beside it")
+            raise JournalCorrupt(name, 0, problem="it belongs to another journal than the other files")
 
     def _check_acknowledged(self) -> None:
-        """Raises JournalCorrupt where something is missing that had consequences."""
+        """Raise JournalCorrupt if acknowledged records are missing."""
         mark, number = self._mark, self.number
         if mark is None:
             if self.machine is not None:
@@ -106,7 +126,7 @@ class Replay:
         if number < mark.number or (number == mark.number and mark.before != self.origin.before):
             if not mark.durable and mark.host_boot != host_boot():
                 log.warning(
-                    "the host was started again, and records %d to %d were not on its disk: durability is "
+                    "the host was rebooted, and records %d to %d were not on its disk: durability is "
                     '"process"; set it to "power" to keep them',
                     number,
                     mark.number - 1,
@@ -118,7 +138,7 @@ class Replay:
             raise JournalCorrupt(name, end, number, mark.number, problem=missing)
 
     def _entries(self, name: str, record: Record) -> Iterator[Entry]:
-        """Those of one record. Bytes that are as they were written may mean nothing all the same."""
+        """Yield the entries of a record. Even an intact record may be impossible to decode."""
         entries = self._reader.entries(record.payload)
         while True:
             try:
@@ -126,14 +146,14 @@ class Replay:
             except InvalidConfiguration:
                 raise
             except Exception as error:
-                log.error("record %d makes no event: %s: %s", record.number, type(error).__name__, error)
+                log.error("cannot decode record %d: %s: %s", record.number, type(error).__name__, error)
                 raise JournalCorrupt(name, record.start) from error
             if entry is None:
                 return
             yield entry
 
     def _records(self) -> Iterator[tuple[str, Record]]:
-        """Those of all segments from the snapshot on, which must follow each other, each with its file."""
+        """Yield the records after the snapshot, with the names of their files. They must be consecutive."""
         files = {first: path for first, path in segments(self.folder).items() if first >= self.number}
         last = max(files, default=0)
         for first, path in files.items():
@@ -149,7 +169,7 @@ class Replay:
                     yield path.name, record
                     end = record.end
             elif first != last:
-                raise JournalCorrupt(path.name, 0, problem="it does not begin as a segment does")
+                raise JournalCorrupt(path.name, 0, problem="it has no valid segment head")
             self.bytes += end
             self._end = end
             if end < len(data):
@@ -158,12 +178,12 @@ class Replay:
                 self.torn = (path, end, len(data) - end)
 
     def _check_segment(self, name: str, head: SegmentHead) -> None:
-        """Raises JournalCorrupt where a segment does not follow what is before it."""
+        """Raise JournalCorrupt if a segment does not continue the records before it."""
         self._check_journal(name, head.journal)
         if head.number != self.number:
             raise JournalCorrupt(name, 0, problem=f"it begins with record {head.number}, not {self.number}")
         if self.origin.journal and head.before != self.origin.before:
-            raise JournalCorrupt(name, 0, problem="it follows other records than those before it")
+            raise JournalCorrupt(name, 0, problem="it does not continue the records before it")
 
     def _apply(self, entry: Entry) -> None:
         event, self.now_us = entry
@@ -181,7 +201,7 @@ class Replay:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Nothing of what is made there is garbage, and the collector would look at all of it again and again."""
+    """Disable the garbage collector: a replay creates no garbage, and repeated walks over all objects are costly."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -192,10 +212,15 @@ def _no_collections() -> Iterator[None]:
 
 
 def recover(folder: Path, begins: Callable[[int], None] = lambda _number: None) -> Recovered | None:
-    """Return the machine that the folder's journal makes, with nothing published yet; None where there is none.
+    """Recover the machine from the folder's journal, with nothing published yet; None if there is no journal.
 
-    begins: called with the number of each record before it is applied. Raises JournalCorrupt, and InvalidConfiguration
-    where another version of kvforge wrote it.
+    Args:
+        folder: The state folder.
+        begins: Called with the number of each record before it is applied.
+
+    Raises:
+        JournalCorrupt: A file is damaged.
+        InvalidConfiguration: Another version of kvforge wrote it.
     """
     files = [*segments(folder).values(), *states(folder).values()]
     written_s = max((path.stat().st_mtime for path in files), default=0.0)
@@ -223,9 +248,8 @@ def recover(folder: Path, begins: Callable[[int], None] = lambda _number: None) 
 
 
 def cut_torn(found: Recovered) -> None:
-    """Removes the record that was not written to its end, where there is one: what follows begins another segment, and
-    only the last may end so. Raises OSError."""
+    """Remove an incomplete last record, since the journal continues in another segment. Raise OSError."""
     if found.torn is not None:
         path, end, more = found.torn
-        log.warning("the last record of %s was not written to its end: %d bytes are cut off", path.name, more)
+        log.warning("removed an incomplete record at the end of %s: %d bytes", path.name, more)
         os.truncate(path, end)

@@ -1,6 +1,6 @@
-"""From the declared format to a machine: a new one is made by its own constructor, then its state is set.
+"""Conversion from the declared format to a machine: a new machine is constructed, then its state is set.
 
-No name in a file chooses a class or a function: what is made follows from the declared structs alone.
+No name in a file selects a class or a function: the declared structs alone determine what is created.
 """
 
 from __future__ import annotations
@@ -51,8 +51,12 @@ _to_workers = codec.Decoder(WORKER_REPLIES, body_bytes_max=codec.FRAME_BYTES_MAX
 
 
 def limits_of(saved: dict[str, Any]) -> Limits:
-    """The limits, without settings that this version does not know. Raises msgspec.ValidationError,
-    InvalidConfiguration."""
+    """Return the limits, without settings that this version does not know.
+
+    Raises:
+        msgspec.ValidationError: A field has a wrong type.
+        InvalidConfiguration: A value is out of range.
+    """
     return msgspec.convert(_known(saved, Limits), Limits)
 
 
@@ -68,21 +72,21 @@ def _known(saved: Any, cls: Any) -> Any:
 
 @cache
 def _sections(cls: Any) -> tuple[tuple[str, type[Section]], ...]:
-    """The fields that are sections."""
+    """Return the fields that are sections."""
     hints = typing.get_type_hints(cls).items()
     return tuple((name, hint) for name, hint in hints if isinstance(hint, type) and issubclass(hint, Section))
 
 
 def restored(saved: d.SavedMachine, limits: Limits, arrays: list[AnyArray]) -> Machine:
-    """Return the machine that was saved.
+    """Restore the machine that was saved.
 
     Args:
         saved: The machine's struct.
         limits: The limits in it.
-        arrays: The table behind it.
+        arrays: The table of arrays.
 
     Raises:
-        Exception: The struct contradicts itself; the kind depends on the contradiction.
+        Exception: The struct is inconsistent; the type depends on the inconsistency.
     """
     return _Restoring(saved, limits, arrays).machine()
 
@@ -158,7 +162,7 @@ class _Restoring:
         self._fields.restore(admission.rows, saved.rows)
         queue, waiting = admission.waiting, saved.waiting
         self._fields.restore(queue, waiting, "returned", "fresh", "parked", "departures")
-        queue.service = self._machine.cache.tenants.service  # one array, that both charge
+        queue.service = self._machine.cache.tenants.service  # shared, because both charge it
         queue._returned = [(order, requests[place]) for order, place in waiting.returned]
         queue._fresh = {
             tenant: [(key, order, requests[place]) for key, order, place in entries]
@@ -203,7 +207,7 @@ class _Restoring:
     # --------------------------------------------------------------------------------------------------------- cache
 
     def _cache(self, saved: c.SavedCache) -> None:
-        """Pools come before the arrays of blocks: a new pool's range must be free."""
+        """Restore the cache. Pools precede the arrays of blocks, because a new pool requires a free range."""
         cache, fields = self._machine.cache, self._fields
         fields.restore(cache, saved, "tenants", "meters", "blocks", "store", "pins", "sequences", "groups", "kinds")
         fields.restore(cache.tenants, saved.tenants)
@@ -309,7 +313,7 @@ class _Restoring:
 
 
 def _message(decoder: codec.Decoder, frames: list[bytes], cls: type[_Kind]) -> _Kind:
-    """The message of this kind in the frames. Raises ProtocolError, ValueError."""
+    """Decode a message of the given class. Raise ProtocolError or ValueError."""
     message = decoder.decode(frames)
     if not isinstance(message, cls):
         raise ValueError(f"a {type(message).__name__} in place of a {cls.__name__}")

@@ -1,4 +1,4 @@
-"""From a machine to the declared format: `saved` makes its struct, and puts its arrays into a table."""
+"""Conversion from a machine to the declared format: `saved` returns its struct, and collects its arrays."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _Saved = TypeVar("_Saved", bound=Saved)
 
 
 def saved(machine: Machine, arrays: ArrayWriter) -> d.SavedMachine:
-    """The state of a machine between two turns. arrays: takes its arrays."""
+    """Return the state of a machine between two turns, and add its arrays to `arrays`."""
     return _Saving(machine, arrays).machine()
 
 
 class _Saving:
-    """Objects that several others name are kept once, in tables, and named by their place there."""
+    """Saves objects that several others refer to once, in tables, with references by index."""
 
     def __init__(self, machine: Machine, arrays: ArrayWriter) -> None:
         self._machine, self._arrays = machine, arrays
@@ -78,7 +78,7 @@ class _Saving:
             "streams": self._streams(),
             "sessions": self._sessions(),
             "reports": self._reports(),
-            "requests": self._request_table(len(keys)),  # last: what the others name is in its tables
+            "requests": self._request_table(len(keys)),  # last, because other parts add to its tables
         }
         return self._of(
             d.SavedMachine,
@@ -134,7 +134,7 @@ class _Saving:
         )
 
     def _index(self, index: PrefixIndex) -> c.SavedIndex:
-        """Arrays in place of what has an entry for each block."""
+        """Save an index as arrays, because it has an entry for each block."""
         children = index._children.values()
         return c.SavedIndex(
             blocks=self._numbers(index._by_hash.values()),
@@ -149,7 +149,7 @@ class _Saving:
     # ------------------------------------------------------------------------------------------------------ requests
 
     def _request(self, request: object) -> int:
-        """The place of a request, and of its siblings."""
+        """Return the index of a request, adding it and its siblings if needed."""
         assert isinstance(request, Request)
         place = self._request_places.get(id(request))
         if place is None:
@@ -257,7 +257,7 @@ class _Saving:
 
 
 def _place(places: dict[int, int], table: list[Any], value: Any) -> int:
-    """The place of an object in a table, where it is put if it is not there."""
+    """Return the index of an object in a table, adding it if needed."""
     place = places.get(id(value))
     if place is None:
         place = places[id(value)] = len(table)

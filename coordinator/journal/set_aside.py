@@ -1,4 +1,4 @@
-"""A record that ended several recoveries in a row is put aside, where nothing that is written depends on it."""
+"""Setting aside of a record that crashed several recoveries in a row, if no later record depends on it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ log = logging.getLogger("coordinator")
 
 
 def set_aside(folder: Path, in_hand: InHand) -> None:
-    """Cuts the record that ended recoveries off the journal, and keeps its bytes in a file beside it.
+    """Cut the record that crashed recoveries off the journal, and keep its bytes in a separate file.
 
-    Only the last record can be: later ones follow from it. Its client messages are refused when they come again.
+    This is possible only for the last record, because later ones depend on it. Its client messages will be refused.
 
     Args:
         folder: The folder of the journal.
         in_hand: Names the record.
 
     Raises:
-        JournalCorrupt: It is not the last one.
+        JournalCorrupt: It is not the last record.
         OSError: A file cannot be written.
     """
     number, deaths = in_hand.record, in_hand.record_deaths
@@ -39,7 +39,7 @@ def set_aside(folder: Path, in_hand: InHand) -> None:
     records = list(read(data, head[0].number, path.name, head[1], head[0].before)) if head is not None else []
     if not records or records[-1].number != number or mark is None:
         ended = f"{deaths} coordinators in a row ended while they applied record {number}"
-        problem = f"{ended}, and later ones follow from it"
+        problem = f"{ended}, and later ones depend on it"
         raise JournalCorrupt(path.name, 0, problem=problem)
     last = records[-1]
     kept = folder / NAME.format(number)
@@ -55,8 +55,8 @@ def set_aside(folder: Path, in_hand: InHand) -> None:
     os.truncate(path, last.start)
     sync_folder(folder)
     log.error(
-        "record %d of the journal was set aside in %s: %d coordinators in a row ended while they applied it; its %d "
-        "client messages are refused when they come again",
+        "record %d of the journal was set aside in %s: %d coordinators in a row died while applying it; its %d "
+        "client messages will be refused",
         number,
         kept,
         deaths,

@@ -1,8 +1,8 @@
-"""Snapshots: the whole machine in one file, so that what came before it need not be kept, nor applied again.
+"""Snapshots: the whole machine in one file, which replaces everything that came before it.
 
-The file is MAGIC; its head and the state, each with its size in front; the table of arrays; a CRC-32 of all that. The
-state is a declared format (`declared.py`): a struct of plain values that names arrays by their place in the table.
-Reading makes nothing but these, and checks each length before it allocates.
+The file has MAGIC; its head and the state, each preceded by its size; the table of arrays; and a CRC-32 of all that.
+The state has a declared format (`declared.py`): a struct of plain values that refers to arrays by their index. Reading
+creates nothing else, and checks each length before it allocates.
 """
 
 from __future__ import annotations
@@ -41,9 +41,15 @@ log = logging.getLogger("coordinator")
 class Head(msgspec.Struct, frozen=True, kw_only=True):
     """The head of a snapshot.
 
-    version: the version of the state. now_us: the time of the last event. numbers: connection numbers given out so far.
-    number: the first record that is not in it. journal, boot, before: as in `identity.Origin`. host_boot: the boot of
-    the host that wrote it.
+    Attributes:
+        version: The version of the state.
+        now_us: The time of the last event.
+        numbers: Connection numbers used so far.
+        number: The first record that the snapshot does not contain.
+        journal: As in `identity.Origin`.
+        boot: As in `identity.Origin`.
+        before: As in `identity.Origin`.
+        host_boot: The boot of the host that wrote it.
     """
 
     version: int
@@ -57,7 +63,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, journal: Journal, now_us: int, numbers: int) -> Head:
-        """The head of a snapshot that holds all that was written to a journal."""
+        """Return the head of a snapshot that contains everything written to a journal."""
         origin = journal.origin._asdict()
         return cls(
             version=STATE_VERSION,
@@ -70,7 +76,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Checked:
-    """A file whose bytes are summed up as they are written."""
+    """A file with a running checksum of the written bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.crc = file, 0
@@ -81,8 +87,9 @@ class _Checked:
 
 
 def write(path: Path, machine: Machine, head: Head) -> None:
-    """Writes the file under another name, and gives it its own when it is whole and on the disk. A file that cannot be
-    finished is removed: its space may be what others wait for.
+    """Write a snapshot to a temporary file, and rename it when it is complete and on the disk.
+
+    On failure the temporary file is removed, because other writers may wait for its space.
 
     Args:
         path: The final name of the file.
@@ -118,10 +125,14 @@ def _write(unfinished: Path, head: Head, state: bytes, arrays: ArrayWriter) -> N
 
 
 class Snapshot:
-    """A file that is as it was written. head: what it is of."""
+    """An intact snapshot file, and its head."""
 
     def __init__(self, path: Path) -> None:
-        """Raises JournalCorrupt."""
+        """Map and check the file.
+
+        Raises:
+            JournalCorrupt: The file is damaged.
+        """
         self._name = path.name
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < len(MAGIC) + _CRC.size:
@@ -136,27 +147,31 @@ class Snapshot:
             self.head = msgspec.msgpack.decode(self._rest.take(self._rest.number()), type=Head)
 
     def machine(self) -> Machine:
-        """The machine; call it once. Raises JournalCorrupt."""
+        """Restore the machine; call it once.
+
+        Raises:
+            JournalCorrupt: The content is inconsistent.
+        """
         with self._meant():
             state = msgspec.msgpack.decode(self._rest.take(self._rest.number()), type=SavedMachine)
             limits = limits_of(state.limits)
             bytes_max = memory_bytes()
             if (needed := bytes_needed(limits)) > bytes_max:
-                raise ValueError(f"its limits need {needed} bytes of memory, and there are {bytes_max}")
+                raise ValueError(f"its limits need {needed} bytes of memory, but the host has {bytes_max}")
             return restored(state, limits, read_arrays(self._rest, bytes_max))
 
     @contextmanager
     def _meant(self) -> Iterator[None]:
-        """Bytes that are as they were written may mean nothing all the same. Raises JournalCorrupt."""
+        """Raise JournalCorrupt for any error in decoding: even an intact file may be inconsistent."""
         try:
             yield
         except Exception as error:
-            log.error("%s makes no state: %s: %s", self._name, type(error).__name__, error)
+            log.error("cannot decode the state in %s: %s: %s", self._name, type(error).__name__, error)
             raise JournalCorrupt(self._name, len(MAGIC) + self._rest.at) from error
 
 
 def bytes_needed(limits: Limits) -> int:
-    """About how much memory a machine takes at most for its arrays."""
+    """Return about how much memory the arrays of a machine need at most."""
     bounds, cache = limits.bounds, limits.cache
     of_block = 64 + 4 * cache.block_size
     of_sequence = 512 + 4 * bounds.blocks_per_sequence_max + 8 * limits.context_tokens_max + 4 * bounds.stop_tokens_max
@@ -165,5 +180,5 @@ def bytes_needed(limits: Limits) -> int:
 
 
 def memory_bytes() -> int:
-    """The memory of this machine: no snapshot that a machine of this host wrote takes more."""
+    """Return the memory of this host, an upper bound for any snapshot that it has written."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

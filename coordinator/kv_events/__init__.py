@@ -1,1 +1,1 @@
-"""What the prefix indexes hold, told to routers in the words of vLLM's event stream: docs/kv-events.md."""
+"""KV events: changes of the prefix indexes for routers, in the format of vLLM's event stream (docs/kv-events.md)."""

@@ -1,13 +1,13 @@
-"""Changes of the prefix indexes in the words of vLLM's event stream (`vllm/distributed/kv_events.py`).
+"""Encoding of prefix index changes in the format of vLLM's event stream (`vllm/distributed/kv_events.py`).
 
-A batch is a MessagePack array: time in Unix seconds, events, data-parallel rank. An event is of one of two forms, of
-the same fields: as "array", tag and values in order, it is what vLLM 0.23 publishes; as "map", tag under `type` and
-values by name, what vLLM has published since (vllm-project/vllm#42892; recorded batches of 0.26). vLLM has an index
-for each data-parallel rank: here each pool has, and its number is the rank.
+A batch is a MessagePack array: time in Unix seconds, events, data-parallel rank. An event has one of two encodings of
+the same fields. "array", a tag and values in order, is that of vLLM up to 0.23. "map", a tag under `type` and values by
+name, is that of later versions (vllm-project/vllm#42892; recorded batches of 0.26). vLLM has a prefix index for each
+data-parallel rank; here each pool has one, and its number is the rank.
 
-Blocks of a chain that is not the plain one carry a name of its salt where vLLM's carry that of an adapter (`lora_name`,
-`lora_id`), since every router keeps those apart, and in `extra_keys` of a first block, where vLLM has a cache salt. The
-name is of a keyed hash: it tells nobody what the salt was.
+Blocks of a salted chain carry a name for their salt in the fields of an adapter (`lora_name`, `lora_id`), because every
+router distinguishes these, and in `extra_keys` of a first block, where vLLM has a cache salt. The name is a keyed hash
+and does not reveal the salt.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import msgspec
 from ..core.cache.changes import Change, Cleared, Removed, Stored
 
 BATCH_BLOCKS_MAX = 1024
-MEDIUM = "GPU"  # vLLM's word for what the engine itself holds, on a CPU too
+MEDIUM = "GPU"  # vLLM's name for the engine's own memory, also on a CPU
 LORA_IDS = (1 << 31) - 1
 STORED, REMOVED, CLEARED = "BlockStored", "BlockRemoved", "AllBlocksCleared"
-# By tag: the fields in their order, and how many at the end are left out of a map where they are nothing.
+# By tag: the fields in order, and how many trailing ones a map omits if they are None.
 FIELDS: dict[str, tuple[tuple[str, ...], int]] = {
     STORED: (
         (
@@ -49,12 +49,12 @@ Packed = Callable[[str, Values], Any]
 
 
 def as_array(tag: str, values: Values) -> list[Any]:
-    """An event of these first values; the rest is nothing."""
+    """Return an event as an array; missing trailing values are None."""
     return [tag, *values, *[None] * (len(FIELDS[tag][0]) - len(values))]
 
 
 def as_map(tag: str, values: Values) -> dict[str, Any]:
-    """The same by names."""
+    """Return an event as a map."""
     names, optional = FIELDS[tag]
     must = len(names) - optional
     given = zip(names, values, strict=False)
@@ -65,14 +65,14 @@ PACKED: dict[str, Packed] = {"array": as_array, "map": as_map}
 
 
 class Format:
-    """Makes batches. plain_salt: of the chains that carry no name."""
+    """Encodes batches. Chains with `plain_salt` carry no name."""
 
     def __init__(self, encoding: str, plain_salt: int) -> None:
         self._packed, self._plain_salt = PACKED[encoding], plain_salt
         self._encoder = msgspec.msgpack.Encoder()
 
     def batches(self, changes: Iterable[Change], at_s: float) -> Iterator[bytes]:
-        """The changes in order, in batches of one pool and of a bounded number of blocks."""
+        """Encode the changes in order, in batches of one pool and a bounded number of blocks."""
         events: list[Any] = []
         pool, blocks = -1, 0
         for change in _cut(_joined(changes)):
@@ -101,12 +101,12 @@ class Format:
 
 
 def salt_name(salt: int) -> str:
-    """What the blocks of a chain that is not the plain one are told apart by."""
+    """Return the name that distinguishes the blocks of a salted chain."""
     return f"kvforge-salt-{salt:016x}"
 
 
 def _joined(changes: Iterable[Change]) -> Iterator[Change]:
-    """Removals come one block at a time: those that follow each other are one event."""
+    """Merge consecutive removals, which come one block at a time."""
     run: list[Removed] = []
     for change in changes:
         if run and not (isinstance(change, Removed) and change.pool == run[0].pool):
@@ -125,7 +125,7 @@ def _one(run: list[Removed]) -> Removed:
 
 
 def _cut(changes: Iterable[Change]) -> Iterator[Change]:
-    """Events of a bounded number of blocks."""
+    """Split events so that each has a bounded number of blocks."""
     for change in changes:
         if isinstance(change, Cleared) or len(change.hashes) <= BATCH_BLOCKS_MAX:
             yield change

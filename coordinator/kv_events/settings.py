@@ -1,4 +1,4 @@
-"""[kv_events]: where what the prefix cache holds is told, and to whom it may be."""
+"""[kv_events]: where changes of the prefix cache are published."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ REPLAY_BYTES_MIN = 1 << 16
 
 
 class KvEventsSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[kv_events]: blocks stored, removed and cleared, as vLLM publishes them (docs/kv-events.md).
+    """[kv_events]: blocks stored, removed and cleared, in vLLM's format (docs/kv-events.md).
 
-    publish: where subscribers connect, `ipc://PATH` or `tcp://HOST:PORT`; "": nothing is told. replay: where they ask
-    for batches that they missed, another such address; "": nowhere. topic: of every message.
-    encoding: of an event: "array", as vLLM had it up to 0.23 and routers of before and after that read, or "map", as it
-    has it since. tenant: whose blocks routers find by their tokens alone; those of others, and of prompts with a
-    `cache_salt`, carry a name that sets them apart.
-    unencrypted_tcp: `tcp://` is allowed: everybody who can connect there reads the tokens of all prompts.
-    replay_batches_max, replay_bytes_max: so much is kept for those who missed it. subscriber_batches_max: wait for one
-    subscriber; one that reads more slowly misses the next ones.
+    Attributes:
+        publish: Endpoint for subscribers, `ipc://PATH` or `tcp://HOST:PORT`; "" disables the stream.
+        replay: Endpoint at which subscribers request missed batches; "" for none.
+        topic: Topic of every message.
+        encoding: Encoding of events: "array" is that of vLLM up to 0.23, which all routers read, "map" that of later
+            versions.
+        tenant: The tenant with blocks that routers find by their tokens alone; blocks of other tenants, and of prompts
+            with a `cache_salt`, carry a distinguishing name.
+        unencrypted_tcp: Allow `tcp://`; any process that can connect there can read the tokens of all prompts.
+        replay_batches_max: Batches kept for replay.
+        replay_bytes_max: Bytes of batches kept for replay.
+        subscriber_batches_max: Batches queued for one subscriber; a slow consumer misses the next ones.
     """
 
     publish: str = ""
@@ -40,7 +44,11 @@ class KvEventsSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=
     subscriber_batches_max: Count = 10_000
 
     def check(self, section: str) -> None:
-        """Raises InvalidConfiguration naming what is wrong."""
+        """Validate the section.
+
+        Raises:
+            InvalidConfiguration: A value is invalid.
+        """
         super().check(section)
         if self.encoding not in ENCODINGS:
             problem = f"must be one of {', '.join(ENCODINGS)}, not {self.encoding!r}"
@@ -53,17 +61,17 @@ class KvEventsSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=
             if getattr(self, name):
                 self._check_endpoint(f"{section}.{name}", getattr(self, name))
         if self.replay and not self.publish:
-            raise InvalidConfiguration(f"{section}.replay", f"{section}.publish is not set: nothing is told")
+            raise InvalidConfiguration(f"{section}.replay", f"needs {section}.publish, which is not set")
         if self.replay and self.replay == self.publish:
-            raise InvalidConfiguration(f"{section}.replay", f"is {section}.publish: it needs an address of its own")
+            raise InvalidConfiguration(f"{section}.replay", f"must differ from {section}.publish")
 
     def _check_endpoint(self, field: str, endpoint: str) -> None:
         if is_network(endpoint):
             host_and_port(endpoint, field)
             if not self.unencrypted_tcp:
                 problem = (
-                    f"{endpoint} is not encrypted, and everybody who can connect there, on this machine too, reads the "
-                    "tokens of all prompts: use ipc://, or set kv_events.unencrypted_tcp = true where that is meant"
+                    f"{endpoint} is not encrypted: any process that can connect, on this machine too, can read the "
+                    "tokens of all prompts: use ipc://, or set kv_events.unencrypted_tcp = true to allow it"
                 )
                 raise InvalidConfiguration(field, problem)
             return

@@ -1,6 +1,6 @@
-"""The sockets of the event stream: PUB for subscribers, ROUTER for those who missed something.
+"""The sockets of the event stream: PUB for subscribers, ROUTER for replay requests.
 
-What ZeroMQ has no room for it drops, and says so to nobody but the subscriber, which sees the gap in the numbers.
+ZeroMQ drops messages when a queue is full; the subscriber detects the gap in the batch numbers.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from ..runtime_folder import OwnFiles, check_free
 from .settings import IPC, KvEventsSection
 from .stream import Asked
 
-REPLAY_QUEUE_MAX = 64  # batches on their way to one who asked
+REPLAY_QUEUE_MAX = 64  # batches queued for one replay
 REQUEST_BYTES_MAX = 1024
 REQUESTS_A_TURN = 64
 log = logging.getLogger("coordinator")
 
 
 class Sockets:
-    """Binds where the settings say."""
+    """The PUB and ROUTER sockets."""
 
     def __init__(self, settings: KvEventsSection) -> None:
-        """Raises InvalidConfiguration."""
+        """Bind the configured endpoints.
+
+        Raises:
+            InvalidConfiguration: An endpoint cannot be used.
+        """
         self._topic = settings.topic.encode()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._own = OwnFiles()
@@ -49,10 +53,10 @@ class Sockets:
             raise
 
     def _bind(self, socket: zmq.Socket[bytes], endpoint: str, field: str) -> None:
-        """A socket's file is for this user alone: whoever may open it reads everybody's tokens."""
+        """Bind a socket. Its file is private to this user, because events contain the tokens of all prompts."""
         if not is_network(endpoint):
             try:
-                check_free(endpoint.removeprefix(IPC))  # ZeroMQ removes what is there, alive or not
+                check_free(endpoint.removeprefix(IPC))  # ZeroMQ would replace even a live socket
             except CoordinatorInUse as error:
                 raise InvalidConfiguration(field, str(error)) from None
         socket.linger = 0
@@ -66,27 +70,27 @@ class Sockets:
             os.umask(before)
         if not is_network(endpoint):
             self._own.note(Path(endpoint.removeprefix(IPC)))
-        log.info("telling KV events at %s" if field.endswith("publish") else "telling them again at %s", endpoint)
+        log.info("publishing KV events at %s" if field.endswith("publish") else "replaying KV events at %s", endpoint)
 
     def watched(self) -> int | None:
-        """The descriptor that says when somebody asks for something; None: nobody can."""
+        """Return the descriptor that signals replay requests, or None."""
         return None if self._replay is None else int(self._replay.fd)
 
     def stir(self) -> None:
-        """It said so."""
+        """Record that the descriptor was signalled."""
         self._stirred = True
 
     @property
     def waiting(self) -> bool:
-        """Whether that was not looked at yet."""
+        """Whether a signal has not been handled yet."""
         return self._stirred
 
     def publish(self, number: bytes, payload: bytes) -> None:
-        """To every subscriber that has room for it: PUB never waits."""
+        """Send a batch to every subscriber with room in its queue. PUB never blocks."""
         self._pub.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
 
     def asked(self) -> list[Asked]:
-        """What came in since: not more than a turn has room for. What is no question is passed over."""
+        """Return new replay requests, at most `REQUESTS_A_TURN`. Malformed ones are logged and dropped."""
         found: list[Asked] = []
         if self._replay is None or not (self._stirred or self._answered):
             return found
@@ -100,13 +104,13 @@ class Sockets:
             if len(frames) == 3 and not frames[1] and len(frames[2]) == 8:
                 found.append(Asked(frames[0], int.from_bytes(frames[2], "big")))
             else:
-                log.warning("what somebody asked for KV events is no number of a batch: %d frames", len(frames))
+                log.warning("invalid replay request: expected a sequence number, got %d frames", len(frames))
         return found
 
     def answer(self, who: bytes, number: bytes, payload: bytes) -> bool | None:
-        """One batch for one that asked. False: it has no room for now; None: it is gone."""
+        """Send one batch of a replay. Return False if the peer's queue is full, None if the peer is gone."""
         assert self._replay is not None
-        self._answered = True  # to send may take the sign that something came
+        self._answered = True  # sending may consume the edge-triggered signal of new input
         try:
             self._replay.send_multipart((who, b"", number, payload), zmq.NOBLOCK)
         except zmq.Again:
@@ -116,6 +120,6 @@ class Sockets:
         return True
 
     def close(self) -> None:
-        """Leaves nothing behind. Idempotent."""
+        """Close the sockets and remove their files. Idempotent."""
         self._context.destroy(linger=0)
         self._own.remove()

@@ -1,12 +1,12 @@
-"""The stream of batches: numbered, sent once a turn, and kept for a while for those who missed some.
+"""The stream of event batches: numbered, sent once a turn, and kept for replay for a while.
 
-A batch has the next number whatever becomes of it; nobody is waited for. Numbers go on over a restart, since they begin
-with the microsecond of the start, and no process tells a batch a microsecond: so a subscriber of the process before
-sees a gap, asks for what it missed, and is told.
+Every batch gets the next number, whether or not it is delivered; the stream never waits for a subscriber. Numbers start
+with the microsecond of the process start, and no process produces a batch each microsecond. They therefore increase
+across restarts: a subscriber of the previous process sees a gap, requests the missing batches, and gets the new state.
 
-Told anew is everything: all pools cleared, then all that is there. That happens at the start, and when somebody asks
-for what is not kept any more: from then on whoever begins at `_whole`, the number of its first batch, gets right,
-whatever it held. So no more than that is ever sent again.
+A full resend clears all pools and then publishes their whole content. It occurs at startup, and when a subscriber
+requests batches that are not kept any more. A subscriber that starts at `_whole`, the number of its first batch, ends
+up correct, whatever it held before. Earlier batches are therefore never replayed.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from .settings import KvEventsSection
 END = (-1).to_bytes(8, "big", signed=True)
 REQUESTS_MAX = 16
 ANSWERS_A_TURN = 64
-STUCK_S = 5.0  # somebody who asked and takes nothing for so long has to ask again
-ANEW_S = 10.0  # it is not told anew more often because somebody asks
+STUCK_S = 5.0  # a replay that makes no progress for this long is dropped
+ANEW_S = 10.0  # minimum interval between full resends on request
 log = logging.getLogger("coordinator")
 
 
 class Asked(NamedTuple):
-    """Somebody wants all batches from a number on."""
+    """A request to replay all batches from a number on."""
 
     who: bytes
     first: int
 
 
 class Post(Protocol):
-    """What carries batches: `kvforge.coordinator.kv_events.sockets.Sockets`. Nothing of it waits."""
+    """The transport of batches, which never blocks: `kvforge.coordinator.kv_events.sockets.Sockets`."""
 
     def publish(self, number: bytes, payload: bytes) -> None:
-        """To every subscriber that has room for it."""
+        """Send a batch to every subscriber with room in its queue."""
 
     def asked(self) -> list[Asked]:
-        """What came in since: not more than a turn has room for."""
+        """Return new replay requests, a bounded number."""
 
     def answer(self, who: bytes, number: bytes, payload: bytes) -> bool | None:
-        """One batch for one that asked. False: it has no room for now; None: it is gone."""
+        """Send one batch of a replay. Return False if the peer's queue is full, None if the peer is gone."""
 
 
 class _Answer:
-    """next: the number of the batch that comes next. took_s: when it took one last."""
+    """A replay in progress: the number of its next batch, and when the peer last accepted one."""
 
     def __init__(self, who: bytes, first: int, now_s: float) -> None:
         self.who, self.next, self.took_s = who, first, now_s
 
 
 class EventStream:
-    """Tells what a machine's prefix indexes hold. now_s: Unix time, of the batches."""
+    """Publishes the content of a machine's prefix indexes. `now_s` returns the Unix time for batches."""
 
     def __init__(self, machine: Machine, post: Post, settings: KvEventsSection, now_s: Callable[[], float]) -> None:
         self._machine, self._post, self._now_s = machine, post, now_s
@@ -75,7 +75,7 @@ class EventStream:
         self._answers: list[_Answer] = []
 
     def turned(self) -> bool:
-        """What a turn changed leaves, and whoever asked gets some. Returns whether somebody waits for more."""
+        """Publish the changes of a turn, and continue replays. Return whether a replay is unfinished."""
         changes = None if self._changed is None else self._changed.take()
         if changes is None:
             self._tell_anew()
@@ -88,15 +88,15 @@ class EventStream:
         return bool(self._answers)
 
     def _tell_anew(self) -> None:
-        """Which ranks a subscriber knows of an earlier life nobody can say: all are cleared."""
+        """Resend everything. All possible ranks are cleared, since a subscriber may have older state of any."""
         self._whole, self._told_s = self._next, self._now_s()
         for pool in range(self._machine.limits.bounds.pools_max):
             self._send([Cleared(pool)])
         self._changed = self._machine.cache.tell_changes()
         self._send(self._changed.take() or ())
-        tell(log, "debug", "KV events begin anew", "kv_events_anew", {"batches": self._next - self._whole})
+        tell(log, "debug", "KV events restarted", "kv_events_anew", {"batches": self._next - self._whole})
         if self._oldest > self._whole:
-            log.warning("what all pools hold is more than is kept for who missed it: raise kv_events.replay_bytes_max")
+            log.warning("the content of all pools exceeds the replay buffer: raise kv_events.replay_bytes_max")
 
     def _send(self, changes: Iterable[Change]) -> None:
         for payload in self._format.batches(changes, self._now_s()):
@@ -118,7 +118,7 @@ class EventStream:
             self._ask(asked)
 
     def _ask(self, asked: Asked) -> None:
-        """What was before everything was told anew nobody needs. Where too many ask at once, they have to ask again."""
+        """Start a replay, at the latest full resend or later. Excess requests are dropped; the peers must retry."""
         if len(self._answers) >= REQUESTS_MAX:
             return
         first = max(asked.first, self._whole)
@@ -128,12 +128,12 @@ class EventStream:
         self._answers.append(_Answer(asked.who, first, self._now_s()))
 
     def _serve(self) -> None:
-        """Each of them gets as much as it takes, and together no more than a turn has room for."""
+        """Continue all replays, with a bounded number of batches in total."""
         share = ANSWERS_A_TURN // len(self._answers)
         self._answers = [answer for answer in self._answers if self._serve_one(answer, share)]
 
     def _serve_one(self, answer: _Answer, most: int) -> bool:
-        """Returns whether there is more to come."""
+        """Continue one replay. Return whether it is unfinished."""
         for _ in range(most):
             answer.next = max(answer.next, self._oldest)
             over = answer.next >= self._next

@@ -43,12 +43,16 @@ ALICE = {"alice": {"key": A, **MAY}}
             "access.clients.b.key",
             "access.clients.a.key",
         ),
-        ({"access": {"clients": ALICE, "workers": {"w": {"key": A}}}}, "access.workers.w.key", "one of its own"),
+        ({"access": {"clients": ALICE, "workers": {"w": {"key": A}}}}, "access.workers.w.key", "must be unique"),
         ({"access": {"clients": {"a": {"key": A}}}}, "access.clients.a.tenant", "is required"),
         ({"access": {"clients": {"a": {"key": A, "tenant": "t"}}}}, "access.clients.a.rights", "is required"),
         ({"access": {"clients": {"a": MAY}}}, "access.clients.a", "neither a key nor a user"),
         ({"access": {"clients": {"a": {**MAY, "user": "no-such-user"}}}}, "access.clients.a.user", "no user"),
-        ({"access": {"local": {"rights": ["root"]}}}, "access.local.rights", "'root' is none of submit, read, admin"),
+        (
+            {"access": {"local": {"rights": ["root"]}}},
+            "access.local.rights",
+            "must be one of submit, read, admin, not 'root'",
+        ),
         ({"access": {"local": {"tenant": "a\n"}}}, "access.local.tenant", "printable"),
         ({"access": {"local": {"requests_max": -1}}}, "access.local.requests_max", ">= 0"),
         (

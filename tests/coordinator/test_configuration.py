@@ -80,7 +80,7 @@ def test_a_worker_that_announces_an_impossible_pool_is_refused(field: str, value
     other = FakeWorker(driver.machine, 9, "other", 4, model_info())
     driver.workers.append(other)
     hello_and_ready(driver, other, **{field: value})
-    assert "at least one block of at least one byte" in other.dropped
+    assert "blocks and bytes_per_block must be at least 1" in other.dropped
     assert driver.workers == [worker]
     assert len(driver.machine.cache.groups) == 1
 

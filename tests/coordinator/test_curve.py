@@ -69,7 +69,7 @@ def test_a_key_that_is_not_in_the_list_is_told_so_and_who_only_names_one_learns_
     assert violation.last == curve.UNKNOWN_KEY
     assert f"'{STRANGER.public}'" in str(violation)
     reader, client = greeted(CurveClient(pair=keys.KeyPair(CLIENT.public, STRANGER.secret)))
-    violation = refused(reader, client.initiate(), "does not have the secret of the key that it names")
+    violation = refused(reader, client.initiate(), "cannot prove its key")
     assert (violation.last, reader.key) == (b"", b"")
 
 
@@ -85,14 +85,14 @@ def test_a_handshake_that_was_listened_to_is_of_no_use_again() -> None:
     second = SealedReader(Bounds(), server_keys())
     second.feed(GREETING + hello)
     assert second.next(False) is None  # a replayed HELLO is as valid as the first and proves nothing yet
-    refused(second, initiate, "another cookie")
+    refused(second, initiate, "wrong cookie")
     again = CurveClient(transient=client.transient)
     third = SealedReader(Bounds(), server_keys())
     third.feed(GREETING + hello)
     third.next(False)
     again.take_welcome(third.reply)
     spoiled = initiate[:18] + again.cookie + initiate[18 + curve.COOKIE_BYTES :]
-    refused(third, spoiled, "not sealed for this connection")
+    refused(third, spoiled, "not encrypted for this connection")
     first.feed(initiate)
     first.next(False)
     assert first.ready
@@ -107,20 +107,20 @@ def test_a_vouch_of_another_connection_is_refused() -> None:
 
 def test_after_a_handshake_there_is_no_second() -> None:
     reader, client = shaken()
-    refused(reader, client.initiate(), "not sealed")
+    refused(reader, client.initiate(), "unencrypted frame")
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (zmtp.GREETING, "with b'NULL', not 3 with CURVE"),
+        (zmtp.GREETING, "with b'NULL' .expected 3 with CURVE"),
         (GREETING + b"\x00\x01x", "first frame is not HELLO"),
         (GREETING + b"\x02" + (100_000).to_bytes(8, "big"), "at most 65536 bytes"),
         (GREETING + b"\x02" + (60_000).to_bytes(8, "big"), "first frame is not HELLO"),
         (GREETING + zmtp.ready(), "first frame is not HELLO"),
         (GREETING + command(b"\x05HELLO\x01\x00" + bytes(100)), "first frame is not HELLO"),
         (GREETING + command(b"\x05HELLO\x02\x00" + bytes(192)), "first frame is not HELLO"),
-        (GREETING + command(b"\x05HELLO\x01\x00" + bytes(192)), "its key is none"),
+        (GREETING + command(b"\x05HELLO\x01\x00" + bytes(192)), "invalid public key"),
     ],
 )
 def test_what_is_no_handshake_is_named(data: bytes, words: str) -> None:
@@ -132,10 +132,10 @@ def test_what_is_no_handshake_is_named(data: bytes, words: str) -> None:
     [
         (lambda client: client.hello(), "not INITIATE"),
         (lambda client: command(client.initiate()[9:100]), "not INITIATE"),
-        (lambda client: client.initiate(cookie=bytes(96)), "another cookie"),
+        (lambda client: client.initiate(cookie=bytes(96)), "wrong cookie"),
         (lambda client: client.initiate(metadata=b"\x0bSocket-Type\x00\x00\x00\x03SUB"), "cannot talk to a ROUTER"),
-        (lambda client: client.initiate(metadata=b"\xff"), "cut short"),
-        (lambda client: client.initiate(vouch=bytes(96)), "does not have the secret"),
+        (lambda client: client.initiate(metadata=b"\xff"), "truncated READY"),
+        (lambda client: client.initiate(vouch=bytes(96)), "cannot prove its key"),
         (lambda client: client.message(b"x"), "not INITIATE"),
     ],
 )
@@ -153,7 +153,8 @@ def test_no_byte_of_a_handshake_can_be_changed(at: int, change: int) -> None:
     hello = bytearray(client.hello())
     sealed = range(2 + 80, len(hello))
     hello[sealed[at % len(sealed)]] ^= change
-    refused(SealedReader(Bounds(), server_keys()), GREETING + bytes(hello), "not for this coordinator's key|none")
+    words = "not for this coordinator's key|invalid public key"
+    refused(SealedReader(Bounds(), server_keys()), GREETING + bytes(hello), words)
     reader, client = greeted()
     initiate = bytearray(client.initiate())
     place = 9 + at % (len(initiate) - 9)
@@ -199,8 +200,8 @@ def test_a_message_is_not_taken_twice_nor_an_older_one_after_it() -> None:
     reader, client = shaken()
     first, second = client.message(b"first"), client.message(b"second")
     assert take(reader, second, [1000]) == [[b"second"]]
-    refused(reader, second, "again")
-    refused(reader, first, "again")
+    refused(reader, second, "replayed")
+    refused(reader, first, "replayed")
 
 
 @given(st.integers(0, 500), st.integers(1, 255))
@@ -208,14 +209,14 @@ def test_no_byte_of_a_message_can_be_changed(at: int, change: int) -> None:
     reader, client = shaken()
     sealed = bytearray(client.message(b"remove everything"))
     sealed[2 + at % (len(sealed) - 2)] ^= change
-    refused(reader, bytes(sealed), "changed on its way|not sealed|again")
+    refused(reader, bytes(sealed), "modified in transit|unencrypted|replayed")
 
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda _: b"\x00\x05plain", "not sealed"),
-        (lambda client: b"\x01" + client.message(b"x")[1:], "not sealed"),
+        (lambda _: b"\x00\x05plain", "unencrypted frame"),
+        (lambda client: b"\x01" + client.message(b"x")[1:], "unencrypted frame"),
         (lambda client: client.message(b"x", flags=4), "flags 0x04"),
         (lambda client: client.message(b"a", 1) + client.message(b"b", 1), "at most 2 parts"),
         (lambda client: client.message(bytes(5000), flags=2), "a command is at most"),

@@ -148,7 +148,7 @@ def test_a_deadline_that_is_no_later_than_the_first_tokens_is_what_is_told(
     request = driver.submit(PROMPT, deadline_ms=deadline_ms, first_token_ms=first_token_ms)
     driver.advance(30_000)
     driver.turn()
-    assert "it did not end within 0.02 s" in str(expired_error(driver, request))
+    assert "it had not ended within 0.02 s" in str(expired_error(driver, request))
 
 
 # behaviour 27

@@ -67,7 +67,7 @@ def test_a_block_says_whether_a_request_the_cache_or_a_step_keeps_it(make_pool: 
     driver.answer(worker)
     driver.cancel(request)
     assert driver.explain(block_id=second).facts["state"] == "quarantined"
-    assert "nobody holds it; step 2 of w1 may still touch it" in driver.explain(block_id=second).sentences
+    assert "it has no holder; step 2 of w1 may still touch it" in driver.explain(block_id=second).sentences
     driver.run_until_idle()
     cached = driver.explain(block_id=first)
     assert (cached.facts["state"], cached.facts["indexed"], cached.facts["holders"]) == ("cached", True, 0)
@@ -222,8 +222,8 @@ def test_a_sequence_tells_its_length_its_blocks_and_what_is_shared(make_pool: Ma
         "request_id": 0,
         "resident": True,
     }
-    assert told.sentences[0] == "9 tokens, 0 of them with KV, last used 4 s ago"
-    assert told.sentences[2] == "it is removed in 6 s if nobody uses it"
+    assert told.sentences[0] == "9 tokens, 0 with KV, last used 4 s ago"
+    assert told.sentences[2] == "it is removed in 6 s if it stays unused"
 
 
 def test_an_evicted_sequence_says_that_it_holds_nothing(make_pool: MakePool) -> None:

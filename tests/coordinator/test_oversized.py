@@ -98,19 +98,19 @@ def test_a_message_that_is_read_past_has_begun_and_its_end_is_waited_for() -> No
 
 @pytest.mark.parametrize("announced", [SKIPPED + 1, 1 << 40, (1 << 64) - 1])
 def test_what_is_larger_than_any_message_ends_the_connection(announced: int) -> None:
-    with pytest.raises(Violation, match=f"a message is at most {SKIPPED} bytes, this one is to have {announced}"):
+    with pytest.raises(Violation, match=f"a message is at most {SKIPPED} bytes, this one has {announced}"):
         take(Reader(BOUNDS), HELLO + b"\x02" + announced.to_bytes(8, "big"), [1 << 20])
 
 
 def test_parts_that_are_read_past_count_together() -> None:
     data = HELLO + part(bytes(150_000)) + b"\x02" + (60_000).to_bytes(8, "big")
-    with pytest.raises(Violation, match=f"at most {SKIPPED} bytes, this one is to have 210000"):
+    with pytest.raises(Violation, match=f"at most {SKIPPED} bytes, this one has 210000"):
         take(Reader(BOUNDS), data, [1 << 16])
 
 
 def test_a_stranger_and_a_worker_are_disconnected() -> None:
     data = HELLO + b"\x02" + (70_000).to_bytes(8, "big")
-    with pytest.raises(Violation, match="before the hello is answered is at most 65536 bytes"):
+    with pytest.raises(Violation, match="during the handshake is at most 65536 bytes"):
         take(Reader(BOUNDS), data, [1 << 20], admitted=False)
     workers = CoordinatorConfig().worker_limits().room
     both = HELLO + part(bytes(1 << 20)) + b"\x02" + (64 << 20).to_bytes(8, "big")

@@ -194,7 +194,7 @@ def test_a_row_that_stands_still() -> None:
     timings = driver.ended[request].timings
     # Two blocks hold its prompt and five tokens; the next block is free when the other request ends, in its 20th step.
     assert spent(timings) == {"prefill": STEP_US, "decode": 9 * STEP_US, "stalled": 14 * STEP_US}
-    assert "stood still for 0.014 s for want of blocks" in sentence(driver, request)
+    assert "stalled for 0.014 s for lack of blocks" in sentence(driver, request)
 
 
 def test_the_pause_of_a_stream_is_beside_the_phases(make_pool: MakePool) -> None:

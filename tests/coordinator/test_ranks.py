@@ -125,7 +125,7 @@ def test_ranks_that_differ_are_refused_by_what_they_differ_in(field: str) -> Non
     values = {name: getattr(ready, name) for name in WorkerReady.__struct_fields__} | {field: other}
     d.apply(FromWorker(second.number, WorkerReady(**values)))
     (refused,) = d.heard(second, Refused)
-    assert f"must be alike: {field} is" in refused.error.message
+    assert f"disagree: {field} is" in refused.error.message
     assert not d.machine.workers and not d.machine.cache.groups
     assert d.dropped(first) == (True, True)
 
@@ -138,8 +138,8 @@ def test_a_hello_that_cannot_be_is_refused() -> None:
         ({"rank": -1}, "rank -1 of 2"),
         ({"rank": 1, "ranks": 65}, "rank 1 of 65"),
         ({"rank": 0}, "rank 0 of worker 'w' is connected already"),
-        ({"rank": 1, "ranks": 3}, "has 2 ranks, and one came that says 3"),
-        ({"rank": 0, "ranks": 1}, "has 2 ranks, and one came that says 1"),
+        ({"rank": 1, "ranks": 3}, "has 2 ranks, but one that connected announces 3"),
+        ({"rank": 0, "ranks": 1}, "has 2 ranks, but one that connected announces 1"),
     ):
         worker = d.hello(**fields)
         (refused,) = d.heard(worker, Refused)
@@ -178,7 +178,7 @@ def test_ranks_that_disagree_end_and_nothing_of_it_is_told() -> None:
     d.report(second, wrong)
     d.turn()
     assert d.streamed.get(request, []) == [] and not d.machine.workers
-    assert "rank 1 has computed something else than rank 0 in step 1: slot" in d.heard(second, Refused)[0].error.message
+    assert "rank 1 disagrees with rank 0 in step 1: slot" in d.heard(second, Refused)[0].error.message
     assert d.dropped(first) == (True, True)
     d.serve()
     d.run_until_idle()
@@ -195,7 +195,7 @@ def test_what_is_left_out_or_said_twice() -> None:
     d.report(second, result)
     assert "stale result of step 1 of rank 1" in d.logs[-1].text
     d.report(second, StepResult(step_id=9, epoch=result.epoch))
-    assert "step 2 is due of rank 1, the result names 9" in d.heard(second, Refused)[0].error.message
+    assert "step 2 is due of rank 1, not step 9" in d.heard(second, Refused)[0].error.message
     assert d.dropped(first) == (True, True)
 
 

@@ -146,10 +146,10 @@ def test_a_list_that_is_read_again_says_who_must_go() -> None:
     of_client, of_worker = gate.reread(convert(after, access.AccessSection))
     by_key = [of_client(Who(key=keys.bytes_of(key, "key"))) for key in (a, b, c)]
     assert [words.partition(" ")[2] for words in by_key[:2]] == [
-        "says something else of it now",
+        "entry in [access] has changed",
         "key is not in [access] any more",
     ]
-    assert "something else" in of_client(Who(user=1000)), "local users have fewer rights now"
+    assert "has changed" in of_client(Who(user=1000)), "local users have fewer rights now"
     assert of_worker(Who(key=keys.bytes_of(w, "key"))) == access.NOT_LISTED and of_worker(Who(user=1000)) == ""
     assert doors[0] is gate.client_keys == {keys.bytes_of(key, "key") for key in (a, c)} and doors[1] == set()
     assert rate(Who(key=keys.bytes_of(c, "key"))) is not None

@@ -195,7 +195,7 @@ def test_ids_that_mean_something_else_are_never_signalled(
     replacer.replace(WORKER, pid, "no step", 0)
     assert replacer.act(2) is None
     assert [record.getMessage() for record in caplog.records] == [
-        f"worker process {pid} must end (no step) and cannot be ended from here: end it yourself"
+        f"worker process {pid} must end (no step), but cannot be killed from here: kill it manually"
     ]
 
 

@@ -702,7 +702,7 @@ def test_a_result_before_its_turn_is_a_protocol_error_and_the_worker_is_dropped(
     results = [worker.execute(step) for step in worker.inbox]
     effects = driver.report(worker, results[1])
     assert isinstance(effects[-1], DropWorker)
-    assert "step 1 is due, the result names step 2" in worker.dropped
+    assert "step 1 is due, but the result is for step 2" in worker.dropped
     assert driver.request(request).state == "preempted"
     driver.add_worker(16)
     driver.run_until_idle()
@@ -855,7 +855,7 @@ def test_a_worker_speaks_in_order_or_is_dropped() -> None:
     stranger = FakeWorker(driver.machine, 5, "stranger", 4, model_info())
     driver.workers.append(stranger)
     driver.report(stranger, driver.ready(stranger))
-    assert "first message is worker_hello" in stranger.dropped
+    assert "first message of a worker must be worker_hello" in stranger.dropped
     assert not driver.machine.cache.groups
 
 
@@ -889,7 +889,7 @@ def test_a_worker_that_introduces_itself_twice_is_dropped_and_its_pool_with_it(
 def test_a_worker_with_another_model_is_refused(make_pool: MakePool) -> None:
     driver, worker = make_pool()
     other = driver.add_worker(8, "other", model_info("another"))
-    assert "all must serve the same" in other.dropped
+    assert "all must use the same model" in other.dropped
     assert driver.workers == [worker]
     assert driver.machine.cache.model is not None
     assert driver.machine.cache.model.name == "m"

@@ -297,8 +297,8 @@ def test_what_begins_after_a_restart_begins_where_a_worker_is() -> None:
     d.turn()
     assert d.request(there).worker == d.request(like_it).worker == second.name
     assert d.request(runs).worker == first.name
-    (told,) = [each for each in d.explain(request_id=runs).sentences if "not back" in each]
-    assert "started again" in told
+    (told,) = [each for each in d.explain(request_id=runs).sentences if "reconnect after a restart" in each]
+    assert "it continues then, or elsewhere" in told
 
 
 def test_who_waits_for_those_that_are_away_is_told_so_and_begins_when_one_is_back() -> None:

@@ -415,7 +415,7 @@ def test_a_client_for_which_too_much_waits_is_dropped(bench: Bench, caplog: pyte
         bench.turn(*done(98, 99))
     assert bench.machine.events == [ClientGone(1, goodbye=False)]
     assert [record.getMessage() for record in caplog.records] == [
-        f"client connection 1 dropped: it does not read, and {BACKLOG} replies of 52 bytes wait for it"
+        f"client connection 1 dropped: slow consumer, {BACKLOG} replies of 52 bytes are queued"
     ]
     assert bench.clients.known == {2}
     assert rids(bench.clients.take(2)) == [8]
@@ -593,7 +593,7 @@ def test_a_worker_that_takes_no_step_is_gone(bench: Bench, caplog: pytest.LogCap
     assert bench.machine.events == [WorkerGone(3, goodbye=False)]
     assert bench.workers.known == set()
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "worker connection 3 dropped: it does not read its messages"
+        "worker connection 3 dropped: slow consumer"
     ]
     assert ("leave", 3) in bench.processes.calls
     assert bench.wait_us == 0  # its requests can run elsewhere now

@@ -72,7 +72,7 @@ def test_the_own_user_root_and_a_group_that_the_folder_is_open_to(
 ) -> None:
     problem = users(tmp_path, mode, monkeypatch).problem(peer)  # type: ignore[arg-type]
     assert (not problem) == may
-    assert may or problem.startswith(f"it is of user {OTHER}; user {ME} and root")
+    assert may or problem.startswith(f"user {OTHER} is not permitted (permitted: user {ME} and root")
 
 
 def test_workers_are_of_the_own_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,5 +111,5 @@ def test_another_user_is_shut_out_whatever_the_permissions_say(
     child = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE)
     until(lambda: (peers.note_ends(), child.poll() is not None)[1])  # type: ignore[func-returns-value]
     assert child.communicate()[0] == b"b''\n", "the refused peer received a greeting"
-    assert f"client connection refused: it is of user {OTHER}" in caplog.text
+    assert f"client connection refused: user {OTHER} is not permitted" in caplog.text
     peers.close()

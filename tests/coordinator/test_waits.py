@@ -175,7 +175,7 @@ def test_a_row_at_its_ceiling_waits_for_what_ends_by_itself_and_explain_says_so(
     assert (driver.request(waits).state, driver.request(holder).state) == ("running", "running")
     told = driver.explain(request_id=waits)
     assert told.facts["limit"] == "tenant ceiling"
-    assert any("it stands still" in sentence for sentence in told.sentences)
+    assert any("it is stalled" in sentence for sentence in told.sentences)
     driver.run_until_idle()
     assert driver.answer_of(waits) == continuation([50, 51, 52], 10)
     assert driver.answer_of(holder) == continuation([*prompt, 2], 50)

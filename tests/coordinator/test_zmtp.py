@@ -67,14 +67,14 @@ def test_whatever_comes_is_a_message_or_a_violation_and_holds_no_more_than_its_b
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"GET / HTTP/1.1\r\n", "does not speak ZMTP"),
-        (b"\xff" + bytes(8) + b"\x00", "does not speak ZMTP"),
-        (GREETING.replace(b"\x7f\x03", b"\x7f\x02"), "speaks ZMTP 2"),
+        (b"GET / HTTP/1.1\r\n", "not a ZMTP peer"),
+        (b"\xff" + bytes(8) + b"\x00", "not a ZMTP peer"),
+        (GREETING.replace(b"\x7f\x03", b"\x7f\x02"), "ZMTP 2 with"),
         (GREETING.replace(b"NULL", b"CURV"), "CURV"),
         (GREETING + b"\x00\x01x", "first frame is not READY"),
         (GREETING + b"\x04\x05\x04PING", "first frame is not READY"),
         (GREETING + READY.replace(b"DEALER", b"SUBSCR"), "cannot talk to a ROUTER"),
-        (GREETING + b"\x04\x08\x05READY\xff\x00", "cut short"),
+        (GREETING + b"\x04\x08\x05READY\xff\x00", "truncated READY"),
         (HELLO + b"\x08\x00", "flags 0x08"),
         (HELLO + b"\x06" + (1 << 40).to_bytes(8, "big"), "a command is at most"),
         (HELLO + b"\x02" + (1 << 63).to_bytes(8, "big"), "a message is at most"),
@@ -91,14 +91,14 @@ def test_what_breaks_the_protocol_is_named(data: bytes, words: str) -> None:
 
 def test_a_stranger_may_say_less(monkeypatch: pytest.MonkeyPatch) -> None:
     data = HELLO + b"\x02" + (1 << 20).to_bytes(8, "big")
-    with pytest.raises(Violation, match="before the hello is answered is at most 65536 bytes"):
+    with pytest.raises(Violation, match="during the handshake is at most 65536 bytes"):
         take(Reader(Bounds()), data, [1 << 20], admitted=False)
     assert take(Reader(Bounds()), data, [1 << 20]) == []
 
 
 def test_parts_count_together() -> None:
     data = HELLO + b"\x01\x64" + bytes(100) + b"\x00\x64"
-    with pytest.raises(Violation, match="is at most 150 bytes, this one is to have 200"):
+    with pytest.raises(Violation, match="is at most 150 bytes, this one has 200"):
         take(Reader(Bounds(message_bytes_max=150)), data, [1 << 20])
 
 

@@ -114,5 +114,5 @@ def test_nobody_notices_a_rolling_restart() -> None:
         requests = wait_empty(kv).requests
         assert (requests.failed_total, requests.expired_total, requests.cancelled_total) == (0, 0, 0)
         assert requests.finished_total == requests.accepted_total == load.answers + len(alone) + 2
-        assert "go on with the next start" in cluster.log("coordinator")
+        assert "the next start resumes" in cluster.log("coordinator")
         assert cluster.log("w1").count("registered: blocks") == 2, "the coordinator's restart costs no registration"

@@ -39,7 +39,7 @@ REPEATABLE = (Hello, Cancel, FinishAt, GetRequest, ListRequests, GetStats, GetHe
 
 PROBE = "a probe"  # the label of an Attach with a possibly invalid offset
 SEEK_US = 2_000  # delay before it looks for another coordinator
-NOT_GREETED = "a client's first message is hello"
+NOT_GREETED = "the first message of a client must be hello"
 
 
 class Host(Protocol):

@@ -85,8 +85,7 @@ class Indexing:
         """Set the indexing state of a sequence that begins with shared blocks.
 
         If a shared block is not indexed (a sibling computed content that already had an entry), indexing starts from
-        the
-        root and finds the existing entries.
+        the root and finds the existing entries.
         """
         s, index = self._sequences, group.index
         if hits.size and index.has_all(hits):

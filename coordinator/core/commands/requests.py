@@ -184,7 +184,7 @@ class RequestCommands:
         request = self._requests.find(message.request_id)
         if message.resume and request.client != event.client:
             raise Conflict(
-                f"request {request.id} is read by another connection; attach again to take it over",
+                f"request {request.id} is read by another connection now; attach again to take it back",
                 request_id=request.id,
             )
         most = self._admission.generated(request) + request.cut
@@ -284,7 +284,7 @@ class RequestCommands:
             age = f"{(self._clock.now_us - request.submitted_us) / 1e6:.3g} s"
             if kind == DEADLINE:
                 limit = (request.deadline_us - request.submitted_us) / 1e6
-                self._expire(request, f"it did not end within {limit:.6g} s")
+                self._expire(request, f"it had not ended within {limit:.6g} s")
             elif kind == FIRST_TOKEN:
                 if request.first_token_us < 0:
                     self._expire(request, f"it had no token after {age}")

@@ -188,7 +188,7 @@ def fits(
     largest = cache.largest_pool
     reserved = cache.tenants.reserved_for_others(tenant)
     if largest and needed > largest - reserved:
-        held_back = f", {reserved} of them reserved for other tenants" if reserved else ""
+        held_back = f", {reserved} reserved for other tenants" if reserved else ""
         problem = f"{total} tokens need {needed} blocks; the largest pool has {largest}{held_back}"
         room = max(0, largest - reserved) * cache.sequences.block_size
         raise InvalidRequest("max_tokens", problem, **{**numbers, "context_tokens": room})

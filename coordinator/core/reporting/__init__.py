@@ -1,5 +1,5 @@
-"""What people and programs are told of it all: statistics, gauges, and why something is as it is.
+"""Reports: statistics, gauges, and explanations.
 
-Law: asking changes nothing, not even how fast the next question is answered; all numbers of an answer are of the same
-instant. It may read every room, and none may use it but the machine.
+Reports change nothing, not even how fast the next one is made. All numbers of an answer belong to the same instant.
+This package may read every other one; only the machine uses it.
 """

@@ -1,4 +1,4 @@
-"""Answers to "who holds this block", "why does this request wait", "what does this tenant occupy"."""
+"""Explanations: the holders of a block, the reason why a request waits, the blocks of a tenant."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Told = tuple[str, list[str], Facts]
 
 
 class Explainer:
-    """Reads everything, changes nothing."""
+    """Builds explanations without side effects."""
 
     def __init__(
         self,
@@ -38,9 +38,11 @@ class Explainer:
         self._sequences, self._blocks = sequences, blocks
 
     def explain(self, tenant: str, message: Explain) -> Message:
-        """To one who sees this tenant alone, "": all.
+        """Explain a subject to a client that sees one tenant ("": all).
 
-        Raises InvalidRequest unless exactly one subject is given, and NotFound where it does not exist.
+        Raises:
+            InvalidRequest: The message does not name exactly one subject.
+            NotFound: The subject does not exist.
         """
         given = [message.block_id >= 0, message.request_id >= 0, message.sequence_id >= 0, bool(message.tenant)]
         if sum(given) != 1:
@@ -67,11 +69,11 @@ class Explainer:
             sentences.append(f"and by {info.refcount - len(info.holders)} more")
         if info.state == "cached":
             sentences.append(
-                "nobody holds it; it is kept because its prefix may be used again, and evicted when needed"
+                "it has no holder; it is kept because its prefix may be used again, and evicted when needed"
             )
         if info.state == "quarantined":
             touch = self._cache.blocks.touch[block]
-            sentences.append(f"nobody holds it; step {touch} of {info.worker} may still touch it")
+            sentences.append(f"it has no holder; step {touch} of {info.worker} may still touch it")
         if info.tenant:
             sentences.append(f"charged to tenant {info.tenant!r}")
         facts = _facts(info, "state", "worker") | {"holders": info.refcount}
@@ -80,7 +82,7 @@ class Explainer:
     # -------------------------------------------------------------------------------------------------------- requests
 
     def _request(self, seen: int, request: Request) -> Told:
-        """seen: the tenant whose others are named; 0: all are."""
+        """Explain a request. Requests of tenants other than `seen` stay anonymous, unless it is 0."""
         subject = f"request {request.id}"
         facts: Facts = {"state": request.state, "age_us": self._clock.now_us - request.submitted_us}
         if request.ended:
@@ -95,7 +97,7 @@ class Explainer:
         ahead = f"{place} requests are before it in the queue" if place else "it is the first in the queue"
         limit, sentences, details = self._why_waiting(seen, request)
         head = self._requests.live[order[0]]
-        if place and not limit:  # it would find room, which is kept for one before it, or not tried yet
+        if place and not limit:  # its room is kept for an earlier request, or it has not been tried yet
             limit, sentences, details = self._why_waiting(seen, head)
         if place:
             sentences = [f"it waits behind {self._named(seen, head.id)}", *sentences]
@@ -120,10 +122,10 @@ class Explainer:
         if request.wait is not None:
             facts.update({"limit": request.wait.limit, "blocks_short": request.wait.short})
             group = self._cache.groups[int(s.pool[slot])]
-            still = f"it stands still: {request.wait.short} blocks are missing ({request.wait.problem})"
+            still = f"it is stalled: {request.wait.short} blocks are missing ({request.wait.problem})"
             return subject, [told, still, *self._what_would_free(seen, group)], facts
         if self._cache.groups[int(s.pool[slot])].away:
-            away = "it is not back yet since the coordinator was started again: it goes on then, or elsewhere"
+            away = "it waits for its worker to reconnect after a restart: it continues then, or elsewhere"
             return subject, [told, away], {**facts, "limit": "away"}
         prefill = int(s.length[slot] - s.scheduled[slot])
         if prefill > 1:
@@ -131,21 +133,21 @@ class Explainer:
         return subject, [told], facts
 
     def _why_waiting(self, seen: int, request: Request) -> tuple[str, list[str], Facts]:
-        """The limit that a request waits for: (name, sentences, facts); "" where it will be tried next."""
+        """Return the limit that a request waits for, as (name, sentences, facts); "" if it will be tried next."""
         wait, cache = request.wait or self._untried(request), self._cache
         if wait is None:
-            return "", ["nothing holds it back: it starts with the next turn of the loop"], {"blocks_short": 0}
+            return "", ["nothing holds it back: it starts in the next turn"], {"blocks_short": 0}
         slots, rows = cache.sequences.id.size, cache.limits.schedule.step_rows_max
         other = self._named(seen, wait.other)
         told = {
             "workers": "no worker is ready: it starts when one has registered its pool",
-            "away": "the coordinator was started again, and no worker is back yet: it starts when one is",
+            "away": "no worker has reconnected since the coordinator restarted: it starts when one has",
             "sequences_max": f"all {slots} sequence slots are taken: it starts when one is freed",
             "step_rows_max": f"every worker runs its limit of {rows} requests: it starts when one ends",
-            "step": "a step that is under way still reads its sequence: it starts when that is done",
-            "kept": "room is kept for requests before it: it is tried when one of them has started",
+            "step": "a step in flight still reads its sequence: it starts when that is done",
+            "kept": "room is kept for requests before it: it is tried when one has started",
             SIBLING: f"{other} computes the prompt that it shares: it starts when that is done",
-            GRAMMAR: "its worker tries its grammar within limits of time and memory: it goes on when that is done",
+            GRAMMAR: "its worker tries its grammar within limits of time and memory: it continues when that is done",
             "alone": f"workers died while running {other}: that one runs alone until it has its next token",
         }
         if wait.limit == "alone" and self._admission.choice.must_be_alone(request):
@@ -160,7 +162,7 @@ class Explainer:
         return wait.limit, sentences, {"blocks_short": short, "worker": group.name}
 
     def _untried(self, request: Request) -> Wait | None:
-        """What keeps requests from being tried at all."""
+        """Return what keeps requests from being tried at all, or None."""
         groups, rows_max = self._cache.groups.values(), self._cache.limits.schedule.step_rows_max
         if not groups:
             return Wait("workers")
@@ -171,12 +173,12 @@ class Explainer:
         return None
 
     def _short(self, request: Request, group: Group) -> tuple[int, str]:
-        """How many blocks the request lacks in the group by now, and the refusal that it would meet."""
+        """Return how many blocks the request lacks in the group now, and the refusal that it would get."""
         cache, s = self._cache, self._cache.sequences
         slot = s.slot_of.get(request.sequence_id, NO_SLOT)
         hashes = request.hashes
         placement = self._admission.choice.plan(group, request)
-        request.hashes = hashes  # asking leaves nothing behind, not even a faster next time
+        request.hashes = hashes  # explaining must not have side effects, not even on speed
         needed = 0 if slot != NO_SLOT and s.pool[slot] == group.number else placement.needed
         asking, spare = np.array([slot] if slot >= 0 else [], int), self._admission.choice.spare(group, request)
         try:
@@ -205,17 +207,17 @@ class Explainer:
         ids, ttl_us = s.blocks_of(slot), int(s.idle_ttl_us[slot])
         shared = int(np.count_nonzero(self._cache.blocks.refcount[ids] > 1))
         used = f"last used {duration(info.idle_us)} ago"
-        sentences = [f"{info.length} tokens, {info.computed_tokens} of them with KV, {used}"]
+        sentences = [f"{info.length} tokens, {info.computed_tokens} with KV, {used}"]
         if not info.resident:
             sentences.append(
                 "it holds no blocks: its KV was evicted, lost, or never computed; it is computed when needed"
             )
         else:
-            sentences.append(f"{ids.size} blocks on {info.worker}, {shared} of them shared: {_ids(ids)}")
+            sentences.append(f"{ids.size} blocks on {info.worker}, {shared} shared: {_ids(ids)}")
         if info.request_id:
             sentences.append(f"request {info.request_id} works on it")
         elif ttl_us:
-            sentences.append(f"it is removed in {duration(ttl_us - info.idle_us)} if nobody uses it")
+            sentences.append(f"it is removed in {duration(ttl_us - info.idle_us)} if it stays unused")
         facts = _facts(info, "length", "computed_tokens", "blocks") | {"shared_blocks": shared}
         return f"sequence {sequence_id}", sentences, facts | _facts(info, "worker", "request_id", "resident")
 
@@ -249,7 +251,7 @@ class Explainer:
 
 
 def _facts(info: Message, *names: str) -> Facts:
-    """Some fields of what is also told to programs."""
+    """Return the named fields of a reply."""
     return {name: getattr(info, name) for name in names}
 
 

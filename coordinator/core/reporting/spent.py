@@ -1,4 +1,4 @@
-"""Where the time of a request went, in a sentence."""
+"""A sentence about where the time of a request went."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..waits import GRAMMAR, SIBLING, TENANT_CEILING
 QUEUED_FOR = {
     "": "its turn",
     "workers": "a worker",
-    "away": "a worker to come back",
+    "away": "a worker to reconnect",
     "sequences_max": "a sequence slot",
     "step_rows_max": "a row",
     "step": "a step that still read its sequence",
-    "kept": "requests before it that room was kept for",
+    "kept": "requests before it, which had room reserved",
     "alone": "a request that runs alone",
     "blocks": "free blocks",
     TENANT_CEILING: "room below its tenant's ceiling",
@@ -25,14 +25,14 @@ QUEUED_FOR = {
 
 
 def where_time_went(request: Request, now_us: int) -> tuple[str, dict[str, Field]]:
-    """(sentence, facts). now_us: what goes on counts up to then."""
+    """Return a sentence and facts about the time of a request up to `now_us`."""
     phases = request.phases
     spent = dict(zip(NAMES, phases.spent_by(now_us), strict=True))
     ways = {
         "queue": "waited {} in the queue for " + QUEUED_FOR[phases.queued_for],
         "prefill": "{} prefill",
         "preempted": f"preempted {_times(phases.preemptions)} for {{}} in all",
-        "stalled": "stood still for {} for want of blocks",
+        "stalled": "stalled for {} for lack of blocks",
         "recovering": f"recovered {_times(phases.recoveries)} for {{}} in all"
         if phases.recoveries
         else "waited {} while there was no coordinator",
@@ -49,7 +49,7 @@ def where_time_went(request: Request, now_us: int) -> tuple[str, dict[str, Field
 
 
 def duration(us: int) -> str:
-    """Microseconds as people read them."""
+    """Format microseconds for people."""
     return f"{us / 1e6:.3g} s"
 
 

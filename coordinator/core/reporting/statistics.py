@@ -1,4 +1,4 @@
-"""Statistics: one snapshot in which every number was true at the same instant."""
+"""Statistics: a snapshot with all numbers from the same instant."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ NO_USAGE = np.zeros(TENANT_ROWS + 1, np.int64)
 
 
 def live_tokens(cache: Cache, group: Group, tenant: int = 0) -> int:
-    """Places for tokens in the pool's held blocks that hold one, each counted once however many share it.
+    """Return how many tokens the pool's held blocks contain. Shared blocks count once.
 
-    tenant: only blocks charged to it; 0 means all.
+    Every held block is full except the last ones of sequences, so only these are examined.
 
-    Every block that is held is full but for the last ones of sequences, so only those are looked at.
+    Args:
+        cache: The cache.
+        group: The group with the pool.
+        tenant: Count only blocks charged to this tenant; 0 counts all.
     """
     s, pool, blocks, size = cache.sequences, group.pool, cache.blocks, cache.blocks.block_size
     owner, state = (column[pool.base : pool.base + pool.count] for column in (blocks.owner, blocks.state))
@@ -45,18 +48,18 @@ def live_tokens(cache: Cache, group: Group, tenant: int = 0) -> int:
         place = int(np.searchsorted(last, block))
         if place < last.size and last[place] == block:
             holders[place] += len(blocks.external[block])
-            if blocks.indexed[block]:  # an indexed block is full, whoever holds it
+            if blocks.indexed[block]:  # an indexed block is full
                 most[place] = size
-    most[blocks.refcount[last] > holders] = size  # someone else holds it as a block that is not the last
+    most[blocks.refcount[last] > holders] = size  # another holder has it as a full block
     counted = (blocks.owner[last] == tenant) if tenant else np.ones(last.size, np.bool_)
-    # Held by names alone and not indexed: nobody knows what is in it.
+    # The content of unindexed blocks with only named holders is unknown.
     unknown = [b for b in named if not blocks.indexed[b] and blocks.refcount[b] == len(blocks.external[b])]
     empty = sum(not tenant or int(blocks.owner[block]) == tenant for block in unknown)
     return (referenced - empty) * size - int((size - most[counted]).sum())
 
 
 def pool_stats(cache: Cache, group: Group) -> PoolStats:
-    """One pool, counted."""
+    """Return the statistics of one pool."""
     pool = group.pool
     states = cache.blocks.state[pool.base : pool.base + pool.count]
     assert int(np.count_nonzero(states == REFERENCED)) == pool.referenced
@@ -82,7 +85,7 @@ def pool_stats(cache: Cache, group: Group) -> PoolStats:
 
 
 def request_stats(requests: RequestTable, running: int) -> RequestStats:
-    """Counts of requests, now and since start. running: of those that are alive."""
+    """Return the request counts, now and since the first start. `running` is the number of running requests."""
     return RequestStats(
         pending=len(requests.live) - running,
         running=running,
@@ -100,7 +103,7 @@ def request_stats(requests: RequestTable, running: int) -> RequestStats:
 
 
 def tenant_stats(cache: Cache, waiting: WaitingQueue) -> tuple[TenantStats, ...]:
-    """Every tenant that is known."""
+    """Return the statistics of every known tenant."""
     tenants, count = cache.tenants, len(cache.tenants.names)
     usage, used_bytes = np.zeros(count, np.int64), np.zeros(count, np.int64)
     byte_seconds = tenants.past_byte_seconds[:count].copy()
@@ -129,7 +132,7 @@ def tenant_stats(cache: Cache, waiting: WaitingQueue) -> tuple[TenantStats, ...]
 def stats(
     cache: Cache, requests: RequestTable, admission: Admission, rid: int, boot: str, uptime_us: int, clients: int
 ) -> Stats:
-    """The whole snapshot."""
+    """Return the whole snapshot."""
     return Stats(
         rid=rid,
         boot=boot,
@@ -143,8 +146,10 @@ def stats(
 
 
 def stats_of(tenant: str, cache: Cache, requests: RequestTable, admission: Admission, rid: int, boot: str) -> Stats:
-    """What one tenant may know: of its own, and nothing of pools or of others. Totals are of the requests that are
-    known still; what was computed for them is not counted by tenant."""
+    """Return the statistics that one tenant may see: its own requests, without pools or other tenants.
+
+    Totals cover the requests that are still known. Computed tokens are not counted by tenant.
+    """
     known = [r for table in (requests.live, requests.finished) for r in table.values() if r.tenant_name == tenant]
     states = Counter(request.state for request in known)
     s, index = cache.sequences, cache.tenants.peek(tenant)
@@ -175,7 +180,7 @@ def stats_of(tenant: str, cache: Cache, requests: RequestTable, admission: Admis
 
 
 def gauges(cache: Cache, requests: RequestTable, turns: int, uptime_us: int) -> list[int]:
-    """The published gauges, in the order of protocol.layout.GAUGES, but for the last ones: those are the machine's."""
+    """Return the gauges in the order of protocol.layout.GAUGES, without the last ones, which `Machine` adds."""
     blocks = free = cached = quarantined = running = 0
     steps = cache.past_steps_total
     for group in cache.groups.values():
@@ -210,7 +215,7 @@ def gauges(cache: Cache, requests: RequestTable, turns: int, uptime_us: int) -> 
 
 
 def pool_row(group: Group) -> list[int]:
-    """What is counted of a pool now, in the order of protocol.meters.POOL_COUNTS."""
+    """Return the counts of a pool in the order of protocol.meters.POOL_COUNTS."""
     pool = group.pool
     return [
         pool.count,
@@ -227,7 +232,7 @@ def pool_row(group: Group) -> list[int]:
 
 
 def tenant_blocks(cache: Cache) -> npt.NDArray[np.int64]:
-    """Blocks by who is charged: [rows of protocol.meters], fewer where there is no room for as many tenants."""
+    """Return the blocks charged to each tenant: [rows of protocol.meters], fewer if fewer tenants can exist."""
     usages = [group.pool.usage for group in cache.groups.values()]
     if not usages:
         return NO_USAGE
@@ -240,6 +245,6 @@ def tenant_blocks(cache: Cache) -> npt.NDArray[np.int64]:
 
 
 def facts(cache: Cache, workers: Iterable[WorkerFacts]) -> Facts:
-    """What monitors are told beside numbers."""
+    """Return the facts that monitors need besides numbers."""
     model = cache.model.name[:NAME_LENGTH_MAX] if cache.model is not None else ""
     return Facts(model=model, tenants=tuple(cache.tenants.names[1 : TENANT_ROWS + 1]), workers=tuple(workers))

@@ -1,7 +1,7 @@
 """Admission: requests move from the waiting queue into the groups, and back.
 
-Requests are tried in queue order. A request without room does not hold up later ones until `passes_max` of them have
-started before it. From then on, the group that it waits for admits no other request. No pool therefore idles while
+Requests are tried in queue order. A request without room delays no others until `passes_max` later ones have started
+before it. From then on, the group that it waits for admits no other request. No pool therefore idles while
 requests that it could serve wait, and no request waits forever.
 """
 
@@ -37,7 +37,7 @@ from .choice import ALONE_CRASHES, Choice
 from .queue import WaitingQueue
 from .rows import RunningRows
 
-BLOCKED_MAX = 16  # after this many requests without room, groups that could hold any of them are skipped
+BLOCKED_MAX = 16  # after this many requests without room, groups that could hold one are skipped
 
 
 class Admission:
@@ -210,8 +210,7 @@ class Admission:
         """Return the group that admits no other request until this blocked request has started there.
 
         No group is kept if the request would not fit even with the group idle: the others would then wait for blocks
-        that
-        only a client can release.
+        that only a client can release.
         """
         if request.passed < self._limits.passes_max and not self.choice.must_be_alone(request):
             return None

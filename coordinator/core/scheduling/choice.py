@@ -150,8 +150,7 @@ class Choice:
         """Return the blocks that admission leaves free, one for each running row to grow into, to avoid preemption.
 
         Within the tenant's ceiling, only its own rows count. If none of these runs, there must be room for the
-        request's
-        first token; otherwise it would hold blocks and wait.
+        request's first token; otherwise it would hold blocks and wait.
         """
         s, pool = self._cache.sequences, group.running + 1 if group.running else 0
         if not self._cache.tenants.has_quotas:

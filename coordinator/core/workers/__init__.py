@@ -1,7 +1,7 @@
-"""What workers say, and what follows from it.
+"""Workers: handling of their messages, and of their ends.
 
-Law: a worker that breaks the rules is refused and dropped, and nobody else notices; with a worker its blocks are gone,
-and nothing else: its requests wait for another place.
+A worker that violates the protocol is refused and dropped without effect on others. With a worker, only its blocks
+are lost: its requests are scheduled elsewhere.
 
-From outside: the machine hands over what came; the workers that are connected may be read.
+The machine delivers the messages. Other packages may read the connected workers.
 """

@@ -1,4 +1,4 @@
-"""What workers say, and what follows from it: they come, load, register their pool, return results, and go."""
+"""Worker messages: connection, loading, pool registration, results, and the end of a worker."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .worker import Worker, working_us
 
 
 class WorkerReports:
-    """Handlers of the worker messages. A worker that breaks the rules is refused and dropped; nobody else notices."""
+    """Handlers of the worker messages. A worker that violates the protocol is refused and dropped."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class WorkerReports:
         self._timeout_us = microseconds(cache.limits.schedule.step_timeout_s)
         self._boot, self._reattach_us = boot, microseconds(cache.limits.bounds.reattach_s)
         self.workers: dict[int, Worker] = {}
-        self._teams: dict[str, Team] = {}  # by name, of workers of several ranks
-        self.ended: dict[str, str] = {}  # by name: how a worker went, who is not back; the last one is last
+        self._teams: dict[str, Team] = {}  # by name, of workers with several ranks
+        self.ended: dict[str, str] = {}  # by name: how absent workers ended, most recent last
         self._ended_max = cache.limits.bounds.pools_max
         self.registered_total = self.returned_total = self.left_total = self.lost_total = 0
-        self.changed: set[int] = set()  # of what is told of these workers
+        self.changed: set[int] = set()  # workers with new facts to publish
         self._effects = effects
         self._reports: dict[type[Message], Callable[[Worker, Any], None]] = {
             WorkerLoading: self._worker_loading,
@@ -72,10 +72,10 @@ class WorkerReports:
         }
 
     def pass_time(self) -> None:
-        """Workers that have worked on one step for too long are given up, and their processes ended."""
+        """Replace workers that have worked on one step for too long, and drop those that did not return in time."""
         for worker in list(self.workers.values()):
             if worker.number not in self.workers:
-                continue  # a rank of one that has just ended
+                continue  # a rank of a worker that has just ended
             if worker.group is not None and worker.group.away:
                 if worker.away_until_us <= self._clock.now_us:
                     self.gone(worker.number, False)
@@ -89,7 +89,7 @@ class WorkerReports:
                 self._effects.append(ReplaceWorker(worker.number, worker.pid, reason))
 
     def due_us(self) -> int | None:
-        """When the first worker will have worked too long on a step; None where none works."""
+        """Return when the first worker will have exceeded the time for its step or its return, or None."""
         first_us = None
         for worker in self.workers.values():
             group = worker.group
@@ -103,11 +103,11 @@ class WorkerReports:
         return first_us
 
     def totals(self) -> tuple[int, int, int, int]:
-        """Workers that registered a pool, came back to theirs, left, and were lost, since the service began."""
+        """Return how many workers registered a pool, returned to theirs, left, and were lost since the first start."""
         return self.registered_total, self.returned_total, self.left_total, self.lost_total
 
     def facts(self) -> Iterator[WorkerFacts]:
-        """What monitors are told: of several ranks one row, so that a name stands for one thing."""
+        """Yield the facts of each worker for monitors. The ranks of one worker share an entry."""
         for worker in self.workers.values():
             if worker.ranks == 1:
                 yield worker.facts()
@@ -115,7 +115,7 @@ class WorkerReports:
                 yield worker.facts(self._teams[worker.name].members.values())
 
     def apply(self, event: FromWorker) -> None:
-        """Applies one message of a worker."""
+        """Apply a message of a worker."""
         message: Any = event.message
         try:
             if isinstance(message, WorkerHello):
@@ -123,7 +123,7 @@ class WorkerReports:
             else:
                 worker = self.workers.get(event.worker)
                 if worker is None:
-                    raise ProtocolError("a worker's first message is worker_hello")
+                    raise ProtocolError("the first message of a worker must be worker_hello")
                 self._reports[type(message)](worker, message)
         except KvforgeError as error:
             rid = getattr(message, "rid", 0)
@@ -144,7 +144,7 @@ class WorkerReports:
             if message.boot == self._boot and message.epoch == same.group.epoch:
                 self._come_back(same, same.group, number, message.rid)
                 return
-            # Its successor, or itself: a registration that never reached it gave it nothing to come back to.
+            # A successor, or the same process: its registration never arrived, so it has no pool to return to.
             self.gone(same.number, False, died=message.pid != same.pid)
         elif same is not None:
             raise Conflict(f"a worker named {message.name!r} is connected already: give each worker its own name")
@@ -154,7 +154,7 @@ class WorkerReports:
         self._log("info", "worker connected", "worker_connected", worker, pid=message.pid)
 
     def _rank_hello(self, number: int, message: WorkerHello) -> None:
-        """One of several ranks comes. When all are here they are told where to meet: a name that no others had."""
+        """Add a rank of a worker. When all ranks are connected, send them a unique name for their rendezvous."""
         name, rank, team = message.name, message.rank, self._teams.get(message.name)
         group = next(iter(team.members.values())).group if team is not None else None
         if team is not None and group is not None and group.away:
@@ -164,14 +164,14 @@ class WorkerReports:
                 self._rank_back(team, group, team.members[rank], number, message.rid)
                 return
             lost = team.members[rank] if rank in team.members else team.members[0]
-            self.gone(lost.number, False, died=message.pid != lost.pid)  # its successor, as above
+            self.gone(lost.number, False, died=message.pid != lost.pid)  # a successor, as above
             team = None
         if team is None:
             if any(worker.name == name for worker in self.workers.values()):
                 raise Conflict(f"a worker named {name!r} is connected already: give each worker its own name")
             team = Team(name, message.ranks)
         if message.ranks != team.count:
-            raise Conflict(f"worker {name!r} has {team.count} ranks, and one came that says {message.ranks}")
+            raise Conflict(f"worker {name!r} has {team.count} ranks, but one that connected announces {message.ranks}")
         if rank in team.members:
             raise Conflict(f"rank {rank} of worker {name!r} is connected already: give each a rank of its own")
         self._teams[name] = team
@@ -184,15 +184,18 @@ class WorkerReports:
             self._effects.extend(ToWorker(member.number, meeting) for member in team.members.values())
 
     def _tell_waiting(self, team: Team) -> None:
-        """What is shown of ranks that have not met."""
+        """Update the phase of ranks that have not met."""
         missing = ", ".join(map(str, team.missing))
         for member in team.members.values():
             member.phase = f"waiting for rank {missing} of {team.count}" if missing else "meeting the other ranks"
             self.changed.add(member.number)
 
     def _rank_back(self, team: Team, group: Group, worker: Worker, number: int, rid: int) -> None:
-        """A rank goes on under another number, and at once: another one may stand in the middle of a step that this one
-        has not got yet, and cannot come back before. No step is planned until all are back."""
+        """Reconnect a rank under another number, immediately.
+
+        Another rank may be in the middle of a step that this one has not received, and cannot reconnect before.
+        No step is planned until all ranks are back.
+        """
         del self.workers[worker.number]
         self.workers[number] = worker
         worker.number = number
@@ -209,9 +212,10 @@ class WorkerReports:
         self._log("info", "worker is back", "worker_back", worker, steps=len(group.sent))
 
     def restarted(self, gone_us: int) -> None:
-        """No worker is connected any more. Those that hold a pool may come back with all that is in it.
+        """Mark every worker as disconnected. Workers with a pool may return with its content.
 
-        gone_us: since when there was no coordinator.
+        Args:
+            gone_us: Since when no coordinator ran.
         """
         for request in self._requests.live.values():
             request.phases.restart(request.slot != NO_SLOT, gone_us, self._clock.now_us)
@@ -219,7 +223,7 @@ class WorkerReports:
                 self._admission.rows.set_fresh(request.slot, True)
         for worker in list(self.workers.values()):
             if worker.number not in self.workers:
-                continue  # a rank of one that has just ended
+                continue  # a rank of a worker that has just ended
             if worker.group is None:
                 if worker.ranks > 1:
                     self._teams[worker.name].back.clear()
@@ -231,7 +235,7 @@ class WorkerReports:
                 self.changed.add(worker.number)
 
     def _come_back(self, worker: Worker, group: Group, number: int, rid: int) -> None:
-        """It goes on under another number. What it was to do may not have reached it, and is sent again."""
+        """Reconnect a worker under another number, and resend the steps in flight, which it may not have received."""
         del self.workers[worker.number]
         self.workers[number] = worker
         worker.number = group.worker = number
@@ -256,8 +260,8 @@ class WorkerReports:
         if model is not None and others and model.fingerprint != message.model.fingerprint:
             raise Conflict(
                 f"worker {worker.name!r} serves {message.model.name!r} ({message.model.fingerprint[:12]}), "
-                f"the others, or requests under way, are of {model.name!r} ({model.fingerprint[:12]}): "
-                "all must serve the same; a start with --fresh discards what an earlier run left"
+                f"but other workers or live requests use {model.name!r} ({model.fingerprint[:12]}): "
+                "all must use the same model; a start with --fresh discards the state of earlier runs"
             )
         worker.phase, worker.progress = "ready", 1.0
         worker.device_bytes, worker.kernels = message.device_bytes, message.kernels
@@ -280,7 +284,7 @@ class WorkerReports:
             self._commands.recheck()
 
     def _rank_ready(self, worker: Worker, team: Team, message: WorkerReady) -> WorkerReady | None:
-        """What all ranks announce together; None while one of them is still loading."""
+        """Return the joint announcement of all ranks, or None while one is still loading."""
         if worker.rank in team.ready:
             raise ProtocolError(f"worker {worker.name}: worker_ready was sent twice by rank {worker.rank}")
         if team.missing:
@@ -298,7 +302,7 @@ class WorkerReports:
             self._effects.append(ToWorker(member.number, _registered(group, team.ready[rank].rid)))
 
     def _rank_result(self, worker: Worker, team: Team, group: Group, message: StepResult) -> None:
-        """A step counts when all ranks have answered it."""
+        """Take a rank's result; a step counts once all ranks have answered it."""
         if not team.answer(worker.rank, message):
             step, rank = message.step_id, worker.rank
             self._log("warning", f"worker {worker.name}: stale result of step {step} of rank {rank} ignored")
@@ -318,13 +322,13 @@ class WorkerReports:
             self._log("warning", f"worker {worker.name}: stale result of step {message.step_id} ignored")
             return
         if message.step_id != group.sent[0].step_id:
-            raise ProtocolError(f"step {group.sent[0].step_id} is due, the result names step {message.step_id}")
+            raise ProtocolError(f"step {group.sent[0].step_id} is due, but the result is for step {message.step_id}")
         self._settle(group, message)
 
     def _settle(self, group: Group, message: StepResult) -> None:
         sent = group.sent[0]
         if message.step_id != sent.step_id:
-            raise ProtocolError(f"step {sent.step_id} is due, the result names step {message.step_id}")
+            raise ProtocolError(f"step {sent.step_id} is due, but the result is for step {message.step_id}")
         self._results.apply(group, message)
         group.step_took(sent.prefill_tokens, message.duration_us)
         group.result_us = self._clock.now_us
@@ -401,7 +405,7 @@ class WorkerReports:
         self._log("warning", text, "worker_cut_off", worker, running=group.running)
 
     def _end_others(self, worker: Worker, team: Team, goodbye: bool, why: str) -> None:
-        """With one rank all are gone. The others may wait for it in the middle of a step: their processes are ended."""
+        """End the other ranks of a worker that lost one. Their processes are killed: they may hang in a collective."""
         if team.leave(worker.rank):
             self._tell_waiting(team)
             if not team.members:
@@ -415,8 +419,8 @@ class WorkerReports:
             del self.workers[other.number]
             self.changed.add(other.number)
             if rank not in team.back:
-                continue  # it is away itself
-            # A fault, also where it left on purpose: whoever keeps them running starts them again.
+                continue  # this rank is away too
+            # Sent as a fault even if the rank left on purpose, so that the supervisor restarts the processes.
             told = Refused(rid=0, error=ErrorInfo.of(WorkerError(reason)))
             self._effects.append(ToWorker(other.number, told))
             self._effects.append(DropWorker(other.number, reason))
@@ -424,7 +428,7 @@ class WorkerReports:
                 self._effects.append(ReplaceWorker(other.number, other.pid, reason))
 
     def _lagging(self, worker: Worker) -> str:
-        """Which of several ranks have not done the step that is due."""
+        """Describe which ranks have not done the step that is due."""
         if worker.ranks == 1 or worker.group is None:
             return ""
         team = self._teams[worker.name]
@@ -437,14 +441,16 @@ class WorkerReports:
             del self.ended[next(iter(self.ended))]
 
     def _in_steps(self, group: Group) -> set[int]:
-        """Slots whose present run is part of a step that the worker has not answered."""
+        """Return the slots with a present run in a step that the worker has not answered."""
         run = self._admission.rows.run
         rows = [sent.slots[run[sent.slots] == sent.runs] for sent in group.sent]
         return {slot for part in rows for slot in part.tolist()}
 
     def _count_crash(self, request: Request, worker: str) -> None:
-        """A worker died while the request was under way. If that happens again and again, without a token in between,
-        the request is taken to be the cause."""
+        """Count that a worker died while running the request.
+
+        After several deaths in a row without a token in between, the request counts as the cause and fails.
+        """
         length = request.prompt.size + request.tokens.size
         request.crashes = 1 if length > request.crash_length else request.crashes + 1
         request.crash_length = length
@@ -460,7 +466,10 @@ class WorkerReports:
 
 
 def _registered(group: Group, rid: int, done: int = -1) -> PoolRegistered:
-    """done: the last step whose result is here; -1: the one before those under way."""
+    """Build the answer to a registration.
+
+    `done` is the last step with a result here; -1 takes the step before those in flight.
+    """
     if done < 0:
         done = group.sent[0].step_id - 1 if group.sent else group.last_step
     return PoolRegistered(rid=rid, epoch=group.epoch, base_block=group.pool.base, pool=group.number, done=done)

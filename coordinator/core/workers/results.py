@@ -1,4 +1,4 @@
-"""What happens when a step's result arrives: tokens are appended, blocks indexed, requests ended."""
+"""Step results: tokens are appended, blocks indexed, requests ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ FIELD_MAX, FIELDS_MAX = 200, 16
 
 
 class StepResults:
-    """Applies the results of steps. Masks are asked with numpy's count_nonzero: its any() takes three times as long."""
+    """Applies the results of steps.
+
+    Masks are tested with count_nonzero because numpy's any() takes three times as long.
+    """
 
     def __init__(
         self,
@@ -41,7 +44,11 @@ class StepResults:
         self._meters = cache.tenants.meters
 
     def apply(self, group: Group, result: StepResult) -> None:
-        """Applies the result of the oldest step under way. Raises ProtocolError where it does not fit that step."""
+        """Apply the result of the oldest step in flight.
+
+        Raises:
+            ProtocolError: The result does not fit the step.
+        """
         sent = group.sent[0]
         tokens, logprobs, tops, errors = self._aligned(group, sent.sampled, result)
         s, running = self._cache.sequences, self._admission.rows
@@ -49,7 +56,7 @@ class StepResults:
         slots, rows, counts = sent.slots, sent.sampled, sent.counts
         failing: list[int] = []
         again = {row.slot: row.again_ms for row in result.errors if row.again_ms > 0}
-        if errors or sent.step_id <= group.left_step:  # perhaps some of the rows are not ours to go on with
+        if errors or sent.step_id <= group.left_step:  # some rows may have ended or been preempted
             live = running.run[slots] == sent.runs
             failed = np.isin(slots, np.fromiter(errors, np.int64, len(errors)))
             failing = slots[live & failed].tolist()
@@ -64,7 +71,7 @@ class StepResults:
         self._append(group, rows, tokens, logprobs, tops, sent.tenant)
         if group.suspect:
             self._admission.look_at_suspect(group)
-        # The blocks that decodes fill are indexed for several steps at a time, which costs less.
+        # Blocks filled by decodes are indexed for several steps at once, which is cheaper.
         if not sent.decodes or not group.sent or sent.step_id % INDEX_STEPS == 0:
             self._cache.indexing.filled(group)
         self._cache.step_done(group, sent.step_id)
@@ -78,11 +85,11 @@ class StepResults:
                 self._endings.end(request, "fail", "failed", errors[slot])
 
     def _keep_prefill(self, slots: Slots, counts: Slots, put_off: npt.NDArray[np.bool_]) -> None:
-        """Keep the KV of rows that only lack a token, except the last token, which is computed again."""
+        """Keep the KV of rows that only lack a token; the last token is computed again."""
         self._cache.sequences.computed[slots[put_off]] += counts[put_off] - 1
 
     def _first_token(self, slot: int) -> None:
-        """The row has a token: the first of its run, and perhaps of its request."""
+        """Record the first token of a row's run, and possibly of its request."""
         self._admission.rows.set_fresh(slot, False)
         request = self._requests.live[int(self._cache.sequences.request[slot])]
         request.phases.token(self._clock.now_us)
@@ -94,7 +101,7 @@ class StepResults:
                 self._admission.prompt_is_known(request)
 
     def _finish(self, rows: Slots, tokens: npt.NDArray[np.int32]) -> None:
-        """Ends the requests whose newest token is a stop token, or the last one they asked for."""
+        """End requests that got a stop token or their last token."""
         s, running = self._cache.sequences, self._admission.rows
         done = s.length[rows] >= running.limit[rows]
         stopped = running.stopped(rows, tokens)
@@ -107,19 +114,22 @@ class StepResults:
     def _aligned(
         self, group: Group, sampled: Slots, result: StepResult
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], Tops | None, dict[int, KvforgeError]]:
-        """Tokens, log-probabilities and most likely tokens of the sampled rows in the step's own order, and the errors
-        by slot."""
+        """Align the result with the sampled rows of the step.
+
+        Returns:
+            Tokens, log-probabilities and top log-probabilities in the order of the step, and the errors by slot.
+        """
         errors = {row.slot: _restored(row.error) for row in result.errors} if result.errors else {}
         tokens, logprobs, vocabulary = result.tokens, result.logprobs, group.model.vocab_size
         if not result.slots.size == tokens.size == logprobs.size:
             raise ProtocolError("step_result: slots, tokens and logprobs differ in length")
         places = _places(result.slots, sampled)
         if places is not None:
-            # The last item, which -1 names, is of rows that have none.
+            # Index -1 selects the appended item, for rows without a token.
             tokens, logprobs = np.append(tokens, np.int32(0))[places], np.append(logprobs, np.float32(0))[places]
             for slot in sampled[places < 0].tolist():
                 errors.setdefault(slot, WorkerError("the worker returned no token for this request"))
-        # Taken as unsigned, a negative number is a large one.
+        # Viewed as unsigned, negative ids are large.
         if np.count_nonzero(tokens.view(np.uint32) >= vocabulary):
             raise ProtocolError(f"step_result: a token outside the vocabulary of {vocabulary}")
         tops = None
@@ -132,7 +142,7 @@ class StepResults:
         return tokens, logprobs, tops, errors
 
     def _record_tops(self, rows: Slots, tops: Tops) -> Tops:
-        """Keeps them with the requests that asked; returns what of them is to be streamed."""
+        """Record the top log-probabilities of requests that asked for them. Return those to stream."""
         s = self._cache.sequences
         asked = np.flatnonzero(self._admission.rows.tops[rows])
         counts, ends = tops.counts.tolist(), np.cumsum(tops.counts).tolist()
@@ -142,7 +152,7 @@ class StepResults:
             record.add(tops.tokens[told], tops.logprobs[told])
             counts[i] = 0
         if not any(counts):
-            return tops  # nobody else was given any
+            return tops  # no other row has any
         wanted = np.full(rows.size, -1)
         wanted[asked] = asked
         return tops.pick(wanted)
@@ -156,7 +166,7 @@ class StepResults:
         tops: Tops | None,
         tenant: int,
     ) -> None:
-        """The sampled tokens become part of their sequences and are streamed: [n] each. tenant: of all rows, or -1."""
+        """Append the sampled tokens [n] to their sequences and stream them. `tenant` is that of all rows, or -1."""
         if not rows.size:
             return
         s, running = self._cache.sequences, self._admission.rows
@@ -178,8 +188,7 @@ class StepResults:
         self._streams.add_step(running.reader[rows], s.request[rows], offsets, tokens, logprobs, tops)
 
     def _count(self, group: Group, rows: Slots, tenant: int) -> None:
-        """How long after the one before it each token came. Most steps are of the same rows as the step before: then
-        that is one number for all of them."""
+        """Record the time between tokens. Most steps repeat the rows of the step before, and share one gap."""
         now_us, token_us = self._clock.now_us, self._admission.rows.token_us
         if rows is group.told and tenant >= 0:
             self._meters.observe(tenant, GAP, now_us - group.told_us, rows.size)
@@ -194,15 +203,18 @@ class StepResults:
 
 
 def _restored(error: ErrorInfo) -> KvforgeError:
-    """What a worker says of a row, no longer than what this coordinator itself would tell a client."""
+    """Restore a row's error, limited to the sizes that this coordinator would send itself."""
     fields = {name: value[:FIELD_MAX] if isinstance(value, str) else value for name, value in error.fields.items()}
     return restore(error.code, error.message[:ERROR_TEXT_MAX], dict(list(fields.items())[:FIELDS_MAX]))
 
 
 def _places(slots: npt.NDArray[np.int32], sampled: Slots) -> npt.NDArray[np.int64] | None:
-    """Where in a result each of the sampled rows is, -1 for one that is not there; None: in the same order.
+    """Return the index of each sampled row in a result, -1 if missing; None if the orders are equal.
 
-    Raises ProtocolError. numpy's own function to tell whether they are equal takes several times as long for few items.
+    For few items, comparing bytes is several times faster than numpy's comparison.
+
+    Raises:
+        ProtocolError: The result has a row that did not sample.
     """
     if slots.tobytes() == sampled.astype(np.int32).tobytes():
         return None

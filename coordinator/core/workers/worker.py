@@ -1,4 +1,4 @@
-"""A worker's process, as the coordinator sees it."""
+"""A worker process as seen by the coordinator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..cache.groups import Group
 
 
 class Worker:
-    """A connected worker process, from its hello to its end; where ranks is more than 1, one of those of its name."""
+    """A connected worker process, from its handshake to its end; one rank of several if `ranks` is above 1."""
 
     def __init__(self, number: int, name: str, pid: int, rank: int = 0, ranks: int = 1) -> None:
         self.number, self.name, self.pid = number, name, pid
@@ -20,10 +20,10 @@ class Worker:
         self.device_bytes: dict[str, int] = {}
         self.kernels: dict[str, str] = {}
         self.group: Group | None = None
-        self.away_until_us = 0  # where its group is away
+        self.away_until_us = 0  # meaningful while its group is away
 
     def health(self, now_us: int) -> WorkerHealth:
-        """What `kvforge status` shows."""
+        """Return the worker's state for `kvforge status`."""
         state = "ready" if self.group else "loading" if self.phase != "connecting" else "connecting"
         return WorkerHealth(
             name=self.name,
@@ -40,7 +40,7 @@ class Worker:
         )
 
     def facts(self, ranks: Iterable[Worker] = ()) -> WorkerFacts:
-        """What monitors are told. ranks: all of them, where it is the first of several: they are told as one."""
+        """Return the facts for monitors. If `ranks` is given, they share the entry of this one."""
         group = self.group
         told = self.health(0)
         device_bytes: dict[str, int] = {}
@@ -59,7 +59,7 @@ class Worker:
 
 
 def working_us(group: Group | None, now_us: int) -> int:
-    """How long the worker of a group has worked on the step that is due; 0 where none is."""
+    """Return for how long a group's worker has worked on the step that is due; 0 if none is."""
     if group is None or not group.sent or group.away:
         return 0
     return now_us - max(group.sent[0].sent_us, group.result_us)

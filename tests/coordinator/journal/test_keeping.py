@@ -322,7 +322,7 @@ def test_a_setting_that_the_kept_state_fixes_is_refused_by_name(
     first.life.close(ended=False)
     before = {path.name: path.read_bytes() for path in (folder / "s").iterdir()}
     other = msgspec.convert({**_folders(folder), section: {name: value}}, CoordinatorConfig)
-    problem = rf"^{section}\.{name}: is .*requests under way: 3.* set it back, .* start with --fresh"
+    problem = rf"^{section}\.{name}: is .*live requests: 3.* set it back, .* start with --fresh"
     with pytest.raises(InvalidConfiguration, match=problem):
         Lived(other)
     assert {path.name: path.read_bytes() for path in (folder / "s").iterdir()} == before
@@ -345,7 +345,7 @@ def test_all_settings_that_differ_are_named(folder: Path) -> None:
 def test_a_folder_that_others_may_write_to_is_not_read(folder: Path) -> None:
     (folder / "s").mkdir(mode=0o700)
     (folder / "s").chmod(0o770)
-    with pytest.raises(InvalidConfiguration, match=r"state_dir: .* nobody else may write to it"):
+    with pytest.raises(InvalidConfiguration, match=r"state_dir: .* writable by this user alone"):
         Lived(config(folder))
     (folder / "s").rmdir()
     (folder / "s").write_text("a file")
@@ -358,7 +358,7 @@ def test_a_folder_of_another_user_or_of_a_read_only_disk_is_refused(
 ) -> None:
     user, real = os.getuid(), os.open
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
-    with pytest.raises(InvalidConfiguration, match=r"state_dir: .* must belong to this user"):
+    with pytest.raises(InvalidConfiguration, match=r"state_dir: .* must be owned and writable by this user"):
         Lived(config(folder))
     monkeypatch.undo()
 
@@ -417,7 +417,7 @@ def test_on_a_full_disk_nothing_goes_on_until_there_is_room(folder: Path, caplog
         assert looks[0] == 3, "the journal must wait for space"
         assert [found.getMessage().partition(" in ")[0] for found in caplog.records] == [
             "no room for the journal",
-            "there is room for the journal",
+            "there is space for the journal",
         ], "also after a partial write"
         stopped[0] = True
         resource.setrlimit(resource.RLIMIT_FSIZE, (13_000, before[1]))

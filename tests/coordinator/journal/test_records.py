@@ -69,5 +69,5 @@ def test_a_record_that_is_not_the_next_one_is_not_read() -> None:
 
 def test_a_record_that_follows_another_one_is_refused() -> None:
     """It is intact and has the right number, but belongs to another journal, or to another version of this one."""
-    with pytest.raises(JournalCorrupt, match="record 8 follows another record than the one before it"):
+    with pytest.raises(JournalCorrupt, match="record 8 does not belong after the record before it"):
         read_all(record(7, [b"a"]) + record(8, [b"b"], crc_of(record(7, [b"c"]))))

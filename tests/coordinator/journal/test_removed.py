@@ -85,7 +85,7 @@ def test_a_folder_that_is_removed_is_noticed_and_written_anew(away: Callable[[Pa
     away(lived.folder)
     with pytest.raises(StateRemoved, match=rf"{lived.folder} was removed or moved away .* XDG_STATE_HOME|local/state"):
         lived.look()
-    assert "written to it anew" in lived.life.rebuild()
+    assert "written to a new folder" in lived.life.rebuild()
     known = lived.clients
     lived.life.close(ended=False)
     again = Lived(lived.folder.parent)
