@@ -341,6 +341,8 @@ class SimulatedCoordinator:
         if event == "fail" and isinstance(error, CapacityExceeded):
             self._progress.hopeless(request)
             self._ledger.hopeless.add(request.id)
+        if error is not None:
+            self._ledger.isolation.failed(request, error)
         self._end(request, event, reason, error, keep)
         self._ledger.over(request, self._world.steady_us, self._cause)
         self._progress.over(request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +16,14 @@ from kvforge.coordinator.core.reporting.explain import Explainer
 from kvforge.coordinator.core.requests.lifecycle import Request
 from kvforge.coordinator.core.rights import READ, SUBMIT, Access
 from kvforge.coordinator.outbox import Who
+from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import (
     Accepted,
     Attached,
     BlockInfo,
     Done,
     Drain,
+    Ended,
     Explain,
     Explanation,
     Message,
@@ -116,6 +118,10 @@ class Isolation:
                 assert isinstance(reply, Explanation)
                 self._own_words(request.tenant_name, reply.sentences, reply)
 
+    def failed(self, request: Request, error: KvforgeError) -> None:
+        """A request's error is kept for whoever asks later: it names nothing of other tenants, in any world."""
+        self._own_words(request.tenant_name, [error.message], error)
+
     def told(self, client: int, message: Message) -> None:
         """Check a message for a client."""
         tenant = self._of.get(client)
@@ -134,8 +140,7 @@ class Isolation:
             self._told_more(tenant, message)
         for request_id in told:
             self._own_request(tenant, request_id, message)
-        if isinstance(message, RequestInfo) and message.error is not None:
-            self._own_words(tenant, [message.error.message], message)
+        self._own_words(tenant, _errors(message), message)
 
     def _told_more(self, tenant: str, message: Message) -> None:
         if isinstance(message, SequenceInfo) and message.tenant != tenant:
@@ -158,7 +163,7 @@ class Isolation:
             elif tenant_of(holder.name) != tenant:
                 raise Violation(f"a client of {tenant} received a name of another tenant: {block!r}")
 
-    def _own_words(self, tenant: str, sentences: Any, message: Message) -> None:
+    def _own_words(self, tenant: str, sentences: Iterable[str], message: object) -> None:
         for sentence in sentences:
             for kind, number in NAMED.findall(sentence):
                 own = self._own_request if kind == "request" else self._own_sequence
@@ -167,12 +172,12 @@ class Isolation:
                 if tenant_of(name) != tenant:
                     raise Violation(f"a client of {tenant} received a name of another tenant: {sentence}")
 
-    def _own_request(self, tenant: str, request_id: int, message: Message) -> None:
+    def _own_request(self, tenant: str, request_id: int, message: object) -> None:
         request = self._known(request_id)
         if request is not None and request.tenant_name != tenant:
             raise Violation(f"a client of {tenant} got request {request_id} of {request.tenant_name}: {message!r}")
 
-    def _own_sequence(self, tenant: str, sequence_id: int, message: Message) -> None:
+    def _own_sequence(self, tenant: str, sequence_id: int, message: object) -> None:
         sequence = self._sequences.get(sequence_id)
         if sequence is not None and sequence.tenant != tenant:
             raise Violation(f"a client of {tenant} got sequence {sequence_id} of {sequence.tenant}: {message!r}")
@@ -212,6 +217,14 @@ class Writers:
                     f"step {step.step_id}: {name} is given block {foreign[0] + pool.base} with another's KV"
                 )
             writers[ids] = tenant
+
+
+def _errors(message: Message) -> list[str]:
+    """Why requests failed, in the words of a message."""
+    requests: tuple[RequestInfo | Ended, ...] = (message,) if isinstance(message, RequestInfo) else ()
+    if isinstance(message, Stream):
+        requests = message.ended
+    return [request.error.message for request in requests if request.error is not None]
 
 
 def _ids(command: Any, field: str) -> list[int]:
