@@ -286,7 +286,7 @@ print(*(type(effect.message).__name__ for effect in effects))
 
 def test_the_import_contracts_hold() -> None:
     program = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
-    root = CORE.parent.parent
+    root = CORE.parents[2]
     done = subprocess.run(
         [sys.executable, "-c", program, "--no-cache"],
         capture_output=True,
