@@ -29,10 +29,10 @@ import zmq
 from kvforge.coordinator.core.events import Boot, ClientCame, FromClient, FromWorker, ToWorker, Turn
 from kvforge.coordinator.core.limits import Bounds, Limits, ScheduleLimits
 from kvforge.coordinator.core.machine import Machine
-from kvforge.coordinator.garbage import TURNS_MIN, GarbageCollector
+from kvforge.coordinator.host.garbage import TURNS_MIN, GarbageCollector
 from kvforge.coordinator.journal.log import Journal
-from kvforge.coordinator.listener import Door
-from kvforge.coordinator.peers import Peers
+from kvforge.coordinator.transport.listener import Door
+from kvforge.coordinator.transport.router_socket import RouterSocket
 from kvforge.coordinator.turn import TurnLimits, TurnLoop
 from kvforge.protocol import codec
 from kvforge.protocol.layout import Geometry
@@ -174,8 +174,8 @@ class Shell:
             self.journal.note(boot, 0)
         self.machine = Machine(boot, 0)
         self.tables = TablesWriter(folder / "tables", geometry, "benchmark")
-        self.clients = Peers((Door(f"ipc://{folder}/c"),), self._number)
-        self.workers = Peers((Door(f"ipc://{folder}/w"),), self._number)
+        self.clients = RouterSocket((Door(f"ipc://{folder}/c"),), self._number)
+        self.workers = RouterSocket((Door(f"ipc://{folder}/w"),), self._number)
         self._epoll = select.epoll()
         self._stirs = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
         turn_limits, sides = TurnLimits(messages_per_turn_max=1 << 16), (self.clients, self.workers)

@@ -24,10 +24,10 @@ from kvforge.protocol.transport import client_endpoint, worker_endpoint
 
 from .core.cache.tenants import NAME_LENGTH_MAX
 from .core.rights import EVERY_TENANT, RIGHTS, Access
-from .listener import Door
-from .outbox import Who
-from .rate import Rate
-from .users import LocalUsers
+from .transport.listener import Door
+from .transport.outbox import Who
+from .transport.peer_credentials import LocalUsers
+from .transport.rate_limit import Rate
 
 RATE_MIN, RATE_MAX = 0.001, 1e9  # a second
 NOT_LISTED = "its key is not in [access] any more"
@@ -295,7 +295,7 @@ def worker_doors(runtime: Path, tcp: TcpSection, gate: Gate) -> list[Door]:
 
 def _network_door(setting: str, endpoint: str, tcp: TcpSection, allowed: Collection[bytes]) -> list[Door]:
     try:
-        from .curve import SealedReader, ServerKeys  # PyNaCl is optional
+        from .transport.curve import SealedReader, ServerKeys  # PyNaCl is optional
     except ImportError as error:
         raise InvalidConfiguration(setting, f"needs PyNaCl ({error}): {install_command('tcp')}") from None
     own = keys.read(expand(tcp.key_file), "tcp.key_file")

@@ -13,13 +13,14 @@ from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.layout import Geometry
 from kvforge.protocol.transport import HEARTBEAT_TIMEOUT_MS, default_runtime_dir, default_state_dir
 
-from . import access, zmtp
+from . import access
 from .access import AccessSection, TcpSection
-from .connection import Room
 from .core.limits import DURATION_S_MAX, Bounds, CacheLimits, Count, Limits, Quota, Range, ScheduleLimits, Section
 from .journal.log import DURABILITIES
 from .kv_events.settings import KvEventsSection
-from .peers import PeerLimits
+from .transport import zmtp
+from .transport.connection import Room
+from .transport.router_socket import PeerLimits
 from .turn import TurnLimits
 
 S = TypeVar("S", bound=Section)

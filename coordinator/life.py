@@ -19,12 +19,12 @@ from kvforge.protocol.errors import Field, InvalidConfiguration, KvforgeError
 from kvforge.protocol.logs import tell
 from kvforge.protocol.steady_clock import monotonic_ns
 
-from .away import ClockFile, away_us, host_time
 from .config import CoordinatorConfig
 from .core.events import Boot
 from .core.limits import Limits
 from .core.machine import Machine
-from .ids import first_id
+from .host.away import ClockFile, away_us, host_time
+from .host.ids import first_id
 from .journal.keeping import Keeper
 from .journal.log import Journal
 from .journal.recovery import Recovered

@@ -36,15 +36,15 @@ from kvforge.protocol.transport import (
 
 from . import access
 from .config import CoordinatorConfig, geometry
-from .garbage import GarbageCollector
+from .host.garbage import GarbageCollector
+from .host.replacing import Replacer
+from .host.resources import check_descriptors, return_large_blocks
 from .kv_events.sockets import Sockets
 from .kv_events.stream import EventStream
 from .life import Life
-from .peers import WORKER, Peers
 from .publish import publish
-from .replacing import Replacer
-from .resources import check_descriptors, return_large_blocks
-from .runtime_folder import RuntimeLock
+from .transport.router_socket import WORKER, RouterSocket
+from .transport.runtime_folder import RuntimeLock
 from .turn import TurnLoop
 
 PROGRESS_US = 3_000_000
@@ -171,14 +171,14 @@ class Server:
         This precedes the recovery, which may take seconds, so that returning peers wait instead of retrying.
         """
         self._telling: Sockets | None = None
-        self._sides: list[Peers] = []
+        self._sides: list[RouterSocket] = []
         config, runtime = self.config, self.runtime
         gate = self._gate = access.Gate("", config.access)
         doors = access.client_doors(runtime, config.tcp, gate)
-        self.clients = Peers(doors, self._next_number, config.client_limits(), together=True, rates=gate.rate)
+        self.clients = RouterSocket(doors, self._next_number, config.client_limits(), together=True, rates=gate.rate)
         self._sides.append(self.clients)
         doors = access.worker_doors(runtime, config.tcp, gate)
-        self.workers = Peers(doors, self._next_number, config.worker_limits(), WORKER, self._silent)
+        self.workers = RouterSocket(doors, self._next_number, config.worker_limits(), WORKER, self._silent)
         self._sides.append(self.workers)
 
         self._telling = Sockets(config.kv_events) if config.kv_events.publish else None
@@ -302,7 +302,7 @@ class Server:
         asked = self._telling is not None and self._telling.waiting
         return asked or self.clients.waiting or self.workers.waiting
 
-    def _let_leave(self, peers: Peers, wait_ns: int) -> None:
+    def _let_leave(self, peers: RouterSocket, wait_ns: int) -> None:
         """Give peers a moment to read the last messages and disconnect."""
         end_ns = steady_clock.monotonic_ns() + wait_ns
         while len(peers) and (left_ns := end_ns - steady_clock.monotonic_ns()) > 0:

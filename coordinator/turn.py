@@ -73,9 +73,9 @@ from .core.events import (
 )
 from .core.limits import DURATION_S_MAX, Bounds, Count, Range
 from .core.machine import Machine
-from .outbox import Frames, Outbox, Sent, Transport
-from .oversized import Oversized, check_size
 from .publish import publish
+from .transport.outbox import Frames, Outbox, Sent, Transport
+from .transport.oversized import Oversized, check_size
 
 MESSAGE_BYTES = Range(codec.BODY_BYTES_MAX, codec.BODY_BYTES_MAX + codec.FRAME_BYTES_MAX)
 RETRY_US = 50_000  # the socket does not signal when a slow client reads again
@@ -86,7 +86,7 @@ log = logging.getLogger("coordinator")
 
 
 class Processes(Protocol):
-    """The processes of the workers, by connection number: implemented by `kvforge.coordinator.replacing.Replacer`."""
+    """The processes of the workers, by connection number: implemented by `host.replacing.Replacer`."""
 
     def watch(self, worker: int, pid: int, descriptor: int) -> None:
         """Identify the process of a worker that connected."""

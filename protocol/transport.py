@@ -3,8 +3,9 @@
 `ipc://` sockets live in the runtime folder, which is private to its owner (0700) unless its maker decided otherwise.
 `network` covers `tcp://`.
 
-The coordinator speaks ZMTP itself (kvforge.coordinator.peers). Clients and workers use a ZeroMQ DEALER made here, with
-a linger of zero, a bounded send queue and heartbeats, so that nothing waits for a coordinator that is gone.
+The coordinator speaks ZMTP itself (kvforge.coordinator.transport.router_socket). Clients and workers use a ZeroMQ
+DEALER made here, with a linger of zero, a bounded send queue and heartbeats, so that nothing waits for a coordinator
+that is gone.
 
 The receive queue has no bound. It holds no more than this process asked for: answers to its commands and tokens of its
 requests. With a bound, ZeroMQ stops reading when the queue is full; if the coordinator dies then, the next heartbeat

@@ -19,7 +19,8 @@ class Access(msgspec.Struct, frozen=True):
             reading answers. ADMIN includes both, draining, and the same for other tenants.
         requests_max: Live requests of all its connections; 0 for no limit of its own.
         tokens_per_s: Tokens of all its connections; 0 for no limit.
-        messages_per_s: Messages of all its connections, counted by `kvforge.coordinator.rate`; 0 for no limit.
+        messages_per_s: Messages of all its connections, counted by `kvforge.coordinator.transport.rate_limit`; 0 for
+        no limit.
     """
 
     name: str = ""

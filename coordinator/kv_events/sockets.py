@@ -11,10 +11,10 @@ from pathlib import Path
 
 import zmq
 
+from kvforge.coordinator.transport.runtime_folder import OwnFiles, check_free
 from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration
 from kvforge.protocol.network import is_network
 
-from ..runtime_folder import OwnFiles, check_free
 from .settings import IPC, KvEventsSection
 from .stream import Asked
 

@@ -24,8 +24,8 @@ from kvforge.coordinator.journal import snapshot
 from kvforge.coordinator.journal.identity import Origin
 from kvforge.coordinator.journal.log import Journal, remove_before, segments
 from kvforge.coordinator.journal.recovery import cut_torn, recover
-from kvforge.coordinator.outbox import Frames, Sent, Who
 from kvforge.coordinator.publish import publish
+from kvforge.coordinator.transport.outbox import Frames, Sent, Who
 from kvforge.coordinator.turn import TurnLimits, TurnLoop
 from kvforge.protocol import codec
 from kvforge.protocol.layout import Geometry
@@ -65,7 +65,7 @@ class Crash(Exception):
 
 
 class Wire:
-    """The connections of one side; implements kvforge.coordinator.outbox.Transport.
+    """The connections of one side; implements kvforge.coordinator.transport.outbox.Transport.
 
     After `sends_left` further messages the process dies.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from nacl.bindings import crypto_box_easy, crypto_box_keypair, crypto_box_open_easy
 
-from kvforge.coordinator import curve, zmtp
+from kvforge.coordinator.transport import curve, zmtp
 from kvforge.protocol import keys
 
 SERVER, CLIENT = keys.make(), keys.make()

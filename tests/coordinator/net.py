@@ -13,10 +13,10 @@ from time import monotonic
 
 import zmq
 
-from kvforge.coordinator.connection import Room
-from kvforge.coordinator.listener import Door
-from kvforge.coordinator.outbox import Frames, Sent
-from kvforge.coordinator.peers import PeerLimits, Peers
+from kvforge.coordinator.transport.connection import Room
+from kvforge.coordinator.transport.listener import Door
+from kvforge.coordinator.transport.outbox import Frames, Sent
+from kvforge.coordinator.transport.router_socket import PeerLimits, RouterSocket
 from kvforge.protocol import transport
 
 PAYLOAD = b"x" * 8192  # large, to fill the kernel's buffers quickly
@@ -55,7 +55,7 @@ class Net:
         silence_ms = transport.HEARTBEAT_TIMEOUT_MS  # read now, because a test may have shortened it
         limits = PeerLimits(room=Room(queue_messages_max=QUEUE), silence_ms=silence_ms)
         self.silent: list[int] = []
-        self.peers = Peers((Door(self.endpoint),), lambda: next(numbers), limits, on_silent=self.silent.append)
+        self.peers = RouterSocket((Door(self.endpoint),), lambda: next(numbers), limits, on_silent=self.silent.append)
 
     def connect(self) -> tuple[zmq.Socket[bytes], int]:
         """Connect a peer with a short queue; return its socket and its number."""

@@ -13,7 +13,7 @@ import pytest
 from kvforge.coordinator import access
 from kvforge.coordinator.config import CoordinatorConfig
 from kvforge.coordinator.core.rights import Access
-from kvforge.coordinator.outbox import Who
+from kvforge.coordinator.transport.outbox import Who
 from kvforge.process.installation import install_command
 from kvforge.protocol import keys
 from kvforge.protocol.configuration import convert

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvforge.coordinator import away
-from kvforge.coordinator.away import CHECK_US, CLOCK_FILE, Anchor, ClockFile, HostTime, away_us
 from kvforge.coordinator.config import CoordinatorConfig, LimitsSection
 from kvforge.coordinator.core.events import ClientCame, FromClient
+from kvforge.coordinator.host import away
+from kvforge.coordinator.host.away import CHECK_US, CLOCK_FILE, Anchor, ClockFile, HostTime, away_us
 from kvforge.coordinator.life import Life
 from kvforge.protocol import codec
 from kvforge.protocol.messages import CreateSequence, Int32Array

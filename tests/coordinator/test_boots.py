@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvforge.coordinator.ids import EPOCH_MS, ID_MAX, first_id
+from kvforge.coordinator.host.ids import EPOCH_MS, ID_MAX, first_id
 from kvforge.protocol.errors import RequestNotFound, SequenceNotFound, StaleGeneration
 from kvforge.protocol.messages import Cancel, GetRequest, GetSequence, RefBlock
 from tests.coordinator.driver import Driver, continuation

@@ -11,13 +11,13 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvforge.coordinator import curve, zmtp
-from kvforge.coordinator.connection import Room
-from kvforge.coordinator.curve import SealedReader
-from kvforge.coordinator.listener import Door
-from kvforge.coordinator.outbox import Sent
-from kvforge.coordinator.peers import PeerLimits, Peers
-from kvforge.coordinator.zmtp import Bounds, Violation
+from kvforge.coordinator.transport import curve, zmtp
+from kvforge.coordinator.transport.connection import Room
+from kvforge.coordinator.transport.curve import SealedReader
+from kvforge.coordinator.transport.listener import Door
+from kvforge.coordinator.transport.outbox import Sent
+from kvforge.coordinator.transport.router_socket import PeerLimits, RouterSocket
+from kvforge.coordinator.transport.zmtp import Bounds, Violation
 from kvforge.protocol import keys, network, transport
 from tests.coordinator.curve_client import CLIENT, SERVER, CurveClient, command, server_keys
 from tests.coordinator.net import DEADLINE_S, until
@@ -252,7 +252,7 @@ class CurveNet:
         door = Door("tcp://127.0.0.1:0", partial(SealedReader, keys=server_keys()), "tcp.listen")
         numbers = itertools.count(1)
         limits = PeerLimits(strangers_max=3, room=Room(queue_messages_max=1000))
-        self.peers = Peers((door,), lambda: next(numbers), limits)
+        self.peers = RouterSocket((door,), lambda: next(numbers), limits)
         (self.endpoint,) = self.peers.endpoints
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []

@@ -9,7 +9,7 @@ from types import FrameType
 import pytest
 
 from kvforge.coordinator.core.limits import Quota
-from kvforge.coordinator.garbage import TURNS_MAX, TURNS_MIN, GarbageCollector
+from kvforge.coordinator.host.garbage import TURNS_MAX, TURNS_MIN, GarbageCollector
 from kvforge.coordinator.server import SPIN_CORES_MIN, SPIN_US, spin_us
 from tests.coordinator.driver import Driver
 

@@ -13,10 +13,11 @@ from functools import partial
 
 import pytest
 
-from kvforge.coordinator import peers, zmtp
-from kvforge.coordinator.curve import SealedReader
-from kvforge.coordinator.listener import Door
-from kvforge.coordinator.peers import PeerLimits, Peers
+from kvforge.coordinator.transport import router_socket as peers
+from kvforge.coordinator.transport import zmtp
+from kvforge.coordinator.transport.curve import SealedReader
+from kvforge.coordinator.transport.listener import Door
+from kvforge.coordinator.transport.router_socket import PeerLimits, RouterSocket
 from tests.coordinator.curve_client import CLIENT, CurveClient, raw, server_keys
 from tests.coordinator.net import until
 
@@ -34,7 +35,7 @@ class Flood:
         monkeypatch.setattr(peers, "monotonic_ns", lambda: self._now_ns)
         numbers = itertools.count(1)
         door = Door("tcp://127.0.0.1:0", partial(SealedReader, keys=server_keys()))
-        self.peers = Peers((door,), lambda: next(numbers), PeerLimits())
+        self.peers = RouterSocket((door,), lambda: next(numbers), PeerLimits())
         host, port = self.peers.endpoints[0].removeprefix("tcp://").split(":")
         self._address = host, int(port)
         self._strangers: deque[socket.socket] = deque()

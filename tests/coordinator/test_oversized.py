@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvforge.coordinator import zmtp
 from kvforge.coordinator.config import CoordinatorConfig, LimitsSection
-from kvforge.coordinator.connection import Room
 from kvforge.coordinator.core.events import FromClient
-from kvforge.coordinator.curve import SEALED_MESSAGE_BYTES_MAX, SealedReader
-from kvforge.coordinator.oversized import Oversized, Skipped, check_size
-from kvforge.coordinator.peers import PeerLimits
-from kvforge.coordinator.zmtp import Bounds, Reader, Violation
+from kvforge.coordinator.transport import zmtp
+from kvforge.coordinator.transport.connection import Room
+from kvforge.coordinator.transport.curve import SEALED_MESSAGE_BYTES_MAX, SealedReader
+from kvforge.coordinator.transport.oversized import Oversized, Skipped, check_size
+from kvforge.coordinator.transport.router_socket import PeerLimits
+from kvforge.coordinator.transport.zmtp import Bounds, Reader, Violation
 from kvforge.protocol import codec
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.messages import CreateSequence, Done, GetStats, Refused

@@ -15,12 +15,13 @@ import msgspec
 import pytest
 import zmq
 
-from kvforge.coordinator import peers, zmtp
-from kvforge.coordinator.connection import UNREAD_PONGS_BYTES, Room
-from kvforge.coordinator.listener import Door
-from kvforge.coordinator.outbox import Sent
-from kvforge.coordinator.pace import MESSAGES_MAX, PACE_US, TROUBLED_S
-from kvforge.coordinator.peers import PeerLimits, Peers
+from kvforge.coordinator.transport import router_socket as peers
+from kvforge.coordinator.transport import zmtp
+from kvforge.coordinator.transport.abuse_backoff import MESSAGES_MAX, PACE_US, TROUBLED_S
+from kvforge.coordinator.transport.connection import UNREAD_PONGS_BYTES, Room
+from kvforge.coordinator.transport.listener import Door
+from kvforge.coordinator.transport.outbox import Sent
+from kvforge.coordinator.transport.router_socket import PeerLimits, RouterSocket
 from kvforge.protocol import transport
 from tests.coordinator.net import QUEUE, Net, short_lived_net, until
 from tests.hostile.raw import RawPeer, part
@@ -144,7 +145,7 @@ class Hostile:
     def __init__(self, folder: str, limits: PeerLimits) -> None:
         self.path = f"{folder}/s"
         numbers = itertools.count(1)
-        self.peers = Peers((Door(f"ipc://{self.path}"),), lambda: next(numbers), limits)
+        self.peers = RouterSocket((Door(f"ipc://{self.path}"),), lambda: next(numbers), limits)
         self._raw: list[RawPeer] = []
 
     def connect(self, hello: bool = True) -> RawPeer:
@@ -293,7 +294,7 @@ def test_an_end_is_seen_before_another_is_admitted_also_beside_those_that_are_pa
     hostile: Hostile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A killed worker's successor has the same name and would otherwise be refused."""
-    monkeypatch.setattr("kvforge.coordinator.pace.TROUBLES_MAX", 0)
+    monkeypatch.setattr("kvforge.coordinator.transport.abuse_backoff.TROUBLES_MAX", 0)
     killed, wrong, busy = hostile.connect(), hostile.connect(), hostile.connect()
     wrong.send(b"\x08\x00")
     assert ends(hostile, wrong) == [2]
@@ -326,10 +327,10 @@ def test_those_without_standing_are_paced_while_bounds_are_broken_more_than_now_
     hostile: Hostile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock stands still except where the test advances it."""
-    monkeypatch.setattr("kvforge.coordinator.pace.TROUBLES_MAX", 1)
+    monkeypatch.setattr("kvforge.coordinator.transport.abuse_backoff.TROUBLES_MAX", 1)
     honest, faulty, wrong = (hostile.connect() for _ in range(3))
     now_ns = time.monotonic_ns()
-    monkeypatch.setattr("kvforge.coordinator.peers.monotonic_ns", lambda: now_ns)
+    monkeypatch.setattr("kvforge.coordinator.transport.router_socket.monotonic_ns", lambda: now_ns)
 
     def heard(*, honest_sends: int = 0, faulty_sends: int = 0) -> list[bytes]:
         """Return the messages of one turn."""
@@ -371,8 +372,8 @@ def test_those_without_standing_are_paced_while_bounds_are_broken_more_than_now_
 def test_where_reading_takes_too_long_the_rest_is_read_in_the_next_look(
     hostile: Hostile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvforge.coordinator.peers.LOOKS_MAX", 1)
-    monkeypatch.setattr("kvforge.coordinator.peers.LOOK_US", 0)
+    monkeypatch.setattr("kvforge.coordinator.transport.router_socket.LOOKS_MAX", 1)
+    monkeypatch.setattr("kvforge.coordinator.transport.router_socket.LOOK_US", 0)
     peers = [hostile.connect() for _ in range(4)]
     for i, peer in enumerate(peers):
         peer.send(part(b"%d" % i, more=False) * 2)
@@ -391,7 +392,7 @@ def test_one_that_closes_before_it_is_greeted_leaves_nothing(hostile: Hostile) -
 
 
 def test_a_small_frame_that_does_not_end_is_not_waited_for(hostile: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvforge.coordinator.connection.MESSAGE_S", 0.1)
+    monkeypatch.setattr("kvforge.coordinator.transport.connection.MESSAGE_S", 0.1)
     slow = hostile.connect()
     slow.send(part(b"a part", more=False)[:-2])
     hostile.peers._beat_ns = 20_000_000

@@ -8,8 +8,8 @@ import pytest
 from kvforge.coordinator import access
 from kvforge.coordinator.config import CoordinatorConfig
 from kvforge.coordinator.core.rights import ADMIN, READ, SUBMIT, Access
-from kvforge.coordinator.outbox import Who
-from kvforge.coordinator.rate import BURST_S, Rate
+from kvforge.coordinator.transport.outbox import Who
+from kvforge.coordinator.transport.rate_limit import BURST_S, Rate
 from kvforge.protocol import keys
 from kvforge.protocol.configuration import convert
 from kvforge.protocol.errors import InvalidConfiguration, NotAllowed, QueueFull, RateExceeded

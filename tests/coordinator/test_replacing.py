@@ -15,7 +15,7 @@ from time import monotonic
 
 import pytest
 
-from kvforge.coordinator.replacing import GRACE_S, Replacer
+from kvforge.coordinator.host.replacing import GRACE_S, Replacer
 
 GRACE_US = int(GRACE_S * 1e6)
 WAIT_S = 60.0

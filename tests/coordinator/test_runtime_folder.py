@@ -14,8 +14,8 @@ import pytest
 
 from kvforge.coordinator.config import CoordinatorConfig, LimitsSection
 from kvforge.coordinator.kv_events.settings import KvEventsSection
-from kvforge.coordinator.runtime_folder import LOCK_FILE, OwnFiles, RuntimeLock, check_free
 from kvforge.coordinator.server import Server
+from kvforge.coordinator.transport.runtime_folder import LOCK_FILE, OwnFiles, RuntimeLock, check_free
 from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration
 from kvforge.protocol.token import TOKEN_FILE
 from kvforge.protocol.transport import CLIENT_SOCKET, TABLES_FILE, WORKER_SOCKET

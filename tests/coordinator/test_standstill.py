@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvforge.coordinator.core.events import FromWorker, ToWorker, WorkerGone
-from kvforge.coordinator.replacing import Replacer
+from kvforge.coordinator.host.replacing import Replacer
 from kvforge.protocol.messages import CreateSequence, PoolRegistered, Submit, WorkerHello
 from tests.coordinator.driver import PROMPT, REATTACH_US, Driver, FakeWorker, continuation, submit
 from tests.coordinator.net import short_lived_net, until

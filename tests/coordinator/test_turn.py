@@ -34,8 +34,8 @@ from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.workers.reports import Worker
 from kvforge.coordinator.journal.entries import Reader
 from kvforge.coordinator.journal.log import Journal, segments
-from kvforge.coordinator.outbox import BACKLOG_BYTES_MAX, Sent, Who
 from kvforge.coordinator.server import PROGRESS_US, Ending
+from kvforge.coordinator.transport.outbox import BACKLOG_BYTES_MAX, Sent, Who
 from kvforge.coordinator.turn import BEAT_US, RETRY_US, TurnLimits, TurnLoop
 from kvforge.protocol import codec
 from kvforge.protocol.layout import Geometry

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvforge.coordinator import zmtp
-from kvforge.coordinator.zmtp import GREETING, Bounds, Reader, Violation
+from kvforge.coordinator.transport import zmtp
+from kvforge.coordinator.transport.zmtp import GREETING, Bounds, Reader, Violation
 
 READY = zmtp.ready().replace(b"ROUTER", b"DEALER")
 HELLO = GREETING + READY

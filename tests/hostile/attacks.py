@@ -8,7 +8,7 @@ from random import Random
 import msgpack
 import numpy as np
 
-from kvforge.coordinator import zmtp
+from kvforge.coordinator.transport import zmtp
 from kvforge.protocol import codec
 from kvforge.protocol.messages import (
     Append,

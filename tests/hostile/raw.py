@@ -6,7 +6,7 @@ import select
 import socket as sockets
 from time import monotonic
 
-from kvforge.coordinator import zmtp
+from kvforge.coordinator.transport import zmtp
 from kvforge.protocol import codec
 from kvforge.protocol.messages import Message
 

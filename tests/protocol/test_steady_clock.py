@@ -38,7 +38,7 @@ PLAIN = {
 }
 # Files that read the wall clock for a date shown to users or other programs.
 WALL = {
-    "coordinator/away.py",
+    "coordinator/host/away.py",
     "coordinator/life.py",
 }
 PLAIN_CLOCKS = {"monotonic", "monotonic_ns", "time", "time_ns", "perf_counter", "perf_counter_ns"}

@@ -33,8 +33,8 @@ from kvforge.coordinator.core.events import (
 )
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.requests.lifecycle import NO_SLOT, Request
-from kvforge.coordinator.outbox import Sent
 from kvforge.coordinator.publish import publish
+from kvforge.coordinator.transport.outbox import Sent
 from kvforge.coordinator.turn import TurnLimits, TurnLoop
 from kvforge.protocol import codec
 from kvforge.protocol.errors import CapacityExceeded, KvforgeError

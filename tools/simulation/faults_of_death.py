@@ -12,7 +12,6 @@ import numpy as np
 
 from kvforge.coordinator import life
 from kvforge.coordinator import publish as publishing
-from kvforge.coordinator.away import HostTime
 from kvforge.coordinator.core.cache.changes import Change, Cleared
 from kvforge.coordinator.core.commands.requests import RequestCommands
 from kvforge.coordinator.core.commands.sessions import Sessions
@@ -21,6 +20,7 @@ from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.workers import reports
 from kvforge.coordinator.core.workers.reports import WorkerReports
 from kvforge.coordinator.core.workers.worker import Worker
+from kvforge.coordinator.host.away import HostTime
 from kvforge.coordinator.journal import entries, log, memory, records, recovery
 from kvforge.coordinator.journal.log import Journal
 from kvforge.coordinator.kv_events.stream import EventStream

@@ -15,7 +15,7 @@ from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.reporting.explain import Explainer
 from kvforge.coordinator.core.requests.lifecycle import Request
 from kvforge.coordinator.core.rights import READ, SUBMIT, Access
-from kvforge.coordinator.outbox import Who
+from kvforge.coordinator.transport.outbox import Who
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import (
     Accepted,

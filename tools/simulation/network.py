@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from kvforge.coordinator.outbox import Sent, Who
+from kvforge.coordinator.transport.outbox import Sent, Who
 from kvforge.protocol.codec import Decoder
 from kvforge.protocol.messages import Message
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from kvforge.coordinator import life as lives
-from kvforge.coordinator.away import Anchor, HostTime
 from kvforge.coordinator.core.events import Boot
 from kvforge.coordinator.core.requests.lifecycle import Request
-from kvforge.coordinator.outbox import Sent
+from kvforge.coordinator.host.away import Anchor, HostTime
+from kvforge.coordinator.transport.outbox import Sent
 from kvforge.protocol import codec
 from kvforge.protocol.messages import CLIENT_REPLIES, WORKER_REPLIES, Message, Welcome, WorkerWelcome
 from tools.simulation.actions import Action

@@ -14,7 +14,7 @@ from .connection import Connection
 ALONE_S = 0.1  # a connection is alone if no other was served for this long
 
 
-class Shares:
+class FairQueue:
     """The connections of one side, by their shares. Times in nanoseconds, monotonic.
 
     Attributes:

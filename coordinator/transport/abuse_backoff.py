@@ -17,7 +17,7 @@ ACCEPTS_A_LOOK, LOOK_US = 32, 2_000  # accepts on each endpoint, and total time,
 MESSAGES_MAX = 2  # messages of untrusted peers in each round
 
 
-class Pace:
+class AbuseBackoff:
     """The back-off of one socket. Times in nanoseconds, monotonic.
 
     Attributes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from .connection import Connection
 
 
-class Slowed:
+class Throttled:
     """The rate-limited connections of one side. Times in nanoseconds, monotonic."""
 
     def __init__(self) -> None:

@@ -10,8 +10,8 @@ from collections import deque
 from . import zmtp
 from .listener import Door
 from .outbox import Frames, Sent
-from .rate import Rate
-from .users import credentials
+from .peer_credentials import credentials
+from .rate_limit import Rate
 
 STRANGER_S = 10.0
 MESSAGE_S = 30.0
@@ -89,8 +89,8 @@ class Connection:
         self.ended = self.full = self.deaf = False
         self.opened_ns = self.heard_ns = self.moved_ns = now_ns
         self.begun_ns = now_ns  # when the incomplete message began; 0 for none
-        self.counted = self.unread_bytes = self.registered = 0  # maintained by `Peers`
-        self.faults = self.share_ns = self.share_turn = 0  # maintained by `Peers`
+        self.counted = self.unread_bytes = self.registered = 0  # maintained by `RouterSocket`
+        self.faults = self.share_ns = self.share_turn = 0  # maintained by `RouterSocket`
         self.listed = self.trusted = self.slowed = False
         self.rate: Rate | None = None
         self.queued_bytes = self.queued_messages = 0

@@ -8,9 +8,9 @@ server has the client's in its allow-list. For each connection, both generate an
     INITIATE   client: the cookie, its long-term key, and a vouch for its key for this connection
     READY      server; from here on each frame is the box of a MESSAGE
 
-An unauthenticated peer costs one scalar multiplication for each connection, and `Peers` throttles peers that reconnect
-repeatedly. The cookie is random data kept with the connection: it is valid only there, and no longer than a pending
-handshake. Nonces only increase, which prevents replay, also by an eavesdropper. libsodium verifies all data in
+An unauthenticated peer costs one scalar multiplication for each connection, and `RouterSocket` throttles peers that
+reconnect repeatedly. The cookie is random data kept with the connection: it is valid only there, and no longer than a
+pending handshake. Nonces only increase, which prevents replay, also by an eavesdropper. libsodium verifies all data in
 constant time.
 """
 

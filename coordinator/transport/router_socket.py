@@ -34,14 +34,14 @@ from kvforge.protocol import transport
 from kvforge.protocol.steady_clock import monotonic_ns
 
 from . import zmtp
+from .abuse_backoff import ACCEPTS_A_LOOK, AbuseBackoff
+from .abuse_backoff import LOOK_US as PACED_LOOK_US
 from .connection import Connection, Room
+from .fair_queue import FairQueue
 from .listener import ACCEPTS_MAX, Door, Listener
 from .outbox import Frames, Sent, Who
-from .pace import ACCEPTS_A_LOOK, Pace
-from .pace import LOOK_US as PACED_LOOK_US
-from .rate import Rate
-from .shares import Shares
-from .slowed import Slowed
+from .rate_limit import Rate
+from .throttled import Throttled
 
 LINGER_S = 0.5
 LINGERING_MAX = 8
@@ -88,7 +88,7 @@ def _unlimited(_who: Who) -> Rate | None:
     return None
 
 
-class Peers:
+class RouterSocket:
     """The connections of one side. A connection has a number once `admit` has given it one.
 
     Attributes:
@@ -133,10 +133,10 @@ class Peers:
         self._by_number: dict[int, Connection] = {}
         self._by_descriptor: dict[int, Connection] = {}
         self._strangers: dict[bytes, Connection] = {}  # pending handshakes, oldest first
-        self._shares = Shares(self.limits.share_us)
+        self._shares = FairQueue(self.limits.share_us)
         self._ready = self._shares.ready  # may have a message
         self._put_off: deque[Connection] = deque()  # may have a message, but are throttled
-        self._slowed = Slowed()  # have a message, but exceeded their rate
+        self._slowed = Throttled()  # have a message, but exceeded their rate
         self._over: list[Connection] = []  # have ended, with their last message handed out
         self._gone: list[int] = []
         self._lingering: deque[Connection] = deque()  # disconnected by us, oldest first
@@ -147,7 +147,7 @@ class Peers:
         self._made = 0
         self._watched, self._stirred, self._turned, self._eased = False, True, False, False
         self._others_came = self._shut = False
-        self._pace = Pace()
+        self._pace = AbuseBackoff()
         self._now_ns = self._beaten_ns = self._turn_ends_ns = monotonic_ns()
         # The outer epoll has trusted peers; the inner one has all others and the listeners, and is removed for
         # throttling.

@@ -16,7 +16,7 @@ import signal
 import socket as sockets
 from typing import NamedTuple
 
-from .users import credentials
+from kvforge.coordinator.transport.peer_credentials import credentials
 
 GRACE_S = 1.0
 log = logging.getLogger("coordinator")

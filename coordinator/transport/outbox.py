@@ -33,7 +33,7 @@ class Who(NamedTuple):
 
 
 class Transport(Protocol):
-    """The connections of one side, clients or workers: implemented by `kvforge.coordinator.peers.Peers` over ZeroMQ."""
+    """The connections of one side, clients or workers; `router_socket.RouterSocket` has them over ZeroMQ."""
 
     def __len__(self) -> int: ...
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvforge.coordinator.transport.runtime_folder import OwnFiles, check_free
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.network import host_and_port
 
 from . import zmtp
-from .runtime_folder import OwnFiles, check_free
-from .users import LocalUsers
+from .peer_credentials import LocalUsers
 
 ACCEPTS_MAX = 4
 ACCEPT_PAUSE_S = 0.1

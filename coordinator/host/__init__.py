@@ -1,0 +1,1 @@
+"""The host around the coordinator: its clock and folders, limits of the process, garbage collection, random ids."""
