@@ -119,7 +119,7 @@ class Isolation:
                 self._own_words(request.tenant_name, reply.sentences, reply)
 
     def failed(self, request: Request, error: KvforgeError) -> None:
-        """A request's error is kept for whoever asks later: it names nothing of other tenants, in any world."""
+        """Check that the error of a failed request, which the core keeps for later queries, names no other tenant."""
         self._own_words(request.tenant_name, [error.message], error)
 
     def told(self, client: int, message: Message) -> None:
@@ -220,7 +220,7 @@ class Writers:
 
 
 def _errors(message: Message) -> list[str]:
-    """Why requests failed, in the words of a message."""
+    """Return the error texts of the requests in a message."""
     requests: tuple[RequestInfo | Ended, ...] = (message,) if isinstance(message, RequestInfo) else ()
     if isinstance(message, Stream):
         requests = message.ended
