@@ -235,5 +235,5 @@ def test_what_cannot_work_is_said_at_once(tmp_path: Path) -> None:
     assert status == 2 and "kvforge keys api" in said
     with socket.create_server(("127.0.0.1", 0)) as taken:
         status, said = refused("--port", str(taken.getsockname()[1]))
-        assert status == 3 and "cannot be served" in said
+        assert status == 3 and "cannot listen at" in said
     assert refused("--host", "no.such.host.invalid")[0] == 2
