@@ -138,9 +138,9 @@ def test_every_byte_of_a_gguf_tensor_table_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("add", "words"),
     [
-        (lambda w: w.add_type("adapter"), "holds a LoRA adapter, no model"),
-        (lambda w: w.add_string("adapter.type", "lora"), "holds a LoRA adapter, no model"),
-        (lambda w: w.add_type("mmproj"), "holds a vision projector, no model"),
+        (lambda w: w.add_type("adapter"), "holds a LoRA adapter, not a model"),
+        (lambda w: w.add_string("adapter.type", "lora"), "holds a LoRA adapter, not a model"),
+        (lambda w: w.add_type("mmproj"), "holds a vision projector, not a model"),
         (lambda w: w.add_array("general.type", ["a"]), "general.type"),
         (lambda w: w.add_string("split.count", "two"), "its split.count is 'two'"),
         (lambda w: (w.add_uint16("split.no", 0), w.add_uint16("split.count", 2)), "is part 1 of 2 of a split one"),
@@ -179,7 +179,7 @@ def test_a_safetensors_file_cut_anywhere_is_damaged(tmp_path: Path) -> None:
     ("entry", "words"),
     [
         ({"dtype": "F32", "shape": [3, 31], "data_offsets": [0, 384]}, "which do not fit [3, 31] F32"),
-        ({"dtype": "F32", "shape": [3, -32], "data_offsets": [0, 384]}, "no numbers"),
+        ({"dtype": "F32", "shape": [3, -32], "data_offsets": [0, 384]}, "invalid shape or offsets"),
         ({"dtype": "F32", "shape": [3, 32], "data_offsets": [8, 384]}, "begins at byte 8"),
         ({"dtype": "F32", "shape": [3, 32], "data_offsets": [0, "x"]}, "damaged"),
         ({"dtype": "F32", "shape": [3, 32]}, "damaged"),
@@ -204,7 +204,7 @@ def test_folders_that_do_not_fit_together_are_refused_by_file_and_tensor(tmp_pat
     both = write_folder(tmp_path / "d", SHARDS | {"model.safetensors": tuple(TENSORS)}, INDEX)
     refused(both, "holds both model.safetensors and model.safetensors.index.json")
     strange = write_folder(tmp_path / "e", {"model.safetensors": ("one",), "lora.safetensors": ("two",)})
-    refused(strange, "lora.safetensors, which nothing names")
+    refused(strange, "lora.safetensors, which no file names")
     nameless = write_folder(tmp_path / "f", {"weights.safetensors": tuple(TENSORS)})
     refused(nameless, "neither model.safetensors nor", error=ModelNotFound)
     write_folder(tmp_path / "g", SHARDS, {})
