@@ -16,6 +16,8 @@ from kvforge.protocol.errors import Unavailable
 from .accounts import Account
 
 CHECK_S_MAX = 120.0  # importing torch takes seconds, or minutes on a slow disk
+# Where administrators' programs lie that `su` leaves out of PATH, such as `userdel`.
+ADMIN_PATH = "/usr/local/sbin:/usr/sbin:/sbin"
 INSTALL_S_MAX = 3600.0  # torch is gigabytes
 
 
@@ -54,7 +56,7 @@ def run(
         Unavailable: The program is missing, cannot be started or takes too long.
     """
     name = str(command[0])
-    path = shutil.which(name)
+    path = shutil.which(name) or shutil.which(name, path=ADMIN_PATH)
     if path is None:
         raise Unavailable(f"{name} is not installed")
     line, them = [path, *map(str, command[1:])], {}

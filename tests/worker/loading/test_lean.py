@@ -9,13 +9,16 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import pytest
 
-from kvforge.worker.device.device import Device
+from kvforge.worker.device.device import Device, built_for_gpus
 from kvforge.worker.loading import find_source, gguf_read_once, read_config
 from kvforge.worker.loading.model import LoadedModel
 from tests.worker.loading.gguf_files import write_gguf
 
 UNUSED = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "sympy", "scipy.optimize")
+
+cpu_build = pytest.mark.skipif(built_for_gpus(), reason="a torch built for GPUs imports all that transformers wants")
 
 
 def run(code: str) -> str:
@@ -25,6 +28,7 @@ def run(code: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+@cpu_build
 def test_a_load_imports_no_compiler_and_leaves_it_as_it_was(tiny: Callable[..., LoadedModel], tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     tiny("llama").module.save_pretrained(folder)
@@ -46,6 +50,7 @@ print(found, *answers, same, losses.linear_sum_assignment is not linear_sum_assi
     assert run(code) == "[] [2.0, 2.0] True False [[1, 0], [1, 0]] True"
 
 
+@cpu_build
 def test_who_asks_for_more_of_the_compiler_gets_the_real_one() -> None:
     code = """
 import sys
@@ -63,6 +68,7 @@ print(same, stood_in, compiling, sys.modules["torch._dynamo"].__file__ is not No
     assert run(code) == "[True, True, True] True False True"
 
 
+@cpu_build
 def test_who_asks_about_symbols_gets_the_real_answers() -> None:
     code = """
 import sys
@@ -84,6 +90,7 @@ print(plain, brought, isinstance(size.node.expr, symbols.Basic), *answers)
     assert run(code) == "[True, False, False, True, True, False, False] False True False True SymBool"
 
 
+@cpu_build
 def test_a_version_that_needs_all_of_torch_gets_it() -> None:
     code = """
 import importlib, sys
