@@ -59,7 +59,7 @@ def test_with_one_rank_all_end_and_no_token_changes(
             next(iter(request))
         cluster.signal(struck, number)
         assert cluster.end(struck) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
-        assert cluster.end(other) != 0, "whoever keeps it running starts it again"
+        assert cluster.end(other) != 0, "its supervisor must start it again"
         for name in NAMES:
             cluster.start_worker(name)
         assert [request.result(60).tokens for request in running] == whole

@@ -55,7 +55,7 @@ class Child:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """kill -9."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 

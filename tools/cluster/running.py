@@ -75,6 +75,7 @@ class Process:
             self._from = at + len(word)
 
     def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
         self.process.send_signal(number)
 
     def end(self) -> int:

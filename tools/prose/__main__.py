@@ -1,4 +1,4 @@
-"""`python -m tools.prose`: exit status 1 for a folder whose prose, or a commit whose subject, is above a limit."""
+"""`python -m tools.prose`: exit status 1 where the prose of a folder or the subject of a commit exceeds a limit."""
 
 from __future__ import annotations
 

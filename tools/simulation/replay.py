@@ -93,9 +93,9 @@ class Left:
         by_destination: dict[str, list[str]] = {}
         for effect in applied.effects:
             kind = type(effect).__name__
-            whom = getattr(effect, "client", None) or getattr(effect, "worker", 0)
+            receiver = getattr(effect, "client", None) or getattr(effect, "worker", 0)
             side = "worker" if kind.endswith("Worker") else kind
-            by_destination.setdefault(f"{side} {whom}", []).append(f"{kind} {digest(effect, NOT_SAID)}")
+            by_destination.setdefault(f"{side} {receiver}", []).append(f"{kind} {digest(effect, NOT_SAID)}")
         by_destination.get("Log 0", []).sort()  # log entries of one moment have no order
         told = (now_us, type(event).__name__, sorted(by_destination.items()), applied.due_us)
         self._hash.update(repr(told).encode())

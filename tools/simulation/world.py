@@ -223,13 +223,15 @@ class World:
         """Count a message that reached a client or a worker."""
         self.events += 1
 
-    def note(self, whom: str, message: Message) -> None:
+    def note(self, receiver: str, message: Message) -> None:
         """Add a sent message to the trace."""
         if self.trace is not None and not isinstance(
             message, Welcome | WorkerWelcome
         ):  # a welcome contains the name of a temporary folder
             body = hashlib.blake2b(b"|".join(bytes(frame) for frame in codec.encode(message)), digest_size=8)
-            self.trace.append(f"{self.clock.now_us:>9} -> {whom:<4} {type(message).__name__:<14} {body.hexdigest()}")
+            self.trace.append(
+                f"{self.clock.now_us:>9} -> {receiver:<4} {type(message).__name__:<14} {body.hexdigest()}"
+            )
 
     # -----------------------------------------------------------------------------------------------------------
     # queries
