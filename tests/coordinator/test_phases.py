@@ -197,6 +197,26 @@ def test_a_row_that_stands_still() -> None:
     assert "stalled for 0.014 s for lack of blocks" in sentence(driver, request)
 
 
+def test_a_turn_that_plans_nothing_leaves_a_stalled_row_as_it_is() -> None:
+    driver = Driver(quotas={"a": Quota(ceiling=4)}, partial_tokens_min=100, steps_in_flight_max=2)
+    driver.add_worker(30)
+    driver.submit([*range(8), 1], 1, tenant="a", salt="s")
+    idle(driver)
+    driver.submit([*range(8), 2], 21, tenant="b", salt="s")  # two blocks that are charged to a
+    step(driver)
+    request = driver.machine.requests.find(driver.submit([50, 51, 52], 10, tenant="a"))
+    for _ in range(40):
+        driver.turn()
+        if request.wait is not None and len(driver.machine.cache.groups[0].sent) == 1:
+            break  # the last step of the other row is in flight, and another one could be sent
+        step(driver)
+    before, stalled_us = request.wait, request.phases.since_us
+    assert before is not None and stalled_us < driver.now_us
+    driver.advance(100)
+    driver.turn()
+    assert (request.wait, request.phases.since_us) == (before, stalled_us)
+
+
 def test_the_pause_of_a_stream_is_beside_the_phases(make_pool: MakePool) -> None:
     driver, _ = make_pool(steps_in_flight_max=1)
     request = driver.submit(PROMPT, max_tokens=4)

@@ -74,7 +74,10 @@ class Scheduler:
             if step is not None:
                 return step
         while True:
+            stalled = self._stopped(group) if group.stopped else []
             step = self._plan(group)
+            if stalled:
+                self._unstall(group, stalled)
             if not group.stopped or not self._give_up_stopped(group, step) or step is not None:
                 return step
 
@@ -84,8 +87,7 @@ class Scheduler:
         if not group.running and not group.copies:
             return None
         group.steady = None
-        if group.stopped:
-            self._try_stopped(group)
+        group.stopped.clear()  # rows that still get no block are added again
         s, rows = self._cache.sequences, self._rows
         (mine,) = (s.running & (s.pool == group.number)).nonzero()
         target = s.length[mine] + s.pending[mine]
@@ -296,12 +298,15 @@ class Scheduler:
         request.phases.stall(self._clock.now_us)
         group.stopped.append(request.id)
 
-    def _try_stopped(self, group: Group) -> None:
-        """Clear the stalled state of rows, so that they are planned like all others."""
-        for request in self._stopped(group):
-            request.wait = None
-            request.phases.unstall(self._clock.now_us)
-        group.stopped.clear()
+    def _unstall(self, group: Group, stalled: list[Request]) -> None:
+        """Clear the stalled state of rows that the last plan did not stop again.
+
+        A row that stays stalled keeps the time when it stalled, because a turn that plans nothing changes nothing.
+        """
+        for request in stalled:
+            if request.id not in group.stopped:
+                request.wait = None
+                request.phases.unstall(self._clock.now_us)
 
     def _stopped(self, group: Group) -> list[Request]:
         """Return the requests of stalled rows that still run."""
