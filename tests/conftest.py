@@ -12,7 +12,9 @@ import pytest
 from hypothesis import settings
 
 from kvforge.models import store
+from tests import fresh, tiers
 
+ROOT = Path(__file__).parents[1]
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 _made: list[str] = []
 if INDUCTOR not in os.environ:
@@ -26,6 +28,32 @@ settings.load_profile("suite")
 
 # Background jobs of a shell ignore SIGINT; the processes that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure() -> None:
+    """Choose the fresh seeds, once for all processes of a run."""
+    fresh.choose_day()
+
+
+def pytest_report_header() -> str:
+    """Print the fresh seeds and how to repeat them."""
+    return fresh.headline()
+
+
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """Refuse files whose folder has no tier."""
+    folder = module_path.parent.relative_to(ROOT).as_posix()
+    if tiers.tier_of(f"{folder}/{module_path.name}::") is None:
+        raise pytest.Collector.CollectError(f"no tier: {folder} (add it to FOLDERS in tests/tiers.py)")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with its tier."""
+    for item in items:
+        tier = tiers.tier_of(item.nodeid)
+        assert tier is not None, item.nodeid
+        item.add_marker(tier)
 
 
 def pytest_unconfigure() -> None:

@@ -1,4 +1,4 @@
-"""Runs as root in the sandboxed systemd of test_systemd.py: installs, serves, kills, stops, writes its findings.
+"""Runs as root in the sandboxed systemd of test_systemd_boot.py: installs, serves, kills, stops, writes its findings.
 
 Arguments: the file for its findings (JSON), the service's Python, a model, folders with kvforge's dependencies.
 Exit status: 0 when it ran to its end.

@@ -3,7 +3,7 @@
     python -m tools.amdgcn.suite [--target gfx942 ...] [--only "decode bf16"] [--order mixed --seed 1] [--quick]
 
 Prints one line per check: `agrees`, or the problem. The exit status is 1 if any check fails. The whole suite (`make
-amd`) takes one core several minutes per target; `make test` runs `--quick`.
+amd`) takes one core several minutes per target; `make test-all` runs `--quick`.
 """
 
 from __future__ import annotations

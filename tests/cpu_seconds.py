@@ -1,0 +1,66 @@
+"""Pytest plugin: the CPU seconds of each test, children included. `python -m pytest -p tests.cpu_seconds`.
+
+User and system time of the test's process and of the children it waited for, fixtures included. A shared fixture counts
+for the first test that uses it. Processes that the test does not wait for (Ray's, a private systemd's) are missing.
+KVFORGE_CPU_SECONDS names the file, JSON: `tests` maps node ids to seconds, `processes` is the time of imports and
+collection in all processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = "KVFORGE_CPU_SECONDS"
+TESTS, PROCESSES = "cpu_seconds_of_tests", "cpu_seconds_of_the_process"
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of the children it has waited for."""
+    return sum(os.times()[:4])
+
+
+class CpuSeconds:
+    """Measures the tests of its process, and gathers those of xdist's workers."""
+
+    def __init__(self) -> None:
+        self._tests: dict[str, float] = {}
+        self._processes = 0.0
+        self._workers = 0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Measure one test with its fixtures."""
+        before = cpu_seconds()
+        answer = yield
+        self._tests[item.nodeid] = self._tests.get(item.nodeid, 0.0) + cpu_seconds() - before
+        return answer
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Hand the numbers to xdist's controller, or write the file."""
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output[TESTS], output[PROCESSES] = self._tests, cpu_seconds() - sum(self._tests.values())
+        elif name := os.environ.get(FILE):
+            self._processes += sum(os.times()[:2]) if self._workers else cpu_seconds() - sum(self._tests.values())
+            found = {"tests": {test: round(seconds, 2) for test, seconds in sorted(self._tests.items())}}
+            Path(name).write_text(json.dumps({**found, "processes": round(self._processes, 1)}, indent=1) + "\n")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take a worker's numbers."""
+        output = getattr(node, "workeroutput", {})
+        self._workers += 1
+        self._tests.update(output.get(TESTS, {}))
+        self._processes += output.get(PROCESSES, 0.0)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Install the measuring."""
+    config.pluginmanager.register(CpuSeconds(), "kvforge-cpu-seconds")

@@ -1,0 +1,61 @@
+"""Every folder of tests has one tier, every entry of the table exists, and `make test` leaves out only soak."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.fresh import DAY, SEEDS_A_DAY, headline, seeds_of
+from tests.tiers import EXCEPTIONS, FOLDERS, TIERS, tier_of
+
+REPOSITORY = Path(__file__).parents[1]
+FILES = [path.relative_to(REPOSITORY).as_posix() for path in sorted(REPOSITORY.glob("tests/**/test_*.py"))]
+
+
+def test_every_folder_has_one_tier() -> None:
+    assert [file for file in FILES if tier_of(f"{file}::test") is None] == []
+    listed = [folder for folders in FOLDERS.values() for folder in folders]
+    assert sorted(listed) == sorted({file.rpartition("/")[0] for file in FILES}), "one entry for each folder with tests"
+    assert tier_of("tests/nowhere/test_new.py::test_something") is None
+
+
+@pytest.mark.parametrize("name", EXCEPTIONS)
+def test_an_exception_is_there_and_differs_from_its_folder(name: str) -> None:
+    file, _, test = name.partition("::")
+    assert EXCEPTIONS[name] in TIERS and file in FILES
+    assert EXCEPTIONS[name] != tier_of(f"{file.rpartition('/')[0]}/test_other.py::test")
+    assert tier_of(f"{name}[sm_90]" if test else f"{file}::test_of_it") == EXCEPTIONS[name]
+    if test:
+        tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
+        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_tiers_are_markers() -> None:
+    options = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]
+    assert {line.partition(":")[0] for line in options["ini_options"]["markers"]} >= set(TIERS)
+
+
+def test_this_run_marks_each_test_once(request: pytest.FixtureRequest) -> None:
+    for item in request.session.items:
+        assert [mark.name for mark in item.iter_markers() if mark.name in TIERS] == [tier_of(item.nodeid)], item.nodeid
+
+
+def test_make_test_leaves_out_soak_alone_and_ci_runs_all() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    recipes = {part.partition(":")[0]: part for part in makefile.split("\n\n")}
+    assert recipes["test"].count(" -m ") == 1 and ' -m "not soak" ' in recipes["test"]
+    assert " -m " not in recipes["test-all"] and "$(PYTEST)" in recipes["test-all"]
+    assert (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8").endswith("make test-all\n")
+
+
+def test_a_day_has_its_own_seeds_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    days = [seeds_of(day) for day in ("2026-02-28", "2026-03-01", "2026-03-02")]
+    assert len(set().union(*days)) == 3 * SEEDS_A_DAY
+    monkeypatch.setenv(DAY, "2026-03-01")
+    told = re.fullmatch(r"fresh seeds: (\d+) to (\d+) \(repeat with KVFORGE_DAY=(.+)\)", headline())
+    assert told is not None
+    assert (range(int(told[1]), int(told[2]) + 1), told[3]) == (days[1], "2026-03-01")

@@ -1,0 +1,105 @@
+"""The tier of every test, by its folder: unit, torch, process or soak.
+
+| tier | its tests | run by |
+|---|---|---|
+| unit | pure code, and servers in the test's own process | `make test`, `make test-all` |
+| torch | the worker, with torch and Triton's interpreter | `make test`, `make test-all` |
+| process | real processes over real sockets | `make test`, `make test-all` |
+| soak | minutes each: chaos, Ray, systemd, planted faults, kernel compilation, fresh seeds | `make test-all` |
+
+A folder without a tier is an error at collection. EXCEPTIONS holds the files and tests that differ from their folder.
+"""
+
+from __future__ import annotations
+
+FOLDERS = {
+    "unit": (
+        "tests",
+        "tests/chaos",
+        "tests/coordinator",
+        "tests/coordinator/journal",
+        "tests/coordinator/kv_events",
+        "tests/gateway",
+        "tests/gateway/access",
+        "tests/gateway/anthropic",
+        "tests/gateway/chat",
+        "tests/gateway/generate",
+        "tests/gateway/metrics",
+        "tests/gateway/openai",
+        "tests/gateway/openapi",
+        "tests/gateway/page",
+        "tests/gateway/parse",
+        "tests/kvforge",
+        "tests/kvforge/client",
+        "tests/kvforge/commands",
+        "tests/kvforge/commands/dashboard",
+        "tests/kvforge/deploy",
+        "tests/kvforge/fleet",
+        "tests/kvforge/launch",
+        "tests/kvforge/models",
+        "tests/kvforge/routing",
+        "tests/kvforge/text",
+        "tests/loadtest/chaos",
+        "tests/loadtest/drive",
+        "tests/loadtest/fleet",
+        "tests/loadtest/load",
+        "tests/loadtest/measure",
+        "tests/loadtest/report",
+        "tests/protocol",
+        "tests/scenarios",
+        "tests/simulation",
+        "tests/simulation/fleet",
+        "tests/tools",
+    ),
+    "torch": (
+        "tests/worker",
+        "tests/worker/attention",
+        "tests/worker/device",
+        "tests/worker/kernels",
+        "tests/worker/loading",
+        "tests/worker/sampling",
+        "tests/worker/step",
+    ),
+    "process": (
+        "tests/gateway/clients",
+        "tests/gateway/replicas",
+        "tests/gateway/serve",
+        "tests/gateway/text",
+        "tests/hostile",
+        "tests/integration",
+        "tests/kvforge/process",
+        "tests/loadtest/command",
+    ),
+    "soak": ("tests/amdgcn",),
+}
+EXCEPTIONS = {
+    "tests/amdgcn/test_machine.py": "torch",
+    "tests/chaos/test_chaos.py": "soak",
+    "tests/gateway/page/test_browser.py": "process",
+    "tests/gateway/page/test_served.py": "process",
+    "tests/gateway/test_clients.py": "process",
+    "tests/integration/test_systemd_boot.py": "soak",
+    "tests/integration/test_systemd_stop.py": "soak",
+    "tests/kvforge/fleet/test_on_ray.py": "soak",
+    "tests/loadtest/chaos/test_kill.py": "process",
+    "tests/loadtest/report/test_browser.py": "process",
+    "tests/simulation/test_bites.py": "soak",
+    "tests/simulation/test_fresh.py": "soak",
+    "tests/worker/kernels/test_aot.py::test_every_configuration_compiles_within_bounds": "soak",
+}
+TIERS = tuple(FOLDERS)
+_TIER_OF_FOLDER = {folder: tier for tier, folders in FOLDERS.items() for folder in folders}
+
+
+def tier_of(node_id: str) -> str | None:
+    """Return the tier of a test.
+
+    Args:
+        node_id: `FILE::TEST`, relative to the root of the repository, with or without parameters in brackets.
+
+    Returns:
+        The tier, or None where the folder has none.
+    """
+    file, _, test = node_id.partition("::")
+    exception = EXCEPTIONS.get(f"{file}::{test.partition('[')[0]}") or EXCEPTIONS.get(file)
+    return exception or _TIER_OF_FOLDER.get(file.rpartition("/")[0])
