@@ -1,6 +1,6 @@
-"""`kvforge top`: watch the service, as a full screen on a terminal, else as lines.
+"""`kvforge top`: watch the service as a table, one line at a time.
 
-The lines come from the shared tables, without messages. The full screen also queries the coordinator once a second.
+The lines come from the shared tables, without messages. The live page of the gateway shows more: `kvforge up --http`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from kvforge.client.tables import Tables
-from kvforge.process.installation import install_command
 from kvforge.protocol import transport
 from kvforge.protocol.errors import CoordinatorUnavailable, InvalidConfiguration
 from kvforge.protocol.exits import OK
@@ -43,9 +41,7 @@ Rates = Mapping[str, float | None]
 
 def add(subparsers: Any) -> None:
     """Declare the subcommand."""
-    parser = parsing.add(
-        subparsers, "top", run, "Watch the cache and the requests: a full screen on a terminal, lines in a pipe."
-    )
+    parser = parsing.add(subparsers, "top", run, "Watch the cache and the requests, one line a second.")
     parser.add_argument(
         "--every",
         type=_every,
@@ -56,34 +52,16 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--count", type=_count, metavar="N", help="end after N lines")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON document per line")
-    output.add_argument("--lines", action="store_true", help="print lines even on a terminal")
+    output.add_argument("--lines", action="store_true", help=argparse.SUPPRESS)  # until 0.2: a table is all there is
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the full screen until a key ends it, or print lines until there are enough.
+    """Print lines until there are enough.
 
     Raises:
-        CoordinatorUnavailable: There is no coordinator; for lines, also if it left and does not return.
+        CoordinatorUnavailable: There is no coordinator, or it left and does not return.
     """
     folder = _folder(options)
-    if _full_screen(options):
-        from .dashboard.loop import Loop  # here, because it needs rich and imports asyncio
-
-        Loop(folder, options.every, _rates, _clock).run(parsing.connection(options))
-        return OK
-    return _print_lines(options, folder)
-
-
-def _full_screen(options: argparse.Namespace) -> bool:
-    """Return whether to use the full screen; report if `rich` is missing."""
-    wanted = not (options.json or options.lines or options.count) and sys.stdin.isatty() and sys.stdout.isatty()
-    if wanted and find_spec("rich") is None:
-        printing.say(f"kvforge: the full screen needs the extra `terminal`: {install_command('terminal')}")
-        return False
-    return wanted
-
-
-def _print_lines(options: argparse.Namespace, folder: Path) -> int:
     tables = Tables(folder)
     before: dict[str, int] | None = None
     lines, wait_s = 0, 0.0

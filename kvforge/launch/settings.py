@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from kvforge.protocol.errors import InvalidConfiguration
 
@@ -135,25 +136,14 @@ class Settings:
 
 
 def toml(top: Mapping[str, Value], tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a TOML document of scalars and lists, in nested tables.
+    """Return a TOML document of scalars and lists, in nested tables; empty tables are left out.
 
     Raises:
         InvalidConfiguration: TOML cannot hold a text.
     """
-    lines = [f"{key} = {toml_value(key, value)}" for key, value in top.items()]
-    for name, table in tables.items():
-        lines += _table(name, table)
-    return "\n".join(lines) + "\n"
-
-
-def _table(name: str, table: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a table and its subtables; none for an empty one."""
-    plain = [f"{key} = {toml_value(key, value)}" for key, value in table.items() if not isinstance(value, Mapping)]
-    lines = ["", f"[{name}]", *plain] if plain else []
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            lines += _table(f"{name}.{toml_value(name, key)}", value)
-    return lines
+    document = _filled({**top, **tables})
+    _check_texts(document)
+    return tomli_w.dumps(document)
 
 
 def toml_value(key: str, value: Value | list[str] | datetime) -> str:
@@ -162,20 +152,25 @@ def toml_value(key: str, value: Value | list[str] | datetime) -> str:
     Raises:
         InvalidConfiguration: TOML cannot hold a text. Names `key`.
     """
-    if isinstance(value, list):
-        return f"[{', '.join(toml_value(key, item) for item in value)}]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if not isinstance(value, str):
-        return repr(value)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidConfiguration(key, f"{value!r} is not valid Unicode") from None
-    # JSON's escapes are valid in TOML. Only DEL, which JSON does not escape, is not allowed in TOML.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    _check_texts({key: value})
+    return tomli_w.dumps({"key": value}).removeprefix("key = ").removesuffix("\n")
+
+
+def _filled(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table without the empty tables in it."""
+    found = {key: _filled(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+    return {key: value for key, value in found.items() if value != {}}
+
+
+def _check_texts(table: Mapping[str, Any]) -> None:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            _check_texts(value)
+        for text in (key, *(value if isinstance(value, list) else [value])):
+            try:
+                str(text).encode()
+            except UnicodeEncodeError:
+                raise InvalidConfiguration(ascii(key)[1:-1], f"{text!r} is not valid Unicode") from None
 
 
 def _path(path: Path) -> str:

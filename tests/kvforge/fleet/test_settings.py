@@ -44,7 +44,7 @@ def test_the_example_is_one_and_takes_what_it_says() -> None:
         (f"[autoscale]\nreplicas_max = 3\nqueue_down_s = 2.0\n{UP}", "autoscale.queue_down_s"),
         (f"[gateways]\nport = 70000\n{UP}", "gateways.port"),
         (f"{UP}[gateway]\nport = 1", "gateway.port"),
-        (f"{UP}[gateway.replicas.a]\nendpoint = 'x'", "kvforge.gateway.replicas"),
+        (f"{UP}[gateway.replicas.a]\nendpoint = 'x'", "gateway.replicas"),
         (f"{UP}[up.tcp]\nlisten = 'x'", "up.tcp"),
         (f"{UP}[up.worker]\nruntime_dir = 'x'", "up.worker.runtime_dir"),
         (f"{UP}[up.access.clients.fleet-gateways]\nkey = 'x'", "up.access.clients.fleet-gateways"),

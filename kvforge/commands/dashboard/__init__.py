@@ -1,1 +1,0 @@
-"""The full screen of `kvforge top`, for the extra `terminal`."""
