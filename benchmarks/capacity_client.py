@@ -15,11 +15,11 @@ import numpy.typing as npt
 import zmq
 
 from kvforge.protocol import codec
-from kvforge.protocol.messages import CLIENT_REPLIES, Accepted, Hello, Refused, Sampling, Stream, Submit, Timings
+from kvforge.protocol.messages import CLIENT_REPLIES, Accepted, Hello, Refused, SamplingParams, Stream, Submit, Timings
 from kvforge.protocol.transport import dealer
 
 Floats = npt.NDArray[np.float64]
-SAMPLING = Sampling(temperature=0.0, seed=1, ignore_eos=True)
+SAMPLING = SamplingParams(temperature=0.0, seed=1, ignore_eos=True)
 LATE_S = 60e-6  # typical oversleep of a wait
 
 

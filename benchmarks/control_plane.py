@@ -40,7 +40,7 @@ from kvforge.protocol.messages import (
     WORKER_REPLIES,
     Hello,
     ModelInfo,
-    Sampling,
+    SamplingParams,
     Step,
     StepResult,
     Submit,
@@ -62,7 +62,7 @@ MEASURED = ("core", "turn", "process", "power", "vllm")
 MODEL = ModelInfo(
     name="m", source="", architecture="any", fingerprint="1", vocab_size=VOCABULARY, context_tokens_max=1 << 20
 )
-SAMPLING = Sampling(temperature=0.0, seed=1, ignore_eos=True)
+SAMPLING = SamplingParams(temperature=0.0, seed=1, ignore_eos=True)
 
 
 def answer(sequences: int, steps: int, prompt: int) -> int:

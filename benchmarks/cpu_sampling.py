@@ -17,23 +17,23 @@ import numpy as np
 import torch
 
 from benchmarks.report import report
-from kvforge.protocol.messages import RowStart, Sampling
+from kvforge.protocol.messages import RowStart, SamplingParams
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.sampling.sampler import SamplingState
 
 KINDS = {
-    "greedy": Sampling(temperature=0.0),
-    "temperature": Sampling(temperature=0.8),
-    "top_p": Sampling(temperature=0.8, top_p=0.9),
-    "top_k": Sampling(temperature=0.8, top_k=40),
-    "log-probabilities": Sampling(temperature=0.0, logprobs=5),
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(temperature=0.8),
+    "top_p": SamplingParams(temperature=0.8, top_p=0.9),
+    "top_k": SamplingParams(temperature=0.8, top_k=40),
+    "log-probabilities": SamplingParams(temperature=0.0, logprobs=5),
 }
 
 
 class Side:
     """Rows with the same sampling parameters, sampled as the worker's runner does."""
 
-    def __init__(self, device: Device, sampling: Sampling, rows: int, vocab: int) -> None:
+    def __init__(self, device: Device, sampling: SamplingParams, rows: int, vocab: int) -> None:
         self._state, self._slots = SamplingState(rows, vocab, device), np.arange(rows)
         for slot in range(rows):
             self._state.begin(RowStart(slot=slot, request_id=slot, sampling=sampling, seed=slot))
@@ -53,7 +53,7 @@ class Side:
 
 
 @torch.inference_mode()
-def measure(sampling: Sampling, rows: int, vocab: int, repeats: int) -> tuple[float, float]:
+def measure(sampling: SamplingParams, rows: int, vocab: int, repeats: int) -> tuple[float, float]:
     """Medians of both sides in ms: the kernels, plain torch."""
     device = open_device("cpu")
     sides = [Side(each, sampling, rows, vocab) for each in (device, replace(device, kernels=False))]

@@ -38,7 +38,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvforge import AsyncClient, Sampling
+from kvforge import AsyncClient, SamplingParams
 from kvforge.process.leash import leashed
 from kvforge.protocol.errors import Unavailable
 from kvforge.protocol.exits import INTERRUPTED
@@ -160,7 +160,9 @@ class Kvforge:
 
     async def read(self, client: AsyncClient, prompt: Prompt, tokens: int) -> list[float]:
         """When each token came."""
-        request = await client.submit(prompt, max_tokens=tokens, sampling=Sampling(temperature=0.0, ignore_eos=True))
+        request = await client.submit(
+            prompt, max_tokens=tokens, sampling=SamplingParams(temperature=0.0, ignore_eos=True)
+        )
         return [monotonic() async for _ in request]
 
 

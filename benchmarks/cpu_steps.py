@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kvforge.models.store import pull
-from kvforge.protocol.messages import RowStart, Sampling, Step
+from kvforge.protocol.messages import RowStart, SamplingParams, Step
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step.runner import Runner
@@ -49,7 +49,8 @@ def run_kvforge(
     step = Step(
         0,
         begins=tuple(
-            RowStart(slot=i, request_id=i, sampling=Sampling(temperature=0.0), seed=0) for i in range(len(prompts))
+            RowStart(slot=i, request_id=i, sampling=SamplingParams(temperature=0.0), seed=0)
+            for i in range(len(prompts))
         ),
         slots=slots,
         starts=np.zeros_like(slots),

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from kvforge.protocol.messages import GENERATED, RowStart, Sampling, Step
+from kvforge.protocol.messages import GENERATED, RowStart, SamplingParams, Step
 
 from .gpu_step import tiny_model
 from .report import report
@@ -65,7 +65,7 @@ def _steps_ms(runner: Any, steps: list[list[Part]]) -> float:
         width = int(-(-(starts + counts).max() // BLOCK_SIZE))
         tables = (slots[:, None] * width + np.arange(width)).astype(np.int32)
         begins = tuple(
-            RowStart(slot=slot, request_id=slot, sampling=Sampling(temperature=0.0), seed=0) for slot, *_ in parts
+            RowStart(slot=slot, request_id=slot, sampling=SamplingParams(temperature=0.0), seed=0) for slot, *_ in parts
         )
         marks = [np.full(count, GENERATED if mark else 0, np.int32) for _, _, count, mark in parts]
         step = Step(

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvforge import AsyncClient, AsyncRequest, Sampling
+from kvforge import AsyncClient, AsyncRequest, SamplingParams
 from kvforge.protocol.exits import INTERRUPTED
 
 from .installation import BLOCK_SIZE, VOCABULARY, Installation
@@ -71,7 +71,7 @@ def summary(gaps: Times) -> dict[str, float]:
 async def measure(endpoint_of: Installation, prompt_tokens: int, decoders: int) -> dict[str, Any]:
     """One installation: the steady requests alone, then with the long prompt."""
     rng = np.random.default_rng(0)
-    greedy = Sampling(temperature=0.0, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True)
     async with AsyncClient(endpoint_of.endpoint, timeout_s=60.0) as kv, asyncio.timeout(RUN_S):
         await endpoint_of.wait_ready(kv)
         steady = [Steady() for _ in range(decoders)]

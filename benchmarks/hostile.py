@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import zmq
 
-from kvforge import CachedSequence, Client, Sampling
+from kvforge import CachedSequence, Client, SamplingParams
 from kvforge.protocol import keys
 from kvforge.protocol.codec import encode
 from kvforge.protocol.messages import Explain, GetHealth, GetStats, Hello, ListRequests
@@ -197,7 +197,7 @@ def appends_us(kv: Client, seconds: float) -> list[float]:
 
 def requests_us(kv: Client, seconds: float) -> list[float]:
     """Return the microseconds of each request answered within `seconds`; the answers are checked."""
-    sampling = Sampling(temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
     taken: list[float] = []
     answers: dict[int, tuple[int, ...]] = {}
     deadline = perf_counter() + seconds

@@ -24,7 +24,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from kvforge import AsyncClient, Sampling
+from kvforge import AsyncClient, SamplingParams
 from kvforge.loadtest.fleet.fleet import Fleet
 from kvforge.protocol.errors import KvforgeError
 from tests.gateway.page.browser import Browser
@@ -65,7 +65,7 @@ async def work(kv: AsyncClient, rng: Random, tokens: int) -> None:
                 prompt,
                 max_tokens=rng.randrange(40, 700),
                 tenant=tenant,
-                sampling=Sampling(temperature=0.0, seed=number),
+                sampling=SamplingParams(temperature=0.0, seed=number),
             )
             await request.result(timeout_s=600)
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 from kvforge.protocol.transport import client_endpoint
 
 from .recovery_worker import age_s
@@ -110,7 +110,7 @@ class Bench:
 
 def submit(endpoint: str, requests: int, prompt: int) -> None:
     """Submit requests that continue without a reader."""
-    draw, sampling = np.random.default_rng(0), Sampling(temperature=0.0, ignore_eos=True)
+    draw, sampling = np.random.default_rng(0), SamplingParams(temperature=0.0, ignore_eos=True)
     with Client(endpoint, connect_timeout_s=30, timeout_s=60) as kv:
         for _ in range(requests):
             tokens = draw.integers(0, VOCABULARY, prompt).astype(np.int32)

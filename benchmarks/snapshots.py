@@ -25,13 +25,13 @@ from kvforge.coordinator.core.limits import Bounds, Limits, ScheduleLimits
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.journal.keeping import Keeper
 from kvforge.coordinator.journal.recovery import recover
-from kvforge.protocol.messages import Sampling, Step, Submit, WorkerHello, WorkerReady
+from kvforge.protocol.messages import SamplingParams, Step, Submit, WorkerHello, WorkerReady
 
 from .control_plane import BLOCK_SIZE, MODEL, VOCABULARY, Answerer
 from .report import report
 
 ANSWER = 4096
-SAMPLING = Sampling(temperature=0.0, seed=1, ignore_eos=True)
+SAMPLING = SamplingParams(temperature=0.0, seed=1, ignore_eos=True)
 TURNS = 200  # before the snapshot
 
 

@@ -100,13 +100,13 @@ class _Limits:
 
 def _steps_of(plan: Plan, batch: int, width: int) -> tuple[Any, Callable[[int], Any]]:
     """Block tables [batch, width], and the step at an index: rows of `context` tokens and more, fed with -1."""
-    from kvforge.protocol.messages import RowStart, Sampling, Step
+    from kvforge.protocol.messages import RowStart, SamplingParams, Step
 
     order = np.random.default_rng(0).permutation(batch * width).astype(np.int32)
     tables = order.reshape(batch, width)
     slots, ones = np.arange(batch, dtype=np.int32), np.ones(batch, np.int32)
     begins = tuple(
-        RowStart(slot=slot, request_id=slot, sampling=Sampling(temperature=0.0), seed=0) for slot in range(batch)
+        RowStart(slot=slot, request_id=slot, sampling=SamplingParams(temperature=0.0), seed=0) for slot in range(batch)
     )
 
     def step(index: int) -> Any:

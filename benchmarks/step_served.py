@@ -76,11 +76,11 @@ def wait_ready(kv: Any, installation: Installation) -> None:
 
 def served_batch(kv: Any, installation: Installation, plan: Plan, batch: int) -> dict[str, Any]:
     """Time steps of `batch` rows as the client sees them."""
-    from kvforge import Sampling
+    from kvforge import SamplingParams
 
     rng = np.random.default_rng(batch)
     log_before = len(installation.log_of("worker"))
-    sampling = Sampling(temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
     submitted = monotonic()
     requests = [
         kv.submit(

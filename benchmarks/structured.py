@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks.report import report
 from kvforge.loadtest.fleet import step_times
-from kvforge.protocol.messages import NO_INT32, Grammar, Int32Array, RowStart, Sampling, Step
+from kvforge.protocol.messages import NO_INT32, Grammar, Int32Array, RowStart, SamplingParams, Step
 from kvforge.text.tokenizer import Tokenizer
 from kvforge.worker.sampling.grammar import Grammars
 from kvforge.worker.sampling.grammar_tokens import GrammarTokens, grammar_tokens
@@ -222,7 +222,7 @@ def by_runner(model: str, tokenizer: str, rows: int, steps: int, context: int) -
 
     def run(given: Grammar | None) -> float:
         slots, ones = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32)
-        sampling = Sampling(temperature=1.0, grammar=given)
+        sampling = SamplingParams(temperature=1.0, grammar=given)
         begins = tuple(RowStart(slot=slot, request_id=slot, sampling=sampling, seed=slot) for slot in range(rows))
         under_way, began = [], 0.0
         for index in range(WARM_STEPS + steps):

@@ -68,11 +68,11 @@ def measured(plan: Plan, ranks: int, only_decode: bool) -> dict[str, Any]:
 
 def _burst_s(kv: Any, requests: int, prompt_tokens: int, answer_tokens: int, seed: int) -> float:
     """Seconds from the first submission to the last token."""
-    from kvforge import Sampling
+    from kvforge import SamplingParams
 
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCABULARY, prompt_tokens).astype(np.int32) for _ in range(requests)]
-    sampling = Sampling(temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
     began = monotonic()
     running = [kv.submit(prompt, max_tokens=answer_tokens, sampling=sampling) for prompt in prompts]
     for _ in kv.merge(*running):

@@ -1,10 +1,10 @@
 """kvforge: the client library and the command line.
 
-    from kvforge import Client, Sampling
+    from kvforge import Client, SamplingParams
 
     with Client() as kv:
         kv.wait_ready(timeout_s=120)
-        request = kv.submit([1, 2, 3], max_tokens=16, sampling=Sampling(temperature=0.0))
+        request = kv.submit([1, 2, 3], max_tokens=16, sampling=SamplingParams(temperature=0.0))
         for token in request:
             print(token.token_id)
         print(request.result().reason)
@@ -12,6 +12,7 @@
 Importing it loads neither torch nor transformers. Text prompts and answers (`generate`) need the extra `text`.
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,7 @@ if TYPE_CHECKING:
     from .client.aio import AsyncClient, AsyncRequest, AsyncTextRequest
     from .client.blocking import Client, Request, TextRequest
     from .client.results import Completion, Finished, Token
-    from .client.sampling import Sampling
+    from .client.sampling import SamplingParams
     from .client.sequences import CachedSequence
     from .client.tables import BlockColumns, BlockCounts, SequenceRow, Tables
 
@@ -131,7 +132,7 @@ __all__ = [
     "RequestInfo",
     "RequestList",
     "RequestNotFound",
-    "Sampling",
+    "SamplingParams",
     "SequenceBusy",
     "SequenceNotFound",
     "SequenceRow",
@@ -161,7 +162,7 @@ _HOMES = {
     "Completion": ".client.results",
     "Finished": ".client.results",
     "Token": ".client.results",
-    "Sampling": ".client.sampling",
+    "SamplingParams": ".client.sampling",
     "CachedSequence": ".client.sequences",
     "BlockColumns": ".client.tables",
     "BlockCounts": ".client.tables",
@@ -179,8 +180,15 @@ _HOMES = {
     "Timings": ".protocol.messages",
 }
 
+# Deprecated names, kept for one version.
+_RENAMED = {"Sampling": "SamplingParams"}
+
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        warning = f"kvforge.{name} is deprecated and will be removed in the next version: use {_RENAMED[name]}"
+        warnings.warn(warning, DeprecationWarning, stacklevel=2)
+        name = _RENAMED[name]
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOMES.get(name, ".protocol.errors"), __name__), name)

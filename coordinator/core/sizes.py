@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvforge.protocol.codec import BODY_BYTES_MAX, FRAME_BYTES_MAX
 from kvforge.protocol.errors import InvalidConfiguration
-from kvforge.protocol.messages import ErrorInfo, Sampling
+from kvforge.protocol.messages import ErrorInfo, SamplingParams
 
 CHARACTER_BYTES = 4
 NAME_BYTES = 128 * CHARACTER_BYTES
@@ -28,7 +28,7 @@ def error_bytes(error: ErrorInfo) -> int:
     return 50 + CHARACTER_BYTES * (len(error.message) + fields)
 
 
-def begin_bytes(sampling: Sampling, length: int) -> int:
+def begin_bytes(sampling: SamplingParams, length: int) -> int:
     """Return an upper bound of a row's size in the step where it begins, in bytes: biases, grammar and history."""
     history = 4 * length if sampling.counts_answer else 0
     grammar = CHARACTER_BYTES * len(sampling.grammar.text) if sampling.grammar is not None else 0

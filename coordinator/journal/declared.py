@@ -18,7 +18,7 @@ from collections import OrderedDict
 from typing import Annotated, Any, TypeAlias
 
 from kvforge.protocol.errors import Field
-from kvforge.protocol.messages import Ended, Sampling
+from kvforge.protocol.messages import Ended, SamplingParams
 
 from ..core.commands.sessions import Away
 from ..core.events import ClientGone
@@ -136,7 +136,7 @@ class SavedRequests(Saved):
     """
 
     known: list[SavedRequest]
-    samplings: list[Sampling]
+    samplings: list[SamplingParams]
     families: list[list[RequestIndex]]
     keys: list[SavedKey]
     keys_kept: int

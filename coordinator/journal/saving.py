@@ -10,7 +10,7 @@ import numpy as np
 
 from kvforge.protocol import codec
 from kvforge.protocol.errors import KvforgeError
-from kvforge.protocol.messages import Message, Sampling
+from kvforge.protocol.messages import Message, SamplingParams
 
 from ..core.cache.groups import Group, SentStep
 from ..core.cache.pool import Pool
@@ -42,7 +42,7 @@ class _Saving:
         self._machine, self._arrays = machine, arrays
         self._requests: list[Request] = []
         self._request_places: dict[int, int] = {}
-        self._samplings: list[Sampling] = []
+        self._samplings: list[SamplingParams] = []
         self._sampling_places: dict[int, int] = {}
         self._families: list[list[Request]] = []
         self._family_places: dict[int, int] = {}

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvforge import Sampling
+from kvforge import SamplingParams
 from kvforge.client.arguments import stop_strings
 from kvforge.client.options import RequestOptions
 from kvforge.gateway.access import Caller
@@ -76,7 +76,7 @@ async def wanted_of(asked: Create, model: Model, caller: Caller, key: str, ignor
         "top_p": top_p,
         "top_k": None if asked.top_k is None else max(asked.top_k, 0),
     }
-    sampling = Sampling(**named, **conversation.shape.named)  # type: ignore[arg-type]
+    sampling = SamplingParams(**named, **conversation.shape.named)  # type: ignore[arg-type]
     options = RequestOptions(
         max_tokens=asked.max_tokens,
         sampling=sampling,

@@ -1,4 +1,4 @@
-"""Output constraints, in the terms of `kvforge.Sampling`."""
+"""Output constraints, in the terms of `kvforge.SamplingParams`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Shape:
     """An output constraint.
 
     Attributes:
-        name: The field of `kvforge.Sampling`, or "" for any text.
+        name: The field of `kvforge.SamplingParams`, or "" for any text.
         value: Its value.
         field: Its path in the request.
     """
@@ -22,7 +22,7 @@ class Shape:
 
     @property
     def named(self) -> dict[str, Any]:
-        """The keyword argument for `Sampling`."""
+        """The keyword argument for `SamplingParams`."""
         return {self.name: self.value} if self.name else {}
 
 

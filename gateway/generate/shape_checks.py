@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvforge import Sampling
+from kvforge import SamplingParams
 from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.chat.shapes import Shape
 from kvforge.protocol.errors import InvalidRequest
 
 
 async def check_shape(prompts: Prompts, shape: Shape) -> None:
-    """Have a shape checked, so that `Sampling.message` has the answer at once, and raises it where it is a refusal.
+    """Check a shape ahead, so that `SamplingParams.message` has the answer at once and raises a refusal.
 
     Args:
         prompts: The model's, with its text helpers.
@@ -21,8 +21,8 @@ async def check_shape(prompts: Prompts, shape: Shape) -> None:
         DeadlineExceeded: The check, or its wait, takes longer than `text_s`.
     """
     try:
-        grammar = Sampling(**shape.named).shape()
+        grammar = SamplingParams(**shape.named).shape()
     except InvalidRequest:
-        return  # `Sampling.message` raises it, where the request's name for it is known
+        return  # `SamplingParams.message` raises it, where the request's name for it is known
     if grammar is not None and grammar.kind != "json_object":
         await prompts.check_shape(grammar, shape.field)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvforge import Sampling
+from kvforge import SamplingParams
 from kvforge.client.options import RequestOptions
 from kvforge.gateway.access import Caller
 from kvforge.gateway.chat.naming import Names
@@ -79,7 +79,7 @@ class Call:
         """Whether events carry their position, so that a client can resume."""
         return bool(self.key.name)
 
-    def options(self, sampling: Sampling, asked: Common | Create, max_tokens: int) -> RequestOptions:
+    def options(self, sampling: SamplingParams, asked: Common | Create, max_tokens: int) -> RequestOptions:
         """Return the options of a submission.
 
         Raises:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvforge import Sampling
+from kvforge import SamplingParams
 from kvforge.client.arguments import PRIORITY_MAX, SAMPLES_MAX, stop_strings
 from kvforge.gateway.chat.shapes import Shape
 from kvforge.protocol.errors import InvalidRequest
@@ -99,7 +99,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     detokenize: bool | None = None
 
 
-def sampling_of(asked: Common, logprobs: int, shape: Shape) -> Sampling:
+def sampling_of(asked: Common, logprobs: int, shape: Shape) -> SamplingParams:
     """Return the sampling parameters.
 
     Args:
@@ -124,7 +124,7 @@ def sampling_of(asked: Common, logprobs: int, shape: Shape) -> Sampling:
         "logit_bias": None if asked.logit_bias is None else _biases(asked.logit_bias),
     }
     given = {name: value for name, value in named.items() if value is not None} | shape.named
-    sampling = Sampling(logprobs=logprobs, **given)
+    sampling = SamplingParams(logprobs=logprobs, **given)
     sampling.message()
     return sampling
 

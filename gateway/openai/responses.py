@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvforge import Sampling
+from kvforge import SamplingParams
 from kvforge.gateway.chat.shapes import Shape
 from kvforge.gateway.generate.answer import Piece
 from kvforge.gateway.generate.conversing import conversing
@@ -79,7 +79,7 @@ class Responses:
         options = call.options(self._sampling(conversation.shape), asked, most)
         self.wanted = [Wanted(prompt=prompt, options=options, text=conversation.text, parser=conversation.parser)]
 
-    def _sampling(self, wanted: Shape) -> Sampling:
+    def _sampling(self, wanted: Shape) -> SamplingParams:
         asked = self.asked
         fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
         named = {name: value for name in fields if (value := getattr(asked, name)) is not None}
@@ -87,7 +87,7 @@ class Responses:
             named["top_p"] = top_p_of(asked.top_p)
         if asked.top_k is not None:
             named["top_k"] = top_k_of(asked.top_k)
-        sampling = Sampling(**named, **wanted.named)
+        sampling = SamplingParams(**named, **wanted.named)
         sampling.message()
         return sampling
 

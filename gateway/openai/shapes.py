@@ -1,4 +1,4 @@
-"""Output constraints: from the fields of requests to those of `Sampling`.
+"""Output constraints: from the fields of requests to those of `SamplingParams`.
 
 A constraint that cannot be enforced is refused by name, never ignored.
 """

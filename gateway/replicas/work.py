@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from kvforge import Sampling
+from kvforge import SamplingParams
 from kvforge.client.aio import AsyncStream
 from kvforge.client.options import RequestOptions
 from kvforge.protocol.errors import (
@@ -213,7 +213,7 @@ class Work:
 
 def seeded(options: RequestOptions) -> RequestOptions:
     """Return the options with a fixed seed, the same for every replica."""
-    sampling = options.sampling if options.sampling is not None else Sampling()
+    sampling = options.sampling if options.sampling is not None else SamplingParams()
     if sampling.seed is not None:
         return options
     seed = seed_of(options.tenant, options.key) if options.key else secrets.randbits(64)

@@ -11,7 +11,7 @@ A call passes through these modules: `aio.client` declares it; `exchanges` build
 `operations` takes several steps; `connection` sends and waits; `session` matches replies to commands; `link` holds the
 socket. The blocking client takes the same path with another wait.
 
-Other code imports the names that `kvforge` lists (`Client`, `AsyncClient`, `Sampling`, `Tables`, ...). The command line
-also uses `arguments`, `options` and `sampling`, to report wrong options in the same words. Sessions and links are
-private.
+Other code imports the names that `kvforge` lists (`Client`, `AsyncClient`, `SamplingParams`, `Tables`, ...). The
+command line also uses `arguments`, `options` and `sampling`, to report wrong options in the same words. Sessions and
+links are private.
 """

@@ -12,7 +12,7 @@ from kvforge.protocol.codec import FRAME_BYTES_MAX
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Int32Array
 
-from .sampling import Sampling
+from .sampling import SamplingParams
 from .values import INT32_MAX, INT64_MAX, flag, number, shown, whole
 
 STOP_STRINGS_MAX = 16
@@ -98,8 +98,8 @@ def check_submit(max_tokens: object, sampling: object, tenant: object, salt: obj
         raise InvalidRequest("tenant", f"is {tenant!r}; it must be a name")
     if not isinstance(salt, str):
         raise InvalidRequest("salt", f"is {shown(salt)}; it must be a text")
-    if not isinstance(sampling, Sampling):
-        raise InvalidRequest("sampling", f"is {type(sampling).__name__}; it must be a kvforge.Sampling")
+    if not isinstance(sampling, SamplingParams):
+        raise InvalidRequest("sampling", f"is {type(sampling).__name__}; it must be a kvforge.SamplingParams")
     return whole("max_tokens", max_tokens, 1, INT32_MAX)
 
 

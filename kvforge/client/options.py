@@ -9,7 +9,7 @@ import msgspec
 from kvforge.protocol.messages import Int32Array, Submit
 
 from .arguments import check_request, check_submit, milliseconds
-from .sampling import Sampling
+from .sampling import SamplingParams
 
 MAX_TOKENS = 256
 RECONNECT_S = 10.0
@@ -24,7 +24,7 @@ class RequestOptions:
     """
 
     max_tokens: int = MAX_TOKENS
-    sampling: Sampling | None = None
+    sampling: SamplingParams | None = None
     tenant: str = "default"
     salt: str = ""
     priority: int = 0
@@ -57,7 +57,7 @@ class RequestOptions:
 
     def _checked(self) -> Submit:
         """Return the part of the message that is the same for every prompt."""
-        sampling = self.sampling if self.sampling is not None else Sampling()
+        sampling = self.sampling if self.sampling is not None else SamplingParams()
         max_tokens = check_submit(self.max_tokens, sampling, self.tenant, self.salt)
         priority, detached = check_request(self.priority, self.detached, self.key)
         return Submit(

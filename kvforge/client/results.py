@@ -17,7 +17,7 @@ class Token:
         offset: Its place; 0 is the first generated token.
         token_id: Its id.
         logprob: The log-probability of the chosen token, in nats.
-        top: The most likely tokens at its place, as (token id, logprob), if `Sampling.logprobs` requests them.
+        top: The most likely tokens at its place, as (token id, logprob), if `SamplingParams.logprobs` requests them.
     """
 
     offset: int

@@ -28,7 +28,7 @@ WORDS = {"json_schema": "mapping, or its JSON text", "regex": "text", "grammar":
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
+class SamplingParams:
     """Sampling parameters.
 
     They apply in this order: logit_bias, penalties (repetition, then frequency and presence), the answer's shape,
@@ -82,7 +82,7 @@ class Sampling:
         """Return the fields that the model's own defaults decide."""
         return tuple(name for name in MODEL_DEFAULTS if getattr(self, name) is None)
 
-    def message(self) -> messages.Sampling:
+    def message(self) -> messages.SamplingParams:
         """Return the message to send, in which fields that are not set are off.
 
         Raises:
@@ -94,7 +94,7 @@ class Sampling:
         grammar = self.shape()
         if grammar is not None and grammar.kind != "json_object":
             check(grammar)
-        return messages.Sampling(**values, grammar=grammar)
+        return messages.SamplingParams(**values, grammar=grammar)
 
     def shape(self) -> messages.Grammar | None:
         """Return the grammar of the answer, which llguidance has not checked yet; None: any text.
@@ -142,7 +142,7 @@ def _checked(name: str, value: Any) -> Any:
     if name == "logit_bias":
         return _bias(field, value)
     low, high = SAMPLING_RANGES[name]
-    is_whole = isinstance(getattr(messages.Sampling(), name), int)
+    is_whole = isinstance(getattr(messages.SamplingParams(), name), int)
     return whole(field, value, int(low), int(high)) if is_whole else number(field, value, low, high)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvforge.client.blocking import Client
 from kvforge.client.options import MAX_TOKENS
 from kvforge.client.results import Finished
-from kvforge.client.sampling import Sampling
+from kvforge.client.sampling import SamplingParams
 from kvforge.process.ending import Interrupted
 from kvforge.protocol.errors import CoordinatorUnavailable, InvalidRequest, KvforgeError, UnsupportedModel
 from kvforge.protocol.exits import OK
@@ -187,8 +187,8 @@ class Chat:
             self._temperature = before
             raise
 
-    def _sampling(self) -> Sampling:
-        sampling = Sampling(temperature=self._temperature)
+    def _sampling(self) -> SamplingParams:
+        sampling = SamplingParams(temperature=self._temperature)
         sampling.message()
         return sampling
 

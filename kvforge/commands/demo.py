@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 from kvforge.client.blocking import Client, Request
-from kvforge.client.sampling import Sampling
+from kvforge.client.sampling import SamplingParams
 from kvforge.launch.settings import Settings
 from kvforge.launch.supervisor import Supervisor
 from kvforge.launch.voice import Voice
@@ -116,7 +116,7 @@ def _ask(endpoint: str, model: Path, max_tokens: int) -> int:
         requests: list[Request] = []
         for _, messages in PROMPTS:
             ids = tokenizer.chat(messages)
-            requests.append(kv.submit(ids, max_tokens=max_tokens, sampling=Sampling(temperature=0.0)))
+            requests.append(kv.submit(ids, max_tokens=max_tokens, sampling=SamplingParams(temperature=0.0)))
             if len(requests) == 1:
                 next(iter(requests[0]))
         _stream(kv, requests, tokenizer)

@@ -10,7 +10,7 @@ from typing import Any
 from kvforge.client.arguments import stop_strings
 from kvforge.client.blocking import Client, Request
 from kvforge.client.options import MAX_TOKENS
-from kvforge.client.sampling import Sampling
+from kvforge.client.sampling import SamplingParams
 from kvforge.protocol.errors import InvalidRequest
 
 from . import parsing, printing
@@ -92,7 +92,7 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the answer: text for text, token ids for token ids."""
     _check(options)
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature=options.temperature,
         seed=options.seed,
         stop_tokens=tuple(parsing.token_ids(options.stop_tokens, "stop_tokens")),
@@ -151,7 +151,7 @@ def _prompt(kv: Client, options: argparse.Namespace) -> list[int]:
     return kv.encode(sys.stdin.read() if options.prompt == "-" else options.prompt, raw=options.raw)
 
 
-def _submit(kv: Client, ids: list[int], sampling: Sampling, options: argparse.Namespace) -> tuple[Request, ...]:
+def _submit(kv: Client, ids: list[int], sampling: SamplingParams, options: argparse.Namespace) -> tuple[Request, ...]:
     arguments: dict[str, Any] = {
         "max_tokens": options.max_tokens,
         "sampling": sampling,

@@ -50,7 +50,7 @@ def check(grammar: Grammar, field: str = "") -> None:
 
     Args:
         grammar: The grammar.
-        field: The caller's name for it, by default that of `kvforge.Sampling`.
+        field: The caller's name for it, by default that of `kvforge.SamplingParams`.
 
     Raises:
         InvalidRequest: It cannot be enforced. Names the keyword.

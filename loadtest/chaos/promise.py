@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvforge import AsyncClient, Finished, Sampling
+from kvforge import AsyncClient, Finished, SamplingParams
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import Int32Array
 
@@ -248,7 +248,7 @@ async def _answer(client: AsyncClient, twin: Twin, draw: Callable[[int, int], in
     request = await client.submit(
         twin.prompt,
         max_tokens=outcome.asked_tokens,
-        sampling=Sampling(temperature=temperature, seed=seed, ignore_eos=True),
+        sampling=SamplingParams(temperature=temperature, seed=seed, ignore_eos=True),
         tenant=outcome.tenant,
         retry_s=TWIN_S,
     )

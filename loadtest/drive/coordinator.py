@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from functools import lru_cache
 from time import monotonic
 
-from kvforge import AsyncClient, Sampling
+from kvforge import AsyncClient, SamplingParams
 from kvforge.client.aio import AsyncStream, AsyncStreams
 from kvforge.client.options import RequestOptions
 from kvforge.protocol.errors import (
@@ -171,5 +171,5 @@ def options_of(output_tokens: int, tenant: str, temperature: float, seed: int) -
     Raises:
         InvalidRequest: An option is invalid.
     """
-    sampling = Sampling(temperature=temperature, seed=seed, ignore_eos=True)
+    sampling = SamplingParams(temperature=temperature, seed=seed, ignore_eos=True)
     return RequestOptions(max_tokens=output_tokens, sampling=sampling, tenant=tenant)

@@ -9,7 +9,7 @@ name. Ids are integers below 2^53 and are never reused, not even after a restart
 
 To add a message, define it in the file of its direction and add it to the union at the end of that file: the decoder
 accepts only the messages of the union. A new field needs a default, so that messages of older senders stay valid. Older
-receivers skip unknown fields, except non-empty arrays and fields of Sampling. Version 1 is frozen in
+receivers skip unknown fields, except non-empty arrays and fields of SamplingParams. Version 1 is frozen in
 `tests/data/protocol_v1/`.
 """
 

@@ -11,7 +11,7 @@ from .shared import (
     Int32Array,
     Int64Array,
     Message,
-    Sampling,
+    SamplingParams,
 )
 
 
@@ -59,7 +59,7 @@ class Submit(Message, frozen=True, tag="submit"):
     FRAMES = (("prompt", "<i4"),)
     rid: int
     max_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     tenant: str = "default"
     stream: bool = True
     sequence_id: int = 0

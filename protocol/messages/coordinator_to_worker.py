@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .shared import NO_INT32, Int32Array, Message, Refused, Sampling
+from .shared import NO_INT32, Int32Array, Message, Refused, SamplingParams
 
 GENERATED = 1 << 30  # above every token id
 
@@ -67,7 +67,7 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True):
 
     slot: int
     request_id: int
-    sampling: Sampling
+    sampling: SamplingParams
     seed: int
     generated: int = 0
     prompt_history: int = 0

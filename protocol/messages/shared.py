@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", eq=False):
 TOP_LOGPROBS_MAX = 20
 LOGIT_BIAS_MAX = 300
 LOGIT_BIAS_LIMIT = 100.0
-# The lowest and highest value of the numeric fields of Sampling. Where 0 is invalid, the lowest is slightly above it.
+# The lowest and highest value of the numeric fields of SamplingParams. Where 0 is invalid, the lowest is just above it.
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, (1 << 31) - 1),
     "top_p": (1e-9, 1.0),
@@ -49,7 +49,7 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "logprobs": (0, TOP_LOGPROBS_MAX),
 }
 
-# Fields of Sampling for which a model may have defaults of its own.
+# Fields of SamplingParams for which a model may have defaults of its own.
 MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 GRAMMAR_BYTES_MAX = 1 << 17
@@ -69,7 +69,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     text: str = ""
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Sampling parameters of a request. Each default means "off"; SAMPLING_RANGES holds the ranges.
 
     They apply in this order: logit_bias, penalties (repetition, then frequency and presence), grammar, temperature,
@@ -163,7 +163,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     context_tokens_max: int
     eos_tokens: tuple[int, ...] = ()
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     dtype: str = ""
     weight_dtype: str = ""
     determinism: str = ""

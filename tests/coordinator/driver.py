@@ -63,7 +63,7 @@ from kvforge.protocol.messages import (
     RequestInfo,
     RowError,
     RowStart,
-    Sampling,
+    SamplingParams,
     SequenceInfo,
     Stats,
     Step,
@@ -91,7 +91,7 @@ SMALL: dict[str, Any] = {
     "step_tokens_max": 32,
     "step_rows_max": 8,
 }
-GREEDY = Sampling(temperature=0.0, seed=1)
+GREEDY = SamplingParams(temperature=0.0, seed=1)
 PROMPT = [5, 6, 7, 8, 9]
 # lease of a disconnected client; time that a restarted coordinator waits for workers
 LEASE_US, REATTACH_US = 2_000_000, 5_000_000

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvforge.protocol.errors import Conflict, InvalidRequest, RequestNotFound
-from kvforge.protocol.messages import FinishAt, Sampling, Stream
+from kvforge.protocol.messages import FinishAt, SamplingParams, Stream
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation, logprob_of
 from tests.coordinator.test_sampling import TopDriver, tops_of, with_tops
@@ -35,7 +35,7 @@ def in_state(state: str, stream: bool = True, **fields: Any) -> tuple[TopDriver,
     """A request of client 1 with two top log-probabilities, in the given state: (driver, request)."""
     driver = TopDriver(steps_in_flight_max=1, **fields)
     worker = driver.add_worker(32) if state != "pending" else None
-    sampling = Sampling(temperature=0.0, seed=1, logprobs=2)
+    sampling = SamplingParams(temperature=0.0, seed=1, logprobs=2)
     request = driver.submit(PROMPT, max_tokens=12, stream=stream, sampling=sampling)
     if worker is not None:
         for _ in range(20 if state == "finished" else 5):

@@ -9,7 +9,7 @@ import pytest
 
 from kvforge.coordinator.core.limits import Quota
 from kvforge.protocol.errors import CapacityExceeded, NotFound, RequestNotFound
-from kvforge.protocol.messages import Sampling
+from kvforge.protocol.messages import SamplingParams
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
 
@@ -31,7 +31,7 @@ def test_an_ended_request_keeps_what_may_be_asked_for_and_not_its_prompt(fields:
     driver = Driver(**LONG)
     driver.add_worker(6000)
     bias = tuple((token, 1.0) for token in range(300))
-    sampling = Sampling(temperature=0.0, seed=1, logit_bias=bias)
+    sampling = SamplingParams(temperature=0.0, seed=1, logit_bias=bias)
     request = driver.submit(range(900), 4, sampling=sampling, **fields)
     driver.run_until_idle()
     waiting = driver.submit([1] * PROMPT, 4)
@@ -61,7 +61,7 @@ def test_the_answers_that_are_kept_are_bounded_in_bytes(make_pool: MakePool) -> 
 
 def test_an_answer_larger_than_the_bound_is_kept_until_the_next_one_ends(make_pool: MakePool) -> None:
     driver, _ = make_pool(finished_bytes_max=100)
-    first = driver.submit([1], 30, sampling=Sampling(temperature=0.0, seed=1, logprobs=3))
+    first = driver.submit([1], 30, sampling=SamplingParams(temperature=0.0, seed=1, logprobs=3))
     driver.run_until_idle()
     assert driver.answer_of(first) == continuation([1], 30)
     assert driver.machine.requests.kept_bytes > 30 * (8 + 3 * 8)

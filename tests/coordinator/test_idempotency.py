@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvforge.protocol.errors import Draining, InvalidRequest, KeyReused, QueueFull
-from kvforge.protocol.messages import Accepted, Drain, PurgeFinished, Sampling
+from kvforge.protocol.messages import Accepted, Drain, PurgeFinished, SamplingParams
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import GREEDY, Driver, continuation
 
@@ -29,7 +29,7 @@ def entries(driver: Driver) -> int:
 @pytest.mark.parametrize("state", ["pending", "running", "preempted", "finished", "cancelled"])
 def test_the_same_command_again_is_the_same_request_streamed_from_its_start(state: str) -> None:
     driver = Driver(steps_in_flight_max=1)
-    sampling = Sampling(temperature=0.0)
+    sampling = SamplingParams(temperature=0.0)
     if state != "pending":
         worker = driver.add_worker(16)
     first = keyed(driver, sampling=sampling)
@@ -60,10 +60,10 @@ def test_the_same_command_again_is_the_same_request_streamed_from_its_start(stat
 def test_a_command_that_names_what_is_the_default_is_the_same_command() -> None:
     """Another client, or a replay, may write defaults that this one omits."""
     driver = Driver()
-    first = keyed(driver, sampling=Sampling(seed=3))
-    again = keyed(driver, sampling=Sampling(seed=3, top_p=float("1"), presence_penalty=float("0"), top_k=0))
+    first = keyed(driver, sampling=SamplingParams(seed=3))
+    again = keyed(driver, sampling=SamplingParams(seed=3, top_p=float("1"), presence_penalty=float("0"), top_k=0))
     assert (again.request_id, again.repeated) == (first.request_id, True)
-    driver.refused(driver.submit_message(PROMPT, 6, key="k", sampling=Sampling(seed=3, top_p=0.5)), KeyReused)
+    driver.refused(driver.submit_message(PROMPT, 6, key="k", sampling=SamplingParams(seed=3, top_p=0.5)), KeyReused)
 
 
 def test_the_same_command_on_the_same_connection_takes_nothing_from_anyone(make_pool: MakePool) -> None:
@@ -95,7 +95,7 @@ def test_a_client_that_vanished_finds_its_request_by_its_key(make_pool: MakePool
         {"prompt": [3, 1]},
         {"max_tokens": 7},
         {"count": 2},
-        {"sampling": Sampling(temperature=0.0, seed=2)},
+        {"sampling": SamplingParams(temperature=0.0, seed=2)},
         {"stream": False},
         {"salt": "x"},
         {"priority": 1},
@@ -161,10 +161,10 @@ def test_a_refused_command_leaves_its_key_free(make_pool: MakePool) -> None:
 
 def test_several_answers_under_one_key(make_pool: MakePool) -> None:
     driver, _ = make_pool(32)
-    first = keyed(driver, count=3, sampling=Sampling(temperature=0.0))
+    first = keyed(driver, count=3, sampling=SamplingParams(temperature=0.0))
     driver.step()
     driver.step()
-    again = keyed(driver, client=2, count=3, sampling=Sampling(temperature=0.0))
+    again = keyed(driver, client=2, count=3, sampling=SamplingParams(temperature=0.0))
     assert (again.request_id, again.seed, again.count, again.repeated) == (first.request_id, first.seed, 3, True)
     driver.run_until_idle()
     for request in range(1, 4):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvforge.protocol.errors import InvalidRequest
-from kvforge.protocol.messages import GENERATED, Sampling
+from kvforge.protocol.messages import GENERATED, SamplingParams
 from tests.coordinator.driver import Driver, FakeWorker, continuation
 
 PROMPT = [10, 11, 12, 13, 20, 21, 22, 23, 30]
@@ -94,7 +94,7 @@ def test_a_sequence_keeps_what_was_generated_on_it() -> None:
 
 def test_penalties_count_tokens_and_not_their_marks() -> None:
     driver, first = pool()
-    request = driver.submit(PROMPT, 8, sampling=Sampling(temperature=0.0, presence_penalty=0.5))
+    request = driver.submit(PROMPT, 8, sampling=SamplingParams(temperature=0.0, presence_penalty=0.5))
     while len(driver.answer_of(request)) < 4:
         driver.step()
     driver.lose(first)

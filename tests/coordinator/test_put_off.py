@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from kvforge.protocol.errors import WorkerError
-from kvforge.protocol.messages import ErrorInfo, Grammar, RowError, Sampling, StepResult
+from kvforge.protocol.messages import ErrorInfo, Grammar, RowError, SamplingParams, StepResult
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import FakeWorker, continuation
 
-SHAPED = Sampling(temperature=0.0, grammar=Grammar(kind="regex", text="a+"))
+SHAPED = SamplingParams(temperature=0.0, grammar=Grammar(kind="regex", text="a+"))
 AGAIN_MS = 40
 
 

@@ -35,7 +35,7 @@ from kvforge.protocol.messages import (
     ListRequests,
     PurgeFinished,
     RowError,
-    Sampling,
+    SamplingParams,
     StepResult,
     Submit,
     WorkerFailed,
@@ -118,7 +118,9 @@ def test_a_request_ends_by_length_at_max_tokens(make_pool: MakePool) -> None:
 def test_a_stop_token_is_the_last_one_though_it_is_discovered_a_step_late(make_pool: MakePool) -> None:
     driver, worker = make_pool()
     expected = continuation([1, 2, 3], 8)
-    request = driver.submit([1, 2, 3], max_tokens=8, sampling=Sampling(temperature=0.0, stop_tokens=(expected[2],)))
+    request = driver.submit(
+        [1, 2, 3], max_tokens=8, sampling=SamplingParams(temperature=0.0, stop_tokens=(expected[2],))
+    )
     other = driver.submit([4, 5, 6], max_tokens=8)
     driver.run_until_idle()
     info = driver.request(request)
@@ -136,7 +138,7 @@ def test_the_models_own_end_token_stops_unless_it_is_ignored(ignore_eos: bool, r
     expected = continuation([1, 2, 3], 6)
     driver = Driver()
     driver.add_worker(16, model=model_info(eos=(expected[1],)))
-    sampling = Sampling(temperature=0.0, ignore_eos=ignore_eos)
+    sampling = SamplingParams(temperature=0.0, ignore_eos=ignore_eos)
     request = driver.submit([1, 2, 3], max_tokens=6, sampling=sampling)
     driver.run_until_idle()
     assert driver.request(request).reason == reason
@@ -198,15 +200,15 @@ def test_a_full_queue_refuses_with_a_retry_hint(driver: Driver) -> None:
         ("tenant", {"tenant": ""}),
         ("tenant", {"tenant": "a\0"}),
         ("tenant", {"tenant": "x" * 129}),
-        ("sampling.temperature", {"sampling": Sampling(temperature=-0.1)}),
-        ("sampling.temperature", {"sampling": Sampling(temperature=100.5)}),
-        ("sampling.temperature", {"sampling": Sampling(temperature=float("nan"))}),
-        ("sampling.temperature", {"sampling": Sampling(temperature=float("inf"))}),
-        ("sampling.seed", {"sampling": Sampling(seed=-1)}),
-        ("sampling.seed", {"sampling": Sampling(seed=1 << 64)}),
-        ("sampling.stop_tokens", {"sampling": Sampling(stop_tokens=(-1,))}),
-        ("sampling.stop_tokens", {"sampling": Sampling(stop_tokens=(3, 1000))}),
-        ("sampling.stop_tokens", {"sampling": Sampling(stop_tokens=tuple(range(17)))}),
+        ("sampling.temperature", {"sampling": SamplingParams(temperature=-0.1)}),
+        ("sampling.temperature", {"sampling": SamplingParams(temperature=100.5)}),
+        ("sampling.temperature", {"sampling": SamplingParams(temperature=float("nan"))}),
+        ("sampling.temperature", {"sampling": SamplingParams(temperature=float("inf"))}),
+        ("sampling.seed", {"sampling": SamplingParams(seed=-1)}),
+        ("sampling.seed", {"sampling": SamplingParams(seed=1 << 64)}),
+        ("sampling.stop_tokens", {"sampling": SamplingParams(stop_tokens=(-1,))}),
+        ("sampling.stop_tokens", {"sampling": SamplingParams(stop_tokens=(3, 1000))}),
+        ("sampling.stop_tokens", {"sampling": SamplingParams(stop_tokens=tuple(range(17)))}),
     ],
 )
 def test_what_can_never_be_served_is_refused_at_the_door(make_pool: MakePool, field: str, change: Any) -> None:

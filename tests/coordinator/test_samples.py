@@ -8,7 +8,7 @@ import pytest
 
 from kvforge.coordinator.core.limits import Quota
 from kvforge.protocol.errors import InvalidRequest, QueueFull
-from kvforge.protocol.messages import Sampling
+from kvforge.protocol.messages import SamplingParams
 from tests.coordinator.driver import MASK, VOCABULARY, Driver, FakeWorker, choose, fingerprint
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # two and a half blocks of four
@@ -45,7 +45,7 @@ def alone(prompt: Sequence[int], seed: int, count: int) -> list[int]:
 def submit(
     driver: Driver, count: int, prompt: Sequence[int] = PROMPT, max_tokens: int = 8, seed: int = SEED
 ) -> list[int]:
-    reply = driver.ask(driver.submit_message(prompt, max_tokens, count=count, sampling=Sampling(seed=seed)))
+    reply = driver.ask(driver.submit_message(prompt, max_tokens, count=count, sampling=SamplingParams(seed=seed)))
     assert (reply.seed, reply.count) == (seed, count)
     return list(range(reply.request_id, reply.request_id + count))
 

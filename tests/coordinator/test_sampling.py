@@ -18,7 +18,7 @@ from kvforge.protocol.messages import (
     FinishAt,
     Grammar,
     RowStart,
-    Sampling,
+    SamplingParams,
     Step,
     StepResult,
     Stream,
@@ -118,7 +118,7 @@ def started(worker: FakeWorker) -> list[tuple[RowStart, list[int], list[int]]]:
 def test_values_out_of_range_are_refused_by_name(field: str, values: tuple[Any, ...], driver: Driver) -> None:
     driver.add_worker(16)
     for value in values:
-        error = driver.refused(driver.submit_message([1], sampling=Sampling(**{field: value})), InvalidRequest)
+        error = driver.refused(driver.submit_message([1], sampling=SamplingParams(**{field: value})), InvalidRequest)
         assert error.field == f"sampling.{field}"
 
 
@@ -126,12 +126,12 @@ def test_a_grammar_that_is_too_large_or_could_not_end_is_refused(driver: Driver)
     driver.add_worker(16)
     large = Grammar(kind="regex", text="ä" * (GRAMMAR_BYTES_MAX // 2 + 1))
     for field, sampling in (
-        ("grammar", Sampling(grammar=large)),
-        ("ignore_eos", Sampling(grammar=Grammar(kind="json_object"), ignore_eos=True)),
+        ("grammar", SamplingParams(grammar=large)),
+        ("ignore_eos", SamplingParams(grammar=Grammar(kind="json_object"), ignore_eos=True)),
     ):
         error = driver.refused(driver.submit_message([1], sampling=sampling), InvalidRequest)
         assert error.field == f"sampling.{field}"
-    driver.submit([1], sampling=Sampling(grammar=Grammar(kind="regex", text="a" * GRAMMAR_BYTES_MAX)))
+    driver.submit([1], sampling=SamplingParams(grammar=Grammar(kind="regex", text="a" * GRAMMAR_BYTES_MAX)))
     driver.run_until_idle()
 
 
@@ -142,14 +142,14 @@ def test_the_edges_of_each_range_are_accepted(driver: Driver) -> None:
         {"repetition_penalty": 0.01, "presence_penalty": -2.0, "frequency_penalty": 2.0},
         {"repetition_penalty": 100.0, "logit_bias": ((0, -math.inf), (VOCABULARY - 1, 100.0))},
     ):
-        driver.submit([1], sampling=Sampling(**fields))  # type: ignore[arg-type]
+        driver.submit([1], sampling=SamplingParams(**fields))  # type: ignore[arg-type]
     driver.run_until_idle()
     assert driver.stats().requests.finished_total == 3
 
 
 def test_a_bias_is_held_to_the_vocabulary_once_it_is_known(driver: Driver) -> None:
-    bad = driver.submit([1], sampling=Sampling(logit_bias=((VOCABULARY, 1.0),)))
-    good = driver.submit([1], sampling=Sampling(logit_bias=((VOCABULARY - 1, 1.0),)))
+    bad = driver.submit([1], sampling=SamplingParams(logit_bias=((VOCABULARY, 1.0),)))
+    good = driver.submit([1], sampling=SamplingParams(logit_bias=((VOCABULARY - 1, 1.0),)))
     driver.add_worker(16)
     driver.run_until_idle()
     assert (driver.ended[bad].reason, driver.ended[good].reason) == ("failed", "length")
@@ -162,15 +162,15 @@ def test_a_bias_is_held_to_the_vocabulary_once_it_is_known(driver: Driver) -> No
 
 def test_a_row_starts_with_all_that_choosing_needs(driver: Driver) -> None:
     worker = driver.add_worker(32)
-    wide = Sampling(temperature=0.5, seed=9, stop_tokens=(7,), ignore_eos=True, top_k=5, min_p=0.1, logprobs=2)
-    penal = Sampling(seed=1, presence_penalty=1.0)
-    repeat = Sampling(seed=1, repetition_penalty=1.5)
+    wide = SamplingParams(temperature=0.5, seed=9, stop_tokens=(7,), ignore_eos=True, top_k=5, min_p=0.1, logprobs=2)
+    penal = SamplingParams(seed=1, presence_penalty=1.0)
+    repeat = SamplingParams(seed=1, repetition_penalty=1.5)
     for sampling in (wide, penal, repeat):
         driver.submit(PROMPT, sampling=sampling)
     driver.run_until_idle()
     starts = {begin.request_id: (begin, prompt, answer) for begin, prompt, answer in started(worker)}
     begin, *history = starts[1]
-    assert begin.sampling == Sampling(temperature=0.5, top_k=5, min_p=0.1, logprobs=2)
+    assert begin.sampling == SamplingParams(temperature=0.5, top_k=5, min_p=0.1, logprobs=2)
     assert (begin.seed, begin.generated, history) == (9, 0, [[], []])
     assert starts[2][1:] == ([], [])  # only the answer counts, and it is still empty
     assert starts[3][1:] == (PROMPT, [])
@@ -179,7 +179,7 @@ def test_a_row_starts_with_all_that_choosing_needs(driver: Driver) -> None:
 def test_a_grammar_goes_with_its_request_to_another_worker_with_the_answer_so_far(driver: Driver) -> None:
     first = driver.add_worker(32)
     grammar = Grammar(kind="regex", text="[a-z]+")
-    request = driver.submit(PROMPT, max_tokens=12, sampling=Sampling(seed=1, grammar=grammar))
+    request = driver.submit(PROMPT, max_tokens=12, sampling=SamplingParams(seed=1, grammar=grammar))
     for _ in range(3):
         driver.step()
     known = driver.answer_of(request)
@@ -196,7 +196,7 @@ def test_a_grammar_goes_with_its_request_to_another_worker_with_the_answer_so_fa
 def test_a_grammar_is_in_a_snapshot(driver: Driver, tmp_path: Path) -> None:
     driver.add_worker(32)
     grammar = Grammar(kind="lark", text='start: "ä"')
-    request = driver.submit(PROMPT, max_tokens=12, sampling=Sampling(seed=1, grammar=grammar))
+    request = driver.submit(PROMPT, max_tokens=12, sampling=SamplingParams(seed=1, grammar=grammar))
     driver.step()
     path = tmp_path / "state"
     snapshot.write(path, driver.machine, head_of(1))
@@ -206,11 +206,11 @@ def test_a_grammar_is_in_a_snapshot(driver: Driver, tmp_path: Path) -> None:
 
 def test_history_comes_with_a_prefix_hit_and_after_a_preemption(driver: Driver) -> None:
     first = driver.add_worker(32)
-    sampling = Sampling(seed=1, repetition_penalty=1.5, frequency_penalty=0.5)
+    sampling = SamplingParams(seed=1, repetition_penalty=1.5, frequency_penalty=0.5)
     driver.submit(PROMPT, max_tokens=2)
     driver.run_until_idle()
     request = driver.submit(PROMPT, max_tokens=12, sampling=sampling)
-    other = driver.submit(PROMPT, max_tokens=12, sampling=Sampling(seed=2, presence_penalty=0.5))
+    other = driver.submit(PROMPT, max_tokens=12, sampling=SamplingParams(seed=2, presence_penalty=0.5))
     for _ in range(3):
         driver.step()
     assert driver.request(request).cached_tokens > 0
@@ -234,9 +234,9 @@ def test_history_comes_with_a_prefix_hit_and_after_a_preemption(driver: Driver) 
 def test_tops_follow_their_tokens_and_survive_a_preemption(stream: bool, shuffled: bool) -> None:
     driver = TopDriver()
     worker = driver.add_worker(32)
-    asking = driver.submit(PROMPT, max_tokens=6, sampling=Sampling(seed=1, logprobs=3), stream=stream)
+    asking = driver.submit(PROMPT, max_tokens=6, sampling=SamplingParams(seed=1, logprobs=3), stream=stream)
     plain = driver.submit([1, 2], max_tokens=6)
-    one = driver.submit([5], max_tokens=6, sampling=Sampling(seed=1, logprobs=1))
+    one = driver.submit([5], max_tokens=6, sampling=SamplingParams(seed=1, logprobs=1))
     everybody = dict.fromkeys(range(16), 3)  # more than some requests asked for
     for _ in range(2):
         driver.step_with_tops(everybody, shuffled)
@@ -258,7 +258,7 @@ def test_tops_follow_their_tokens_and_survive_a_preemption(stream: bool, shuffle
 def test_a_worker_that_sends_no_tops_leaves_them_out() -> None:
     driver = TopDriver()
     driver.add_worker(32)
-    request = driver.submit(PROMPT, max_tokens=3, sampling=Sampling(seed=1, logprobs=3), stream=False)
+    request = driver.submit(PROMPT, max_tokens=3, sampling=SamplingParams(seed=1, logprobs=3), stream=False)
     driver.run_until_idle()
     assert driver.tops[request] == [()] * 3
 
@@ -278,7 +278,7 @@ def test_a_worker_that_sends_no_tops_leaves_them_out() -> None:
 )
 def test_top_columns_that_do_not_fit_end_the_worker(columns: dict[str, Any], driver: Driver) -> None:
     worker = driver.add_worker(16)
-    driver.submit([1, 2], max_tokens=3, sampling=Sampling(seed=1, logprobs=2))
+    driver.submit([1, 2], max_tokens=3, sampling=SamplingParams(seed=1, logprobs=2))
     driver.turn()
     result = worker.execute(worker.inbox.popleft())
     driver.report(worker, msgspec.structs.replace(result, **columns))
@@ -300,7 +300,7 @@ def refuse(driver: Driver, request: int, tokens: int, error: Any) -> Any:
 def test_finish_at_cuts_the_answer_and_gives_everything_back(stream: bool) -> None:
     driver = TopDriver()
     driver.add_worker(32)
-    request = driver.submit(PROMPT, max_tokens=20, sampling=Sampling(seed=1, logprobs=2), stream=stream)
+    request = driver.submit(PROMPT, max_tokens=20, sampling=SamplingParams(seed=1, logprobs=2), stream=stream)
     for _ in range(6):
         driver.step_with_tops(dict.fromkeys(range(16), 2))
     generated = len(driver.answer_of(request))
@@ -349,7 +349,7 @@ def test_finish_at_of_requests_that_cannot_be(driver: Driver) -> None:
     done = driver.submit(PROMPT, max_tokens=3)
     driver.run_until_idle()
     refuse(driver, done, 3, AlreadyFinished)  # it ended by its length, not by a stop
-    stops = Sampling(temperature=0.0, seed=1, stop_tokens=(continuation(PROMPT, 2)[1],))
+    stops = SamplingParams(temperature=0.0, seed=1, stop_tokens=(continuation(PROMPT, 2)[1],))
     stopped = driver.submit(PROMPT, max_tokens=5, sampling=stops)
     driver.run_until_idle()
     finish(driver, stopped, 2)
@@ -374,7 +374,7 @@ def test_a_client_sequence_keeps_what_was_generated(driver: Driver) -> None:
 
 def test_steps_without_starts_carry_no_history(driver: Driver) -> None:
     worker = driver.add_worker(32)
-    driver.submit(PROMPT, max_tokens=8, sampling=Sampling(seed=1, repetition_penalty=2.0))
+    driver.submit(PROMPT, max_tokens=8, sampling=SamplingParams(seed=1, repetition_penalty=2.0))
     driver.run_until_idle()
     steps: list[Step] = worker.steps
     assert [step.history.size for step in steps] == [len(PROMPT)] + [0] * (len(steps) - 1)

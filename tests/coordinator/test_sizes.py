@@ -22,7 +22,7 @@ from kvforge.protocol.messages import (
     ErrorInfo,
     ListRequests,
     RowError,
-    Sampling,
+    SamplingParams,
     StepResult,
     Stream,
 )
@@ -103,7 +103,7 @@ def test_the_most_likely_tokens_go_with_their_tokens_through_messages_of_any_siz
     monkeypatch.setattr(streams, "ARRAY_BYTES_MAX", 70)
     driver = TopDriver()
     driver.add_worker(40)
-    request = driver.submit([1], 6, sampling=Sampling(temperature=0.0, seed=1, logprobs=3))
+    request = driver.submit([1], 6, sampling=SamplingParams(temperature=0.0, seed=1, logprobs=3))
     everybody = dict.fromkeys(range(16), 3)
     for _ in range(6):
         driver.step_with_tops(everybody)
@@ -145,7 +145,7 @@ def test_rows_with_biases_begin_over_several_steps_and_none_waits_for_ever(monke
     monkeypatch.setattr(sizes, "BEGINS_BYTES_MAX", 12_000)
     driver = Wired(queue_max=64, step_rows_max=16, blocks_max=256)
     worker = driver.add_worker(200)
-    bias = Sampling(temperature=0.0, seed=1, logit_bias=tuple((token, 0.5) for token in range(LOGIT_BIAS_MAX)))
+    bias = SamplingParams(temperature=0.0, seed=1, logit_bias=tuple((token, 0.5) for token in range(LOGIT_BIAS_MAX)))
     made = [driver.submit([i], 4, sampling=bias) for i in range(20)]
     driver.run_until_idle()
     assert [driver.answer_of(request) for request in made] == [continuation([i], 4) for i in range(20)]
@@ -157,7 +157,7 @@ def test_rows_with_biases_begin_over_several_steps_and_none_waits_for_ever(monke
 
 
 def test_a_step_full_of_rows_that_begin_is_one_that_a_worker_takes() -> None:
-    bias = Sampling(logit_bias=tuple((1 << 30, -99.5) for _ in range(LOGIT_BIAS_MAX)))
+    bias = SamplingParams(logit_bias=tuple((1 << 30, -99.5) for _ in range(LOGIT_BIAS_MAX)))
     assert sizes.BEGINS_BYTES_MAX + sizes.begin_bytes(bias, 0) < STEP_BYTES_MAX
 
 

@@ -6,7 +6,7 @@ import random
 import sys
 from dataclasses import dataclass
 
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 
 SHAPES = 48
 VOCABULARY = 256
@@ -25,7 +25,7 @@ class Shape:
 
     prompt: tuple[int, ...]
     max_tokens: int
-    sampling: Sampling
+    sampling: SamplingParams
     tenant: str
     priority: int
 
@@ -43,7 +43,7 @@ def shapes() -> list[Shape]:
             Shape(
                 prompt=(*shared, *own),
                 max_tokens=draw.choice((1, 4, 16, 48)),
-                sampling=Sampling(seed=1000 + i, ignore_eos=bool(i % 3), **SAMPLINGS[i % len(SAMPLINGS)]),
+                sampling=SamplingParams(seed=1000 + i, ignore_eos=bool(i % 3), **SAMPLINGS[i % len(SAMPLINGS)]),
                 tenant=draw.choice(("a", "a", "b", "c")),
                 priority=draw.choice((0, 0, 0, -2, 3)),
             )

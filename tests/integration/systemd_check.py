@@ -21,14 +21,14 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from kvforge import Client, KvforgeError, Sampling
+from kvforge import Client, KvforgeError, SamplingParams
 
 COORDINATOR, WORKER = "kvforge-coordinator.service", "kvforge-worker@cpu.service"
 TWIN = "kvforge-worker@twin.service"
 GATEWAY = "kvforge-gateway.service"
 UNITS = [COORDINATOR, WORKER, GATEWAY, "kvforge-drain.service", "kvforge.target"]
 PROPERTIES = "Id,ActiveState,SubState,Result,ExecMainCode,ExecMainStatus,NRestarts,MainPID"
-GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 PROMPT, LONG = [4, 5, 6], 480
 DEADLINE_S = 90.0
 SERVICE_FOLDERS = (

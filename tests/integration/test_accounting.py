@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 from kvforge.protocol.errors import CapacityExceeded, InvalidRequest, QuotaExceeded, SequenceNotFound, StaleGeneration
 from kvforge.protocol.messages import PoolStats
 from tools.cluster.cluster import Cluster
 
 from .test_cluster import wait_empty
 
-GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 CONFIG = """
 [cache]
 block_size = 4

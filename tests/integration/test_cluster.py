@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import zmq
 
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 from kvforge.protocol import codec, token
 from kvforge.protocol.errors import (
     AlreadyFinished,
@@ -47,7 +47,7 @@ from kvforge.protocol.transport import TABLES_FILE, configure_dealer
 from tools.cluster.cluster import Cluster
 
 EMPTY_S = 30.0
-GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def empty(stats: Stats) -> bool:
@@ -134,8 +134,8 @@ def test_refusals_at_the_door_name_the_field_and_allocate_nothing() -> None:
             ([1, 2, 999], {}, "prompt"),
             ([1] * 3000, {}, "prompt"),
             ([1, 2], {"max_tokens": 100_000}, "max_tokens"),
-            ([1, 2], {"sampling": Sampling(temperature=101.0)}, "sampling.temperature"),
-            ([1, 2], {"sampling": Sampling(stop_tokens=tuple(range(17)))}, "sampling.stop_tokens"),
+            ([1, 2], {"sampling": SamplingParams(temperature=101.0)}, "sampling.temperature"),
+            ([1, 2], {"sampling": SamplingParams(stop_tokens=tuple(range(17)))}, "sampling.stop_tokens"),
         ]
         for prompt, options, field in cases:
             with pytest.raises(InvalidRequest) as caught:
@@ -192,11 +192,14 @@ def test_the_clients_of_two_workers_get_what_one_worker_gives() -> None:
     with Cluster() as cluster:
         kv = cluster.start("w0")
         alone = [
-            kv.submit(prompt, max_tokens=20, sampling=Sampling(seed=i)).result(60) for i, prompt in enumerate(prompts)
+            kv.submit(prompt, max_tokens=20, sampling=SamplingParams(seed=i)).result(60)
+            for i, prompt in enumerate(prompts)
         ]
     with Cluster() as cluster:
         kv = cluster.start("w0", "w1")
-        together = [kv.submit(prompt, max_tokens=20, sampling=Sampling(seed=i)) for i, prompt in enumerate(prompts)]
+        together = [
+            kv.submit(prompt, max_tokens=20, sampling=SamplingParams(seed=i)) for i, prompt in enumerate(prompts)
+        ]
         assert [request.result(60).tokens for request in together] == [done.tokens for done in alone]
         assert {kv.status(request.id).worker for request in together} == {"w0", "w1"}
         wait_empty(kv)
@@ -204,9 +207,9 @@ def test_the_clients_of_two_workers_get_what_one_worker_gives() -> None:
 
 CLIENT = """
 import sys
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 with Client(sys.argv[1], timeout_s=60, connect_timeout_s=30) as kv:
-    requests = [kv.submit([i, 1, 2], max_tokens=1500, sampling=Sampling(ignore_eos=True)) for i in range(3)]
+    requests = [kv.submit([i, 1, 2], max_tokens=1500, sampling=SamplingParams(ignore_eos=True)) for i in range(3)]
     for token in requests[0]:
         print("streaming", flush=True)
 """

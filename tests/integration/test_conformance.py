@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 from tools.cluster.cluster import Cluster
 
 pytestmark = pytest.mark.model
@@ -17,7 +17,7 @@ SAMPLE = json.loads((Path(__file__).parents[1] / "data" / "smollm2_sample.json")
 CASES: list[dict[str, Any]] = SAMPLE["cases"]
 STEPS = len(CASES[0]["tokens"])
 AGAIN = 16  # steps of a further round: a wrong cached prompt shows in the first ones
-GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def check(case: dict[str, Any], tokens: tuple[int, ...]) -> None:

@@ -15,7 +15,7 @@ from time import monotonic
 import pytest
 import torch
 
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 from kvforge.protocol.transport import client_endpoint
 from tools.cluster.running import tiny_model, wait_gone
 
@@ -60,7 +60,9 @@ def test_a_killed_workers_memory_is_back(folder: Path, how: str) -> None:
     try:
         with Client(client_endpoint(folder / "r"), connect_timeout_s=DEADLINE_S) as client:
             client.wait_ready(DEADLINE_S)
-            request = client.submit([1, 2, 3], max_tokens=1500, sampling=Sampling(temperature=0.0, ignore_eos=True))
+            request = client.submit(
+                [1, 2, 3], max_tokens=1500, sampling=SamplingParams(temperature=0.0, ignore_eos=True)
+            )
             next(iter(request))
             if how == "idle":
                 request.result(timeout_s=DEADLINE_S)

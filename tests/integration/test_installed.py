@@ -50,7 +50,7 @@ def environment(installed: Path, *before: Path) -> dict[str, str]:
 
 SCRIPT = """
 import sys
-from kvforge import Client, Sampling, KvforgeError
+from kvforge import Client, SamplingParams, KvforgeError
 import kvforge, kvforge.commands.cli, kvforge.launch.supervisor, kvforge.text.tokenizer
 assert kvforge.__file__.startswith(sys.argv[1]), kvforge.__file__
 assert sys.modules[Client.__module__].__file__.startswith(sys.argv[1])

@@ -11,11 +11,11 @@ from time import monotonic
 import pytest
 import zmq
 
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 from tools.cluster.cluster import Cluster
 from tools.simulation.mirror import Known, Mirror
 
-GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 END = (-1).to_bytes(8, "big", signed=True)
 WAIT_S = 60.0
 SIZE = 16

@@ -12,7 +12,7 @@ from time import monotonic
 
 import pytest
 
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 from tools.cluster.cluster import Cluster
 
 from .test_cluster import wait_empty
@@ -22,10 +22,10 @@ TOKENS = 1500
 LIMITS = "[limits]\nlease_s = 0.3\nreattach_s = 1.0\n"
 CLIENT = """
 import json, sys
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 with Client(sys.argv[1], timeout_s=60, connect_timeout_s=30) as kv:
     def submit(number, **how):
-        sampling = Sampling(temperature=1.0, seed=number, ignore_eos=True)
+        sampling = SamplingParams(temperature=1.0, seed=number, ignore_eos=True)
         return kv.submit([number, 2, 3], max_tokens=1500, sampling=sampling, **how)
     requests = [submit(0), submit(1), submit(2, detached=True), submit(3, detached=True)]
     for request in requests:
@@ -37,7 +37,7 @@ with Client(sys.argv[1], timeout_s=60, connect_timeout_s=30) as kv:
 
 
 def undisturbed(kv: Client, number: int) -> tuple[int, ...]:
-    sampling = Sampling(temperature=1.0, seed=number, ignore_eos=True)
+    sampling = SamplingParams(temperature=1.0, seed=number, ignore_eos=True)
     return kv.submit([number, 2, 3], max_tokens=TOKENS, sampling=sampling).result(END_S).tokens
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from operator import itemgetter
 
-from kvforge import Client, Request, Sampling
+from kvforge import Client, Request, SamplingParams
 from tools.cluster.cluster import Cluster
 
 from .test_cluster import wait_empty
@@ -15,7 +15,7 @@ TOKENS, REQUESTS = 300, 6
 
 def submit(kv: Client, number: int) -> Request:
     """Submit requests, alternately greedy and seeded, without common prefixes."""
-    sampling = Sampling(temperature=0.0) if number % 2 else Sampling(temperature=1.0, seed=number)
+    sampling = SamplingParams(temperature=0.0) if number % 2 else SamplingParams(temperature=1.0, seed=number)
     return kv.submit([number, 2, 3], max_tokens=TOKENS, sampling=sampling, salt=str(number))
 
 

@@ -10,11 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from kvforge import Sampling
+from kvforge import SamplingParams
 from kvforge.gateway.metrics.routes import Source, routes
 from tools.cluster.cluster import Cluster
 
-GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 WAIT_S = 60.0
 
 

@@ -15,7 +15,7 @@ from time import monotonic
 import numpy as np
 import pytest
 
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 from kvforge.protocol import keys
 from kvforge.protocol.errors import (
     CoordinatorUnavailable,
@@ -90,7 +90,7 @@ def test_a_worker_and_a_client_with_keys_serve_and_are_served(network: Network) 
     )
     kv = network.connect()
     kv.wait_ready(READY_S)
-    sampling = Sampling(temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
     over_network = kv.submit([5, 6, 7], max_tokens=20, sampling=sampling).result().tokens
     local = network.client().submit([5, 6, 7], max_tokens=20, sampling=sampling).result().tokens
     assert len(over_network) == 20

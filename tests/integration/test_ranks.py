@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from kvforge import Client, Request, Sampling
+from kvforge import Client, Request, SamplingParams
 from tools.cluster.cluster import Cluster
 
 from .test_cluster import wait_empty
@@ -17,7 +17,7 @@ NAMES = ("w0", "w1")
 
 def submit(kv: Client, number: int) -> Request:
     """Submit requests, alternately greedy and seeded."""
-    sampling = Sampling(temperature=0.0) if number % 2 else Sampling(temperature=1.0, seed=number)
+    sampling = SamplingParams(temperature=0.0) if number % 2 else SamplingParams(temperature=1.0, seed=number)
     return kv.submit([number, 2, 3], max_tokens=TOKENS, sampling=sampling, salt=str(number))
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kvforge import AsyncClient, Client, Sampling
+from kvforge import AsyncClient, Client, SamplingParams
 from tests.integration.cable import Cable
 from tools.cluster.cluster import Cluster
 
@@ -38,7 +38,7 @@ def test_what_many_tasks_ask_meanwhile_is_done_once() -> None:
     async def submit(kv: AsyncClient) -> list[int]:
         ids = []
         for _ in range(APPENDS // 4):
-            request = await kv.submit([1, 2, 3], max_tokens=2, sampling=Sampling(temperature=0))
+            request = await kv.submit([1, 2, 3], max_tokens=2, sampling=SamplingParams(temperature=0))
             ids.append(request.id)
             assert len((await request.result()).tokens) == 2
         return ids
@@ -70,7 +70,7 @@ def test_a_client_whose_cable_is_cut_goes_on_with_all_that_is_its_own(seen_by_bo
             Cable(cluster.folder / "cable", cluster.endpoint.removeprefix("ipc://")) as cable,
             Client(cable.endpoint, timeout_s=DEADLINE_S, reconnect_s=DEADLINE_S) as far,
         ):
-            sampling = Sampling(temperature=0, ignore_eos=True)
+            sampling = SamplingParams(temperature=0, ignore_eos=True)
             sequence = far.create_sequence([1, 2, 3])
             came = []
             for token in far.submit([5, 6, 7], max_tokens=TOKENS, sampling=sampling):
@@ -113,5 +113,5 @@ def started(command: list[str]) -> subprocess.Popen[bytes]:
 
 def whole(kv: Client) -> list[int]:
     """Return the same answer from an undisturbed coordinator."""
-    sampling = Sampling(temperature=0, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, ignore_eos=True)
     return list(kv.submit([5, 6, 7], max_tokens=TOKENS, sampling=sampling).result().tokens)

@@ -7,13 +7,13 @@ from time import monotonic
 
 import pytest
 
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 from tools.cluster.cluster import Cluster
 
 DEADLINE_S = 60.0
 PROMPT = list(range(5, 45))
 TOKENS = 400
-SAMPLING = Sampling(temperature=1.0, seed=11)
+SAMPLING = SamplingParams(temperature=1.0, seed=11)
 
 
 def generated(client: Client, request_id: int) -> int:
@@ -36,8 +36,8 @@ def test_streams_that_are_being_read_go_on_through_kills_as_if_nothing_had_happe
     """The user's code needs no handling: each token of an undisturbed run arrives exactly once."""
     with Cluster() as cluster:
         kv = cluster.start("w0")
-        undisturbed = [kv.submit(PROMPT, max_tokens=TOKENS, sampling=Sampling(seed=i)).result() for i in range(3)]
-        running = [kv.submit(PROMPT, max_tokens=TOKENS, sampling=Sampling(seed=i)) for i in range(3)]
+        undisturbed = [kv.submit(PROMPT, max_tokens=TOKENS, sampling=SamplingParams(seed=i)).result() for i in range(3)]
+        running = [kv.submit(PROMPT, max_tokens=TOKENS, sampling=SamplingParams(seed=i)) for i in range(3)]
         came: dict[int, list[int]] = {request.id: [] for request in running}
         kills = 0
         for request, token in kv.merge(*running):

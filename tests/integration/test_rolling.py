@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 from kvforge.protocol.errors import KvforgeError
 from tools.cluster.cluster import Cluster
 
@@ -93,7 +93,7 @@ def test_nobody_notices_a_rolling_restart() -> None:
     with Cluster(blocks=256, coordinator=KEEPS) as cluster:
         kv = cluster.start("w0", "w1")
         alone = answers_alone(kv)
-        long = Sampling(temperature=1.0, seed=5, ignore_eos=True)
+        long = SamplingParams(temperature=1.0, seed=5, ignore_eos=True)
         whole = kv.submit([1, 2, 3], max_tokens=1200, sampling=long).result(120).tokens
         load = Load(cluster.endpoint, alone)
         stream = kv.submit([1, 2, 3], max_tokens=1200, sampling=long)  # read before and after all replacements

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvforge import Client, InvalidRequest, Request, Sampling
+from kvforge import Client, InvalidRequest, Request, SamplingParams
 from kvforge.client import exchanges
 from kvforge.client.blocking.waiting import drive
 from kvforge.protocol.messages import Stats
 from tools.cluster.cluster import Cluster
 
 COUNT = 150
-EVERYTHING = Sampling(
+EVERYTHING = SamplingParams(
     temperature=1.1,
     seed=5,
     top_k=40,
@@ -39,7 +39,9 @@ def test_everything_on_survives_a_workers_death_and_a_batch() -> None:
         assert 9 not in alone.tokens
         assert [len(top) for top in alone.top] == [3] * COUNT
         request = kv.submit(prompt, max_tokens=COUNT, sampling=EVERYTHING)
-        beside = [kv.submit([i, 2], max_tokens=COUNT, sampling=Sampling(seed=i, ignore_eos=True)) for i in range(3)]
+        beside = [
+            kv.submit([i, 2], max_tokens=COUNT, sampling=SamplingParams(seed=i, ignore_eos=True)) for i in range(3)
+        ]
         next(iter(request))
         cluster.kill("w0")
         cluster.start_worker("w0")
@@ -58,6 +60,6 @@ def test_everything_on_survives_a_workers_death_and_a_batch() -> None:
         finish_at(kv, cut, 12)  # the same answer again
         assert kv.status(cut.id).generated_tokens == 12
         with pytest.raises(InvalidRequest, match=r"sampling\.logit_bias"):
-            kv.submit([1], sampling=Sampling(logit_bias=((1 << 30, 1.0),)))
+            kv.submit([1], sampling=SamplingParams(logit_bias=((1 << 30, 1.0),)))
         stats: Stats = kv.stats()
         assert (stats.requests.running, stats.requests.pending) == (0, 0)

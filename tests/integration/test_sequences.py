@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 from kvforge.protocol.errors import (
     AlreadyHolder,
     BlockNotFound,
@@ -27,7 +27,7 @@ from tools.cluster.cluster import Cluster
 
 from .test_cluster import wait_empty
 
-GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 SMALL_BLOCKS = "[cache]\nblock_size = 4\n"
 
 

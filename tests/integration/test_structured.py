@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvforge import Client, InvalidRequest, Request, Sampling
+from kvforge import Client, InvalidRequest, Request, SamplingParams
 from kvforge.protocol.errors import KvforgeError
 from tests.worker.characters import EOS, encoded, text_of, write_characters
 from tools.cluster.cluster import Cluster
@@ -24,8 +24,8 @@ SHAPES: tuple[dict[str, Any], ...] = (
 )
 
 
-def shaped(**more: Any) -> Sampling:
-    return Sampling(regex=REGEX, **more)
+def shaped(**more: Any) -> SamplingParams:
+    return SamplingParams(regex=REGEX, **more)
 
 
 def submitted(kv: Client) -> list[Request]:
@@ -42,8 +42,11 @@ def test_a_shaped_answer_survives_kills_preemption_and_has_company() -> None:
             assert re.fullmatch(REGEX, text_of(list(answer.tokens)))
         assert len({answer.tokens for answer in alone}) == len(alone)
 
-        free = kv.submit([1, 2], max_tokens=150, sampling=Sampling(seed=9, ignore_eos=True)).result()
-        running, beside = submitted(kv), kv.submit([1, 2], max_tokens=150, sampling=Sampling(seed=9, ignore_eos=True))
+        free = kv.submit([1, 2], max_tokens=150, sampling=SamplingParams(seed=9, ignore_eos=True)).result()
+        running, beside = (
+            submitted(kv),
+            kv.submit([1, 2], max_tokens=150, sampling=SamplingParams(seed=9, ignore_eos=True)),
+        )
         next(iter(running[0]))
         cluster.kill("w0")
         cluster.start_worker("w0")
@@ -89,10 +92,10 @@ def test_what_cannot_be_served_fails_alone_and_is_told() -> None:
     with Cluster() as cluster:  # a model without a tokenizer
         kv = cluster.start("w0")
         with pytest.raises(InvalidRequest, match="uniqueItems"):
-            kv.submit(PROMPT, sampling=Sampling(json_schema={"uniqueItems": True}))
-        beside = kv.submit(PROMPT, max_tokens=50, sampling=Sampling(seed=1, ignore_eos=True))
+            kv.submit(PROMPT, sampling=SamplingParams(json_schema={"uniqueItems": True}))
+        beside = kv.submit(PROMPT, max_tokens=50, sampling=SamplingParams(seed=1, ignore_eos=True))
         with pytest.raises(KvforgeError, match=r"sampling\.json_object: cannot be served: .* tokenizer"):
-            kv.submit(PROMPT, sampling=Sampling(json_object=True)).result(60)
+            kv.submit(PROMPT, sampling=SamplingParams(json_object=True)).result(60)
         assert len(beside.result(60).tokens) == 50
 
 
@@ -120,14 +123,18 @@ def test_a_real_model_answers_as_a_schema_says(smollm2_path: Path) -> None:
             {"temperature": 1.0, "seed": 1},
             {"temperature": 0.8, "seed": 2, "top_p": 0.9},
         ):
-            sampling = Sampling(json_schema=PERSON, **more)
+            sampling = SamplingParams(json_schema=PERSON, **more)
             answer = kv.generate(question, max_tokens=120, sampling=sampling)
             assert answer.finished.reason == "stop", answer.text
             jsonschema.validate(json.loads(answer.text), PERSON)
-        date = kv.generate("When did the war end?", max_tokens=30, sampling=Sampling(regex=r"\d{4}-\d\d-\d\d", seed=1))
+        date = kv.generate(
+            "When did the war end?", max_tokens=30, sampling=SamplingParams(regex=r"\d{4}-\d\d-\d\d", seed=1)
+        )
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", date.text) and date.finished.reason == "stop"
-        sentence = Sampling(grammar='start: ("yes" | "no") ", because " /[a-z ]{5,30}/ "."', temperature=0.0)
+        sentence = SamplingParams(grammar='start: ("yes" | "no") ", because " /[a-z ]{5,30}/ "."', temperature=0.0)
         because = kv.generate("Is water wet?", max_tokens=40, sampling=sentence)
         assert re.fullmatch(r"(yes|no), because [a-z ]{5,30}\.", because.text)
-        chosen = kv.generate("Tell me a fact.", max_tokens=60, sampling=Sampling(json_object=True, temperature=0.0))
+        chosen = kv.generate(
+            "Tell me a fact.", max_tokens=60, sampling=SamplingParams(json_object=True, temperature=0.0)
+        )
         assert chosen.finished.reason == "length" or isinstance(json.loads(chosen.text), dict)

@@ -11,13 +11,13 @@ from time import monotonic
 
 import pytest
 
-from kvforge import AsyncClient, Client, CoordinatorUnavailable, Sampling, SequenceNotFound, Tables
+from kvforge import AsyncClient, Client, CoordinatorUnavailable, SamplingParams, SequenceNotFound, Tables
 from kvforge.commands import cli
 from tools.cluster.cluster import Cluster
 
 from .test_cluster import wait_empty
 
-GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 BLOCK_SIZE = 4
 SMALL_BLOCKS = f"[cache]\nblock_size = {BLOCK_SIZE}\n"
 WAIT_S = 30.0

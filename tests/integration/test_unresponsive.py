@@ -8,10 +8,10 @@ from time import monotonic
 
 import pytest
 
-from kvforge import Client, Draining, KvforgeError, Request, Sampling
+from kvforge import Client, Draining, KvforgeError, Request, SamplingParams
 from tools.cluster.cluster import END_S, Cluster
 
-GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def wait_log(cluster: Cluster, name: str, words: str) -> None:

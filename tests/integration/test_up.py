@@ -22,14 +22,14 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from kvforge import Client, CoordinatorUnavailable, Draining, KvforgeError, Request, Sampling
+from kvforge import Client, CoordinatorUnavailable, Draining, KvforgeError, Request, SamplingParams
 from kvforge.worker.device.device import open_device
 from kvforge.worker.kernels.packed import packing_problem
 from tools.cluster.running import Process, processes_of, tiny_model, wait_gone
 
 READY_S = 90.0
 PIPE_BYTES, LINE_BYTES_MAX = 4096, 400
-GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def serves_both_ways(folder: Path) -> None:
     tokens = json.loads(ran.stdout)["tokens"]
     assert 1 <= len(tokens) <= 8
     with client(folder) as kv:
-        requests = [kv.submit([1, 2, 3], max_tokens=8, sampling=Sampling(temperature=0.0)) for _ in range(6)]
+        requests = [kv.submit([1, 2, 3], max_tokens=8, sampling=SamplingParams(temperature=0.0)) for _ in range(6)]
         assert [list(request.result(timeout_s=30).tokens) for request in requests] == [tokens] * 6
         stats = kv.stats()
         assert [(pool.blocks, pool.block_size, pool.referenced) for pool in stats.pools] == [(256, 4, 0)] * 2
@@ -192,7 +192,7 @@ def test_a_worker_that_stands_still_is_killed_and_its_successor_serves(folder: P
 
 def submit_both(kv: Client) -> list[Request]:
     """Submit a greedy request and a seeded one."""
-    drawn = Sampling(temperature=1.0, seed=3, ignore_eos=True)
+    drawn = SamplingParams(temperature=1.0, seed=3, ignore_eos=True)
     return [kv.submit([1, 2, 3], max_tokens=600, sampling=sampling) for sampling in (GREEDY, drawn)]
 
 

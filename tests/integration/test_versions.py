@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 from tests.coordinator.driver import continuation
 from tools.cluster.cluster import END_S, Cluster
 
@@ -80,7 +80,7 @@ def test_client_and_worker_of_version_1_are_served() -> None:
 
 
 def ask_today(kv: Client, count: int) -> tuple[int, ...]:
-    return kv.submit(PROMPT, max_tokens=count, sampling=Sampling(temperature=0.0)).result(30).tokens
+    return kv.submit(PROMPT, max_tokens=count, sampling=SamplingParams(temperature=0.0)).result(30).tokens
 
 
 def test_they_lose_their_connection_with_the_coordinator_and_go_on_with_the_next() -> None:

@@ -12,6 +12,7 @@ Neither file is ever written again; a version 2 gets its own folder: `python -m 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 import typing
@@ -36,6 +37,7 @@ UNIONS: dict[str, types.UnionType] = {
     "coordinator to worker": m.WORKER_REPLIES,
 }
 ARRAYS = ("Int32Array", "Int64Array", "Float32Array")
+FROZEN_NAMES = {"SamplingParams": "Sampling"}  # classes renamed since version 1; no name of a class is on the wire
 JsonMap = dict[str, Any]
 
 
@@ -58,7 +60,7 @@ class Version:
     def meaning(self, value: Any) -> Any:
         """Return the JSON content of a message or a part, limited to this version's fields."""
         if isinstance(value, msgspec.Struct):
-            known = self.structs[type(value).__name__]["fields"]
+            known = self.structs[frozen_name(type(value))]["fields"]
             return {name: self.meaning(getattr(value, name)) for name in known}
         if isinstance(value, np.ndarray):
             return value.tolist()
@@ -117,12 +119,17 @@ class Peer:
         return self._structs[name]
 
 
+def frozen_name(cls: type[Any]) -> str:
+    """Return the name of a struct in the frozen files."""
+    return FROZEN_NAMES.get(cls.__name__, cls.__name__)
+
+
 def structs() -> dict[str, Any]:
-    """Return every struct of today's messages by name, including nested ones."""
+    """Return every struct of today's messages by its name in the frozen files, including nested ones."""
     found: dict[str, Any] = {}
     for union in UNIONS.values():
-        found |= {cls.__name__: cls for cls in typing.get_args(union)}
-    inner = {name: cls for name, cls in vars(m).items() if _is_struct(cls) and cls is not m.Message}
+        found |= {frozen_name(cls): cls for cls in typing.get_args(union)}
+    inner = {frozen_name(cls): cls for cls in vars(m).values() if _is_struct(cls) and cls is not m.Message}
     return found | inner
 
 
@@ -130,7 +137,7 @@ def described(cls: Any) -> JsonMap:
     """Return a struct's fields in order as JSON. No `default`: the field is required."""
     fields: dict[str, JsonMap] = {}
     for field in msgspec.structs.fields(cls):
-        fields[field.name] = {"type": cls.__annotations__[field.name]}
+        fields[field.name] = {"type": _frozen_type(cls.__annotations__[field.name])}
         if not field.required:
             given = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
             fields[field.name]["default"] = [] if isinstance(given, np.ndarray) else _json(given)
@@ -149,7 +156,7 @@ def example(cls: Any, *, whole: bool, leave: Mapping[str, frozenset[str]] | None
     leave: fields that keep their default, by the name of the struct.
     """
     hints = typing.get_type_hints(cls)
-    left = (leave or {}).get(cls.__name__, frozenset())
+    left = (leave or {}).get(frozen_name(cls), frozenset())
     dtypes = dict(getattr(cls, "FRAMES", ()))
     values = {}
     for place, field in enumerate(msgspec.structs.fields(cls)):
@@ -177,6 +184,11 @@ def _value(kind: Any, name: str, place: int, leave: Mapping[str, frozenset[str]]
         return _value(arguments[0], name, place, leave)
     plain = {int: 100 + place, float: place + 0.5, str: f"{name} é", bool: True}
     return plain[kind]
+
+
+def _frozen_type(annotation: str) -> str:
+    """Return an annotation with the names of the frozen files."""
+    return re.sub(r"\w+", lambda word: FROZEN_NAMES.get(word[0], word[0]), annotation)
 
 
 def _json(value: Any) -> Any:
@@ -213,7 +225,7 @@ def main() -> None:
         for cls in typing.get_args(union):
             for whole in (True, False):
                 message = example(cls, whole=whole)
-                said = {"from": direction, "message": cls.__name__, "whole": whole}
+                said = {"from": direction, "message": frozen_name(cls), "whole": whole}
                 frames = [bytes(frame).hex() for frame in encode(message)]
                 examples.append({**said, "frames": frames, "meaning": now.meaning(message)})
     fields = {"structs": now.structs, "errors": now.errors}

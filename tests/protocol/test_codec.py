@@ -24,7 +24,7 @@ from kvforge.protocol.messages import (
     Message,
     ModelInfo,
     RowStart,
-    Sampling,
+    SamplingParams,
     Step,
     Stream,
     Submit,
@@ -66,7 +66,7 @@ def test_a_message_that_cannot_be_packed_leaves_nothing_in_the_next() -> None:
 def test_arrays_and_scalars_survive_the_round_trip() -> None:
     step = Step(
         step_id=9,
-        begins=(RowStart(slot=1, request_id=2, sampling=Sampling(temperature=0.5), seed=2**64 - 1),),
+        begins=(RowStart(slot=1, request_id=2, sampling=SamplingParams(temperature=0.5), seed=2**64 - 1),),
         slots=np.array([1, 2], np.int32),
         tokens=np.array([-1, 70000], np.int32),
     )
@@ -276,7 +276,7 @@ def test_random_fields_under_a_valid_tag_never_raise_anything_else(data: st.Data
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.integers(0, 400), st.integers(0, 255), st.integers(0, 4))
 def test_a_flipped_byte_never_raises_anything_else(position: int, value: int, frame: int) -> None:
-    frames = [bytearray(part) for part in encode(submit(sampling=Sampling(seed=1, stop_tokens=(1, 2))))]
+    frames = [bytearray(part) for part in encode(submit(sampling=SamplingParams(seed=1, stop_tokens=(1, 2))))]
     target = frames[frame % len(frames)]
     if target:
         target[position % len(target)] = value

@@ -13,7 +13,7 @@ import pytest
 from kvforge.protocol import messages as m
 from kvforge.protocol.codec import Decoder, encode
 from kvforge.protocol.errors import BY_CODE
-from tests.protocol.frozen import UNIONS, JsonMap, Peer, Version, described, example, structs
+from tests.protocol.frozen import UNIONS, JsonMap, Peer, Version, described, example, frozen_name, structs
 
 V1 = Version.read(1)
 NOW = structs()
@@ -42,7 +42,7 @@ def later() -> dict[str, frozenset[str]]:
 @pytest.mark.parametrize("said", V1.examples, ids=of)
 def test_bytes_of_version_1_mean_today_what_they_meant(said: JsonMap) -> None:
     message = Decoder(UNIONS[said["from"]]).decode([bytes.fromhex(frame) for frame in said["frames"]])
-    assert type(message).__name__ == said["message"]
+    assert frozen_name(type(message)) == said["message"]
     assert V1.meaning(message) == said["meaning"]
     for field in msgspec.structs.fields(type(message)):
         if field.name not in V1.structs[said["message"]]["fields"]:
@@ -85,7 +85,7 @@ def test_no_field_of_version_1_was_removed_or_changed(name: str) -> None:
 @pytest.mark.parametrize("direction", UNIONS)
 def test_no_message_of_version_1_was_removed(direction: str) -> None:
     frozen = {said["message"] for said in V1.examples if said["from"] == direction}
-    assert frozen <= {cls.__name__ for cls in typing.get_args(UNIONS[direction])}
+    assert frozen <= {frozen_name(cls) for cls in typing.get_args(UNIONS[direction])}
 
 
 def test_no_error_of_version_1_was_removed() -> None:
@@ -121,13 +121,13 @@ def without(name: str, field: str) -> Version:
     ],
 )
 def test_a_field_that_came_later_does_not_disturb_who_does_not_know_it(message: Any, field: str) -> None:
-    earlier = without(type(message).__name__, field)
-    assert earlier.meaning(Peer(earlier).read(type(message).__name__, encode(message))) == earlier.meaning(message)
+    earlier = without(frozen_name(type(message)), field)
+    assert earlier.meaning(Peer(earlier).read(frozen_name(type(message)), encode(message))) == earlier.meaning(message)
 
 
 def test_a_peer_of_version_1_refuses_a_sampling_parameter_that_it_does_not_know() -> None:
     earlier = without("Sampling", "min_p")
-    asked = m.Submit(rid=1, max_tokens=2, sampling=m.Sampling(min_p=0.5))
+    asked = m.Submit(rid=1, max_tokens=2, sampling=m.SamplingParams(min_p=0.5))
     with pytest.raises(msgspec.ValidationError, match="min_p"):
         Peer(earlier).read("Submit", encode(asked))
-    Peer(earlier).read("Submit", encode(msgspec.structs.replace(asked, sampling=m.Sampling(top_p=0.5))))
+    Peer(earlier).read("Submit", encode(msgspec.structs.replace(asked, sampling=m.SamplingParams(top_p=0.5))))

@@ -23,7 +23,7 @@ from kvforge.protocol.messages import (
     PurgeFinished,
     RefBlock,
     RemoveSequences,
-    Sampling,
+    SamplingParams,
     Submit,
     UnrefBlock,
 )
@@ -70,7 +70,7 @@ def _submit(rid: int, words: list[str], options: Options, names: Names) -> Messa
     return Submit(
         rid=rid,
         max_tokens=int(options.get("max", 4)),
-        sampling=Sampling(temperature=0.0, seed=1, stop_tokens=stops),
+        sampling=SamplingParams(temperature=0.0, seed=1, stop_tokens=stops),
         tenant=options.get("tenant", "ant"),
         stream=options.get("stream", "yes") == "yes",
         sequence_id=names.sequence(options["on"]) if "on" in options else 0,

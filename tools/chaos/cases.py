@@ -10,7 +10,7 @@ import random
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 
 CASES = 24
 SHARED_TOKENS = 48  # length of the prompt prefix that every second case shares, for prefix cache hits
@@ -32,12 +32,12 @@ class Case:
     follow: tuple[int, ...]
     follow_max_tokens: int
 
-    def drawn(self, index: int = 0) -> Sampling:
+    def drawn(self, index: int = 0) -> SamplingParams:
         """Return the sampling parameters of answer `index`; the answers of one command have consecutive seeds."""
         sampling = dict(self.sampling)
         if "seed" in sampling:
             sampling["seed"] += index
-        return Sampling(**sampling)
+        return SamplingParams(**sampling)
 
 
 @dataclass(frozen=True)

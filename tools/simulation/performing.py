@@ -24,7 +24,7 @@ from kvforge.protocol.messages import (
     PurgeFinished,
     RefBlock,
     RemoveSequences,
-    Sampling,
+    SamplingParams,
     Submit,
     UnrefBlock,
 )
@@ -119,7 +119,7 @@ class Performer:
         fields = {"max_tokens": answer, "tenant": self._acting(client, tenant, len(prompt)), "prompt": int32(prompt)}
         fields.update(more)
         tops = fields.pop("logprobs", 0)
-        fields["sampling"] = Sampling(temperature=0.7, seed=seed, stop_tokens=stops, logprobs=tops)
+        fields["sampling"] = SamplingParams(temperature=0.7, seed=seed, stop_tokens=stops, logprobs=tops)
         self._tenants.update(dict.fromkeys(labels, fields["tenant"]))
         self._send_submit(client, labels, fields)
 
@@ -150,7 +150,7 @@ class Performer:
         found = self._id(sequence)
         if found is not None:
             fields = {"max_tokens": answer, "sequence_id": found, "prompt": int32(prompt), **dict(more)}
-            fields["sampling"] = Sampling(logprobs=fields.pop("logprobs", 0))
+            fields["sampling"] = SamplingParams(logprobs=fields.pop("logprobs", 0))
             self._send_submit(client, (label,), fields)
 
     def _again(self, client: SimulatedClient, label: str, same: bool) -> None:
@@ -266,9 +266,9 @@ class Performer:
             "no_prompt": (Submit, {"max_tokens": 1}),
             "vocabulary": (Submit, {"max_tokens": 1, "prompt": int32([settings.vocabulary + (1 << 20)])}),
             "too_long": (Submit, {"max_tokens": 1, "prompt": many}),
-            "temperature": (Submit, {"max_tokens": 1, "prompt": one, "sampling": Sampling(temperature=-1.0)}),
+            "temperature": (Submit, {"max_tokens": 1, "prompt": one, "sampling": SamplingParams(temperature=-1.0)}),
             "tenant": (Submit, {"max_tokens": 1, "prompt": one, "tenant": ""}),
-            "stops": (Submit, {"max_tokens": 1, "prompt": one, "sampling": Sampling(stop_tokens=(-5,))}),
+            "stops": (Submit, {"max_tokens": 1, "prompt": one, "sampling": SamplingParams(stop_tokens=(-5,))}),
             "attach_unknown": (Attach, {"request_id": UNKNOWN}),
             "deadline": (Submit, {"max_tokens": 1, "prompt": one, "deadline_ms": -1}),
             "priority": (Submit, {"max_tokens": 1, "prompt": one, "priority": 1000}),

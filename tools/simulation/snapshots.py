@@ -25,7 +25,7 @@ from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.requests.idempotency import IdempotencyKey
 from kvforge.coordinator.core.requests.lifecycle import Request
 from kvforge.coordinator.core.waits import Wait
-from kvforge.protocol.messages import Grammar, RowStart, Sampling, Step
+from kvforge.protocol.messages import Grammar, RowStart, SamplingParams, Step
 from tools.simulation.attributes import getter
 
 # values that pickle writes as a name only
@@ -33,7 +33,7 @@ CONSTANT = (int, float, str, bytes, bool, type(None))
 PART, FROZEN, ARRAY, NAME, OTHER = "part", "frozen", "array", "name", "other"
 NAMED = (type, FunctionType, BuiltinFunctionType, MethodType, np.dtype)
 # objects that come and go with requests and steps
-STRUCTS = (Grammar, Sampling, Wait, IdempotencyKey, RowStart)
+STRUCTS = (Grammar, SamplingParams, Wait, IdempotencyKey, RowStart)
 Snapshot = tuple[bytes, bytes]
 NOTHING: Snapshot = (b"", b"")
 Reduced = tuple[Any, ...]

@@ -11,9 +11,9 @@ import json
 import logging
 from typing import Any
 
-from kvforge.client.sampling import Sampling as Choice
+from kvforge.client.sampling import SamplingParams as Choice
 from kvforge.protocol.errors import InvalidRequest
-from kvforge.protocol.messages import MODEL_DEFAULTS, Sampling
+from kvforge.protocol.messages import MODEL_DEFAULTS, SamplingParams
 
 from .source import Source
 
@@ -25,11 +25,11 @@ GGUF_NAMES = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
-UNSAID = Sampling(temperature=0.6)
+UNSAID = SamplingParams(temperature=0.6)
 log = logging.getLogger("worker")
 
 
-def model_sampling(source: Source) -> Sampling:
+def model_sampling(source: Source) -> SamplingParams:
     """Return the model's default sampling parameters. Invalid values are logged and left out."""
     said = _of_gguf(source) if source.format == "gguf" else _of_folder(source)
     chosen: dict[str, Any] = {}
@@ -38,7 +38,7 @@ def model_sampling(source: Source) -> Sampling:
             chosen[name] = getattr(Choice(**{name: value}).message(), name)
         except (InvalidRequest, TypeError, ValueError, OverflowError) as error:
             log.warning("ignoring the model's sampling default: %s", error)
-    return Sampling(**chosen) if chosen else UNSAID
+    return SamplingParams(**chosen) if chosen else UNSAID
 
 
 def _of_gguf(source: Source) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Float32Array, Int32Array, RowStart, Sampling
+from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Float32Array, Int32Array, RowStart, SamplingParams
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.targets import current_target
 
@@ -200,7 +200,7 @@ class SamplingState:
         self.generated[slots] = upload(np.array([start.generated for start in starts], np.int64))
         self.last_token[slots] = NO_TOKEN
 
-    def _remember(self, slot: int, sampling: Sampling) -> None:
+    def _remember(self, slot: int, sampling: SamplingParams) -> None:
         self._random[slot] = _columns(sampling)[0] > 0
         self._min_p[slot] = sampling.min_p > 0
         self._nucleus[slot] = sampling.top_p < 1
@@ -400,7 +400,7 @@ def unpacked(masks: torch.Tensor, vocab: int) -> torch.Tensor:
     return ((masks[:, :, None] >> places) & 1).bool().flatten(1)[:, :vocab]
 
 
-def _columns(sampling: Sampling) -> list[float]:
+def _columns(sampling: SamplingParams) -> list[float]:
     """Return the values of COLUMNS. A temperature below the smallest float32 becomes 0 to avoid overflow."""
     values = [float(getattr(sampling, name)) for name in COLUMNS]
     values[TEMPERATURE] = float(np.float32(values[TEMPERATURE]))

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvforge.protocol.messages import RowStart, Sampling
+from kvforge.protocol.messages import RowStart, SamplingParams
 from kvforge.worker.device.check import require_right
 from kvforge.worker.device.device import WAY_OUT, Device
 from kvforge.worker.device.queue import Landing, Mark, Staging
@@ -117,7 +117,7 @@ def _copying(device: Device, count: int) -> Callable[[], str]:
 def _state(device: Device, vocab_size: int) -> SamplingState:
     state = SamplingState(len(TEMPERATURES), vocab_size, device)
     for slot, temperature in enumerate(TEMPERATURES):
-        sampling = Sampling(temperature=temperature)
+        sampling = SamplingParams(temperature=temperature)
         state.begin(RowStart(slot=slot, request_id=1, sampling=sampling, seed=(slot + 1) * 0x9E3779B97F4A7C15 % 2**64))
     state.upload_starts()
     return state

@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 
 from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError
-from kvforge.protocol.messages import RowStart, Sampling, Step, WorkerWelcome
+from kvforge.protocol.messages import RowStart, SamplingParams, Step, WorkerWelcome
 from kvforge.text.grammar_helper import TrialLimits
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.config import CPU_KV_BYTES, GPU_FREE_SHARE, WorkerConfig
@@ -192,7 +192,7 @@ def _graph_bytes(runner: Runner, rows_max: int) -> int:
 def _largest_step(counts: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Step:
     """Build a full step in which every row samples in the way that takes the most memory."""
     rows = len(counts)
-    sampling = Sampling(temperature=1.0, top_p=0.9)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9)
     return Step(
         step_id=0,
         begins=tuple(RowStart(slot=slot, request_id=0, sampling=sampling, seed=slot) for slot in range(rows)),

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from kvforge.protocol.errors import InvalidRequest
-from kvforge.protocol.messages import LOGIT_BIAS_MAX, SAMPLING_RANGES, Int32Array, RowStart, Sampling, Step
+from kvforge.protocol.messages import LOGIT_BIAS_MAX, SAMPLING_RANGES, Int32Array, RowStart, SamplingParams, Step
 
 SEED_MAX = 2**64 - 1
 Histories = tuple[tuple[Int32Array, Int32Array], ...]
@@ -43,7 +43,7 @@ def problem_of(
     return _sampling_problem(start.sampling, vocab_size)
 
 
-def _sampling_problem(sampling: Sampling, vocab_size: int) -> InvalidRequest | None:
+def _sampling_problem(sampling: SamplingParams, vocab_size: int) -> InvalidRequest | None:
     if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
         return InvalidRequest("sampling.temperature", f"{sampling.temperature} is not a finite number >= 0")
     for name, (low, high) in SAMPLING_RANGES.items():

@@ -36,7 +36,7 @@ from kvforge.protocol.messages import (
     RequestInfo,
     RequestList,
     RequestRow,
-    Sampling,
+    SamplingParams,
     Stream,
     Submit,
 )
@@ -387,7 +387,7 @@ class RequestCommands:
                 self._endings.end(request, "fail", "failed", error)
 
 
-def with_model_defaults(sampling: Sampling, model_defaults: tuple[str, ...], model: ModelInfo) -> Sampling:
+def with_model_defaults(sampling: SamplingParams, model_defaults: tuple[str, ...], model: ModelInfo) -> SamplingParams:
     """Return the sampling parameters with the model's defaults for the fields that the request left open."""
     if not model_defaults:
         return sampling

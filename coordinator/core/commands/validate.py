@@ -16,7 +16,7 @@ from kvforge.protocol.messages import (
     MODEL_DEFAULTS,
     SAMPLING_RANGES,
     ModelInfo,
-    Sampling,
+    SamplingParams,
     Submit,
     WorkerReady,
 )
@@ -113,7 +113,7 @@ def tokens(field: str, values: npt.NDArray[np.int32], vocabulary: int) -> None:
         raise InvalidRequest(field, f"token id {wrong} is outside the vocabulary of {vocabulary}")
 
 
-def sampling(values: Sampling, bounds: Bounds, model: ModelInfo | None) -> None:
+def sampling(values: SamplingParams, bounds: Bounds, model: ModelInfo | None) -> None:
     """Validate sampling parameters.
 
     Raises:

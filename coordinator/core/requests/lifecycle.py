@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvforge.protocol.errors import AlreadyFinished, InvalidTransition, KvforgeError, RequestNotFound
-from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Sampling, Submit, Timings
+from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, SamplingParams, Submit, Timings
 from kvforge.protocol.meters import (
     ACCEPTED,
     ANSWER_SIZE,
@@ -59,7 +59,7 @@ TRANSITIONS: dict[tuple[str, str], str] = {
 }
 
 NO_SLOT = -1
-NO_SAMPLING = Sampling()
+NO_SAMPLING = SamplingParams()
 LOST = "it was lost: it dates from before the coordinator was started"
 
 
@@ -98,7 +98,7 @@ class Request:
     deadline_us: int
     prompt_tokens: int = field(init=False)
     max_tokens: int = field(init=False)
-    sampling: Sampling = field(init=False)
+    sampling: SamplingParams = field(init=False)
     model_defaults: tuple[str, ...] = ()
     stream: bool = field(init=False)
     detached: bool = field(init=False)

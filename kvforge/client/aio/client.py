@@ -27,7 +27,7 @@ from ..handles import Feed, FeedCursor
 from ..operations import CONNECT_TIMEOUT_S, READY_TIMEOUT_S, STREAM_TIMEOUT_S, TIMEOUT_S, Prompt
 from ..options import MAX_TOKENS, RECONNECT_S, RequestOptions
 from ..results import Completion, Token
-from ..sampling import Sampling
+from ..sampling import SamplingParams
 from ..sequences import CachedSequence, SequenceRef
 from ..tables import Tables
 from .requests import AsyncRequest, AsyncTextRequest
@@ -129,7 +129,7 @@ class AsyncClient:
         *,
         sequence: SequenceRef | None = None,
         max_tokens: int = MAX_TOKENS,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         tenant: str = "default",
         salt: str = "",
         priority: int = 0,
@@ -190,7 +190,7 @@ class AsyncClient:
         count: int,
         *,
         max_tokens: int = MAX_TOKENS,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         tenant: str = "default",
         salt: str = "",
         priority: int = 0,
@@ -522,7 +522,7 @@ class AsyncClient:
         prompt: Prompt,
         *,
         max_tokens: int = MAX_TOKENS,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         tenant: str = "default",
         raw: bool = False,
         stop: str | Sequence[str] = (),
@@ -578,7 +578,7 @@ class AsyncClient:
         prompt: Prompt,
         *,
         max_tokens: int = MAX_TOKENS,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         tenant: str = "default",
         raw: bool = False,
         stop: str | Sequence[str] = (),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvforge import Sampling
+from kvforge import SamplingParams
 from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.chat.shapes import Shape
 from kvforge.gateway.generate.shape_checks import check_shape
@@ -88,9 +88,9 @@ def test_a_helper_without_a_tokenizer_checks_and_this_process_knows_the_answer(h
             good = Shape("json_schema", SCHEMA, "response_format")
             for shape in (good, BAD):
                 await check_shape(Prompts(None, pool), shape)
-            Sampling(**good.named).message()
+            SamplingParams(**good.named).message()
             with pytest.raises(InvalidRequest, match="uniqueItems"):
-                Sampling(**BAD.named).message()
+                SamplingParams(**BAD.named).message()
         finally:
             await pool.close()
 

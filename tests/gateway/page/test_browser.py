@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvforge import AsyncClient, Sampling
+from kvforge import AsyncClient, SamplingParams
 from kvforge.loadtest.fleet.fleet import Fleet
 from tests.gateway.page.browser import NAMES, Browser, browser
 from tests.gateway.page.serving import ANSWER, keyed, seeing, serving
 
 pytestmark = pytest.mark.skipif(browser() is None, reason=f"needs Chromium ({', '.join(NAMES)}, or KVFORGE_BROWSER)")
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 EVIL = "<script>document.title='mine'</script><img src=x onerror=alert(1)>"
 SETTINGS = {"quotas": {EVIL: {"ceiling": 60}}}
 TEXT = "document.querySelector(%s).textContent"

@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import msgspec
 
-from kvforge import AsyncClient, Sampling
+from kvforge import AsyncClient, SamplingParams
 from kvforge.gateway.page import files
 from kvforge.loadtest.fleet.fleet import Fleet
 from tests.gateway.page.serving import Allowed, everything, keyed, seeing, serving
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 ACT = {"x-kvforge-page": "1", "content-type": "application/json"}
 EVIL = "<script>alert(1)</script>"
 NAMES = {"summary", "now", "about", "pools", "tenants", "workers", "totals", "requests", "latency", "happenings"}

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvforge import Sampling
+from kvforge import SamplingParams
 from kvforge.client.options import RequestOptions
 from kvforge.gateway.config import Replica as Place
 from kvforge.gateway.config import Settings
@@ -31,7 +31,7 @@ from kvforge.protocol.steady_clock import monotonic
 from kvforge.routing import seed_of
 
 PROMPT = np.array([1, 2, 3], np.int32)
-OPTIONS = RequestOptions(max_tokens=8, sampling=Sampling(temperature=0.0, seed=1))
+OPTIONS = RequestOptions(max_tokens=8, sampling=SamplingParams(temperature=0.0, seed=1))
 
 
 class Inner:
@@ -205,7 +205,7 @@ def test_what_a_key_names_is_left_and_not_cancelled() -> None:
         made.evicted("silent")
         await settle()
         assert both.a.inner.said == ["leave"] and both.b.options[0].key == "k"
-        assert both.b.options[0].sampling == Sampling(seed=seed_of("default", "k"))
+        assert both.b.options[0].sampling == SamplingParams(seed=seed_of("default", "k"))
 
     run(test)
 
@@ -344,7 +344,7 @@ def test_who_gives_up_ends_it_wherever_it_is() -> None:
 
 def test_a_seed_is_fixed_before_anybody_draws() -> None:
     assert seeded(OPTIONS) is OPTIONS
-    drawn = seeded(RequestOptions(sampling=Sampling(top_p=0.5)))
+    drawn = seeded(RequestOptions(sampling=SamplingParams(top_p=0.5)))
     assert drawn.sampling is not None and drawn.sampling.seed is not None and drawn.sampling.top_p == 0.5
     assert seeded(RequestOptions()) != seeded(RequestOptions())
     assert seeded(RequestOptions(key="k", tenant="t")) == seeded(RequestOptions(key="k", tenant="t"))

@@ -22,7 +22,7 @@ from kvforge import (
     ProtocolError,
     QueueFull,
     RequestNotFound,
-    Sampling,
+    SamplingParams,
     WorkerError,
 )
 from tests.kvforge.fake_coordinator import Running
@@ -36,7 +36,7 @@ def test_waiting_until_it_is_ready(tmp_path: Path) -> None:
 
 
 def test_one_request_from_submit_to_result(fake: Running, kv: Client) -> None:
-    request = kv.submit([1, 2, 3], max_tokens=4, sampling=Sampling(temperature=0.0, seed=9))
+    request = kv.submit([1, 2, 3], max_tokens=4, sampling=SamplingParams(temperature=0.0, seed=9))
     assert request.seed == 9
     tokens = list(request)
     assert [(token.offset, token.token_id, token.logprob) for token in tokens] == [(i, 6 + i, -0.5) for i in range(4)]
@@ -215,7 +215,7 @@ def test_wrong_arguments_of_the_other_calls_are_named(folder: Path, field: str, 
 
 
 def test_samples_are_several_answers_to_one_prompt(fake: Running, kv: Client) -> None:
-    requests = kv.samples([1, 2], 3, max_tokens=2, sampling=Sampling(seed=40), priority=3)
+    requests = kv.samples([1, 2], 3, max_tokens=2, sampling=SamplingParams(seed=40), priority=3)
     fake.expect("asked count=3 priority=3 deadline_ms=0 first_token_ms=0 detached=False key=")
     first = requests[0].id
     assert [(request.id, request.seed) for request in requests] == [(first + i, 40 + i) for i in range(3)]
@@ -254,7 +254,7 @@ def test_a_full_queue_is_tried_again_only_where_that_is_asked_for(fake: Running,
 
 def test_another_client_reads_a_detached_request_on(fake: Running, kv: Client) -> None:
     with Client(fake.endpoint, timeout_s=5) as other:
-        request = other.submit([10], max_tokens=9, tenant="hang", detached=True, sampling=Sampling(seed=3))
+        request = other.submit([10], max_tokens=9, tenant="hang", detached=True, sampling=SamplingParams(seed=3))
         left = other.submit([10], max_tokens=9, tenant="hang")
         for one in (request, left):
             assert len([token for _, token in zip(range(2), one, strict=False)]) == 2

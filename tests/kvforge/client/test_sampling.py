@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvforge import Sampling
+from kvforge import SamplingParams
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Grammar
 
@@ -28,15 +28,15 @@ SCHEMA = {"type": "object", "properties": {"ä": {"type": "integer"}}, "required
     ],
 )
 def test_each_shape_is_a_grammar_on_the_wire(given: dict[str, Any], sent: tuple[str, Any]) -> None:
-    grammar = Sampling(**given).message().grammar
+    grammar = SamplingParams(**given).message().grammar
     assert grammar is not None
     text = json.loads(grammar.text) if grammar.kind == "json_schema" else grammar.text
     assert (grammar.kind, text) == sent
 
 
 def test_without_a_shape_there_is_no_grammar() -> None:
-    assert Sampling().message().grammar is None
-    assert Sampling(json_object=False, regex=None).message().grammar is None
+    assert SamplingParams().message().grammar is None
+    assert SamplingParams(json_object=False, regex=None).message().grammar is None
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def test_without_a_shape_there_is_no_grammar() -> None:
 )
 def test_a_wrong_shape_is_refused_by_name(field: str, given: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as raised:
-        Sampling(**given).message()
+        SamplingParams(**given).message()
     assert raised.value.field == f"sampling.{field}"
 
 
 def test_the_message_says_only_what_there_is() -> None:
-    assert Sampling(json_object=True, temperature=0).message().grammar == Grammar(kind="json_object")
+    assert SamplingParams(json_object=True, temperature=0).message().grammar == Grammar(kind="json_object")

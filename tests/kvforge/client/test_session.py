@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvforge import Client, Request, Sampling
+from kvforge import Client, Request, SamplingParams
 from kvforge.client.arguments import prompt_array
 from kvforge.client.awaited import Pending, Track
 from kvforge.client.handles import Feed
@@ -315,18 +315,18 @@ def test_good_prompts_become_int32(prompt: Any) -> None:
         ("tenant", {"tenant": ""}),
         ("tenant", {"tenant": 3}),
         ("sampling", {"sampling": {"temperature": 0}}),
-        ("sampling.temperature", {"sampling": Sampling(temperature=-1)}),
-        ("sampling.temperature", {"sampling": Sampling(temperature=float("nan"))}),
-        ("sampling.temperature", {"sampling": Sampling(temperature="hot")}),  # type: ignore[arg-type]
-        ("sampling.seed", {"sampling": Sampling(seed=-1)}),
-        ("sampling.seed", {"sampling": Sampling(seed=1 << 64)}),
-        ("sampling.stop_tokens", {"sampling": Sampling(stop_tokens=(1, -1))}),
-        ("sampling.stop_tokens", {"sampling": Sampling(stop_tokens="ab")}),  # type: ignore[arg-type]
-        ("sampling.ignore_eos", {"sampling": Sampling(ignore_eos=1)}),  # type: ignore[arg-type]
+        ("sampling.temperature", {"sampling": SamplingParams(temperature=-1)}),
+        ("sampling.temperature", {"sampling": SamplingParams(temperature=float("nan"))}),
+        ("sampling.temperature", {"sampling": SamplingParams(temperature="hot")}),  # type: ignore[arg-type]
+        ("sampling.seed", {"sampling": SamplingParams(seed=-1)}),
+        ("sampling.seed", {"sampling": SamplingParams(seed=1 << 64)}),
+        ("sampling.stop_tokens", {"sampling": SamplingParams(stop_tokens=(1, -1))}),
+        ("sampling.stop_tokens", {"sampling": SamplingParams(stop_tokens="ab")}),  # type: ignore[arg-type]
+        ("sampling.ignore_eos", {"sampling": SamplingParams(ignore_eos=1)}),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_arguments_are_named(field: str, arguments: dict[str, Any]) -> None:
-    good: dict[str, Any] = {"max_tokens": 1, "sampling": Sampling(), "tenant": "default"}
+    good: dict[str, Any] = {"max_tokens": 1, "sampling": SamplingParams(), "tenant": "default"}
     RequestOptions(**good)
     with pytest.raises(InvalidRequest) as raised:
         RequestOptions(**{**good, **arguments})
@@ -335,4 +335,4 @@ def test_wrong_arguments_are_named(field: str, arguments: dict[str, Any]) -> Non
 
 def test_an_unknown_sampling_field_is_refused() -> None:
     with pytest.raises(TypeError, match="temprature"):
-        Sampling(temprature=1.0)  # type: ignore[call-arg]
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]

@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="the text extra is not installed")
 
-from kvforge import AsyncClient, Client, DeadlineExceeded, InvalidRequest, Sampling
+from kvforge import AsyncClient, Client, DeadlineExceeded, InvalidRequest, SamplingParams
 from kvforge.client.arguments import stop_strings
 from kvforge.client.session import Session
 from kvforge.commands import cli
@@ -142,7 +142,9 @@ def test_top_columns_that_do_not_fit_are_a_protocol_error(
         m.Submit(
             rid=1,
             max_tokens=1,
-            sampling=m.Sampling(top_k=3, top_p=0.5, logit_bias=((5, -math.inf), (6, 1.5)), logprobs=20, min_p=0.1),
+            sampling=m.SamplingParams(
+                top_k=3, top_p=0.5, logit_bias=((5, -math.inf), (6, 1.5)), logprobs=20, min_p=0.1
+            ),
         ),
     ],
 )
@@ -154,7 +156,7 @@ def test_messages_survive_the_round_trip(message: m.Message) -> None:
 
 def test_step_and_result_survive_the_round_trip() -> None:
     start = m.RowStart(
-        slot=1, request_id=2, sampling=m.Sampling(min_p=0.5), seed=3, prompt_history=2, generated_history=1
+        slot=1, request_id=2, sampling=m.SamplingParams(min_p=0.5), seed=3, prompt_history=2, generated_history=1
     )
     step = m.Step(step_id=1, begins=(start,), history=np.array([7, 8, 9], np.int32))
     back: Any = Decoder(m.WORKER_REPLIES).decode([bytes(frame) for frame in encode(step)])
@@ -193,12 +195,12 @@ def test_step_and_result_survive_the_round_trip() -> None:
 )
 def test_wrong_sampling_is_named(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        Sampling(**{field: value}).message()
+        SamplingParams(**{field: value}).message()
     assert caught.value.field == f"sampling.{field}"
 
 
 def test_right_sampling_and_stop_strings() -> None:
-    Sampling(top_k=5, top_p=1, min_p=0, repetition_penalty=2, logit_bias=((0, -math.inf), (1, 100))).message()
+    SamplingParams(top_k=5, top_p=1, min_p=0, repetition_penalty=2, logit_bias=((0, -math.inf), (1, 100))).message()
     assert stop_strings("x") == ("x",)
     assert stop_strings(["a", "b"]) == ("a", "b")
     for wrong in (5, [5], "", [""], ["a"] * 17, ["a" * 1025]):
@@ -211,7 +213,7 @@ def test_right_sampling_and_stop_strings() -> None:
 
 
 def test_generate_stops_before_the_string_and_ends_the_request(fake: Running, kv: Client) -> None:
-    sampling = Sampling(logprobs=2)
+    sampling = SamplingParams(logprobs=2)
     done = kv.generate("A", raw=True, max_tokens=2, tenant="hang", sampling=sampling, stop=["Z", "B"])
     assert (done.text, done.finished.tokens, done.finished.reason) == ("A", (A, A + 1), "stop")
     assert done.finished.top == tuple(((t, -0.5), (t + 1, -1.5)) for t in (A, A + 1))

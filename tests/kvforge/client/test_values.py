@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvforge import AsyncClient, CachedSequence, Client, InvalidRequest, Sampling
+from kvforge import AsyncClient, CachedSequence, Client, InvalidRequest, SamplingParams
 from kvforge.client.operations import Operations
 from kvforge.client.sequences import sequence_id
 from kvforge.protocol import messages
@@ -101,10 +101,10 @@ def test_what_is_no_integer_is_named_and_never_sent(nobody: None, method: str, n
 
 
 def test_sampling_takes_numbers_of_any_type_and_a_bias_as_a_dictionary() -> None:
-    plain = Sampling(
+    plain = SamplingParams(
         temperature=0.5, seed=3, stop_tokens=(7, 8), top_k=4, top_p=0.5, min_p=0.5, logprobs=2, logit_bias=((5, 1.0),)
     )
-    numpys = Sampling(
+    numpys = SamplingParams(
         temperature=np.float32(0.5),  # type: ignore[arg-type]
         seed=np.uint64(3),  # type: ignore[arg-type]
         stop_tokens=np.array([7, 8]),  # type: ignore[arg-type]
@@ -115,17 +115,17 @@ def test_sampling_takes_numbers_of_any_type_and_a_bias_as_a_dictionary() -> None
         logit_bias={np.int64(5): 1},  # type: ignore[dict-item]
     )
     assert encode(submit(numpys)) == encode(submit(plain))
-    assert Sampling(logit_bias={5: 1, 6: -math.inf}).message().logit_bias == ((5, 1.0), (6, -math.inf))
+    assert SamplingParams(logit_bias={5: 1, 6: -math.inf}).message().logit_bias == ((5, 1.0), (6, -math.inf))
 
 
-def submit(sampling: Sampling) -> messages.Submit:
+def submit(sampling: SamplingParams) -> messages.Submit:
     return messages.Submit(rid=1, max_tokens=1, sampling=sampling.message(), model_defaults=sampling.unnamed)
 
 
 def test_what_sampling_does_not_name_is_left_to_the_model() -> None:
-    assert Sampling().unnamed == messages.MODEL_DEFAULTS
-    assert Sampling().message() == messages.Sampling()
-    assert Sampling(temperature=1.0, top_p=1).unnamed == ("top_k", "min_p", "repetition_penalty")
+    assert SamplingParams().unnamed == messages.MODEL_DEFAULTS
+    assert SamplingParams().message() == messages.SamplingParams()
+    assert SamplingParams(temperature=1.0, top_p=1).unnamed == ("top_k", "min_p", "repetition_penalty")
 
 
 WRONG_SAMPLING: list[tuple[str, Any]] = [
@@ -163,7 +163,7 @@ WRONG_SAMPLING: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("field", "value"), WRONG_SAMPLING)
 def test_a_wrong_field_of_sampling_is_named(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        Sampling(**{field: value}).message()
+        SamplingParams(**{field: value}).message()
     assert raised.value.field == f"sampling.{field}"
 
 

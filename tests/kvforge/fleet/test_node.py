@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvforge import Sampling
+from kvforge import SamplingParams
 from kvforge.coordinator.config import CoordinatorConfig
 from kvforge.fleet.node.folder import LOCK, SWEPT_S, Folder, reserve
 from kvforge.fleet.node.link import Link, pair
@@ -184,7 +184,7 @@ def test_a_real_coordinator_counts_what_is_looked_at() -> None:
     with Cluster(coordinator="[limits]\nsequences_max = 1\n") as cluster:
         kv = cluster.start("w0")
         assert begun_and_waited(kv.tables().numbers()) == (0, 0)
-        greedy = Sampling(temperature=0.0, ignore_eos=True)
+        greedy = SamplingParams(temperature=0.0, ignore_eos=True)
         requests = [kv.submit([1, 2, 3 + at], max_tokens=60, sampling=greedy) for at in range(3)]
         next(iter(requests[0]))
         assert begun_and_waited(kv.tables().numbers())[0] < 3 and kv.stats().requests.pending

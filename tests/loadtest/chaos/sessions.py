@@ -9,7 +9,7 @@ from time import monotonic
 
 import numpy as np
 
-from kvforge import AsyncClient, Sampling
+from kvforge import AsyncClient, SamplingParams
 from kvforge.loadtest.drive.outcome import FAILED, FINISHED, Outcome
 from kvforge.loadtest.load.workload import ALL, NO_TOKENS, FloatArray, Session, Turn, prompt
 from kvforge.protocol.errors import KvforgeError
@@ -57,7 +57,9 @@ async def _session(client: AsyncClient, load: Sessions, index: int, temperature:
         asked = prompt(turn, held)
         outcome = Outcome(session=index, turn=number, due_s=monotonic() - start, asked_tokens=turn.output_tokens)
         outcomes.append(outcome)
-        sampling = Sampling(temperature=temperature, seed=draw(index, number) if temperature else 0, ignore_eos=True)
+        sampling = SamplingParams(
+            temperature=temperature, seed=draw(index, number) if temperature else 0, ignore_eos=True
+        )
         try:
             request = await client.submit(asked, max_tokens=turn.output_tokens, sampling=sampling, timeout_s=TIMEOUT_S)
             outcome.request_id = request.id

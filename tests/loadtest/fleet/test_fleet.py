@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvforge import AsyncClient, AsyncRequest, Sampling
+from kvforge import AsyncClient, AsyncRequest, SamplingParams
 from kvforge.loadtest.command.main import main
 from kvforge.loadtest.fleet.fleet import Fleet
 from kvforge.protocol.errors import InvalidRequest, Unavailable
 from kvforge.routing import POLICIES, PREFIX
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 REQUESTS, TOKENS = 8, 300
 QUOTAS = {"quotas": {"default": {"ceiling": 500}}}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvforge.loadtest.fleet.tokens import Tokens
-from kvforge.protocol.messages import Grammar, RowStart, Sampling, Step
+from kvforge.protocol.messages import Grammar, RowStart, SamplingParams, Step
 
 VOCABULARY = 1000
 
@@ -19,7 +19,7 @@ def _step(number: int, slot: int, start: int, tokens: list[int], begin: RowStart
 def _answer(temperature: float, seed: int, slot: int = 0, after: tuple[int, ...] = ()) -> list[int]:
     """Return six tokens behind a prompt; the tokens `after` were generated earlier and are recomputed."""
     tokens, prompt = Tokens(4, VOCABULARY), [5, 6, 7, *after]
-    begin = RowStart(slot=slot, request_id=1, sampling=Sampling(temperature=temperature), seed=seed)
+    begin = RowStart(slot=slot, request_id=1, sampling=SamplingParams(temperature=temperature), seed=seed)
     answer = list(after)
     for number in range(6 - len(after)):
         step = _step(number, slot, len(prompt) + number - 1, [-1]) if number else _step(0, slot, 0, prompt, begin)
@@ -50,9 +50,12 @@ def test_only_rows_that_sample_answer() -> None:
 
 def test_a_request_with_a_grammar_is_refused_and_nobody_else() -> None:
     tokens = Tokens(4, VOCABULARY)
-    shaped = RowStart(slot=2, request_id=1, sampling=Sampling(grammar=Grammar(kind="json_object")), seed=3)
+    shaped = RowStart(slot=2, request_id=1, sampling=SamplingParams(grammar=Grammar(kind="json_object")), seed=3)
     step = _step(1, 2, 0, [5, 6], shaped)
     assert tokens.of(step)[0].tolist() == []
     assert [(error.slot, error.error.fields["field"]) for error in tokens.refused(step)] == [(2, "sampling.grammar")]
-    for step in (_step(2, 1, 0, [5]), _step(3, 2, 0, [5], RowStart(slot=2, request_id=2, sampling=Sampling(), seed=3))):
+    for step in (
+        _step(2, 1, 0, [5]),
+        _step(3, 2, 0, [5], RowStart(slot=2, request_id=2, sampling=SamplingParams(), seed=3)),
+    ):
         assert tokens.of(step)[0].tolist() == step.slots.tolist() and tokens.refused(step) == ()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvforge.protocol.errors import InvalidConfiguration
-from kvforge.protocol.messages import RowStart, Sampling, Step, WorkerWelcome
+from kvforge.protocol.messages import RowStart, SamplingParams, Step, WorkerWelcome
 from kvforge.worker.config import WorkerConfig
 from kvforge.worker.device.device import open_device
 from kvforge.worker.step.engine import Engine
@@ -86,7 +86,11 @@ def test_a_worker_serves_on_the_second_gpu(
 
 def tokens_of(engine: Engine) -> list[list[int]]:
     """Return the tokens of a prefill and four decodes, for a greedy, a sampled and a filtered row."""
-    samplings = (Sampling(temperature=0.0), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=5))
+    samplings = (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, top_k=5),
+    )
     begins = tuple(RowStart(slot=s, request_id=s, sampling=each, seed=s) for s, each in enumerate(samplings))
     slots = np.arange(ROWS, dtype=np.int32)
     tables = np.arange(ROWS * WIDTH, dtype=np.int32).reshape(ROWS, WIDTH)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvforge.protocol.messages import RowStart, Sampling
+from kvforge.protocol.messages import RowStart, SamplingParams
 from kvforge.worker.device.device import Device
 from kvforge.worker.sampling.draws import uniforms
 from kvforge.worker.sampling.filters import log_normaliser, min_p_mask, most_likely_mask, top_logprobs
@@ -22,7 +22,7 @@ def i4(values: Any) -> Any:
     return np.array(values, np.int32)
 
 
-def kept(scores: Any, sampling: Sampling) -> Any:
+def kept(scores: Any, sampling: SamplingParams) -> Any:
     """Return the tokens that the filters keep, one row at a time, by sorting. scores: [vocab] tempered."""
     order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
     if sampling.top_k:
@@ -38,7 +38,7 @@ def kept(scores: Any, sampling: Sampling) -> Any:
     return mask
 
 
-def adjusted(logits: Any, sampling: Sampling, prompt: list[int], answer: list[int]) -> Any:
+def adjusted(logits: Any, sampling: SamplingParams, prompt: list[int], answer: list[int]) -> Any:
     """The reference: logits after bias and penalties, float64."""
     scores = [float(value) for value in logits]
     for token, value in sampling.logit_bias:
@@ -52,7 +52,7 @@ def adjusted(logits: Any, sampling: Sampling, prompt: list[int], answer: list[in
 
 
 def expected_token(
-    logits: Any, sampling: Sampling, seed: int, generated: int, prompt: list[int], answer: list[int]
+    logits: Any, sampling: SamplingParams, seed: int, generated: int, prompt: list[int], answer: list[int]
 ) -> int:
     scores = adjusted(logits, sampling, prompt, answer)
     temperature = float(np.float32(sampling.temperature))
@@ -63,7 +63,7 @@ def expected_token(
     return int(np.argmax(np.where(kept(tempered, sampling), tempered - np.log(-np.log(drawn)), -np.inf)))
 
 
-def random_sampling(rng: np.random.Generator) -> Sampling:
+def random_sampling(rng: np.random.Generator) -> SamplingParams:
     """Return sampling parameters with each field set or not at random."""
 
     def maybe(value: Any, off: Any) -> Any:
@@ -71,7 +71,7 @@ def random_sampling(rng: np.random.Generator) -> Sampling:
 
     ids = rng.choice(VOCAB, 5, replace=False).tolist()
     values = [*rng.uniform(-8, 8, 4).tolist(), -math.inf]
-    return Sampling(
+    return SamplingParams(
         temperature=maybe(float(rng.uniform(0.2, 3.0)), maybe(1.0, 0.0)),
         top_k=maybe(int(rng.integers(1, 2 * VOCAB)), 0),
         top_p=maybe(float(rng.uniform(0.05, 1.0)), 1.0),
@@ -84,11 +84,11 @@ def random_sampling(rng: np.random.Generator) -> Sampling:
     )
 
 
-def row_start(slot: int, sampling: Sampling, seed: int = 0, generated: int = 0) -> RowStart:
+def row_start(slot: int, sampling: SamplingParams, seed: int = 0, generated: int = 0) -> RowStart:
     return RowStart(slot=slot, request_id=slot + 1, sampling=sampling, seed=seed, generated=generated)
 
 
-def fresh(cpu: Device, sampling: Sampling, vocab: int = VOCAB, slots: int = 1) -> SamplingState:
+def fresh(cpu: Device, sampling: SamplingParams, vocab: int = VOCAB, slots: int = 1) -> SamplingState:
     state = SamplingState(slots, vocab, cpu)
     for slot in range(slots):
         state.begin(row_start(slot, sampling, seed=slot))
@@ -161,14 +161,14 @@ def test_a_row_is_the_same_bit_for_bit_alone_and_in_any_batch(cpu: Device) -> No
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(top_k=3),
-        Sampling(top_p=0.6),
-        Sampling(min_p=0.2),
-        Sampling(temperature=1.7, top_k=6, top_p=0.8, min_p=0.05),
-        Sampling(logit_bias=((2, 2.0), (0, -math.inf))),
+        SamplingParams(top_k=3),
+        SamplingParams(top_p=0.6),
+        SamplingParams(min_p=0.2),
+        SamplingParams(temperature=1.7, top_k=6, top_p=0.8, min_p=0.05),
+        SamplingParams(logit_bias=((2, 2.0), (0, -math.inf))),
     ],
 )
-def test_the_filtered_distribution(sampling: Sampling, cpu: Device) -> None:
+def test_the_filtered_distribution(sampling: SamplingParams, cpu: Device) -> None:
     """Chi-square over 20,000 draws; the 99.9th percentile for 7 degrees of freedom (for fewer it is less) is 24.3."""
     draws, slots = 20_000, 1000
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 0.5, -2.0, 1.5])
@@ -214,7 +214,7 @@ def test_edges_of_the_filters() -> None:
 
 def test_top_k_beyond_the_vocabulary_is_off(cpu: Device) -> None:
     logits = torch.randn((1, VOCAB), generator=torch.Generator().manual_seed(3))
-    wide, off = fresh(cpu, Sampling(top_k=10 * VOCAB)), fresh(cpu, Sampling())
+    wide, off = fresh(cpu, SamplingParams(top_k=10 * VOCAB)), fresh(cpu, SamplingParams())
     for _ in range(20):
         assert wide.sample(logits, np.array([0])).tokens.tolist() == off.sample(logits, np.array([0])).tokens.tolist()
 
@@ -226,10 +226,10 @@ def sample_once(state: SamplingState, logits: torch.Tensor) -> SampledRows:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_vocabulary_that_is_all_banned_is_told(temperature: float, cpu: Device) -> None:
     bans = tuple((token, -math.inf) for token in range(4))
-    everything = Sampling(temperature=temperature, logit_bias=bans, top_k=2, top_p=0.5, min_p=0.1)
+    everything = SamplingParams(temperature=temperature, logit_bias=bans, top_k=2, top_p=0.5, min_p=0.1)
     state = SamplingState(2, 4, cpu)
     state.begin(row_start(0, everything))
-    state.begin(row_start(1, Sampling(temperature=temperature, logit_bias=bans[:3])))
+    state.begin(row_start(1, SamplingParams(temperature=temperature, logit_bias=bans[:3])))
     state.upload_starts()
     chosen = sample_once(state, torch.zeros((2, 4)))
     assert chosen.banned is not None
@@ -239,9 +239,9 @@ def test_a_vocabulary_that_is_all_banned_is_told(temperature: float, cpu: Device
 
 def test_logprobs_and_tops_are_of_the_raw_distribution(cpu: Device) -> None:
     logits = torch.randn((3, VOCAB), generator=torch.Generator().manual_seed(4)) * 4
-    wild = Sampling(temperature=0.3, top_k=2, logit_bias=((5, 50.0),), logprobs=3)
+    wild = SamplingParams(temperature=0.3, top_k=2, logit_bias=((5, 50.0),), logprobs=3)
     state = SamplingState(3, VOCAB, cpu)
-    for slot, sampling in enumerate((wild, Sampling(), Sampling(logprobs=20))):
+    for slot, sampling in enumerate((wild, SamplingParams(), SamplingParams(logprobs=20))):
         state.begin(row_start(slot, sampling))
     state.upload_starts()
     chosen = sample_once(state, logits).to_host()
@@ -267,21 +267,21 @@ def test_counting_rows_are_few_and_used_again(cpu: Device) -> None:
     assert state.counts.rows == 0
     for round_ in range(20):
         for slot in range(3):
-            state.begin(row_start(slot, Sampling(presence_penalty=1.0 if (round_ + slot) % 2 else 0.0)))
+            state.begin(row_start(slot, SamplingParams(presence_penalty=1.0 if (round_ + slot) % 2 else 0.0)))
     state.upload_starts()
     assert state.counts.rows == 4
     for slot in range(64):
-        state.begin(row_start(slot, Sampling(frequency_penalty=1.0)), generated=i4([slot % VOCAB]))
+        state.begin(row_start(slot, SamplingParams(frequency_penalty=1.0)), generated=i4([slot % VOCAB]))
     assert state.counts.rows == 64
 
 
 def test_a_slot_that_changes_hands_forgets_its_counts_and_biases(cpu: Device) -> None:
-    state = fresh(cpu, Sampling(temperature=0.0, presence_penalty=2.0, logit_bias=((3, 50.0),)))
+    state = fresh(cpu, SamplingParams(temperature=0.0, presence_penalty=2.0, logit_bias=((3, 50.0),)))
     logits = torch.zeros((1, VOCAB))
     logits[0, 7] = 1.0
     slot = np.array([0])
     assert [int(state.sample(logits, slot).tokens[0]) for _ in range(2)] == [3, 3]
-    for sampling in (Sampling(temperature=0.0), Sampling(temperature=0.0, presence_penalty=0.5)):
+    for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, presence_penalty=0.5)):
         state.begin(row_start(0, sampling))
         state.upload_starts()
         assert [int(state.sample(logits, slot).tokens[0]) for _ in range(3)] == [7, 7, 7]

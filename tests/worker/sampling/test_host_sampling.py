@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from kvforge.protocol.messages import RowStart, Sampling
+from kvforge.protocol.messages import RowStart, SamplingParams
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.host_kernel import host_kernel_problem
 from kvforge.worker.sampling.sampler import HostRows, SamplingState
@@ -23,7 +23,7 @@ TEMPERATURES = (0.0, 0.3, 1.0, 5.0, 1e-3, 30.0)
 def state_of(device: Device, rows: int, vocab: int) -> SamplingState:
     state = SamplingState(rows, vocab, device)
     for slot in range(rows):
-        sampling = Sampling(temperature=TEMPERATURES[slot % len(TEMPERATURES)])
+        sampling = SamplingParams(temperature=TEMPERATURES[slot % len(TEMPERATURES)])
         seed = (slot * 0x9E3779B97F4A7C15 + 2**63 + 11) % 2**64
         state.begin(RowStart(slot=slot, request_id=1, sampling=sampling, seed=seed, generated=slot * 2**33))
     state.upload_starts()
@@ -69,7 +69,7 @@ def test_filtered_draws_are_those_of_plain_torch(filters: dict[str, Any], cpu: D
     for device in (cpu, replace(cpu, kernels=False)):
         state, generator = SamplingState(rows, vocab, device), torch.Generator().manual_seed(2)
         for slot in range(rows):
-            sampling = Sampling(temperature=0.5 + slot, **filters)
+            sampling = SamplingParams(temperature=0.5 + slot, **filters)
             state.begin(RowStart(slot=slot, request_id=1, sampling=sampling, seed=slot))
         state.upload_starts()
         assert not state.simple(np.arange(rows)).any()
@@ -109,7 +109,7 @@ def test_a_row_has_the_same_bits_beside_others_that_are_filtered(temperature: fl
     """By the runner's rule that `sample` never handles rows that `sample_simple` can."""
     state = state_of(cpu, 3, 400)
     for slot, more in enumerate(({}, {"top_p": 0.5}, {"logprobs": 2})):
-        sampling = Sampling(temperature=temperature, **more)
+        sampling = SamplingParams(temperature=temperature, **more)
         state.begin(RowStart(slot=slot, request_id=1, sampling=sampling, seed=slot))
     state.upload_starts()
     assert state.simple(np.arange(3)).tolist() == [True, False, False] and state.splits

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvforge.protocol.messages import RowStart, Sampling
+from kvforge.protocol.messages import RowStart, SamplingParams
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.sampling.sampler import HostRows, SamplingState, unpacked
 
@@ -42,7 +42,7 @@ def by_triton(request: pytest.FixtureRequest) -> bool:
 def state_of(device: Device, vocab: int, **more: Any) -> SamplingState:
     state = SamplingState(ROWS, vocab, device)
     for slot, temperature in enumerate(TEMPERATURES):
-        sampling = Sampling(temperature=temperature, **more)
+        sampling = SamplingParams(temperature=temperature, **more)
         state.begin(RowStart(slot=slot, request_id=1, sampling=sampling, seed=slot + 2**63, generated=slot))
     state.upload_starts()
     return state

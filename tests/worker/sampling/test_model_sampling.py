@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
-from kvforge.protocol.messages import Sampling
+from kvforge.protocol.messages import SamplingParams
 from kvforge.worker.loading import Source, model_sampling
 from kvforge.worker.loading.sampling_defaults import UNSAID
 
@@ -26,16 +26,16 @@ def folder(path: Path, text: str | None) -> Source:
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        (QWEN, Sampling(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)),
-        ({"temperature": 1.0, "top_p": None}, Sampling(temperature=1.0)),
-        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, Sampling(temperature=0.0, top_p=0.9)),
-        ({"min_p": 0.1}, Sampling(min_p=0.1)),
+        (QWEN, SamplingParams(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)),
+        ({"temperature": 1.0, "top_p": None}, SamplingParams(temperature=1.0)),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, SamplingParams(temperature=0.0, top_p=0.9)),
+        ({"min_p": 0.1}, SamplingParams(min_p=0.1)),
         ({"eos_token_id": 2}, UNSAID),
         ({"temperature": "hot", "top_k": -1, "top_p": 7}, UNSAID),
-        ({"temperature": -1, "top_k": 5}, Sampling(top_k=5)),
+        ({"temperature": -1, "top_k": 5}, SamplingParams(top_k=5)),
     ],
 )
-def test_what_a_folder_says(tmp_path: Path, said: dict[str, Any], expected: Sampling) -> None:
+def test_what_a_folder_says(tmp_path: Path, said: dict[str, Any], expected: SamplingParams) -> None:
     assert model_sampling(folder(tmp_path, json.dumps(said))) == expected
 
 
@@ -64,5 +64,5 @@ def test_what_a_gguf_file_says(tmp_path: Path) -> None:
         return Source("gguf", path, tmp_path, (path,))
 
     chosen = model_sampling(source(temp=0.5, top_k=40, min_p=0.25, penalty_repeat=1.5, mirostat=0))
-    assert chosen == Sampling(temperature=0.5, top_k=40, min_p=0.25, repetition_penalty=1.5)
+    assert chosen == SamplingParams(temperature=0.5, top_k=40, min_p=0.25, repetition_penalty=1.5)
     assert model_sampling(source()) == UNSAID

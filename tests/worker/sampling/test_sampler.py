@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvforge.protocol.messages import RowStart, Sampling
+from kvforge.protocol.messages import RowStart, SamplingParams
 from kvforge.worker.device.device import Device
 from kvforge.worker.sampling.draws import philox, splitmix64, uniforms
 from kvforge.worker.sampling.sampler import NO_TOKEN, SamplingState
@@ -18,7 +18,7 @@ VOCAB = 1000
 
 def start(slot: int, temperature: float = 1.0, seed: int = 0, generated: int = 0) -> RowStart:
     return RowStart(
-        slot=slot, request_id=slot, sampling=Sampling(temperature=temperature), seed=seed, generated=generated
+        slot=slot, request_id=slot, sampling=SamplingParams(temperature=temperature), seed=seed, generated=generated
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvforge.protocol.messages import RowStart, Sampling
+from kvforge.protocol.messages import RowStart, SamplingParams
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.sampling.sampler import HostRows, SamplingState
 
@@ -44,7 +44,11 @@ def states(device: Device, vocab: int, temperatures: list[float]) -> tuple[Sampl
         for slot, temperature in enumerate(temperatures):
             seed = 2**64 - 1 - slot * 0x9E3779B97F4A7C15 % 2**64
             start = RowStart(
-                slot=slot, request_id=1, sampling=Sampling(temperature=temperature), seed=seed % 2**64, generated=3
+                slot=slot,
+                request_id=1,
+                sampling=SamplingParams(temperature=temperature),
+                seed=seed % 2**64,
+                generated=3,
             )
             state.begin(start)
         state.upload_starts()

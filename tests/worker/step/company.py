@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvforge.protocol.messages import GENERATED, RowStart, Sampling, Step
+from kvforge.protocol.messages import GENERATED, RowStart, SamplingParams, Step
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.loading.load import load_model
@@ -90,7 +90,7 @@ class Request:
         return RowStart(
             slot=self.slot,
             request_id=self.number,
-            sampling=Sampling(temperature=self.temperature),
+            sampling=SamplingParams(temperature=self.temperature),
             seed=self.seed,
             generated=len(self.said),
         )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvforge.protocol.messages import RowStart, Sampling, Step
+from kvforge.protocol.messages import RowStart, SamplingParams, Step
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.device import Device
 from kvforge.worker.loading.load import load_model
@@ -42,7 +42,9 @@ def generate(model: LoadedModel, cases: list[dict[str, Any]], steps: int) -> lis
     tables = np.random.default_rng(0).permutation(rows * width).astype(np.int32).reshape(rows, width)
     slots, ones = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32)
     prompt = np.concatenate([np.array(case["prompt_tokens"], np.int32) for case in cases])
-    begins = tuple(RowStart(slot=i, request_id=i, sampling=Sampling(temperature=0.0), seed=0) for i in range(rows))
+    begins = tuple(
+        RowStart(slot=i, request_id=i, sampling=SamplingParams(temperature=0.0), seed=0) for i in range(rows)
+    )
     step = Step(0, begins=begins, slots=slots, starts=0 * slots, counts=lengths, samples=ones, tokens=prompt)
     columns = []
     for index in range(steps):

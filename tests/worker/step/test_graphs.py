@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvforge.protocol.messages import Sampling, Step
+from kvforge.protocol.messages import SamplingParams, Step
 from kvforge.worker.attention import ReferenceAttention
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.device import Device, open_device
@@ -54,8 +54,10 @@ class Decoding:
         tables[:, -(-int(self.lengths[list(slots)].max()) // self.pool.block_size) :] = -7  # must not be read
         return self.runner.launch(step, tables)
 
-    def start(self, slots: list[int], sampling: Sampling | None = None) -> StepOutcome:
-        starts = tuple(replace_start(begin(s, seed=s), sampling=sampling or Sampling(temperature=0.0)) for s in slots)
+    def start(self, slots: list[int], sampling: SamplingParams | None = None) -> StepOutcome:
+        starts = tuple(
+            replace_start(begin(s, seed=s), sampling=sampling or SamplingParams(temperature=0.0)) for s in slots
+        )
         return self.runner.finish(self.launch([(slot, PROMPTS[slot], 1) for slot in slots], begins=starts))
 
     def decode(self, slots: list[int]) -> StepOutcome:
@@ -167,13 +169,13 @@ def test_what_a_larger_step_left_is_not_read_by_a_smaller_one(pair: tuple[Decodi
 
 
 SAMPLINGS = [
-    Sampling(temperature=0.0),
-    Sampling(temperature=1.2),
-    Sampling(temperature=0.0, logprobs=3),
-    Sampling(temperature=1.1, top_k=20, top_p=0.9),
-    Sampling(temperature=0.0, frequency_penalty=1.5),
-    Sampling(temperature=0.0, logit_bias=((5, 2.0),)),
-    Sampling(temperature=0.0),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.2),
+    SamplingParams(temperature=0.0, logprobs=3),
+    SamplingParams(temperature=1.1, top_k=20, top_p=0.9),
+    SamplingParams(temperature=0.0, frequency_penalty=1.5),
+    SamplingParams(temperature=0.0, logit_bias=((5, 2.0),)),
+    SamplingParams(temperature=0.0),
 ]
 
 

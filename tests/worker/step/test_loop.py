@@ -23,7 +23,7 @@ from kvforge.protocol.messages import (
     PoolRegistered,
     RowError,
     RowStart,
-    Sampling,
+    SamplingParams,
     Step,
     StepResult,
     Stop,
@@ -207,7 +207,9 @@ def test_the_log_of_a_step_names_its_requests(caplog: pytest.LogCaptureFixture) 
         rows = np.array(slots, np.int32)
         return Step(
             number,
-            begins=tuple(RowStart(slot=slot, request_id=id_, sampling=Sampling(), seed=0) for slot, id_ in begins),
+            begins=tuple(
+                RowStart(slot=slot, request_id=id_, sampling=SamplingParams(), seed=0) for slot, id_ in begins
+            ),
             slots=rows,
             starts=np.zeros(len(rows), np.int32),
             counts=rows + 1,

@@ -7,17 +7,17 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvforge.protocol.messages import RowStart, Sampling
+from kvforge.protocol.messages import RowStart, SamplingParams
 from kvforge.worker.loading.model import LoadedModel
 from tests.worker.step.test_runner import BLOCK_SIZE, PROMPTS, Bench, i4
 
 COUNT = 10
 SAMPLINGS = {
-    "greedy": Sampling(temperature=0.0),
-    "random": Sampling(temperature=1.2),
-    "filtered": Sampling(temperature=1.1, top_k=30, top_p=0.9, min_p=0.01),
-    "penalties": Sampling(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7),
-    "everything": Sampling(
+    "greedy": SamplingParams(temperature=0.0),
+    "random": SamplingParams(temperature=1.2),
+    "filtered": SamplingParams(temperature=1.1, top_k=30, top_p=0.9, min_p=0.01),
+    "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7),
+    "everything": SamplingParams(
         temperature=1.3,
         top_k=40,
         top_p=0.95,
@@ -29,7 +29,7 @@ SAMPLINGS = {
 }
 
 
-def start(slot: int, sampling: Sampling, prompt: list[int], answer: list[int]) -> tuple[RowStart, list[int]]:
+def start(slot: int, sampling: SamplingParams, prompt: list[int], answer: list[int]) -> tuple[RowStart, list[int]]:
     """Return the start and history of a row as the coordinator sends them."""
     counts = sampling.counts_answer
     begin = RowStart(
@@ -45,7 +45,7 @@ def start(slot: int, sampling: Sampling, prompt: list[int], answer: list[int]) -
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_preempted_at_every_position(sampling: Sampling, tiny: Callable[..., LoadedModel]) -> None:
+def test_preempted_at_every_position(sampling: SamplingParams, tiny: Callable[..., LoadedModel]) -> None:
     bench, prompt = Bench(tiny("llama", block_size=BLOCK_SIZE)), PROMPTS[3]
     begin, history = start(0, sampling, prompt, [])
     outcome = bench.run([(0, 0, prompt, 1)], begins=(begin,), history=i4(*history))
@@ -88,16 +88,16 @@ def test_penalties_without_their_history_would_differ(tiny: Callable[..., Loaded
 
 def test_a_banned_vocabulary_and_wrong_starts_fail_their_rows(tiny: Callable[..., LoadedModel]) -> None:
     bench = Bench(tiny("llama", block_size=BLOCK_SIZE))
-    banned = Sampling(logit_bias=tuple((token, -np.inf) for token in range(97)))
+    banned = SamplingParams(logit_bias=tuple((token, -np.inf) for token in range(97)))
     wrong = {
-        "sampling.top_p": Sampling(top_p=0.0),
-        "sampling.logit_bias": Sampling(logit_bias=((97, 1.0),)),
-        "sampling.logprobs": Sampling(logprobs=21),
+        "sampling.top_p": SamplingParams(top_p=0.0),
+        "sampling.logit_bias": SamplingParams(logit_bias=((97, 1.0),)),
+        "sampling.logprobs": SamplingParams(logprobs=21),
     }
     begins = [RowStart(slot=0, request_id=1, sampling=banned, seed=1)]
     begins += [RowStart(slot=i, request_id=1, sampling=s, seed=1) for i, s in enumerate(wrong.values(), 1)]
     outcome = bench.run(
-        [(0, 0, [1, 2], 1), (1, 0, [1], 1), (4, 0, [3], 1)], begins=(*begins, start(4, Sampling(), [], [])[0])
+        [(0, 0, [1, 2], 1), (1, 0, [1], 1), (4, 0, [3], 1)], begins=(*begins, start(4, SamplingParams(), [], [])[0])
     )
     errors = {error.slot: error.error for error in outcome.errors}
     assert outcome.slots.tolist() == [4]
@@ -105,13 +105,13 @@ def test_a_banned_vocabulary_and_wrong_starts_fail_their_rows(tiny: Callable[...
     assert [errors[slot].fields["field"] for slot in (1, 2, 3)] == list(wrong)
     later = bench.run([(2, 0, [1], 1), (4, 1, [-1], 1)])  # its start came a step before its first row
     assert [(error.slot, error.error.fields["field"]) for error in later.errors] == [(2, "sampling.logit_bias")]
-    good = RowStart(slot=2, request_id=1, sampling=Sampling(), seed=1)
+    good = RowStart(slot=2, request_id=1, sampling=SamplingParams(), seed=1)
     assert bench.run([(2, 0, [1], 1)], begins=(good,)).errors == ()
 
 
 def test_a_history_that_does_not_add_up_is_malformed(tiny: Callable[..., LoadedModel]) -> None:
     bench = Bench(tiny("llama", block_size=BLOCK_SIZE))
-    sampling = Sampling(presence_penalty=1.0)
+    sampling = SamplingParams(presence_penalty=1.0)
     for history, counts in ((i4(1, 2), (0, 1)), (i4(1), (2, -1)), (i4(97), (0, 1))):
         begin = RowStart(
             slot=0, request_id=1, sampling=sampling, seed=1, prompt_history=counts[0], generated_history=counts[1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvforge.protocol.errors import InvalidConfiguration
-from kvforge.protocol.messages import RowStart, Sampling, Step
+from kvforge.protocol.messages import RowStart, SamplingParams, Step
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step.runner import PendingStep, Runner, StepOutcome
@@ -25,7 +25,7 @@ def i4(*values: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 def begin(slot: int, temperature: float = 0.0, seed: int = 0, generated: int = 0) -> RowStart:
     return RowStart(
-        slot=slot, request_id=slot, sampling=Sampling(temperature=temperature), seed=seed, generated=generated
+        slot=slot, request_id=slot, sampling=SamplingParams(temperature=temperature), seed=seed, generated=generated
     )
 
 
@@ -257,9 +257,9 @@ def test_malformed_tables_fail_every_row(bench: Bench) -> None:
         ({"seed": -1}, "seed"),
         ({"seed": 2**64}, "seed"),
         ({"generated": -1}, "generated"),
-        ({"sampling": Sampling(temperature=-0.5)}, "sampling.temperature"),
-        ({"sampling": Sampling(temperature=float("nan"))}, "sampling.temperature"),
-        ({"sampling": Sampling(temperature=float("inf"))}, "sampling.temperature"),
+        ({"sampling": SamplingParams(temperature=-0.5)}, "sampling.temperature"),
+        ({"sampling": SamplingParams(temperature=float("nan"))}, "sampling.temperature"),
+        ({"sampling": SamplingParams(temperature=float("inf"))}, "sampling.temperature"),
     ],
 )
 def test_a_bad_start_is_refused_by_name(changes: dict[str, Any], named: str, bench: Bench) -> None:
@@ -449,7 +449,7 @@ def test_sampling_that_finds_no_memory_goes_row_by_row(
     filtered: bool, bench: Bench, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [(slot, 0, prompt, 1) for slot, prompt in enumerate(PROMPTS)]
-    sampling = Sampling(temperature=1.0, top_k=50 if filtered else 0)
+    sampling = SamplingParams(temperature=1.0, top_k=50 if filtered else 0)
     begins = tuple(RowStart(slot=slot, request_id=slot, sampling=sampling, seed=slot) for slot in range(4))
     whole = Bench(model).run(rows, begins=begins)
     state = bench.runner._state

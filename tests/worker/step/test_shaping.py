@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvforge.protocol.errors import InvalidRequest
-from kvforge.protocol.messages import Grammar, RowStart, Sampling
+from kvforge.protocol.messages import Grammar, RowStart, SamplingParams
 from kvforge.worker.device.device import open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
@@ -34,10 +34,10 @@ SCHEMA = Grammar(
     ),
 )
 SAMPLINGS = {
-    "greedy": Sampling(temperature=0.0, grammar=LONG),
-    "random": Sampling(temperature=1.2, grammar=LONG),
-    "filtered": Sampling(temperature=1.1, top_k=30, top_p=0.9, min_p=0.01, grammar=LONG),
-    "everything": Sampling(
+    "greedy": SamplingParams(temperature=0.0, grammar=LONG),
+    "random": SamplingParams(temperature=1.2, grammar=LONG),
+    "filtered": SamplingParams(temperature=1.1, top_k=30, top_p=0.9, min_p=0.01, grammar=LONG),
+    "everything": SamplingParams(
         temperature=1.3, top_k=40, repetition_penalty=1.2, logit_bias=((70, 3.0),), logprobs=5, grammar=LONG
     ),
 }
@@ -55,7 +55,7 @@ def bench(model: LoadedModel) -> Bench:
 
 
 def shaped(slot: int, grammar: Grammar | None = WORD, **more: Any) -> RowStart:
-    sampling = Sampling(grammar=grammar, **({"temperature": 1.0} | more))
+    sampling = SamplingParams(grammar=grammar, **({"temperature": 1.0} | more))
     return RowStart(slot=slot, request_id=slot + 1, sampling=sampling, seed=slot + 7)
 
 
@@ -191,7 +191,7 @@ def test_a_slot_that_changes_hands_while_its_token_is_under_way(bench: Bench) ->
 
 
 def test_an_answer_that_does_not_fit_its_grammar_is_refused(bench: Bench) -> None:
-    begin, _ = start(0, Sampling(grammar=WORD), PROMPTS[1], encoded("xy"))
+    begin, _ = start(0, SamplingParams(grammar=WORD), PROMPTS[1], encoded("xy"))
     begin = RowStart(**{n: getattr(begin, n) for n in begin.__struct_fields__} | {"prompt_history": 0})
     outcome = bench.run([(0, 0, PROMPTS[1] + encoded("xy"), 1)], begins=(begin,), history=i4(*encoded("xy")))
     assert "violates the grammar" in outcome.errors[0].error.message

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from kvforge import Sampling
+from kvforge import SamplingParams
 from kvforge.client.options import RequestOptions
 from kvforge.gateway.replicas.fleet import Fleet
 from kvforge.gateway.replicas.stream import MovingStream
@@ -158,7 +158,7 @@ class World:
         key = f"k{number}" if random.random() < 0.5 else ""
         seed = random.getrandbits(40) if random.random() < 0.4 else None
         options = RequestOptions(
-            max_tokens=random.choice((1, 5, 40, 200)), key=key, sampling=Sampling(temperature=1.0, seed=seed)
+            max_tokens=random.choice((1, 5, 40, 200)), key=key, sampling=SamplingParams(temperature=1.0, seed=seed)
         )
         session = f"s{number % 3}" if random.random() < 0.3 else ""
         cancel_at = random.randint(1, options.max_tokens) if random.random() < 0.1 else 0
