@@ -1,6 +1,6 @@
 """The report as one HTML file without external resources; its content security policy forbids any fetch.
 
-Invariant: all text from outside (tenants, options, server messages) is escaped.
+Invariant: all text from outside (tenants, options, server messages) is escaped, by the template engine.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import compare as beside
 from . import sweep as sweeping
@@ -18,8 +18,12 @@ from .terminal import verdict_line
 from .timeline import name, shares_ms
 from .words import NOTHING, number, pairs, percent
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 Document = dict[str, Any]
+Section = dict[str, Any]
 
 
 def page(
@@ -32,71 +36,82 @@ def page(
         pictures: The pictures of the document and the sweep.
         compare: The result of `compare.compare`.
         sweep: The result of `sweep.sweep`.
+
+    Raises:
+        Unavailable: The extra `loadtest` is not installed.
     """
-    drawn = {picture.name: picture for picture in pictures}
-    parts = [_head(found), _verdict(found), _tiles(found)]
-    if sweep is not None:
-        knee = f"<p><b>{escape(sweep['knee']['sentence'].capitalize())}.</b></p>"
-        parts += _section("Sweep", knee, _figure(drawn.get("sweep")), _table(sweeping.table(sweep)))
-    if compare is not None:
-        parts += _section("Comparison", _compared(compare))
-    parts += _section(
-        "Latency", _table(latency(found)), *(_figure(drawn.get(each)) for each in ("distributions", "latency"))
-    )
-    parts += _section("Throughput", _table(rates(found)), _figure(drawn.get("throughput")))
-    parts += _section(
-        "By tenant and class", _table(groups("tenant", found["tenants"])), _table(groups("class", found["kinds"]))
-    )
-    parts += _section("Time by phase", _figure(drawn.get("breakdown")), _table(divided(found), words=True))
-    parts += _section("The slowest requests", _figure(drawn.get("slowest")), _slowest(found["tail"]))
-    parts += _section("Server", _figure(drawn.get("occupancy")), _table(server(found), words=True))
-    parts += _section("Errors", _table(errors(found), words=True))
-    parts += _section("Faults", _faults(found["chaos"]))
-    parts += _section("Driver", _table(lag(found)))
-    parts += _section("Configuration", _configuration(found))
-    return _file(found["title"], "\n".join(part for part in parts if part))
-
-
-def _file(title: str, body: str) -> str:
+    model = found["model"] or {}
+    about = (model.get("name"), found["machine"].get("processor"))
     here = Path(__file__).parent
     css, script = ((here / part).read_text(encoding="utf-8") for part in ("page.css", "page.js"))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{escape(title)}</title>
-<style>
-{css}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-<script>
-{script}</script>
-</body>
-</html>
-"""
+    return _template().render(
+        policy=POLICY,
+        css=css,
+        script=script,
+        labelled=_labelled,
+        marks=(beside.BETTER, beside.WORSE),
+        title=found["title"],
+        about=" · ".join(str(each) for each in about if each),
+        ends=ends(found),
+        verdict=found["verdict"],
+        verdict_line=verdict_line(found),
+        tiles=_tiles(found),
+        sections=_sections(found, {picture.name: picture for picture in pictures}, compare, sweep),
+    )
 
 
-def _head(found: Document) -> str:
-    model = found["model"] or {}
-    about = " · ".join(str(each) for each in (model.get("name"), found["machine"].get("processor")) if each)
-    return f"<h1>{escape(found['title'])}</h1>\n<p class=soft>{escape(about)}</p>\n<p>{escape(ends(found))}.</p>"
+def _template() -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined).get_template("page.html")
 
 
-def _verdict(found: Document) -> str:
-    judged = found["verdict"]
-    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in (*judged["why"], *judged["notes"]))
-    kind = "valid" if judged["valid"] else "invalid"
-    listed = f"<ul>{sentences}</ul>" if sentences else ""
-    return f'<div class="verdict {kind}" role=status><strong>{escape(verdict_line(found))}</strong>{listed}</div>'
+def _labelled(picture: Picture) -> str:
+    """Return the SVG with its text alternative."""
+    return picture.svg.replace("<svg", f'<svg role="img" aria-label="{escape(picture.alt)}"', 1)
 
 
-def _tiles(found: Document) -> str:
+def _sections(
+    found: Document, drawn: Mapping[str, Picture], compare: Document | None, sweep: Document | None
+) -> list[Section]:
+    """Return the sections in order; a section without parts is not shown."""
+    sections = []
+    if sweep is not None:
+        knee = {"kind": "", "first": f"{sweep['knee']['sentence'].capitalize()}.", "others": []}
+        sections.append(
+            _section("Sweep", ("finding", knee), ("figure", drawn.get("sweep")), ("table", sweeping.table(sweep)))
+        )
+    if compare is not None:
+        sections.append(_section("Comparison", ("table", beside.table(compare)), ("notes", compare["notes"])))
+    times = [("figure", drawn.get(each)) for each in ("distributions", "latency")]
+    by = [("table", groups("tenant", found["tenants"])), ("table", groups("class", found["kinds"]))]
+    return [
+        *sections,
+        _section("Latency", ("table", latency(found)), *times),
+        _section("Throughput", ("table", rates(found)), ("figure", drawn.get("throughput"))),
+        _section("By tenant and class", *by),
+        _section("Time by phase", ("figure", drawn.get("breakdown")), ("words", divided(found))),
+        _section("The slowest requests", ("figure", drawn.get("slowest")), ("words", _slowest(found["tail"]))),
+        _section("Server", ("figure", drawn.get("occupancy")), ("words", server(found))),
+        _section("Errors", ("words", errors(found))),
+        _section("Faults", ("finding", _faults(found["chaos"]))),
+        _section("Driver", ("table", lag(found))),
+        _section("Configuration", ("beside", _configuration(found))),
+    ]
+
+
+def _section(title: str, *parts: tuple[str, Any]) -> Section:
+    """Return a section with the parts that hold something."""
+    return {"title": title, "parts": [(kind, part) for kind, part in parts if _holds_something(part)]}
+
+
+def _holds_something(part: Any) -> bool:
+    return bool(part.rows) if isinstance(part, Table) else bool(part)
+
+
+def _tiles(found: Document) -> list[tuple[str, str, str]]:
+    """Return the value, the unit and the words of each tile."""
     whole = found["all"]
     times = [
         (number((whole["latency_ms"][time] or {}).get("p50")), "ms", f"{words}, p50; p99 "
@@ -104,74 +119,35 @@ def _tiles(found: Document) -> str:
         for time, words in (("ttft", "time to first token"), ("itl", "between tokens"), ("e2e", "end to end"))
     ]  # fmt: skip
     speed = whole["throughput"]
-    made = [
+    return [
         *times,
         (number(speed["output_tokens_per_s"]), "/s", "output tokens"),
         (number(speed["requests_per_s"]), "/s", "requests finished"),
         (percent(whole["goodput"]["share"]), "", good_words(found).split(":")[0]),
     ]
-    cells = (
-        f"<div class=tile><b>{escape(value)} <small>{unit}</small></b><span>{escape(words)}</span></div>"
-        for value, unit, words in made
-    )
-    return f"<div class=tiles>{''.join(cells)}</div>"
 
 
-def _section(title: str, *parts: str) -> list[str]:
-    """Return a heading and its parts; nothing without parts."""
-    there = [part for part in parts if part]
-    return [f"<h2>{escape(title)}</h2>", *there] if there else []
-
-
-def _figure(picture: Picture | None) -> str:
-    if picture is None:
-        return ""
-    svg = picture.svg.replace("<svg", f'<svg role="img" aria-label="{escape(picture.alt)}"', 1)
-    words = f"<b>{escape(picture.title)}.</b> {escape(picture.caption)}"
-    return f"<figure>{svg}<figcaption>{words}</figcaption></figure>"
-
-
-def _table(table: Table, *, words: bool = False) -> str:
-    """Render a table. With `words` all columns are text."""
-    if not table.rows:
-        return ""
-    kind = " class=words" if words else ""
-    head = "".join(f"<th scope=col>{escape(cell)}</th>" for cell in (table.header[0] or table.title, *table.header[1:]))
-    rows = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows)
-    note = f"<p class=note>{escape(table.note)}</p>" if table.note else ""
-    head = f"<thead><tr>{head}</tr></thead>"
-    return f"<div class=scroll><table{kind}>{head}<tbody>{rows}</tbody></table></div>{note}"
-
-
-def _cell(text: str) -> str:
-    kind = f" class={text}" if text in (beside.BETTER, beside.WORSE) else ""
-    return f"<td{kind}>{escape(text)}</td>"
-
-
-def _compared(compared: Document) -> str:
-    notes = "".join(f"<li>{escape(sentence)}</li>" for sentence in compared["notes"])
-    return _table(beside.table(compared)) + (f'<ul class="notes soft">{notes}</ul>' if notes else "")
-
-
-def _slowest(tail: Sequence[Mapping[str, Any]]) -> str:
+def _slowest(tail: Sequence[Mapping[str, Any]]) -> Table:
     rows = []
     for request in tail:
         spent = ", ".join(f"{state} {number(ms)}" for state, ms in shares_ms(dict(request)).items())
         sentence = str(request.get("sentence") or NOTHING)
         rows.append([name(dict(request)), number(request["latency_ms"]), spent or NOTHING, sentence])
-    return _table(Table("", ("request", "ms", "spent on, ms", "why"), rows), words=True)
+    return Table("", ("request", "ms", "spent on, ms", "why"), rows)
 
 
-def _faults(chaos: Document | None) -> str:
+def _faults(chaos: Document | None) -> Document | None:
     if chaos is None:
-        return ""
+        return None
     first, *others = [*map(str, chaos.get("sentences", ())), ""]
-    listed = "".join(f"<li>{escape(sentence)}</li>" for sentence in others if sentence)
-    kind = "better" if chaos.get("kept") else "worse"
-    return f"<p class={kind}><b>{escape(first)}</b></p><ul>{listed}</ul>"
+    return {
+        "kind": "better" if chaos.get("kept") else "worse",
+        "first": first,
+        "others": [each for each in others if each],
+    }
 
 
-def _configuration(found: Document) -> str:
+def _configuration(found: Document) -> list[Table]:
     taken, windows = found["percentiles"], found["windows"]
     how = {
         "measured": f"{number(found['span']['start_s'])} s to {number(found['span']['end_s'])} s",
@@ -181,17 +157,17 @@ def _configuration(found: Document) -> str:
         "seed": found["seed"],
         "format": found["format"],
     }
-    parts = [
+    made = [
         _pairs("Options", found["options"]),
         _pairs("How it was measured", how),
         _pairs("Machine", found["machine"]),
         _pairs("Versions", found["versions"]),
         _pairs("Model", found["model"] or {}),
     ]
-    return f"<div class=two>{''.join(f'<div>{part}</div>' for part in parts if part)}</div>"
+    return [each for each in made if each.rows]
 
 
-def _pairs(title: str, values: Mapping[str, Any]) -> str:
+def _pairs(title: str, values: Mapping[str, Any]) -> Table:
     shown = {key: value for key, value in values.items() if value is not None}
     rows = [[str(key), pairs(value) if isinstance(value, Mapping) else str(value)] for key, value in shown.items()]
-    return _table(Table(title, ("", ""), rows), words=True)
+    return Table(title, ("", ""), rows)
