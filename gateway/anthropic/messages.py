@@ -81,10 +81,10 @@ async def wanted_of(asked: Create, model: Model, caller: Caller, key: str, ignor
         max_tokens=asked.max_tokens,
         sampling=sampling,
         tenant=caller.tenant,
-        salt=caller.own_salt(asked.cache_salt or ""),
+        cache_salt=caller.own_salt(asked.cache_salt or ""),
         priority=caller.check_priority(asked.priority or 0),
         detached=bool(key),
-        key=key,
+        idempotency_key=key,
     )
     stops = stop_strings(asked.stop_sequences or ())
     return Wanted(

@@ -14,6 +14,7 @@ _HEAD = re.compile(r"(?P<name>[^.\[]*)(?P<rest>.*)", re.DOTALL)
 # Names that all APIs have in common.
 COMMON = {
     "count": "n",
+    "idempotency_key": "idempotency-key",
     "key": "idempotency-key",
     "salt": "cache_salt",
     "stop_tokens": "stop_token_ids",

@@ -50,7 +50,7 @@ class Wanted:
 class Streams(Protocol):
     """The submission interface: `AsyncStreams` of one coordinator, or several replicas."""
 
-    def samples(
+    def submit_samples(
         self, prompt: Int32Array, count: int, options: RequestOptions, changed: Callable[[], None]
     ) -> Sequence[Stream]:
         """Submit a prompt and return the streams of its answers."""
@@ -122,7 +122,7 @@ class Generation:
         self._kept = wanted.options.kept
         self._resume = wanted.resume
         self._each_token = True
-        requests = streams.samples(wanted.prompt, wanted.count, wanted.options, self._changed)
+        requests = streams.submit_samples(wanted.prompt, wanted.count, wanted.options, self._changed)
         self.answers = tuple(
             Answer(
                 index,

@@ -89,10 +89,10 @@ class Call:
             max_tokens=max_tokens,
             sampling=sampling,
             tenant=self.caller.tenant,
-            salt=self.caller.own_salt(asked.cache_salt or ""),
+            cache_salt=self.caller.own_salt(asked.cache_salt or ""),
             priority=self.caller.check_priority(asked.priority or 0),
             detached=bool(self.key.name),
-            key=self.key.name,
+            idempotency_key=self.key.name,
         )
 
     def name(self, prefix: str, generations: list[Generation]) -> str:

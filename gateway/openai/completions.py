@@ -107,7 +107,9 @@ class Completions:
         self.wanted = [
             Wanted(
                 prompt=prompt.ids,
-                options=options if at == 0 or not options.key else replace(options, key=f"{options.key}/{at}"),
+                options=options
+                if at == 0 or not options.idempotency_key
+                else replace(options, idempotency_key=f"{options.idempotency_key}/{at}"),
                 text=lambda: call.model.prompts.stream(continues=True),
                 count=self.best_of,
                 stops=stops_of(asked),

@@ -12,7 +12,7 @@ def of_chat(prompts: Prompts, stream: Stream, start: int, end: int) -> dict[str,
     """Return the log-probabilities of tokens [start, end) for a chat choice."""
     content = []
     for at in range(start, end):
-        tops = [_entry(prompts, token, logprob) for token, logprob in stream.tops[at]]
+        tops = [_entry(prompts, token, logprob) for token, logprob in stream.top_logprobs[at]]
         content.append(_entry(prompts, stream.tokens[at], stream.logprobs[at]) | {"top_logprobs": tops})
     return {"content": content, "refusal": None}
 
@@ -39,7 +39,7 @@ def of_completion(
         names.append(name)
         offsets.append(offset)
         offset += len(name)
-        best.append({prompts.spelled(token)[0]: _finite(logprob) for token, logprob in stream.tops[at]})
+        best.append({prompts.spelled(token)[0]: _finite(logprob) for token, logprob in stream.top_logprobs[at]})
     body = {
         "tokens": names,
         "token_logprobs": [_finite(logprob) for logprob in stream.logprobs[start:end]],

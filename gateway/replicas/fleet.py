@@ -116,7 +116,7 @@ class Fleet:
         """Return the submission interface of a session; "" if the requests are unrelated."""
         return Session(self, session)
 
-    def samples(
+    def submit_samples(
         self,
         prompt: Int32Array,
         count: int,
@@ -124,7 +124,7 @@ class Fleet:
         changed: Callable[[], None],
         session: str = "",
     ) -> tuple[MovingStream, ...]:
-        """Submit a prompt, as `AsyncStreams.samples` does. Requests of one session go to the same replica."""
+        """Submit a prompt, as `AsyncStreams.submit_samples` does. Requests of one session go to the same replica."""
         return Work(self, prompt, count, options, changed, session).streams
 
     async def choose(
@@ -133,7 +133,7 @@ class Fleet:
         """Choose a replica; see `Replicas`."""
         await self._know_all()
         # A request with a key may already run on a slow replica; waiting is cheaper than computing it again.
-        answer_s = max(self._answer_s, self._lost_s) if options.key else self._answer_s
+        answer_s = max(self._answer_s, self._lost_s) if options.idempotency_key else self._answer_s
         while True:
             able = {r.name: r for r in self.replicas if self._serves(r) and r.name not in without}
             clients = {name: replica.client for name, replica in able.items()}
@@ -172,8 +172,8 @@ class Session:
     def __init__(self, fleet: Fleet, name: str) -> None:
         self._fleet, self._name = fleet, name
 
-    def samples(
+    def submit_samples(
         self, prompt: Int32Array, count: int, options: RequestOptions, changed: Callable[[], None]
     ) -> tuple[MovingStream, ...]:
-        """Submit a prompt, as `AsyncStreams.samples` does."""
-        return self._fleet.samples(prompt, count, options, changed, self._name)
+        """Submit a prompt, as `AsyncStreams.submit_samples` does."""
+        return self._fleet.submit_samples(prompt, count, options, changed, self._name)

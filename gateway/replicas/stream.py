@@ -30,7 +30,7 @@ class Stream(Protocol):
         """The log-probability of each token."""
 
     @property
-    def tops(self) -> Sequence[tuple[tuple[int, float], ...]]:
+    def top_logprobs(self) -> Sequence[tuple[tuple[int, float], ...]]:
         """The most likely alternatives of each token: (token id, log-probability)."""
 
     @property
@@ -66,7 +66,7 @@ class MovingStream:
         self.request_id = 0
         self.tokens: Sequence[int] = ()
         self.logprobs: Sequence[float] = ()
-        self.tops: Sequence[tuple[tuple[int, float], ...]] = ()
+        self.top_logprobs: Sequence[tuple[tuple[int, float], ...]] = ()
         self.ended: Ended | None = None
         self.error: KvforgeError | None = None
         self.wanted = True
@@ -101,7 +101,7 @@ class MovingStream:
     def part(self, *, kept: bool) -> None:
         """Detach from the replica and keep the delivered tokens. With `kept`, the request on it is not cancelled."""
         if self._inner is not None and not self.done:
-            self.tokens, self.logprobs, self.tops = [*self.tokens], [*self.logprobs], [*self.tops]
+            self.tokens, self.logprobs, self.top_logprobs = [*self.tokens], [*self.logprobs], [*self.top_logprobs]
             self._end_inner(kept=kept)
         self._inner = None
 
@@ -132,7 +132,7 @@ class MovingStream:
                 return self.error is not None
             news = True
         if self.tokens is not inner.tokens and inner.request_id:
-            self.tokens, self.logprobs, self.tops = inner.tokens, inner.logprobs, inner.tops
+            self.tokens, self.logprobs, self.top_logprobs = inner.tokens, inner.logprobs, inner.top_logprobs
             if self._finish and not inner.done:
                 inner.finish_at(self._finish)
         self.ended = inner.ended

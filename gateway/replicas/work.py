@@ -126,7 +126,7 @@ class Work:
         self._placing = None
         if not any(stream.wanted and not stream.done for stream in self.streams) and not self._options.kept:
             return True
-        inner = replica.streams.samples(self._prompt, len(self.streams), self._options, self._look_soon)
+        inner = replica.streams.submit_samples(self._prompt, len(self.streams), self._options, self._look_soon)
         self._at = replica
         replica.guests[self] = None
         for stream, own in zip(self.streams, inner, strict=True):
@@ -216,5 +216,5 @@ def seeded(options: RequestOptions) -> RequestOptions:
     sampling = options.sampling if options.sampling is not None else SamplingParams()
     if sampling.seed is not None:
         return options
-    seed = seed_of(options.tenant, options.key) if options.key else secrets.randbits(64)
+    seed = seed_of(options.tenant, options.idempotency_key) if options.idempotency_key else secrets.randbits(64)
     return replace(options, sampling=replace(sampling, seed=seed))

@@ -85,19 +85,19 @@ def _refuse(field: str, index: int, item: object) -> None:
     raise InvalidRequest(field, f"item {index} is {shown}{kind}; a token id is an integer from 0 to {INT32_MAX}")
 
 
-def check_submit(max_tokens: object, sampling: object, tenant: object, salt: object) -> int:
+def check_submit(max_tokens: object, sampling: object, tenant: object, cache_salt: object) -> int:
     """Check the arguments of a request.
 
     Returns:
         `max_tokens` as int.
 
     Raises:
-        InvalidRequest: Names `max_tokens`, `tenant`, `salt` or `sampling`.
+        InvalidRequest: Names `max_tokens`, `tenant`, `cache_salt` or `sampling`.
     """
     if not isinstance(tenant, str) or not tenant:
         raise InvalidRequest("tenant", f"is {tenant!r}; it must be a name")
-    if not isinstance(salt, str):
-        raise InvalidRequest("salt", f"is {shown(salt)}; it must be a text")
+    if not isinstance(cache_salt, str):
+        raise InvalidRequest("cache_salt", f"is {shown(cache_salt)}; it must be a text")
     if not isinstance(sampling, SamplingParams):
         raise InvalidRequest("sampling", f"is {type(sampling).__name__}; it must be a kvforge.SamplingParams")
     return whole("max_tokens", max_tokens, 1, INT32_MAX)
@@ -118,27 +118,28 @@ def stop_strings(stop: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def check_request(priority: object, detached: object, key: object) -> tuple[int, bool]:
+def check_request(priority: object, detached: object, idempotency_key: object) -> tuple[int, bool]:
     """Check further arguments of a request.
 
     Returns:
         `priority` and `detached` as they are sent.
 
     Raises:
-        InvalidRequest: Names `priority`, `detached` or `key`.
+        InvalidRequest: Names `priority`, `detached` or `idempotency_key`.
     """
+    key = idempotency_key
     if not isinstance(key, str) or len(key) > KEY_LENGTH_MAX or not key.isprintable():
-        raise InvalidRequest("key", f"must be a text of at most {KEY_LENGTH_MAX} printable characters")
+        raise InvalidRequest("idempotency_key", f"must be a text of at most {KEY_LENGTH_MAX} printable characters")
     return whole("priority", priority, -PRIORITY_MAX, PRIORITY_MAX), flag("detached", detached)
 
 
-def answer_count(count: object) -> int:
+def answer_count(n: object) -> int:
     """Check the number of answers to one prompt.
 
     Raises:
-        InvalidRequest: Names `count`.
+        InvalidRequest: Names `n`.
     """
-    return whole("count", count, 1, SAMPLES_MAX)
+    return whole("n", n, 1, SAMPLES_MAX)
 
 
 def request_number(request_id: object, field: str = "request_id") -> int:

@@ -125,12 +125,24 @@ class Track(Watched):
     """The stream of one request from its token `start` on. logprobs are in nats.
 
     Attributes:
-        tops: For each token the most likely ones at its place, as (token id, log-probability); empty unless requested.
+        top_logprobs: For each token the most likely ones at its place, as (token id, log-probability); empty unless
+            requested.
         kept: The request goes on when the last reader here stops.
         readers: The number of tasks that read it.
     """
 
-    __slots__ = ("ended", "error", "kept", "logprobs", "readers", "request_id", "seed", "start", "tokens", "tops")
+    __slots__ = (
+        "ended",
+        "error",
+        "kept",
+        "logprobs",
+        "readers",
+        "request_id",
+        "seed",
+        "start",
+        "tokens",
+        "top_logprobs",
+    )
 
     def __init__(self, request_id: int, seed: int, start: int = 0) -> None:
         super().__init__()
@@ -139,7 +151,7 @@ class Track(Watched):
         self.start = start
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.tops: list[tuple[tuple[int, float], ...]] = []
+        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
         self.ended: Ended | None = None
         self.error: KvforgeError | None = None
         self.kept = True
@@ -157,7 +169,7 @@ class Track(Watched):
 
     def settle(self) -> None:
         """Drop a partly stored token, which a signal handler may have interrupted."""
-        columns: tuple[list[Any], ...] = (self.tokens, self.logprobs, self.tops)
+        columns: tuple[list[Any], ...] = (self.tokens, self.logprobs, self.top_logprobs)
         whole = min(map(len, columns))
         for column in columns:
             del column[whole:]
@@ -176,7 +188,7 @@ class Track(Watched):
         if ended.cut_tokens < 0 or not whole:
             self.error = self.gap(f"it ended after {ended.generated_tokens} tokens and {self.reach} came")
             return
-        for column in (self.tokens, self.logprobs, self.tops):
+        for column in (self.tokens, self.logprobs, self.top_logprobs):
             del column[max(0, ended.generated_tokens - self.start) :]
         self.ended = ended
 

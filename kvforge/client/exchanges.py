@@ -67,13 +67,13 @@ class Exchange(Generic[T]):
 
 
 def create(
-    tokens: Sequence[int] | np.ndarray[Any, Any], tenant: str, salt: str, idle_ttl_s: float
+    tokens: Sequence[int] | np.ndarray[Any, Any], tenant: str, cache_salt: str, idle_ttl_s: float
 ) -> Exchange[CachedSequence]:
     """Return the exchange that creates a sequence, which may be empty."""
     ids = token_array("tokens", tokens, empty=True)
     ttl_ms = math.ceil(number("idle_ttl_s", idle_ttl_s, 0, TTL_S_MAX, "0 (until the connection ends)") * 1000)
     return Exchange(
-        lambda rid: CreateSequence(rid=rid, tenant=tenant, salt=salt, idle_ttl_ms=ttl_ms, tokens=ids),
+        lambda rid: CreateSequence(rid=rid, tenant=tenant, salt=cache_salt, idle_ttl_ms=ttl_ms, tokens=ids),
         SequenceInfo,
         lambda info: CachedSequence(info.sequence_id, info.tenant),
     )
@@ -213,12 +213,14 @@ def health() -> Exchange[Health]:
 
 
 def find_prefix(
-    prompt: Sequence[int] | np.ndarray[Any, Any], tenant: str, salt: str, key: str
+    prompt: Sequence[int] | np.ndarray[Any, Any], tenant: str, cache_salt: str, idempotency_key: str
 ) -> Exchange[PrefixFound]:
     """Return the exchange that looks up the cached prefix and the load for a prompt."""
     ids = token_array("prompt", prompt)
     return Exchange(
-        lambda rid: FindPrefix(rid=rid, tenant=tenant, salt=salt, key=key, prompt=ids), PrefixFound, _itself
+        lambda rid: FindPrefix(rid=rid, tenant=tenant, salt=cache_salt, key=idempotency_key, prompt=ids),
+        PrefixFound,
+        _itself,
     )
 
 

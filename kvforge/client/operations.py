@@ -96,16 +96,16 @@ class Operations(Connection):
         tracks = await self._admit(lambda rid: options.command(rid, ids, continued, 1), timeout_s, options.retry_s)
         return _owned(tracks, options)[0]
 
-    async def samples(
+    async def submit_samples(
         self,
         prompt: Sequence[int] | np.ndarray[Any, Any],
-        count: int,
+        n: int,
         options: RequestOptions,
         timeout_s: float | None = None,
     ) -> tuple[Track, ...]:
-        """Submit one prompt for several answers; see `Client.samples`."""
+        """Submit one prompt for several answers; see `Client.submit_samples`."""
         ids = prompt_array(prompt)
-        several = answer_count(count)
+        several = answer_count(n)
         tracks = await self._admit(lambda rid: options.command(rid, ids, 0, several), timeout_s, options.retry_s)
         return _owned(tracks, options)
 
@@ -347,7 +347,7 @@ class TextCursor:
             reason="stop",
             tokens=finished.tokens[:tokens],
             logprobs=finished.logprobs[:tokens],
-            top=finished.top[:tokens],
+            top_logprobs=finished.top_logprobs[:tokens],
         )
 
 

@@ -26,12 +26,12 @@ class RequestOptions:
     max_tokens: int = MAX_TOKENS
     sampling: SamplingParams | None = None
     tenant: str = "default"
-    salt: str = ""
+    cache_salt: str = ""
     priority: int = 0
     deadline_s: float | None = None
     first_token_s: float | None = None
     detached: bool = False
-    key: str = ""
+    idempotency_key: str = ""
     retry_s: float | None = None
     _submit: Submit = field(init=False, repr=False, compare=False)
 
@@ -42,7 +42,7 @@ class RequestOptions:
     @property
     def kept(self) -> bool:
         """Return whether the request outlives its readers, because it can be attached to again."""
-        return self.detached or bool(self.key)
+        return self.detached or bool(self.idempotency_key)
 
     def command(self, rid: int, prompt: Int32Array, sequence_id: int, count: int) -> Submit:
         """Return the message to send.
@@ -58,18 +58,18 @@ class RequestOptions:
     def _checked(self) -> Submit:
         """Return the part of the message that is the same for every prompt."""
         sampling = self.sampling if self.sampling is not None else SamplingParams()
-        max_tokens = check_submit(self.max_tokens, sampling, self.tenant, self.salt)
-        priority, detached = check_request(self.priority, self.detached, self.key)
+        max_tokens = check_submit(self.max_tokens, sampling, self.tenant, self.cache_salt)
+        priority, detached = check_request(self.priority, self.detached, self.idempotency_key)
         return Submit(
             rid=0,
             max_tokens=max_tokens,
             sampling=sampling.message(),
             model_defaults=sampling.unnamed,
             tenant=self.tenant,
-            salt=self.salt,
+            salt=self.cache_salt,
             priority=priority,
             deadline_ms=milliseconds("deadline_s", self.deadline_s),
             first_token_ms=milliseconds("first_token_s", self.first_token_s),
             detached=detached,
-            key=self.key,
+            key=self.idempotency_key,
         )

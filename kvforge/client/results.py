@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvforge.protocol.messages import Timings
 
 from .awaited import Track
+from .deprecated import warn_renamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,18 +18,25 @@ class Token:
         offset: Its place; 0 is the first generated token.
         token_id: Its id.
         logprob: The log-probability of the chosen token, in nats.
-        top: The most likely tokens at its place, as (token id, logprob), if `SamplingParams.logprobs` requests them.
+        top_logprobs: The most likely tokens at its place, as (token id, logprob), if `SamplingParams.logprobs` requests
+            them.
     """
 
     offset: int
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """Return `top_logprobs`. Deprecated: removed in the next version."""
+        warn_renamed("Token.top", "top_logprobs")
+        return self.top_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request that ended. After an attach at an offset, `tokens`, `logprobs` and `top` start there.
+    """A request that ended. After an attach at an offset, `tokens`, `logprobs` and `top_logprobs` start there.
 
     Attributes:
         reason: `length` (max_tokens reached), `stop` (the last token is a stop or end-of-sequence token, or completed a
@@ -36,7 +44,7 @@ class Finished:
         cached_tokens: How many of the prompt's tokens came from the prefix cache.
         timings: Microseconds since submission, by the coordinator's clock.
         logprobs: One for each token, in nats.
-        top: The `Token.top` of each token.
+        top_logprobs: The `Token.top_logprobs` of each token.
     """
 
     request_id: int
@@ -46,7 +54,13 @@ class Finished:
     cached_tokens: int
     timings: Timings
     logprobs: tuple[float, ...]
-    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+    @property
+    def top(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """Return `top_logprobs`. Deprecated: removed in the next version."""
+        warn_renamed("Finished.top", "top_logprobs")
+        return self.top_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +74,7 @@ class Completion:
 def token_at(track: Track, offset: int) -> Token:
     """Return the token of a stream at an offset that has been received."""
     at = offset - track.start
-    return Token(offset, track.tokens[at], track.logprobs[at], track.tops[at])
+    return Token(offset, track.tokens[at], track.logprobs[at], track.top_logprobs[at])
 
 
 def finished(track: Track, start: int = 0) -> Finished:
@@ -82,5 +96,5 @@ def finished(track: Track, start: int = 0) -> Finished:
         cached_tokens=ended.cached_tokens,
         timings=ended.timings,
         logprobs=tuple(track.logprobs[at:]),
-        top=tuple(track.tops[at:]),
+        top_logprobs=tuple(track.top_logprobs[at:]),
     )

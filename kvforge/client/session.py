@@ -36,6 +36,7 @@ from kvforge.protocol.messages import (
     Welcome,
 )
 
+from .argument_names import in_terms_of_arguments
 from .awaited import Pending, Track
 
 NAME_BYTES = 16
@@ -177,7 +178,8 @@ class Session:
             return self._late(message)
         replies: list[Message] = []
         if isinstance(message, Refused):
-            pending.error = restore(message.error.code, message.error.message, message.error.fields)
+            error = restore(message.error.code, message.error.message, message.error.fields)
+            pending.error = in_terms_of_arguments(error, pending.what)
         elif not isinstance(message, pending.expects):
             got = type(message).__name__
             pending.error = ProtocolError(f"the coordinator answered {pending.what} with {got}")
@@ -347,7 +349,7 @@ class Session:
                 if offset == reach:
                     tokens.append(token_id)
                     track.logprobs.append(logprob)
-                    track.tops.append(top)
+                    track.top_logprobs.append(top)
                     touched[track] = None
                 elif not 0 <= offset < reach:  # neither the next row nor a repeated one
                     broken += self._break(track, f"token {reach} was due and token {offset} came")

@@ -99,7 +99,7 @@ class Answer:
             "reason": done.reason,
             "tokens": done.tokens,
             "logprobs": done.logprobs,
-            **({"top_logprobs": done.top} if any(done.top) else {}),
+            **({"top_logprobs": done.top_logprobs} if any(done.top_logprobs) else {}),
             "prompt_tokens": done.prompt_tokens,
             "cached_tokens": done.cached_tokens,
             "seed": self.request.seed,

@@ -160,12 +160,12 @@ def _submit(kv: Client, ids: list[int], sampling: SamplingParams, options: argpa
         "deadline_s": options.deadline,
         "first_token_s": options.first_token,
         "detached": options.detach,
-        "key": options.key,
+        "idempotency_key": options.key,
         "retry_s": options.retry,
     }
     if options.samples is None:
         return (kv.submit(ids, **arguments),)
-    return kv.samples(ids, options.samples, **arguments)
+    return kv.submit_samples(ids, options.samples, **arguments)
 
 
 def _bias(pair: str) -> tuple[int, float]:

@@ -81,7 +81,11 @@ async def _ask(
 ) -> PrefixFound | KvforgeError:
     try:
         return await client.find_prefix(
-            prompt, tenant=options.tenant, salt=options.salt, key=options.key, timeout_s=answer_s
+            prompt,
+            tenant=options.tenant,
+            cache_salt=options.cache_salt,
+            idempotency_key=options.idempotency_key,
+            timeout_s=answer_s,
         )
     except KvforgeError as error:
         return error

@@ -97,7 +97,7 @@ class Stream:
         self.request_id, self.error, self.ended = 0, None, cast(Ended | None, None)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.tops: list[tuple[tuple[int, float], ...]] = []
+        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
         self._script, self._id, self._prompt, self._ids, self._changed = script, request_id, prompt, ids, changed
         self._reason = reason
         self._limit: int | None = None
@@ -137,7 +137,7 @@ class Stream:
             self.tokens += came
             self._script.given += len(came)
             self.logprobs += [-0.5] * len(came)
-            self.tops += [((token, -0.5), (token + 1, -1.5)) for token in came]
+            self.top_logprobs += [((token, -0.5), (token + 1, -1.5)) for token in came]
         elif self._script.error is not None:
             self.error = self.failure = self._script.error
         elif not self._script.hang:
@@ -149,7 +149,7 @@ class Stream:
     def _end(self) -> None:
         kept = len(self.tokens) if self._limit is None else self._limit
         cut = len(self.tokens) - kept
-        for column in (self.tokens, self.logprobs, self.tops):
+        for column in (self.tokens, self.logprobs, self.top_logprobs):
             del column[kept:]  # type: ignore[attr-defined]
         self.ended = Ended(
             request_id=self._id,
@@ -174,7 +174,7 @@ class Streams:
     def __init__(self, script: Script, spoken: Tokenizer) -> None:
         self._script, self._spoken, self._next = script, spoken, FIRST_ID
 
-    def samples(
+    def submit_samples(
         self, prompt: Int32Array, count: int, options: RequestOptions, changed: Callable[[], None]
     ) -> tuple[Stream, ...]:
         """Return the next answers of the script."""

@@ -28,9 +28,11 @@ def check(case: dict[str, Any], tokens: tuple[int, ...]) -> None:
         assert got == want, f"{case['id']}: step {index} gave {got}, not {want} (margin {margin})"
 
 
-def run_all(kv: Client, steps: int = STEPS, salt: str = "") -> set[int]:
+def run_all(kv: Client, steps: int = STEPS, cache_salt: str = "") -> set[int]:
     """Run all prompts at once; return the ids of the requests."""
-    requests = [kv.submit(case["prompt_tokens"], max_tokens=steps, sampling=GREEDY, salt=salt) for case in CASES]
+    requests = [
+        kv.submit(case["prompt_tokens"], max_tokens=steps, sampling=GREEDY, cache_salt=cache_salt) for case in CASES
+    ]
     for case, request in zip(CASES, requests, strict=True):
         check({**case, "tokens": case["tokens"][:steps], "margin": case["margin"][:steps]}, request.result(300).tokens)
     return {request.id for request in requests}
@@ -47,11 +49,12 @@ def test_all_prompts_at_once_and_one_alone_and_on_two_workers(smollm2_path: Path
         assert kv.stats().requests.cached_tokens_total > hits
         case = CASES[0]
         check(
-            case, kv.submit(case["prompt_tokens"], max_tokens=STEPS, sampling=GREEDY, salt="alone").result(120).tokens
+            case,
+            kv.submit(case["prompt_tokens"], max_tokens=STEPS, sampling=GREEDY, cache_salt="alone").result(120).tokens,
         )
         cluster.start_worker("w1")
         cluster.wait_workers(kv, 2)
-        asked = run_all(kv, steps=AGAIN, salt="two")
+        asked = run_all(kv, steps=AGAIN, cache_salt="two")
         assert {row.worker for row in kv.requests().requests if row.request_id in asked} == {"w0", "w1"}
 
 
@@ -67,7 +70,7 @@ def test_preempted_forked_cached_and_split_over_two_workers(smollm2_path: Path) 
         started = []
         for case, fork in zip(CASES, forks, strict=True):
             prompt = case["prompt_tokens"]
-            pair = kv.samples(prompt, 2, max_tokens=STEPS, sampling=GREEDY)
+            pair = kv.submit_samples(prompt, 2, max_tokens=STEPS, sampling=GREEDY)
             rest = kv.submit(prompt[len(prompt) // 2 :], sequence=fork, max_tokens=STEPS, sampling=GREEDY)
             started += [(case, request) for request in (*pair, rest)]
         for case, request in started:

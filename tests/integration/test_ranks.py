@@ -18,7 +18,7 @@ NAMES = ("w0", "w1")
 def submit(kv: Client, number: int) -> Request:
     """Submit requests, alternately greedy and seeded."""
     sampling = SamplingParams(temperature=0.0) if number % 2 else SamplingParams(temperature=1.0, seed=number)
-    return kv.submit([number, 2, 3], max_tokens=TOKENS, sampling=sampling, salt=str(number))
+    return kv.submit([number, 2, 3], max_tokens=TOKENS, sampling=sampling, cache_cache_salt=str(number))
 
 
 @pytest.fixture(scope="module")

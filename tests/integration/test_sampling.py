@@ -37,7 +37,7 @@ def test_everything_on_survives_a_workers_death_and_a_batch() -> None:
         kv = cluster.start("w0")
         alone = kv.submit(prompt, max_tokens=COUNT, sampling=EVERYTHING).result(60)
         assert 9 not in alone.tokens
-        assert [len(top) for top in alone.top] == [3] * COUNT
+        assert [len(top) for top in alone.top_logprobs] == [3] * COUNT
         request = kv.submit(prompt, max_tokens=COUNT, sampling=EVERYTHING)
         beside = [
             kv.submit([i, 2], max_tokens=COUNT, sampling=SamplingParams(seed=i, ignore_eos=True)) for i in range(3)
@@ -47,16 +47,18 @@ def test_everything_on_survives_a_workers_death_and_a_batch() -> None:
         cluster.start_worker("w0")
         done = request.result(60)
         assert done.tokens == alone.tokens
-        assert [[token for token, _ in top] for top in done.top] == [[token for token, _ in top] for top in alone.top]
+        assert [[token for token, _ in top] for top in done.top_logprobs] == [
+            [token for token, _ in top] for top in alone.top_logprobs
+        ]
         for other in beside:
-            assert other.result(60).top == ((),) * COUNT
+            assert other.result(60).top_logprobs == ((),) * COUNT
 
         cut = kv.submit(prompt, max_tokens=1500, sampling=EVERYTHING)
         for _ in zip(range(20), cut, strict=False):
             pass
         finish_at(kv, cut, 12)
         ended = cut.result(60)
-        assert (ended.reason, ended.tokens, len(ended.top)) == ("stop", alone.tokens[:12], 12)
+        assert (ended.reason, ended.tokens, len(ended.top_logprobs)) == ("stop", alone.tokens[:12], 12)
         finish_at(kv, cut, 12)  # the same answer again
         assert kv.status(cut.id).generated_tokens == 12
         with pytest.raises(InvalidRequest, match=r"sampling\.logit_bias"):

@@ -98,7 +98,7 @@ def test_forks_share_until_one_side_writes_and_the_worker_copies_the_kv(kv: Clie
     results = [run.result(30).tokens for run in runs]
     with Client(kv.endpoint, timeout_s=60) as other:
         for start, tokens in zip(((*known, 21), (*known, 22), known), results, strict=True):
-            fresh = other.submit(list(start), max_tokens=8, sampling=GREEDY, salt=f"for {start} alone").result(30)
+            fresh = other.submit(list(start), max_tokens=8, sampling=GREEDY, cache_salt=f"for {start} alone").result(30)
             assert fresh.cached_tokens == 0
             assert fresh.tokens == tokens
     assert kv.tokens(t1) == (*known, 21, *results[0])
@@ -121,7 +121,7 @@ def test_a_running_sequence_can_be_forked(kv: Client) -> None:
 
 
 def test_only_tokens_without_kv_are_computed(kv: Client) -> None:
-    s = kv.create_sequence([2, 7, 1, 8, 2, 8], salt="x")
+    s = kv.create_sequence([2, 7, 1, 8, 2, 8], cache_salt="x")
     kv.submit(sequence=s, max_tokens=6, sampling=GREEDY).result(30)
     computed = kv.stats().requests.computed_tokens_total
     done = kv.submit([50, 51], sequence=s, max_tokens=1, sampling=GREEDY).result(30)
@@ -138,7 +138,7 @@ def test_a_prefix_is_shared_between_requests_of_a_tenant_and_not_between_tenants
     other = kv.submit(prompt, max_tokens=4, sampling=GREEDY, tenant="b").result(30)
     assert (first.cached_tokens, again.cached_tokens, other.cached_tokens) == (0, 20, 0)
     assert first.tokens == again.tokens == other.tokens
-    shared = [kv.submit(prompt, max_tokens=4, sampling=GREEDY, tenant=t, salt="s").result(30) for t in ("a", "b")]
+    shared = [kv.submit(prompt, max_tokens=4, sampling=GREEDY, tenant=t, cache_salt="s").result(30) for t in ("a", "b")]
     assert [done.cached_tokens for done in shared] == [0, 20]
     by_tenant = {row.tenant: row for row in kv.stats().tenants}
     assert by_tenant["a"].prefix_hit_tokens_total == 20
@@ -153,7 +153,7 @@ def test_part_of_a_cached_block_is_copied_instead_of_computed() -> None:
         branch = [*prompt[:26], 200, 201, 202, 203]
         done = kv.submit(branch, max_tokens=8, sampling=GREEDY).result(30)
         assert done.cached_tokens == 26  # one shared block and ten tokens copied from the next
-        fresh = kv.submit(branch, max_tokens=8, sampling=GREEDY, salt="alone").result(30)
+        fresh = kv.submit(branch, max_tokens=8, sampling=GREEDY, cache_salt="alone").result(30)
         assert (fresh.cached_tokens, fresh.tokens) == (0, done.tokens)
         wait_empty(kv)
 
@@ -244,7 +244,7 @@ def test_pressure_evicts_idle_sequences_which_keep_their_tokens() -> None:
         third = kv.create_sequence(list(range(24)))  # 18 of 16 blocks: evicts the least recently used
         assert [kv.info(s).resident for s in (old, young, third)] == [True, False, True]
         assert kv.tokens(young) == tuple(range(24))
-        expected = kv.submit(list(range(24)), max_tokens=4, sampling=GREEDY, salt="other").result(30).tokens
+        expected = kv.submit(list(range(24)), max_tokens=4, sampling=GREEDY, cache_salt="other").result(30).tokens
         assert kv.submit(sequence=young, max_tokens=4, sampling=GREEDY).result(30).tokens == expected
     with Cluster(blocks=16, coordinator="[cache]\nblock_size = 4\npolicy = 'none'\n") as cluster:
         kv = cluster.start("w0")

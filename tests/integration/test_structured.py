@@ -69,7 +69,7 @@ def test_samples_and_forks_have_matchers_of_their_own() -> None:
     with Cluster() as cluster:
         write_characters(cluster.model)
         kv = cluster.start("w0")
-        samples = kv.samples(PROMPT, 4, max_tokens=200, sampling=shaped(temperature=1.0, seed=4))
+        samples = kv.submit_samples(PROMPT, 4, max_tokens=200, sampling=shaped(temperature=1.0, seed=4))
         several = [request.result(60) for request in samples]
         assert all(re.fullmatch(REGEX, text_of(list(answer.tokens))) for answer in several)
         assert len({answer.tokens for answer in several}) == 4

@@ -93,7 +93,7 @@ class Run:
 def answers_alone(kv: Client) -> dict[Shape, tuple[int, ...]]:
     """Return each shape's answer when it runs alone, without cached prefixes."""
     return {
-        shape: kv.submit(shape.prompt, max_tokens=shape.max_tokens, sampling=shape.sampling, salt=f"alone {i}")
+        shape: kv.submit(shape.prompt, max_tokens=shape.max_tokens, sampling=shape.sampling, cache_salt=f"alone {i}")
         .result(60)
         .tokens
         for i, shape in enumerate(shapes())

@@ -415,7 +415,7 @@ def test_one_model_by_two_processes_which_are_started_again_together(folder: Pat
             before = {worker.rank: worker.pid for worker in kv.health().workers}
             assert set(before) == {0, 1}
             whole = kv.submit([1, 2, 3], max_tokens=40, sampling=GREEDY).result(READY_S).tokens
-            request = kv.submit([1, 2, 3], max_tokens=40, sampling=GREEDY, salt="another")
+            request = kv.submit([1, 2, 3], max_tokens=40, sampling=GREEDY, cache_salt="another")
             next(iter(request))
             os.kill(before[1], signal.SIGKILL)
             assert request.result(READY_S).tokens == whole

@@ -99,7 +99,9 @@ class Doer:
         self._note_asked(name, known.case, FIRST, count, "samples")
         requests = await self._accepted(
             name,
-            self._kv.samples(known.case.prompt, count, max_tokens=known.case.max_tokens, sampling=known.case.drawn()),
+            self._kv.submit_samples(
+                known.case.prompt, count, max_tokens=known.case.max_tokens, sampling=known.case.drawn()
+            ),
         )
         await self._all(requests, known.answers)
 
@@ -158,7 +160,7 @@ class Doer:
         name, case = name or self._new_name(), known.case
         self._note_asked(name, case, FIRST, 1, "key" if key else "detached" if detached else "plain")
         call = self._kv.submit(
-            case.prompt, max_tokens=case.max_tokens, sampling=case.drawn(), key=key, detached=detached
+            case.prompt, max_tokens=case.max_tokens, sampling=case.drawn(), idempotency_key=key, detached=detached
         )
         return await self._accepted(name, _one(call))
 

@@ -23,6 +23,7 @@ from kvforge.protocol.messages import (
 
 from .. import exchanges
 from ..arguments import stop_strings
+from ..deprecated import renamed_keywords, warn_renamed
 from ..handles import Feed, FeedCursor
 from ..operations import CONNECT_TIMEOUT_S, READY_TIMEOUT_S, STREAM_TIMEOUT_S, TIMEOUT_S, Prompt
 from ..options import MAX_TOKENS, RECONNECT_S, RequestOptions
@@ -123,6 +124,7 @@ class AsyncClient:
         """
         return await self._calls.wait_ready(timeout_s, progress)
 
+    @renamed_keywords(salt="cache_salt", key="idempotency_key")
     async def submit(
         self,
         prompt: Sequence[int] | np.ndarray[Any, Any] = (),
@@ -131,18 +133,19 @@ class AsyncClient:
         max_tokens: int = MAX_TOKENS,
         sampling: SamplingParams | None = None,
         tenant: str = "default",
-        salt: str = "",
+        cache_salt: str = "",
         priority: int = 0,
         deadline_s: float | None = None,
         first_token_s: float | None = None,
         detached: bool = False,
-        key: str = "",
+        idempotency_key: str = "",
         retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> AsyncRequest:
         """Submit token ids and return once the request is accepted.
 
-        A call that gives up (a timeout, Ctrl-C, a cancelled task) cancels its request, unless the call has a key.
+        A call that gives up (a timeout, Ctrl-C, a cancelled task) cancels its request, unless the call has an
+        `idempotency_key`.
 
         Args:
             prompt: [prompt_tokens] token ids.
@@ -151,14 +154,14 @@ class AsyncClient:
             max_tokens: The limit of generated tokens.
             sampling: The sampling parameters, by default the model's own.
             tenant: The tenant that the request belongs to.
-            salt: As in `create_sequence`.
+            cache_salt: As in `create_sequence`.
             priority: -100 to 100, among the tenant's own requests. Each step is worth a fixed time of waiting.
             deadline_s: The request expires if it has not ended after this time; reading it then raises
                 DeadlineExceeded. None: the coordinator's own limit.
             first_token_s: The same if it has no token by then. None: no limit.
             detached: The request outlives this client and its connection; `attach` reads it later.
-            key: Idempotency key of at most 128 printable characters. Within a tenant, repeating the call with its key
-                returns the same request from its first token on, so that a call with a lost reply can be repeated.
+            idempotency_key: At most 128 printable characters. Within a tenant, repeating the call with its key returns
+                the same request from its first token on, so that a call with a lost reply can be repeated.
             retry_s: How long to retry while the queue is full, at the intervals that the coordinator advises.
             timeout_s: The limit for each try.
 
@@ -173,31 +176,32 @@ class AsyncClient:
             max_tokens=max_tokens,
             sampling=sampling,
             tenant=tenant,
-            salt=salt,
+            cache_salt=cache_salt,
             priority=priority,
             deadline_s=deadline_s,
             first_token_s=first_token_s,
             detached=detached,
-            key=key,
+            idempotency_key=idempotency_key,
             retry_s=retry_s,
         )
         track = await self._calls.submit(prompt, options, timeout_s, sequence)
         return AsyncRequest(self._calls, track)
 
-    async def samples(
+    @renamed_keywords(salt="cache_salt", key="idempotency_key")
+    async def submit_samples(
         self,
         prompt: Sequence[int] | np.ndarray[Any, Any],
-        count: int,
+        n: int,
         *,
         max_tokens: int = MAX_TOKENS,
         sampling: SamplingParams | None = None,
         tenant: str = "default",
-        salt: str = "",
+        cache_salt: str = "",
         priority: int = 0,
         deadline_s: float | None = None,
         first_token_s: float | None = None,
         detached: bool = False,
-        key: str = "",
+        idempotency_key: str = "",
         retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> tuple[AsyncRequest, ...]:
@@ -207,16 +211,16 @@ class AsyncClient:
 
         Args:
             prompt: [prompt_tokens] token ids.
-            count: The number of answers, 1 to 256.
+            n: The number of answers, 1 to 256.
             max_tokens: As in `submit`.
             sampling: As in `submit`.
             tenant: As in `submit`.
-            salt: As in `submit`.
+            cache_salt: As in `submit`.
             priority: As in `submit`.
             deadline_s: As in `submit`.
             first_token_s: As in `submit`.
             detached: As in `submit`.
-            key: As in `submit`.
+            idempotency_key: As in `submit`.
             retry_s: As in `submit`.
             timeout_s: As in `submit`.
         """
@@ -224,16 +228,23 @@ class AsyncClient:
             max_tokens=max_tokens,
             sampling=sampling,
             tenant=tenant,
-            salt=salt,
+            cache_salt=cache_salt,
             priority=priority,
             deadline_s=deadline_s,
             first_token_s=first_token_s,
             detached=detached,
-            key=key,
+            idempotency_key=idempotency_key,
             retry_s=retry_s,
         )
-        tracks = await self._calls.samples(prompt, count, options, timeout_s)
+        tracks = await self._calls.submit_samples(prompt, n, options, timeout_s)
         return tuple(AsyncRequest(self._calls, track) for track in tracks)
+
+    async def samples(
+        self, prompt: Sequence[int] | np.ndarray[Any, Any], count: int, **options: Any
+    ) -> tuple[AsyncRequest, ...]:
+        """Submit as `submit_samples` does. Deprecated: removed in the next version."""
+        warn_renamed("samples()", "submit_samples()")
+        return await self.submit_samples(prompt, count, **options)
 
     async def attach(self, request_id: int, offset: int = 0, timeout_s: float | None = None) -> AsyncRequest:
         """Read a request of any client, running or recently ended, from the token at `offset` on.
@@ -296,13 +307,14 @@ class AsyncClient:
         """
         return await self._calls.call(exchanges.health(), timeout_s)
 
+    @renamed_keywords(salt="cache_salt", key="idempotency_key")
     async def find_prefix(
         self,
         prompt: Sequence[int] | np.ndarray[Any, Any],
         *,
         tenant: str = "default",
-        salt: str = "",
-        key: str = "",
+        cache_salt: str = "",
+        idempotency_key: str = "",
         timeout_s: float | None = None,
     ) -> PrefixFound:
         """Return the cached prefix and the load that a request with this prompt would meet now. Changes nothing.
@@ -312,14 +324,14 @@ class AsyncClient:
         Args:
             prompt: [prompt_tokens] token ids.
             tenant: As in `submit`.
-            salt: As in `submit`.
-            key: Also report whether requests of this idempotency key exist.
+            cache_salt: As in `submit`.
+            idempotency_key: Also report whether requests of this key exist.
             timeout_s: The limit in seconds.
 
         Raises:
             InvalidRequest: Names the wrong argument.
         """
-        return await self._calls.call(exchanges.find_prefix(prompt, tenant, salt, key), timeout_s)
+        return await self._calls.call(exchanges.find_prefix(prompt, tenant, cache_salt, idempotency_key), timeout_s)
 
     async def tables(self, *, timeout_s: float | None = None) -> Tables:
         """Return the shared tables of the connected coordinator, which are read without messages.
@@ -331,12 +343,13 @@ class AsyncClient:
         """
         return await self._calls.tables(timeout_s)
 
+    @renamed_keywords(salt="cache_salt")
     async def create_sequence(
         self,
         tokens: Sequence[int] | np.ndarray[Any, Any] = (),
         *,
         tenant: str = "default",
-        salt: str = "",
+        cache_salt: str = "",
         idle_ttl_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> CachedSequence:
@@ -345,7 +358,7 @@ class AsyncClient:
         Args:
             tokens: [length] token ids.
             tenant: The tenant that is charged for it.
-            salt: Shares cached prefixes with all requests of the same salt, instead of all of the tenant.
+            cache_salt: Shares cached prefixes with all requests of the same salt, instead of all of the tenant.
             idle_ttl_s: Remove it after this time without access; 0: when this connection ends.
             timeout_s: The limit in seconds.
 
@@ -354,7 +367,7 @@ class AsyncClient:
             CapacityExceeded: There is no room.
             QuotaExceeded: The tenant's ceiling is reached.
         """
-        return await self._calls.call(exchanges.create(tokens, tenant, salt, idle_ttl_s), timeout_s)
+        return await self._calls.call(exchanges.create(tokens, tenant, cache_salt, idle_ttl_s), timeout_s)
 
     async def append(
         self,
@@ -517,6 +530,7 @@ class AsyncClient:
         """Return whether the served model has a chat template. Raises as `encode` does."""
         return (await self._calls.tokenizer()).has_chat_template
 
+    @renamed_keywords(key="idempotency_key")
     async def generate_stream(
         self,
         prompt: Prompt,
@@ -530,7 +544,7 @@ class AsyncClient:
         deadline_s: float | None = None,
         first_token_s: float | None = None,
         detached: bool = False,
-        key: str = "",
+        idempotency_key: str = "",
         retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> AsyncTextRequest:
@@ -550,7 +564,7 @@ class AsyncClient:
             deadline_s: As in `submit`.
             first_token_s: As in `submit`.
             detached: As in `submit`.
-            key: As in `submit`.
+            idempotency_key: As in `submit`.
             retry_s: As in `submit`.
             timeout_s: As in `submit`.
 
@@ -566,13 +580,14 @@ class AsyncClient:
             deadline_s=deadline_s,
             first_token_s=first_token_s,
             detached=detached,
-            key=key,
+            idempotency_key=idempotency_key,
             retry_s=retry_s,
         )
         ids = await self._calls.encode(prompt, raw)
         track = await self._calls.submit(ids, options, timeout_s)
         return AsyncTextRequest(self._calls, AsyncRequest(self._calls, track), stops)
 
+    @renamed_keywords(key="idempotency_key")
     async def generate(
         self,
         prompt: Prompt,
@@ -586,7 +601,7 @@ class AsyncClient:
         deadline_s: float | None = None,
         first_token_s: float | None = None,
         detached: bool = False,
-        key: str = "",
+        idempotency_key: str = "",
         retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
@@ -603,7 +618,7 @@ class AsyncClient:
             deadline_s: As in `submit`.
             first_token_s: As in `submit`.
             detached: As in `submit`.
-            key: As in `submit`.
+            idempotency_key: As in `submit`.
             retry_s: As in `submit`.
             timeout_s: The limit for the whole answer.
         """
@@ -618,7 +633,7 @@ class AsyncClient:
             deadline_s=deadline_s,
             first_token_s=first_token_s,
             detached=detached,
-            key=key,
+            idempotency_key=idempotency_key,
             retry_s=retry_s,
         )
         return await text.result(timeout_s)

@@ -33,15 +33,15 @@ class AsyncStream:
         request_id: The coordinator's id; 0 until the request is accepted.
         ended: Its end; None before it, or after an error.
         error: The error that refused or ended it.
-        tokens: The tokens received so far. Like `logprobs` and `tops`, this is the live list: it grows, and shrinks
-            only at an end that takes tokens back.
+        tokens: The tokens received so far. Like `logprobs` and `top_logprobs`, this is the live list: it grows, and
+            shrinks only at an end that takes tokens back.
         logprobs: Their log-probabilities in nats.
-        tops: The `Token.top` of each token.
+        top_logprobs: The `Token.top_logprobs` of each token.
     """
 
     __slots__ = (
         *("_changed", "_kept", "_streams", "_submission", "_track", "ended", "error", "logprobs", "request_id"),
-        *("tokens", "tops"),
+        *("tokens", "top_logprobs"),
     )
 
     def __init__(self, streams: AsyncStreams, changed: Callable[[], None], kept: bool) -> None:
@@ -53,7 +53,7 @@ class AsyncStream:
         self.request_id = 0
         self.tokens: Sequence[int] = NOTHING
         self.logprobs: Sequence[float] = NO_LOGPROBS
-        self.tops: Sequence[tuple[tuple[int, float], ...]] = NO_TOPS
+        self.top_logprobs: Sequence[tuple[tuple[int, float], ...]] = NO_TOPS
         self.ended: Ended | None = None
         self.error: KvforgeError | None = None
 
@@ -107,7 +107,7 @@ class AsyncStream:
         self._track, self._submission = track, None
         track.kept = self._kept
         self.request_id = track.request_id
-        self.tokens, self.logprobs, self.tops = track.tokens, track.logprobs, track.tops
+        self.tokens, self.logprobs, self.top_logprobs = track.tokens, track.logprobs, track.top_logprobs
         if self._changed is not None:
             track.wakers.add(self._moved)
             if track.done:  # the tokens of a repeated key may be complete already
@@ -211,7 +211,7 @@ class AsyncStreams:
         """
         return self._submit(prompt, 1, options, changed)[0]
 
-    def samples(
+    def submit_samples(
         self, prompt: Int32Array, count: int, options: RequestOptions, changed: Callable[[], None]
     ) -> tuple[AsyncStream, ...]:
         """Submit one prompt for `count` answers, which share its blocks; `changed` is called for each request."""
@@ -225,7 +225,7 @@ class AsyncStreams:
             raise again(refused)
         message = options.command(session.new_rid(), prompt, 0, count)
         pending = session.expect(message.rid, Accepted, "Submit", count)
-        pending.keyed = bool(options.key)
+        pending.keyed = bool(options.idempotency_key)
         streams = tuple(AsyncStream(self, changed, options.kept) for _ in range(count))
         _Submission(self.calls, pending, streams)
         self._unsent.append((pending, message))

@@ -23,6 +23,7 @@ from kvforge.protocol.messages import (
 
 from .. import exchanges
 from ..arguments import stop_strings
+from ..deprecated import renamed_keywords, warn_renamed
 from ..handles import Feed, FeedCursor
 from ..operations import CONNECT_TIMEOUT_S, READY_TIMEOUT_S, STREAM_TIMEOUT_S, TIMEOUT_S, Prompt
 from ..options import MAX_TOKENS, RECONNECT_S, RequestOptions
@@ -118,6 +119,7 @@ class Client:
         """
         return drive(self._calls.wait_ready(timeout_s, progress))
 
+    @renamed_keywords(salt="cache_salt", key="idempotency_key")
     def submit(
         self,
         prompt: Sequence[int] | np.ndarray[Any, Any] = (),
@@ -126,18 +128,19 @@ class Client:
         max_tokens: int = MAX_TOKENS,
         sampling: SamplingParams | None = None,
         tenant: str = "default",
-        salt: str = "",
+        cache_salt: str = "",
         priority: int = 0,
         deadline_s: float | None = None,
         first_token_s: float | None = None,
         detached: bool = False,
-        key: str = "",
+        idempotency_key: str = "",
         retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Request:
         """Submit token ids and return once the request is accepted.
 
-        A call that gives up (a timeout, Ctrl-C, a cancelled task) cancels its request, unless the call has a key.
+        A call that gives up (a timeout, Ctrl-C, a cancelled task) cancels its request, unless the call has an
+        `idempotency_key`.
 
         Args:
             prompt: [prompt_tokens] token ids.
@@ -146,14 +149,14 @@ class Client:
             max_tokens: The limit of generated tokens.
             sampling: The sampling parameters, by default the model's own.
             tenant: The tenant that the request belongs to.
-            salt: As in `create_sequence`.
+            cache_salt: As in `create_sequence`.
             priority: -100 to 100, among the tenant's own requests. Each step is worth a fixed time of waiting.
             deadline_s: The request expires if it has not ended after this time; reading it then raises
                 DeadlineExceeded. None: the coordinator's own limit.
             first_token_s: The same if it has no token by then. None: no limit.
             detached: The request outlives this client and its connection; `attach` reads it later.
-            key: Idempotency key of at most 128 printable characters. Within a tenant, repeating the call with its key
-                returns the same request from its first token on, so that a call with a lost reply can be repeated.
+            idempotency_key: At most 128 printable characters. Within a tenant, repeating the call with its key returns
+                the same request from its first token on, so that a call with a lost reply can be repeated.
             retry_s: How long to retry while the queue is full, at the intervals that the coordinator advises.
             timeout_s: The limit for each try.
 
@@ -168,31 +171,32 @@ class Client:
             max_tokens=max_tokens,
             sampling=sampling,
             tenant=tenant,
-            salt=salt,
+            cache_salt=cache_salt,
             priority=priority,
             deadline_s=deadline_s,
             first_token_s=first_token_s,
             detached=detached,
-            key=key,
+            idempotency_key=idempotency_key,
             retry_s=retry_s,
         )
         track = drive(self._calls.submit(prompt, options, timeout_s, sequence))
         return Request(self._calls, track)
 
-    def samples(
+    @renamed_keywords(salt="cache_salt", key="idempotency_key")
+    def submit_samples(
         self,
         prompt: Sequence[int] | np.ndarray[Any, Any],
-        count: int,
+        n: int,
         *,
         max_tokens: int = MAX_TOKENS,
         sampling: SamplingParams | None = None,
         tenant: str = "default",
-        salt: str = "",
+        cache_salt: str = "",
         priority: int = 0,
         deadline_s: float | None = None,
         first_token_s: float | None = None,
         detached: bool = False,
-        key: str = "",
+        idempotency_key: str = "",
         retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> tuple[Request, ...]:
@@ -202,16 +206,16 @@ class Client:
 
         Args:
             prompt: [prompt_tokens] token ids.
-            count: The number of answers, 1 to 256.
+            n: The number of answers, 1 to 256.
             max_tokens: As in `submit`.
             sampling: As in `submit`.
             tenant: As in `submit`.
-            salt: As in `submit`.
+            cache_salt: As in `submit`.
             priority: As in `submit`.
             deadline_s: As in `submit`.
             first_token_s: As in `submit`.
             detached: As in `submit`.
-            key: As in `submit`.
+            idempotency_key: As in `submit`.
             retry_s: As in `submit`.
             timeout_s: As in `submit`.
         """
@@ -219,16 +223,21 @@ class Client:
             max_tokens=max_tokens,
             sampling=sampling,
             tenant=tenant,
-            salt=salt,
+            cache_salt=cache_salt,
             priority=priority,
             deadline_s=deadline_s,
             first_token_s=first_token_s,
             detached=detached,
-            key=key,
+            idempotency_key=idempotency_key,
             retry_s=retry_s,
         )
-        tracks = drive(self._calls.samples(prompt, count, options, timeout_s))
+        tracks = drive(self._calls.submit_samples(prompt, n, options, timeout_s))
         return tuple(Request(self._calls, track) for track in tracks)
+
+    def samples(self, prompt: Sequence[int] | np.ndarray[Any, Any], count: int, **options: Any) -> tuple[Request, ...]:
+        """Submit as `submit_samples` does. Deprecated: removed in the next version."""
+        warn_renamed("samples()", "submit_samples()")
+        return self.submit_samples(prompt, count, **options)
 
     def attach(self, request_id: int, offset: int = 0, timeout_s: float | None = None) -> Request:
         """Read a request of any client, running or recently ended, from the token at `offset` on.
@@ -289,13 +298,14 @@ class Client:
         """
         return drive(self._calls.call(exchanges.health(), timeout_s))
 
+    @renamed_keywords(salt="cache_salt", key="idempotency_key")
     def find_prefix(
         self,
         prompt: Sequence[int] | np.ndarray[Any, Any],
         *,
         tenant: str = "default",
-        salt: str = "",
-        key: str = "",
+        cache_salt: str = "",
+        idempotency_key: str = "",
         timeout_s: float | None = None,
     ) -> PrefixFound:
         """Return the cached prefix and the load that a request with this prompt would meet now. Changes nothing.
@@ -305,14 +315,14 @@ class Client:
         Args:
             prompt: [prompt_tokens] token ids.
             tenant: As in `submit`.
-            salt: As in `submit`.
-            key: Also report whether requests of this idempotency key exist.
+            cache_salt: As in `submit`.
+            idempotency_key: Also report whether requests of this key exist.
             timeout_s: The limit in seconds.
 
         Raises:
             InvalidRequest: Names the wrong argument.
         """
-        return drive(self._calls.call(exchanges.find_prefix(prompt, tenant, salt, key), timeout_s))
+        return drive(self._calls.call(exchanges.find_prefix(prompt, tenant, cache_salt, idempotency_key), timeout_s))
 
     def tables(self, *, timeout_s: float | None = None) -> Tables:
         """Return the shared tables of the connected coordinator, which are read without messages.
@@ -324,12 +334,13 @@ class Client:
         """
         return drive(self._calls.tables(timeout_s))
 
+    @renamed_keywords(salt="cache_salt")
     def create_sequence(
         self,
         tokens: Sequence[int] | np.ndarray[Any, Any] = (),
         *,
         tenant: str = "default",
-        salt: str = "",
+        cache_salt: str = "",
         idle_ttl_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> CachedSequence:
@@ -338,7 +349,7 @@ class Client:
         Args:
             tokens: [length] token ids.
             tenant: The tenant that is charged for it.
-            salt: Shares cached prefixes with all requests of the same salt, instead of all of the tenant.
+            cache_salt: Shares cached prefixes with all requests of the same salt, instead of all of the tenant.
             idle_ttl_s: Remove it after this time without access; 0: when this connection ends.
             timeout_s: The limit in seconds.
 
@@ -347,7 +358,7 @@ class Client:
             CapacityExceeded: There is no room.
             QuotaExceeded: The tenant's ceiling is reached.
         """
-        return drive(self._calls.call(exchanges.create(tokens, tenant, salt, idle_ttl_s), timeout_s))
+        return drive(self._calls.call(exchanges.create(tokens, tenant, cache_salt, idle_ttl_s), timeout_s))
 
     def append(
         self,
@@ -510,6 +521,7 @@ class Client:
         """Return whether the served model has a chat template. Raises as `encode` does."""
         return (drive(self._calls.tokenizer())).has_chat_template
 
+    @renamed_keywords(key="idempotency_key")
     def generate_stream(
         self,
         prompt: Prompt,
@@ -523,7 +535,7 @@ class Client:
         deadline_s: float | None = None,
         first_token_s: float | None = None,
         detached: bool = False,
-        key: str = "",
+        idempotency_key: str = "",
         retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> TextRequest:
@@ -543,7 +555,7 @@ class Client:
             deadline_s: As in `submit`.
             first_token_s: As in `submit`.
             detached: As in `submit`.
-            key: As in `submit`.
+            idempotency_key: As in `submit`.
             retry_s: As in `submit`.
             timeout_s: As in `submit`.
 
@@ -559,13 +571,14 @@ class Client:
             deadline_s=deadline_s,
             first_token_s=first_token_s,
             detached=detached,
-            key=key,
+            idempotency_key=idempotency_key,
             retry_s=retry_s,
         )
         ids = drive(self._calls.encode(prompt, raw))
         track = drive(self._calls.submit(ids, options, timeout_s))
         return TextRequest(self._calls, Request(self._calls, track), stops)
 
+    @renamed_keywords(key="idempotency_key")
     def generate(
         self,
         prompt: Prompt,
@@ -579,7 +592,7 @@ class Client:
         deadline_s: float | None = None,
         first_token_s: float | None = None,
         detached: bool = False,
-        key: str = "",
+        idempotency_key: str = "",
         retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
@@ -596,7 +609,7 @@ class Client:
             deadline_s: As in `submit`.
             first_token_s: As in `submit`.
             detached: As in `submit`.
-            key: As in `submit`.
+            idempotency_key: As in `submit`.
             retry_s: As in `submit`.
             timeout_s: The limit for the whole answer.
         """
@@ -611,7 +624,7 @@ class Client:
             deadline_s=deadline_s,
             first_token_s=first_token_s,
             detached=detached,
-            key=key,
+            idempotency_key=idempotency_key,
             retry_s=retry_s,
         )
         return text.result(timeout_s)

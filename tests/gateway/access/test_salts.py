@@ -32,7 +32,7 @@ def salt_of(settings: Settings, path: str, body: dict[str, Any], secret: str) ->
     script = Script()
     answer = ask(application(script, settings), path, body, {"x-api-key": secret})
     assert answer.status_code == 200, answer.text
-    return str(script.asked[0][2].salt)
+    return str(script.asked[0][2].cache_salt)
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)

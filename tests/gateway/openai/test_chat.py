@@ -319,7 +319,7 @@ def test_a_request_with_a_key_is_the_same_when_it_comes_again() -> None:
     body = {"messages": HELLO, "stream": True}
     first = ask(application(script), "/v1/chat/completions", body, {"idempotency-key": "k"})
     options = script.asked[0][2]
-    assert options.key == "k" and options.detached
+    assert options.idempotency_key == "k" and options.detached
     numbered = [line for line in first.text.split("\n") if line.startswith("id: ")]
     assert numbered == ["id: 0", "id: 2", "id: 4", "id: 6", "id: 8", "id: 10", "id: 11"]
     again = ask(application(script), "/v1/chat/completions", body, {"idempotency-key": "k", "last-event-id": "4"})

@@ -104,7 +104,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
 def test_a_part_of_what_is_asked_for_under_one_key_has_a_key_of_its_own() -> None:
     script = Script()
     ask(application(script), "/v1/completions", {"prompt": ["a", "b"]}, {"idempotency-key": "k"})
-    assert [asked[2].key for asked in script.asked] == ["k", "k/1"]
+    assert [asked[2].idempotency_key for asked in script.asked] == ["k", "k/1"]
 
 
 def test_token_ids_of_texts_and_conversations() -> None:

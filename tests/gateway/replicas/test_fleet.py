@@ -55,7 +55,7 @@ def test_the_first_request_waits_until_all_have_answered(
         watching = asyncio.create_task(fleet.watch())
         await asyncio.sleep(0.05)
         for key in ("", "k"):
-            options = RequestOptions(max_tokens=1, key=key)
+            options = RequestOptions(max_tokens=1, idempotency_key=key)
             await fleet.choose(np.arange(3, dtype=np.int32), options, "", frozenset())
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)

@@ -42,7 +42,7 @@ class Inner:
         self.request_id, self.ended, self.error = 0, cast(Ended | None, None), cast(KvforgeError | None, None)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.tops: list[Any] = []
+        self.top_logprobs: list[Any] = []
         self.said: list[Any] = []
 
     @property
@@ -62,7 +62,7 @@ class Inner:
         self.request_id = self.request_id or id(self)
         self.tokens += tokens
         self.logprobs += [-0.5] * len(tokens)
-        self.tops += [()] * len(tokens)
+        self.top_logprobs += [()] * len(tokens)
         self._changed()
 
     def ends(self, reason: str = "length") -> None:
@@ -90,7 +90,9 @@ class Played:
         self.given: list[list[Inner]] = []
         self.options: list[RequestOptions] = []
 
-    def samples(self, prompt: Any, count: int, options: RequestOptions, changed: Callable[[], None]) -> list[Inner]:
+    def submit_samples(
+        self, prompt: Any, count: int, options: RequestOptions, changed: Callable[[], None]
+    ) -> list[Inner]:
         self.options.append(options)
         self.given.append([Inner(changed) for _ in range(count)])
         return self.given[-1]
@@ -198,13 +200,13 @@ def test_a_stop_that_was_found_is_found_again() -> None:
 def test_what_a_key_names_is_left_and_not_cancelled() -> None:
     async def test() -> None:
         both = Both()
-        made, _ = start(both, RequestOptions(key="k", detached=True))
+        made, _ = start(both, RequestOptions(idempotency_key="k", detached=True))
         await settle()
         both.a.inner.gives(5)
         await settle()
         made.evicted("silent")
         await settle()
-        assert both.a.inner.said == ["leave"] and both.b.options[0].key == "k"
+        assert both.a.inner.said == ["leave"] and both.b.options[0].idempotency_key == "k"
         assert both.b.options[0].sampling == SamplingParams(seed=seed_of("default", "k"))
 
     run(test)
@@ -347,7 +349,9 @@ def test_a_seed_is_fixed_before_anybody_draws() -> None:
     drawn = seeded(RequestOptions(sampling=SamplingParams(top_p=0.5)))
     assert drawn.sampling is not None and drawn.sampling.seed is not None and drawn.sampling.top_p == 0.5
     assert seeded(RequestOptions()) != seeded(RequestOptions())
-    assert seeded(RequestOptions(key="k", tenant="t")) == seeded(RequestOptions(key="k", tenant="t"))
+    assert seeded(RequestOptions(idempotency_key="k", tenant="t")) == seeded(
+        RequestOptions(idempotency_key="k", tenant="t")
+    )
 
 
 @pytest.mark.parametrize(

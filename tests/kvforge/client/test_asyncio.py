@@ -49,7 +49,7 @@ def test_asyncio_tasks_share_one_client(fake: Running) -> None:
 def test_asyncio_samples_attach_keys_and_retries(fake: Running) -> None:
     async def main() -> None:
         async with AsyncClient(fake.endpoint, timeout_s=5, stream_timeout_s=10) as kv:
-            requests = await kv.samples([1, 2], 3, max_tokens=2, deadline_s=5)
+            requests = await kv.submit_samples([1, 2], 3, max_tokens=2, deadline_s=5)
             fake.expect("asked count=3 priority=0 deadline_ms=5000 first_token_ms=0 detached=False key=")
             assert [(await request.result()).tokens for request in requests] == [(3, 4)] * 3
             late = await kv.attach(requests[1].id, 1)
@@ -71,7 +71,7 @@ def test_asyncio_samples_attach_keys_and_retries(fake: Running) -> None:
             with pytest.raises(QueueFull):
                 await kv.submit([1], tenant="busy")
             assert (await (await kv.submit([1], max_tokens=1, tenant="busy", retry_s=20)).result()).tokens == (1,)
-            keyed = [await kv.submit([1], max_tokens=2, key="k") for _ in range(2)]
+            keyed = [await kv.submit([1], max_tokens=2, idempotency_key="k") for _ in range(2)]
             assert keyed[0].id == keyed[1].id
             assert [(await request.result()).tokens for request in keyed] == [(1, 2)] * 2
 
@@ -82,7 +82,11 @@ def test_asyncio_samples_attach_keys_and_retries(fake: Running) -> None:
 def test_asyncio_names_wrong_options_too(folder: Path, field: str, options: dict[str, Any]) -> None:
     async def main() -> None:
         async with AsyncClient(f"ipc://{folder}/nobody.sock") as kv:
-            for call in (kv.submit([1], **options), kv.samples([1], 2, **options), kv.generate("text", **options)):
+            for call in (
+                kv.submit([1], **options),
+                kv.submit_samples([1], 2, **options),
+                kv.generate("text", **options),
+            ):
                 with pytest.raises(InvalidRequest) as raised:
                     await call
                 assert raised.value.field == field

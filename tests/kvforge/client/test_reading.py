@@ -112,7 +112,9 @@ def test_a_cancelled_task_cancels_what_it_read(fake: Running, reader: Reader) ->
 @pytest.mark.parametrize("how", ["detached", "key", "attached", "two readers"])
 def test_what_can_be_asked_for_again_goes_on(fake: Running, reader: Reader, how: str) -> None:
     async def main(kv: AsyncClient) -> None:
-        options: dict[str, Any] = {"detached": {"detached": True}, "key": {"key": reader.__name__}}.get(how, {})
+        options: dict[str, Any] = {"detached": {"detached": True}, "key": {"idempotency_key": reader.__name__}}.get(
+            how, {}
+        )
         request = await kv.submit([1], max_tokens=9, tenant="hang", **options)
         async with AsyncClient(fake.endpoint, timeout_s=5) as other:
             if how == "attached":

@@ -140,7 +140,7 @@ def test_options_are_sent_in_milliseconds_rounded_up(fake: Running, kv: Client) 
         "priority": -5,
         "deadline_s": 1.1,
         "first_token_s": 0.0001,
-        "key": "a b",
+        "idempotency_key": "a b",
         "detached": True,
     }
     request = kv.submit([1], max_tokens=1, **options)
@@ -166,9 +166,9 @@ WRONG_OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("first_token_s", {"first_token_s": float("inf")}),
     ("retry_s", {"retry_s": False}),
     ("detached", {"detached": 1}),
-    ("key", {"key": None}),
-    ("key", {"key": "k" * 129}),
-    ("key", {"key": "a\nb"}),
+    ("idempotency_key", {"idempotency_key": None}),
+    ("idempotency_key", {"idempotency_key": "k" * 129}),
+    ("idempotency_key", {"idempotency_key": "a\nb"}),
 ]
 
 
@@ -177,7 +177,7 @@ def test_wrong_options_are_named_and_never_sent(folder: Path, field: str, option
     with Client(f"ipc://{folder}/nobody.sock") as kv:
         calls: list[Callable[[], object]] = [
             lambda: kv.submit([1], **options),
-            lambda: kv.samples([1], 2, **options),
+            lambda: kv.submit_samples([1], 2, **options),
             lambda: kv.generate("text", **options),
         ]
         for call in calls:
@@ -189,10 +189,10 @@ def test_wrong_options_are_named_and_never_sent(folder: Path, field: str, option
 @pytest.mark.parametrize(
     ("field", "call"),
     [
-        ("count", lambda kv: kv.samples([1], 0)),
-        ("count", lambda kv: kv.samples([1], 257)),
-        ("count", lambda kv: kv.samples([1], 2.0)),
-        ("prompt", lambda kv: kv.samples([], 2)),
+        ("n", lambda kv: kv.submit_samples([1], 0)),
+        ("n", lambda kv: kv.submit_samples([1], 257)),
+        ("n", lambda kv: kv.submit_samples([1], 2.0)),
+        ("prompt", lambda kv: kv.submit_samples([], 2)),
         ("request_id", lambda kv: kv.attach(0)),
         ("request_id", lambda kv: kv.attach("7")),
         ("offset", lambda kv: kv.attach(7, -1)),
@@ -215,7 +215,7 @@ def test_wrong_arguments_of_the_other_calls_are_named(folder: Path, field: str, 
 
 
 def test_samples_are_several_answers_to_one_prompt(fake: Running, kv: Client) -> None:
-    requests = kv.samples([1, 2], 3, max_tokens=2, sampling=SamplingParams(seed=40), priority=3)
+    requests = kv.submit_samples([1, 2], 3, max_tokens=2, sampling=SamplingParams(seed=40), priority=3)
     fake.expect("asked count=3 priority=3 deadline_ms=0 first_token_ms=0 detached=False key=")
     first = requests[0].id
     assert [(request.id, request.seed) for request in requests] == [(first + i, 40 + i) for i in range(3)]
@@ -225,7 +225,7 @@ def test_samples_are_several_answers_to_one_prompt(fake: Running, kv: Client) ->
 def test_samples_whose_caller_gave_up_are_all_cancelled(fake: Running, kv: Client) -> None:
     kv.health()  # connected: only the samples use the tenth of a second
     with pytest.raises(DeadlineExceeded):
-        kv.samples([1], 2, tenant="late", timeout_s=0.1)
+        kv.submit_samples([1], 2, tenant="late", timeout_s=0.1)
     kv.health()
     fake.expect("Cancel")
     fake.expect("Cancel")
@@ -234,7 +234,7 @@ def test_samples_whose_caller_gave_up_are_all_cancelled(fake: Running, kv: Clien
 
 def test_a_coordinator_that_knows_no_samples(fake: Running, kv: Client) -> None:
     with pytest.raises(ProtocolError, match="started 1 requests for a Submit of 2"):
-        kv.samples([1], 2, tenant="old")
+        kv.submit_samples([1], 2, tenant="old")
     fake.expect("Cancel")
     assert kv.submit([3], max_tokens=1).result().tokens == (3,)
 
@@ -244,7 +244,7 @@ def test_a_full_queue_is_tried_again_only_where_that_is_asked_for(fake: Running,
         kv.submit([1], tenant="busy")  # refuses twice
     assert kv.submit([1], max_tokens=1, tenant="busy", retry_s=20).result().tokens == (1,)
     with pytest.raises(QueueFull) as full:
-        kv.samples([1], 2, tenant="refused", retry_s=0.6)
+        kv.submit_samples([1], 2, tenant="refused", retry_s=0.6)
     assert full.value.retry_after_ms == 250
     for _ in range(5):  # the original; its repetition; the first and a later try
         fake.expect("Submit")
@@ -309,14 +309,14 @@ def test_a_stream_that_paused_goes_on_by_itself(fake: Running, kv: Client) -> No
 
 
 def test_the_same_key_is_the_same_request(fake: Running, kv: Client) -> None:
-    first = kv.submit([10], max_tokens=9, tenant="hang", key="k")
-    again = kv.submit([10], max_tokens=9, tenant="hang", key="k")
+    first = kv.submit([10], max_tokens=9, tenant="hang", idempotency_key="k")
+    again = kv.submit([10], max_tokens=9, tenant="hang", idempotency_key="k")
     assert again.id == first.id
     with Client(fake.endpoint, timeout_s=5) as other:
-        taken = other.submit([10], max_tokens=9, tenant="hang", key="k")
+        taken = other.submit([10], max_tokens=9, tenant="hang", idempotency_key="k")
         assert (taken.id, next(iter(taken)).token_id) == (first.id, 10)
         with pytest.raises(KeyReused) as reused:
-            other.submit([11], max_tokens=9, tenant="hang", key="k")
+            other.submit([11], max_tokens=9, tenant="hang", idempotency_key="k")
         assert (reused.value.key, reused.value.request_id) == ("k", first.id)
         with pytest.raises(Conflict):
             again.result(timeout_s=5)
@@ -324,9 +324,9 @@ def test_the_same_key_is_the_same_request(fake: Running, kv: Client) -> None:
 
 def test_a_command_with_a_key_outlives_its_caller_and_one_without_does_not(fake: Running, kv: Client) -> None:
     with pytest.raises(DeadlineExceeded):
-        kv.submit([1], tenant="late", key="k", timeout_s=0.1)
+        kv.submit([1], tenant="late", idempotency_key="k", timeout_s=0.1)
     kv.health()  # the answer arrives now
-    again = kv.submit([1], tenant="late", key="k")
+    again = kv.submit([1], tenant="late", idempotency_key="k")
     assert kv.status(again.id).reason == "late"  # the fake's reason: the request was not cancelled
     with pytest.raises(DeadlineExceeded):
         kv.submit([1], tenant="late", detached=True, timeout_s=0.1)

@@ -118,10 +118,10 @@ def test_tops_reach_their_token_and_a_cut_shortens_the_track() -> None:
     session = Session("ipc:///nowhere")
     track = accepted(session, 1)
     take(session, top_rows([2, 0, 1], [5, 6, 7], [-0.5, -1.0, -2.0]))
-    assert track.tops == [((5, -0.5), (6, -1.0)), (), ((7, -2.0),)]
+    assert track.top_logprobs == [((5, -0.5), (6, -1.0)), (), ((7, -2.0),)]
     fields = {name: getattr(end(1, 2, "stop"), name) for name in m.Ended.__struct_fields__}
     take(session, m.Stream(ended=(m.Ended(**{**fields, "cut_tokens": 1}),)))
-    assert (track.tokens, len(track.tops), track.done, track.failure()) == ([0, 1], 2, True, None)
+    assert (track.tokens, len(track.top_logprobs), track.done, track.failure()) == ([0, 1], 2, True, None)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_generate_stops_before_the_string_and_ends_the_request(fake: Running, kv
     sampling = SamplingParams(logprobs=2)
     done = kv.generate("A", raw=True, max_tokens=2, tenant="hang", sampling=sampling, stop=["Z", "B"])
     assert (done.text, done.finished.tokens, done.finished.reason) == ("A", (A, A + 1), "stop")
-    assert done.finished.top == tuple(((t, -0.5), (t + 1, -1.5)) for t in (A, A + 1))
+    assert done.finished.top_logprobs == tuple(((t, -0.5), (t + 1, -1.5)) for t in (A, A + 1))
     fake.expect("FinishAt")
 
 
@@ -264,7 +264,7 @@ def test_an_attached_request_is_read_as_text_and_stopped(fake: Running, kv: Clie
 
 
 def test_samples_are_read_as_text(kv: Client) -> None:
-    requests = kv.samples(kv.encode("A", raw=True), 2, max_tokens=3)
+    requests = kv.submit_samples(kv.encode("A", raw=True), 2, max_tokens=3)
     assert [request.text().result().text for request in requests] == ["ABC", "ABC"]
 
 
@@ -276,7 +276,7 @@ def test_the_asyncio_client_stops_too(fake: Running, vocabulary: Path) -> None:
             text = await kv.generate_stream("A", raw=True, max_tokens=9, tenant="hang", stop=("AB",))
             assert [piece async for piece in text] == []
             assert (await text.result()).finished.reason == "stop"
-            samples = await kv.samples(await kv.encode("A", raw=True), 2, max_tokens=3)
+            samples = await kv.submit_samples(await kv.encode("A", raw=True), 2, max_tokens=3)
             assert [(await one.text(stop="C").result()).text for one in samples] == ["AB", "AB"]
             again = await kv.attach(samples[0].id)
             assert "".join([piece async for piece in again.text()]) == "ABC"

@@ -25,7 +25,7 @@ NO_WHOLE = [1.0, np.float32(1), "1", True, np.True_, None, -(1 << 70)]
 # Other arguments of a call; the tests pass the numbers.
 ALSO: dict[str, Any] = {"prompt": [1], "tokens": [1], "holder": "h"}
 # Methods that send another message first, or none.
-APART = {"generate", "generate_stream", "encode", "wait_ready", "merge", "close", "tables"}
+APART = {"generate", "generate_stream", "encode", "wait_ready", "merge", "close", "tables", "samples"}
 
 
 class Sent(Exception):
@@ -78,7 +78,7 @@ def call(method: str, name: str, value: Any) -> bytes:
 def test_the_arguments_are_found() -> None:
     found = {method for method, _ in numeric()}
     siblings = {"explain", "block", "ref", "unref", "cancel", "attach", "status", "requests", "fork", "info", "tokens"}
-    assert found >= siblings | {"submit", "samples", "append", "remove"}
+    assert found >= siblings | {"submit", "submit_samples", "append", "remove"}
 
 
 @pytest.mark.parametrize(("method", "name"), numeric())

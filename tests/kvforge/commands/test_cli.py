@@ -86,7 +86,7 @@ def test_version(run: Any) -> None:
         (2, ["generate", "--prompt-tokens", "1", "--priority", "101"], "priority: is 101"),
         (2, ["generate", "--prompt-tokens", "1", "--deadline", "0"], "deadline_s: is 0.0"),
         (2, ["generate", "--prompt-tokens", "1", "--first-token", "nan"], "first_token_s: is nan"),
-        (2, ["generate", "--prompt-tokens", "1", "--samples", "0"], "count: is 0"),
+        (2, ["generate", "--prompt-tokens", "1", "--samples", "0"], "n: is 0"),
         (2, ["generate", "--prompt-tokens", "1", "--key", "a\tb"], "key: must be a text"),
         (2, ["generate", "--prompt-tokens", "1", "--detach", "--stream"], "stream: does not apply to --detach"),
         (2, ["generate", "text", "--detach", "--stop", "x"], "stop: does not apply to --detach"),

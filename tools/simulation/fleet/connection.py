@@ -31,7 +31,7 @@ class Stream:
         self.request_id, self.ended, self.error = 0, None, None
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.tops: list[tuple[tuple[int, float], ...]] = []
+        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
         self.wanted = True
         self.job: Job | None = None
 
@@ -99,11 +99,11 @@ class Connection:
         return await self._asked(self.replica.health, max(self._lost_s, CLIENT_S))
 
     async def find_prefix(
-        self, prompt: Int32Array, *, tenant: str, salt: str, key: str, timeout_s: float
+        self, prompt: Int32Array, *, tenant: str, cache_salt: str, idempotency_key: str, timeout_s: float
     ) -> PrefixFound:
         """See `AsyncClient.find_prefix`."""
         tokens = tuple(prompt.tolist())
-        return await self._asked(lambda: self.replica.find(tokens, tenant, key), timeout_s)
+        return await self._asked(lambda: self.replica.find(tokens, tenant, idempotency_key), timeout_s)
 
     async def _asked(self, question: Callable[[], T], timeout_s: float) -> T:
         if not self.connected:
@@ -120,8 +120,10 @@ class Connection:
         except TimeoutError:
             raise DeadlineExceeded(f"no answer within {timeout_s:g} s") from None
 
-    def samples(self, prompt: Int32Array, count: int, options: RequestOptions, changed: Any) -> tuple[Stream, ...]:
-        """See `AsyncStreams.samples`."""
+    def submit_samples(
+        self, prompt: Int32Array, count: int, options: RequestOptions, changed: Any
+    ) -> tuple[Stream, ...]:
+        """See `AsyncStreams.submit_samples`."""
         streams = tuple(Stream(self, tuple(prompt.tolist()), options, changed) for _ in range(count))
         for stream in streams:
             self._open[stream] = None

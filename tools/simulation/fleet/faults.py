@@ -36,7 +36,7 @@ def _asks_for_no_key(self: Router, prompt_tokens: int, offers: Any, **options: A
 
 def _draws_again(options: Any) -> Any:
     """A request with a key gets a new seed on each submit."""
-    if options.key and options.sampling.seed is None:
+    if options.idempotency_key and options.sampling.seed is None:
         options = replace(options, sampling=replace(options.sampling, seed=next(_drawn)))
     return _SEEDED(options)
 

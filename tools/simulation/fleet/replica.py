@@ -47,7 +47,7 @@ class Job:
     @property
     def key(self) -> tuple[str, str]:
         """Return the tenant and the idempotency key."""
-        return self.options.tenant, self.options.key
+        return self.options.tenant, self.options.idempotency_key
 
 
 class SimulatedReplica:
@@ -105,7 +105,7 @@ class SimulatedReplica:
 
     def submit(self, prompt: tuple[int, ...], options: RequestOptions, owner: object, told: Callable[[], None]) -> Job:
         """Accept a request; raise Draining or QueueFull if that is impossible."""
-        known = self.keyed.get((options.tenant, options.key)) if options.key else None
+        known = self.keyed.get((options.tenant, options.idempotency_key)) if options.idempotency_key else None
         if known is not None:
             known.owner, known.told = owner, told
             return known
@@ -120,7 +120,7 @@ class SimulatedReplica:
         seed = options.sampling.seed
         says = answer(prompt, seed, options.max_tokens)
         job = Job(number, prompt, options, seed, says, len(prompt), owner, told)
-        if options.key:
+        if options.idempotency_key:
             self.keyed[job.key] = job
             self.computed.append(job.key)
         self.waiting.append(job)

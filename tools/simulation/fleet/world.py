@@ -158,7 +158,9 @@ class World:
         key = f"k{number}" if random.random() < 0.5 else ""
         seed = random.getrandbits(40) if random.random() < 0.4 else None
         options = RequestOptions(
-            max_tokens=random.choice((1, 5, 40, 200)), key=key, sampling=SamplingParams(temperature=1.0, seed=seed)
+            max_tokens=random.choice((1, 5, 40, 200)),
+            idempotency_key=key,
+            sampling=SamplingParams(temperature=1.0, seed=seed),
         )
         session = f"s{number % 3}" if random.random() < 0.3 else ""
         cancel_at = random.randint(1, options.max_tokens) if random.random() < 0.1 else 0
@@ -192,7 +194,7 @@ class World:
     ) -> str:
         """Return how the request ended, or "" if it must be submitted again."""
         news = asyncio.Event()
-        (stream,) = gateway.fleet.samples(np.array(prompt, np.int32), 1, options, news.set, session)
+        (stream,) = gateway.fleet.submit_samples(np.array(prompt, np.int32), 1, options, news.set, session)
         behind = len(given)
         dead = asyncio.ensure_future(gateway.dead.wait())
         try:
@@ -201,7 +203,7 @@ class World:
                 await asyncio.wait({waiting, dead}, return_when=asyncio.FIRST_COMPLETED)
                 waiting.cancel()
                 if gateway.dead.is_set():
-                    return "" if options.key else "lost with its gateway"
+                    return "" if options.idempotency_key else "lost with its gateway"
                 news.clear()
                 behind = self._looked(stream, given, behind)
                 if stream.error is not None:
