@@ -10,6 +10,8 @@ TORCH_INDEX ?=
 TRITON ?= triton==3.6.0; sys_platform == 'linux' and platform_machine == 'x86_64'
 PYTEST_ARGS ?=
 MAKEFLAGS += --no-print-directory
+# Each process of the tests would compile our modules, and each worker of pytest rewrite all tests' assertions, again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The extras of each target. A stamp in $(VENV) records it.
 DEMO_EXTRAS := worker

@@ -97,7 +97,7 @@ def _modules(function: Any) -> str:
         found.add(name := waiting.pop())
         used = {getattr(getattr(each, "fn", each), "__module__", None) for each in vars(import_module(name)).values()}
         waiting |= {each for each in used if each and each.startswith(GLUON)} - found
-    return repr([ast.unparse(ast.parse(inspect.getsource(import_module(name)))) for name in sorted(found)])
+    return repr([_code(ast.parse(inspect.getsource(import_module(name)))) for name in sorted(found)])
 
 
 @cache
@@ -107,8 +107,15 @@ def _plain(function: Any) -> str:
     definition = tree.body[0]
     assert isinstance(definition, ast.FunctionDef)
     definition.decorator_list.clear()
-    if ast.get_docstring(definition) is not None:
-        del definition.body[0]
+    return _code(tree)
+
+
+def _code(tree: ast.Module) -> str:
+    """Return the code without docstrings."""
+    for node in ast.walk(tree):
+        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        if documented and ast.get_docstring(node) is not None:
+            del node.body[0]
     return ast.unparse(tree)
 
 
