@@ -14,9 +14,9 @@ from typing import Any
 
 from kvforge.client.blocking import Client, Request
 from kvforge.client.sampling import SamplingParams
+from kvforge.launch.console import ConsoleReporter
 from kvforge.launch.settings import Settings
 from kvforge.launch.supervisor import Supervisor
-from kvforge.launch.voice import Voice
 from kvforge.models.store import pull
 from kvforge.process.ending import Stopped
 from kvforge.process.signals import Signals
@@ -96,7 +96,7 @@ def run_demo(model: str, max_tokens: int) -> int:
             stop_s=STOP_S,
         )
         try:
-            with Supervisor(settings, signals, Voice()) as supervisor:
+            with Supervisor(settings, signals, ConsoleReporter()) as supervisor:
                 try:
                     supervisor.wait_ready(progress.health)
                 finally:
@@ -161,7 +161,7 @@ def _show_stats(stats: Stats, tokens: int, took_s: float) -> None:
 def _show_logs(folder: Path) -> None:
     for log in sorted(folder.glob("*.log")):
         for line in log.read_text(errors="replace").splitlines()[-LOG_LINES:]:
-            Voice().child(log.stem, line)
+            ConsoleReporter().child(log.stem, line)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvforge.deploy.check import WRONG, check
 from kvforge.deploy.environment import Python, own_python
-from kvforge.deploy.install import Wishes, install, instances, model_path
+from kvforge.deploy.install import InstallOptions, install, instances, model_path
 from kvforge.deploy.places import CACHE_DIR, STATE_DIR, USER, Places
 from kvforge.deploy.uninstall import uninstall
 from kvforge.protocol.exits import FAILED, OK
@@ -68,8 +68,8 @@ def run_install(options: argparse.Namespace) -> int:
         python = Python(options.python or own_python(), tuple(options.pip), options.system_site_packages)
     places = Places(options.root.absolute())
     named = instances(places, options.worker)
-    wishes = Wishes(named, model_path(options.model), python)
-    count = install(places, wishes, printing.say, dry_run=options.dry_run)
+    chosen = InstallOptions(named, model_path(options.model), python)
+    count = install(places, chosen, printing.say, dry_run=options.dry_run)
     if not count:
         printing.say("everything is installed")
     elif not options.dry_run:

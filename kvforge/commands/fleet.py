@@ -9,8 +9,8 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
+from kvforge.fleet.messages import READY, Seen, Status
 from kvforge.fleet.settings import load_fleet
-from kvforge.fleet.told import READY, Seen, Status
 from kvforge.protocol.errors import DeadlineExceeded
 from kvforge.protocol.exits import FAILED, OK
 

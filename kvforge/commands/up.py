@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
+from kvforge.launch.console import ConsoleReporter
 from kvforge.launch.host import check_device, check_installed, check_threads
 from kvforge.launch.settings import DRAIN_S, STOP_S, WORKERS_MAX, Http, Settings, Value
 from kvforge.launch.supervisor import run_up
 from kvforge.launch.up_file import IN_SECTIONS, UpFile, load_up_file
-from kvforge.launch.voice import Voice
 from kvforge.models.store import find, pull
 from kvforge.process.installation import install_command
 from kvforge.process.signals import Signals
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     file = load_up_file(options.config)
     _fill_in(options, file)
     check(options, file)
-    progress = Progress(say=Voice("json").say if options.log_format == "json" else None)
+    progress = Progress(say=ConsoleReporter("json").say if options.log_format == "json" else None)
     with Signals() as signals:
         try:
             with signals.interrupting():

@@ -4,6 +4,6 @@ Each action is announced before it happens, and only missing parts are installed
 overwritten. The package uses only the command lines and configuration files of coordinator and worker. A check changes
 nothing.
 
-Other code uses `install.install`, with its `Wishes`, and `check.check`. `files` is a link to the folder deploy/ of the
-repository: the units and example configurations, which are part of the package.
+Other code uses `install.install`, with its `InstallOptions`, and `check.check`. `files` is a link to the folder deploy/
+of the repository: the units and example configurations, which are part of the package.
 """

@@ -27,7 +27,7 @@ SYSTEMD_RUNS = Path("/run/systemd/system")
 
 
 @dataclass(frozen=True)
-class Wishes:
+class InstallOptions:
     """The options of an installation.
 
     Attributes:
@@ -86,12 +86,12 @@ def devices(root: Path = Path("/dev")) -> tuple[str, ...]:
     return tuple(f"gpu{index}" for index in range(nvidia or amd)) or ("cpu",)
 
 
-def install(places: Places, wishes: Wishes, say: Callable[[str], None], *, dry_run: bool) -> int:
+def install(places: Places, options: InstallOptions, say: Callable[[str], None], *, dry_run: bool) -> int:
     """Install missing parts, and announce each step.
 
     Args:
         places: The files of the service.
-        wishes: The options.
+        options: The options.
         say: Takes one line.
         dry_run: Only announce the steps.
 
@@ -102,12 +102,12 @@ def install(places: Places, wishes: Wishes, say: Callable[[str], None], *, dry_r
         InvalidConfiguration: Names a wrong option.
         Unavailable: The caller is not root, or a step failed.
     """
-    wishes.check()
+    options.check()
     if places.here and os.geteuid() != 0 and not dry_run:
         raise Unavailable("only root can install the service: use sudo, or --root DIR for a system image")
     count, mask = 0, os.umask(0o022)  # the service's user must be able to read the files
     try:
-        for step in chain.from_iterable(_parts(places, wishes, Record(places))):
+        for step in chain.from_iterable(_parts(places, options, Record(places))):
             if step.act is None:
                 say(step.words)
                 continue
@@ -123,15 +123,15 @@ def install(places: Places, wishes: Wishes, say: Callable[[str], None], *, dry_r
     return count
 
 
-def _parts(places: Places, wishes: Wishes, record: Record) -> Iterator[list[Step]]:
+def _parts(places: Places, options: InstallOptions, record: Record) -> Iterator[list[Step]]:
     """Yield the missing steps of each part, evaluated after the previous part is done."""
     yield place(places.sysusers, _packaged("sysusers.d/kvforge.conf"), EVERYBODY, record)
     yield _users(places)
     yield place(places.tmpfiles, _packaged("tmpfiles.d/kvforge.conf"), EVERYBODY, record)
     yield _folders(places)
-    if wishes.python is not None:
-        yield environment(places, wishes.python, record)
-    yield _configuration(places, wishes, record)
+    if options.python is not None:
+        yield environment(places, options.python, record)
+    yield _configuration(places, options, record)
     units = [step for name in UNITS for step in place(places.units / name, _packaged(name), EVERYBODY, record)]
     changed = any(step.act is not None for step in units)
     yield units
@@ -171,14 +171,14 @@ def _systemd(program: str, places: Places) -> list[str | Path]:
     return [program, *([] if places.here else [f"--root={places.root}"]), "kvforge.conf"]
 
 
-def _configuration(places: Places, wishes: Wishes, record: Record) -> list[Step]:
+def _configuration(places: Places, options: InstallOptions, record: Record) -> list[Step]:
     found = account(places)
     owner = Owner(0, 0 if found is None else found.gid, 0o640)  # it may hold keys later
     steps = place(places.configuration / "coordinator.toml", _packaged("coordinator.toml"), owner, record)
     steps += place(places.configuration / "gateway.toml", _packaged("gateway.toml"), owner, record)
-    for instance in wishes.instances:
+    for instance in options.instances:
         path = places.configuration / f"worker-{instance}.toml"
-        steps += place(path, worker_file(instance, wishes.model or _served(path)), owner, record)
+        steps += place(path, worker_file(instance, options.model or _served(path)), owner, record)
     return steps
 
 

@@ -27,10 +27,10 @@ from kvforge.protocol.messages import Health
 from kvforge.protocol.steady_clock import monotonic
 
 from .child import Child
+from .console import ConsoleReporter
 from .listener import listening, url_of
 from .private_folder import KEY_HASHES, PrivateFolder
 from .settings import Http, Settings
-from .voice import Voice
 
 ENTRY = Path(__file__).parent / "entry.py"
 ASK_TIMEOUT_S = 0.5
@@ -45,18 +45,18 @@ OK_STATUS = 200
 class Supervisor:
     """Runs one installation while entered. Call `turn` often; it waits no longer than its argument."""
 
-    def __init__(self, settings: Settings, signals: Signals, voice: Voice) -> None:
+    def __init__(self, settings: Settings, signals: Signals, console: ConsoleReporter) -> None:
         """Prepare the installation.
 
         Args:
             settings: The settings.
             signals: The signals of this process.
-            voice: Reports events, and the children's output unless `settings.log_dir` is set.
+            console: Reports events, and the children's output unless `settings.log_dir` is set.
         """
         self.settings = settings
         self.endpoint = transport.client_endpoint(settings.runtime_dir)
         self._signals = signals
-        self._voice, self._say = voice, voice.say
+        self._console, self._say = console, console.say
         self._folder = PrivateFolder(settings.runtime_dir)
         self._client: Client | None = None
         self.coordinator: Child | None = None
@@ -203,7 +203,7 @@ class Supervisor:
         file.write_text(config, encoding="utf-8")
         log = self.settings.log_dir / f"{name}.log" if self.settings.log_dir is not None else None
         command = [str(ENTRY), module, "--config", str(file)]
-        return Child(name, command, self._folder.temporary, partial(self._voice.child, name), log, once=once)
+        return Child(name, command, self._folder.temporary, partial(self._console.child, name), log, once=once)
 
     def _make_gateway(self, http: Http) -> Child:
         self._listener = listening(http.host, http.port, "--http")
@@ -227,7 +227,7 @@ class Supervisor:
             hashes.write_text("\n".join(http.key_hashes), encoding="utf-8")
             command += ["--key-hashes", str(hashes)]
         log = settings.log_dir / "gateway.log" if settings.log_dir is not None else None
-        line = partial(self._voice.child, "gateway")
+        line = partial(self._console.child, "gateway")
         return Child("gateway", command, folder.temporary, line, log, descriptors=(self._listener.fileno(),))
 
     def _gateway_serves(self) -> bool:
@@ -308,8 +308,8 @@ def run_up(settings: Settings, signals: Signals, progress: Callable[[Health], No
         Interrupted: A signal arrived before the service was ready, or a second one while draining.
         KvforgeError: A call failed.
     """
-    voice = Voice(settings.log_format)
-    with Supervisor(settings, signals, voice) as supervisor:
+    console = ConsoleReporter(settings.log_format)
+    with Supervisor(settings, signals, console) as supervisor:
         count = supervisor.wait_ready(progress)
         workers = "1 worker" if count == 1 else f"{count} workers"
         served = f", {supervisor.url}/v1" if supervisor.url else ", no HTTP (--port 8000 adds it)"
@@ -319,7 +319,7 @@ def run_up(settings: Settings, signals: Signals, progress: Callable[[Health], No
             if not all(child.served for child in supervisor.children):
                 supervisor.look()
         first = signals.last
-        voice.say("stopping: waiting for running requests; press again to stop at once")
+        console.say("stopping: waiting for running requests; press again to stop at once")
         before = signals.count
         supervisor.drain()
         if signals.count > before:

@@ -16,15 +16,15 @@ from time import monotonic
 import msgspec
 from ray.exceptions import RayError
 
+from kvforge.fleet.messages import DRAINING, REPLICA, STOPPED, Seen, Status
 from kvforge.protocol.errors import KvforgeError
 
-from ..deciding import Memory, Stop, View, Wanted, carried, decide, words
+from ..deciding import Memory, StopAction, View, Wanted, carried, decide, words
 from ..settings import REPLICAS_MAX, FleetFile, parse
-from ..told import DRAINING, REPLICA, STOPPED, Seen, Status
 from . import store
-from .acting import Hands
+from .actions import ActionExecutor
 from .store import Spec
-from .watching import Watch
+from .watcher import FleetWatcher
 
 TURN_S = 0.5
 FIRST_S = 10.0  # limit for the first look
@@ -40,8 +40,8 @@ class Controller:
 
     async def __init__(self, fleet: str) -> None:  # type: ignore[misc]  # Ray awaits it
         self._fleet = fleet
-        self._watch = Watch(fleet)
-        self._hands = Hands(fleet, self._watch)
+        self._watch = FleetWatcher(fleet)
+        self._executor = ActionExecutor(fleet, self._watch)
         self._memory = Memory()
         self._again = False
         self._status = Status(fleet=fleet, sentences=("the controller is starting",))
@@ -134,7 +134,7 @@ class Controller:
         self._status = self._seen(view, decision.count, file, spec, (*decision.sentences, *begun))
         self._looked.set()
         self._restore(file, spec)
-        stopped = {action.name for action in decision.actions if isinstance(action, Stop)}
+        stopped = {action.name for action in decision.actions if isinstance(action, StopAction)}
         places = {name: place for name, place in self._watch.places.items() if name not in stopped}
         lives = {
             member: gateway.told.life
@@ -142,15 +142,15 @@ class Controller:
             for member in self._watch.members
             if member.name == gateway.name and gateway.told.life and gateway.phase not in (DRAINING, STOPPED)
         }
-        await self._hands.tell_gateways(spec, places, lives)
+        await self._executor.tell_gateways(spec, places, lives)
         for action in decision.actions:
-            await self._hands.do(action, file, spec)
+            await self._executor.do(action, file, spec)
 
     def _restore(self, file: FleetFile, spec: Spec) -> None:
         """Create missing actors of placement groups: an earlier controller died between the two."""
         for member, there in self._watch.members.items():
             if member.kind == REPLICA and not there.actor and not self._watch.died(member) and not spec.ended:
-                self._hands.create(member, file, spec)
+                self._executor.create(member, file, spec)
 
     def _seen(self, view: View, count: int, file: FleetFile, spec: Spec, sentences: tuple[str, ...]) -> Status:
         return Status(

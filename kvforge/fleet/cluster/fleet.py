@@ -10,12 +10,12 @@ import ray
 import ray.util
 from ray.exceptions import GetTimeoutError, RayError
 
+from kvforge.fleet.messages import Status
 from kvforge.protocol import keys
 from kvforge.protocol.errors import InvalidRequest, NotReady, Unavailable
 
 from ..deciding import reason_for_no_room
 from ..settings import FleetFile
-from ..told import Status
 from . import store
 from .controller import Controller
 from .names import CONTROLLER, namespace

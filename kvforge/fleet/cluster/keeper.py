@@ -20,6 +20,23 @@ import msgspec
 import ray
 import ray.util
 
+from kvforge.fleet.messages import (
+    DOCUMENT_BYTES_MAX,
+    DRAINING,
+    FAILED,
+    READY,
+    STARTING,
+    STOPPED,
+    BeginOrder,
+    DrainOrder,
+    NodeStatus,
+    Order,
+    StopOrder,
+    UseOrder,
+    encode,
+    order_of,
+    told_of,
+)
 from kvforge.launch.child import Child
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.exits import OK, USAGE
@@ -28,23 +45,6 @@ from kvforge.protocol.steady_clock import monotonic
 from ..node.folder import Folder
 from ..node.link import pair
 from ..settings import parse
-from ..told import (
-    DOCUMENT_BYTES_MAX,
-    DRAINING,
-    FAILED,
-    READY,
-    STARTING,
-    STOPPED,
-    Begin,
-    Drain,
-    Order,
-    Stop,
-    Told,
-    Use,
-    encode,
-    order_of,
-    told_of,
-)
 
 ENTRY = Path(sys.modules["kvforge"].__file__ or "").parent / "launch" / "entry.py"
 TURN_S = 0.1
@@ -59,7 +59,7 @@ class Keeper:
     async def __init__(self, kind: str, begin: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
         self._kind = kind
         order = order_of(begin)
-        assert isinstance(order, Begin), "the first order"
+        assert isinstance(order, BeginOrder), "the first order"
         self._begin = msgspec.structs.replace(order, address=ray.util.get_node_ip_address())
         self._life = secrets.token_hex(4)
         self._node = ray.get_runtime_context().get_node_id()
@@ -72,9 +72,9 @@ class Keeper:
             _say,
             descriptors=(self._theirs.fileno(),),
         )
-        self._told = Told(phase=STARTING, reason="its program is starting")
+        self._told = NodeStatus(phase=STARTING, reason="its program is starting")
         self._failed_at = self._stopped_at = 0.0
-        self._drain: Drain | None = None
+        self._drain: DrainOrder | None = None
         self._start()
         self._keeping = asyncio.ensure_future(self._keep())
 
@@ -93,11 +93,11 @@ class Keeper:
     async def order(self, said: bytes) -> None:
         """Relay an order, and keep it for a program that is started later."""
         order = order_of(said)
-        if isinstance(order, Use):
+        if isinstance(order, UseOrder):
             self._begin = msgspec.structs.replace(self._begin, text=order.text, places=order.places)
-        elif isinstance(order, Drain):
+        elif isinstance(order, DrainOrder):
             self._drain = self._drain or order
-        elif isinstance(order, Stop) and not self._stopped_at:
+        elif isinstance(order, StopOrder) and not self._stopped_at:
             self._stopped_at = monotonic()
             if not self._child.running:
                 self._end()
@@ -152,13 +152,13 @@ class Keeper:
             self._child.plan_restart()
         if self._child.given_up:
             self._failed_at = monotonic()
-            self._told = Told(phase=FAILED, reason=reason, place=told.place)
+            self._told = NodeStatus(phase=FAILED, reason=reason, place=told.place)
             log.error("%s cannot serve: %s", self._child.name, reason)
             return
         assert self._child.restart_at is not None, "plan_restart schedules a restart"
         again_s = self._child.restart_at - monotonic()
         log.warning("%s: %s; restarting in %.1f s", self._child.name, reason, again_s)
-        self._told = Told(
+        self._told = NodeStatus(
             phase=STARTING, reason=f"{reason} (restarting in {again_s:.1f} s)", place=told.place, url=told.url
         )
 
@@ -169,7 +169,7 @@ class Keeper:
                 folder = Folder(parse(self._begin.text), self._begin.name)
                 folder.claim()
                 folder.remove()
-        self._told = Told(phase=STOPPED)
+        self._told = NodeStatus(phase=STOPPED)
 
 
 def _say(line: str) -> None:

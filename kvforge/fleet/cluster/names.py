@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..told import KINDS
+from kvforge.fleet.messages import KINDS
 
 NAMESPACE = "kvforge-fleet-"
 CONTROLLER = "controller"
 
 
-class Member(NamedTuple):
+class FleetMember(NamedTuple):
     """A replica or gateway.
 
     Attributes:
@@ -34,7 +34,7 @@ def namespace(fleet: str) -> str:
     return NAMESPACE + fleet
 
 
-def member_of(actor: str) -> Member | None:
+def member_of(actor: str) -> FleetMember | None:
     """Return the member that an actor's name identifies, None if it is not of a fleet."""
     parts = actor.split("/")
-    return Member(*parts) if len(parts) == len(Member._fields) and parts[0] in KINDS else None
+    return FleetMember(*parts) if len(parts) == len(FleetMember._fields) and parts[0] in KINDS else None

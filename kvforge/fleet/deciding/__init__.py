@@ -10,18 +10,30 @@ Other code uses `decide`, with `View`, `Wanted`, `Memory`; `carried`, `words` of
 from .decide import decide
 from .room import reason_for_no_room
 from .scaling import Memory, carried
-from .views import Action, Create, Decision, Drain, Gateway, Remove, Replica, Stop, View, Wanted, words
+from .views import (
+    Action,
+    CreateAction,
+    Decision,
+    DrainAction,
+    Gateway,
+    RemoveAction,
+    Replica,
+    StopAction,
+    View,
+    Wanted,
+    words,
+)
 
 __all__ = [
     "Action",
-    "Create",
+    "CreateAction",
     "Decision",
-    "Drain",
+    "DrainAction",
     "Gateway",
     "Memory",
-    "Remove",
+    "RemoveAction",
     "Replica",
-    "Stop",
+    "StopAction",
     "View",
     "Wanted",
     "carried",

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..told import DRAINING, FAILED, GATEWAY, READY, REPLICA, STARTING, STOPPED
+from kvforge.fleet.messages import DRAINING, FAILED, GATEWAY, READY, REPLICA, STARTING, STOPPED
+
 from .scaling import Memory, scaled
-from .views import ON_THE_WAY, Decision, Gateway, Remove, Replica, Stop, View, Wanted, order_of_leaving
+from .views import ON_THE_WAY, Decision, Gateway, RemoveAction, Replica, StopAction, View, Wanted, order_of_leaving
 
 # Requests handed back at the deadline leave a moment later.
 GRACE_S = 5.0
@@ -65,11 +66,11 @@ def _see_off(wanted: Wanted, ones: Sequence[Replica], decision: Decision) -> Non
     """Stop or remove members that are leaving."""
     for one in ones:
         if one.phase == STOPPED:
-            decision.act(Remove(_kind(one), one.name))
+            decision.act(RemoveAction(_kind(one), one.name))
         elif one.phase == DRAINING:
             left, limit_s = one.told.running + one.told.pending, wanted.file.replicas.drain_s + GRACE_S
             if not left or one.told.draining_s >= limit_s:
-                decision.act(Stop(_kind(one), one.name))
+                decision.act(StopAction(_kind(one), one.name))
             else:
                 decision.sentences.append(f"{one.name} is leaving: {left} requests still run there")
 
@@ -81,10 +82,10 @@ def _try_again(wanted: Wanted, ones: Sequence[Replica], decision: Decision) -> N
         if one.phase == FAILED:
             decision.sentences.append(f"{one.name} cannot start: {one.told.reason}")
             if wanted.again or one.told.failed_s >= own.retry_s:
-                decision.act(Stop(_kind(one), one.name))
+                decision.act(StopAction(_kind(one), one.name))
         elif one.phase == STARTING and one.told.age_s >= own.start_s:
             decision.say(one, f"{one.name}, after {one.told.age_s:.0f} s, is")
-            decision.act(Stop(_kind(one), one.name))
+            decision.act(StopAction(_kind(one), one.name))
 
 
 def _keep(wanted: Wanted, new: list[Replica], decision: Decision) -> None:

@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvforge.fleet.messages import (
+    DRAINING,
+    FAILED,
+    GATEWAY,
+    PLACING,
+    READY,
+    REPLICA,
+    SILENT,
+    STARTING,
+    STOPPED,
+    UNREADY,
+    NodeStatus,
+)
+
 from ..settings import FleetFile
-from ..told import DRAINING, FAILED, GATEWAY, PLACING, READY, REPLICA, SILENT, STARTING, STOPPED, UNREADY, Told
 
 LEAVING = (DRAINING, STOPPED)
 ON_THE_WAY = (PLACING, STARTING, UNREADY, SILENT)
@@ -23,7 +36,7 @@ class Replica:
 
     name: str
     revision: str
-    told: Told
+    told: NodeStatus
     silent_s: float = 0.0
 
     @property
@@ -77,7 +90,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Create:
+class CreateAction:
     """Place a new member."""
 
     kind: str
@@ -86,7 +99,7 @@ class Create:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class DrainAction:
     """Stop admission on a replica, and hand back requests that have not ended after `deadline_s`."""
 
     name: str
@@ -94,7 +107,7 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopAction:
     """Order a member to end."""
 
     kind: str
@@ -102,23 +115,23 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Remove:
+class RemoveAction:
     """Free the place of a member that has ended or is given up."""
 
     kind: str
     name: str
 
 
-Action = Create | Drain | Stop | Remove
+Action = CreateAction | DrainAction | StopAction | RemoveAction
 
 
 def words(action: Action) -> str:
     """Return an action in words."""
-    if isinstance(action, Create):
+    if isinstance(action, CreateAction):
         return f"creating {action.kind} {action.name}"
-    if isinstance(action, Drain):
+    if isinstance(action, DrainAction):
         return f"draining {action.name} for at most {action.deadline_s:g} s"
-    return f"{'stopping' if isinstance(action, Stop) else 'removing'} {action.kind} {action.name}"
+    return f"{'stopping' if isinstance(action, StopAction) else 'removing'} {action.kind} {action.name}"
 
 
 @dataclass(slots=True)
@@ -144,7 +157,7 @@ class Decision:
     def create(self, kind: str, revision: str) -> None:
         """Create a member, if there is a name left for it."""
         if self.names:
-            self.act(Create(kind, self.names.pop(0), revision))
+            self.act(CreateAction(kind, self.names.pop(0), revision))
 
     def say(self, one: Replica, words: str) -> None:
         """Add a sentence on what the fleet waits for."""
@@ -156,15 +169,15 @@ class Decision:
         kind = GATEWAY if isinstance(one, Gateway) else REPLICA
         if one.phase == SILENT:
             if one.silent_s >= file.replicas.silent_s:
-                self.act(Remove(kind, one.name))
+                self.act(RemoveAction(kind, one.name))
             else:
                 self.sentences.append(f"{one.name} should leave but does not answer")
         elif one.phase == PLACING:
-            self.act(Remove(kind, one.name))
+            self.act(RemoveAction(kind, one.name))
         elif kind == GATEWAY or one.serves_nobody:
-            self.act(Stop(kind, one.name))
+            self.act(StopAction(kind, one.name))
         else:
-            self.act(Drain(one.name, file.replicas.drain_s))
+            self.act(DrainAction(one.name, file.replicas.drain_s))
 
 
 def order_of_leaving(one: Replica) -> tuple[int, int, str]:

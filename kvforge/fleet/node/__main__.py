@@ -6,14 +6,14 @@ import argparse
 import os
 import sys
 
+from kvforge.fleet.messages import FAILED, KINDS, REPLICA, NodeStatus
 from kvforge.process.ending import Interrupted, Stopped
 from kvforge.process.signals import Signals
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.exits import status_of
 
-from ..told import FAILED, KINDS, REPLICA, Told
 from .gateway import Gateway
-from .link import Link
+from .link import KeeperLink
 from .replica import Replica
 
 BEGIN_S = 30.0
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--link", type=int, required=True, metavar="DESCRIPTOR")
     options = parser.parse_args()
     _be_nobodys_guest(options.kind)
-    link = Link(options.link)
+    link = KeeperLink(options.link)
     with Signals() as signals:
         try:
             begin = link.begin(BEGIN_S)
@@ -39,7 +39,7 @@ def main() -> int:
         except Interrupted as interrupted:
             return interrupted.status
         except (KvforgeError, Stopped) as error:
-            link.tell(Told(phase=FAILED, reason=str(error)))
+            link.tell(NodeStatus(phase=FAILED, reason=str(error)))
             print(f"{options.kind}: {error}", file=sys.stderr, flush=True)
             return error.status if isinstance(error, Stopped) else status_of(error)
         finally:

@@ -20,6 +20,17 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from kvforge.fleet.messages import (
+    DRAINING,
+    READY,
+    STARTING,
+    STOPPED,
+    UNREADY,
+    BeginOrder,
+    NodeStatus,
+    StopOrder,
+    UseOrder,
+)
 from kvforge.launch.child import Child
 from kvforge.launch.listener import listening, url_of
 from kvforge.launch.settings import toml
@@ -29,9 +40,8 @@ from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.exits import OK, UNAVAILABLE, USAGE
 
 from ..settings import parse
-from ..told import DRAINING, READY, STARTING, STOPPED, UNREADY, Begin, Stop, Told, Use
 from .folder import Folder
-from .link import Link
+from .link import KeeperLink
 
 ENTRY = Path(sys.modules["kvforge"].__file__ or "").parent / "launch" / "entry.py"
 LOOK_S, ASK_S = 0.5, 1.0
@@ -43,7 +53,7 @@ EVERY_HOST = ("0.0.0.0", "::", "")  # noqa: S104 - compared with
 class Gateway:
     """A gateway, from its start to its end."""
 
-    def __init__(self, link: Link, begin: Begin, signals: Signals) -> None:
+    def __init__(self, link: KeeperLink, begin: BeginOrder, signals: Signals) -> None:
         self._link, self._begin, self._signals = link, begin, signals
         self._text, self._places = begin.text, dict(begin.places)
         self._file = parse(begin.text)
@@ -82,7 +92,7 @@ class Gateway:
             if self._listener is not None:
                 self._listener.close()
         self._folder.remove()
-        self._link.tell(Told(phase=STOPPED))
+        self._link.tell(NodeStatus(phase=STOPPED))
         return OK
 
     def _listen(self, host: str, port: int) -> socket.socket:
@@ -127,11 +137,11 @@ class Gateway:
             self._look_at = monotonic() + LOOK_S
 
     def _do(self, order: object) -> None:
-        if isinstance(order, Use):
+        if isinstance(order, UseOrder):
             self._text, self._places = order.text, order.places
             self._file = parse(order.text)
             self._look_at = 0.0
-        elif isinstance(order, Stop) and not self._stopping:
+        elif isinstance(order, StopOrder) and not self._stopping:
             self._stopping = True
             self._kill_at = monotonic() + self._drain_s + KILL_S
             for child in self._children:
@@ -217,7 +227,7 @@ class Gateway:
         age_s = monotonic() - self._began
         pids = {child.name: child.pid for child in self._children if child.pid}
         if self._stopping:
-            self._link.tell(Told(phase=DRAINING, age_s=age_s, url=self.url, pids=pids))
+            self._link.tell(NodeStatus(phase=DRAINING, age_s=age_s, url=self.url, pids=pids))
             return
         said = self._health()
         if said is not None and self._child is not None:
@@ -229,7 +239,7 @@ class Gateway:
         if replicas and self._child is not None and set(replicas) != set(self._places):
             self._hup = True  # it has not received the signal yet
         self._link.tell(
-            Told(
+            NodeStatus(
                 phase=READY if ready else UNREADY if self._served else STARTING,
                 reason=reason,
                 age_s=age_s,

@@ -8,9 +8,8 @@ from contextlib import suppress
 
 import msgspec
 
+from kvforge.fleet.messages import DOCUMENT_BYTES_MAX, BeginOrder, NodeStatus, Order, encode, order_of
 from kvforge.protocol.errors import DeadlineExceeded
-
-from ..told import DOCUMENT_BYTES_MAX, Begin, Order, Told, encode, order_of
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -22,7 +21,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return ends
 
 
-class Link:
+class KeeperLink:
     """The program's end."""
 
     def __init__(self, descriptor: int) -> None:
@@ -38,7 +37,7 @@ class Link:
         """Close the link."""
         self._socket.close()
 
-    def begin(self, wait_s: float) -> Begin:
+    def begin(self, wait_s: float) -> BeginOrder:
         """Wait for the first message.
 
         Raises:
@@ -46,7 +45,7 @@ class Link:
         """
         if select.select([self._socket], [], [], wait_s)[0]:
             came = self.orders()
-            if came and isinstance(came[0], Begin):
+            if came and isinstance(came[0], BeginOrder):
                 self._came = came[1:]
                 return came[0]
         raise DeadlineExceeded(f"the keeper sent nothing within {wait_s:g} s")
@@ -60,7 +59,7 @@ class Link:
                     came.append(order_of(data))
         return came
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: NodeStatus) -> None:
         """Send a status. If the keeper has not read for long, it is dropped: a later one is newer."""
         with suppress(BlockingIOError, ConnectionError):
             self._socket.send(encode(told))

@@ -11,9 +11,21 @@ from time import monotonic
 from typing import Any
 
 from kvforge.client.tables import Tables
+from kvforge.fleet.messages import (
+    DRAINING,
+    READY,
+    STARTING,
+    STOPPED,
+    UNREADY,
+    BeginOrder,
+    DrainOrder,
+    NodeStatus,
+    Place,
+    StopOrder,
+)
+from kvforge.launch.console import ConsoleReporter
 from kvforge.launch.settings import DRAIN_S, STOP_S, Settings
 from kvforge.launch.supervisor import Supervisor
-from kvforge.launch.voice import Voice
 from kvforge.models.store import find, pull
 from kvforge.process.signals import Signals
 from kvforge.protocol.errors import KvforgeError
@@ -21,9 +33,8 @@ from kvforge.protocol.exits import OK
 from kvforge.protocol.messages import Health
 
 from ..settings import ACCESS_NAME, FleetFile, parse
-from ..told import DRAINING, READY, STARTING, STOPPED, UNREADY, Begin, Drain, Place, Stop, Told
 from .folder import KEY, Folder, reserve
-from .link import Link
+from .link import KeeperLink
 from .queue import QueueTime, begun_and_waited
 
 LOOK_S = 0.5
@@ -33,7 +44,7 @@ DEADLINE_S_MIN = 0.001  # hands requests back at once
 class Replica:
     """A replica, from its start to its end."""
 
-    def __init__(self, link: Link, begin: Begin, signals: Signals) -> None:
+    def __init__(self, link: KeeperLink, begin: BeginOrder, signals: Signals) -> None:
         self._link, self._begin, self._signals = link, begin, signals
         self._file = parse(begin.text)
         self._folder = Folder(self._file, begin.name)
@@ -42,7 +53,7 @@ class Replica:
         self._served = self._stopping = False
         self._queue = QueueTime()
         self._tables: Tables | None = None
-        self._last = Told(phase=STARTING)
+        self._last = NodeStatus(phase=STARTING)
 
     def run(self) -> int:
         """Run until ordered to stop, then remove all files.
@@ -58,14 +69,14 @@ class Replica:
             self._folder.keep_port(port)
             host = f"[{self._begin.address}]" if ":" in self._begin.address else self._begin.address
             place = Place(endpoint=f"tcp://{host}:{port}", server_key=self._folder.keys().public)
-            self._tell(Told(phase=STARTING, reason="fetching the model", place=place))
+            self._tell(NodeStatus(phase=STARTING, reason="fetching the model", place=place))
             with self._signals.interrupting():
                 model = model_of(self._file)
             settings = settings_of(self._file, self._folder, model, place.endpoint, self._begin.public)
-            with Supervisor(settings, self._signals, Voice(settings.log_format)) as supervisor:
+            with Supervisor(settings, self._signals, ConsoleReporter(settings.log_format)) as supervisor:
                 self._run(supervisor, place)
         self._folder.remove()
-        self._tell(Told(phase=STOPPED))
+        self._tell(NodeStatus(phase=STOPPED))
         return OK
 
     def _run(self, supervisor: Supervisor, place: Place) -> None:
@@ -79,9 +90,9 @@ class Replica:
                 self._look_at = monotonic() + LOOK_S
 
     def _do(self, order: object) -> None:
-        if isinstance(order, Stop):
+        if isinstance(order, StopOrder):
             self._stopping = True
-        elif isinstance(order, Drain) and not self._drain_began:
+        elif isinstance(order, DrainOrder) and not self._drain_began:
             self._drain_began = monotonic()
             self._drain_until = self._drain_began + order.deadline_s
             self._look_at = 0.0
@@ -94,13 +105,13 @@ class Replica:
         told = {**self._counted(supervisor, health), "place": place, "pids": pids, "age_s": monotonic() - self._began}
         if self._drain_began:
             self._drain(supervisor, health)
-            self._tell(Told(phase=DRAINING, draining_s=monotonic() - self._drain_began, **told))
+            self._tell(NodeStatus(phase=DRAINING, draining_s=monotonic() - self._drain_began, **told))
         elif health is not None and health.ready and self._served:
-            self._tell(Told(phase=READY, **told))
+            self._tell(NodeStatus(phase=READY, **told))
         else:
             reason = health.reason if health is not None else "its coordinator does not answer"
             phase = UNREADY if self._served else STARTING
-            self._tell(Told(phase=phase, reason=reason or "some workers do not serve", **told))
+            self._tell(NodeStatus(phase=phase, reason=reason or "some workers do not serve", **told))
 
     def _drain(self, supervisor: Supervisor, health: Health | None) -> None:
         """Drain the coordinator, and drain it again after a restart."""
@@ -127,7 +138,7 @@ class Replica:
             told["queue_s"] = self._queue.look(monotonic(), begun, waited_us, requests.pending)
         return told
 
-    def _tell(self, told: Told) -> None:
+    def _tell(self, told: NodeStatus) -> None:
         self._last = told
         self._link.tell(told)
 

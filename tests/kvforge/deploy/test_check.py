@@ -18,7 +18,7 @@ from kvforge.deploy.check import check
 from kvforge.deploy.findings import GOOD, WARNING, WRONG, Finding
 from kvforge.deploy.folders import check_file_system, check_folders, file_system
 from kvforge.deploy.gpus import check_devices
-from kvforge.deploy.install import Wishes, install
+from kvforge.deploy.install import InstallOptions, install
 from kvforge.deploy.places import Places
 from kvforge.deploy.program import Outcome
 from kvforge.deploy.units import _service, check_units
@@ -46,7 +46,7 @@ Spoil = Callable[[Places], None]
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
     """Return a correct system, as far as possible without a running service."""
     made = Places(tmp_path)
-    install(made, Wishes(("cpu",)), lambda _: None, dry_run=False)
+    install(made, InstallOptions(("cpu",)), lambda _: None, dry_run=False)
     python = made.of("/opt/kvforge/.venv/bin/python")
     python.parent.mkdir(parents=True)
     python.touch(mode=0o755)

@@ -15,13 +15,13 @@ from kvforge.commands.cli import main
 from kvforge.coordinator.config import load_config as load_coordinator
 from kvforge.deploy import places as service
 from kvforge.deploy.environment import HIDDEN, Python
-from kvforge.deploy.install import Wishes, devices, install, instances, model_path, worker_file
+from kvforge.deploy.install import InstallOptions, devices, install, instances, model_path, worker_file
 from kvforge.deploy.places import FILES, UNITS, Places
 from kvforge.protocol.errors import InvalidConfiguration, Unavailable
 from kvforge.worker.config import load_config as load_worker
 
 pytestmark = pytest.mark.skipif(shutil.which("systemd-sysusers") is None, reason="needs systemd's programs")
-WISHES = Wishes(("gpu0", "cpu"))
+WISHES = InstallOptions(("gpu0", "cpu"))
 
 
 class System:
@@ -30,9 +30,9 @@ class System:
     def __init__(self, root: Path) -> None:
         self.places = Places(root)
 
-    def install(self, wishes: Wishes = WISHES, *, dry_run: bool = False) -> list[str]:
+    def install(self, options: InstallOptions = WISHES, *, dry_run: bool = False) -> list[str]:
         said: list[str] = []
-        install(self.places, wishes, said.append, dry_run=dry_run)
+        install(self.places, options, said.append, dry_run=dry_run)
         return said
 
     def files(self) -> dict[str, tuple[int, bytes]]:
@@ -93,20 +93,20 @@ def test_what_somebody_edited_stays_with_the_new_one_beside_it(system: System, n
 
 
 def test_what_nobody_edited_is_replaced_by_another_version(system: System) -> None:
-    system.install(Wishes(("cpu",), model="/srv/one"))
+    system.install(InstallOptions(("cpu",), model="/srv/one"))
     path = system.places.configuration / "worker-cpu.toml"
-    assert system.install(Wishes(("cpu",), model="/srv/two")) == [f"replace the unedited {path}"]
+    assert system.install(InstallOptions(("cpu",), model="/srv/two")) == [f"replace the unedited {path}"]
     assert load_worker(path).model == "/srv/two"
 
 
 def test_another_version_serves_the_same_model_on_the_same_devices(system: System) -> None:
     """An upgrade is `kvforge deploy install` and nothing else."""
-    system.install(Wishes(("gpu1",), model="/srv/one"))
+    system.install(InstallOptions(("gpu1",), model="/srv/one"))
     assert instances(system.places, ()) == ("gpu1",)
-    assert system.install(Wishes(instances(system.places, ()))) == []
+    assert system.install(InstallOptions(instances(system.places, ()))) == []
     path = system.places.configuration / "worker-gpu1.toml"
     path.write_text(path.read_text().replace("/srv/one", "/srv/mine"))
-    system.install(Wishes(("gpu1",)))
+    system.install(InstallOptions(("gpu1",)))
     assert load_worker(path.with_name("worker-gpu1.toml.new")).model == "/srv/mine"
 
 
@@ -116,7 +116,7 @@ def test_devices_are_those_that_are_named_else_those_that_are_configured_else_th
     monkeypatch.setattr("kvforge.deploy.install.devices", lambda: ("gpu0", "gpu1"))
     assert instances(system.places, ["cpu", "gpu3", "cpu"]) == ("cpu", "gpu3")
     assert instances(system.places, ()) == ("gpu0", "gpu1")
-    system.install(Wishes(("cpu",)))
+    system.install(InstallOptions(("cpu",)))
     (system.places.configuration / "worker-notes.toml").touch()
     assert instances(system.places, ()) == ("cpu",)
 
@@ -179,7 +179,7 @@ def test_a_worker_gets_its_device(instance: str, device: str, index: int, tmp_pa
 @pytest.mark.parametrize("instance", ["gpu", "gpu0x", "gpu007", "gpu\u0661", "../x", "a b", ""])
 def test_an_instance_is_a_device(system: System, instance: str) -> None:
     with pytest.raises(InvalidConfiguration, match="it must be cpu, or gpu0"):
-        system.install(Wishes((instance,)))
+        system.install(InstallOptions((instance,)))
     assert system.files() == {}
 
 

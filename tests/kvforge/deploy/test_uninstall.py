@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvforge.commands.cli import main
-from kvforge.deploy.install import Wishes, install
+from kvforge.deploy.install import InstallOptions, install
 from kvforge.deploy.places import CACHE_DIR, STATE_DIR, UNITS, Places
 from kvforge.deploy.uninstall import uninstall
 from kvforge.protocol.errors import Unavailable
@@ -23,7 +23,7 @@ class System:
 
     def __init__(self, root: Path) -> None:
         self.places = Places(root)
-        install(self.places, Wishes(("cpu", "gpu0")), lambda _: None, dry_run=False)
+        install(self.places, InstallOptions(("cpu", "gpu0")), lambda _: None, dry_run=False)
         environment = self.places.environments / "1"
         environment.mkdir(parents=True)
         (environment / "pyvenv.cfg").touch()
@@ -65,7 +65,7 @@ def test_what_was_put_in_place_is_removed_and_state_stays(system: System) -> Non
 def test_what_is_installed_again_finds_its_state(system: System) -> None:
     system.uninstall()
     said: list[str] = []
-    install(system.places, Wishes(("cpu", "gpu0")), said.append, dry_run=False)
+    install(system.places, InstallOptions(("cpu", "gpu0")), said.append, dry_run=False)
     assert not any("kvforge/coordinator.toml" in line or ".new" in line for line in said)
     assert (system.places.of(STATE_DIR) / "00000001.journal").read_bytes() == b"accepted"
 

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from time import monotonic
 
-from kvforge.fleet.told import Seen
+from kvforge.fleet.messages import Seen
 
 from .load import Load
 from .raylets import RayCluster

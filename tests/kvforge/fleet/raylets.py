@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import msgspec
 
-from kvforge.fleet.told import Status
+from kvforge.fleet.messages import Status
 from tools.cluster.running import wait_gone
 
 ROOT = Path(__file__).parents[3]

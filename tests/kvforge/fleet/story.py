@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
-from kvforge.fleet.told import READY, Seen, Status
+from kvforge.fleet.messages import READY, Seen, Status
 from tools.chaos import tokenizer
 from tools.cluster.running import Process, tiny_model
 

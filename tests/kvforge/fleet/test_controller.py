@@ -12,7 +12,7 @@ import pytest
 
 from kvforge.fleet.cluster import controller
 from kvforge.fleet.deciding import Replica, View
-from kvforge.fleet.told import READY, Status, Told
+from kvforge.fleet.messages import READY, NodeStatus, Status
 
 TEXT = """
 name = "played"
@@ -34,12 +34,12 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]
             return await look()
 
         there = SimpleNamespace(look=looked, places={}, members={}, died=lambda _: False)
-        monkeypatch.setattr(controller, "Watch", lambda _: there)
+        monkeypatch.setattr(controller, "FleetWatcher", lambda _: there)
 
         async def nothing(*_: Any) -> None:
             pass
 
-        monkeypatch.setattr(controller, "Hands", lambda *_: SimpleNamespace(tell_gateways=nothing, do=nothing))
+        monkeypatch.setattr(controller, "ActionExecutor", lambda *_: SimpleNamespace(tell_gateways=nothing, do=nothing))
         made: Any = controller.Controller.__new__(controller.Controller)
         await made.__init__("played")
         return made
@@ -53,7 +53,7 @@ def test_who_asks_a_controller_that_has_just_begun_hears_what_it_finds(answers: 
 
     async def look() -> View:
         await asyncio.sleep(0.05 if answers else 60.0)
-        return View((Replica("r", "one", Told(phase=READY), 0.0),), ())
+        return View((Replica("r", "one", NodeStatus(phase=READY), 0.0),), ())
 
     async def test() -> Status:
         made = await fleet(look)

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvforge.fleet.deciding import (
-    Create,
-    Drain,
+    CreateAction,
+    DrainAction,
     Gateway,
     Memory,
-    Remove,
+    RemoveAction,
     Replica,
-    Stop,
+    StopAction,
     View,
     Wanted,
     carried,
@@ -27,8 +27,7 @@ from kvforge.fleet.deciding import (
     reason_for_no_room,
 )
 from kvforge.fleet.deciding.decide import GRACE_S
-from kvforge.fleet.settings import FleetFile, parse
-from kvforge.fleet.told import (
+from kvforge.fleet.messages import (
     DRAINING,
     FAILED,
     GATEWAY,
@@ -39,8 +38,9 @@ from kvforge.fleet.told import (
     STARTING,
     STOPPED,
     UNREADY,
-    Told,
+    NodeStatus,
 )
+from kvforge.fleet.settings import FleetFile, parse
 
 NAMES = [f"new{at}" for at in range(8)]
 
@@ -51,11 +51,11 @@ def file_of(replicas: str = "count = 2", gateways: str = "count = 0", rest: str 
 
 def replica(name: str, phase: str = READY, file: FleetFile | None = None, **told: Any) -> Replica:
     silent_s = told.pop("silent_s", 0.0)
-    return Replica(name, (file or FILE).revision, Told(phase=phase, **told), silent_s)
+    return Replica(name, (file or FILE).revision, NodeStatus(phase=phase, **told), silent_s)
 
 
 def gateway(name: str, phase: str = READY, file: FleetFile | None = None, **told: Any) -> Gateway:
-    return Gateway(name, (file or FILE).gateway_revision, Told(phase=phase, **told))
+    return Gateway(name, (file or FILE).gateway_revision, NodeStatus(phase=phase, **told))
 
 
 FILE = file_of()
@@ -79,27 +79,29 @@ def decided(file: FleetFile, *there: Replica, **wanted: Any) -> tuple[list[Any],
 
 
 def test_those_that_lack_are_created_at_once_and_those_that_are_there_are_left_alone() -> None:
-    assert actions(FILE) == [Create(REPLICA, "new0", FILE.revision), Create(REPLICA, "new1", FILE.revision)]
+    assert actions(FILE) == [CreateAction(REPLICA, "new0", FILE.revision), CreateAction(REPLICA, "new1", FILE.revision)]
     for phase in (PLACING, STARTING, UNREADY, SILENT, FAILED, READY):
         assert actions(FILE, replica("a"), replica("b", phase)) == [], phase
-    assert actions(FILE, replica("a"), replica("b", DRAINING, running=1)) == [Create(REPLICA, "new0", FILE.revision)]
+    assert actions(FILE, replica("a"), replica("b", DRAINING, running=1)) == [
+        CreateAction(REPLICA, "new0", FILE.revision)
+    ]
 
 
 def test_whoever_serves_nobody_leaves_first_and_at_once() -> None:
     both = replica("a", running=3), replica("b", running=1)
-    assert actions(FILE, *both, replica("c", PLACING)) == [Remove(REPLICA, "c")]
-    assert actions(FILE, *both, replica("c", STARTING)) == [Stop(REPLICA, "c")]
-    assert actions(FILE, *both, replica("c", FAILED)) == [Stop(REPLICA, "c")]
-    assert actions(FILE, *both, replica("c", UNREADY, running=9)) == [Drain("c", 600.0)]
-    assert actions(FILE, *both, replica("c", running=2)) == [Drain("b", 600.0)]
-    assert actions(FILE, *both, replica("c", running=2), count=1) == [Drain("b", 600.0), Drain("c", 600.0)]
+    assert actions(FILE, *both, replica("c", PLACING)) == [RemoveAction(REPLICA, "c")]
+    assert actions(FILE, *both, replica("c", STARTING)) == [StopAction(REPLICA, "c")]
+    assert actions(FILE, *both, replica("c", FAILED)) == [StopAction(REPLICA, "c")]
+    assert actions(FILE, *both, replica("c", UNREADY, running=9)) == [DrainAction("c", 600.0)]
+    assert actions(FILE, *both, replica("c", running=2)) == [DrainAction("b", 600.0)]
+    assert actions(FILE, *both, replica("c", running=2), count=1) == [DrainAction("b", 600.0), DrainAction("c", 600.0)]
 
 
 def test_one_that_is_silent_is_given_time_before_it_is_removed() -> None:
     both = replica("a"), replica("b")
     done, said = decided(FILE, *both, replica("c", SILENT, silent_s=59.0))
     assert done == [] and said == "c should leave but does not answer"
-    assert actions(FILE, *both, replica("c", SILENT, silent_s=60.0)) == [Remove(REPLICA, "c")]
+    assert actions(FILE, *both, replica("c", SILENT, silent_s=60.0)) == [RemoveAction(REPLICA, "c")]
     assert actions(FILE, replica("a"), replica("c", SILENT, silent_s=1e6)) == [], "Ray brings it back where it can"
 
 
@@ -107,21 +109,21 @@ def test_who_leaves_ends_when_nothing_runs_there_or_its_time_is_over() -> None:
     both = replica("a"), replica("b")
     for told in ({"running": 1}, {"pending": 1}):
         assert actions(FILE, *both, replica("c", DRAINING, draining_s=599.0, **told)) == []
-    assert actions(FILE, *both, replica("c", DRAINING)) == [Stop(REPLICA, "c")]
+    assert actions(FILE, *both, replica("c", DRAINING)) == [StopAction(REPLICA, "c")]
     late = replica("c", DRAINING, running=1, draining_s=600.0 + GRACE_S)
-    assert actions(FILE, *both, late) == [Stop(REPLICA, "c")]
-    assert actions(FILE, *both, replica("c", STOPPED)) == [Remove(REPLICA, "c")]
+    assert actions(FILE, *both, late) == [StopAction(REPLICA, "c")]
+    assert actions(FILE, *both, replica("c", STOPPED)) == [RemoveAction(REPLICA, "c")]
 
 
 def test_who_cannot_start_says_why_and_is_tried_again_later_or_when_asked() -> None:
     failed = replica("b", FAILED, reason="no such model", failed_s=299.0)
     done, said = decided(FILE, replica("a"), failed)
     assert done == [] and said == "b cannot start: no such model"
-    assert actions(FILE, replica("a"), failed, again=True) == [Stop(REPLICA, "b")]
-    assert actions(FILE, replica("a"), replica("b", FAILED, failed_s=300.0)) == [Stop(REPLICA, "b")]
+    assert actions(FILE, replica("a"), failed, again=True) == [StopAction(REPLICA, "b")]
+    assert actions(FILE, replica("a"), replica("b", FAILED, failed_s=300.0)) == [StopAction(REPLICA, "b")]
     late = replica("b", STARTING, age_s=3600.0, reason="loading")
     done, said = decided(FILE, replica("a"), late)
-    assert done == [Stop(REPLICA, "b")] and said.startswith("b, after 3600 s, is starting: loading")
+    assert done == [StopAction(REPLICA, "b")] and said.startswith("b, after 3600 s, is starting: loading")
 
 
 # ------------------------------------------------------------------------------------------------------------ update
@@ -133,15 +135,15 @@ def old(name: str, phase: str = READY, **told: Any) -> Replica:
 
 def test_an_update_goes_one_by_one_and_a_new_one_serves_before_an_old_one_leaves() -> None:
     both = old("a", running=2), old("b")
-    assert actions(FILE, *both) == [Create(REPLICA, "new0", FILE.revision)]
+    assert actions(FILE, *both) == [CreateAction(REPLICA, "new0", FILE.revision)]
     for phase in (PLACING, STARTING, UNREADY, SILENT):
         done, said = decided(FILE, *both, replica("n", phase, reason="why"))
         assert done == [] and said == f"the update waits for n, which is {phase}: why"
-    assert actions(FILE, *both, replica("n")) == [Drain("b", 600.0)]
+    assert actions(FILE, *both, replica("n")) == [DrainAction("b", 600.0)]
     leaving = old("b", DRAINING, running=1)
     assert actions(FILE, both[0], leaving, replica("n")) == []
-    assert actions(FILE, both[0], replica("n")) == [Create(REPLICA, "new0", FILE.revision)]
-    assert actions(FILE, both[0], replica("n"), replica("m")) == [Drain("a", 600.0)]
+    assert actions(FILE, both[0], replica("n")) == [CreateAction(REPLICA, "new0", FILE.revision)]
+    assert actions(FILE, both[0], replica("n"), replica("m")) == [DrainAction("a", 600.0)]
 
 
 def test_no_old_one_leaves_before_every_gateway_knows_the_new_one() -> None:
@@ -150,9 +152,9 @@ def test_no_old_one_leaves_before_every_gateway_knows_the_new_one() -> None:
     g, h = gateway("g", file=file, ready=("a", "b", "n")), gateway("h", file=file, ready=("a", "b"))
     done, said = decided(file, *there, g, h)
     assert done == [] and "n, which not all gateways know yet" in said
-    assert actions(file, *there, g, replace(h, told=g.told)) == [Drain("a", 600.0)]
+    assert actions(file, *there, g, replace(h, told=g.told)) == [DrainAction("a", 600.0)]
     unready = gateway("h", UNREADY, file=file)
-    assert actions(file, *there, g, unready) == [Drain("a", 600.0)], "an unready gateway blocks no drain"
+    assert actions(file, *there, g, unready) == [DrainAction("a", 600.0)], "an unready gateway blocks no drain"
 
 
 def test_an_update_that_cannot_start_stands_still_and_a_third_revision_goes_past_it() -> None:
@@ -160,23 +162,23 @@ def test_an_update_that_cannot_start_stands_still_and_a_third_revision_goes_past
     there = old("a"), old("b"), replica("n", FAILED, bad, reason="no such model")
     done, said = decided(bad, *there)
     assert done == [] and "n cannot start: no such model" in said and "the update is stopped" in said
-    assert actions(FILE, *there) == [Stop(REPLICA, "n")]
-    assert actions(OLD, *there) == [Stop(REPLICA, "n")], "back to the old revision"
+    assert actions(FILE, *there) == [StopAction(REPLICA, "n")]
+    assert actions(OLD, *there) == [StopAction(REPLICA, "n")], "back to the old revision"
 
 
 def test_without_surge_an_old_one_leaves_before_its_successor_comes() -> None:
     file, before = file_of("count = 2\nsurge = 0"), file_of("count = 2\nsurge = 0", model="old")
     a, b = replica("a", file=before), replica("b", file=before)
-    assert actions(file, a, b) == [Drain("a", 600.0)]
-    assert actions(file, b) == [Create(REPLICA, "new0", file.revision)]
+    assert actions(file, a, b) == [DrainAction("a", 600.0)]
+    assert actions(file, b) == [CreateAction(REPLICA, "new0", file.revision)]
     assert actions(file, b, replica("n", STARTING, file)) == []
-    assert actions(file, b, replica("n", file=file)) == [Drain("b", 600.0)]
+    assert actions(file, b, replica("n", file=file)) == [DrainAction("b", 600.0)]
 
 
 def test_old_ones_that_serve_nobody_go_first() -> None:
-    assert actions(FILE, old("a"), old("b", FAILED)) == [Stop(REPLICA, "b")]
-    assert actions(FILE, old("a"), old("b", PLACING)) == [Remove(REPLICA, "b")]
-    assert actions(FILE, old("a"), old("b", UNREADY), replica("n")) == [Drain("b", 600.0)]
+    assert actions(FILE, old("a"), old("b", FAILED)) == [StopAction(REPLICA, "b")]
+    assert actions(FILE, old("a"), old("b", PLACING)) == [RemoveAction(REPLICA, "b")]
+    assert actions(FILE, old("a"), old("b", UNREADY), replica("n")) == [DrainAction("b", 600.0)]
 
 
 # ---------------------------------------------------------------------------------------------------- gateways, the end
@@ -187,20 +189,22 @@ def test_gateways_leave_one_by_one_and_only_while_others_serve() -> None:
     rest = replica("a", file=file), replica("b", file=file)
     known = {"ready": ("a", "b")}
     g, h = gateway("g", file=before, **known), gateway("h", file=before, **known)
-    assert actions(file, *rest, g, h) == [Stop(GATEWAY, "g")]
-    assert actions(file, *rest, gateway("g", DRAINING, before), h) == [Stop(GATEWAY, "g")], "again, until it has ended"
-    assert actions(file, *rest, gateway("g", STOPPED, before), h) == [Remove(GATEWAY, "g")]
-    assert actions(file, *rest, h) == [Create(GATEWAY, "new0", file.gateway_revision)]
+    assert actions(file, *rest, g, h) == [StopAction(GATEWAY, "g")]
+    assert actions(file, *rest, gateway("g", DRAINING, before), h) == [StopAction(GATEWAY, "g")], (
+        "again, until it has ended"
+    )
+    assert actions(file, *rest, gateway("g", STOPPED, before), h) == [RemoveAction(GATEWAY, "g")]
+    assert actions(file, *rest, h) == [CreateAction(GATEWAY, "new0", file.gateway_revision)]
     assert actions(file, *rest, gateway("n", STARTING, file), h) == []
-    assert actions(file, *rest, gateway("n", file=file, **known), h) == [Stop(GATEWAY, "h")]
-    assert actions(file, *rest, *(gateway(n, file=file, **known) for n in "gnm")) == [Stop(GATEWAY, "g")]
+    assert actions(file, *rest, gateway("n", file=file, **known), h) == [StopAction(GATEWAY, "h")]
+    assert actions(file, *rest, *(gateway(n, file=file, **known) for n in "gnm")) == [StopAction(GATEWAY, "g")]
 
 
 def test_the_end_is_that_of_gateways_and_then_of_replicas() -> None:
     file = file_of(gateways="count = 1")
     both = replica("a", file=file, running=1), replica("b", PLACING, file)
-    assert actions(file, *both, gateway("g", file=file), ended=True) == [Stop(GATEWAY, "g")]
-    assert actions(file, *both, ended=True) == [Drain("a", 600.0), Remove(REPLICA, "b")]
+    assert actions(file, *both, gateway("g", file=file), ended=True) == [StopAction(GATEWAY, "g")]
+    assert actions(file, *both, ended=True) == [DrainAction("a", 600.0), RemoveAction(REPLICA, "b")]
     assert actions(file, replica("a", DRAINING, file, running=1), ended=True) == []
     assert actions(file, ended=True) == []
 
@@ -223,8 +227,8 @@ class Scaling:
         ones = tuple(replica(f"r{at}", phase, self.file, queue_s=queue_s) for at in range(self.count))
         wanted = Wanted(self.file, self.count)
         decision, self.memory = decide(wanted, View(ones), self.memory, self.now_s, NAMES)
-        created = sum(isinstance(action, Create) for action in decision.actions)
-        left = sum(isinstance(action, Drain) for action in decision.actions)
+        created = sum(isinstance(action, CreateAction) for action in decision.actions)
+        left = sum(isinstance(action, DrainAction) for action in decision.actions)
         assert self.count + created - left == decision.count
         self.count = decision.count
         return self.count
@@ -292,13 +296,13 @@ class World:
         names = [next(self.fresh) for _ in range(4)]
         decision, _ = decide(Wanted(self.file), view, Memory(), self.now_s, names)
         assert len({action.name for action in decision.actions}) == len(decision.actions)
-        drained = [self.ones[action.name] for action in decision.actions if isinstance(action, Drain)]
+        drained = [self.ones[action.name] for action in decision.actions if isinstance(action, DrainAction)]
         served = [one for one in drained if one.phase == READY]
         if served:
             least = self.file.count - (1 - self.file.replicas.surge)
             assert before - len(served) >= least, "too few serving members"
         for action in decision.actions:
-            if isinstance(action, Stop) and isinstance(self.ones[action.name], Replica):
+            if isinstance(action, StopAction) and isinstance(self.ones[action.name], Replica):
                 assert not self.ones[action.name].told.running, "its requests run"
             self.do(action)
         if not decision.actions:
@@ -309,13 +313,13 @@ class World:
         return sum(one.phase == READY and not isinstance(one, Gateway) for one in self.ones.values())
 
     def do(self, action: Any) -> None:
-        if isinstance(action, Create):
+        if isinstance(action, CreateAction):
             cls = Replica if action.kind == REPLICA else Gateway
-            self.ones[action.name] = cls(action.name, action.revision, Told(phase=PLACING))
-        elif isinstance(action, Remove):
+            self.ones[action.name] = cls(action.name, action.revision, NodeStatus(phase=PLACING))
+        elif isinstance(action, RemoveAction):
             del self.ones[action.name]
         else:
-            self.say(action.name, phase=STOPPED if isinstance(action, Stop) else DRAINING)
+            self.say(action.name, phase=STOPPED if isinstance(action, StopAction) else DRAINING)
 
     def say(self, name: str, **told: Any) -> None:
         one = self.ones[name]

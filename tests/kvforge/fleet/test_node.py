@@ -13,18 +13,28 @@ import pytest
 
 from kvforge import SamplingParams
 from kvforge.coordinator.config import CoordinatorConfig
+from kvforge.fleet.messages import (
+    READY,
+    BeginOrder,
+    DrainOrder,
+    NodeStatus,
+    Place,
+    StopOrder,
+    UseOrder,
+    encode,
+    told_of,
+)
 from kvforge.fleet.node.folder import LOCK, SWEPT_S, Folder, reserve
-from kvforge.fleet.node.link import Link, pair
+from kvforge.fleet.node.link import KeeperLink, pair
 from kvforge.fleet.node.queue import WINDOW_S, QueueTime, begun_and_waited
 from kvforge.fleet.node.replica import model_of, settings_of
 from kvforge.fleet.settings import FleetFile, parse
-from kvforge.fleet.told import READY, Begin, Drain, Place, Stop, Told, Use, encode, told_of
 from kvforge.protocol import keys
 from kvforge.protocol.configuration import convert
 from kvforge.protocol.errors import DeadlineExceeded, InternalError, InvalidConfiguration, Unavailable
 from tools.cluster.cluster import Cluster
 
-BEGIN = Begin(name="a", address="127.0.0.1", text="", public="p")
+BEGIN = BeginOrder(name="a", address="127.0.0.1", text="", public="p")
 LOCAL = "127.0.0.1"
 
 
@@ -38,15 +48,15 @@ def file_of(folder: Path, up: str = "") -> FleetFile:
 def test_orders_that_come_with_the_first_are_not_lost() -> None:
     ours, theirs = pair()
     with ours:
-        link = Link(theirs.detach())
-        use = Use(text="t", places={"b": Place(endpoint="tcp://x:1", server_key="k")})
-        for order in (BEGIN, use, Drain(deadline_s=1.0)):
+        link = KeeperLink(theirs.detach())
+        use = UseOrder(text="t", places={"b": Place(endpoint="tcp://x:1", server_key="k")})
+        for order in (BEGIN, use, DrainOrder(deadline_s=1.0)):
             ours.send(encode(order))
         ours.send(b"what is this")
-        ours.send(encode(Stop()))
+        ours.send(encode(StopOrder()))
         assert link.begin(1.0) == BEGIN
-        assert link.orders() == [use, Drain(deadline_s=1.0), Stop()] and link.orders() == []
-        told = Told(phase=READY, place=use.places["b"], pids={"coordinator": 1})
+        assert link.orders() == [use, DrainOrder(deadline_s=1.0), StopOrder()] and link.orders() == []
+        told = NodeStatus(phase=READY, place=use.places["b"], pids={"coordinator": 1})
         link.tell(told)
         assert told_of(ours.recv(1 << 16)) == told
         for _ in range(100_000):
@@ -57,15 +67,15 @@ def test_orders_that_come_with_the_first_are_not_lost() -> None:
 def test_a_keeper_that_says_nothing_is_not_waited_for() -> None:
     ours, theirs = pair()
     with ours:
-        link = Link(theirs.detach())
+        link = KeeperLink(theirs.detach())
         with pytest.raises(DeadlineExceeded):
             link.begin(0.01)
-        ours.send(encode(Stop()))
+        ours.send(encode(StopOrder()))
         with pytest.raises(DeadlineExceeded):
             link.begin(0.01)
         link.close()
     with pytest.raises(InternalError, match="bytes"):
-        encode(Told(phase=READY, reason="x" * (1 << 18)))
+        encode(NodeStatus(phase=READY, reason="x" * (1 << 18)))
 
 
 # ------------------------------------------------------------------------------------------------------------- folder

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvforge.fleet.told import READY, Status
+from kvforge.fleet.messages import READY, Status
 
 from .load import TOKENS, Load, body, streamed
 from .raylets import RayCluster

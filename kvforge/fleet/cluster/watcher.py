@@ -11,18 +11,19 @@ import ray
 import ray.util
 from ray.exceptions import ActorDiedError, RayError
 
-from ..deciding import Gateway, Replica, View, reason_for_no_room
-from ..deciding.room import wanted
-from ..settings import FleetFile
-from ..told import FAILED, PLACING, REPLICA, SILENT, STARTING, Place, Told, told_of
-from .names import Member, member_of, namespace
+from kvforge.fleet.deciding import Gateway, Replica, View, reason_for_no_room
+from kvforge.fleet.deciding.room import wanted
+from kvforge.fleet.messages import FAILED, PLACING, REPLICA, SILENT, STARTING, NodeStatus, Place, told_of
+from kvforge.fleet.settings import FleetFile
+
+from .names import FleetMember, member_of, namespace
 
 ANSWER_S = 2.0
 PLACED = "CREATED"
 GONE = "REMOVED"
 
 
-class There(NamedTuple):
+class MemberPresence(NamedTuple):
     """The existing parts of a member.
 
     Attributes:
@@ -34,16 +35,16 @@ class There(NamedTuple):
     placed: str
 
 
-class Watch:
+class FleetWatcher:
     """Looks at a fleet repeatedly, and remembers silent members and those that died at their start."""
 
     def __init__(self, fleet: str) -> None:
         self._fleet, self._namespace = fleet, namespace(fleet)
-        self._seen: dict[Member, float] = {}
-        self._heard: dict[Member, float] = {}
-        self._dead: dict[Member, tuple[str, float]] = {}
+        self._seen: dict[FleetMember, float] = {}
+        self._heard: dict[FleetMember, float] = {}
+        self._dead: dict[FleetMember, tuple[str, float]] = {}
         self.places: dict[str, Place] = {}  # the last known one of each replica
-        self.members: dict[Member, There] = {}
+        self.members: dict[FleetMember, MemberPresence] = {}
 
     async def look(self, file: FleetFile) -> View:
         """Return the present state of all members."""
@@ -64,15 +65,15 @@ class Watch:
         self.places = {name: place for name, place in self.places.items() if name in names}
         return View(tuple(replicas), tuple(gateways))
 
-    def died(self, member: Member) -> bool:
+    def died(self, member: FleetMember) -> bool:
         """Return whether a member's actor died at its start, so that it cannot receive orders."""
         return member in self._dead
 
-    def forget(self, member: Member) -> None:
+    def forget(self, member: FleetMember) -> None:
         """Forget a member that was removed."""
         self._dead.pop(member, None)
 
-    def handle(self, member: Member) -> Any:
+    def handle(self, member: FleetMember) -> Any:
         """Return a member's actor.
 
         Raises:
@@ -80,20 +81,20 @@ class Watch:
         """
         return ray.get_actor(member.actor, namespace=self._namespace)
 
-    def _find(self) -> dict[Member, There]:
-        found: dict[Member, There] = {}
+    def _find(self) -> dict[FleetMember, MemberPresence]:
+        found: dict[FleetMember, MemberPresence] = {}
         for each in ray.util.list_named_actors(all_namespaces=True):
             if each["namespace"] == self._namespace and (member := member_of(each["name"])) is not None:
-                found[member] = There(actor=True, placed="")
+                found[member] = MemberPresence(actor=True, placed="")
         start = f"{self._namespace}/"
         for group in ray.util.placement_group_table().values():
             name = str(group["name"])
             if not name.startswith(start) or group["state"] == GONE:
                 continue
             if (member := member_of(name.removeprefix(start))) is not None:
-                found[member] = There(actor=member in found, placed=str(group["state"]))
+                found[member] = MemberPresence(actor=member in found, placed=str(group["state"]))
         for member in self._dead:
-            found.setdefault(member, There(actor=False, placed=""))
+            found.setdefault(member, MemberPresence(actor=False, placed=""))
         return dict(sorted(found.items()))
 
     def _forget(self) -> None:
@@ -101,12 +102,12 @@ class Watch:
         self._seen = {member: self._seen.get(member, now) for member in self.members}
         self._heard = {member: at for member, at in self._heard.items() if member in self.members}
 
-    async def _ask(self, member: Member, there: There, file: FleetFile) -> Told:
+    async def _ask(self, member: FleetMember, there: MemberPresence, file: FleetFile) -> NodeStatus:
         if member in self._dead:
             reason, at = self._dead[member]
-            return Told(phase=FAILED, reason=reason, failed_s=monotonic() - at)
+            return NodeStatus(phase=FAILED, reason=reason, failed_s=monotonic() - at)
         if member.kind == REPLICA and there.placed != PLACED:
-            return Told(phase=PLACING, reason=self._no_room(file.bundle, "a replica"))
+            return NodeStatus(phase=PLACING, reason=self._no_room(file.bundle, "a replica"))
         try:
             said: bytes = await asyncio.wait_for(self.handle(member).look.remote(), ANSWER_S)
         except ActorDiedError as error:
@@ -118,12 +119,12 @@ class Watch:
         self._heard[member] = monotonic()
         return told_of(said)
 
-    def _unheard(self, member: Member, file: FleetFile) -> Told:
+    def _unheard(self, member: FleetMember, file: FleetFile) -> NodeStatus:
         if member in self._heard:
-            return Told(phase=SILENT, reason="its node or its keeper is gone or slow")
+            return NodeStatus(phase=SILENT, reason="its node or its keeper is gone or slow")
         age_s = monotonic() - self._seen[member]
         reason = "" if member.kind == REPLICA else self._no_room(file.gateway_bundle, "a gateway")
-        return Told(phase=STARTING, reason=reason or "its keeper is starting", age_s=age_s)
+        return NodeStatus(phase=STARTING, reason=reason or "its keeper is starting", age_s=age_s)
 
     def _no_room(self, bundle: Mapping[str, float], what: str) -> str:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -22,7 +22,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     server_key: str
 
 
-class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
+class BeginOrder(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     """The first message to a program.
 
     Attributes:
@@ -41,28 +41,28 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     places: dict[str, Place] = {}
 
 
-class Use(msgspec.Struct, frozen=True, kw_only=True, tag="use"):
+class UseOrder(msgspec.Struct, frozen=True, kw_only=True, tag="use"):
     """Orders a gateway to use these replicas and [gateway] of this fleet.toml."""
 
     text: str
     places: dict[str, Place]
 
 
-class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+class DrainOrder(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
     """Orders a replica to stop admission, and to hand back requests that have not ended after `deadline_s`."""
 
     deadline_s: float
 
 
-class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+class StopOrder(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """Orders a program to end and to remove its files."""
 
 
-Order = Begin | Use | Drain | Stop
+Order = BeginOrder | UseOrder | DrainOrder | StopOrder
 _ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of a replica or gateway.
 
     Attributes:
@@ -105,7 +105,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     revision: str
-    told: Told
+    told: NodeStatus
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +134,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         return not self.sentences and len(self.replicas) == self.count and all(s.told.phase == READY for s in whole)
 
 
-def encode(document: Order | Told) -> bytes:
+def encode(document: Order | NodeStatus) -> bytes:
     """Encode a message.
 
     Raises:
@@ -155,10 +155,10 @@ def order_of(said: bytes) -> Order:
     return _ORDERS.decode(said)
 
 
-def told_of(said: bytes) -> Told:
+def told_of(said: bytes) -> NodeStatus:
     """Decode a status.
 
     Raises:
         msgspec.ValidationError: The bytes are not a status.
     """
-    return msgspec.json.decode(said, type=Told)
+    return msgspec.json.decode(said, type=NodeStatus)

@@ -12,24 +12,23 @@ import ray.util
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ..deciding import Action, Create, Remove, Stop
-from ..deciding import Drain as DrainAction
-from ..settings import FleetFile
-from ..told import REPLICA, Begin, Drain, Order, Place, Use, encode
-from ..told import Stop as StopOrder
+from kvforge.fleet.deciding import Action, CreateAction, DrainAction, RemoveAction, StopAction
+from kvforge.fleet.messages import REPLICA, BeginOrder, DrainOrder, Order, Place, StopOrder, UseOrder, encode
+from kvforge.fleet.settings import FleetFile
+
 from .keeper import Keeper
-from .names import Member, namespace
+from .names import FleetMember, namespace
 from .store import Spec
-from .watching import Watch
+from .watcher import FleetWatcher
 
 ANSWER_S = 5.0
 log = logging.getLogger(__name__)
 
 
-class Hands:
+class ActionExecutor:
     """The actions of one controller."""
 
-    def __init__(self, fleet: str, watch: Watch) -> None:
+    def __init__(self, fleet: str, watch: FleetWatcher) -> None:
         self._namespace, self._watch = namespace(fleet), watch
         self._used: dict[str, tuple[str, str, dict[str, Place]]] = {}  # by gateway: the last order to its keeper
 
@@ -42,20 +41,20 @@ class Hands:
             ValueError: The actor is gone.
         """
         log.info("%s", action)
-        if isinstance(action, Create):
-            self.create(Member(action.kind, action.name, action.revision), file, spec)
+        if isinstance(action, CreateAction):
+            self.create(FleetMember(action.kind, action.name, action.revision), file, spec)
             return
         member = next(one for one in self._watch.members if one.name == action.name)
-        if isinstance(action, Remove) or (isinstance(action, Stop) and self._watch.died(member)):
+        if isinstance(action, RemoveAction) or (isinstance(action, StopAction) and self._watch.died(member)):
             self._remove(member)
-        elif isinstance(action, Stop):
+        elif isinstance(action, StopAction):
             await self._order(member, StopOrder())
         elif isinstance(action, DrainAction):
-            await self._order(member, Drain(deadline_s=action.deadline_s))
+            await self._order(member, DrainOrder(deadline_s=action.deadline_s))
 
-    def create(self, member: Member, file: FleetFile, spec: Spec) -> None:
+    def create(self, member: FleetMember, file: FleetFile, spec: Spec) -> None:
         """Create a member's placement group, if it has none yet, and its actor."""
-        begin = Begin(name=member.name, address="", text=spec.text, public=spec.public)
+        begin = BeginOrder(name=member.name, address="", text=spec.text, public=spec.public)
         cls = ray.remote(Keeper)
         shared = {
             "name": member.actor,
@@ -65,7 +64,7 @@ class Hands:
             "get_if_exists": True,
         }
         if member.kind != REPLICA:
-            begin = Begin(name=member.name, address="", text=spec.text, public=spec.public, secret=spec.secret)
+            begin = BeginOrder(name=member.name, address="", text=spec.text, public=spec.public, secret=spec.secret)
             bundle = file.gateway_bundle
             cls.options(num_cpus=bundle.get("CPU", 0), scheduling_strategy="SPREAD", **shared).remote(
                 member.kind, encode(begin)
@@ -86,7 +85,7 @@ class Hands:
             **shared,
         ).remote(member.kind, encode(begin))
 
-    async def tell_gateways(self, spec: Spec, places: dict[str, Place], lives: dict[Member, str]) -> None:
+    async def tell_gateways(self, spec: Spec, places: dict[str, Place], lives: dict[FleetMember, str]) -> None:
         """Send the replicas and the file to each gateway that does not have them yet.
 
         Args:
@@ -100,19 +99,19 @@ class Hands:
             sent = (life, spec.text, places)
             if self._used.get(member.name) != sent:
                 with suppress(RayError, TimeoutError, ValueError):
-                    await self._order(member, Use(text=spec.text, places=places))
+                    await self._order(member, UseOrder(text=spec.text, places=places))
                     self._used[member.name] = sent
 
-    async def _order(self, member: Member, order: Order) -> None:
+    async def _order(self, member: FleetMember, order: Order) -> None:
         handle = self._watch.handle(member)
         await asyncio.wait_for(handle.order.remote(encode(order)), ANSWER_S)
 
-    def _group(self, member: Member) -> Any:
+    def _group(self, member: FleetMember) -> Any:
         with suppress(ValueError):
             return ray.util.get_placement_group(f"{self._namespace}/{member.actor}")
         return None
 
-    def _remove(self, member: Member) -> None:
+    def _remove(self, member: FleetMember) -> None:
         with suppress(ValueError):
             ray.kill(self._watch.handle(member), no_restart=True)
         if (group := self._group(member)) is not None:

@@ -10,7 +10,7 @@ from kvforge.protocol.logs import json_line
 UP = "up"
 
 
-class Voice:
+class ConsoleReporter:
     """Writes lines, and ignores errors of a reader that has left. log_format: as in `protocol.logs`."""
 
     def __init__(self, log_format: str = "text") -> None:
