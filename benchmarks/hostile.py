@@ -37,7 +37,7 @@ from kvforge import CachedSequence, Client, SamplingParams
 from kvforge.protocol import keys
 from kvforge.protocol.codec import encode
 from kvforge.protocol.messages import Explain, GetHealth, GetStats, Hello, ListRequests
-from kvforge.protocol.network import proof_for
+from kvforge.protocol.network import credentials_for
 from kvforge.protocol.transport import CLIENT_SOCKET, client_endpoint, dealer
 from tests.hostile.crowd import Crowd
 from tests.hostile.raw import RawPeer, frames
@@ -90,7 +90,7 @@ class Key(NamedTuple):
 def flood_sealed(key: Key, _runtime: str, seed: int, stop: Event) -> None:
     """The same over the network."""
     random, context = Random(seed), zmq.Context[zmq.Socket[bytes]]()
-    socket = dealer(context, proof_for(key.endpoint, key.server_key, key.key_file))
+    socket = dealer(context, credentials_for(key.endpoint, key.server_key, key.key_file))
     socket.connect(key.endpoint)
     socket.send_multipart(encode(Hello(rid=1)))
     said = [encode(message) for message in FLOOD]

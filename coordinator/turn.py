@@ -25,7 +25,7 @@ from kvforge.protocol.errors import (
     StateLost,
     VersionMismatch,
 )
-from kvforge.protocol.handover import StepMail
+from kvforge.protocol.handover import StepRing
 from kvforge.protocol.logs import tell
 from kvforge.protocol.messages import (
     CLIENT_MESSAGES,
@@ -170,7 +170,7 @@ class TurnLimits(Bounds, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Mail:
     """The shared-memory channel for one worker's steps, from its registration on."""
 
-    def __init__(self, mail: StepMail, pool: int, epoch: int) -> None:
+    def __init__(self, mail: StepRing, pool: int, epoch: int) -> None:
         self._mail, self._pool, self._epoch = mail, pool, epoch
         self._number = 0
 

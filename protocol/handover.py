@@ -24,7 +24,7 @@ from .messages import Int64Array
 HEAD = 4
 
 
-class StepMail:
+class StepRing:
     """The coordinator's side.
 
     Args:
@@ -59,7 +59,7 @@ class StepMail:
             head[at] = number
 
 
-class StepWatch:
+class StepRingReader:
     """A worker's side, from one registration on.
 
     Args:

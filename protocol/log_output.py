@@ -78,7 +78,7 @@ class LogOutput(logging.Handler):
         super().close()
 
 
-class Limited(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """Limits warnings and errors of one kind to a number per period, and reports how many were left out.
 
     A kind is the text of a line without its numbers, together with the peer that it concerns (`extra={"peer": ...}`). A

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from .errors import Field, InvalidConfiguration
-from .log_output import Limited, LogOutput
+from .log_output import LogOutput, RateLimitFilter
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
@@ -55,7 +55,7 @@ def configure(process: str, level: str, log_format: str) -> LogOutput:
     """
     output = LogOutput(sys.stderr.fileno())
     output.setFormatter(formatter(process, log_format))
-    output.addFilter(Limited())
+    output.addFilter(RateLimitFilter())
     logging.basicConfig(level=level.upper(), handlers=[output])
     return output
 

@@ -122,7 +122,7 @@ TENANT_TIMES = FIRST_TOKEN, GAP, WHOLE, QUEUE, PREFILL, DECODE, PROMPT_SIZE, ANS
 TENANT_CELLS, POOL_CELLS = TENANT_TIMES[-1].end, STEP_TIME.end
 
 
-class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One worker.
 
     Attributes:
@@ -144,7 +144,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes: dict[str, int] = {}
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class ServiceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Values that are not numbers and rarely change.
 
     Attributes:
@@ -155,4 +155,4 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str = ""
     tenants: tuple[str, ...] = ()
-    workers: tuple[WorkerFacts, ...] = ()
+    workers: tuple[WorkerInfo, ...] = ()

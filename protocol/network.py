@@ -19,7 +19,7 @@ SERVER_KEY, KEY_FILE = "KVFORGE_SERVER_KEY", "KVFORGE_KEY_FILE"
 PORT_MAX = 65_535
 
 
-class Proof(NamedTuple):
+class CurveCredentials(NamedTuple):
     """The coordinator's public key, and this peer's own key pair."""
 
     server_key: str
@@ -34,7 +34,7 @@ class Proof(NamedTuple):
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH  # the event on a socket's monitor
 
 
-def refusal(endpoint: str, proof: Proof) -> NotAllowed:
+def refusal(endpoint: str, proof: CurveCredentials) -> NotAllowed:
     """Return the error for the event REFUSED."""
     problem = f"the coordinator at {endpoint} does not know the key '{proof.own.public}': add it to [access]"
     return NotAllowed("connect", problem)
@@ -70,7 +70,9 @@ def host_and_port(endpoint: str, field: str) -> tuple[str, int]:
     return "" if host == "*" else host, int(port)
 
 
-def proof_for(endpoint: str, server_key: str | None, key_file: str | os.PathLike[str] | None) -> Proof | None:
+def credentials_for(
+    endpoint: str, server_key: str | None, key_file: str | os.PathLike[str] | None
+) -> CurveCredentials | None:
     """Return the keys for a connection to `endpoint`; None for `ipc://`.
 
     Args:
@@ -92,4 +94,4 @@ def proof_for(endpoint: str, server_key: str | None, key_file: str | os.PathLike
         problem = f"{endpoint} accepts only known keys: make one with `kvforge keys client`, and give --key-file"
         raise InvalidConfiguration("key_file", f"{problem}, key_file or {KEY_FILE}")
     keys.bytes_of(server_key, "server_key")
-    return Proof(server_key, keys.read(Path(key_file).expanduser()))
+    return CurveCredentials(server_key, keys.read(Path(key_file).expanduser()))

@@ -20,7 +20,7 @@ from . import steady_clock
 from .errors import DeadlineExceeded
 from .layout import GAUGES
 from .messages import Int64Array
-from .meters import POOL_COUNTS, Facts
+from .meters import POOL_COUNTS, ServiceInfo
 
 READ_WAIT_S = 1.0
 SPINS_MAX = 32
@@ -46,7 +46,7 @@ class Numbers(NamedTuple):
     tenants: Int64Array
     tenant_blocks: Int64Array
     pools: Int64Array
-    facts: Facts
+    facts: ServiceInfo
     age_s: float
 
 
@@ -64,7 +64,7 @@ class NumbersWriter:
         self.pools: Int64Array = views["pool_counts"]
         self._facts: npt.NDArray[np.uint8] = views["facts"]
         self.begin()
-        self.facts(Facts())
+        self.facts(ServiceInfo())
         self.finish(NEVER_US, [0] * len(GAUGES))
 
     def begin(self) -> None:
@@ -83,7 +83,7 @@ class NumbersWriter:
         row[: len(POOL_COUNTS)] = counts
         row[len(POOL_COUNTS) :] = times
 
-    def facts(self, facts: Facts) -> None:
+    def facts(self, facts: ServiceInfo) -> None:
         """Write the facts. Their size is bounded: there is room for as many workers as pools."""
         data = msgspec.msgpack.encode(facts)
         whole = len(data).to_bytes(LENGTH_BYTES, "little") + data
@@ -121,7 +121,7 @@ class NumbersReader:
         (written_ns, *gauges), tenants, blocks, pools, facts = undisturbed(self._head, self._copy)
         age_s = max(0.0, (looked_ns - written_ns) / 1e9)
         named = dict(zip(GAUGES, gauges, strict=True))
-        return Numbers(named, tenants, blocks, pools, msgspec.msgpack.decode(facts, type=Facts), age_s)
+        return Numbers(named, tenants, blocks, pools, msgspec.msgpack.decode(facts, type=ServiceInfo), age_s)
 
     def _copy(self) -> tuple[list[int], Int64Array, Int64Array, Int64Array, bytes]:
         size = int.from_bytes(self._facts[:LENGTH_BYTES].tobytes(), "little")

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from . import trust
 from .errors import DeadlineExceeded, ProtocolError
-from .handover import StepMail, StepWatch
+from .handover import StepRing, StepRingReader
 from .layout import GAUGES, HEADER, LAYOUT_VERSION, MAGIC, PAGE_BYTES, Geometry, arrays, file_bytes
 from .messages import Int32Array, Int64Array
 from .numbers import SPINS_MAX, Numbers, NumbersReader, NumbersWriter, attempts, undisturbed
@@ -108,7 +108,7 @@ class TablesWriter:
         self.block_generation: Int32Array = views["block_generation"]
         self.block_owner: Int32Array = views["block_owner"]
         self.block_table: Int32Array = views["block_table"]
-        self.mail = StepMail(views["mail_head"], views["mail"])
+        self.mail = StepRing(views["mail_head"], views["mail"])
 
     def begin_rows(self, slots: Int64Array) -> None:
         """Mark rows as being written until `end_rows`.
@@ -195,14 +195,14 @@ class TablesReader:
         self._mail_head, self._mail = views["mail_head"], views["mail"]
         self.retries = 0
 
-    def watch(self, pool: int, epoch: int) -> StepWatch:
+    def watch(self, pool: int, epoch: int) -> StepRingReader:
         """Return a view of the steps that the coordinator hands to a pool's worker.
 
         Args:
             pool: The number of the pool.
             epoch: The registration of the worker from which the steps count.
         """
-        return StepWatch(self._mail_head[pool], self._mail[pool], epoch)
+        return StepRingReader(self._mail_head[pool], self._mail[pool], epoch)
 
     def rows(self, slots: npt.NDArray[np.integer[Any]], width: int) -> Rows:
         """Read several rows; each row is consistent.

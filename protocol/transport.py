@@ -25,7 +25,7 @@ from pathlib import Path
 import zmq
 
 from .errors import InvalidConfiguration
-from .network import Proof
+from .network import CurveCredentials
 from .trust import check_path
 
 CLIENT_SOCKET = "clients.sock"
@@ -120,7 +120,7 @@ def prepare_runtime_dir(runtime_dir: Path) -> None:
 
 
 def dealer(
-    context: zmq.Context[zmq.Socket[bytes]], proof: Proof | None = None, *, immediate: bool = True
+    context: zmq.Context[zmq.Socket[bytes]], proof: CurveCredentials | None = None, *, immediate: bool = True
 ) -> zmq.Socket[bytes]:
     """Create the socket of a client or worker, for one connection.
 

@@ -10,7 +10,7 @@ import msgspec
 from kvforge.protocol import choices, logs
 from kvforge.protocol.configuration import expand, load
 from kvforge.protocol.errors import InvalidConfiguration
-from kvforge.protocol.network import Proof, host_and_port, proof_for
+from kvforge.protocol.network import CurveCredentials, credentials_for, host_and_port
 from kvforge.protocol.transport import default_runtime_dir, worker_endpoint
 from kvforge.text.grammar_helper import TrialLimits
 
@@ -166,7 +166,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return self.watch_us
         return WATCH_US if len(os.sched_getaffinity(0)) >= WATCH_CORES_MIN else 0
 
-    def coordinator(self) -> tuple[str, Proof | None]:
+    def coordinator(self) -> tuple[str, CurveCredentials | None]:
         """Return the coordinator's endpoint and this worker's credentials for it.
 
         Returns:
@@ -176,7 +176,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             InvalidConfiguration: A key is missing or cannot be read.
         """
         endpoint = self.endpoint or worker_endpoint(self.runtime_path)
-        return endpoint, proof_for(endpoint, self.server_key, expand(self.key_file) if self.key_file else None)
+        return endpoint, credentials_for(endpoint, self.server_key, expand(self.key_file) if self.key_file else None)
 
     @property
     def runtime_path(self) -> Path:

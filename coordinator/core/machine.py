@@ -44,7 +44,7 @@ from kvforge.protocol.messages import (
     Submit,
     UnrefBlock,
 )
-from kvforge.protocol.meters import Facts
+from kvforge.protocol.meters import ServiceInfo
 
 from .cache.cache import Cache
 from .cache.invariants import check_cache
@@ -383,7 +383,7 @@ class Machine:
         gauges += journal
         return gauges
 
-    def news(self) -> Facts | None:
+    def news(self) -> ServiceInfo | None:
         """Return the facts that monitors need besides numbers, if they changed since the last call."""
         workers, tenants = self._reports, self.cache.tenants
         if not (workers.changed or tenants.changed):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.protocol.meters import FIRST_TOKEN, GAP, OTHERS, Distribution, WorkerFacts
+from kvforge.protocol.meters import FIRST_TOKEN, GAP, OTHERS, Distribution, WorkerInfo
 from kvforge.protocol.numbers import Numbers
 
 GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
@@ -51,7 +51,7 @@ class Told:
             for name, own in rows.items()
         ]
 
-    def workers(self) -> Iterator[tuple[WorkerFacts, Cells]]:
+    def workers(self) -> Iterator[tuple[WorkerInfo, Cells]]:
         """Yield each worker that has a pool, with the pool's row."""
         for worker in self.facts.workers:
             if worker.pool >= 0:

@@ -29,8 +29,8 @@ def look(settings: Settings) -> None:
     for name, replica in settings.replicas.items():
         if replica.endpoint and not replica.endpoint.startswith("ipc://"):
             network.host_and_port(replica.endpoint, f"replicas.{name}.endpoint")
-        network.proof_for(replica.coordinator, replica.server_key or None, replica.key_file or None)
-    network.proof_for(settings.coordinator, settings.server_key or None, settings.key_file or None)
+        network.credentials_for(replica.coordinator, replica.server_key or None, replica.key_file or None)
+    network.credentials_for(settings.coordinator, settings.server_key or None, settings.key_file or None)
     if not settings.chat_template:
         return
     try:

@@ -25,10 +25,10 @@ from kvforge.protocol.errors import (
 from kvforge.protocol.messages import Message, Submit
 from kvforge.protocol.steady_clock import monotonic
 
-from .awaited import Pending, Watched, again
 from .exchanges import Exchange
-from .link import Link
-from .session import Session
+from .link import CoordinatorLink
+from .pending import PendingCommand, Watched, again
+from .session import ClientSession
 from .values import number, shown
 
 M = TypeVar("M", bound=Message)
@@ -59,10 +59,10 @@ class Connection(ABC):
         self._owner: dict[str, threading.Thread] = {}
         self._waiting = False
         self._closed = self._ended = False
-        self.session = Session(self.endpoint)
+        self.session = ClientSession(self.endpoint)
         again_s = number("reconnect_s", reconnect_s, 0, RECONNECT_S_MAX, "0 (not at all)")
-        proof = network.proof_for(self.endpoint, server_key, key_file)
-        self.link = Link(self.session, again_s, self._link_opened, proof)
+        proof = network.credentials_for(self.endpoint, server_key, key_file)
+        self.link = CoordinatorLink(self.session, again_s, self._link_opened, proof)
 
     @abstractmethod
     async def _until(
@@ -131,22 +131,22 @@ class Connection(ABC):
 
     async def _connect(self, deadline: float) -> None:
         self._check_usable()
-        session, dialler = self.session, self.link.dialler
+        session, reconnector = self.session, self.link.reconnector
         # Notice here that the connection ended between two calls, before anything is sent.
         self.link.pump()
         if session.welcome is not None:
             return
 
         def over() -> bool:
-            return session.welcome is not None or dialler.refused is not None or self._closed
+            return session.welcome is not None or reconnector.refused is not None or self._closed
 
-        limit = min(deadline, monotonic() + max(self._connect_timeout_s, dialler.left_s))
-        with dialler.wanting():
+        limit = min(deadline, monotonic() + max(self._connect_timeout_s, reconnector.left_s))
+        with reconnector.wanting():
             if not await self._until(over, (self.link,), limit):
-                raise self._nobody(dialler.problem)
+                raise self._nobody(reconnector.problem)
             self._check_usable()
-            if dialler.refused is not None:
-                raise again(dialler.refused)
+            if reconnector.refused is not None:
+                raise again(reconnector.refused)
 
     def _nobody(self, what: str) -> CoordinatorUnavailable:
         if network.is_network(self.endpoint):
@@ -157,7 +157,7 @@ class Connection(ABC):
             "or name another with --endpoint or KVFORGE_ENDPOINT"
         )
 
-    async def _ask(self, build: Callable[[int], Message], expects: type[M], timeout_s: float | None) -> Pending:
+    async def _ask(self, build: Callable[[int], Message], expects: type[M], timeout_s: float | None) -> PendingCommand:
         wait_s = self.timeout_s if timeout_s is None else seconds(timeout_s)
         deadline = monotonic() + wait_s
         await self._connect(deadline)

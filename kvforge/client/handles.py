@@ -1,4 +1,4 @@
-"""The common part of both clients' requests: `Handle`, and `Feed`, which merges the tokens of several requests."""
+"""The common parts of both clients' requests: `Handle` is one request, `MergedStream` the tokens of several."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 from kvforge.protocol.errors import InvalidRequest
 
 from .arguments import stop_strings
-from .awaited import Track
 from .operations import Operations
+from .pending import RequestStream
 from .results import Token, token_at
 
 H = TypeVar("H", bound="Handle")
@@ -25,7 +25,7 @@ class Handle:
         start: The offset of the first token that this handle returns.
     """
 
-    def __init__(self, calls: Operations, track: Track, start: int = 0) -> None:
+    def __init__(self, calls: Operations, track: RequestStream, start: int = 0) -> None:
         self._calls = calls
         self._track = track
         self.id = track.request_id
@@ -53,7 +53,7 @@ class Handle:
         return f"<{type(self).__name__} {self.id}: {state}, {len(self.tokens)} tokens>"
 
 
-class Feed(Generic[H]):
+class MergedStream(Generic[H]):
     """The tokens of several requests in the order of their arrival, without waiting."""
 
     def __init__(self, requests: Sequence[H]) -> None:
@@ -61,7 +61,7 @@ class Feed(Generic[H]):
         self._open = list(requests)
 
     @property
-    def tracks(self) -> Sequence[Track]:
+    def tracks(self) -> Sequence[RequestStream]:
         """Return the streams of the requests that have not ended or still hold unread tokens."""
         return [request._track for request in self._open]
 
@@ -91,10 +91,10 @@ class Feed(Generic[H]):
         return rows
 
 
-class FeedCursor(Generic[H]):
+class MergedCursor(Generic[H]):
     """Reads a feed and waits for its next token."""
 
-    def __init__(self, calls: Operations, feed: Feed[H]) -> None:
+    def __init__(self, calls: Operations, feed: MergedStream[H]) -> None:
         self._calls, self._feed = calls, feed
         self._arrived: deque[tuple[H, Token]] = deque()
 

@@ -19,9 +19,9 @@ from kvforge.protocol.codec import encode
 from kvforge.protocol.errors import CoordinatorUnavailable, InvalidConfiguration, ProtocolError
 from kvforge.protocol.messages import Goodbye, Hello, Message
 
-from .awaited import Watched
-from .dialler import Dialler
-from .session import Session
+from .pending import Watched
+from .reconnector import Reconnector
+from .session import ClientSession
 from .sockets import Sockets
 
 # Limits of one pump, so that other tasks get their turn.
@@ -33,7 +33,7 @@ GOODBYE_LINGER_MS = 200
 def _nothing() -> None: ...
 
 
-class Link(Watched):
+class CoordinatorLink(Watched):
     """The connections of a session, one after the other.
 
     Callers that watch the link itself are woken whenever it opens, makes progress or closes.
@@ -41,10 +41,10 @@ class Link(Watched):
 
     def __init__(
         self,
-        session: Session,
+        session: ClientSession,
         reconnect_s: float,
         opened: Callable[[], None] = _nothing,
-        proof: network.Proof | None = None,
+        proof: network.CurveCredentials | None = None,
     ) -> None:
         """Create a closed link.
 
@@ -63,7 +63,7 @@ class Link(Watched):
         self._torn = False
         # Messages of the session itself that await room.
         self._outbox: deque[Message] = deque()
-        self.dialler = Dialler(session, self, reconnect_s)
+        self.reconnector = Reconnector(session, self, reconnect_s)
         self.closing: Callable[[], None] = _nothing
         self._trusted: frozenset[int] | None = None  # allowed users at the other end; None: keys decide
         self.came_at = 0.0  # when the current message was received, on time.monotonic
@@ -77,7 +77,7 @@ class Link(Watched):
         return self.socket is not None
 
     def open(self) -> None:
-        """Start connecting. If the endpoint's path belongs to a user who is not trusted, the dialler gives up instead.
+        """Start connecting. If the endpoint's path belongs to an untrusted user, the reconnector gives up instead.
 
         Raises:
             InvalidConfiguration: The endpoint is invalid.
@@ -87,7 +87,7 @@ class Link(Watched):
         try:
             self._trusted = trust.check_endpoint(self._session.endpoint)
         except InvalidConfiguration as error:
-            self.dialler.turned_away(error)
+            self.reconnector.turned_away(error)
             return
         try:
             self.socket = self._sockets.dealer(self._proof)
@@ -100,7 +100,7 @@ class Link(Watched):
         except BaseException:  # a signal handler raised: drop the partial connection
             self.close()
             raise
-        self.dialler.opened()
+        self.reconnector.opened()
         self._opened()
 
     def writable(self) -> bool:
@@ -139,7 +139,7 @@ class Link(Watched):
         except InvalidConfiguration:
             raise
         except BaseException:
-            self._torn |= self.dialler.resumes  # the next connection resumes the streams
+            self._torn |= self.reconnector.resumes  # the next connection resumes the streams
             raise
         return more
 
@@ -159,8 +159,8 @@ class Link(Watched):
             )
         elif zmq.Event.CLOSED in events:
             self.close()
-            self.dialler.unanswered()
-        self.dialler.step()
+            self.reconnector.unanswered()
+        self.reconnector.step()
         self._flush()
         self.wake()
         return False
@@ -169,7 +169,7 @@ class Link(Watched):
         """End a connection that is unusable."""
         self._torn = True  # in case a signal handler interrupts this
         self.close()
-        self.dialler.lost(error)
+        self.reconnector.lost(error)
         self._torn = False
 
     def goodbye(self) -> None:
@@ -222,7 +222,7 @@ class Link(Watched):
             if kind == zmq.Event.CONNECTED and not self._trusts(told["value"]):
                 return set()
             if kind == network.REFUSED and self._proof is not None:
-                self.dialler.turned_away(network.refusal(self._session.endpoint, self._proof))
+                self.reconnector.turned_away(network.refusal(self._session.endpoint, self._proof))
             self.is_up |= kind == zmq.Event.HANDSHAKE_SUCCEEDED
             found.add(kind)
         return found
@@ -234,7 +234,7 @@ class Link(Watched):
         try:
             trust.check_peer(descriptor, self._trusted, self._session.endpoint)
         except InvalidConfiguration as error:
-            self.dialler.turned_away(error)
+            self.reconnector.turned_away(error)
             return False
         return True
 

@@ -29,10 +29,10 @@ from kvforge.text.stop import StopText
 
 from . import exchanges
 from .arguments import answer_count, prompt_array, request_number
-from .awaited import Track
 from .connection import Connection, seconds
-from .dialler import RETRY_PAUSE_S
 from .options import RequestOptions
+from .pending import RequestStream
+from .reconnector import RETRY_PAUSE_S
 from .results import Completion, Finished, Token, finished, token_at
 from .sequences import SequenceRef, sequence_id
 from .tables import Tables
@@ -79,7 +79,7 @@ class Operations(Connection):
         self._tokenizer_source = tokenizer
         self._tokenizer: Tokenizer | None = None
 
-    def _awaiting(self, tracks: Sequence[Track]) -> AbstractContextManager[None]:  # noqa: ARG002
+    def _awaiting(self, tracks: Sequence[RequestStream]) -> AbstractContextManager[None]:  # noqa: ARG002
         """Mark the requests as awaited while the caller is in this context."""
         return nullcontext()
 
@@ -89,7 +89,7 @@ class Operations(Connection):
         options: RequestOptions,
         timeout_s: float | None = None,
         sequence: SequenceRef | None = None,
-    ) -> Track:
+    ) -> RequestStream:
         """Submit one request; see `Client.submit`."""
         ids = prompt_array(prompt, empty=sequence is not None)
         continued = sequence_id(sequence) if sequence is not None else 0
@@ -102,7 +102,7 @@ class Operations(Connection):
         n: int,
         options: RequestOptions,
         timeout_s: float | None = None,
-    ) -> tuple[Track, ...]:
+    ) -> tuple[RequestStream, ...]:
         """Submit one prompt for several answers; see `Client.submit_samples`."""
         ids = prompt_array(prompt)
         several = answer_count(n)
@@ -111,7 +111,7 @@ class Operations(Connection):
 
     async def _admit(
         self, build: Callable[[int], Submit], timeout_s: float | None, retry_s: float | None
-    ) -> tuple[Track, ...]:
+    ) -> tuple[RequestStream, ...]:
         """Submit, and retry for `retry_s` seconds while the queue is full."""
         deadline = monotonic() + (retry_s or 0.0)
         while True:
@@ -125,7 +125,7 @@ class Operations(Connection):
             else:
                 return pending.tracks
 
-    async def attach(self, request_id: int, offset: int, timeout_s: float | None) -> Track:
+    async def attach(self, request_id: int, offset: int, timeout_s: float | None) -> RequestStream:
         """Attach to a request; see `Client.attach`."""
         wanted, start = request_number(request_id), whole("offset", offset, 0, INT32_MAX)
         self._check_usable()
@@ -164,7 +164,7 @@ class Operations(Connection):
             if not await self._pause(READY_POLL_S, deadline):
                 raise error
 
-    async def result(self, track: Track, timeout_s: float | None, start: int = 0) -> Finished:
+    async def result(self, track: RequestStream, timeout_s: float | None, start: int = 0) -> Finished:
         """Wait for the end of a request; see `Request.result`."""
         with self._awaiting((track,)):
             if not track.done:
@@ -174,7 +174,7 @@ class Operations(Connection):
                     raise _not_ended(track, wait_s)
             return finished(track, start)
 
-    async def cancel(self, track: Track, timeout_s: float | None) -> None:
+    async def cancel(self, track: RequestStream, timeout_s: float | None) -> None:
         """Cancel a request, unless it has ended."""
         if track.done:
             return
@@ -183,7 +183,7 @@ class Operations(Connection):
         except AlreadyFinished:  # its end is on the way
             return
 
-    async def token(self, track: Track, offset: int, deadline: float | None = None) -> Token | None:
+    async def token(self, track: RequestStream, offset: int, deadline: float | None = None) -> Token | None:
         """Return the token at `offset`, None if the request ended before it.
 
         Args:
@@ -204,7 +204,7 @@ class Operations(Connection):
             raise error
         return None
 
-    async def text(self, track: Track, stops: Sequence[str], timeout_s: float | None) -> Completion:
+    async def text(self, track: RequestStream, stops: Sequence[str], timeout_s: float | None) -> Completion:
         """Wait for the end or for a stop string, and return the text with the outcome."""
         wait_s = self.stream_timeout_s if timeout_s is None else seconds(timeout_s)
         with self._awaiting((track,)):
@@ -223,13 +223,13 @@ class Operations(Connection):
             done = await self.result(track, max(deadline - monotonic(), MOMENT_S))
             return Completion("".join(pieces), cursor.outcome(done))
 
-    async def text_so_far(self, track: Track, stops: Sequence[str]) -> str:
+    async def text_so_far(self, track: RequestStream, stops: Sequence[str]) -> str:
         """Return the text of the tokens received so far, up to a stop string."""
         stream, stop = (await self.tokenizer()).stream(), StopText(stops)
         text = stop.push(stream.push(track.tokens)) + stop.push(stream.finish())
         return text + stop.finish()
 
-    async def more(self, ready: Callable[[], bool], tracks: Sequence[Track]) -> None:
+    async def more(self, ready: Callable[[], bool], tracks: Sequence[RequestStream]) -> None:
         """Wait until `ready`, which one of these streams makes true."""
         await self._move(ready, tracks, "any of the requests")
 
@@ -267,7 +267,7 @@ class Operations(Connection):
 class TokenCursor:
     """Reads the tokens of one request from `offset` on."""
 
-    def __init__(self, calls: Operations, track: Track, offset: int) -> None:
+    def __init__(self, calls: Operations, track: RequestStream, offset: int) -> None:
         self._calls, self._track, self._offset = calls, track, offset
 
     async def next(self) -> Token | None:
@@ -291,7 +291,7 @@ class TextCursor:
         tokens: The number of tokens read so far.
     """
 
-    def __init__(self, calls: Operations, track: Track, stops: Sequence[str]) -> None:
+    def __init__(self, calls: Operations, track: RequestStream, stops: Sequence[str]) -> None:
         self._calls, self._track = calls, track
         self._stop = StopText(stops)
         self._whole_only = False
@@ -351,13 +351,13 @@ class TextCursor:
         )
 
 
-def _owned(tracks: tuple[Track, ...], options: RequestOptions) -> tuple[Track, ...]:
+def _owned(tracks: tuple[RequestStream, ...], options: RequestOptions) -> tuple[RequestStream, ...]:
     """Mark requests of this client: its options decide whether these outlast their readers."""
     for track in tracks:
         track.kept = options.kept
     return tracks
 
 
-def _not_ended(track: Track, wait_s: float) -> DeadlineExceeded:
+def _not_ended(track: RequestStream, wait_s: float) -> DeadlineExceeded:
     problem = f"request {track.request_id} has not ended within {wait_s:g} s"
     return DeadlineExceeded(f"{problem}; it goes on: wait again, or cancel it")

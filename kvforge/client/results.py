@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from kvforge.protocol.messages import Timings
 
-from .awaited import Track
 from .deprecated import warn_renamed
+from .pending import RequestStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +71,13 @@ class Completion:
     finished: Finished
 
 
-def token_at(track: Track, offset: int) -> Token:
+def token_at(track: RequestStream, offset: int) -> Token:
     """Return the token of a stream at an offset that has been received."""
     at = offset - track.start
     return Token(offset, track.tokens[at], track.logprobs[at], track.top_logprobs[at])
 
 
-def finished(track: Track, start: int = 0) -> Finished:
+def finished(track: RequestStream, start: int = 0) -> Finished:
     """Return the outcome of a request that has ended, with its known tokens from offset `start` on.
 
     Raises:

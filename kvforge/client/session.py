@@ -37,7 +37,7 @@ from kvforge.protocol.messages import (
 )
 
 from .argument_names import in_terms_of_arguments
-from .awaited import Pending, Track
+from .pending import PendingCommand, RequestStream
 
 NAME_BYTES = 16
 SEEDS = 1 << 64
@@ -46,7 +46,7 @@ UNANSWERED_MAX = 1000
 NO_OFFSET = 1 << 32  # larger than any offset
 
 
-class Session:
+class ClientSession:
     """Matches replies and tokens to the commands and requests that wait for them.
 
     Attributes:
@@ -62,9 +62,9 @@ class Session:
         self.welcome: Welcome | None = None
         self.interrupted = False
         self._decoder = Decoder(CLIENT_REPLIES)
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingCommand] = {}
         # Several tracks for a request only after another attach from an earlier offset.
-        self._tracks: dict[int, list[Track]] = {}
+        self._tracks: dict[int, list[RequestStream]] = {}
         # Requests with a restarting stream, and the rid of the Attach. Rows before its reply are outdated.
         self._resuming: dict[int, int] = {}
         # The offset where a stream restarts, until its token arrives. Rows before it are outdated.
@@ -83,7 +83,7 @@ class Session:
         self._last_rid += 1
         return self._last_rid
 
-    def tracked(self, request_id: int, offset: int) -> Track | None:
+    def tracked(self, request_id: int, offset: int) -> RequestStream | None:
         """Return the stream of a running request that starts at `offset` or earlier, else None."""
         return next((track for track in self._tracks.get(request_id, ()) if track.start <= offset), None)
 
@@ -91,7 +91,7 @@ class Session:
         """Return whether the command `rid` may be sent: the number of unanswered commands is limited."""
         return rid - next(iter(self._pending), rid) < UNANSWERED_MAX
 
-    def expect(self, rid: int, expects: type[Message], what: str, count: int = 1) -> Pending:
+    def expect(self, rid: int, expects: type[Message], what: str, count: int = 1) -> PendingCommand:
         """Register a command that is about to be sent.
 
         Args:
@@ -100,10 +100,10 @@ class Session:
             what: The command's name for errors.
             count: The number of requests that it starts.
         """
-        pending = self._pending[rid] = Pending(rid, expects, what, count)
+        pending = self._pending[rid] = PendingCommand(rid, expects, what, count)
         return pending
 
-    def forget(self, pending: Pending) -> list[Message]:
+    def forget(self, pending: PendingCommand) -> list[Message]:
         """Drop a command, and cancel the requests that it started or will start.
 
         Requests that existed before it are kept, and so are those of a command with a key, which finds them again.
@@ -200,7 +200,7 @@ class Session:
             return self._moved(message.request_id, message.offset, message.rid)
         return []
 
-    def _answer(self, pending: Pending, message: Message) -> list[Message]:
+    def _answer(self, pending: PendingCommand, message: Message) -> list[Message]:
         """Process the expected reply to a command."""
         if isinstance(message, Accepted):
             return self._accepted(pending, message)
@@ -232,7 +232,7 @@ class Session:
             pending.wake()
         return messages + [self._resume(request_id, ours=message.resumed) for request_id in self._tracks]
 
-    def _accepted(self, pending: Pending, message: Accepted) -> list[Message]:
+    def _accepted(self, pending: PendingCommand, message: Accepted) -> list[Message]:
         if pending.abandoned:
             return self._late(message)
         ids = range(message.request_id, message.request_id + message.count)
@@ -248,11 +248,11 @@ class Session:
             self._moved(request_id, 0, message.rid)
         return []
 
-    def _track(self, request_id: int, seed: int, start: int) -> Track:
+    def _track(self, request_id: int, seed: int, start: int) -> RequestStream:
         """Return the track of a request from `start` on: an existing one, else a new one."""
         track = self.tracked(request_id, start)
         if track is None:
-            track = Track(request_id, seed, start)
+            track = RequestStream(request_id, seed, start)
             self._tracks.setdefault(request_id, []).append(track)
         return track
 
@@ -278,7 +278,7 @@ class Session:
                 it.
         """
         rid = self.new_rid()
-        self._pending[rid] = Pending(rid, Attached, "Attach", resumes=request_id)
+        self._pending[rid] = PendingCommand(rid, Attached, "Attach", resumes=request_id)
         self._resuming[request_id] = rid
         self._due[request_id] = NO_OFFSET
         offset = min(track.reach for track in self._tracks[request_id])
@@ -308,7 +308,7 @@ class Session:
         # First, since rows in the same message may follow the missing ones.
         paused = [id_ for id_ in message.paused if id_ in self._tracks and id_ not in self._resuming]
         replies = [self._resume(request_id) for request_id in paused]
-        touched: dict[Track, None] = {}
+        touched: dict[RequestStream, None] = {}
         replies += self._rows(message, touched)
         for ended in message.ended:
             if ended.request_id in self._resuming:
@@ -326,7 +326,7 @@ class Session:
                 self._fail(request_id, Conflict(f"{problem}; attach again to take it back"))
         return replies
 
-    def _rows(self, message: Stream, touched: dict[Track, None]) -> list[Message]:
+    def _rows(self, message: Stream, touched: dict[RequestStream, None]) -> list[Message]:
         """Store tokens and note the touched tracks; return messages to send because rows are missing."""
         columns = (message.request_ids, message.offsets, message.tokens, message.logprobs)
         lengths = {len(column) for column in columns}
@@ -355,7 +355,7 @@ class Session:
                     broken += self._break(track, f"token {reach} was due and token {offset} came")
         return broken
 
-    def _break(self, track: Track, problem: str) -> list[Message]:
+    def _break(self, track: RequestStream, problem: str) -> list[Message]:
         # A new list, because the caller iterates over the old one.
         left = [other for other in self._tracks[track.request_id] if other is not track]
         if left:

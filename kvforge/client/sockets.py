@@ -67,7 +67,7 @@ class Sockets:
     def __init__(self) -> None:
         self._context: _Context | None = None
 
-    def dealer(self, proof: network.Proof | None) -> zmq.Socket[bytes]:
+    def dealer(self, proof: network.CurveCredentials | None) -> zmq.Socket[bytes]:
         """Create the DEALER of a connection. Sockets of an earlier connection are closed."""
         self.close()
         if self._context is None:

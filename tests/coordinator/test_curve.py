@@ -258,7 +258,7 @@ class CurveNet:
         self._sockets: list[zmq.Socket[bytes]] = []
 
     def dealer(self, pair: keys.KeyPair, server: str = SERVER.public) -> zmq.Socket[bytes]:
-        dealer = transport.dealer(self._context, network.Proof(server, pair))
+        dealer = transport.dealer(self._context, network.CurveCredentials(server, pair))
         dealer.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
         self.monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | network.REFUSED)
         self._sockets += (dealer, self.monitor)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvforge.protocol import codec
-from kvforge.protocol.handover import StepWatch
+from kvforge.protocol.handover import StepRingReader
 from kvforge.protocol.layout import MAIL_BYTES, MAIL_RING, Geometry
 from kvforge.protocol.messages import WORKER_REPLIES, Step, Stop
 from kvforge.protocol.tables import TablesReader, TablesWriter
@@ -28,7 +28,7 @@ def writer(tmp_path: Path) -> Iterator[TablesWriter]:
     tables.close()
 
 
-def watch(writer: TablesWriter, pool: int = POOL, epoch: int = EPOCH) -> StepWatch:
+def watch(writer: TablesWriter, pool: int = POOL, epoch: int = EPOCH) -> StepRingReader:
     return TablesReader(writer.path).watch(pool, epoch)
 
 

@@ -70,18 +70,18 @@ def test_a_network_asks_for_keys_and_a_socket_of_this_machine_does_not(
         monkeypatch.delenv(name, raising=False)
     path, own, server = tmp_path / "a.key", keys.make(), keys.make()
     keys.write(path, own, "client a")
-    assert network.proof_for("ipc:///run/x", None, None) is None
+    assert network.credentials_for("ipc:///run/x", None, None) is None
     with pytest.raises(InvalidConfiguration, match=r"^server_key: .* KVFORGE_SERVER_KEY"):
-        network.proof_for("tcp://host:1", None, path)
+        network.credentials_for("tcp://host:1", None, path)
     with pytest.raises(InvalidConfiguration, match=r"^key_file: .* KVFORGE_KEY_FILE"):
-        network.proof_for("tcp://host:1", server.public, None)
+        network.credentials_for("tcp://host:1", server.public, None)
     with pytest.raises(InvalidConfiguration, match=r"^server_key: invalid key 'x'"):
-        network.proof_for("tcp://host:1", "x", path)
-    wanted = network.Proof(server.public, own)
-    assert network.proof_for("tcp://host:1", server.public, path) == wanted
+        network.credentials_for("tcp://host:1", "x", path)
+    wanted = network.CurveCredentials(server.public, own)
+    assert network.credentials_for("tcp://host:1", server.public, path) == wanted
     monkeypatch.setenv(network.SERVER_KEY, server.public)
     monkeypatch.setenv(network.KEY_FILE, str(path))
-    assert network.proof_for("tcp://host:1", None, None) == wanted
+    assert network.credentials_for("tcp://host:1", None, None) == wanted
 
 
 @pytest.mark.parametrize(

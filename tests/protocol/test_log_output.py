@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvforge.protocol.log_output import SAME_MAX, SAME_S, Limited, LogOutput
+from kvforge.protocol.log_output import SAME_MAX, SAME_S, LogOutput, RateLimitFilter
 
 LINE = "x" * 999
 WAIT_S = 30.0
@@ -93,7 +93,7 @@ def test_a_reader_that_is_gone_is_no_fault() -> None:
 
 def test_lines_about_one_thing_are_limited_and_those_about_others_are_not() -> None:
     now_s = [0.0]
-    limited = Limited(lambda: now_s[0])
+    limited = RateLimitFilter(lambda: now_s[0])
     passed = [limited.filter(record(f"refused message {i}: bad tag", peer=1)) for i in range(100)]
     assert passed == [True] * SAME_MAX + [False] * (100 - SAME_MAX)
     assert limited.filter(record("refused message 7: bad tag", peer=2))
@@ -106,7 +106,7 @@ def test_lines_about_one_thing_are_limited_and_those_about_others_are_not() -> N
 
 
 def test_kinds_are_bounded() -> None:
-    limited = Limited(lambda: 0.0)
+    limited = RateLimitFilter(lambda: 0.0)
     for peer in range(10_000):
         assert limited.filter(record("refused", peer=peer))
     assert len(limited._kinds) <= 256

@@ -22,7 +22,7 @@ PLAIN = {
     "gateway/http/stream.py": "measures the silence that a client sees, which a standstill is a part of",
     "gateway/serve/main.py": "feeds systemd's watchdog, which counts by this clock",
     "gateway/serve/process.py": "feeds systemd's watchdog, which counts by this clock",
-    "kvforge/client/dialler.py": "measures how long a connection lasted, between calls too",
+    "kvforge/client/reconnector.py": "measures how long a connection lasted, between calls too",
     "kvforge/client/link.py": "stamps received messages; limits the input of one pump",
     "protocol/log_output.py": "spaces out lines of the log",
     "protocol/numbers.py": "stamps written data for readers in other processes",

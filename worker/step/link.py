@@ -14,7 +14,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvforge.protocol import codec, network, trust
 from kvforge.protocol.errors import CoordinatorUnavailable
-from kvforge.protocol.handover import StepWatch
+from kvforge.protocol.handover import StepRingReader
 from kvforge.protocol.messages import WORKER_REPLIES, Goodbye, Message
 from kvforge.protocol.steady_clock import WAIT_S_MAX, monotonic
 from kvforge.protocol.transport import dealer
@@ -35,7 +35,7 @@ class Link:
         connections: Number of connections so far.
     """
 
-    def __init__(self, endpoint: str, wakeup_fd: int, proof: network.Proof | None = None) -> None:
+    def __init__(self, endpoint: str, wakeup_fd: int, proof: network.CurveCredentials | None = None) -> None:
         """Start to connect; `wait_connected` waits for the connection.
 
         Args:
@@ -51,7 +51,7 @@ class Link:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._decoder = codec.Decoder(WORKER_REPLIES, body_bytes_max=STEP_BYTES_MAX)
         self._wakeup_fd = wakeup_fd
-        self._watch: StepWatch | None = None
+        self._watch: StepRingReader | None = None
         self._watch_ns = self._active_ns = 0
         self._steps = 0  # that came over the socket since `watch`
         self.connected = False
@@ -99,7 +99,7 @@ class Link:
         while self._socket.poll(0):
             self._socket.recv_multipart(zmq.NOBLOCK)
 
-    def watch(self, steps: StepWatch | None, watch_us: int) -> None:
+    def watch(self, steps: StepRingReader | None, watch_us: int) -> None:
         """Poll shared memory for steps too, for `watch_us` after each message. With None, stop polling."""
         self._watch, self._watch_ns, self._steps = steps, watch_us * 1000, 0
 
@@ -141,7 +141,7 @@ class Link:
                 return message
         return None
 
-    def _look_for_steps(self, steps: StepWatch, timeout_ms: int) -> Sequence[bytes] | None:
+    def _look_for_steps(self, steps: StepRingReader, timeout_ms: int) -> Sequence[bytes] | None:
         """Poll without sleeping until frames arrive or the quiet period is over."""
         until_ns = min(self._active_ns + self._watch_ns, time.monotonic_ns() + timeout_ms * 1_000_000)
         while time.monotonic_ns() < until_ns:

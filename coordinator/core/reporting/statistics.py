@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStats
-from kvforge.protocol.meters import NAME_LENGTH_MAX, OTHERS, TENANT_ROWS, Facts, WorkerFacts
+from kvforge.protocol.meters import NAME_LENGTH_MAX, OTHERS, TENANT_ROWS, ServiceInfo, WorkerInfo
 
 from ..cache.blocks import REFERENCED
 from ..cache.cache import Cache
@@ -244,7 +244,7 @@ def tenant_blocks(cache: Cache) -> npt.NDArray[np.int64]:
     return rows
 
 
-def facts(cache: Cache, workers: Iterable[WorkerFacts]) -> Facts:
+def facts(cache: Cache, workers: Iterable[WorkerInfo]) -> ServiceInfo:
     """Return the facts that monitors need besides numbers."""
     model = cache.model.name[:NAME_LENGTH_MAX] if cache.model is not None else ""
-    return Facts(model=model, tenants=tuple(cache.tenants.names[1 : TENANT_ROWS + 1]), workers=tuple(workers))
+    return ServiceInfo(model=model, tenants=tuple(cache.tenants.names[1 : TENANT_ROWS + 1]), workers=tuple(workers))

@@ -22,7 +22,7 @@ from kvforge.protocol.messages import (
     WorkerLoading,
     WorkerReady,
 )
-from kvforge.protocol.meters import WorkerFacts
+from kvforge.protocol.meters import WorkerInfo
 
 from ..cache.cache import Cache
 from ..cache.groups import Group
@@ -106,7 +106,7 @@ class WorkerReports:
         """Return how many workers registered a pool, returned to theirs, left, and were lost since the first start."""
         return self.registered_total, self.returned_total, self.left_total, self.lost_total
 
-    def facts(self) -> Iterator[WorkerFacts]:
+    def facts(self) -> Iterator[WorkerInfo]:
         """Yield the facts of each worker for monitors. The ranks of one worker share an entry."""
         for worker in self.workers.values():
             if worker.ranks == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvforge.protocol.messages import WorkerHealth
-from kvforge.protocol.meters import NAME_LENGTH_MAX, WorkerFacts
+from kvforge.protocol.meters import NAME_LENGTH_MAX, WorkerInfo
 
 from ..cache.groups import Group
 
@@ -39,7 +39,7 @@ class Worker:
             ranks=self.ranks,
         )
 
-    def facts(self, ranks: Iterable[Worker] = ()) -> WorkerFacts:
+    def facts(self, ranks: Iterable[Worker] = ()) -> WorkerInfo:
         """Return the facts for monitors. If `ranks` is given, they share the entry of this one."""
         group = self.group
         told = self.health(0)
@@ -47,7 +47,7 @@ class Worker:
         for each in ranks or (self,):
             for purpose, size in each.device_bytes.items():
                 device_bytes[purpose] = device_bytes.get(purpose, 0) + size
-        return WorkerFacts(
+        return WorkerInfo(
             name=self.name[:NAME_LENGTH_MAX],
             pid=self.pid,
             state="away" if self.group is not None and self.group.away else told.state,

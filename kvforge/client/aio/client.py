@@ -24,7 +24,7 @@ from kvforge.protocol.messages import (
 from .. import exchanges
 from ..arguments import stop_strings
 from ..deprecated import renamed_keywords, warn_renamed
-from ..handles import Feed, FeedCursor
+from ..handles import MergedCursor, MergedStream
 from ..operations import CONNECT_TIMEOUT_S, READY_TIMEOUT_S, STREAM_TIMEOUT_S, TIMEOUT_S, Prompt
 from ..options import MAX_TOKENS, RECONNECT_S, RequestOptions
 from ..results import Completion, Token
@@ -270,8 +270,8 @@ class AsyncClient:
         Raises:
             KvforgeError: The error that ended a request.
         """
-        feed = Feed(requests)
-        return self._calls.reading(feed.tracks, FeedCursor(self._calls, feed).next)
+        feed = MergedStream(requests)
+        return self._calls.reading(feed.tracks, MergedCursor(self._calls, feed).next)
 
     async def cancel(self, request_id: int, *, timeout_s: float | None = None) -> None:
         """Cancel a request of any client.

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+from kvforge.client.pending import PendingCommand, RequestStream, again
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import Accepted, Done, Ended, FinishAt, Int32Array, Submit
 
 from ..arguments import answer_count
-from ..awaited import Pending, Track, again
-from ..dialler import ROOM_POLL_S
 from ..options import RequestOptions
+from ..reconnector import ROOM_POLL_S
 from .client import AsyncClient
 from .waiting import AsyncCalls
 
@@ -49,7 +49,7 @@ class AsyncStream:
         self._changed: Callable[[], None] | None = changed
         self._kept = kept
         self._submission: _Submission | None = None
-        self._track: Track | None = None
+        self._track: RequestStream | None = None
         self.request_id = 0
         self.tokens: Sequence[int] = NOTHING
         self.logprobs: Sequence[float] = NO_LOGPROBS
@@ -103,7 +103,7 @@ class AsyncStream:
         if changed is not None:
             changed()
 
-    def _accepted(self, track: Track) -> None:
+    def _accepted(self, track: RequestStream) -> None:
         self._track, self._submission = track, None
         track.kept = self._kept
         self.request_id = track.request_id
@@ -132,7 +132,7 @@ class _Submission:
 
     __slots__ = ("_calls", "_pending", "_streams")
 
-    def __init__(self, calls: AsyncCalls, pending: Pending, streams: tuple[AsyncStream, ...]) -> None:
+    def __init__(self, calls: AsyncCalls, pending: PendingCommand, streams: tuple[AsyncStream, ...]) -> None:
         self._calls, self._pending, self._streams = calls, pending, streams
         pending.wakers.add(self._answered)
         for stream in streams:
@@ -176,12 +176,12 @@ class AsyncStreams:
         self.calls = client._calls
         self.calls._check_usable()
         self._loop = asyncio.get_running_loop()
-        self._unsent: deque[tuple[Pending, Submit]] = deque()
+        self._unsent: deque[tuple[PendingCommand, Submit]] = deque()
         self._pumping: asyncio.Handle | None = None
         self._polling: asyncio.Handle | None = None
         self._held = ExitStack()
-        self._held.enter_context(self.calls.link.dialler.wanting())
-        self._held.enter_context(self.calls.link.dialler.waiting())
+        self._held.enter_context(self.calls.link.reconnector.wanting())
+        self._held.enter_context(self.calls.link.reconnector.waiting())
         self.calls.link.wakers.add(self._flush)
 
     @property
@@ -221,7 +221,7 @@ class AsyncStreams:
         self, prompt: Int32Array, count: int, options: RequestOptions, changed: Callable[[], None]
     ) -> tuple[AsyncStream, ...]:
         link, session = self.calls.link, self.calls.session
-        if (refused := link.dialler.refused) is not None:
+        if (refused := link.reconnector.refused) is not None:
             raise again(refused)
         message = options.command(session.new_rid(), prompt, 0, count)
         pending = session.expect(message.rid, Accepted, "Submit", count)

@@ -16,12 +16,12 @@ from typing import Generic, TypeVar
 
 import zmq
 
+from kvforge.client.pending import RequestStream, Watched
 from kvforge.protocol.errors import Conflict
 from kvforge.protocol.steady_clock import WAIT_S_MAX, monotonic
 
-from ..awaited import Track, Watched
-from ..dialler import ROOM_POLL_S
 from ..operations import Operations
+from ..reconnector import ROOM_POLL_S
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class AsyncCalls(Operations):
         self, ready: Callable[[], bool], watch: Sequence[Watched], deadline: float, *, for_room: bool = False
     ) -> bool:
         loop = asyncio.get_running_loop()
-        with self.link.dialler.waiting():
+        with self.link.reconnector.waiting():
             while not ready():
                 # Sending or asking for a socket's state may have swallowed the edge that the event loop waits for.
                 if self._pump() or ready():
@@ -82,7 +82,7 @@ class AsyncCalls(Operations):
         return True
 
     @contextmanager
-    def _awaiting(self, tracks: Sequence[Track]) -> Iterator[None]:
+    def _awaiting(self, tracks: Sequence[RequestStream]) -> Iterator[None]:
         """Cancel the requests if the waiting task is cancelled (see `abandon`)."""
         _count(tracks, 1)
         cancelled = False
@@ -96,11 +96,13 @@ class AsyncCalls(Operations):
             if cancelled:
                 self.abandon(tracks)
 
-    def reading(self, tracks: Sequence[Track], following: Callable[[], Awaitable[T | None]]) -> AsyncIterator[T]:
+    def reading(
+        self, tracks: Sequence[RequestStream], following: Callable[[], Awaitable[T | None]]
+    ) -> AsyncIterator[T]:
         """Return an iterator over the results of `following` for these requests, until it returns None."""
         return _Reading(self, tracks, following)
 
-    def abandon(self, tracks: Sequence[Track]) -> None:
+    def abandon(self, tracks: Sequence[RequestStream]) -> None:
         """Cancel requests that lost their last reader here, after a reading task was cancelled."""
         left = [track.request_id for track in tracks if not (track.done or track.kept or track.readers)]
         self.link.tell(self.session.cancel(left))
@@ -130,7 +132,7 @@ class AsyncCalls(Operations):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if (due := self.link.dialler.due()) is not None:
+        if (due := self.link.reconnector.due()) is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, due - monotonic()), self._pump)
 
 
@@ -138,7 +140,7 @@ class _Reading(AsyncIterator[T], Generic[T]):
     """Iterator over the results of `following`, until it returns None."""
 
     def __init__(
-        self, calls: AsyncCalls, tracks: Sequence[Track], following: Callable[[], Awaitable[T | None]]
+        self, calls: AsyncCalls, tracks: Sequence[RequestStream], following: Callable[[], Awaitable[T | None]]
     ) -> None:
         self._calls, self._tracks, self._following = calls, tuple(tracks), following
         self._task: asyncio.Task[object] | None = None
@@ -172,7 +174,7 @@ class _Reading(AsyncIterator[T], Generic[T]):
             self._calls.abandon(tracks)
 
 
-def _count(tracks: Sequence[Track], more: int) -> None:
+def _count(tracks: Sequence[RequestStream], more: int) -> None:
     """Change the number of tasks that read these requests."""
     for track in tracks:
         track.readers += more

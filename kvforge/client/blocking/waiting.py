@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import zmq
 
+from kvforge.client.pending import RequestStream, Watched
 from kvforge.protocol.steady_clock import monotonic
 
-from ..awaited import Track, Watched
 from ..operations import Operations
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Calls(Operations):
     ) -> bool:
         self._waiting = True
         try:
-            with self.link.dialler.waiting():
+            with self.link.reconnector.waiting():
                 while not ready():
                     left_s = deadline - monotonic()
                     self._poll(max(0.0, min(left_s, POLL_S_MAX)), for_room)
@@ -44,7 +44,7 @@ class Calls(Operations):
 
     def reading(
         self,
-        tracks: Sequence[Track],  # noqa: ARG002
+        tracks: Sequence[RequestStream],  # noqa: ARG002
         following: Callable[[], Coroutine[Any, Any, T | None]],
     ) -> Iterator[T]:
         """Return the results of `following` for these requests, until it returns None."""
@@ -54,10 +54,10 @@ class Calls(Operations):
     def _poll(self, wait_s: float, for_room: bool) -> None:
         link, poller = self.link, zmq.Poller()
         if link.socket is not None and link.monitor is not None:
-            room = link.is_up and (link.dialler.wants_room or (for_room and self.session.welcome is not None))
+            room = link.is_up and (link.reconnector.wants_room or (for_room and self.session.welcome is not None))
             poller.register(link.socket, zmq.POLLIN | zmq.POLLOUT if room else zmq.POLLIN)
             poller.register(link.monitor, zmq.POLLIN)
-        if (due := link.dialler.due()) is not None:
+        if (due := link.reconnector.due()) is not None:
             wait_s = max(0.0, min(wait_s, due - monotonic()))
         poller.poll(math.ceil(wait_s * 1000))
         link.pump()

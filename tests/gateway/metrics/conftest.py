@@ -13,26 +13,26 @@ from kvforge.protocol.meters import (
     POOL_COUNTS,
     STEP_TIME,
     TENANT_CELLS,
-    Facts,
-    WorkerFacts,
+    ServiceInfo,
+    WorkerInfo,
 )
 from kvforge.protocol.tables import TablesWriter
 from kvforge.protocol.transport import TABLES_FILE
 
 GEOMETRY = Geometry(slots=8, blocks=64, blocks_per_sequence=16, block_size=4, pools=2)
-FACTS = Facts(
+FACTS = ServiceInfo(
     model="a/model",
     tenants=("a", 'b"\\\nc'),
     workers=(
-        WorkerFacts(
+        WorkerInfo(
             name="w0", pid=1, state="ready", pool=0, block_bytes=4096, kv_dtype="float32", device_bytes={"weights": 70}
         ),
-        WorkerFacts(name="w1", pid=2, state="loading"),
+        WorkerInfo(name="w1", pid=2, state="loading"),
     ),
 )
 
 
-def put(tables: TablesWriter, facts: Facts = FACTS, **gauges: int) -> None:
+def put(tables: TablesWriter, facts: ServiceInfo = FACTS, **gauges: int) -> None:
     """Publish numbers: a cell of tenant i holds its index times i + 1, and so on."""
     numbers = tables.numbers
     numbers.begin()

@@ -23,7 +23,7 @@ from kvforge.gateway.metrics.shared import Counts
 from kvforge.gateway.metrics.told import COUNTER, HISTOGRAM
 from kvforge.gateway.metrics.vllm import VLLM
 from kvforge.protocol.errors import NotAllowed
-from kvforge.protocol.meters import GAP, HIT, RUNNING, Facts
+from kvforge.protocol.meters import GAP, HIT, RUNNING, ServiceInfo
 from kvforge.protocol.tables import TablesWriter
 from tests.gateway.metrics.conftest import FACTS, put
 
@@ -132,7 +132,7 @@ def test_who_may_not_see_tenants_sees_their_sum(tables: TablesWriter) -> None:
 
 
 def test_a_tenant_that_is_called_other_counts_with_the_others(tables: TablesWriter) -> None:
-    put(tables, Facts(tenants=("other", "b")))
+    put(tables, ServiceInfo(tenants=("other", "b")))
     found = scraped(tables.path.parent)
     assert value(found, "kvforge_tenant_blocks", tenant="other") == 21
     assert not any(name.startswith("vllm:") for name, _ in found), "there is no model yet"

@@ -20,8 +20,8 @@ import zmq.sugar
 import kvforge.client
 import kvforge.protocol
 from kvforge import Client
-from kvforge.client.link import Link
-from kvforge.client.session import Session
+from kvforge.client.link import CoordinatorLink
+from kvforge.client.session import ClientSession
 from tests.kvforge.fake_coordinator import Running
 
 PLACES = tuple(str(Path(str(each.__file__)).parent) for each in (kvforge.client, kvforge.protocol, zmq.sugar))
@@ -59,7 +59,7 @@ def of_a_link(what: str, folder: Path) -> Callable[[int], bool]:
     """Interrupt one step of a link, then connect again and close. The traceback keeps the created objects alive."""
 
     def run(at: int) -> bool:
-        link = Link(Session(f"ipc://{folder}/nobody.sock"), 5.0)
+        link = CoordinatorLink(ClientSession(f"ipc://{folder}/nobody.sock"), 5.0)
         if what != "opening":
             link.open()
         call = {"opening": link.open, "closing": link.close, "ending": link.goodbye}[what]

@@ -12,7 +12,7 @@ import pytest
 import kvforge
 from kvforge import AsyncClient, Client, Finished, InvalidRequest, Timings, Token
 from kvforge.client.operations import Operations
-from kvforge.client.session import Session
+from kvforge.client.session import ClientSession
 from kvforge.protocol import messages
 from kvforge.protocol.codec import encode
 from tests.kvforge.client.test_session import take
@@ -133,7 +133,7 @@ def test_top_is_the_old_name_of_top_logprobs() -> None:
     ],
 )
 def test_an_error_of_the_coordinator_names_the_argument(message: Any, field: str, argument: str) -> None:
-    session = Session("ipc:///nowhere")
+    session = ClientSession("ipc:///nowhere")
     pending = session.expect(message.rid, messages.Message, type(message).__name__)
     error = messages.ErrorInfo.of(InvalidRequest(field, "is wrong", most=3))
     take(session, messages.Refused(rid=message.rid, error=error))

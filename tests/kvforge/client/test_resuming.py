@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvforge.client.awaited import Pending, Track
+from kvforge.client.pending import PendingCommand, RequestStream
 from kvforge.client.results import finished
-from kvforge.client.session import UNANSWERED_MAX, Session
+from kvforge.client.session import UNANSWERED_MAX, ClientSession
 from kvforge.coordinator.core.limits import Bounds
 from kvforge.protocol import messages as m
 from kvforge.protocol.errors import AlreadyFinished, Conflict, CoordinatorUnavailable, RequestNotFound, StateLost
@@ -19,25 +19,25 @@ PROMPT = np.array([1], np.int32)
 
 
 @pytest.fixture
-def session() -> Session:
-    made = Session("ipc:///nowhere")
+def session() -> ClientSession:
+    made = ClientSession("ipc:///nowhere")
     assert reconnected(made, resumed=False) == []
     return made
 
 
-def reconnected(session: Session, *, resumed: bool) -> list[m.Message]:
+def reconnected(session: ClientSession, *, resumed: bool) -> list[m.Message]:
     hello = session.expect(session.new_rid(), m.Welcome, "Hello")
     return take(session, m.Welcome(rid=hello.rid, version=1, boot="abc", tables_path="/t", resumed=resumed))
 
 
-def sent(session: Session, message: m.Message, expects: type[m.Message], count: int = 1) -> Pending:
+def sent(session: ClientSession, message: m.Message, expects: type[m.Message], count: int = 1) -> PendingCommand:
     pending = session.expect(message.rid, expects, type(message).__name__, count)  # type: ignore[attr-defined]
     pending.sent = message
     pending.keyed = isinstance(message, m.Submit) and bool(message.key)
     return pending
 
 
-def submitted(session: Session, key: str = "", count: int = 1) -> Pending:
+def submitted(session: ClientSession, key: str = "", count: int = 1) -> PendingCommand:
     return sent(
         session, m.Submit(rid=session.new_rid(), max_tokens=3, key=key, count=count, prompt=PROMPT), m.Accepted, count
     )
@@ -54,9 +54,9 @@ def attached(attach: m.Message, offset: int | None = None) -> m.Attached:
     )
 
 
-def test_the_name_lasts_as_long_as_what_is_kept_for_it(session: Session) -> None:
+def test_the_name_lasts_as_long_as_what_is_kept_for_it(session: ClientSession) -> None:
     name = session.name
-    assert (len(name), int(name, 16) >= 0, Session("x").name != name) == (32, True, True)
+    assert (len(name), int(name, 16) >= 0, ClientSession("x").name != name) == (32, True, True)
     session.interrupt()
     assert (session.name, session.interrupted, session.welcome) == (name, True, None)
     reconnected(session, resumed=True)
@@ -65,7 +65,7 @@ def test_the_name_lasts_as_long_as_what_is_kept_for_it(session: Session) -> None
     assert session.name != name
 
 
-def test_commands_without_an_answer_are_sent_again_in_their_order_with_their_rids(session: Session) -> None:
+def test_commands_without_an_answer_are_sent_again_in_their_order_with_their_rids(session: ClientSession) -> None:
     first = sent(session, m.Append(rid=session.new_rid()), m.Appended)
     answered = sent(session, m.GetStats(rid=session.new_rid()), m.Stats)
     take(session, m.Refused(rid=answered.rid, error=m.ErrorInfo.of(Conflict("no"))))
@@ -81,7 +81,7 @@ def test_commands_without_an_answer_are_sent_again_in_their_order_with_their_rid
 
 @pytest.mark.parametrize("resumed", [True, False])
 def test_streams_go_on_where_they_stopped_and_rows_of_the_old_place_are_skipped(
-    session: Session, resumed: bool
+    session: ClientSession, resumed: bool
 ) -> None:
     track = accepted(session, 7)
     take(session, rows((7, 0, 10), (7, 1, 11)))
@@ -98,7 +98,7 @@ def test_streams_go_on_where_they_stopped_and_rows_of_the_old_place_are_skipped(
     assert finished(over).tokens == ()
 
 
-def test_a_connection_that_is_lost_again_and_again(session: Session) -> None:
+def test_a_connection_that_is_lost_again_and_again(session: ClientSession) -> None:
     track = accepted(session, 7)
     for token in range(5):
         session.interrupt()
@@ -111,7 +111,7 @@ def test_a_connection_that_is_lost_again_and_again(session: Session) -> None:
     assert finished(track).tokens == (0, 1, 2, 3, 4)
 
 
-def test_the_streams_of_a_submit_whose_answer_was_lost_are_read_from_their_first_token(session: Session) -> None:
+def test_the_streams_of_a_submit_whose_answer_was_lost_are_read_from_their_first_token(session: ClientSession) -> None:
     pending = submitted(session, count=2)
     session.interrupt()
     assert reconnected(session, resumed=True) == [pending.sent]
@@ -124,7 +124,7 @@ def test_the_streams_of_a_submit_whose_answer_was_lost_are_read_from_their_first
     assert [finished(track).tokens for track in pending.tracks] == [(10, 11, 12), ()]
 
 
-def test_an_attach_whose_answer_was_lost_is_read_from_its_offset(session: Session) -> None:
+def test_an_attach_whose_answer_was_lost_is_read_from_its_offset(session: ClientSession) -> None:
     pending = sent(session, m.Attach(rid=session.new_rid(), request_id=4, offset=3), m.Attached)
     session.interrupt()
     assert reconnected(session, resumed=True) == [pending.sent]
@@ -135,7 +135,7 @@ def test_an_attach_whose_answer_was_lost_is_read_from_its_offset(session: Sessio
     assert pending.tracks[0].tokens == [13]
 
 
-def test_a_coordinator_that_has_forgotten_us(session: Session) -> None:
+def test_a_coordinator_that_has_forgotten_us(session: ClientSession) -> None:
     keyed, plain = submitted(session, key="k"), submitted(session)
     asked = sent(session, m.GetRequest(rid=session.new_rid(), request_id=3), m.RequestInfo)
     made = sent(session, m.CreateSequence(rid=session.new_rid()), m.SequenceInfo)
@@ -152,7 +152,7 @@ def test_a_coordinator_that_has_forgotten_us(session: Session) -> None:
     assert [track.request_id for track in keyed.tracks] == [9]
 
 
-def test_a_request_that_a_coordinator_has_forgotten_fails_by_name(session: Session) -> None:
+def test_a_request_that_a_coordinator_has_forgotten_fails_by_name(session: ClientSession) -> None:
     track = accepted(session, 7)
     session.interrupt()
     (attach,) = reconnected(session, resumed=False)
@@ -161,7 +161,7 @@ def test_a_request_that_a_coordinator_has_forgotten_fails_by_name(session: Sessi
         finished(track)
 
 
-def test_a_submit_that_was_given_up_is_asked_for_again_and_cancelled(session: Session) -> None:
+def test_a_submit_that_was_given_up_is_asked_for_again_and_cancelled(session: ClientSession) -> None:
     pending = submitted(session)
     assert session.forget(pending) == []
     session.interrupt()
@@ -177,13 +177,13 @@ def test_a_submit_that_was_given_up_is_asked_for_again_and_cancelled(session: Se
     assert reconnected(session, resumed=True) == []
 
 
-def test_a_submit_that_was_given_up_ends_with_a_session_that_is_forgotten(session: Session) -> None:
+def test_a_submit_that_was_given_up_ends_with_a_session_that_is_forgotten(session: ClientSession) -> None:
     session.forget(submitted(session))
     session.interrupt()
     assert reconnected(session, resumed=False) == []
 
 
-def test_a_request_that_is_cancelled_while_there_is_no_connection(session: Session) -> None:
+def test_a_request_that_is_cancelled_while_there_is_no_connection(session: ClientSession) -> None:
     track = accepted(session, 7)
     session.interrupt()
     (cancel,) = session.cancel((7,))
@@ -196,7 +196,7 @@ def test_a_request_that_is_cancelled_while_there_is_no_connection(session: Sessi
     assert finished(track).reason == "cancelled"
 
 
-def test_losing_all_after_an_interruption_fails_everything(session: Session) -> None:
+def test_losing_all_after_an_interruption_fails_everything(session: ClientSession) -> None:
     track, pending = accepted(session, 7), submitted(session)
     session.interrupt()
     session.lost(StateLost("a", "b"))
@@ -207,13 +207,13 @@ def test_losing_all_after_an_interruption_fails_everything(session: Session) -> 
     assert reconnected(session, resumed=False) == []
 
 
-def test_a_track_of_an_interrupted_session_is_the_one_that_attach_gives(session: Session) -> None:
-    track: Track = accepted(session, 7)
+def test_a_track_of_an_interrupted_session_is_the_one_that_attach_gives(session: ClientSession) -> None:
+    track: RequestStream = accepted(session, 7)
     session.interrupt()
     assert session.tracked(7, 0) is track
 
 
-def test_no_more_commands_are_under_way_than_answers_are_kept(session: Session) -> None:
+def test_no_more_commands_are_under_way_than_answers_are_kept(session: ClientSession) -> None:
     pendings = [session.expect(session.new_rid(), m.Done, "Drain") for _ in range(UNANSWERED_MAX + 2)]
     assert [session.has_room(pending.rid) for pending in pendings[-3:]] == [True, False, False]
     take(session, m.Done(rid=pendings[1].rid))

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from kvforge import Client, Request, SamplingParams
 from kvforge.client.arguments import prompt_array
-from kvforge.client.awaited import Pending, Track
-from kvforge.client.handles import Feed
+from kvforge.client.handles import MergedStream
 from kvforge.client.options import RequestOptions
+from kvforge.client.pending import PendingCommand, RequestStream
 from kvforge.client.results import finished
-from kvforge.client.session import Session
+from kvforge.client.session import ClientSession
 from kvforge.protocol import messages as m
 from kvforge.protocol.codec import encode
 from kvforge.protocol.errors import (
@@ -29,7 +29,7 @@ from kvforge.protocol.errors import (
 )
 
 
-def take(session: Session, message: m.Message) -> list[m.Message]:
+def take(session: ClientSession, message: m.Message) -> list[m.Message]:
     return session.receive([bytes(frame) for frame in encode(message)])
 
 
@@ -57,7 +57,7 @@ def end(request_id: int, count: int, reason: str = "length", error: m.ErrorInfo 
     )
 
 
-def accepted(session: Session, request_id: int) -> Track:
+def accepted(session: ClientSession, request_id: int) -> RequestStream:
     pending = session.expect(session.new_rid(), m.Accepted, "Submit")
     assert take(session, m.Accepted(rid=pending.rid, request_id=request_id, seed=5)) == []
     pending.answer(m.Accepted)
@@ -66,11 +66,11 @@ def accepted(session: Session, request_id: int) -> Track:
 
 
 @pytest.fixture
-def session() -> Session:
-    return Session("ipc:///nowhere")
+def session() -> ClientSession:
+    return ClientSession("ipc:///nowhere")
 
 
-def test_replies_find_their_command_in_any_order(session: Session) -> None:
+def test_replies_find_their_command_in_any_order(session: ClientSession) -> None:
     first = session.expect(session.new_rid(), m.Done, "Cancel")
     second = session.expect(session.new_rid(), m.Done, "Drain")
     take(session, m.Done(rid=second.rid))
@@ -79,7 +79,7 @@ def test_replies_find_their_command_in_any_order(session: Session) -> None:
     assert first.answer(m.Done).rid == first.rid
 
 
-def test_a_refusal_is_raised_as_its_own_class_each_time_anew(session: Session) -> None:
+def test_a_refusal_is_raised_as_its_own_class_each_time_anew(session: ClientSession) -> None:
     pending = session.expect(session.new_rid(), m.Accepted, "Submit")
     take(session, m.Refused(rid=pending.rid, error=m.ErrorInfo.of(QueueFull(4, 250))))
     with pytest.raises(QueueFull) as first:
@@ -90,7 +90,7 @@ def test_a_refusal_is_raised_as_its_own_class_each_time_anew(session: Session) -
     assert first.value is not second.value
 
 
-def test_an_answer_of_the_wrong_kind_fails_that_command_only(session: Session) -> None:
+def test_an_answer_of_the_wrong_kind_fails_that_command_only(session: ClientSession) -> None:
     pending = session.expect(session.new_rid(), m.Stats, "GetStats")
     other = session.expect(session.new_rid(), m.Done, "Drain")
     take(session, m.Done(rid=pending.rid))
@@ -99,7 +99,7 @@ def test_an_answer_of_the_wrong_kind_fails_that_command_only(session: Session) -
     assert not other.done
 
 
-def test_a_refusal_that_names_no_command_is_for_the_oldest(session: Session) -> None:
+def test_a_refusal_that_names_no_command_is_for_the_oldest(session: ClientSession) -> None:
     first = session.expect(session.new_rid(), m.Welcome, "Hello")
     second = session.expect(session.new_rid(), m.Done, "Drain")
     take(session, m.Refused(rid=0, error=m.ErrorInfo.of(ProtocolError("unreadable"))))
@@ -108,7 +108,7 @@ def test_a_refusal_that_names_no_command_is_for_the_oldest(session: Session) -> 
     assert not second.done
 
 
-def test_welcome_is_remembered(session: Session) -> None:
+def test_welcome_is_remembered(session: ClientSession) -> None:
     pending = session.expect(session.new_rid(), m.Welcome, "Hello")
     take(session, m.Welcome(rid=pending.rid, version=1, boot="abc", tables_path="/t"))
     assert session.boot == "abc"
@@ -118,7 +118,7 @@ def test_welcome_is_remembered(session: Session) -> None:
     assert session.boot == "abc"  # sent on the next connection
 
 
-def test_tokens_of_each_request_are_kept_apart(session: Session) -> None:
+def test_tokens_of_each_request_are_kept_apart(session: ClientSession) -> None:
     a, b = accepted(session, 10), accepted(session, 11)
     take(session, rows((10, 0, 100), (11, 0, 200), (10, 1, 101)))
     take(session, rows((11, 1, 201), ended=(end(10, 2),)))
@@ -131,7 +131,7 @@ def test_tokens_of_each_request_are_kept_apart(session: Session) -> None:
     assert done.logprobs == (-1.0, -1.0)
 
 
-def test_repeated_rows_change_nothing(session: Session) -> None:
+def test_repeated_rows_change_nothing(session: ClientSession) -> None:
     track = accepted(session, 1)
     take(session, rows((1, 0, 5), (1, 1, 6)))
     assert take(session, rows((1, 0, 99), (1, 1, 6), (1, 2, 7))) == []
@@ -140,7 +140,7 @@ def test_repeated_rows_change_nothing(session: Session) -> None:
 
 @given(st.lists(st.integers(0, 6), max_size=40))
 def test_any_order_of_offsets_gives_a_prefix_or_an_error(offsets: list[int]) -> None:
-    session = Session("ipc:///nowhere")
+    session = ClientSession("ipc:///nowhere")
     track = accepted(session, 1)
     for offset in offsets:
         take(session, rows((1, offset, 1000 + offset)))
@@ -155,7 +155,7 @@ def test_any_order_of_offsets_gives_a_prefix_or_an_error(offsets: list[int]) -> 
     assert len(track.tokens) == due
 
 
-def test_a_gap_ends_that_request_and_cancels_it(session: Session) -> None:
+def test_a_gap_ends_that_request_and_cancels_it(session: ClientSession) -> None:
     broken, healthy = accepted(session, 1), accepted(session, 2)
     replies = take(session, rows((1, 0, 5), (1, 2, 7), (2, 0, 8), (1, 1, 6)))
     assert [(type(reply), getattr(reply, "request_id", 0)) for reply in replies] == [(m.Cancel, 1)]
@@ -166,7 +166,7 @@ def test_a_gap_ends_that_request_and_cancels_it(session: Session) -> None:
     assert not healthy.done
 
 
-def test_an_end_that_counts_more_tokens_than_came_is_a_gap(session: Session) -> None:
+def test_an_end_that_counts_more_tokens_than_came_is_a_gap(session: ClientSession) -> None:
     track = accepted(session, 1)
     take(session, rows((1, 0, 5), ended=(end(1, 2),)))
     with pytest.raises(ProtocolError, match="ended after 2 tokens and 1 came"):
@@ -182,7 +182,7 @@ def test_an_end_that_counts_more_tokens_than_came_is_a_gap(session: Session) -> 
     ],
 )
 def test_how_a_request_that_failed_is_raised(
-    session: Session, reason: str, info: m.ErrorInfo | None, expected: type[Exception]
+    session: ClientSession, reason: str, info: m.ErrorInfo | None, expected: type[Exception]
 ) -> None:
     track = accepted(session, 1)
     take(session, rows(ended=(end(1, 0, reason, info),)))
@@ -192,14 +192,14 @@ def test_how_a_request_that_failed_is_raised(
         assert getattr(raised.value, "worker", None) == "w1"
 
 
-def test_a_cancelled_request_is_an_outcome(session: Session) -> None:
+def test_a_cancelled_request_is_an_outcome(session: ClientSession) -> None:
     track = accepted(session, 1)
     take(session, rows((1, 0, 5), ended=(end(1, 1, "cancelled"),)))
     assert finished(track).reason == "cancelled"
     assert finished(track).tokens == (5,)
 
 
-def test_losing_the_connection_fails_what_waits_and_keeps_tokens(session: Session) -> None:
+def test_losing_the_connection_fails_what_waits_and_keeps_tokens(session: ClientSession) -> None:
     track = accepted(session, 1)
     over = accepted(session, 2)
     take(session, rows((1, 0, 5), ended=(end(2, 0),)))
@@ -217,7 +217,7 @@ def test_losing_the_connection_fails_what_waits_and_keeps_tokens(session: Sessio
     assert session.running == ()
 
 
-def test_a_request_accepted_after_its_caller_left_is_cancelled(session: Session) -> None:
+def test_a_request_accepted_after_its_caller_left_is_cancelled(session: ClientSession) -> None:
     pending = session.expect(session.new_rid(), m.Accepted, "Submit")
     assert session.forget(pending) == []
     replies = take(session, m.Accepted(rid=pending.rid, request_id=77, seed=1))
@@ -225,14 +225,14 @@ def test_a_request_accepted_after_its_caller_left_is_cancelled(session: Session)
     assert take(session, rows((77, 0, 1))) == []
 
 
-def test_a_request_accepted_as_its_caller_leaves_is_cancelled(session: Session) -> None:
+def test_a_request_accepted_as_its_caller_leaves_is_cancelled(session: ClientSession) -> None:
     pending = session.expect(session.new_rid(), m.Accepted, "Submit")
     take(session, m.Accepted(rid=pending.rid, request_id=77, seed=1))
     assert [type(reply) for reply in session.forget(pending)] == [m.Cancel]
 
 
-def test_late_and_unknown_messages_are_ignored(session: Session) -> None:
-    before = Pending(999, m.Done, "Drain")
+def test_late_and_unknown_messages_are_ignored(session: ClientSession) -> None:
+    before = PendingCommand(999, m.Done, "Drain")
     assert take(session, m.Done(rid=999)) == []
     assert take(session, rows((5, 0, 1), ended=(end(5, 1),))) == []
     assert not before.done
@@ -251,7 +251,7 @@ def test_late_and_unknown_messages_are_ignored(session: Session) -> None:
         [b"\x82\xa1t\xa5stats\xa3rid\x01"],
     ],
 )
-def test_bytes_that_are_no_message_are_a_protocol_error(session: Session, frames: list[bytes]) -> None:
+def test_bytes_that_are_no_message_are_a_protocol_error(session: ClientSession, frames: list[bytes]) -> None:
     track = accepted(session, 1)
     with pytest.raises(ProtocolError):
         session.receive(frames)
@@ -259,10 +259,10 @@ def test_bytes_that_are_no_message_are_a_protocol_error(session: Session, frames
     assert not track.done
 
 
-def test_a_feed_gives_tokens_in_order_of_offset_and_then_the_error(session: Session) -> None:
+def test_a_feed_gives_tokens_in_order_of_offset_and_then_the_error(session: ClientSession) -> None:
     a, b = accepted(session, 1), accepted(session, 2)
     calls = Client("ipc:///nowhere")._calls
-    feed = Feed([Request(calls, a), Request(calls, b)])
+    feed = MergedStream([Request(calls, a), Request(calls, b)])
     assert not feed.ready
     take(session, rows((1, 0, 10), (1, 1, 11), (2, 0, 20)))
     assert [(row.id, token.token_id) for row, token in feed.arrived()] == [(1, 10), (2, 20), (1, 11)]

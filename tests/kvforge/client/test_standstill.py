@@ -57,8 +57,8 @@ def test_a_lost_connection_is_tried_again_for_its_whole_time(fake: Running, monk
     standstill = Standstill(monkeypatch)
     with Client(fake.endpoint, timeout_s=30, reconnect_s=20.0) as kv:
         kv.stats()
-        dialler = kv._calls.link.dialler
+        reconnector = kv._calls.link.reconnector
         kv._calls.session.interrupt()
-        with dialler.waiting():
+        with reconnector.waiting():
             standstill.stand_still()
-            assert dialler.left_s > 15.0
+            assert reconnector.left_s > 15.0

@@ -20,7 +20,7 @@ pytest.importorskip("transformers", reason="the text extra is not installed")
 
 from kvforge import AsyncClient, Client, DeadlineExceeded, InvalidRequest, SamplingParams
 from kvforge.client.arguments import stop_strings
-from kvforge.client.session import Session
+from kvforge.client.session import ClientSession
 from kvforge.commands import cli
 from kvforge.protocol import messages as m
 from kvforge.protocol.codec import Decoder, encode
@@ -115,7 +115,7 @@ def top_rows(counts: list[int], tokens: list[int], logprobs: list[float]) -> m.S
 
 
 def test_tops_reach_their_token_and_a_cut_shortens_the_track() -> None:
-    session = Session("ipc:///nowhere")
+    session = ClientSession("ipc:///nowhere")
     track = accepted(session, 1)
     take(session, top_rows([2, 0, 1], [5, 6, 7], [-0.5, -1.0, -2.0]))
     assert track.top_logprobs == [((5, -0.5), (6, -1.0)), (), ((7, -2.0),)]
@@ -132,7 +132,7 @@ def test_top_columns_that_do_not_fit_are_a_protocol_error(
     counts: list[int], tokens: list[int], logprobs: list[float]
 ) -> None:
     with pytest.raises(ProtocolError, match="top columns"):
-        take(Session("ipc:///nowhere"), top_rows(counts, tokens, logprobs))
+        take(ClientSession("ipc:///nowhere"), top_rows(counts, tokens, logprobs))
 
 
 @pytest.mark.parametrize(

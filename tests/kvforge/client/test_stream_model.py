@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvforge.client.awaited import Pending
+from kvforge.client.pending import PendingCommand
 from kvforge.client.results import finished
-from kvforge.client.session import Session
+from kvforge.client.session import ClientSession
 from kvforge.protocol import messages as m
 from kvforge.protocol.errors import (
     InvalidRequest,
@@ -20,8 +20,8 @@ from tests.kvforge.client.test_streams import attach, submit
 
 
 @pytest.fixture
-def session() -> Session:
-    return Session("ipc:///nowhere")
+def session() -> ClientSession:
+    return ClientSession("ipc:///nowhere")
 
 
 class Coordinator:
@@ -91,9 +91,9 @@ ACTIONS = st.one_of(
 
 @given(st.integers(0, 4), st.lists(ACTIONS, max_size=60))
 def test_whoever_reads_gets_every_token_from_its_offset_on(start: int, actions: list[Any]) -> None:
-    session, coordinator = Session("ipc:///nowhere"), Coordinator(start)
+    session, coordinator = ClientSession("ipc:///nowhere"), Coordinator(start)
     readers = [(attach(session, 7, start) if start else accepted(session, 7), start)]
-    waiting: list[tuple[Pending, int]] = []
+    waiting: list[tuple[PendingCommand, int]] = []
 
     def deliver() -> None:
         for reply in take(session, coordinator.out.pop(0)):

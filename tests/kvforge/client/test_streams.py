@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from kvforge import Client, Request
-from kvforge.client.awaited import Pending, Track
-from kvforge.client.handles import Feed
+from kvforge.client.handles import MergedStream
+from kvforge.client.pending import PendingCommand, RequestStream
 from kvforge.client.results import finished, token_at
-from kvforge.client.session import Session
+from kvforge.client.session import ClientSession
 from kvforge.protocol import messages as m
 from kvforge.protocol.errors import (
     Conflict,
@@ -23,17 +23,17 @@ from tests.kvforge.client.test_session import accepted, end, rows, take
 
 
 @pytest.fixture
-def session() -> Session:
-    return Session("ipc:///nowhere")
+def session() -> ClientSession:
+    return ClientSession("ipc:///nowhere")
 
 
-def submit(session: Session, count: int = 1, key: bool = False) -> Pending:
+def submit(session: ClientSession, count: int = 1, key: bool = False) -> PendingCommand:
     pending = session.expect(session.new_rid(), m.Accepted, "Submit", count)
     pending.keyed = key
     return pending
 
 
-def attach(session: Session, request_id: int, offset: int) -> Track:
+def attach(session: ClientSession, request_id: int, offset: int) -> RequestStream:
     """Return the caller's result of an Attach that is answered at once."""
     pending = session.expect(session.new_rid(), m.Attached, "Attach")
     assert take(session, m.Attached(rid=pending.rid, request_id=request_id, seed=5, offset=offset)) == []
@@ -52,7 +52,7 @@ def cancelled(replies: list[m.Message]) -> list[int]:
     return [reply.request_id for reply in replies if isinstance(reply, m.Cancel)]
 
 
-def test_samples_are_requests_of_their_own(session: Session) -> None:
+def test_samples_are_requests_of_their_own(session: ClientSession) -> None:
     pending = submit(session, 3)
     assert take(session, m.Accepted(rid=pending.rid, request_id=10, seed=(1 << 64) - 2, count=3)) == []
     assert [(track.request_id, track.seed) for track in pending.tracks] == [
@@ -65,14 +65,14 @@ def test_samples_are_requests_of_their_own(session: Session) -> None:
     assert [track.done for track in pending.tracks] == [False, True, False]
 
 
-def test_giving_up_cancels_every_sample_that_still_runs(session: Session) -> None:
+def test_giving_up_cancels_every_sample_that_still_runs(session: ClientSession) -> None:
     pending = submit(session, 3)
     take(session, m.Accepted(rid=pending.rid, request_id=10, seed=1, count=3))
     take(session, rows((11, 0, 2), ended=(end(11, 1),)))
     assert cancelled(session.forget(pending)) == [10, 12]
 
 
-def test_samples_accepted_after_their_caller_left_are_all_cancelled(session: Session) -> None:
+def test_samples_accepted_after_their_caller_left_are_all_cancelled(session: ClientSession) -> None:
     pending = submit(session, 3)
     assert session.forget(pending) == []
     late = take(session, m.Accepted(rid=pending.rid, request_id=10, seed=1, count=3))
@@ -80,7 +80,7 @@ def test_samples_accepted_after_their_caller_left_are_all_cancelled(session: Ses
     assert session.running == ()
 
 
-def test_another_number_of_requests_than_asked_for_is_an_error(session: Session) -> None:
+def test_another_number_of_requests_than_asked_for_is_an_error(session: ClientSession) -> None:
     pending = submit(session, 3)
     assert cancelled(take(session, m.Accepted(rid=pending.rid, request_id=10, seed=1))) == [10]
     with pytest.raises(ProtocolError, match="started 1 requests for a Submit of 3"):
@@ -88,7 +88,7 @@ def test_another_number_of_requests_than_asked_for_is_an_error(session: Session)
     assert session.running == ()
 
 
-def test_an_attached_stream_begins_at_its_offset(session: Session) -> None:
+def test_an_attached_stream_begins_at_its_offset(session: ClientSession) -> None:
     track = attach(session, 7, 2)
     assert (track.start, track.reach, track.seed) == (2, 2, 5)
     assert take(session, rows((7, 1, 11), (7, 2, 12), (7, 3, 13))) == []
@@ -99,7 +99,7 @@ def test_an_attached_stream_begins_at_its_offset(session: Session) -> None:
     assert finished(track, 9).tokens == ()
 
 
-def test_a_gap_in_an_attached_stream_is_noticed(session: Session) -> None:
+def test_a_gap_in_an_attached_stream_is_noticed(session: ClientSession) -> None:
     skipped, short, empty = attach(session, 7, 2), attach(session, 8, 2), attach(session, 9, 2)
     assert cancelled(take(session, rows((7, 2, 12), (7, 4, 14)))) == [7]
     with pytest.raises(ProtocolError, match="token 3 was due and token 4 came"):
@@ -112,14 +112,14 @@ def test_a_gap_in_an_attached_stream_is_noticed(session: Session) -> None:
         finished(empty)
 
 
-def test_attaching_behind_the_end_gives_no_tokens(session: Session) -> None:
+def test_attaching_behind_the_end_gives_no_tokens(session: ClientSession) -> None:
     track = attach(session, 7, 100)
     take(session, rows((7, 3, 13), ended=(end(7, 50),)))
     assert finished(track, 100).tokens == ()
     assert finished(track).reason == "length"
 
 
-def test_tokens_that_a_stop_took_back_are_taken_from_what_was_attached(session: Session) -> None:
+def test_tokens_that_a_stop_took_back_are_taken_from_what_was_attached(session: ClientSession) -> None:
     track, behind = attach(session, 7, 2), attach(session, 8, 4)
     for request_id in (7, 8):
         ended = end(request_id, 3, "stop")
@@ -131,7 +131,9 @@ def test_tokens_that_a_stop_took_back_are_taken_from_what_was_attached(session: 
 
 
 @pytest.mark.parametrize(("again", "cut"), [(0, 0), (2, 0), (3, 0), (4, 1)])
-def test_tokens_taken_back_before_the_stream_began_anew_are_not_missed(session: Session, again: int, cut: int) -> None:
+def test_tokens_taken_back_before_the_stream_began_anew_are_not_missed(
+    session: ClientSession, again: int, cut: int
+) -> None:
     """A repeated submit by key, or an earlier offset, does not stream tokens that were rolled back meanwhile."""
     track = accepted(session, 7)
     take(session, rows(*[(7, offset, 10 + offset) for offset in range(5)]))
@@ -143,7 +145,7 @@ def test_tokens_taken_back_before_the_stream_began_anew_are_not_missed(session: 
 
 
 @pytest.mark.parametrize("again", [None, 0])
-def test_an_end_before_what_was_streamed_is_a_gap_all_the_same(session: Session, again: int | None) -> None:
+def test_an_end_before_what_was_streamed_is_a_gap_all_the_same(session: ClientSession, again: int | None) -> None:
     """If the stream did not restart, or its rows since then stop before the offset of the end."""
     track = accepted(session, 7)
     take(session, rows(*[(7, offset, 10 + offset) for offset in range(5)]))
@@ -154,7 +156,7 @@ def test_an_end_before_what_was_streamed_is_a_gap_all_the_same(session: Session,
         finished(track)
 
 
-def test_tokens_that_count_are_missed_whatever_was_taken_back(session: Session) -> None:
+def test_tokens_that_count_are_missed_whatever_was_taken_back(session: ClientSession) -> None:
     track = accepted(session, 7)
     fields = {name: getattr(end(7, 3, "stop"), name) for name in m.Ended.__struct_fields__}
     take(session, rows((7, 0, 10), (7, 1, 11), ended=(m.Ended(**{**fields, "cut_tokens": 2}),)))
@@ -162,7 +164,7 @@ def test_tokens_that_count_are_missed_whatever_was_taken_back(session: Session) 
         finished(track)
 
 
-def test_what_this_connection_reads_already_needs_no_command(session: Session) -> None:
+def test_what_this_connection_reads_already_needs_no_command(session: ClientSession) -> None:
     track = accepted(session, 7)
     assert session.tracked(7, 0) is track
     assert session.tracked(7, 50) is track
@@ -173,7 +175,7 @@ def test_what_this_connection_reads_already_needs_no_command(session: Session) -
     assert session.tracked(7, 0) is None  # ended here, but the coordinator still has it
 
 
-def test_an_earlier_offset_is_a_stream_of_its_own(session: Session) -> None:
+def test_an_earlier_offset_is_a_stream_of_its_own(session: ClientSession) -> None:
     late = attach(session, 7, 3)
     take(session, rows((7, 3, 13), (7, 4, 14)))
     early = attach(session, 7, 0)
@@ -184,7 +186,7 @@ def test_an_earlier_offset_is_a_stream_of_its_own(session: Session) -> None:
     assert finished(late).reason == finished(early).reason == "length"
 
 
-def test_a_later_offset_that_was_under_way_does_not_tear_the_stream(session: Session) -> None:
+def test_a_later_offset_that_was_under_way_does_not_tear_the_stream(session: ClientSession) -> None:
     first = session.expect(session.new_rid(), m.Attached, "Attach")
     second = session.expect(session.new_rid(), m.Attached, "Attach")
     take(session, m.Attached(rid=first.rid, request_id=7, seed=5, offset=0))
@@ -200,7 +202,7 @@ def test_a_later_offset_that_was_under_way_does_not_tear_the_stream(session: Ses
     assert finished(track).tokens == (10, 11, 12, 13, 14)
 
 
-def test_giving_up_an_attach_cancels_nothing(session: Session) -> None:
+def test_giving_up_an_attach_cancels_nothing(session: ClientSession) -> None:
     before = session.expect(session.new_rid(), m.Attached, "Attach")
     assert session.forget(before) == []
     assert take(session, m.Attached(rid=before.rid, request_id=7, seed=5, offset=0)) == []
@@ -210,11 +212,11 @@ def test_giving_up_an_attach_cancels_nothing(session: Session) -> None:
     assert session.forget(after) == []
 
 
-def test_a_feed_of_handles_on_one_stream_gives_each_its_own_part(session: Session) -> None:
+def test_a_feed_of_handles_on_one_stream_gives_each_its_own_part(session: ClientSession) -> None:
     calls = Client("ipc:///nowhere")._calls
     track = accepted(session, 7)
     whole, rest = Request(calls, track), Request(calls, track, 2)
-    feed = Feed([whole, rest])
+    feed = MergedStream([whole, rest])
     take(session, rows((7, 0, 10), (7, 1, 11)))
     assert [(request is whole, token.offset) for request, token in feed.arrived()] == [(True, 0), (True, 1)]
     assert not feed.ready
@@ -224,7 +226,7 @@ def test_a_feed_of_handles_on_one_stream_gives_each_its_own_part(session: Sessio
     assert not feed.tracks
 
 
-def test_a_paused_stream_is_taken_up_where_it_stopped(session: Session) -> None:
+def test_a_paused_stream_is_taken_up_where_it_stopped(session: ClientSession) -> None:
     track, other = accepted(session, 7), attach(session, 8, 5)
     take(session, rows((7, 0, 10), (8, 5, 15)))
     over = accepted(session, 9)
@@ -241,7 +243,7 @@ def test_a_paused_stream_is_taken_up_where_it_stopped(session: Session) -> None:
     assert finished(over).tokens == ()
 
 
-def test_a_paused_stream_that_is_refused_ends_with_that_error(session: Session) -> None:
+def test_a_paused_stream_that_is_refused_ends_with_that_error(session: ClientSession) -> None:
     track = accepted(session, 7)
     take(session, rows((7, 0, 10)))
     (reply,) = take(session, m.Stream(paused=(7,)))
@@ -253,7 +255,7 @@ def test_a_paused_stream_that_is_refused_ends_with_that_error(session: Session) 
     assert (track.tokens, woken, session.running) == ([10], [1], ())
 
 
-def test_a_connection_that_ends_while_a_stream_is_paused(session: Session) -> None:
+def test_a_connection_that_ends_while_a_stream_is_paused(session: ClientSession) -> None:
     track = accepted(session, 7)
     take(session, m.Stream(paused=(7,)))
     session.lost(CoordinatorUnavailable("gone"))
@@ -264,7 +266,7 @@ def test_a_connection_that_ends_while_a_stream_is_paused(session: Session) -> No
     assert finished(again).tokens == (10,)
 
 
-def test_a_stream_that_another_connection_took(session: Session) -> None:
+def test_a_stream_that_another_connection_took(session: ClientSession) -> None:
     track, other = accepted(session, 7), accepted(session, 8)
     message = rows((7, 0, 10))
     fields: dict[str, Any] = {name: getattr(message, name) for name in message.__struct_fields__}
@@ -278,7 +280,7 @@ def test_a_stream_that_another_connection_took(session: Session) -> None:
     assert finished(back).tokens == (11,)
 
 
-def test_a_stream_that_was_taken_before_our_attach_arrives_comes_back_with_it(session: Session) -> None:
+def test_a_stream_that_was_taken_before_our_attach_arrives_comes_back_with_it(session: ClientSession) -> None:
     track = accepted(session, 7)
     (reply,) = take(session, m.Stream(paused=(7,)))
     take(session, m.Stream(taken=(7,)))
@@ -288,7 +290,7 @@ def test_a_stream_that_was_taken_before_our_attach_arrives_comes_back_with_it(se
     assert finished(track).tokens == (10,)
 
 
-def test_a_repeated_command_reads_the_stream_that_is_there(session: Session) -> None:
+def test_a_repeated_command_reads_the_stream_that_is_there(session: ClientSession) -> None:
     first = submit(session, 2, key=True)
     take(session, m.Accepted(rid=first.rid, request_id=7, seed=5, count=2))
     take(session, rows((7, 0, 10), ended=(end(8, 0),)))
@@ -300,7 +302,7 @@ def test_a_repeated_command_reads_the_stream_that_is_there(session: Session) -> 
     assert [finished(track).tokens for track in again.tracks] == [(10, 11), ()]
 
 
-def test_giving_up_a_repeated_command_leaves_what_was_there(session: Session) -> None:
+def test_giving_up_a_repeated_command_leaves_what_was_there(session: ClientSession) -> None:
     before = submit(session)
     take(session, m.Accepted(rid=before.rid, request_id=7, seed=5, repeated=True))
     assert session.forget(before) == []
@@ -309,7 +311,7 @@ def test_giving_up_a_repeated_command_leaves_what_was_there(session: Session) ->
     assert take(session, m.Accepted(rid=late.rid, request_id=7, seed=5, repeated=True)) == []
 
 
-def test_giving_up_a_command_with_a_key_leaves_it_for_its_repetition(session: Session) -> None:
+def test_giving_up_a_command_with_a_key_leaves_it_for_its_repetition(session: ClientSession) -> None:
     lost = submit(session, key=True)
     assert session.forget(lost) == []
     assert take(session, m.Accepted(rid=lost.rid, request_id=7, seed=5)) == []
@@ -320,7 +322,7 @@ def test_giving_up_a_command_with_a_key_leaves_it_for_its_repetition(session: Se
     assert finished(again.tracks[0]).tokens == (10, 11)
 
 
-def test_a_request_that_expired_raises_what_the_coordinator_said(session: Session) -> None:
+def test_a_request_that_expired_raises_what_the_coordinator_said(session: ClientSession) -> None:
     track = accepted(session, 7)
     error = m.ErrorInfo.of(DeadlineExceeded("request 7 had no token after 50 ms"))
     take(session, rows(ended=(end(7, 0, "expired", error),)))
@@ -328,7 +330,7 @@ def test_a_request_that_expired_raises_what_the_coordinator_said(session: Sessio
         finished(track)
 
 
-def test_rows_from_before_an_attach_may_come_after_its_answer(session: Session) -> None:
+def test_rows_from_before_an_attach_may_come_after_its_answer(session: ClientSession) -> None:
     late = attach(session, 7, 2)
     take(session, rows((7, 2, 12)))
     early = attach(session, 7, 0)
@@ -337,7 +339,7 @@ def test_rows_from_before_an_attach_may_come_after_its_answer(session: Session) 
     assert finished(late).tokens == (12, 13)
 
 
-def test_rows_that_come_with_the_pause_may_lack_those_before_them(session: Session) -> None:
+def test_rows_that_come_with_the_pause_may_lack_those_before_them(session: ClientSession) -> None:
     track = accepted(session, 7)
     take(session, rows((7, 0, 10)))
     message = rows((7, 2, 12))

@@ -1,4 +1,4 @@
-"""Objects that callers wait for: the reply to a command (`Pending`) and the tokens of a request (`Track`).
+"""What callers wait for: the reply to a command (`PendingCommand`), and the tokens of a request (`RequestStream`).
 
 A session creates them and drops them once they are done. A caller that holds one keeps its data.
 """
@@ -63,7 +63,7 @@ class Watched:
             waker()
 
 
-class Pending(Watched):
+class PendingCommand(Watched):
     """One command on its way, done when it has a reply or an error.
 
     Attributes:
@@ -93,7 +93,7 @@ class Pending(Watched):
         self.abandoned = False
         self.resumes = resumes
         self.reply: Message | None = None
-        self.tracks: tuple[Track, ...] = ()
+        self.tracks: tuple[RequestStream, ...] = ()
         self.error: KvforgeError | None = None
 
     @property
@@ -121,7 +121,7 @@ class Pending(Watched):
         return self.reply
 
 
-class Track(Watched):
+class RequestStream(Watched):
     """The stream of one request from its token `start` on. logprobs are in nats.
 
     Attributes:

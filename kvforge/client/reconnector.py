@@ -15,8 +15,8 @@ from kvforge.protocol.errors import CoordinatorUnavailable, KvforgeError, Protoc
 from kvforge.protocol.messages import Hello, Welcome
 from kvforge.protocol.steady_clock import monotonic
 
-from .awaited import Pending
-from .session import Session
+from .pending import PendingCommand
+from .session import ClientSession
 
 # Each pause is a tenth longer than the one before: a coordinator that returns after t seconds is noticed a fraction of
 # t later.
@@ -28,7 +28,7 @@ ROOM_POLL_S = 0.02
 LASTED_S = 1.0
 
 
-class Line(Protocol):
+class LinkProtocol(Protocol):
     """The sockets of a connection; `link.Link` implements it."""
 
     @property
@@ -51,7 +51,7 @@ class Line(Protocol):
         """Wake the callers that wait for this link."""
 
 
-class Dialler:
+class Reconnector:
     """Decides when a session's link is opened, and sends Hello on it.
 
     Attributes:
@@ -59,11 +59,11 @@ class Dialler:
         problem: How far the last attempt came, for error texts.
     """
 
-    def __init__(self, session: Session, link: Line, reconnect_s: float) -> None:
+    def __init__(self, session: ClientSession, link: LinkProtocol, reconnect_s: float) -> None:
         self._session, self._link, self._reconnect_s = session, link, reconnect_s
         self.refused: KvforgeError | None = None
         self.problem = ""
-        self._hello: Pending | None = None
+        self._hello: PendingCommand | None = None
         self._wanting = 0
         self._waiting = 0
         self._since = 0.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvforge.client import dialler
-from kvforge.client.awaited import Pending
-from kvforge.client.dialler import Dialler
-from kvforge.client.session import Session
+from kvforge.client import reconnector
+from kvforge.client.pending import PendingCommand
+from kvforge.client.reconnector import Reconnector
+from kvforge.client.session import ClientSession
 from kvforge.protocol import messages as m
 from kvforge.protocol.codec import encode
 from kvforge.protocol.errors import CoordinatorUnavailable, StateLost, VersionMismatch
@@ -28,7 +28,7 @@ class Line:
     def open(self) -> None:
         self.is_open = True
         self.opened.append(round(self.now - 100, 3))
-        self.dialler.opened()
+        self.reconnector.opened()
 
     def close(self) -> None:
         self.is_open = False
@@ -42,23 +42,23 @@ class Line:
     def wake(self) -> None:
         """Do nothing: there is no waiting thread."""
 
-    dialler: Dialler
+    reconnector: Reconnector
 
 
 class World:
-    """A session with its line, its dialler and a waiting command."""
+    """A session with its line, its reconnector and a waiting command."""
 
     def __init__(self, reconnect_s: float) -> None:
-        self.session, self.line = Session("ipc:///x"), Line()
-        self.dialler = self.line.dialler = Dialler(self.session, self.line, reconnect_s)
+        self.session, self.line = ClientSession("ipc:///x"), Line()
+        self.reconnector = self.line.reconnector = Reconnector(self.session, self.line, reconnect_s)
 
     def answer(self, reply: m.Message) -> None:
         self.session.receive([bytes(frame) for frame in encode(reply)])
-        self.dialler.step()
+        self.reconnector.step()
 
     def connect(self) -> None:
         self.line.there = True
-        with self.dialler.wanting(), self.dialler.waiting():
+        with self.reconnector.wanting(), self.reconnector.waiting():
             self.run(0.0)
             self.welcome()
 
@@ -71,24 +71,24 @@ class World:
 
     def lose(self) -> None:
         self.line.close()
-        self.dialler.lost(GONE)
-        self.dialler.step()
+        self.reconnector.lost(GONE)
+        self.reconnector.step()
 
     def run(self, seconds: float) -> None:
         """Advance time from one due time to the next, as a wait does."""
         end = self.line.now + seconds
-        self.dialler.step()
+        self.reconnector.step()
         for _ in range(10_000):
-            due = self.dialler.due()
+            due = self.reconnector.due()
             if due is None or due > end:
                 self.line.now = end
-                self.dialler.step()
+                self.reconnector.step()
                 return
             self.line.now = max(self.line.now, due)
-            self.dialler.step()
+            self.reconnector.step()
         raise AssertionError("due without end")
 
-    def asked(self) -> Pending:
+    def asked(self) -> PendingCommand:
         return self.session.expect(self.session.new_rid(), m.Done, "Drain")
 
 
@@ -96,7 +96,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World(reconnect_s=10.0)
     for clock in ("monotonic", "plain_monotonic"):
-        monkeypatch.setattr(dialler, clock, lambda: made.line.now)
+        monkeypatch.setattr(reconnector, clock, lambda: made.line.now)
     made.connect()
     made.line.now += 5
     made.line.opened.clear()
@@ -106,10 +106,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def test_nothing_is_tried_while_nobody_waits(world: World) -> None:
     pending = world.asked()
     world.lose()
-    assert world.dialler.due() is None
+    assert world.reconnector.due() is None
     world.run(1000.0)
     assert (world.line.opened, pending.done) == ([], False)
-    with world.dialler.waiting():
+    with world.reconnector.waiting():
         world.run(0.0)
         world.welcome()
     assert world.line.opened == [1005.0]
@@ -122,11 +122,11 @@ def test_only_time_in_which_somebody_waits_counts(world: World) -> None:
     world.lose()
     world.line.there = False
     for _ in range(9):
-        with world.dialler.waiting():
+        with world.reconnector.waiting():
             world.run(1.0)
         world.run(100.0)
     assert not pending.done
-    with world.dialler.waiting():
+    with world.reconnector.waiting():
         world.run(0.9)
         assert not pending.done
         world.run(0.2)
@@ -137,12 +137,12 @@ def test_only_time_in_which_somebody_waits_counts(world: World) -> None:
 
 def test_a_coordinator_that_hangs_up_is_tried_with_growing_pauses(world: World) -> None:
     world.lose()
-    with world.dialler.waiting():
+    with world.reconnector.waiting():
         for _ in range(7):
-            due = world.dialler.due()
+            due = world.reconnector.due()
             assert due is not None
             world.line.now = due
-            world.dialler.step()
+            world.reconnector.step()
             assert world.line.is_open
             world.lose()  # before it answered
     assert world.line.opened == [5.0, 5.05, 5.105, 5.166, 5.232, 5.305, 5.386]
@@ -150,12 +150,12 @@ def test_a_coordinator_that_hangs_up_is_tried_with_growing_pauses(world: World) 
 
 def test_connections_that_do_not_last_are_one_loss(world: World) -> None:
     pending = world.asked()
-    with world.dialler.waiting():
+    with world.reconnector.waiting():
         world.lose()
         for _ in range(100):
             if pending.done:
                 break
-            world.run(dialler.RETRY_PAUSE_S_MAX)
+            world.run(reconnector.RETRY_PAUSE_S_MAX)
             if world.line.is_open:
                 world.welcome()
                 world.line.now += 0.01
@@ -165,7 +165,7 @@ def test_connections_that_do_not_last_are_one_loss(world: World) -> None:
     world.connect()
     world.line.now += 2
     again = world.asked()
-    with world.dialler.waiting():
+    with world.reconnector.waiting():
         world.lose()
         world.line.there = False
         world.run(9.9)
@@ -176,18 +176,18 @@ def test_connections_that_do_not_last_are_one_loss(world: World) -> None:
 def test_one_that_does_not_take_us_fails_everything(world: World, error: VersionMismatch) -> None:
     pending = world.asked()
     world.lose()
-    with world.dialler.waiting():
+    with world.reconnector.waiting():
         world.run(0.0)
         world.refuse(error)
         with pytest.raises(VersionMismatch):
             pending.answer(m.Done)
-        assert (world.line.is_open, world.dialler.due()) == (False, None)
+        assert (world.line.is_open, world.reconnector.due()) == (False, None)
 
 
 def test_one_that_lost_our_state_fails_what_waited_and_takes_what_comes(world: World) -> None:
     pending, name = world.asked(), world.session.name
     world.lose()
-    with world.dialler.waiting(), world.dialler.wanting():
+    with world.reconnector.waiting(), world.reconnector.wanting():
         world.run(0.0)
         world.refuse(StateLost("b", "c"))
         with pytest.raises(CoordinatorUnavailable, match="started without its earlier state"):
@@ -199,11 +199,11 @@ def test_one_that_lost_our_state_fails_what_waited_and_takes_what_comes(world: W
 def test_without_reconnecting_a_loss_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(reconnect_s=0.0)
     for clock in ("monotonic", "plain_monotonic"):
-        monkeypatch.setattr(dialler, clock, lambda: world.line.now)
+        monkeypatch.setattr(reconnector, clock, lambda: world.line.now)
     world.connect()
     pending = world.asked()
-    with world.dialler.waiting():
+    with world.reconnector.waiting():
         world.lose()
         assert pending.error is GONE
-        assert world.dialler.due() is None
+        assert world.reconnector.due() is None
     assert world.line.hellos[0].session == ""
