@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from kvforge.loadtest.drive.outcome import FINISHED, Drove, Outcome
+from kvforge.loadtest.drive.outcome import FINISHED, DriverStats, Outcome
 from kvforge.loadtest.drive.processes import drive
 from kvforge.loadtest.drive.proof import null_server
 from kvforge.loadtest.drive.spec import HTTP, KVFORGE, RunSpec
@@ -187,7 +187,7 @@ async def run(name: str, case: Case, cores: Sequence[int]) -> dict[str, Any]:
 
 
 def result_of(
-    name: str, case: Case, outcomes: Sequence[Outcome], drove: Drove, cpu: float, mb: list[int]
+    name: str, case: Case, outcomes: Sequence[Outcome], drove: DriverStats, cpu: float, mb: list[int]
 ) -> dict[str, Any]:
     """Return the reported figures of a run. cpu: processor seconds of the server a second."""
     used_s = cpu * drove.wall_s
@@ -207,7 +207,7 @@ def result_of(
 
 async def driven(
     case: Case, target: str, where: dict[str, Any], core: int, pid: int
-) -> tuple[Sequence[Outcome], Drove, float, float]:
+) -> tuple[Sequence[Outcome], DriverStats, float, float]:
     """Return the outcomes, the driver's lateness, and the processor time of `pid` with its wall time."""
     wall_s = case.warm_s + case.measured_s
     load = {

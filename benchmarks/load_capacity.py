@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from kvforge.loadtest.fleet.fleet import Fleet
+from kvforge.loadtest.fleet.fleet import SimulatedFleet
 from kvforge.loadtest.fleet.step_times import StepTimes, load
 
 from . import vllm_scheduler
@@ -136,7 +136,9 @@ async def kvforge_row(case: Case, table: str, rate: float, seconds: float, offer
         "schedule": {"step_rows_max": ROWS, "step_tokens_max": STEP_TOKENS},
         "limits": {"queue_max": 100_000, "sequences_max": 2 * ROWS * case.workers},
     }
-    async with Fleet(table, workers=case.workers, time_scale=case.scale, coordinator_settings=settings) as fleet:
+    async with SimulatedFleet(
+        table, workers=case.workers, time_scale=case.scale, coordinator_settings=settings
+    ) as fleet:
         client, pids = Client(fleet.endpoint, offered), fleet.pids() | {"load": os.getpid()}
         before, all_before = {name: cpu_s(pid) for name, pid in pids.items()}, all_cpu_s()
         row = found(rate, seconds, offered, client.run(seconds))

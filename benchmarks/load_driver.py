@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from kvforge.loadtest.drive.engine import TICK_S
-from kvforge.loadtest.drive.outcome import FINISHED, INTERRUPTED, Drove, Outcome
+from kvforge.loadtest.drive.outcome import FINISHED, INTERRUPTED, DriverStats, Outcome
 from kvforge.loadtest.drive.processes import drive
 from kvforge.loadtest.drive.proof import null_server
 from kvforge.loadtest.drive.spec import HTTP, KVFORGE, RunSpec
@@ -111,7 +111,7 @@ async def measured(scenario: Scenario, cores: Sequence[int]) -> Row:
     return row(scenario, outcomes, drove)
 
 
-def row(scenario: Scenario, outcomes: Sequence[Outcome], drove: Drove) -> Row:
+def row(scenario: Scenario, outcomes: Sequence[Outcome], drove: DriverStats) -> Row:
     """Return the reported figures of a run."""
     begin, end = scenario.warm_s, scenario.warm_s + scenario.measured_s
     due = [outcome for outcome in outcomes if begin <= outcome.due_s < end and outcome.awake_s >= 0]

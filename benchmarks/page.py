@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from kvforge import AsyncClient, SamplingParams
-from kvforge.loadtest.fleet.fleet import Fleet
+from kvforge.loadtest.fleet.fleet import SimulatedFleet
 from kvforge.protocol.errors import KvforgeError
 from tests.gateway.page.browser import Browser
 
@@ -73,12 +73,14 @@ async def work(kv: AsyncClient, rng: Random, tokens: int) -> None:
 @asynccontextmanager
 async def world(
     blocks: int, users: int, tokens: int, time_scale: float, ceiling: int
-) -> AsyncIterator[tuple[Fleet, str, int]]:
+) -> AsyncIterator[tuple[SimulatedFleet, str, int]]:
     """Run a fleet under load; yield the page's address and its server's process. blocks: of all workers. ceiling: of
     one tenant."""
     quotas = {"quotas": {"batch": {"ceiling": ceiling}, "search": {"floor": blocks // WORKERS // 8}}}
     each = blocks // WORKERS
-    async with Fleet(workers=WORKERS, blocks=each, time_scale=time_scale, coordinator_settings=quotas) as fleet:
+    async with SimulatedFleet(
+        workers=WORKERS, blocks=each, time_scale=time_scale, coordinator_settings=quotas
+    ) as fleet:
         command = [sys.executable, "-m", "tests.gateway.page.serving", str(fleet.runtime), "0"]
         server = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         assert server.stdout is not None

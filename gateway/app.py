@@ -22,7 +22,7 @@ from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.config import SEE, Settings
 from kvforge.gateway.generate.loading import prompts_of
 from kvforge.gateway.generate.service import Service
-from kvforge.gateway.http.entry import Entry
+from kvforge.gateway.http.entry import PathMiddleware
 from kvforge.gateway.http.errors import NoSuchMethod, NoSuchPath, api_of
 from kvforge.gateway.http.guard import FAULT, Guard, refused
 from kvforge.gateway.http.ignored import HEADER as IGNORED_HEADER
@@ -35,7 +35,7 @@ from kvforge.gateway.openai.routes import OpenAI
 from kvforge.gateway.openapi.routes import routes as described
 from kvforge.gateway.page.routes import routes as page
 from kvforge.gateway.parse import Format
-from kvforge.gateway.replicas.fleet import Fleet
+from kvforge.gateway.replicas.fleet import ReplicaSet
 from kvforge.protocol.errors import InternalError, InvalidConfiguration
 from kvforge.protocol.messages import ModelInfo
 
@@ -66,14 +66,14 @@ def make_app(
     async def prompts(info: ModelInfo) -> tuple[Prompts, Format]:
         return await prompts_of(info, settings)
 
-    served: Fleet | AsyncClient
+    served: ReplicaSet | AsyncClient
     if settings.replicas:
-        served = Fleet(settings.replicas, answer_s=settings.answer_s, lost_s=settings.failover_s)
+        served = ReplicaSet(settings.replicas, answer_s=settings.answer_s, lost_s=settings.failover_s)
     else:
         served = AsyncClient(
             settings.coordinator, server_key=settings.server_key or None, key_file=settings.key_file or None
         )
-    fleet = served if isinstance(served, Fleet) else None
+    fleet = served if isinstance(served, ReplicaSet) else None
     service = Service(served, prompts, settings.names, settled)
     guard = Guard(access)
 
@@ -94,7 +94,7 @@ def make_app(
                 await served.close()  # a fleet closes its own clients
 
     def shown() -> AsyncClient:
-        return served.replicas[0].client if isinstance(served, Fleet) else served
+        return served.replicas[0].client if isinstance(served, ReplicaSet) else served
 
     def use(new: Settings) -> None:
         if bool(new.replicas) != (fleet is not None):
@@ -149,7 +149,7 @@ def make_app(
         routes=routes,
         lifespan=lifespan,
         exception_handlers={404: unknown, 405: unknown, Exception: fault},
-        middleware=[Middleware(Entry), Middleware(Counting, counts=counts), *_cors(settings)],
+        middleware=[Middleware(PathMiddleware), Middleware(Counting, counts=counts), *_cors(settings)],
     )
     app.state.ending, app.state.use = False, use
     return app

@@ -14,8 +14,8 @@ from kvforge.gateway.chat.arguments import ObjectText, object_of
 from kvforge.gateway.chat.naming import Names
 from kvforge.gateway.chat.shapes import ANY, Shape
 from kvforge.gateway.generate.answer import Piece
-from kvforge.gateway.generate.conversing import Conversing, conversing
-from kvforge.gateway.generate.generation import Generation, Usage, Wanted
+from kvforge.gateway.generate.conversing import PreparedConversation, prepare_conversation
+from kvforge.gateway.generate.generation import Generation, Submission, Usage
 from kvforge.gateway.generate.service import Model
 from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.http.ignored import Ignored
@@ -32,7 +32,7 @@ TOP_P_MIN = SAMPLING_RANGES["top_p"][0]
 TOOL_USE = "tool_use"
 
 
-async def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -> Conversing:
+async def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -> PreparedConversation:
     """Prepare the conversation of a request and note ignored tools in `ignored`.
 
     Raises:
@@ -52,7 +52,7 @@ async def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -
     tools, choice = tools_of(asked, ignored), choice_of(asked)
     format_ = asked.output_config.format if asked.output_config is not None else None
     shape = ANY if format_ is None else Shape("json_schema", format_.schema, "output_config.format.schema")
-    return await conversing(
+    return await prepare_conversation(
         model, messages, tools=tools, choice=choice, shape=shape, continued=continued, told=variables
     )
 
@@ -62,7 +62,9 @@ def names_of() -> Names:
     return Names({"prompt": "messages", "stop": "stop_sequences"})
 
 
-async def wanted_of(asked: Create, model: Model, caller: Caller, key: str, ignored: Ignored, names: Names) -> Wanted:
+async def wanted_of(
+    asked: Create, model: Model, caller: Caller, key: str, ignored: Ignored, names: Names
+) -> Submission:
     """Return the submission of a request.
 
     Raises:
@@ -87,7 +89,7 @@ async def wanted_of(asked: Create, model: Model, caller: Caller, key: str, ignor
         idempotency_key=key,
     )
     stops = stop_strings(asked.stop_sequences or ())
-    return Wanted(
+    return Submission(
         prompt=conversation.rendered.ids,
         options=options,
         text=conversation.text,

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from kvforge.gateway.access import Caller
 from kvforge.gateway.chat.naming import Names
 from kvforge.gateway.config import Settings
-from kvforge.gateway.generate.generation import Bell, Generation, charge
+from kvforge.gateway.generate.generation import Generation, WakeUp, charge
 from kvforge.gateway.generate.service import Service
 from kvforge.gateway.http import body
 from kvforge.gateway.http.errors import anthropic_error
@@ -20,7 +20,7 @@ from kvforge.gateway.http.guard import Guard
 from kvforge.gateway.http.ignored import Ignored
 from kvforge.gateway.http.keys import Key, session_of
 from kvforge.gateway.http.notes import notes_of
-from kvforge.gateway.http.stream import EventStream, Failing, Pings, wanted
+from kvforge.gateway.http.stream import ErrorEventSource, EventStream, Pings, wanted
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 
 from . import messages
@@ -56,7 +56,7 @@ class Anthropic:
         self, request: Request, caller: Caller, asked: Create, key: Key, ignored: Ignored, names: Names
     ) -> Response:
         what = await wanted(request, messages.wanted_of(asked, self._service.known, caller, key.name, ignored, names))
-        bell = Bell()
+        bell = WakeUp()
         async with AsyncExitStack() as stack:
             generation = await stack.enter_async_context(self._service.start(what, bell, session_of(request.headers)))
             stack.callback(charge, caller, [generation])
@@ -64,7 +64,7 @@ class Anthropic:
                 return await wanted(request, self._whole(generation, asked.model))
             await wanted(request, generation.accepted())
             events = messages.MessageEvents(generation, asked.model, len(what.prompt))
-            failing = Failing(events, bell.rung, partial(_failed, names, notes_of(request.scope).request_id))
+            failing = ErrorEventSource(events, bell.rung, partial(_failed, names, notes_of(request.scope).request_id))
             pings = Pings(self._settings.ping_s, messages.event("ping"), bell.ring)
             return EventStream(failing, stack.pop_all(), _headers(generation), pings)
         raise AssertionError("the stack swallows nothing")

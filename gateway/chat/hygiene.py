@@ -14,7 +14,7 @@ from typing import Any
 HEAD_CHARACTERS = 4096
 
 
-class Hygiene:
+class PromptCleaner:
     """Cleans system prompts. In the regular expressions `strip` and `move`, `^` and `$` match at line breaks."""
 
     def __init__(self, strip: Iterable[str] = (), move: Iterable[str] = ()) -> None:

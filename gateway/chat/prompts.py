@@ -11,7 +11,7 @@ from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Grammar, Int32Array
 from kvforge.text.tokenizer import TextStream, Tokenizer
 
-from .hygiene import Hygiene
+from .hygiene import PromptCleaner
 from .template import TOOL, Needs, conversation_for, probe, tool_for
 
 # Arguments of the function that runs a template, which requests must not set.
@@ -46,10 +46,14 @@ class Prompts:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, texts: Texts, hygiene: Hygiene | None = None, needs: Needs | None = None
+        self,
+        tokenizer: Tokenizer | None,
+        texts: Texts,
+        hygiene: PromptCleaner | None = None,
+        needs: Needs | None = None,
     ) -> None:
         self._tokenizer, self._texts = tokenizer, texts
-        self._hygiene = hygiene or Hygiene()
+        self._hygiene = hygiene or PromptCleaner()
         self.needs = needs or Needs()
         self._write_calls: WriteCalls | None = None
 

@@ -24,7 +24,7 @@ from .shape_checks import check_shape
 
 
 @dataclass(frozen=True, slots=True)
-class Conversing:
+class PreparedConversation:
     """A prepared conversation.
 
     Attributes:
@@ -40,7 +40,7 @@ class Conversing:
     shape: Shape
 
 
-async def conversing(
+async def prepare_conversation(
     model: Model,
     messages: Sequence[Mapping[str, Any]],
     *,
@@ -49,7 +49,7 @@ async def conversing(
     shape: Shape = ANY,
     continued: bool = False,
     told: Mapping[str, Any] | None = None,
-) -> Conversing:
+) -> PreparedConversation:
     """Render a conversation and prepare the parsing of its answer.
 
     Raises:
@@ -70,8 +70,8 @@ async def conversing(
         await check_shape(model.prompts, shape)
     schemas = {tool.name: tool.parameters for tool in offered} if offered else None
     if schemas is None and not format_.think[1] and format_.answer is None:
-        return Conversing(rendered, partial(model.prompts.stream, continues=continued), None, shape)
-    return Conversing(
+        return PreparedConversation(rendered, partial(model.prompts.stream, continues=continued), None, shape)
+    return PreparedConversation(
         rendered,
         partial(model.prompts.stream, continues=continued, keep=format_.special_tokens),
         partial(Parser, format_, schemas, in_reasoning=in_reasoning),

@@ -23,7 +23,7 @@ from .answer import Answer, Parser, Piece, joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class Submission:
     """A submission.
 
     Attributes:
@@ -67,7 +67,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Whole:
+class CompleteAnswer:
     """A complete answer.
 
     Attributes:
@@ -85,7 +85,7 @@ class Whole:
     stopped_by: str = ""
 
 
-class Bell:
+class WakeUp:
     """Wake-up signal for the one task that waits."""
 
     __slots__ = ("_waiting",)
@@ -116,7 +116,7 @@ class Generation:
         bell: Rung when `take` may have something.
     """
 
-    def __init__(self, streams: Streams, wanted: Wanted, bell: Bell) -> None:
+    def __init__(self, streams: Streams, wanted: Submission, bell: WakeUp) -> None:
         self._bell = bell
         self._left = wanted.count
         self._kept = wanted.options.kept
@@ -194,14 +194,14 @@ class Generation:
                 self._left -= 1
         return came
 
-    async def whole(self) -> list[Whole]:
+    async def whole(self) -> list[CompleteAnswer]:
         """Wait for the complete answers.
 
         Raises:
             KvforgeError: The error that ended an answer.
         """
         self._each_token = any(answer.waits_for_tokens for answer in self.answers)
-        answers = [Whole(answer.index, [], "", answer.stream) for answer in self.answers]
+        answers = [CompleteAnswer(answer.index, [], "", answer.stream) for answer in self.answers]
         while True:
             for piece in self.take():
                 answers[piece.index].events += piece.events

@@ -6,7 +6,7 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from kvforge.gateway.chat.hygiene import Hygiene
+from kvforge.gateway.chat.hygiene import PromptCleaner
 from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.config import Settings
 from kvforge.gateway.parse import Format, choose
@@ -33,7 +33,7 @@ async def prompts_of(info: ModelInfo, settings: Settings) -> tuple[Prompts, Form
     Raises:
         KvforgeError: The tokenizer that `settings` names, or its chat template, cannot be read.
     """
-    hygiene = Hygiene(settings.strip, settings.move)
+    hygiene = PromptCleaner(settings.strip, settings.move)
     source = settings.tokenizer or info.source
     template_file = str(expand(settings.chat_template).absolute()) if settings.chat_template else ""
     limits = TextLimits(

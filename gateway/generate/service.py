@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from kvforge.client.aio import AsyncClient, AsyncStreams
 from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.parse import Format
-from kvforge.gateway.replicas.fleet import Fleet
+from kvforge.gateway.replicas.fleet import ReplicaSet
 from kvforge.protocol.errors import KvforgeError, ModelNotFound, NotReady
 from kvforge.protocol.messages import Health, ModelInfo
 
-from .generation import Bell, Generation, Wanted
+from .generation import Generation, Submission, WakeUp
 
 LOOK_S = 2.0
 log = logging.getLogger(__name__)
@@ -66,12 +66,12 @@ class Service:
 
     def __init__(
         self,
-        client: AsyncClient | Fleet,
+        client: AsyncClient | ReplicaSet,
         prompts: Callable[[ModelInfo], Awaitable[tuple[Prompts, Format]]],
         names: tuple[str, ...] = (),
         settled: Callable[[], None] = lambda: None,
     ) -> None:
-        self.fleet = client if isinstance(client, Fleet) else None
+        self.fleet = client if isinstance(client, ReplicaSet) else None
         self._client = client if isinstance(client, AsyncClient) else None
         self._settled = settled
         self._make_prompts, self._names = prompts, names
@@ -108,7 +108,7 @@ class Service:
             return self.fleet.reason
         return self._reason
 
-    def start(self, wanted: Wanted, bell: Bell, session: str = "") -> Generation:
+    def start(self, wanted: Submission, bell: WakeUp, session: str = "") -> Generation:
         """Submit a prompt.
 
         Args:
@@ -151,7 +151,7 @@ class Service:
         if self._model is not None:
             await self._model.prompts.close()
 
-    async def _serving_several(self, fleet: Fleet) -> None:
+    async def _serving_several(self, fleet: ReplicaSet) -> None:
         watching = asyncio.ensure_future(fleet.watch())
         try:
             while True:

@@ -13,7 +13,7 @@ from .notes import notes_of
 _SLASHES = re.compile(r"/{2,}")
 
 
-class Entry:
+class PathMiddleware:
     """Middleware that normalises paths and adds a request id to responses without one.
 
     Duplicate and trailing slashes are removed, since clients join base URLs and paths in different ways.

@@ -13,8 +13,8 @@ from kvforge.gateway.access import Access, Caller
 from kvforge.protocol.errors import InternalError, KvforgeError, Unavailable
 
 from .errors import Api, api_of, headers_of, status_of
-from .notes import Notes, notes_of
-from .stream import Gone
+from .notes import RequestNotes, notes_of
+from .stream import ClientDisconnected
 
 Handler = Callable[[Request, Caller], Awaitable[Response]]
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -38,7 +38,7 @@ class Guard:
             notes, api = notes_of(request.scope), api_of(request.url.path, request.headers.raw)
             try:
                 response = await handler(request, self._access.caller(request.headers, right))
-            except (ClientDisconnect, Gone):
+            except (ClientDisconnect, ClientDisconnected):
                 return Response(status_code=CLIENT_GONE)
             except KvforgeError as error:
                 response = refused(error, api, notes)
@@ -53,7 +53,7 @@ class Guard:
         return guarded
 
 
-def refused(error: KvforgeError, api: Api, notes: Notes) -> Response:
+def refused(error: KvforgeError, api: Api, notes: RequestNotes) -> Response:
     """Return the error response to a request, with its id."""
     headers = {**headers_of(error), api.request_id: notes.request_id}
     return JSONResponse(api.error(error, notes.request_id), status_of(error), headers)

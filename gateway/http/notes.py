@@ -13,7 +13,7 @@ from .ignored import HEADER, Ignored
 _NOTES = "kvforge.notes"
 
 
-class Notes:
+class RequestNotes:
     """Facts about one request. `request_id` is used until the coordinator has assigned its own."""
 
     __slots__ = ("ignored", "request_id")
@@ -34,10 +34,10 @@ class Notes:
             headers[HEADER] = shown
 
 
-def notes_of(scope: MutableMapping[str, Any]) -> Notes:
+def notes_of(scope: MutableMapping[str, Any]) -> RequestNotes:
     """Return the notes of the request with this ASGI scope, creating them on first use."""
     notes = scope.get(_NOTES)
     if notes is None:
-        notes = scope[_NOTES] = Notes()
-    assert isinstance(notes, Notes)
+        notes = scope[_NOTES] = RequestNotes()
+    assert isinstance(notes, RequestNotes)
     return notes

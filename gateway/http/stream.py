@@ -27,11 +27,11 @@ SSE = (
 )
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client has disconnected."""
 
 
-class Taken(Protocol):
+class EventSource(Protocol):
     """A source of events."""
 
     @property
@@ -42,7 +42,7 @@ class Taken(Protocol):
         """Return the events since the last call, or b""."""
 
 
-class Failing:
+class ErrorEventSource:
     """A source that turns an error after the response has begun into its last event.
 
     Args:
@@ -52,7 +52,7 @@ class Failing:
     """
 
     def __init__(
-        self, taken: Taken, more: Callable[[], Awaitable[None]], shape: Callable[[KvforgeError], bytes]
+        self, taken: EventSource, more: Callable[[], Awaitable[None]], shape: Callable[[KvforgeError], bytes]
     ) -> None:
         self._taken, self.more, self._shape = taken, more, shape
         self._failed = False
@@ -136,7 +136,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        source: Failing,
+        source: ErrorEventSource,
         held: AsyncExitStack,
         headers: dict[str, str] | None = None,
         pings: Pings | None = None,
@@ -187,7 +187,7 @@ async def wanted(request: Request, work: Awaitable[T]) -> T:
         given.append(await work)
 
     if not await while_wanted(request.receive, give()):
-        raise Gone
+        raise ClientDisconnected
     return given[0]
 
 

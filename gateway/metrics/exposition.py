@@ -11,7 +11,7 @@ from kvforge.protocol.numbers import Numbers
 
 from .service import SERVICE
 from .shared import OPEN, OTHER_STATUS, RECEIVED, SECONDS, SENT, Counts
-from .told import COUNTER, GAUGE, HISTOGRAM, Buckets, Metric, Told
+from .told import COUNTER, GAUGE, HISTOGRAM, Buckets, Metric, MetricsSnapshot
 from .vllm import VLLM
 
 UP = "kvforge_up"
@@ -53,7 +53,7 @@ class Exposition:
         if self._serves:
             yield _family(UP, *GATEWAY[UP], samples=[((), float(self._numbers is not None))])
         if self._numbers is not None:
-            told = Told(self._numbers, names=self._names)
+            told = MetricsSnapshot(self._numbers, names=self._names)
             for metric in (*SERVICE, *(VLLM if told.facts.model else ())):
                 yield _read(metric, told)
         if self._counts is not None:
@@ -66,7 +66,7 @@ def names_of(metric: Metric | str, kind: str = "") -> tuple[str, ...]:
     return tuple(name + end for end in ("_bucket", "_count", "_sum")) if kind == HISTOGRAM else (name,)
 
 
-def _read(metric: Metric, told: Told) -> Family:
+def _read(metric: Metric, told: MetricsSnapshot) -> Family:
     return _family(metric.name, metric.kind, metric.text, metric.labels, metric.read(told))
 
 

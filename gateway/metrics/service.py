@@ -30,76 +30,76 @@ from kvforge.protocol.meters import (
     Distribution,
 )
 
-from .told import COUNTER, GAUGE, HISTOGRAM, MICRO, Metric, Sample, Told, buckets, tokens
+from .told import COUNTER, GAUGE, HISTOGRAM, MICRO, Metric, MetricsSnapshot, Sample, buckets, tokens
 
 STATES = ("connecting", "loading", "ready", "away")
 BLOCK_STATES = ("free", "cached", "referenced", "quarantined")
 ENDS = ("tenant", "reason")
 
 
-def _one(name: str, scale: float = 1) -> Callable[[Told], Iterable[Sample]]:
+def _one(name: str, scale: float = 1) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
     return lambda told: [((), told.gauges[name] / scale)]
 
 
-def _by_tenant(cell: int) -> Callable[[Told], Iterable[Sample]]:
+def _by_tenant(cell: int) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
     return lambda told: [((name,), int(cells[cell])) for name, cells, _ in told.tenants]
 
 
-def _by_worker(column: str) -> Callable[[Told], Iterable[Sample]]:
+def _by_worker(column: str) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
     at = POOL_COUNTS.index(column)
     return lambda told: [((worker.name,), int(cells[at])) for worker, cells in told.workers()]
 
 
-def _spread(what: Distribution, scale: float = MICRO) -> Callable[[Told], Iterable[Sample]]:
+def _spread(what: Distribution, scale: float = MICRO) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
     return lambda told: [((), buckets(told.all, what, scale))]
 
 
-def _spread_by_tenant(what: Distribution) -> Callable[[Told], Iterable[Sample]]:
+def _spread_by_tenant(what: Distribution) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
     return lambda told: [((name,), buckets(cells, what, MICRO)) for name, cells, _ in told.tenants]
 
 
-def _ended(told: Told) -> Iterable[Sample]:
+def _ended(told: MetricsSnapshot) -> Iterable[Sample]:
     return [((name, reason), int(cells[ENDED[reason]])) for name, cells, _ in told.tenants for reason in REASONS]
 
 
-def _preempted(told: Told) -> Iterable[Sample]:
+def _preempted(told: MetricsSnapshot) -> Iterable[Sample]:
     causes = (("blocks", PREEMPTED), ("worker_lost", DISPLACED))
     return [((name, cause), int(cells[cell])) for name, cells, _ in told.tenants for cause, cell in causes]
 
 
-def _blocks(told: Told) -> Iterable[Sample]:
+def _blocks(told: MetricsSnapshot) -> Iterable[Sample]:
     at = {state: POOL_COUNTS.index(state) for state in BLOCK_STATES}
     return [((worker.name, state), int(cells[at[state]])) for worker, cells in told.workers() for state in BLOCK_STATES]
 
 
-def _memory(told: Told) -> Iterable[Sample]:
+def _memory(told: MetricsSnapshot) -> Iterable[Sample]:
     return [
         ((worker.name, purpose), size) for worker in told.facts.workers for purpose, size in worker.device_bytes.items()
     ]
 
 
-def _states(told: Told) -> Iterable[Sample]:
+def _states(told: MetricsSnapshot) -> Iterable[Sample]:
     return [((worker.name, state), int(worker.state == state)) for worker in told.facts.workers for state in STATES]
 
 
-def _generated(told: Told) -> Iterable[Sample]:
+def _generated(told: MetricsSnapshot) -> Iterable[Sample]:
     return [((name,), tokens(cells)) for name, cells, _ in told.tenants]
 
 
-def _tenant_blocks(told: Told) -> Iterable[Sample]:
+def _tenant_blocks(told: MetricsSnapshot) -> Iterable[Sample]:
     return [((name,), blocks) for name, _, blocks in told.tenants]
 
 
-def _block_bytes(told: Told) -> Iterable[Sample]:
+def _block_bytes(told: MetricsSnapshot) -> Iterable[Sample]:
     return [((worker.name,), worker.block_bytes) for worker, _ in told.workers()]
 
 
-def _step_times(told: Told) -> Iterable[Sample]:
+def _step_times(told: MetricsSnapshot) -> Iterable[Sample]:
     return [((worker.name,), buckets(cells, STEP_TIME, MICRO)) for worker, cells in told.workers()]
 
 
 _T, _W = ("tenant",), ("worker",)
-_GAUGES: tuple[tuple[str, str, Callable[[Told], Iterable[Sample]], tuple[str, ...]], ...] = (
+_GAUGES: tuple[tuple[str, str, Callable[[MetricsSnapshot], Iterable[Sample]], tuple[str, ...]], ...] = (
     ("model_info", "1 for the served model.", lambda told: [((told.facts.model,), 1)], ("model",)),
     (
         "uptime_seconds",
@@ -133,7 +133,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Told], Iterable[Sample]], tuple[str, ..
     ),
     ("worker_memory_bytes", "Device memory of the worker by purpose.", _memory, ("worker", "purpose")),
 )
-_COUNTERS: tuple[tuple[str, str, Callable[[Told], Iterable[Sample]], tuple[str, ...]], ...] = (
+_COUNTERS: tuple[tuple[str, str, Callable[[MetricsSnapshot], Iterable[Sample]], tuple[str, ...]], ...] = (
     ("turns", "Iterations of the coordinator's loop.", _one("turns"), ()),
     (
         "coordinator_restarts",
@@ -199,7 +199,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Told], Iterable[Sample]], tuple[str, 
     ("workers_left", "Workers that shut down on request.", _one("workers_left_total"), ()),
     ("workers_lost", "Workers lost to a crash, a hang or a protocol violation.", _one("workers_lost_total"), ()),
 )
-_HISTOGRAMS: tuple[tuple[str, str, Callable[[Told], Iterable[Sample]], tuple[str, ...]], ...] = (
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[MetricsSnapshot], Iterable[Sample]], tuple[str, ...]], ...] = (
     ("time_to_first_token_seconds", "Seconds from submission to the first token.", _spread_by_tenant(FIRST_TOKEN), _T),
     ("inter_token_seconds", "Seconds between successive tokens of a request.", _spread_by_tenant(GAP), _T),
     (

@@ -28,7 +28,7 @@ class Buckets(NamedTuple):
 Sample = tuple[tuple[str, ...], float | Buckets]
 
 
-class Told:
+class MetricsSnapshot:
     """One snapshot of the numbers, as a caller may see it.
 
     Attributes:
@@ -74,7 +74,7 @@ class Metric:
     name: str
     kind: str
     text: str
-    read: Callable[[Told], Iterable[Sample]]
+    read: Callable[[MetricsSnapshot], Iterable[Sample]]
     labels: tuple[str, ...] = ()
     same: str = ""
 
@@ -97,7 +97,7 @@ def tokens(cells: Cells) -> int:
     return sum(int(cells[what.start : what.total].sum()) for what in (FIRST_TOKEN, GAP))
 
 
-def usage(told: Told) -> float:
+def usage(told: MetricsSnapshot) -> float:
     """Return the share of blocks that are not available for allocation."""
     blocks = told.gauges["blocks_total"]
     used = told.gauges["blocks_referenced"] + told.gauges["blocks_quarantined"]

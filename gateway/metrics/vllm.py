@@ -23,30 +23,30 @@ from kvforge.protocol.meters import (
     Distribution,
 )
 
-from .told import COUNTER, GAUGE, HISTOGRAM, MICRO, Metric, Sample, Told, buckets, tokens, usage
+from .told import COUNTER, GAUGE, HISTOGRAM, MICRO, Metric, MetricsSnapshot, Sample, buckets, tokens, usage
 
 LABELS = ("model_name", "engine")
 # vLLM's `abort` is a cancelled request. Its `error` has no exact counterpart in `failed` or `expired`.
 FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort"}
 
 
-def _labels(told: Told) -> tuple[str, str]:
+def _labels(told: MetricsSnapshot) -> tuple[str, str]:
     return told.facts.model, "0"
 
 
-def _count(cell: int) -> Callable[[Told], Iterable[Sample]]:
+def _count(cell: int) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
     return lambda told: [(_labels(told), int(told.all[cell]))]
 
 
-def _spread(what: Distribution, scale: float = MICRO) -> Callable[[Told], Iterable[Sample]]:
+def _spread(what: Distribution, scale: float = MICRO) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
     return lambda told: [(_labels(told), buckets(told.all, what, scale))]
 
 
-def _success(told: Told) -> Iterable[Sample]:
+def _success(told: MetricsSnapshot) -> Iterable[Sample]:
     return [((*_labels(told), theirs), int(told.all[ENDED[ours]])) for ours, theirs in FINISHED.items()]
 
 
-def _metric(name: str, kind: str, same: str, read: Callable[[Told], Iterable[Sample]], *more: str) -> Metric:
+def _metric(name: str, kind: str, same: str, read: Callable[[MetricsSnapshot], Iterable[Sample]], *more: str) -> Metric:
     return Metric(f"vllm:{name}", kind, f"The same as {same}.", read, (*LABELS, *more), same)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from kvforge.gateway.chat.conversation import CalledArguments, content_text, naming
 from kvforge.gateway.chat.tools import AUTO, FUNCTION, NONE, REQUIRED, Choice, Tool, leave_out, not_run
 from kvforge.gateway.generate.answer import Piece
-from kvforge.gateway.generate.conversing import conversing
-from kvforge.gateway.generate.generation import Generation, Wanted, Whole
+from kvforge.gateway.generate.conversing import prepare_conversation
+from kvforge.gateway.generate.generation import CompleteAnswer, Generation, Submission
 from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.http.ignored import Ignored
 from kvforge.gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
@@ -21,7 +21,7 @@ from .asked import Chat, Message
 from .call import Call
 from .fields import check_ignored, sampling_of, shape_asked, stops_of
 from .known import KNOWN, MINE
-from .said import DONE, Events, encode, usage_of
+from .said import DONE, EventEncoder, encode, usage_of
 
 READER = Reader(Chat, KNOWN, MINE)
 KIND, CHUNK = "chat.completion", "chat.completion.chunk"
@@ -136,7 +136,7 @@ class ChatCompletion:
             raise InvalidRequest("add_special_tokens", "must be false: the chat template adds special tokens")
         self.call, self.asked = call, asked
         self.shown = self._logprobs()
-        self.wanted: list[Wanted] = []
+        self.wanted: list[Submission] = []
 
     async def converse(self) -> None:
         """Render the conversation and build the submission."""
@@ -148,7 +148,7 @@ class ChatCompletion:
             problem = "cannot be combined with continue_final_message"
             raise InvalidRequest("add_generation_prompt", problem)
         continued = bool(asked.continue_final_message)
-        conversation = await conversing(
+        conversation = await prepare_conversation(
             call.model,
             messages_of(asked.messages, asked.model),
             tools=tools_of(asked.tools or (), call.ignored),
@@ -164,7 +164,7 @@ class ChatCompletion:
         call.names.shape = conversation.shape
         sampling = sampling_of(asked, self.shown or 0, conversation.shape)
         self.wanted = [
-            Wanted(
+            Submission(
                 prompt=prompt,
                 options=call.options(sampling, asked, most),
                 text=conversation.text,
@@ -203,7 +203,7 @@ class ChatCompletion:
             }
         )
 
-    def _choice(self, answer: Whole, name: str) -> dict[str, Any]:
+    def _choice(self, answer: CompleteAnswer, name: str) -> dict[str, Any]:
         message = message_of(self.shown_of(answer.events), f"{name}-{answer.index}")
         called = TOOL_CALLS in message
         choice: dict[str, Any] = {
@@ -240,7 +240,7 @@ class ChatEvents:
         count = len(generation.answers)
         self._usage = options is not None and options.include_usage
         continuous = options is not None and options.continuous_usage_stats
-        self._events = Events(
+        self._events = EventEncoder(
             self._name,
             CHUNK,
             int(time.time()),

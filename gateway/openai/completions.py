@@ -11,7 +11,7 @@ import numpy as np
 from kvforge.client.arguments import SAMPLES_MAX, token_array
 from kvforge.gateway.chat.prompts import NO_TOKENIZER
 from kvforge.gateway.generate.answer import Piece
-from kvforge.gateway.generate.generation import Generation, Wanted, Whole
+from kvforge.gateway.generate.generation import CompleteAnswer, Generation, Submission
 from kvforge.gateway.generate.service import Model
 from kvforge.gateway.generate.shape_checks import check_shape
 from kvforge.gateway.http.fields import Reader
@@ -25,7 +25,7 @@ from .asked import Completion
 from .call import Call, total
 from .fields import check_ignored, sampling_of, shape_asked, stops_of
 from .known import KNOWN
-from .said import DONE, Events, encode, usage_of
+from .said import DONE, EventEncoder, encode, usage_of
 
 READER = Reader(Completion, KNOWN)
 MAX_TOKENS = 16  # OpenAI's own default
@@ -96,7 +96,7 @@ class Completions:
         self.logprobs = asked.logprobs
         self.returns_ids = bool(asked.return_token_ids) or not call.model.prompts.has_text
         self.prompts: list[Prompt] = []
-        self.wanted: list[Wanted] = []
+        self.wanted: list[Submission] = []
 
     def use(self, prompts: list[Prompt]) -> None:
         """Set the prompts and build the submissions."""
@@ -105,7 +105,7 @@ class Completions:
         sampling = sampling_of(asked, asked.logprobs or 0, shape)
         options = call.options(sampling, asked, asked.max_tokens or MAX_TOKENS)
         self.wanted = [
-            Wanted(
+            Submission(
                 prompt=prompt.ids,
                 options=options
                 if at == 0 or not options.idempotency_key
@@ -151,7 +151,7 @@ class Completions:
             }
         )
 
-    def _best(self, answers: list[Whole]) -> list[Whole]:
+    def _best(self, answers: list[CompleteAnswer]) -> list[CompleteAnswer]:
         if self.best_of == self.n:
             return answers
         # By the mean, as in vLLM and OpenAI's reference: "the highest log probability per token".
@@ -159,7 +159,7 @@ class Completions:
             : self.n
         ]
 
-    def _choice(self, index: int, prompt: Prompt, answer: Whole) -> dict[str, Any]:
+    def _choice(self, index: int, prompt: Prompt, answer: CompleteAnswer) -> dict[str, Any]:
         text = prompt.text if self.asked.echo else ""
         choice: dict[str, Any] = {
             "index": index,
@@ -193,7 +193,7 @@ class CompletionEvents:
         self._work, self._generations = work, generations
         self._usage = options is not None and options.include_usage
         continuous = options is not None and options.continuous_usage_stats
-        self._events = Events(
+        self._events = EventEncoder(
             call.name("cmpl", generations),
             KIND,
             int(time.time()),

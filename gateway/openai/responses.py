@@ -11,8 +11,8 @@ import msgspec
 from kvforge import SamplingParams
 from kvforge.gateway.chat.shapes import Shape
 from kvforge.gateway.generate.answer import Piece
-from kvforge.gateway.generate.conversing import conversing
-from kvforge.gateway.generate.generation import Generation, Usage, Wanted
+from kvforge.gateway.generate.conversing import prepare_conversation
+from kvforge.gateway.generate.generation import Generation, Submission, Usage
 from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.parse.events import Arguments, Event, Reasoning, ToolCall
 
@@ -55,7 +55,7 @@ class Responses:
         check(asked)
         self.call, self.asked = call, asked
         self.created = int(time.time())
-        self.wanted: list[Wanted] = []
+        self.wanted: list[Submission] = []
 
     async def converse(self) -> None:
         """Render the conversation and build the submission."""
@@ -65,7 +65,7 @@ class Responses:
         if effort is not None:
             variables["reasoning_effort"] = effort
         self.offered = Offered(asked, call.ignored)
-        conversation = await conversing(
+        conversation = await prepare_conversation(
             call.model,
             messages_of(asked, self.offered.shown),
             tools=self.offered.tools,
@@ -77,7 +77,7 @@ class Responses:
         most = asked.max_output_tokens or max(1, call.model.info.context_tokens_max - len(prompt))
         call.names.shape = conversation.shape
         options = call.options(self._sampling(conversation.shape), asked, most)
-        self.wanted = [Wanted(prompt=prompt, options=options, text=conversation.text, parser=conversation.parser)]
+        self.wanted = [Submission(prompt=prompt, options=options, text=conversation.text, parser=conversation.parser)]
 
     def _sampling(self, wanted: Shape) -> SamplingParams:
         asked = self.asked

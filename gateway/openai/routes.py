@@ -15,7 +15,7 @@ from starlette.routing import Route
 from kvforge.gateway.access import Caller
 from kvforge.gateway.chat.naming import Names
 from kvforge.gateway.config import Settings
-from kvforge.gateway.generate.generation import Bell, Generation, Wanted, charge
+from kvforge.gateway.generate.generation import Generation, Submission, WakeUp, charge
 from kvforge.gateway.generate.service import Model, Service
 from kvforge.gateway.http import body
 from kvforge.gateway.http.errors import ANTHROPIC, api_of, openai_error
@@ -23,7 +23,7 @@ from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.http.guard import Guard
 from kvforge.gateway.http.ignored import Ignored
 from kvforge.gateway.http.notes import notes_of
-from kvforge.gateway.http.stream import COMMENT, EventStream, Failing, Pings, Taken, wanted
+from kvforge.gateway.http.stream import COMMENT, ErrorEventSource, EventSource, EventStream, Pings, wanted
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 
 from . import chat, completions, responses, tokens
@@ -38,12 +38,12 @@ JSON = "application/json"
 class Work(Protocol):
     """A decoded and checked request."""
 
-    wanted: list[Wanted]
+    wanted: list[Submission]
 
     async def whole(self, generations: list[Generation]) -> bytes:
         """Return the body of the complete response."""
 
-    def events(self, generations: list[Generation]) -> Taken:
+    def events(self, generations: list[Generation]) -> EventSource:
         """Return the response as a stream of events."""
 
 
@@ -105,7 +105,7 @@ class OpenAI:
     async def _answer(
         self, request: Request, call: Call, work: Work, stream: bool, failed: Callable[[KvforgeError], bytes]
     ) -> Response:
-        bell = Bell()
+        bell = WakeUp()
         async with AsyncExitStack() as stack:
             generations = [
                 await stack.enter_async_context(self._service.start(one, bell, call.session)) for one in work.wanted
@@ -116,7 +116,7 @@ class OpenAI:
             # Refusals need an HTTP status, so wait for admission before the response begins.
             for generation in generations:
                 await wanted(request, generation.accepted())
-            events = Failing(work.events(generations), bell.rung, partial(_named, failed, call.names))
+            events = ErrorEventSource(work.events(generations), bell.rung, partial(_named, failed, call.names))
             pings = Pings(self._settings.ping_s, COMMENT, bell.ring)
             return EventStream(events, stack.pop_all(), self._headers(generations), pings)
         raise AssertionError("the stack swallows nothing")

@@ -27,7 +27,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
     }
 
 
-class Events:
+class EventEncoder:
     """Encoder of the events of one response.
 
     Args:

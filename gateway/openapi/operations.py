@@ -194,6 +194,6 @@ OPERATIONS = (
             for name in actions.SUBJECTS
         ),
     ),
-    Operation("post", "/page/cancel", "Cancel a request.", actions.Cancel, _whole(_object()), (_PAGE,)),
-    Operation("post", "/page/drain", "Stop admitting requests.", actions.Drain, _whole(_object()), (_PAGE,)),
+    Operation("post", "/page/cancel", "Cancel a request.", actions.CancelBody, _whole(_object()), (_PAGE,)),
+    Operation("post", "/page/drain", "Stop admitting requests.", actions.DrainBody, _whole(_object()), (_PAGE,)),
 )

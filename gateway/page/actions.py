@@ -29,22 +29,22 @@ SUBJECTS = ("block", "request", "tenant")
 DIGITS_MAX = 18
 
 
-class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CancelBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of /page/cancel: the request to cancel."""
 
     request: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DrainBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of /page/drain. `deadline_s` is that of `AsyncClient.drain`."""
 
     deadline_s: float | None = None
 
 
-_CANCEL, _DRAIN = Reader(Cancel), Reader(Drain)
+_CANCEL, _DRAIN = Reader(CancelBody), Reader(DrainBody)
 
 
-class Explaining:
+class ExplainLimiter:
     """Explain queries of all viewers, rate-limited: a pointer that moves over the map asks about every block."""
 
     def __init__(self, client: Callable[[], AsyncClient]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 
-class Board:
+class DocumentStore:
     """Documents by name, each as JSON with the number of its last change."""
 
     def __init__(self) -> None:

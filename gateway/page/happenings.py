@@ -21,7 +21,7 @@ COUNTED = {
 }
 
 
-class Happening(msgspec.Struct, frozen=True):
+class LogEntry(msgspec.Struct, frozen=True):
     """One line of the log.
 
     Attributes:
@@ -41,17 +41,17 @@ class _Counted:
     last_ms: int
 
 
-class Happenings:
+class EventLog:
     """The newest events."""
 
     def __init__(self) -> None:
-        self._told: deque[Happening] = deque(maxlen=KEPT_MAX)
+        self._told: deque[LogEntry] = deque(maxlen=KEPT_MAX)
         self._stats: Stats | None = None
         self._health: Health | None = None
-        self._counted: dict[str, tuple[Happening, _Counted]] = {}
+        self._counted: dict[str, tuple[LogEntry, _Counted]] = {}
         self._pid = self._gone_ms = 0
 
-    def told(self) -> list[Happening]:
+    def told(self) -> list[LogEntry]:
         """Return the events, newest first."""
         return list(self._told)
 
@@ -114,7 +114,7 @@ class Happenings:
             counted.last_ms = now_ms
             self._counted[name] = self._tell(now_ms, level, line), counted
 
-    def _tell(self, at_ms: int, level: str, text: str) -> Happening:
-        told = Happening(at_ms, level, text)
+    def _tell(self, at_ms: int, level: str, text: str) -> LogEntry:
+        told = LogEntry(at_ms, level, text)
         self._told.appendleft(told)
         return told

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from kvforge import AsyncClient
 from kvforge.gateway.http.errors import headers_of, openai_error, status_of
-from kvforge.gateway.http.stream import EventStream, Failing
+from kvforge.gateway.http.stream import ErrorEventSource, EventStream
 from kvforge.protocol.errors import KvforgeError, NotAllowed
 
 from . import actions, files
@@ -38,13 +38,13 @@ def routes(
         allowed: `allowed(request, right)` raises NotAllowed if the sender may not SEE the state or act as ADMIN.
         ending: Whether this process shuts down, which ends every stream.
     """
-    sampler, explaining = Sampler(client, ending), actions.Explaining(client)
+    sampler, explaining = Sampler(client, ending), actions.ExplainLimiter(client)
 
     async def events(request: Request) -> Response:
         allowed(request, SEE)
         held = AsyncExitStack()
         viewer = held.enter_context(sampler.watching({"admin": _may(allowed, request)}))
-        return EventStream(Failing(viewer, viewer.more, _failed), held, files.HEADERS)
+        return EventStream(ErrorEventSource(viewer, viewer.more, _failed), held, files.HEADERS)
 
     async def explain(request: Request) -> Response:
         allowed(request, SEE)

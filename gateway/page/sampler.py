@@ -25,11 +25,11 @@ from kvforge.protocol.messages import RequestList, RequestRow
 from . import documents
 from .absent import Absences
 from .blocks import BLOCKS_MAX, BlockMap
-from .board import Board, event
-from .happenings import Happenings
+from .board import DocumentStore, event
+from .happenings import EventLog
 from .history import EVERY_S, History, Point
 from .latency import Latencies
-from .view import SILENT_S, View, Waiting, summary
+from .view import SILENT_S, ServiceState, Waiting, summary
 
 LOOK_S, ASK_S = 0.5, 1.0
 LARGE, LARGE_LOOK_S = 32_768, 1.0  # larger maps are sampled less often
@@ -44,7 +44,7 @@ log = logging.getLogger("kvforge.gateway.page")
 
 
 @dataclass(slots=True)
-class Seen:
+class ViewerPosition:
     """The last board change, frame and point that a viewer has."""
 
     board: int = 0
@@ -59,7 +59,7 @@ class Viewer:
     """
 
     def __init__(self, sampler: Sampler, work: asyncio.Task[None], hello: bytes) -> None:
-        self._sampler, self._work, self._hello, self._seen = sampler, work, hello, Seen()
+        self._sampler, self._work, self._hello, self._seen = sampler, work, hello, ViewerPosition()
 
     @property
     def over(self) -> bool:
@@ -87,8 +87,8 @@ class Sampler:
     def __init__(self, client: Callable[[], AsyncClient], ending: Callable[[], bool]) -> None:
         self._client, self.ending = client, ending
         self._tables: Tables | None = None
-        self._map, self._board, self._history = BlockMap(), Board(), History()
-        self._happenings, self._latencies, self._view = Happenings(), Latencies(), View()
+        self._map, self._board, self._history = BlockMap(), DocumentStore(), History()
+        self._happenings, self._latencies, self._view = EventLog(), Latencies(), ServiceState()
         self._absences = Absences()
         self._came_ms: dict[int, int] = {}
         self._counts: deque[tuple[float, int, int]] = deque(maxlen=RATE_LOOKS)
@@ -132,7 +132,7 @@ class Sampler:
         """Wait for the next sample."""
         await self._looked.wait()
 
-    def news(self, seen: Seen) -> bytes:
+    def news(self, seen: ViewerPosition) -> bytes:
         """Return the events since `seen`, and advance it."""
         news = self._board.since(seen.board)
         if cells := self._map.since(seen.frame, monotonic()):

@@ -44,7 +44,7 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class View:
+class ServiceState:
     """The state of the service, as one sample shows it.
 
     Attributes:
@@ -86,7 +86,7 @@ class Summary:
     stale: bool = False
 
 
-def summary(view: View) -> Summary:
+def summary(view: ServiceState) -> Summary:
     """Summarise the state in one sentence."""
     if view.gone_s is not None:
         away = f"The coordinator has been down for {_seconds(view.gone_s)}."
@@ -102,7 +102,7 @@ def summary(view: View) -> Summary:
     return _serving(view, view.health, _work(view, view.stats.requests.pending))
 
 
-def _serving(view: View, health: Health, work: str) -> Summary:
+def _serving(view: ServiceState, health: Health, work: str) -> Summary:
     gone = tuple(f"{one.name} is {one.state}: {one.how}" for one in view.absent)
     loading = tuple(
         f"{worker.title} is {worker.state}: {worker.phase} {worker.progress:.0%}".replace(":  ", ": ")
@@ -131,7 +131,7 @@ def _absences(absent: tuple[Absent, ...]) -> str:
     return ", ".join(parts)
 
 
-def _work(view: View, told: int) -> str:
+def _work(view: ServiceState, told: int) -> str:
     """Describe the load. `told` is how many requests waited when the reasons were queried."""
     running, pending = view.running, view.pending
     if not running and not pending:

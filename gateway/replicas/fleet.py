@@ -21,10 +21,10 @@ from kvforge.routing import Router, ask_and_choose
 
 from .replica import Replica
 from .stream import MovingStream
-from .work import Work
+from .work import FailoverRequest
 
 
-class Fleet:
+class ReplicaSet:
     """The replicas of a gateway.
 
     Args:
@@ -57,7 +57,7 @@ class Fleet:
 
     @property
     def patient_until(self) -> float:
-        """Until when to wait for a replica: one that is unreachable for a moment may soon be back. See `Replicas`."""
+        """Return until when to wait for a replica: one that is unreachable may soon be back. See `ReplicaRouter`."""
         self._note_service()
         return self._served + self._lost_s
 
@@ -112,9 +112,9 @@ class Fleet:
         if any(map(self._serves, self.replicas)):
             self._served = monotonic()
 
-    def of(self, session: str) -> Session:
+    def of(self, session: str) -> ReplicaSession:
         """Return the submission interface of a session; "" if the requests are unrelated."""
-        return Session(self, session)
+        return ReplicaSession(self, session)
 
     def submit_samples(
         self,
@@ -125,12 +125,12 @@ class Fleet:
         session: str = "",
     ) -> tuple[MovingStream, ...]:
         """Submit a prompt, as `AsyncStreams.submit_samples` does. Requests of one session go to the same replica."""
-        return Work(self, prompt, count, options, changed, session).streams
+        return FailoverRequest(self, prompt, count, options, changed, session).streams
 
     async def choose(
         self, prompt: Int32Array, options: RequestOptions, session: str, without: frozenset[str]
     ) -> Replica | None:
-        """Choose a replica; see `Replicas`."""
+        """Choose a replica; see `ReplicaRouter`."""
         await self._know_all()
         # A request with a key may already run on a slow replica; waiting is cheaper than computing it again.
         answer_s = max(self._answer_s, self._lost_s) if options.idempotency_key else self._answer_s
@@ -166,10 +166,10 @@ class Fleet:
         return first.model is not None and first.model.fingerprint == replica.health.model.fingerprint
 
 
-class Session:
+class ReplicaSession:
     """The replicas, for the requests of one session."""
 
-    def __init__(self, fleet: Fleet, name: str) -> None:
+    def __init__(self, fleet: ReplicaSet, name: str) -> None:
         self._fleet, self._name = fleet, name
 
     def submit_samples(

@@ -19,7 +19,7 @@ CONNECT_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class Guest(Protocol):
+class RoutedRequest(Protocol):
     """A request that runs on a replica."""
 
     def evicted(self, reason: str) -> None:
@@ -56,7 +56,7 @@ class Replica:
         self._streams: AsyncStreams | None = None
         self.health: Health | None = None
         self.reason = "no answer yet"
-        self.guests: dict[Guest, None] = {}
+        self.guests: dict[RoutedRequest, None] = {}
         self.answered = asyncio.Event()
         self._silent_since: float | None = None
 

@@ -42,7 +42,7 @@ MOVES_MAX = 16
 WAIT_S, AGAIN_S = 30.0, 0.1
 
 
-class Replicas(Protocol):
+class ReplicaRouter(Protocol):
     """The router."""
 
     async def choose(
@@ -59,7 +59,7 @@ class Replicas(Protocol):
         """Until when (monotonic clock) it is worth waiting for a replica."""
 
 
-class Work:
+class FailoverRequest:
     """The requests of one submission.
 
     Args:
@@ -73,7 +73,7 @@ class Work:
 
     def __init__(
         self,
-        replicas: Replicas,
+        replicas: ReplicaRouter,
         prompt: Int32Array,
         count: int,
         options: RequestOptions,
@@ -92,7 +92,7 @@ class Work:
         self._place(frozenset())
 
     def evicted(self, reason: str) -> None:
-        """Move to another replica; see `Guest`."""
+        """Move to another replica; see `RoutedRequest`."""
         self._move(CoordinatorUnavailable(f"replica unreachable: {reason}"))
 
     # --------------------------------------------------------------------------------------------------------- placing

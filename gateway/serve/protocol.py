@@ -10,7 +10,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvforge.gateway.config import Settings
 from kvforge.gateway.http.errors import api_of
-from kvforge.gateway.http.notes import Notes
+from kvforge.gateway.http.notes import RequestNotes
 from kvforge.protocol.errors import InvalidRequest
 
 REASONS = {400: "Bad Request", 431: "Request Header Fields Too Large"}
@@ -25,7 +25,7 @@ def refusal(status: int, url: bytes, headers: list[tuple[bytes, bytes]], problem
         headers: The known headers, names in lower case.
         problem: What is wrong.
     """
-    api, request_id = api_of(url.partition(b"?")[0].decode("latin-1"), headers), Notes().request_id
+    api, request_id = api_of(url.partition(b"?")[0].decode("latin-1"), headers), RequestNotes().request_id
     body = msgspec.json.encode(api.error(InvalidRequest("request", problem), request_id))
     lines = (
         f"HTTP/1.1 {status} {REASONS[status]}",

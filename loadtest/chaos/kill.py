@@ -1,6 +1,6 @@
 """Kills the coordinator and workers of this machine during a run and measures their recovery.
 
-Their supervisor restarts them (`kvforge up`, systemd, a `Fleet`); nothing is started here.
+Their supervisor restarts them (`kvforge up`, systemd, a `SimulatedFleet`); nothing is started here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BACK_S = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Strike:
+class KillRecord:
     """One kill.
 
     Attributes:
@@ -60,7 +60,7 @@ class Strike:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class ProcessHandle:
     """A process of this user. `started`, in the kernel's ticks, detects a reused process id."""
 
     pid: int
@@ -127,8 +127,8 @@ class Killer:
         self._waits: list[asyncio.Task[None]] = []
         self._start, self._turn = 0.0, 0
         self._workers: list[str] = []
-        self._known: dict[str, Running] = {}
-        self.strikes: list[Strike] = []
+        self._known: dict[str, ProcessHandle] = {}
+        self.strikes: list[KillRecord] = []
 
     async def __aenter__(self) -> Self:
         if not self._endpoint.startswith(LOCAL):
@@ -162,7 +162,7 @@ class Killer:
         self._start = start
         self._task = asyncio.get_running_loop().create_task(self._strike_all())
 
-    async def end(self) -> list[Strike]:
+    async def end(self) -> list[KillRecord]:
         """Stop killing and wait for the recoveries.
 
         Returns:
@@ -177,7 +177,7 @@ class Killer:
         self._waits.clear()
         over_s = monotonic() - self._start
         late = [kill for kill in self._kills if kill.at_s >= over_s and not kill.every_s]
-        missed = [Strike(name=kill.name, at_s=kill.at_s, problem="the run had ended") for kill in late]
+        missed = [KillRecord(name=kill.name, at_s=kill.at_s, problem="the run had ended") for kill in late]
         self.strikes += sorted(missed, key=lambda strike: strike.at_s)
         return self.strikes
 
@@ -192,7 +192,7 @@ class Killer:
         serving = {COORDINATOR: tables.pid, **dict(sorted(workers.items()))}
         for name, pid in serving.items():
             with nullcontext() if first else suppress(InvalidRequest):
-                self._known[name] = Running.of(name, pid)
+                self._known[name] = ProcessHandle.of(name, pid)
         return set(serving)
 
     async def _strike_all(self) -> None:
@@ -204,7 +204,7 @@ class Killer:
         if name == WORKER and name not in self._workers:
             name = self._workers[self._turn % len(self._workers)]
             self._turn += 1
-        strike = Strike(name=name, at_s=monotonic() - self._start)
+        strike = KillRecord(name=name, at_s=monotonic() - self._start)
         self.strikes.append(strike)
         if not self._kill(name):  # perhaps a new process has replaced it
             with suppress(KvforgeError):
@@ -222,7 +222,7 @@ class Killer:
             return False
         return True
 
-    async def _wait(self, strike: Strike) -> None:
+    async def _wait(self, strike: KillRecord) -> None:
         """Wait until a new process has replaced it and all processes serve."""
         until = monotonic() + BACK_S
         while monotonic() < until:

@@ -54,7 +54,7 @@ class Difference:
 
 
 @dataclass(slots=True, kw_only=True)
-class Promise:
+class DurabilityCheck:
     """The result of the check.
 
     Attributes:
@@ -135,7 +135,7 @@ async def check(
     temperature: float = 0.0,
     concurrency: int = CONCURRENCY,
     stop: asyncio.Event | None = None,
-) -> Promise:
+) -> DurabilityCheck:
     """Check how every accepted request ended, and send those with an answer again without disturbance.
 
     A twin that fails leaves its answer unproven.
@@ -151,7 +151,7 @@ async def check(
     """
     began, stop = monotonic(), stop or asyncio.Event()
     accepted = [outcome for outcome in outcomes if outcome.request_id > 0]
-    promise = Promise(accepted=len(accepted), lost=lost(accepted))
+    promise = DurabilityCheck(accepted=len(accepted), lost=lost(accepted))
     promise.finished = sum(outcome.state == FINISHED for outcome in accepted)
     places = asyncio.Semaphore(concurrency)
 
@@ -223,7 +223,7 @@ def twins(accepted: Sequence[Outcome], workload: Workload) -> Iterator[Twin]:
         yield from (Twin(by_turn[turn], prompt) for turn, prompt in enumerate(sent))
 
 
-def compare(promise: Promise, outcome: Outcome, twin: Sequence[int]) -> None:
+def compare(promise: DurabilityCheck, outcome: Outcome, twin: Sequence[int]) -> None:
     """Compare an answer with its twin's tokens; a lost one as far as it got."""
     mine = np.array(outcome.tokens, np.int64)
     other = np.array(twin, np.int64)

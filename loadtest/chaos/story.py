@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .kill import Strike
-from .promise import Promise
+from .kill import KillRecord
+from .promise import DurabilityCheck
 
 
-def story(strikes: Sequence[Strike], promise: Promise) -> dict[str, Any]:
+def story(strikes: Sequence[KillRecord], promise: DurabilityCheck) -> dict[str, Any]:
     """Return `chaos` of `measure.document`: {kept, sentences, faults (the number of kills), kills, promise}."""
     return {
         "kept": promise.kept,

@@ -23,8 +23,8 @@ from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.exits import FAILED, INTERRUPTED, OK, status_of
 
 from . import options as command_line
-from .places import Place, place
-from .run import Ran, run
+from .places import ServerUnderTest, place
+from .run import FinishedRun, run
 from .spec import sweep, swept
 
 BAD = (ends.REFUSED, ends.FAILED, ends.TIMED_OUT)
@@ -74,7 +74,7 @@ async def _sweep(
     options: argparse.Namespace,
     attribute: str,
     values: Sequence[float],
-    there: Place,
+    there: ServerUnderTest,
     stop: asyncio.Event,
     earlier: dict[str, Any] | None,
 ) -> int:
@@ -83,7 +83,7 @@ async def _sweep(
     The highest value that meets the objective represents the sweep.
     """
     option = attribute.replace("_", "-")
-    runs: list[tuple[float, Ran]] = []
+    runs: list[tuple[float, FinishedRun]] = []
     for value in values:
         ran = await _shown(swept(options, attribute, value), there, stop)
         runs.append((value, ran))
@@ -113,7 +113,7 @@ def _compared(earlier: dict[str, Any] | None, document: dict[str, Any]) -> dict[
     return compared
 
 
-async def _shown(options: argparse.Namespace, there: Place, stop: asyncio.Event) -> Ran:
+async def _shown(options: argparse.Namespace, there: ServerUnderTest, stop: asyncio.Event) -> FinishedRun:
     """Run once and show the progress on standard error, from the start of the load."""
     line, start = Progress(options.requests, quiet=options.quiet), monotonic()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvforge import AsyncClient, Health
 from kvforge.loadtest.drive.spec import HTTP, KVFORGE
-from kvforge.loadtest.fleet.fleet import Fleet
+from kvforge.loadtest.fleet.fleet import SimulatedFleet
 from kvforge.protocol import transport
 from kvforge.protocol.errors import NotReady
 
@@ -20,7 +20,7 @@ VOCAB = 32_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ServerUnderTest:
     """The server under test.
 
     Attributes:
@@ -47,7 +47,7 @@ class Place:
     source: str = ""
     model: dict[str, Any] = field(default_factory=dict)
     http: dict[str, Any] = field(default_factory=dict)
-    fleet: Fleet | None = None
+    fleet: SimulatedFleet | None = None
     endpoints: tuple[str, ...] = ()
     policy: str = ""
 
@@ -57,7 +57,7 @@ class Place:
 
 
 @asynccontextmanager
-async def place(options: argparse.Namespace) -> AsyncIterator[Place]:
+async def place(options: argparse.Namespace) -> AsyncIterator[ServerUnderTest]:
     """Provide the server that the options name, ready to serve.
 
     Raises:
@@ -68,7 +68,9 @@ async def place(options: argparse.Namespace) -> AsyncIterator[Place]:
     elif options.no_model is not None:
         async with AsyncExitStack() as stack:
             fleets = [
-                Fleet(options.no_model, workers=options.workers, blocks=options.blocks, time_scale=options.time_scale)
+                SimulatedFleet(
+                    options.no_model, workers=options.workers, blocks=options.blocks, time_scale=options.time_scale
+                )
                 for _ in range(options.replicas)
             ]
             for fleet in fleets:  # one at a time: each needs a core while it starts
@@ -86,7 +88,9 @@ async def place(options: argparse.Namespace) -> AsyncIterator[Place]:
         yield await _coordinator(options, endpoint)
 
 
-async def _coordinator(options: argparse.Namespace, endpoint: str | None, fleet: Fleet | None = None) -> Place:
+async def _coordinator(
+    options: argparse.Namespace, endpoint: str | None, fleet: SimulatedFleet | None = None
+) -> ServerUnderTest:
     key_file = str(options.key_file) if options.key_file is not None else None
     async with AsyncClient(endpoint, server_key=options.server_key, key_file=key_file) as client:
         await client.health()  # fails fast if no coordinator answers; only readiness may take long
@@ -94,7 +98,7 @@ async def _coordinator(options: argparse.Namespace, endpoint: str | None, fleet:
         endpoint = client.endpoint
     if (model := health.model) is None:
         raise NotReady("no worker has announced its model yet: pass --vocab")
-    return Place(
+    return ServerUnderTest(
         target=KVFORGE,
         vocab=options.vocab or model.vocab_size,
         endpoint=endpoint,
@@ -115,7 +119,7 @@ def _described(health: Health) -> dict[str, Any]:
     return found | {"weight_dtype": model.weight_dtype, "workers": len(health.workers)}
 
 
-async def _over_http(options: argparse.Namespace) -> Place:
+async def _over_http(options: argparse.Namespace) -> ServerUnderTest:
     from kvforge.loadtest.drive.http import CHAT, TEXT, TOKENS
     from kvforge.loadtest.drive.http_models import only_model
 
@@ -129,4 +133,4 @@ async def _over_http(options: argparse.Namespace) -> Place:
     }
     http["extra"] = http["token_ids"] = not options.no_extra
     described = {"name": name, "url": options.url, "api": options.api}
-    return Place(target=HTTP, vocab=options.vocab or VOCAB, model=described, http=http)
+    return ServerUnderTest(target=HTTP, vocab=options.vocab or VOCAB, model=described, http=http)

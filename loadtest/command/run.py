@@ -14,7 +14,7 @@ from kvforge.loadtest.chaos.kill import Killer
 from kvforge.loadtest.chaos.promise import check
 from kvforge.loadtest.chaos.story import story
 from kvforge.loadtest.drive import outcome as ends
-from kvforge.loadtest.drive.outcome import Measured
+from kvforge.loadtest.drive.outcome import RunResult
 from kvforge.loadtest.drive.processes import Watch
 from kvforge.loadtest.drive.run import measure
 from kvforge.loadtest.drive.spec import RunSpec
@@ -27,17 +27,17 @@ from kvforge.protocol.exits import FAILED, INTERRUPTED, OK, status_of
 
 from . import spec as specs
 from .infinite import infinite
-from .places import Place
+from .places import ServerUnderTest
 
 BLOCK_SIZE = 16
 Began = Callable[[float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
+class FinishedRun:
     """The measurements of a run and its document."""
 
-    measured: Measured
+    measured: RunResult
     document: dict[str, Any]
 
     @property
@@ -54,7 +54,9 @@ class Ran:
         return OK if whole else FAILED
 
 
-async def run(options: argparse.Namespace, place: Place, stop: asyncio.Event, watch: Watch | None, began: Began) -> Ran:
+async def run(
+    options: argparse.Namespace, place: ServerUnderTest, stop: asyncio.Event, watch: Watch | None, began: Began
+) -> FinishedRun:
     """Run the load.
 
     Args:
@@ -86,18 +88,18 @@ async def run(options: argparse.Namespace, place: Place, stop: asyncio.Event, wa
         chaos=chaos,
         notes=list(_notes(options, workload, measured)),
     )
-    return Ran(measured=measured, document=document(measured, context))
+    return FinishedRun(measured=measured, document=document(measured, context))
 
 
 async def _disturbed(
     options: argparse.Namespace,
     spec: RunSpec,
-    place: Place,
+    place: ServerUnderTest,
     stop: asyncio.Event,
     watch: Watch | None,
     began: Began,
     workload: Load,
-) -> tuple[Measured, dict[str, Any]]:
+) -> tuple[RunResult, dict[str, Any]]:
     """Run the load with kills, then check the promise."""
     async with Killer(place.endpoint, plan.parse(options.kill)) as killer:
 
@@ -114,13 +116,13 @@ async def _disturbed(
     return measured, story(strikes, promise)
 
 
-async def _tail(place: Place, measured: Measured) -> list[dict[str, Any]]:
+async def _tail(place: ServerUnderTest, measured: RunResult) -> list[dict[str, Any]]:
     """Return the slowest requests with the coordinator's explanations, as far as it answers."""
     async with place.client() as client:
         return await slowest(client, measured.outcomes)
 
 
-def _notes(options: argparse.Namespace, workload: Load, measured: Measured) -> Iterator[str]:
+def _notes(options: argparse.Namespace, workload: Load, measured: RunResult) -> Iterator[str]:
     """Yield how the load differs from what the options ask for."""
     if workload.shortened:
         yield (

@@ -11,7 +11,7 @@ from kvforge.loadtest.load.options import RANDOM, LoadOptions
 from kvforge.protocol.errors import InvalidRequest, ModelNotFound, Unavailable, UnsupportedModel
 from kvforge.routing import PREFIX
 
-from .places import Place
+from .places import ServerUnderTest
 
 # The default number of requests, if neither a number nor a duration is given.
 REQUESTS = 500
@@ -20,7 +20,7 @@ APART = ("endpoint", "runtime_dir", "server_key", "key_file", "out", "compare", 
 SWEPT = {"rate": float, "rate_scale": float, "closed": int}
 
 
-def load_options(options: argparse.Namespace, place: Place) -> LoadOptions:
+def load_options(options: argparse.Namespace, place: ServerUnderTest) -> LoadOptions:
     """Return the options of the load.
 
     Raises:
@@ -53,7 +53,7 @@ def load_options(options: argparse.Namespace, place: Place) -> LoadOptions:
     )
 
 
-def run_spec(options: argparse.Namespace, place: Place) -> RunSpec:
+def run_spec(options: argparse.Namespace, place: ServerUnderTest) -> RunSpec:
     """Return the specification of a run.
 
     Raises:
@@ -116,7 +116,7 @@ def swept(options: argparse.Namespace, attribute: str, value: float) -> argparse
     return argparse.Namespace(**{**vars(options), attribute: value, "sweep": None})
 
 
-def _tokenizer(options: argparse.Namespace, place: Place) -> str | None:
+def _tokenizer(options: argparse.Namespace, place: ServerUnderTest) -> str | None:
     """Return the tokenizer of text prompts: the given one, or the model's own if it is on this machine."""
     if options.prompts == RANDOM and not options.tokenizer:
         return None

@@ -21,7 +21,7 @@ FEW = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
+class PreparedSession:
     """A prepared session. `due_s` is its arrival; -1 for as soon as there is a place."""
 
     index: int
@@ -30,7 +30,7 @@ class Coming:
     tokens: int
 
 
-class Ahead:
+class SessionPrefetcher:
     """The sessions of one process in order, prepared some time before they are taken.
 
     Attributes:
@@ -40,7 +40,7 @@ class Ahead:
     def __init__(self, workload: Workload, plan: Plan) -> None:
         self._workload = workload
         self.start = 0.0
-        self._made: deque[Coming] = deque()
+        self._made: deque[PreparedSession] = deque()
         self._tokens = 0
         self._indices = self._coming(plan)
         self._next = next(self._indices, None)
@@ -68,7 +68,7 @@ class Ahead:
             return self._made[0].due_s
         return self._next[1] if self._next is not None else None
 
-    def take(self) -> Coming:
+    def take(self) -> PreparedSession:
         """Return the next session, which must exist."""
         if not self._made:
             self._make()
@@ -103,7 +103,7 @@ class Ahead:
         index, due_s = self._next
         session = self._workload.session(index)
         tokens = sum(len(turn.tokens) for turn in session.turns)
-        self._made.append(Coming(index, due_s, session, tokens))
+        self._made.append(PreparedSession(index, due_s, session, tokens))
         self._tokens += tokens
         self._next = next(self._indices, None)
 

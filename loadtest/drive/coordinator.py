@@ -22,7 +22,7 @@ from kvforge.protocol.errors import (
 
 from .deadlines import Deadlines
 from .outcome import FAILED, FINISHED, INTERRUPTED, REFUSED, TIMED_OUT, Outcome
-from .target import Ask
+from .target import TargetRequest
 
 # Errors that count as a refusal at admission; any other error is a failure.
 DOOR = (CapacityExceeded, InvalidRequest, Draining, NotReady)
@@ -77,10 +77,12 @@ class CoordinatorTarget:
         """Disconnect; the coordinator cancels running requests."""
         await self._stack.aclose()
 
-    def send(self, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]) -> Callable[[], None]:
+    def send(
+        self, ask: TargetRequest, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
+    ) -> Callable[[], None]:
         """Send a request; see `Target`."""
         streams = self._streams[ask.client % len(self._streams)]
-        one = Following(outcome, start, ended, streams, self._deadlines)
+        one = StreamFollower(outcome, start, ended, streams, self._deadlines)
         try:
             options = options_of(ask.output_tokens, ask.tenant, ask.temperature, ask.seed if ask.temperature else 0)
             one.follow(streams.submit(ask.prompt, options, one.changed), ask.until)
@@ -89,7 +91,7 @@ class CoordinatorTarget:
         return one.interrupt
 
 
-class Following:
+class StreamFollower:
     """A request in flight; it fills in its outcome."""
 
     __slots__ = ("_deadlines", "_ended", "_entry", "_outcome", "_seen", "_start", "_stream", "_streams")

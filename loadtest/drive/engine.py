@@ -27,17 +27,17 @@ from kvforge.loadtest.load import workload as load
 from kvforge.loadtest.load.workload import NO_TOKENS, Turn, Workload
 from kvforge.protocol.messages import Int32Array
 
-from .ahead import Ahead, Coming
+from .ahead import PreparedSession, SessionPrefetcher
 from .clock import Clock
-from .outcome import FINISHED, RUNNING, Drove, Outcome
+from .outcome import FINISHED, RUNNING, DriverStats, Outcome
 from .plan import Plan
 from .progress import Progress
-from .target import Ask, Target
+from .target import Target, TargetRequest
 
 TICK_S = 0.005
 
 
-class _Play:
+class _RunningSession:
     """A session in progress.
 
     Attributes:
@@ -47,7 +47,7 @@ class _Play:
 
     __slots__ = ("cancel", "coming", "held", "history", "outcome", "prompt", "text", "turn")
 
-    def __init__(self, coming: Coming) -> None:
+    def __init__(self, coming: PreparedSession) -> None:
         self.coming = coming
         self.turn = 0
         self.held: Int32Array = NO_TOKENS
@@ -88,18 +88,18 @@ class Engine:
 
     def __init__(self, workload: Workload, target: Target, plan: Plan) -> None:
         self._target, self._plan = target, plan
-        self._ahead = Ahead(workload, plan)
+        self._ahead = SessionPrefetcher(workload, plan)
         self._ahead.fill()
         self._open = workload.arrivals is not None
         self._outcomes: list[Outcome] = []
         self._late_s = array("d")
         self._ends: Counter[str] = Counter()
         self._tokens = 0
-        self._under_way: dict[_Play, None] = {}
+        self._under_way: dict[_RunningSession, None] = {}
         self._under_way_max = plan.part(plan.concurrency_max)
-        self._waiting: deque[_Play] = deque()  # due, waiting because of `concurrency_max`
-        self._arrived: deque[_Play] = deque()  # due, waiting because of `closed`
-        self._plays: dict[_Play, None] = {}  # sessions in progress
+        self._waiting: deque[_RunningSession] = deque()  # due, waiting because of `concurrency_max`
+        self._arrived: deque[_RunningSession] = deque()  # due, waiting because of `closed`
+        self._plays: dict[_RunningSession, None] = {}  # sessions in progress
         self._places = plan.places() if plan.closed else None
         self._clients = plan.part(plan.clients)
         self._over = False
@@ -111,7 +111,7 @@ class Engine:
             due=len(self._outcomes), under_way=len(self._under_way), ends=dict(self._ends), output_tokens=self._tokens
         )
 
-    async def run(self, start: float, stop: asyncio.Event) -> tuple[list[Outcome], Drove]:
+    async def run(self, start: float, stop: asyncio.Event) -> tuple[list[Outcome], DriverStats]:
         """Run from `start` (time.monotonic) to the last end. Once `stop` is set, cancel what is in flight."""
         loop = asyncio.get_running_loop()
         self._start = self._ahead.start = start
@@ -137,7 +137,7 @@ class Engine:
             gc.unfreeze()
             loop.set_exception_handler(None)
         wall_s = max(0.0, monotonic() - start)
-        return self._outcomes, Drove(late_s=self._late_s, cpu_s=time.process_time() - cpu_s, wall_s=wall_s)
+        return self._outcomes, DriverStats(late_s=self._late_s, cpu_s=time.process_time() - cpu_s, wall_s=wall_s)
 
     # ------------------------------------------------------------------------------------------------ what is due
 
@@ -191,18 +191,18 @@ class Engine:
         """Return whether the load has ended by then."""
         return self._plan.duration_s is not None and due_s >= self._plan.duration_s
 
-    def _new_play(self, coming: Coming) -> _Play:
-        play = _Play(coming)
+    def _new_play(self, coming: PreparedSession) -> _RunningSession:
+        play = _RunningSession(coming)
         self._plays[play] = None
         return play
 
     # ----------------------------------------------------------------------------------------------- one request
 
-    def _due(self, play: _Play, due_s: float) -> None:
+    def _due(self, play: _RunningSession, due_s: float) -> None:
         self._turn_to(play, due_s)
         self._place(play)
 
-    def _turn_to(self, play: _Play, due_s: float) -> None:
+    def _turn_to(self, play: _RunningSession, due_s: float) -> None:
         """Create the outcome of a request that is due."""
         coming, turn = play.coming, play.coming.session.turns[play.turn]
         play.outcome = Outcome(
@@ -217,17 +217,17 @@ class Engine:
         )
         self._outcomes.append(play.outcome)
 
-    def _place(self, play: _Play) -> None:
+    def _place(self, play: _RunningSession) -> None:
         if len(self._under_way) >= self._under_way_max:
             self._waiting.append(play)
         else:
             self._send(play)
 
-    def _send(self, play: _Play) -> None:
+    def _send(self, play: _RunningSession) -> None:
         outcome, plan = play.outcome, self._plan
         assert outcome is not None, "it is due"
         outcome.state = RUNNING
-        ask = Ask(
+        ask = TargetRequest(
             prompt=play.prompt,
             output_tokens=outcome.asked_tokens,
             text=play.text,
@@ -245,7 +245,7 @@ class Engine:
         if play in self._under_way:
             play.cancel = cancel
 
-    def _ended(self, play: _Play, outcome: Outcome) -> None:
+    def _ended(self, play: _RunningSession, outcome: Outcome) -> None:
         """Handle the end of a request."""
         del self._under_way[play]
         play.cancel = None
@@ -268,7 +268,7 @@ class Engine:
         while self._waiting and len(self._under_way) < self._under_way_max:
             self._send(self._waiting.popleft())
 
-    def _leave(self, play: _Play) -> None:
+    def _leave(self, play: _RunningSession) -> None:
         """End a session; turns that it did not reach are UNSENT."""
         session = play.coming.session
         del self._plays[play]

@@ -20,7 +20,7 @@ from .http_pool import Exchange, Pool
 from .http_wire import Address, encode, httptools, many_files, token_ids
 from .http_words import Words
 from .outcome import RUNNING, Outcome
-from .target import Ask
+from .target import TargetRequest
 
 COMPLETIONS, CHAT = APIS = ("completions", "chat")
 TOKENS, TEXT = PROMPTS_AS = ("tokens", "text")
@@ -41,7 +41,7 @@ class HttpOptions:
             may end early.
         token_ids: Request the token ids of an answer (vLLM) if prompts are token ids and the session continues with it.
         vocab: The token ids of the load are below it.
-        clients: As in `Ask.client`.
+        clients: As in `TargetRequest.client`.
         connections: How many spare connections each client keeps open.
     """
 
@@ -114,7 +114,9 @@ class HttpTarget:
         for pool in self._pools:
             await pool.close()
 
-    def send(self, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]) -> Callable[[], None]:
+    def send(
+        self, ask: TargetRequest, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
+    ) -> Callable[[], None]:
         """Send a request; see `Target`."""
         pool = self._pools[ask.client % len(self._pools)]
         outcome.state, outcome.sent_s = RUNNING, monotonic() - start
@@ -134,7 +136,7 @@ class HttpTarget:
             tokens, outcome.stood_in = self._words.ids(text, len(outcome.tokens_s))
             outcome.tokens = array("i", tokens)
 
-    def _request(self, ask: Ask) -> bytes:
+    def _request(self, ask: TargetRequest) -> bytes:
         body = self._fixed | {"max_tokens": ask.output_tokens, "temperature": ask.temperature, "seed": ask.seed}
         if not self._text:
             body["prompt"] = token_ids(ask.prompt)

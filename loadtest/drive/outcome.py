@@ -92,7 +92,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drove:
+class DriverStats:
     """The statistics of one driver process.
 
     Attributes:
@@ -107,7 +107,7 @@ class Drove:
 
 
 @dataclass(kw_only=True)
-class Measured:
+class RunResult:
     """The results of a run.
 
     Attributes:
@@ -125,7 +125,7 @@ class Measured:
     samples: list[Sample] = field(default_factory=list)
     before: Stats | None = None
     after: Stats | None = None
-    drivers: list[Drove] = field(default_factory=list)
+    drivers: list[DriverStats] = field(default_factory=list)
     null_late_s: array[float] = field(default_factory=lambda: array("d"))
     wall_s: float = 0.0
     interrupted: bool = False

@@ -15,7 +15,7 @@ from typing import IO, Any
 from kvforge.loadtest.load.workload import Workload
 from kvforge.protocol.errors import DeadlineExceeded, InternalError, restore
 
-from .outcome import Drove, Outcome
+from .outcome import DriverStats, Outcome
 from .own import own
 from .progress import Progress, together
 from .result import unpack
@@ -58,7 +58,7 @@ async def drive(
     stop: asyncio.Event,
     watch: Watch | None = None,
     began: Callable[[float], None] | None = None,
-) -> tuple[float, list[Outcome], list[Drove]]:
+) -> tuple[float, list[Outcome], list[DriverStats]]:
     """Run the load in several processes.
 
     Args:
@@ -147,7 +147,7 @@ class _Child:
             stopping.cancel()
             hearing.cancel()
 
-    def found(self) -> tuple[list[Outcome], Drove]:
+    def found(self) -> tuple[list[Outcome], DriverStats]:
         """Return its measurements."""
         self._result.seek(0)
         return unpack(self._result.read())

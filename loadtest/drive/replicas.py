@@ -13,10 +13,10 @@ from kvforge.protocol.errors import KvforgeError, NotReady
 from kvforge.protocol.messages import PrefixFound
 from kvforge.routing import ROUND_ROBIN, Offer, Router, ask_and_choose
 
-from .coordinator import READY_S, RECONNECT_S, Following, options_of
+from .coordinator import READY_S, RECONNECT_S, StreamFollower, options_of
 from .deadlines import Deadlines
 from .outcome import INTERRUPTED, Outcome
-from .target import Ask
+from .target import TargetRequest
 
 ANSWER_S = 5.0
 IDLE = PrefixFound(rid=0, ready=True)
@@ -58,7 +58,9 @@ class ReplicasTarget:
         await asyncio.gather(*self._choosing, return_exceptions=True)
         await self._stack.aclose()
 
-    def send(self, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]) -> Callable[[], None]:
+    def send(
+        self, ask: TargetRequest, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
+    ) -> Callable[[], None]:
         """Send a request; see `Target`."""
         if self._policy == ROUND_ROBIN:
             question = self._router.ask()
@@ -73,22 +75,22 @@ class ReplicasTarget:
         return sent.interrupt
 
     async def _choose(
-        self, sent: _Sent, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
+        self, sent: _Sent, ask: TargetRequest, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
     ) -> None:
         options = options_of(ask.output_tokens, ask.tenant, ask.temperature, ask.seed if ask.temperature else 0)
         chosen = await ask_and_choose(self._router, self._clients, ask.prompt, options, answer_s=ANSWER_S)
         if chosen.name is None:
             next_ = next(iter(self._streams))
-            one = Following(outcome, start, ended, self._streams[next_], self._deadlines)
+            one = StreamFollower(outcome, start, ended, self._streams[next_], self._deadlines)
             one.failed(NotReady("no replica answered"))
         elif not sent.interrupted:
             sent.interrupt_now = self._submit(chosen.name, ask, outcome, start, ended)
 
     def _submit(
-        self, name: str, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
+        self, name: str, ask: TargetRequest, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
     ) -> Callable[[], None]:
         streams = self._streams[name]
-        one = Following(outcome, start, ended, streams, self._deadlines)
+        one = StreamFollower(outcome, start, ended, streams, self._deadlines)
         try:
             options = options_of(ask.output_tokens, ask.tenant, ask.temperature, ask.seed if ask.temperature else 0)
             one.follow(streams.submit(ask.prompt, options, one.changed), max(ask.until, monotonic()))

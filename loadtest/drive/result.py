@@ -10,22 +10,22 @@ import msgspec
 
 from kvforge.protocol.messages import Timings
 
-from .outcome import NEVER, Drove, Outcome
+from .outcome import NEVER, DriverStats, Outcome
 
 NAMES = tuple(field.name for field in fields(Outcome))
 
 
-def pack(file: BinaryIO, outcomes: list[Outcome], drove: Drove) -> None:
+def pack(file: BinaryIO, outcomes: list[Outcome], drove: DriverStats) -> None:
     """Write the results."""
     rows = [[getattr(outcome, name) for name in NAMES] for outcome in outcomes]
     found = {"outcomes": rows, "late_s": drove.late_s, "cpu_s": drove.cpu_s, "wall_s": drove.wall_s}
     file.write(msgspec.msgpack.encode(found, enc_hook=_plain))
 
 
-def unpack(data: bytes | memoryview) -> tuple[list[Outcome], Drove]:
+def unpack(data: bytes | memoryview) -> tuple[list[Outcome], DriverStats]:
     """Read what `pack` wrote in a process of ours."""
     found = msgspec.msgpack.decode(data)
-    drove = Drove(late_s=_column("d", found["late_s"]), cpu_s=found["cpu_s"], wall_s=found["wall_s"])
+    drove = DriverStats(late_s=_column("d", found["late_s"]), cpu_s=found["cpu_s"], wall_s=found["wall_s"])
     return [_outcome(dict(zip(NAMES, row, strict=True))) for row in found["outcomes"]], drove
 
 

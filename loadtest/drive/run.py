@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from time import monotonic
 
 from .observer import Observer
-from .outcome import Measured
+from .outcome import RunResult
 from .processes import Watch, drive, needed
 from .proof import prove
 from .spec import KVFORGE, RunSpec
@@ -21,7 +21,7 @@ async def measure(
     watch: Watch | None = None,
     *,
     began: Callable[[float], None] | None = None,
-) -> Measured:
+) -> RunResult:
     """Drive the null server, then the server, and return the results.
 
     Args:
@@ -59,7 +59,7 @@ async def measure(
         wall_s = max(0.0, monotonic() - start)
         if observer is not None:
             observer.stop()
-        return Measured(
+        return RunResult(
             outcomes=outcomes,
             samples=observer.samples if observer is not None else [],
             before=before,

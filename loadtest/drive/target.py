@@ -12,7 +12,7 @@ from .outcome import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class TargetRequest:
     """A request as it is sent.
 
     Attributes:
@@ -51,7 +51,9 @@ class Target(Protocol):
         """Disconnect."""
         ...
 
-    def send(self, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]) -> Callable[[], None]:
+    def send(
+        self, ask: TargetRequest, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
+    ) -> Callable[[], None]:
         """Send a request without blocking, and record its progress in `outcome` (times less `start`).
 
         `ended` is called exactly once, when the state of the outcome is one of ENDS. At `ask.until` the request is

@@ -33,7 +33,7 @@ LOOK_S = 0.02
 LINES_SHOWN = 5
 
 
-class Fleet:
+class SimulatedFleet:
     """A running fleet: `async with Fleet("h200-8b", workers=2) as fleet:`. It is ready when entered.
 
     Args:

@@ -22,7 +22,7 @@ RETRY_S = 0.05
 STEP_BYTES_MAX = 16 << 20
 
 
-class Link:
+class WorkerConnection:
     """A DEALER socket with its monitor, recreated for each connection.
 
     Args:

@@ -47,7 +47,7 @@ from kvforge.protocol.messages import (
 from kvforge.protocol.transport import worker_endpoint
 
 from . import step_times
-from .link import Link
+from .link import WorkerConnection
 from .tokens import Tokens
 
 COORDINATOR_WAIT_S = 60.0
@@ -89,7 +89,7 @@ class Worker:
         signal.set_wakeup_fd(self._write_wakeup.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
-        self._link = Link(worker_endpoint(self._runtime), self._read_wakeup.fileno())
+        self._link = WorkerConnection(worker_endpoint(self._runtime), self._read_wakeup.fileno())
         self._stopping = self._leaving = False
         self._boot, self._epoch, self._last_step, self._registered = "", 0, 0, False
         self._free_at = 0.0  # when the device becomes idle

@@ -14,7 +14,7 @@ from .agents import Agents
 from .agents import read as read_agents
 from .arrivals import REQUESTS_MAX, Arrivals
 from .blocks import Blocks
-from .content import BlockPrompts, Content, Prompts, RandomTokens, Singles
+from .content import BlockPrompts, Content, Prompts, RandomTokens, SingleTurnSessions
 from .draws import FloatArray, IntArray
 from .files import lines
 from .options import RANDOM, LoadOptions
@@ -143,7 +143,7 @@ def _servegen(options: LoadOptions, trace: traces.Trace, arrivals: FloatArray | 
     return servegen.requests(windows, counted, seed=options.seed, end_s=end_s, count=count)
 
 
-def _recorded(options: LoadOptions, rows: Recorded, sessions: int, encode: Encode | None) -> Singles:
+def _recorded(options: LoadOptions, rows: Recorded, sessions: int, encode: Encode | None) -> SingleTurnSessions:
     """Return sessions of the trace's requests, repeated if necessary."""
     if rows.inputs is not None and rows.outputs is not None:
         _no_lengths(options, options.trace)
@@ -158,7 +158,7 @@ def _recorded(options: LoadOptions, rows: Recorded, sessions: int, encode: Encod
         raise InvalidRequest("prompts", f"{options.prompts} has its own lengths and cannot be combined with a trace")
     else:
         prompts = _prompts(options, encode)
-    return Singles(
+    return SingleTurnSessions(
         inputs,
         outputs,
         prompts,
@@ -181,7 +181,7 @@ def _drawn(options: LoadOptions, sessions: int, encode: Encode | None) -> Conten
             length_scale=options.length_scale,
             context_max=options.context_max,
         )
-    return Singles(
+    return SingleTurnSessions(
         inputs,
         outputs,
         _prompts(options, encode),

@@ -86,7 +86,7 @@ class BlockPrompts:
         return self._blocks.tokens(self._blocks.scope(lap), self._ids[row], 0, length), ""
 
 
-class Singles:
+class SingleTurnSessions:
     """Sessions of one request each.
 
     Args:

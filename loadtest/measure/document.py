@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from ..drive.outcome import Measured
+from ..drive.outcome import RunResult
 from ..machine import machine, versions
 from .group import Document, group, latencies
 from .objective import Objective
@@ -54,7 +54,7 @@ GROUPS_MAX = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The inputs of a document besides `Measured`.
+    """The inputs of a document besides `RunResult`.
 
     Attributes:
         options: The options of the command by name.
@@ -85,7 +85,7 @@ class Context:
     versions: Mapping[str, str] = field(default_factory=versions)
 
 
-def document(measured: Measured, context: Context) -> Document:
+def document(measured: RunResult, context: Context) -> Document:
     """Build the document. Raises Unavailable if the extra `loadtest` is missing."""
     span = measured_span(measured.outcomes, context.warmup_s, measured.wall_s)
     requests = Requests.of(measured.outcomes)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvforge import Stats
 
-from ..drive.outcome import Measured, Sample
+from ..drive.outcome import RunResult, Sample
 from .span import Span
 
 SAMPLES_MAX = 1000
@@ -41,7 +41,7 @@ def counters(before: Stats | None, after: Stats | None) -> Document | None:
     }
 
 
-def prefix(measured: Measured, infinite: tuple[int, int] | None) -> Document:
+def prefix(measured: RunResult, infinite: tuple[int, int] | None) -> Document:
     """Return the hits of the prefix cache, as the coordinator counts them, or else from the answers.
 
     Args:

@@ -33,7 +33,7 @@ ASK_S = 5.0
 PERCENTILES = (90, 99)
 
 
-class Explains(Protocol):
+class ExplainClient(Protocol):
     """The interface of `kvforge.AsyncClient` that is used here."""
 
     async def explain(self, *, request: int, timeout_s: float) -> Explanation:
@@ -41,7 +41,7 @@ class Explains(Protocol):
         ...
 
 
-async def slowest(client: Explains | None, outcomes: Sequence[Outcome], count: int = COUNT) -> list[Document]:
+async def slowest(client: ExplainClient | None, outcomes: Sequence[Outcome], count: int = COUNT) -> list[Document]:
     """Return the `count` slowest requests, failed and timed out ones included, the slowest first.
 
     Each is an entry of `tail` in `measure.document`, with its phases and the coordinator's explanation. The queries
@@ -117,7 +117,7 @@ def _latency_s(outcome: Outcome) -> float:
     return outcome.ended_s - outcome.due_s
 
 
-async def _sentence(client: Explains | None, request_id: int, until: float) -> str:
+async def _sentence(client: ExplainClient | None, request_id: int, until: float) -> str:
     """Return the coordinator's explanation in one line."""
     left_s = until - monotonic()
     if client is None or request_id <= 0 or left_s <= 0:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..drive.outcome import FINISHED, Measured, Outcome
+from ..drive.outcome import FINISHED, Outcome, RunResult
 from ..load.workload import FloatArray
 from .percentiles import Distribution
 from .span import Span
@@ -23,7 +23,7 @@ LAGS = {
 }
 
 
-def verdict(measured: Measured, span: Span, latency_ms: dict[str, Any]) -> dict[str, Any]:
+def verdict(measured: RunResult, span: Span, latency_ms: dict[str, Any]) -> dict[str, Any]:
     """Judge a run.
 
     A run is invalid if the lag at p99 exceeds 1 ms or 1 % of the median end-to-end latency. This applies to each of
@@ -82,7 +82,7 @@ def _limit(limit_ms: float, median_ms: float | None) -> str:
     return f"the limit is {limit_ms:.2f} ms, 1 % of the median end to end"
 
 
-def _notes(measured: Measured, lag_ms: dict[str, Any], latency_ms: dict[str, Any], cpu_share: float) -> Iterable[str]:
+def _notes(measured: RunResult, lag_ms: dict[str, Any], latency_ms: dict[str, Any], cpu_share: float) -> Iterable[str]:
     if measured.interrupted:
         yield "the run was interrupted: the result covers the time until then"
     if lag_ms["null"] is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..drive.outcome import Measured
+from ..drive.outcome import RunResult
 from . import sweep as sweeping
 from .page import page
 from .pictures import pictures
@@ -17,7 +17,7 @@ PAGE = "index.html"
 def write(
     folder: Path,
     document: dict[str, Any],
-    measured: Measured | None,
+    measured: RunResult | None,
     *,
     compare: dict[str, Any] | None = None,
     sweep: dict[str, Any] | None = None,

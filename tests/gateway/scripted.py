@@ -22,10 +22,10 @@ from kvforge.client.aio import AsyncClient, AsyncStreams
 from kvforge.client.options import RequestOptions
 from kvforge.gateway.access import Access
 from kvforge.gateway.anthropic.routes import Anthropic
-from kvforge.gateway.chat.hygiene import Hygiene
+from kvforge.gateway.chat.hygiene import PromptCleaner
 from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.config import Settings
-from kvforge.gateway.generate.generation import Bell, Generation, Wanted
+from kvforge.gateway.generate.generation import Generation, Submission, WakeUp
 from kvforge.gateway.generate.service import Model
 from kvforge.gateway.http.guard import Guard
 from kvforge.gateway.openai.routes import OpenAI
@@ -212,7 +212,7 @@ class Service:
         self,
         script: Script,
         spoken: Tokenizer,
-        hygiene: Hygiene | None = None,
+        hygiene: PromptCleaner | None = None,
         context: int = CONTEXT,
         tool_format: str = "",
         *,
@@ -229,7 +229,7 @@ class Service:
         self.reason = ""
         self._streams = Streams(script, spoken)
 
-    def start(self, wanted: Wanted, bell: Bell, session: str = "") -> Generation:
+    def start(self, wanted: Submission, bell: WakeUp, session: str = "") -> Generation:
         """See the original."""
         return Generation(cast(AsyncStreams, self._streams), wanted, bell)
 
@@ -244,7 +244,7 @@ def application(
 ) -> Starlette:
     """Return the application with both APIs. context: token limit of a prompt and its answer."""
     settings = settings or Settings()
-    hygiene, format_ = Hygiene(settings.strip, settings.move), settings.tool_format
+    hygiene, format_ = PromptCleaner(settings.strip, settings.move), settings.tool_format
     service = cast(Any, Service(script, tokenizer(template), hygiene, context, format_, has_tokenizer=has_tokenizer))
     guard = Guard(Access(settings))
     apis = [*OpenAI(service, settings).routes(guard), *Anthropic(service, settings).routes(guard)]

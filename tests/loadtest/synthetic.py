@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvforge.loadtest.drive.outcome import FAILED, FINISHED, TIMED_OUT, Drove, Measured, Outcome, Sample
+from kvforge.loadtest.drive.outcome import FAILED, FINISHED, TIMED_OUT, DriverStats, Outcome, RunResult, Sample
 from kvforge.loadtest.measure.document import Context
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStats, Timings
 
@@ -43,19 +43,19 @@ def finished(due_s: float, *tokens_s: float, **values: Any) -> Outcome:
     return Outcome(due_s=due_s, state=FINISHED, **{**given, **times, **values})
 
 
-def run(*, rate: float = 20.0, duration_s: float = 30.0, seed: int = 0, lag_s: float = 50e-6) -> Measured:
+def run(*, rate: float = 20.0, duration_s: float = 30.0, seed: int = 0, lag_s: float = 50e-6) -> RunResult:
     """Return a run with exponential arrivals; the server carries 30 requests a second; one in 40 fails."""
     draws = np.random.default_rng(seed)
     due_s = np.cumsum(draws.exponential(1 / rate, max(2, int(rate * duration_s))))
     busy = min(0.97, rate / 30)
     outcomes = [_outcome(draws, index, float(due), busy, lag_s) for index, due in enumerate(due_s)]
     wall_s = max(outcome.ended_s for outcome in outcomes) + 0.1
-    return Measured(
+    return RunResult(
         outcomes=outcomes,
         samples=[_sample(draws, at_s, wall_s, busy) for at_s in np.arange(0, wall_s, 0.25).tolist()],
         before=stats(1),
         after=stats(3, computed_tokens_total=90_000, recomputed_tokens_total=1_800, preemptions_total=12),
-        drivers=[Drove(late_s=array("d", draws.exponential(lag_s / 4, 500)), cpu_s=0.2 * wall_s, wall_s=wall_s)],
+        drivers=[DriverStats(late_s=array("d", draws.exponential(lag_s / 4, 500)), cpu_s=0.2 * wall_s, wall_s=wall_s)],
         null_late_s=array("d", draws.exponential(lag_s / 4, 500)),
         wall_s=wall_s,
     )
@@ -122,7 +122,7 @@ def _sample(draws: np.random.Generator, at_s: float, wall_s: float, busy: float)
 STATES = ("queue", "prefill", "decode", "preempted", "queue", "prefill", "decode", "paused", "decode", "recovering")
 
 
-def tail(measured: Measured, count: int = 10) -> list[dict[str, Any]]:
+def tail(measured: RunResult, count: int = 10) -> list[dict[str, Any]]:
     """Return the slowest requests, each with segments that fill its time."""
     slowest = sorted(measured.outcomes, key=lambda outcome: outcome.due_s - outcome.ended_s)[:count]
     found = []
@@ -148,7 +148,7 @@ def tail(measured: Measured, count: int = 10) -> list[dict[str, Any]]:
     return found
 
 
-def context(measured: Measured, **values: Any) -> Context:
+def context(measured: RunResult, **values: Any) -> Context:
     """Return a context with a fixed machine and versions, so that reports are the same everywhere."""
     given: dict[str, Any] = {
         "options": {"rate": 20.0, "prompts": "<script>alert(1)</script>", "slo": "ttft=500ms"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvforge.gateway.chat.hygiene import Hygiene
+from kvforge.gateway.chat.hygiene import PromptCleaner
 from kvforge.gateway.config import BILLING
 from tests.gateway.scripted import Script, application, ask, prompt_text
 
@@ -14,7 +14,7 @@ def system(text: str) -> list[dict[str, str]]:
 
 
 def test_a_billing_line_is_left_out_and_the_rest_is_as_it_was() -> None:
-    hygiene = Hygiene((BILLING,))
+    hygiene = PromptCleaner((BILLING,))
     first = hygiene.clean(system("x-anthropic-billing-header: cch=1f;\nYou are an agent."))
     second = hygiene.clean(system("x-anthropic-billing-header: cch=9a;\nYou are an agent."))
     assert first == second == system("You are an agent.")
@@ -24,17 +24,17 @@ def test_a_billing_line_is_left_out_and_the_rest_is_as_it_was() -> None:
 
 def test_a_message_of_nothing_else_is_left_out() -> None:
     messages = system("x-anthropic-billing-header: cch=1f;")
-    assert Hygiene((BILLING,)).clean(messages) == messages[1:]
+    assert PromptCleaner((BILLING,)).clean(messages) == messages[1:]
 
 
 def test_a_line_that_is_moved_stands_behind_what_stays() -> None:
-    cleaned = Hygiene((), (DATE,)).clean(system("Today's date: 2026-11-23\nYou are an agent."))
+    cleaned = PromptCleaner((), (DATE,)).clean(system("Today's date: 2026-11-23\nYou are an agent."))
     assert cleaned[0]["content"] == "\nYou are an agent.\nToday's date: 2026-11-23"
 
 
 def test_only_the_system_prompt_is_touched() -> None:
     messages = [{"role": "user", "content": "x-anthropic-billing-header: a\n"}]
-    assert Hygiene((BILLING,)).clean(messages) is messages
+    assert PromptCleaner((BILLING,)).clean(messages) is messages
 
 
 def test_through_the_api_two_calls_have_the_same_prompt() -> None:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvforge import AsyncClient, SamplingParams
-from kvforge.loadtest.fleet.fleet import Fleet
+from kvforge.loadtest.fleet.fleet import SimulatedFleet
 from tests.gateway.page.browser import NAMES, Browser, browser
 from tests.gateway.page.serving import ANSWER, keyed, seeing, serving
 
@@ -63,7 +63,7 @@ def shows(selector: str, words: str) -> str:
 def test_a_service_at_work() -> None:
     async def run() -> None:
         async with (
-            Fleet(blocks=128, time_scale=40.0, coordinator_settings=SETTINGS) as fleet,
+            SimulatedFleet(blocks=128, time_scale=40.0, coordinator_settings=SETTINGS) as fleet,
             AsyncClient(fleet.endpoint, timeout_s=30) as kv,
             serving(fleet.runtime) as address,
             Browser() as page,
@@ -154,7 +154,7 @@ async def a_cancel_and_a_drain(page: Browser, kv: AsyncClient, waits: int) -> No
 
 def test_who_is_killed_comes_back_while_the_page_is_open() -> None:
     async def run() -> None:
-        async with Fleet(workers=2, blocks=32) as fleet, Browser() as page, AsyncExitStack() as gateway:
+        async with SimulatedFleet(workers=2, blocks=32) as fleet, Browser() as page, AsyncExitStack() as gateway:
             address = await gateway.enter_async_context(serving(fleet.runtime, allowed=seeing))
             await page.look()
             await page.go(address)
@@ -191,7 +191,7 @@ BORDER = "getComputedStyle(document.querySelector(%s)).borderTopWidth"
 def test_a_narrow_window_and_forced_colours_lose_nothing() -> None:
     async def run() -> None:
         async with (
-            Fleet(blocks=128, time_scale=40.0) as fleet,
+            SimulatedFleet(blocks=128, time_scale=40.0) as fleet,
             AsyncClient(fleet.endpoint, timeout_s=30) as kv,
             serving(fleet.runtime) as address,
             Browser() as page,

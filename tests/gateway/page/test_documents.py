@@ -9,7 +9,7 @@ import pytest
 
 from kvforge.gateway.page import documents
 from kvforge.gateway.page.absent import GONE, Absent
-from kvforge.gateway.page.board import Board
+from kvforge.gateway.page.board import DocumentStore
 from kvforge.gateway.page.history import POINTS_MAX, History, Point
 from kvforge.gateway.page.latency import ALL, WINDOW_S, Latencies
 from kvforge.protocol.messages import Health, RequestList, RequestRow, RequestStats, Stats, TenantStats, WorkerHealth
@@ -80,7 +80,7 @@ def test_all_is_bounded() -> None:
 
 
 def test_the_board_gives_what_changed_and_nothing_twice() -> None:
-    board = Board()
+    board = DocumentStore()
     board.put("a", {"x": 1})
     board.put("b", "two\nlines")
     assert board.since(0) == b'event: a\ndata: {"x":1}\n\nevent: b\ndata: "two\\nlines"\n\n'

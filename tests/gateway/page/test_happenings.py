@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvforge.gateway.page.happenings import KEPT_MAX, TOGETHER_MS, Happenings
+from kvforge.gateway.page.happenings import KEPT_MAX, TOGETHER_MS, EventLog
 from kvforge.protocol.messages import Health, RequestStats, Stats, WorkerHealth
 
 ZERO = RequestStats(**dict.fromkeys(RequestStats.__struct_fields__, 0))
@@ -22,19 +22,19 @@ def health(**fields: Any) -> Health:
     return Health(rid=0, **{"live": True, "ready": True, "reason": "", "workers": (WORKER,)} | fields)
 
 
-def texts(happenings: Happenings) -> list[str]:
+def texts(happenings: EventLog) -> list[str]:
     return [one.text for one in happenings.told()]
 
 
 def test_nothing_is_told_of_what_was_there_before() -> None:
-    seen = Happenings()
+    seen = EventLog()
     seen.process(7, now_ms=0)
     seen.answered(stats(failed_total=7), health(gone={"w1": "killed"}), 1)
     assert seen.told() == []
 
 
 def test_a_coordinator_that_goes_on_and_one_that_has_lost_all() -> None:
-    seen = Happenings()
+    seen = EventLog()
     seen.process(7, now_ms=0)
     seen.answered(stats(), health(), 0)
     for now_ms in (1000, 1500):
@@ -53,7 +53,7 @@ def test_a_coordinator_that_goes_on_and_one_that_has_lost_all() -> None:
 
 
 def test_workers_that_go_and_come() -> None:
-    seen = Happenings()
+    seen = EventLog()
     seen.answered(stats(), health(), 0)
     gone = health(workers=(), ready=False, reason="no worker is ready", gone={"w0": "killed by signal 9"})
     seen.answered(stats(), gone, 1)
@@ -68,14 +68,14 @@ def test_workers_that_go_and_come() -> None:
 
 
 def test_a_drain_is_told_and_its_not_being_ready_is_not() -> None:
-    seen = Happenings()
+    seen = EventLog()
     seen.answered(stats(), health(), 0)
     seen.answered(stats(), health(draining=True, ready=False, reason="draining"), 1)
     assert texts(seen) == ["draining: no new requests"]
 
 
 def test_what_comes_again_and_again_is_one_line() -> None:
-    seen = Happenings()
+    seen = EventLog()
     seen.answered(stats(failed_total=5), health(), 0)
     seen.answered(stats(failed_total=6), health(), 10)
     seen.answered(stats(failed_total=6, refused_total=2), health(), 20)
@@ -86,7 +86,7 @@ def test_what_comes_again_and_again_is_one_line() -> None:
 
 
 def test_the_oldest_are_forgotten() -> None:
-    seen = Happenings()
+    seen = EventLog()
     for at in range(2 * KEPT_MAX):
         seen.answered(stats(), health(workers=(msgspec.structs.replace(WORKER, pid=at),)), at)
     assert len(seen.told()) == KEPT_MAX and seen.told()[0].at_ms == 2 * KEPT_MAX - 1

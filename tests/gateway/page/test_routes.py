@@ -13,7 +13,7 @@ import msgspec
 
 from kvforge import AsyncClient, SamplingParams
 from kvforge.gateway.page import files
-from kvforge.loadtest.fleet.fleet import Fleet
+from kvforge.loadtest.fleet.fleet import SimulatedFleet
 from tests.gateway.page.serving import Allowed, everything, keyed, seeing, serving
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -66,7 +66,7 @@ def test_a_service_at_work_is_seen_explained_and_stopped() -> None:
     async def run() -> None:
         settings = {"quotas": {EVIL: {"ceiling": 60}}}
         async with (
-            Fleet(blocks=128, time_scale=20.0, coordinator_settings=settings) as fleet,
+            SimulatedFleet(blocks=128, time_scale=20.0, coordinator_settings=settings) as fleet,
             AsyncClient(fleet.endpoint, timeout_s=LIMIT_S) as kv,
             browsing(fleet.runtime) as http,
         ):

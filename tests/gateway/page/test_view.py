@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from kvforge.coordinator.core.events import WorkerGone
 from kvforge.gateway.page.absent import GONE, STARTING, STARTS_AGAIN_S, Absences, Absent
-from kvforge.gateway.page.view import BAD, GOOD, NOTICE, View, Waiting, summary
+from kvforge.gateway.page.view import BAD, GOOD, NOTICE, ServiceState, Waiting, summary
 from kvforge.protocol.messages import GetHealth, Health, RequestStats, Stats, WorkerHealth
 from tests.coordinator.driver import Driver
 
@@ -27,17 +27,17 @@ def view(
     waiting: tuple[Waiting, ...] = (),
     absent: tuple[Absent, ...] = (),
     **health: Any,
-) -> View:
+) -> ServiceState:
     told = {"live": True, "ready": True, "reason": "", "workers": (READY,)} | health
     stats = replace(STATS, requests=replace(ZERO, pending=pending))
-    return View(running, pending, absent, stats=stats, health=Health(rid=0, **told), waiting=waiting)
+    return ServiceState(running, pending, absent, stats=stats, health=Health(rid=0, **told), waiting=waiting)
 
 
 @pytest.mark.parametrize(
     ("seen", "level", "sentence"),
     [
-        (View(), NOTICE, "Looking for the coordinator …"),
-        (View(problem="nobody listens"), BAD, "No coordinator answers."),
+        (ServiceState(), NOTICE, "Looking for the coordinator …"),
+        (ServiceState(problem="nobody listens"), BAD, "No coordinator answers."),
         (view(), GOOD, "All is well: nothing runs and nothing waits."),
         (view(running=12), GOOD, "All is well: 12 running, nothing waits."),
         (
@@ -65,7 +65,7 @@ def view(
         (view(gone={"w1": "left, process 4"}), GOOD, "All is well: nothing runs and nothing waits."),
     ],
 )  # fmt: skip
-def test_what_is_said(seen: View, level: str, sentence: str) -> None:
+def test_what_is_said(seen: ServiceState, level: str, sentence: str) -> None:
     said = summary(seen)
     assert (said.level, said.sentence) == (level, sentence)
 

@@ -51,7 +51,7 @@ def test_the_first_request_waits_until_all_have_answered(
 
     async def test() -> None:
         places = {name: Place(endpoint=f"ipc:///nowhere-{name}") for name in "ab"}
-        fleet = replicas.Fleet(places, answer_s=ANSWER_S, lost_s=LOST_S)
+        fleet = replicas.ReplicaSet(places, answer_s=ANSWER_S, lost_s=LOST_S)
         watching = asyncio.create_task(fleet.watch())
         await asyncio.sleep(0.05)
         for key in ("", "k"):
@@ -77,7 +77,7 @@ def test_it_is_patient_as_long_as_nobody_is_given_up(monkeypatch: pytest.MonkeyP
 
     async def test() -> None:
         nonlocal there
-        fleet = replicas.Fleet({"a": Place(endpoint="ipc:///nowhere")}, answer_s=ANSWER_S, lost_s=LOST_S)
+        fleet = replicas.ReplicaSet({"a": Place(endpoint="ipc:///nowhere")}, answer_s=ANSWER_S, lost_s=LOST_S)
         watching = asyncio.create_task(fleet.watch())
 
         async def looked() -> None:

@@ -15,7 +15,7 @@ from kvforge.gateway.config import Replica as Place
 from kvforge.gateway.config import Settings
 from kvforge.gateway.replicas import work
 from kvforge.gateway.replicas.replica import Replica
-from kvforge.gateway.replicas.work import Work, seeded
+from kvforge.gateway.replicas.work import FailoverRequest, seeded
 from kvforge.protocol.errors import (
     CoordinatorUnavailable,
     Draining,
@@ -115,9 +115,9 @@ class Both:
         return cast(Any, next((one for one in self.there if one.name not in without), None))
 
 
-def start(both: Both, options: RequestOptions = OPTIONS, count: int = 1) -> tuple[Work, list[int]]:
+def start(both: Both, options: RequestOptions = OPTIONS, count: int = 1) -> tuple[FailoverRequest, list[int]]:
     told: list[int] = []
-    made = Work(both, PROMPT, count, options, lambda: told.append(1), "")
+    made = FailoverRequest(both, PROMPT, count, options, lambda: told.append(1), "")
     return made, told
 
 

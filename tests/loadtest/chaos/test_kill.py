@@ -12,11 +12,11 @@ from time import monotonic
 import pytest
 
 from kvforge import AsyncClient
-from kvforge.loadtest.chaos.kill import Killer, Running, Strike
+from kvforge.loadtest.chaos.kill import Killer, KillRecord, ProcessHandle
 from kvforge.loadtest.chaos.plan import parse
 from kvforge.loadtest.chaos.promise import check
 from kvforge.loadtest.chaos.story import story
-from kvforge.loadtest.fleet.fleet import Fleet
+from kvforge.loadtest.fleet.fleet import SimulatedFleet
 from kvforge.protocol.errors import CoordinatorUnavailable, InvalidRequest
 from tests.loadtest.chaos.sessions import Sessions, draw, drive
 
@@ -41,17 +41,17 @@ def test_a_server_of_another_machine_is_left_alone() -> None:
 
 def test_a_process_that_is_not_here_or_not_ours_is_left_alone() -> None:
     with pytest.raises(InvalidRequest, match="not visible here"):
-        Running.of("w0", 99_999_999)
+        ProcessHandle.of("w0", 99_999_999)
     if os.geteuid():
         with pytest.raises(InvalidRequest, match="belongs to user 0"):
-            Running.of("w0", 1)
+            ProcessHandle.of("w0", 1)
 
 
 def test_a_number_that_another_process_has_by_now_is_not_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        found = Running.of("w0", child.pid)
+        found = ProcessHandle.of("w0", child.pid)
         with pytest.raises(ProcessLookupError):
-            Running(found.pid, found.started - 1).kill()
+            ProcessHandle(found.pid, found.started - 1).kill()
         assert child.poll() is None
         found.kill()
         assert child.wait(10) == -9
@@ -60,22 +60,22 @@ def test_a_number_that_another_process_has_by_now_is_not_killed() -> None:
 
 
 def test_a_strike_is_told_in_a_sentence() -> None:
-    assert Strike(name="w0", at_s=10.0, pid=7, ready_s=11.5).sentence() == (
+    assert KillRecord(name="w0", at_s=10.0, pid=7, ready_s=11.5).sentence() == (
         "w0 (process 7) was killed at 10 s; all processes served again after 1.5 s"
     )
     assert (
-        Strike(name="w0", at_s=10.0, pid=7, problem="not within 60 s")
+        KillRecord(name="w0", at_s=10.0, pid=7, problem="not within 60 s")
         .sentence()
         .endswith("did not recover: not within 60 s")
     )
-    assert Strike(name="w0", at_s=30.0, problem="the run had ended").sentence() == (
+    assert KillRecord(name="w0", at_s=30.0, problem="the run had ended").sentence() == (
         "w0 was not killed at 30 s: the run had ended"
     )
 
 
 def test_a_load_in_which_a_worker_and_the_coordinator_die_keeps_the_promise() -> None:
     async def run() -> None:
-        async with Fleet("h200-8b", workers=2, blocks=512, time_scale=0.5) as fleet:
+        async with SimulatedFleet("h200-8b", workers=2, blocks=512, time_scale=0.5) as fleet:
             async with (
                 AsyncClient(fleet.endpoint, timeout_s=60, reconnect_s=60) as kv,
                 Killer(fleet.endpoint, parse(["worker:0.2s,coordinator:1s", "worker-1:900s"])) as killer,

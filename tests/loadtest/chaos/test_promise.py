@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvforge import AsyncClient, Finished
-from kvforge.loadtest.chaos.promise import NO_TOKEN, Promise, check
+from kvforge.loadtest.chaos.promise import NO_TOKEN, DurabilityCheck, check
 from kvforge.loadtest.drive.outcome import FAILED, INTERRUPTED, REFUSED, TIMED_OUT, Outcome
 from kvforge.protocol.errors import WorkerError
 from kvforge.protocol.messages import Timings
@@ -61,7 +61,7 @@ def lived(temperature: float = 0.7) -> list[Outcome]:
     return asyncio.run(drive(client(Server()), LOAD, temperature))
 
 
-def checked(outcomes: list[Outcome], server: Server | None = None, **options: Any) -> Promise:
+def checked(outcomes: list[Outcome], server: Server | None = None, **options: Any) -> DurabilityCheck:
     """Return the findings against an undisturbed server."""
     given = {"draw": draw, "temperature": 0.7, **options}
     return asyncio.run(check(outcomes, LOAD, client(server or Server()), **given))
@@ -193,7 +193,7 @@ def test_an_answer_whose_tokens_are_not_known_is_not_proven_nor_are_those_after_
 
 
 def test_a_check_that_is_interrupted_proves_nothing_more() -> None:
-    async def interrupted() -> Promise:
+    async def interrupted() -> DurabilityCheck:
         stop = asyncio.Event()
         stop.set()
         return await check(await drive(client(Server()), LOAD, 0.0), LOAD, client(Server()), draw=draw, stop=stop)

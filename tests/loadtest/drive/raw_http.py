@@ -14,7 +14,7 @@ import numpy as np
 
 from kvforge.loadtest.drive.http import HttpOptions, HttpTarget
 from kvforge.loadtest.drive.outcome import Outcome
-from kvforge.loadtest.drive.target import Ask
+from kvforge.loadtest.drive.target import TargetRequest
 from kvforge.loadtest.load.texts import Encode
 from kvforge.protocol.messages import Int32Array
 
@@ -118,10 +118,10 @@ class Engine:
         return monotonic() - self.start
 
     def send(self, tokens: int = 3, *, timeout_s: float = WAIT_S, prompt: Int32Array = PROMPT, **more: Any) -> Outcome:
-        """Send one request; `cancel` can abort it. more: other fields of `Ask`."""
+        """Send one request; `cancel` can abort it. more: other fields of `TargetRequest`."""
         outcome = Outcome(session=len(self.ends), due_s=self.now_s())
         until = self.start + self.now_s() + timeout_s
-        ask = Ask(prompt=prompt, output_tokens=tokens, until=until, **more)
+        ask = TargetRequest(prompt=prompt, output_tokens=tokens, until=until, **more)
         self.cancel = self.target.send(ask, outcome, self.start, self._ended)
         return outcome
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvforge.loadtest.drive.coordinator import CoordinatorTarget
 from kvforge.loadtest.drive.outcome import FAILED, FINISHED, INTERRUPTED, REFUSED, TIMED_OUT, Outcome
-from kvforge.loadtest.drive.target import Ask
+from kvforge.loadtest.drive.target import TargetRequest
 from tests.kvforge.fake_coordinator import DEADLINE_S, Running
 
 
@@ -32,7 +32,9 @@ class One:
         self.outcome = Outcome(session=0, due_s=0.0, tenant=tenant, asked_tokens=output, prompt_tokens=2)
         self.over = asyncio.Event()
         self.ends = 0
-        ask = Ask(prompt=np.array([1, 2], np.int32), output_tokens=output, tenant=tenant, until=self.start + timeout_s)
+        ask = TargetRequest(
+            prompt=np.array([1, 2], np.int32), output_tokens=output, tenant=tenant, until=self.start + timeout_s
+        )
         self.give_up = target.send(ask, self.outcome, self.start, self.ended)
 
     def ended(self, outcome: Outcome) -> None:

@@ -14,7 +14,7 @@ import pytest
 from kvforge.loadtest.drive.engine import TICK_S, Engine
 from kvforge.loadtest.drive.outcome import FAILED, FINISHED, INTERRUPTED, UNSENT, Outcome
 from kvforge.loadtest.drive.plan import Plan
-from kvforge.loadtest.drive.target import Ask
+from kvforge.loadtest.drive.target import TargetRequest
 from kvforge.loadtest.load.workload import ALL, FloatArray, Session, Turn
 
 
@@ -38,7 +38,7 @@ class Played:
 
     after_s: float | None = 0.001
     state: str = FINISHED
-    asked: list[Ask] = field(default_factory=list)
+    asked: list[TargetRequest] = field(default_factory=list)
     under_way: int = 0
     most: int = 0
 
@@ -46,7 +46,9 @@ class Played:
 
     async def close(self) -> None: ...
 
-    def send(self, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]) -> Callable[[], None]:
+    def send(
+        self, ask: TargetRequest, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
+    ) -> Callable[[], None]:
         self.asked.append(ask)
         self.under_way += 1
         self.most = max(self.most, self.under_way)
@@ -130,7 +132,7 @@ def test_what_was_said_is_passed_on_as_text_while_all_of_it_is_held() -> None:
 
     class Says(Played):
         def send(
-            self, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
+            self, ask: TargetRequest, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
         ) -> Callable[[], None]:
             outcome.answer = f"{ask.text}!" if ask.followed else ""
             return super().send(ask, outcome, start, ended)
@@ -226,7 +228,7 @@ def test_processes_share_a_load() -> None:
 def test_every_tick_is_counted_also_those_that_a_stall_swallowed() -> None:
     class Stalls(Played):
         def send(
-            self, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
+            self, ask: TargetRequest, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
         ) -> Callable[[], None]:
             end = monotonic() + 10 * TICK_S
             while monotonic() < end:
@@ -240,7 +242,7 @@ def test_every_tick_is_counted_also_those_that_a_stall_swallowed() -> None:
 def test_a_broken_target_ends_the_run() -> None:
     class Broken(Played):
         def send(
-            self, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
+            self, ask: TargetRequest, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
         ) -> Callable[[], None]:
             raise RuntimeError("broken")
 

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from kvforge.loadtest.drive import observer, proof
-from kvforge.loadtest.drive.outcome import FINISHED, INTERRUPTED, TIMED_OUT, Measured
+from kvforge.loadtest.drive.outcome import FINISHED, INTERRUPTED, TIMED_OUT, RunResult
 from kvforge.loadtest.drive.progress import Progress
 from kvforge.loadtest.drive.proof import null_server, prove
 from kvforge.loadtest.drive.run import measure
@@ -26,7 +26,7 @@ def test_two_processes_drive_a_server_that_is_watched() -> None:
     seen: list[Progress] = []
     began: list[float] = []
 
-    async def main() -> Measured:
+    async def main() -> RunResult:
         async with null_server(KVFORGE, 100.0) as where:
             load = {"arrivals": "fixed:80", "requests": SESSIONS, "output": str(TOKENS), "input": "9"}
             spec = RunSpec(load=load, endpoint=where, processes=2, clients=3, proof_s=0.2)
@@ -50,7 +50,7 @@ def test_two_processes_drive_a_server_that_is_watched() -> None:
 
 
 def test_a_run_that_is_stopped_keeps_what_it_has() -> None:
-    async def main() -> Measured:
+    async def main() -> RunResult:
         async with null_server(KVFORGE, 0.1) as where:
             stop = asyncio.Event()
             spec = RunSpec(load={"closed": 3, "duration_s": 60.0}, endpoint=where, proof_s=0)
@@ -63,7 +63,7 @@ def test_a_run_that_is_stopped_keeps_what_it_has() -> None:
 
 
 def test_a_request_that_takes_too_long_is_cancelled() -> None:
-    async def main() -> Measured:
+    async def main() -> RunResult:
         async with null_server(KVFORGE, 0.1) as where:
             load = {"arrivals": "fixed:100", "requests": 3}
             return await measure(RunSpec(load=load, endpoint=where, timeout_s=0.3, proof_s=0))

@@ -11,7 +11,7 @@ import pytest
 
 from kvforge import AsyncClient, AsyncRequest, SamplingParams
 from kvforge.loadtest.command.main import main
-from kvforge.loadtest.fleet.fleet import Fleet
+from kvforge.loadtest.fleet.fleet import SimulatedFleet
 from kvforge.protocol.errors import InvalidRequest, Unavailable
 from kvforge.routing import POLICIES, PREFIX
 
@@ -30,7 +30,9 @@ async def _answers(requests: list[AsyncRequest]) -> list[tuple[int, ...]]:
 
 def test_a_fleet_answers_the_same_when_a_worker_and_the_coordinator_die_meanwhile() -> None:
     async def run() -> None:
-        async with Fleet("h200-8b", workers=2, blocks=512, time_scale=0.1, coordinator_settings=QUOTAS) as fleet:
+        async with SimulatedFleet(
+            "h200-8b", workers=2, blocks=512, time_scale=0.1, coordinator_settings=QUOTAS
+        ) as fleet:
             assert list(fleet.pids()) == ["coordinator", "worker-0", "worker-1"]
             async with AsyncClient(fleet.endpoint, timeout_s=30) as kv:
                 quiet = await _answers(await _submit(kv))
@@ -53,15 +55,15 @@ def test_a_fleet_answers_the_same_when_a_worker_and_the_coordinator_die_meanwhil
 def test_a_fleet_that_cannot_start_says_why() -> None:
     async def run() -> None:
         settings = {"schedule": {"no_such_setting": 1}}
-        async with Fleet("h200-70b", coordinator_settings=settings):
+        async with SimulatedFleet("h200-70b", coordinator_settings=settings):
             pass
 
     with pytest.raises(Unavailable, match="no_such_setting"):
         asyncio.run(run())
     with pytest.raises(InvalidRequest, match="--workers: is 0"):
-        Fleet(workers=0)
+        SimulatedFleet(workers=0)
     with pytest.raises(InvalidRequest, match="--config: unknown section 'journal'"):
-        Fleet(coordinator_settings={"journal": {}})
+        SimulatedFleet(coordinator_settings={"journal": {}})
 
 
 @pytest.mark.parametrize("policy", POLICIES)

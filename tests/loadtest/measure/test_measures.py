@@ -9,7 +9,7 @@ from array import array
 import numpy as np
 import pytest
 
-from kvforge.loadtest.drive.outcome import FAILED, Measured, Outcome
+from kvforge.loadtest.drive.outcome import FAILED, Outcome, RunResult
 from kvforge.loadtest.measure.document import Context, document
 from kvforge.loadtest.measure.group import group
 from kvforge.loadtest.measure.objective import Objective
@@ -129,11 +129,11 @@ def test_counters_grow_from_before_to_after() -> None:
     found = counters(stats(1), after)
     assert found is not None and (found["preemptions"], found["recomputed_share"], found["steps"]) == (4, 0.1, 800)
     assert counters(stats(1), stats(3, boot="another")) is None and counters(None, after) is None
-    hits = prefix(Measured(outcomes=[], before=stats(1), after=after), (5000, 3500))
+    hits = prefix(RunResult(outcomes=[], before=stats(1), after=after), (5000, 3500))
     assert (hits["said_by"], hits["queried_tokens"], hits["share"]) == ("coordinator", 2000, 0.4)
     assert hits["infinite"]["share"] == 0.7
     answered = [finished(0.0, 1.0, session=0, cached_tokens=4)]
-    assert prefix(Measured(outcomes=answered), None) == {
+    assert prefix(RunResult(outcomes=answered), None) == {
         "said_by": "answers", "queried_tokens": 10, "hit_tokens": 4, "share": 0.4
     }  # fmt: skip
 
@@ -157,9 +157,9 @@ def test_a_document_is_json_and_the_same_each_time() -> None:
 
 
 def test_a_run_of_nothing_is_a_document_too() -> None:
-    found = document(Measured(outcomes=[]), Context(options={}))
+    found = document(RunResult(outcomes=[]), Context(options={}))
     assert not found["verdict"]["valid"] and found["all"]["latency_ms"]["ttft"] is None
-    unsent = document(Measured(outcomes=[Outcome(session=0, due_s=0.0)], wall_s=1.0), Context(options={}))
+    unsent = document(RunResult(outcomes=[Outcome(session=0, due_s=0.0)], wall_s=1.0), Context(options={}))
     assert "lag is unknown" in unsent["verdict"]["why"][0]
 
 
@@ -183,7 +183,7 @@ def test_a_late_driver_makes_a_run_invalid(where: str, word: str) -> None:
 def test_one_percent_of_a_short_latency_is_less_than_a_millisecond() -> None:
     def judged(ended_s: float) -> dict[str, object]:
         outcomes = [finished(due, due + ended_s, awake_s=due + 2e-4, session=0) for due in np.arange(10.0).tolist()]
-        found: dict[str, object] = document(Measured(outcomes=outcomes, wall_s=10.5), Context(options={}))["verdict"]
+        found: dict[str, object] = document(RunResult(outcomes=outcomes, wall_s=10.5), Context(options={}))["verdict"]
         return found
 
     assert judged(0.5)["valid"]

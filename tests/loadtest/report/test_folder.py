@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvforge.loadtest.drive.outcome import INTERRUPTED, REFUSED, Measured, Outcome
+from kvforge.loadtest.drive.outcome import INTERRUPTED, REFUSED, Outcome, RunResult
 from kvforge.loadtest.measure.document import Context, document
 from kvforge.loadtest.report import sweep as sweeping
 from kvforge.loadtest.report.compare import compare
@@ -85,7 +85,7 @@ def test_a_report_that_is_made_again_is_the_same(folder: Path, tmp_path: Path) -
 
 
 def test_a_run_of_nothing_has_a_report(tmp_path: Path) -> None:
-    write(tmp_path, document(Measured(outcomes=[]), Context(options={"rate": 1.0})), None)
+    write(tmp_path, document(RunResult(outcomes=[]), Context(options={"rate": 1.0})), None)
     assert {each.name for each in tmp_path.iterdir()} == {"index.html", "result.json"}
     assert "INVALID" in (tmp_path / "index.html").read_text()
 

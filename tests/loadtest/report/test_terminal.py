@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvforge.loadtest.drive.outcome import Measured
+from kvforge.loadtest.drive.outcome import RunResult
 from kvforge.loadtest.measure.document import Context, document
 from kvforge.loadtest.measure.objective import Objective
 from kvforge.loadtest.report.terminal import text
@@ -27,7 +27,7 @@ def test_an_invalid_run_says_so_in_its_first_line() -> None:
     measured = run(duration_s=5, lag_s=0.1)
     said = text(document(measured, context(measured))).splitlines()
     assert said[0].startswith("INVALID") and "the driver was late: " in said[1]
-    assert text(document(Measured(outcomes=[]), Context(options={}))).startswith("INVALID")
+    assert text(document(RunResult(outcomes=[]), Context(options={}))).startswith("INVALID")
 
 
 @pytest.mark.parametrize(

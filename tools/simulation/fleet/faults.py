@@ -16,7 +16,7 @@ from kvforge.gateway.replicas.stream import MovingStream
 from kvforge.protocol.errors import QueueFull
 from kvforge.routing.router import Router
 
-_FOLLOW, _CHOOSE, _SEEDED, _MOVE = MovingStream.follow, Router.choose, work.seeded, work.Work._move
+_FOLLOW, _CHOOSE, _SEEDED, _MOVE = MovingStream.follow, Router.choose, work.seeded, work.FailoverRequest._move
 _drawn = count(1)
 
 
@@ -62,9 +62,9 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "tokens_are_forgotten_on_the_way": (MovingStream, "follow", _follows_at_once),
     "a_key_is_not_looked_for": (Router, "choose", _asks_for_no_key),
     "a_seed_is_drawn_again": (work, "seeded", _draws_again),
-    "the_accepted_are_refused": (work.Work, "_move", _drops_the_full),
+    "the_accepted_are_refused": (work.FailoverRequest, "_move", _drops_the_full),
     "decisions_are_kept": (Router, "close", _remembers),
-    "guests_are_kept": (work.Work, "_drop_if_over", _forgets_nothing),
+    "guests_are_kept": (work.FailoverRequest, "_drop_if_over", _forgets_nothing),
 }
 
 

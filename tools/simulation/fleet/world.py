@@ -22,7 +22,7 @@ import numpy as np
 
 from kvforge import SamplingParams
 from kvforge.client.options import RequestOptions
-from kvforge.gateway.replicas.fleet import Fleet
+from kvforge.gateway.replicas.fleet import ReplicaSet
 from kvforge.gateway.replicas.stream import MovingStream
 from kvforge.protocol.errors import CapacityExceeded, Unavailable
 from kvforge.routing import seed_of
@@ -67,7 +67,7 @@ class SimulatedGateway:
             name: cast(Any, SimpleNamespace(coordinator=name, server_key="", key_file="")) for name in world.replicas
         }
         with patch("kvforge.gateway.replicas.replica.AsyncClient", client):
-            self.fleet = Fleet(places, answer_s=settings.answer_s, lost_s=settings.lost_s)
+            self.fleet = ReplicaSet(places, answer_s=settings.answer_s, lost_s=settings.lost_s)
         self._watching = asyncio.ensure_future(self.fleet.watch())
 
     async def die(self) -> None:
