@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from kvforge.loadtest.fleet.fleet import SimulatedFleet
+from kvforge.loadtest.fleet.simulated import SimulatedFleet
 from kvforge.loadtest.fleet.step_times import StepTimes, load
 
 from . import vllm_scheduler

@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from kvforge import AsyncClient, SamplingParams
-from kvforge.loadtest.fleet.fleet import SimulatedFleet
+from kvforge.loadtest.fleet.simulated import SimulatedFleet
 from kvforge.protocol.errors import KvforgeError
 from tests.gateway.page.browser import Browser
 

@@ -35,7 +35,7 @@ from kvforge.gateway.openai.routes import OpenAI
 from kvforge.gateway.openapi.routes import routes as described
 from kvforge.gateway.page.routes import routes as page
 from kvforge.gateway.parse import Format
-from kvforge.gateway.replicas.fleet import ReplicaSet
+from kvforge.gateway.replicas.replica_set import ReplicaSet
 from kvforge.protocol.errors import InternalError, InvalidConfiguration
 from kvforge.protocol.messages import ModelInfo
 

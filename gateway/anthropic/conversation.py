@@ -10,8 +10,8 @@ from kvforge.gateway.chat.tools import AUTO, NONE, REQUIRED, Choice, Tool, leave
 from kvforge.gateway.http.ignored import Ignored
 from kvforge.protocol.errors import InvalidRequest
 
-from .asked import CUSTOM, Block, Conversation, Message
 from .editing import THINKING, thinking_kept
+from .request_body import CUSTOM, Block, Conversation, Message
 
 _KINDS = {"auto": AUTO, "none": NONE, "any": REQUIRED, "tool": REQUIRED}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvforge.protocol.errors import InvalidRequest
 
-from .asked import Conversation, Edit
+from .request_body import Conversation, Edit
 
 THINKING = ("thinking", "redacted_thinking")
 CLEAR_THINKING = "clear_thinking_20251015"

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvforge.gateway.http.errors import ThreadsUnsupported
-from kvforge.gateway.http.fields import Known, Mine, Table, left_out, no_effect, only
+from kvforge.gateway.http.fields import Known, ReadPredicates, Table, left_out, no_effect, only
 
-from . import asked
+from . import request_body
 
 NOT_COUNTED = "does not change the count"
 _CREATE_ONLY = (
@@ -63,22 +63,22 @@ _CREATE: Mapping[str, Known] = {
     "kv_transfer_params": only("the service moves KV caches itself"),
 }
 KNOWN: Table = {
-    asked.Conversation: _CONVERSATION,
-    asked.Create: _CREATE,
-    asked.Message: {
+    request_body.Conversation: _CONVERSATION,
+    request_body.Create: _CREATE,
+    request_body.Message: {
         "output_config": only("applies to the whole answer: set it at the top level", {}),
     },
-    asked.OutputConfig: {
+    request_body.OutputConfig: {
         "task_budget": no_effect("a task has no budget of its own; max_tokens bounds it"),
     },
-    asked.Thinking: {
+    request_body.Thinking: {
         "block_binding": no_effect("returned thinking is not verified"),
     },
-    asked.Block: {
+    request_body.Block: {
         "parsed_output": no_effect("added by Anthropic's SDK to an answer"),
         "toolset_name": no_effect("tools are identified by their names"),
     },
-    asked.Tool: {
+    request_body.Tool: {
         "allowed_callers": only("only the model calls tools", ["direct"]),
         "defer_loading": no_effect("all tools are offered from the start"),
     },
@@ -87,7 +87,7 @@ KNOWN: Table = {
 
 def is_custom(tool: Mapping[str, object]) -> bool:
     """Return whether a tool is the caller's own; others are ignored by their type."""
-    return tool.get("type") in (None, asked.CUSTOM)
+    return tool.get("type") in (None, request_body.CUSTOM)
 
 
-MINE: Mine = {asked.Tool: is_custom}
+MINE: ReadPredicates = {request_body.Tool: is_custom}

@@ -14,17 +14,17 @@ from kvforge.gateway.chat.arguments import ObjectText, object_of
 from kvforge.gateway.chat.naming import Names
 from kvforge.gateway.chat.shapes import ANY, Shape
 from kvforge.gateway.generate.answer import Piece
-from kvforge.gateway.generate.conversing import PreparedConversation, prepare_conversation
 from kvforge.gateway.generate.generation import Generation, Submission, Usage
+from kvforge.gateway.generate.prepare import PreparedConversation, prepare_conversation
 from kvforge.gateway.generate.service import Model
 from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.http.ignored import Ignored
 from kvforge.gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
 from kvforge.protocol.messages import SAMPLING_RANGES
 
-from .asked import Conversation, Create
 from .conversation import choice_of, messages_of, tools_of
 from .known import KNOWN, MINE
+from .request_body import Conversation, Create
 
 CREATE, COUNT = Reader(Create, KNOWN, MINE), Reader(Conversation, KNOWN, MINE)
 encode = msgspec.json.encode

@@ -24,7 +24,7 @@ from kvforge.gateway.http.stream import ErrorEventSource, EventStream, Pings, wa
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 
 from . import messages
-from .asked import Create
+from .request_body import Create
 
 
 class Anthropic:

@@ -11,7 +11,7 @@ from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Grammar, Int32Array
 from kvforge.text.tokenizer import TextStream, Tokenizer
 
-from .hygiene import PromptCleaner
+from .prompt_cleaner import PromptCleaner
 from .template import TOOL, Needs, conversation_for, probe, tool_for
 
 # Arguments of the function that runs a template, which requests must not set.

@@ -6,7 +6,7 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from kvforge.gateway.chat.hygiene import PromptCleaner
+from kvforge.gateway.chat.prompt_cleaner import PromptCleaner
 from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.config import Settings
 from kvforge.gateway.parse import Format, choose

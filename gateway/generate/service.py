@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvforge.client.aio import AsyncClient, AsyncStreams
 from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.parse import Format
-from kvforge.gateway.replicas.fleet import ReplicaSet
+from kvforge.gateway.replicas.replica_set import ReplicaSet
 from kvforge.protocol.errors import KvforgeError, ModelNotFound, NotReady
 from kvforge.protocol.messages import Health, ModelInfo
 

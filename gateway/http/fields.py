@@ -78,7 +78,7 @@ def _same(value: Any, other: Any) -> bool:
 
 # The keys are msgspec structures, for which mypy has no type.
 Table = Mapping[Any, Mapping[str, Known]]
-Mine = Mapping[Any, Callable[[Mapping[str, Any]], bool]]
+ReadPredicates = Mapping[Any, Callable[[Mapping[str, Any]], bool]]
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class Reader(Generic[T]):
         self,
         kind: type[T],
         known: Table | None = None,
-        mine: Mine | None = None,
+        mine: ReadPredicates | None = None,
     ) -> None:
         self._kind, self._known, self._mine = kind, known or {}, mine or {}
         self._decoder = msgspec.json.Decoder(kind)

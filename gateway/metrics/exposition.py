@@ -11,7 +11,7 @@ from kvforge.protocol.numbers import Numbers
 
 from .service import SERVICE
 from .shared import OPEN, OTHER_STATUS, RECEIVED, SECONDS, SENT, Counts
-from .told import COUNTER, GAUGE, HISTOGRAM, Buckets, Metric, MetricsSnapshot
+from .snapshot import COUNTER, GAUGE, HISTOGRAM, Buckets, Metric, MetricsSnapshot
 from .vllm import VLLM
 
 UP = "kvforge_up"

@@ -30,7 +30,7 @@ from kvforge.protocol.meters import (
     Distribution,
 )
 
-from .told import COUNTER, GAUGE, HISTOGRAM, MICRO, Metric, MetricsSnapshot, Sample, buckets, tokens
+from .snapshot import COUNTER, GAUGE, HISTOGRAM, MICRO, Metric, MetricsSnapshot, Sample, buckets, tokens
 
 STATES = ("connecting", "loading", "ready", "away")
 BLOCK_STATES = ("free", "cached", "referenced", "quarantined")

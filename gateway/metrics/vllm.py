@@ -23,7 +23,7 @@ from kvforge.protocol.meters import (
     Distribution,
 )
 
-from .told import COUNTER, GAUGE, HISTOGRAM, MICRO, Metric, MetricsSnapshot, Sample, buckets, tokens, usage
+from .snapshot import COUNTER, GAUGE, HISTOGRAM, MICRO, Metric, MetricsSnapshot, Sample, buckets, tokens, usage
 
 LABELS = ("model_name", "engine")
 # vLLM's `abort` is a cancelled request. Its `error` has no exact counterpart in `failed` or `expired`.

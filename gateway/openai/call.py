@@ -15,9 +15,9 @@ from kvforge.gateway.generate.service import Model
 from kvforge.gateway.http.ignored import Ignored
 from kvforge.gateway.http.keys import Key, session_of
 
-from .asked import Chat, Completion
 from .fields import Common
-from .responses_asked import Create
+from .request_body import Chat, Completion
+from .responses_body import Create
 
 Asked = Chat | Completion | Create
 

@@ -9,19 +9,19 @@ from typing import Any
 from kvforge.gateway.chat.conversation import CalledArguments, content_text, naming
 from kvforge.gateway.chat.tools import AUTO, FUNCTION, NONE, REQUIRED, Choice, Tool, leave_out, not_run
 from kvforge.gateway.generate.answer import Piece
-from kvforge.gateway.generate.conversing import prepare_conversation
 from kvforge.gateway.generate.generation import CompleteAnswer, Generation, Submission
+from kvforge.gateway.generate.prepare import prepare_conversation
 from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.http.ignored import Ignored
 from kvforge.gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
 from kvforge.protocol.errors import InvalidRequest
 
-from . import asked, logprobs
-from .asked import Chat, Message
+from . import logprobs, request_body
+from .bodies import DONE, EventEncoder, encode, usage_of
 from .call import Call
 from .fields import check_ignored, sampling_of, shape_asked, stops_of
 from .known import KNOWN, MINE
-from .said import DONE, EventEncoder, encode, usage_of
+from .request_body import Chat, Message
 
 READER = Reader(Chat, KNOWN, MINE)
 KIND, CHUNK = "chat.completion", "chat.completion.chunk"
@@ -74,7 +74,7 @@ def _message(message: Message, field: str, arguments: CalledArguments) -> dict[s
     return plain
 
 
-def tools_of(tools: Sequence[asked.Tool], ignored: Ignored) -> list[Tool]:
+def tools_of(tools: Sequence[request_body.Tool], ignored: Ignored) -> list[Tool]:
     """Return the functions among the tools of a request and note others in `ignored`.
 
     Raises:

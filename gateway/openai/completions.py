@@ -21,11 +21,11 @@ from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Int32Array
 
 from . import logprobs
-from .asked import Completion
+from .bodies import DONE, EventEncoder, encode, usage_of
 from .call import Call, total
 from .fields import check_ignored, sampling_of, shape_asked, stops_of
 from .known import KNOWN
-from .said import DONE, EventEncoder, encode, usage_of
+from .request_body import Completion
 
 READER = Reader(Completion, KNOWN)
 MAX_TOKENS = 16  # OpenAI's own default

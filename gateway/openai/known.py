@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvforge.gateway.http.fields import Known, Mine, Table, left_out, no_effect, only
+from kvforge.gateway.http.fields import Known, ReadPredicates, Table, left_out, no_effect, only
 
-from . import asked, responses_asked
+from . import request_body, responses_body
 from .fields import Common, StreamOptions
 from .shapes import JsonSchema, StructuredOutputs
 
@@ -146,9 +146,9 @@ _RESPONSE: Mapping[str, Known] = {
 }
 KNOWN: Table = {
     Common: {**_OPENAI, **_VLLM, **_SGLANG, **_LLAMA_CPP},
-    asked.Completion: _COMPLETION,
-    asked.Chat: _CHAT,
-    responses_asked.Create: _RESPONSE,
+    request_body.Completion: _COMPLETION,
+    request_body.Chat: _CHAT,
+    responses_body.Create: _RESPONSE,
     StreamOptions: {},
     JsonSchema: {},
     StructuredOutputs: {
@@ -158,34 +158,34 @@ KNOWN: Table = {
         "structural_tag": only("is not supported: use tools, or grammar"),
         "whitespace_pattern": only("the white space of JSON is fixed"),
     },
-    asked.CalledFunction: {
+    request_body.CalledFunction: {
         "parsed_arguments": no_effect(BY_SDK),
     },
-    asked.Message: {
+    request_body.Message: {
         "parsed": no_effect(BY_SDK),
         "function_call": only(OLDER),
         "audio": only(MEDIA),
     },
-    asked.Part: {
+    request_body.Part: {
         "annotations": no_effect("only the text reaches the model"),
         "logprobs": no_effect("only the text reaches the model"),
         "parsed": no_effect(BY_SDK),
         "prompt_cache_breakpoint": no_effect("prefix caching is automatic and based on content"),
     },
-    responses_asked.Item: {
+    responses_body.Item: {
         "caller": no_effect("only the model makes calls"),
         "created_by": no_effect("a label for the caller"),
         "parsed_arguments": no_effect(BY_SDK),
         "prompt_cache_breakpoint": no_effect("prefix caching is automatic and based on content"),
     },
-    responses_asked.FunctionTool: {
+    responses_body.FunctionTool: {
         "allowed_callers": only("only the model calls tools", ["direct"]),
         "defer_loading": no_effect("all tools are offered from the start"),
         "output_schema": no_effect("not given to the model"),
     },
-    responses_asked.Text: {},
-    responses_asked.TextFormat: {},
-    responses_asked.Reasoning: {
+    responses_body.Text: {},
+    responses_body.TextFormat: {},
+    responses_body.Reasoning: {
         "context": only("returned reasoning is always given to the chat template", "auto"),
         "generate_summary": no_effect("reasoning is always returned in full"),
         "mode": only("there is only one mode", "standard"),
@@ -199,4 +199,4 @@ def is_function(tool: Mapping[str, object]) -> bool:
     return tool.get("type") in (*FUNCTION_TYPES, "namespace")
 
 
-MINE: Mine = {asked.Tool: is_function, responses_asked.FunctionTool: is_function}
+MINE: ReadPredicates = {request_body.Tool: is_function, responses_body.FunctionTool: is_function}

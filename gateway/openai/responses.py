@@ -11,17 +11,17 @@ import msgspec
 from kvforge import SamplingParams
 from kvforge.gateway.chat.shapes import Shape
 from kvforge.gateway.generate.answer import Piece
-from kvforge.gateway.generate.conversing import prepare_conversation
 from kvforge.gateway.generate.generation import Generation, Submission, Usage
+from kvforge.gateway.generate.prepare import prepare_conversation
 from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.parse.events import Arguments, Event, Reasoning, ToolCall
 
+from .bodies import encode
 from .call import Call
 from .fields import top_k_of, top_p_of
 from .known import KNOWN, MINE
-from .responses_asked import Create, check, messages_of, shape
+from .responses_body import Create, check, messages_of, shape
 from .responses_tools import Offered, echoed
-from .said import encode
 
 READER = Reader(Create, KNOWN, MINE)
 

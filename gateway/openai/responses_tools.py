@@ -16,7 +16,7 @@ from kvforge.gateway.chat.tools import AUTO, FUNCTION, NONE, REQUIRED, Choice, T
 from kvforge.gateway.http.ignored import Ignored
 from kvforge.protocol.errors import InvalidRequest
 
-from .responses_asked import Create, FunctionTool
+from .responses_body import Create, FunctionTool
 
 NAMESPACE = "namespace"
 SEPARATOR = "__"

@@ -27,10 +27,10 @@ from kvforge.gateway.http.stream import COMMENT, ErrorEventSource, EventSource, 
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 
 from . import chat, completions, responses, tokens
-from .asked import Chat, Completion
+from .bodies import error_event
 from .call import Call
-from .responses_asked import Create
-from .said import error_event
+from .request_body import Chat, Completion
+from .responses_body import Create
 
 JSON = "application/json"
 

@@ -14,9 +14,9 @@ from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.http.ignored import Ignored
 from kvforge.protocol.errors import InvalidRequest
 
-from .asked import Message, Tool
 from .chat import messages_of, tools_of
 from .known import KNOWN, MINE
+from .request_body import Message, Tool
 
 
 class Tokenize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

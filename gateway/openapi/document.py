@@ -15,10 +15,10 @@ from .operations import JSON, OPERATIONS, Operation, Schema
 _REFERENCE = "#/components/schemas/"
 # msgspec qualifies the names of structures that several modules have with the module.
 _PREFIXES = {
-    "kvforge.gateway.anthropic.asked.": "Messages",
-    "kvforge.gateway.openai.asked.": "Chat",
+    "kvforge.gateway.anthropic.request_body.": "Messages",
+    "kvforge.gateway.openai.request_body.": "Chat",
     "kvforge.gateway.openai.fields.": "Chat",
-    "kvforge.gateway.openai.responses_asked.": "Responses",
+    "kvforge.gateway.openai.responses_body.": "Responses",
 }
 _NULLABLE: Schema = {"type": ["string", "null"]}
 _ERRORS: Mapping[str, Schema] = {

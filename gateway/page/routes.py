@@ -17,7 +17,7 @@ from kvforge.gateway.http.stream import ErrorEventSource, EventStream
 from kvforge.protocol.errors import KvforgeError, NotAllowed
 
 from . import actions, files
-from .board import event
+from .document_store import event
 from .sampler import Sampler
 
 SEE, ADMIN = "see", "admin"

@@ -25,8 +25,8 @@ from kvforge.protocol.messages import RequestList, RequestRow
 from . import documents
 from .absent import Absences
 from .blocks import BLOCKS_MAX, BlockMap
-from .board import DocumentStore, event
-from .happenings import EventLog
+from .document_store import DocumentStore, event
+from .event_log import EventLog
 from .history import EVERY_S, History, Point
 from .latency import Latencies
 from .view import SILENT_S, ServiceState, Waiting, summary

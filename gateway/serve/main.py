@@ -29,7 +29,7 @@ from kvforge.protocol.exits import OK, UNAVAILABLE, status_of
 from kvforge.protocol.notify import Watchdog, notify
 from kvforge.protocol.steady_clock import monotonic
 
-from .meaning import look, meaning
+from .check import check_settings, effective_settings
 
 TURN_S, DRAIN_TURN_S = 1.0, 0.1
 KILL_S = 5.0
@@ -64,9 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         settings = settings_of(options)
-        look(settings)
+        check_settings(settings)
         if options.check:
-            print(json.dumps(meaning(settings)))
+            print(json.dumps(effective_settings(settings)))
             return OK
         logs.configure("gateway", settings.log_level, settings.log_format)
         listener = (
@@ -120,7 +120,7 @@ def _serve(options: argparse.Namespace, settings: Settings, listener: socket.soc
 
         def again() -> Settings:
             changed = settings_of(options)
-            look(changed)
+            check_settings(changed)
             return changed
 
         try:

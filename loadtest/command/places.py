@@ -10,7 +10,7 @@ from typing import Any
 
 from kvforge import AsyncClient, Health
 from kvforge.loadtest.drive.spec import HTTP, KVFORGE
-from kvforge.loadtest.fleet.fleet import SimulatedFleet
+from kvforge.loadtest.fleet.simulated import SimulatedFleet
 from kvforge.protocol import transport
 from kvforge.protocol.errors import NotReady
 

@@ -47,7 +47,7 @@ from kvforge.protocol.messages import (
 from kvforge.protocol.transport import worker_endpoint
 
 from . import step_times
-from .link import WorkerConnection
+from .connection import WorkerConnection
 from .tokens import Tokens
 
 COORDINATOR_WAIT_S = 60.0

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from kvforge.gateway.anthropic import asked as messages
 from kvforge.gateway.anthropic import known as messages_known
+from kvforge.gateway.anthropic import request_body as messages
 from kvforge.gateway.http.fields import Known
-from kvforge.gateway.openai import asked as chat
-from kvforge.gateway.openai import fields, known, responses_asked, shapes
+from kvforge.gateway.openai import fields, known, responses_body, shapes
+from kvforge.gateway.openai import request_body as chat
 
 FILE = Path(__file__).parents[2] / "docs" / "http.md"
 BEGIN, END = "<!-- fields: python -m tests.gateway.documented -->\n", "<!-- end of fields -->\n"
@@ -25,10 +25,10 @@ PLACES: Mapping[type[msgspec.Struct], tuple[str, str]] = {
     chat.CalledFunction: ("chat", "messages[].tool_calls[].function."),
     chat.Part: ("chat, responses", "content[]."),
     shapes.StructuredOutputs: ("chat, completions, responses", "structured_outputs."),
-    responses_asked.Create: ("responses", ""),
-    responses_asked.Item: ("responses", "input[]."),
-    responses_asked.FunctionTool: ("responses", "tools[]."),
-    responses_asked.Reasoning: ("responses", "reasoning."),
+    responses_body.Create: ("responses", ""),
+    responses_body.Item: ("responses", "input[]."),
+    responses_body.FunctionTool: ("responses", "tools[]."),
+    responses_body.Reasoning: ("responses", "reasoning."),
     messages.Conversation: ("messages", ""),
     messages.Message: ("messages", "messages[]."),
     messages.OutputConfig: ("messages", "output_config."),
@@ -79,11 +79,11 @@ def _refused(rows: Iterable[Row], left_out: bool) -> Iterator[str]:
 
 def _rows() -> Iterator[Row]:
     for name, why in fields.IGNORED.items():
-        too = name in responses_asked.Create.__struct_fields__
+        too = name in responses_body.Create.__struct_fields__
         yield name, "chat, completions, responses" if too else "chat, completions", Known(why)
     for where, table in (
         ("chat", chat.IGNORED),
-        ("responses", responses_asked.IGNORED),
+        ("responses", responses_body.IGNORED),
         ("messages", messages.IGNORED),
     ):
         for name, why in table.items():

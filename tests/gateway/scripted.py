@@ -22,7 +22,7 @@ from kvforge.client.aio import AsyncClient, AsyncStreams
 from kvforge.client.options import RequestOptions
 from kvforge.gateway.access import Access
 from kvforge.gateway.anthropic.routes import Anthropic
-from kvforge.gateway.chat.hygiene import PromptCleaner
+from kvforge.gateway.chat.prompt_cleaner import PromptCleaner
 from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.config import Settings
 from kvforge.gateway.generate.generation import Generation, Submission, WakeUp

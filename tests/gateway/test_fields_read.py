@@ -16,11 +16,11 @@ import openai.types.responses as items
 import pytest
 from openai.types import shared_params
 
-from kvforge.gateway.anthropic import asked as messages
 from kvforge.gateway.anthropic import known as messages_known
+from kvforge.gateway.anthropic import request_body as messages
 from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.http.ignored import Ignored
-from kvforge.gateway.openai import asked, fields, known, responses_asked, shapes, tokens
+from kvforge.gateway.openai import fields, known, request_body, responses_body, shapes, tokens
 from tests.gateway.scripted import NAME, Script, application, ask, prompt_text
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_every_field_of_a_structure_is_read_or_documented() -> None:
                 used.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 used.add(node.value.rpartition(".")[2])
-    found = list(structures(asked, fields, responses_asked, shapes, tokens, messages))
+    found = list(structures(request_body, fields, responses_body, shapes, tokens, messages))
     assert len(found) > 30
     dropped = {one.__name__: {*one.__struct_fields__} - used - BY_TYPE.get(one.__name__, set()) for one in found}
     assert {name: names for name, names in dropped.items() if names} == {}
@@ -60,7 +60,7 @@ def test_every_field_of_a_structure_is_read_or_documented() -> None:
 
 OPENAI: list[tuple[type[msgspec.Struct], tuple[Any, ...]]] = [
     (
-        asked.Message,
+        request_body.Message,
         (
             chats.ChatCompletionAssistantMessageParam,
             chats.ChatCompletionDeveloperMessageParam,
@@ -70,15 +70,18 @@ OPENAI: list[tuple[type[msgspec.Struct], tuple[Any, ...]]] = [
             chats.ChatCompletionUserMessageParam,
         ),
     ),
-    (asked.Part, (chats.ChatCompletionContentPartTextParam, chats.ChatCompletionContentPartRefusalParam)),
-    (asked.Part, (items.ResponseInputTextParam, items.ResponseOutputTextParam, items.ResponseOutputRefusalParam)),
-    (asked.Tool, (chats.ChatCompletionFunctionToolParam,)),
-    (asked.Function, (shared_params.FunctionDefinition,)),
-    (asked.Called, (chats.ChatCompletionMessageFunctionToolCallParam,)),
-    (asked.ToolChoice, (chats.ChatCompletionNamedToolChoiceParam, chats.ChatCompletionAllowedToolChoiceParam)),
+    (request_body.Part, (chats.ChatCompletionContentPartTextParam, chats.ChatCompletionContentPartRefusalParam)),
+    (
+        request_body.Part,
+        (items.ResponseInputTextParam, items.ResponseOutputTextParam, items.ResponseOutputRefusalParam),
+    ),
+    (request_body.Tool, (chats.ChatCompletionFunctionToolParam,)),
+    (request_body.Function, (shared_params.FunctionDefinition,)),
+    (request_body.Called, (chats.ChatCompletionMessageFunctionToolCallParam,)),
+    (request_body.ToolChoice, (chats.ChatCompletionNamedToolChoiceParam, chats.ChatCompletionAllowedToolChoiceParam)),
     (fields.StreamOptions, (chats.ChatCompletionStreamOptionsParam,)),
     (
-        responses_asked.Item,
+        responses_body.Item,
         (
             items.EasyInputMessageParam,
             items.ResponseFunctionToolCallParam,
@@ -88,11 +91,11 @@ OPENAI: list[tuple[type[msgspec.Struct], tuple[Any, ...]]] = [
             items.response_input_item_param.Message,
         ),
     ),
-    (responses_asked.FunctionTool, (items.FunctionToolParam, items.NamespaceToolParam)),
-    (responses_asked.ToolChoice, (items.ToolChoiceFunctionParam, items.ToolChoiceAllowedParam)),
-    (responses_asked.Text, (items.ResponseTextConfigParam,)),
-    (responses_asked.TextFormat, (items.ResponseFormatTextJSONSchemaConfigParam,)),
-    (responses_asked.Reasoning, (shared_params.Reasoning,)),
+    (responses_body.FunctionTool, (items.FunctionToolParam, items.NamespaceToolParam)),
+    (responses_body.ToolChoice, (items.ToolChoiceFunctionParam, items.ToolChoiceAllowedParam)),
+    (responses_body.Text, (items.ResponseTextConfigParam,)),
+    (responses_body.TextFormat, (items.ResponseFormatTextJSONSchemaConfigParam,)),
+    (responses_body.Reasoning, (shared_params.Reasoning,)),
 ]
 ANTHROPIC: list[tuple[type[msgspec.Struct], tuple[Any, ...]]] = [
     (messages.Message, typing.get_args(anthropics.BetaMessageParam)),

@@ -37,13 +37,13 @@ from kvforge.fleet.messages import (
     order_of,
     told_of,
 )
+from kvforge.fleet.node.keeper_link import pair
 from kvforge.launch.child import Child
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.exits import OK, USAGE
 from kvforge.protocol.steady_clock import monotonic
 
 from ..node.folder import Folder
-from ..node.link import pair
 from ..settings import parse
 
 ENTRY = Path(sys.modules["kvforge"].__file__ or "").parent / "launch" / "entry.py"

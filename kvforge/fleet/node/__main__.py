@@ -13,7 +13,7 @@ from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.exits import status_of
 
 from .gateway import Gateway
-from .link import KeeperLink
+from .keeper_link import KeeperLink
 from .replica import Replica
 
 BEGIN_S = 30.0

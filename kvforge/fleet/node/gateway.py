@@ -41,7 +41,7 @@ from kvforge.protocol.exits import OK, UNAVAILABLE, USAGE
 
 from ..settings import parse
 from .folder import Folder
-from .link import KeeperLink
+from .keeper_link import KeeperLink
 
 ENTRY = Path(sys.modules["kvforge"].__file__ or "").parent / "launch" / "entry.py"
 LOOK_S, ASK_S = 0.5, 1.0

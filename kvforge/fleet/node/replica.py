@@ -34,7 +34,7 @@ from kvforge.protocol.messages import Health
 
 from ..settings import ACCESS_NAME, FleetFile, parse
 from .folder import KEY, Folder, reserve
-from .link import KeeperLink
+from .keeper_link import KeeperLink
 from .queue import QueueTime, begun_and_waited
 
 LOOK_S = 0.5

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvforge.gateway.anthropic.asked import Conversation
 from kvforge.gateway.anthropic.conversation import messages_of as anthropic_messages
-from kvforge.gateway.openai.asked import Chat
+from kvforge.gateway.anthropic.request_body import Conversation
 from kvforge.gateway.openai.chat import messages_of as chat_messages
-from kvforge.gateway.openai.responses_asked import Create
-from kvforge.gateway.openai.responses_asked import messages_of as response_messages
+from kvforge.gateway.openai.request_body import Chat
+from kvforge.gateway.openai.responses_body import Create
+from kvforge.gateway.openai.responses_body import messages_of as response_messages
 from kvforge.protocol.errors import InvalidRequest
 
 WORDS = {"type": "text", "text": "see"}

@@ -12,7 +12,7 @@ import yaml
 from kvforge.gateway.metrics.exposition import GATEWAY
 from kvforge.gateway.metrics.service import SERVICE
 from kvforge.gateway.metrics.shared import SECONDS
-from kvforge.gateway.metrics.told import HISTOGRAM
+from kvforge.gateway.metrics.snapshot import HISTOGRAM
 from kvforge.gateway.metrics.vllm import VLLM
 from kvforge.protocol.meters import STEP_TIME, TENANT_ROWS, TENANT_TIMES
 

@@ -20,7 +20,7 @@ from kvforge.gateway.metrics.exposition import GATEWAY, names_of
 from kvforge.gateway.metrics.routes import Source, routes
 from kvforge.gateway.metrics.service import SERVICE
 from kvforge.gateway.metrics.shared import Counts
-from kvforge.gateway.metrics.told import COUNTER, HISTOGRAM
+from kvforge.gateway.metrics.snapshot import COUNTER, HISTOGRAM
 from kvforge.gateway.metrics.vllm import VLLM
 from kvforge.protocol.errors import NotAllowed
 from kvforge.protocol.meters import GAP, HIT, RUNNING, ServiceInfo

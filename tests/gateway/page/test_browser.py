@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvforge import AsyncClient, SamplingParams
-from kvforge.loadtest.fleet.fleet import SimulatedFleet
+from kvforge.loadtest.fleet.simulated import SimulatedFleet
 from tests.gateway.page.browser import NAMES, Browser, browser
 from tests.gateway.page.serving import ANSWER, keyed, seeing, serving
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvforge.gateway.page import documents
 from kvforge.gateway.page.absent import GONE, Absent
-from kvforge.gateway.page.board import DocumentStore
+from kvforge.gateway.page.document_store import DocumentStore
 from kvforge.gateway.page.history import POINTS_MAX, History, Point
 from kvforge.gateway.page.latency import ALL, WINDOW_S, Latencies
 from kvforge.protocol.messages import Health, RequestList, RequestRow, RequestStats, Stats, TenantStats, WorkerHealth

@@ -13,7 +13,7 @@ import msgspec
 
 from kvforge import AsyncClient, SamplingParams
 from kvforge.gateway.page import files
-from kvforge.loadtest.fleet.fleet import SimulatedFleet
+from kvforge.loadtest.fleet.simulated import SimulatedFleet
 from tests.gateway.page.serving import Allowed, everything, keyed, seeing, serving
 
 GREEDY = SamplingParams(temperature=0.0)

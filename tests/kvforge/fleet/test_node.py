@@ -25,7 +25,7 @@ from kvforge.fleet.messages import (
     told_of,
 )
 from kvforge.fleet.node.folder import LOCK, SWEPT_S, Folder, reserve
-from kvforge.fleet.node.link import KeeperLink, pair
+from kvforge.fleet.node.keeper_link import KeeperLink, pair
 from kvforge.fleet.node.queue import WINDOW_S, QueueTime, begun_and_waited
 from kvforge.fleet.node.replica import model_of, settings_of
 from kvforge.fleet.settings import FleetFile, parse

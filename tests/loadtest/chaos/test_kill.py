@@ -16,7 +16,7 @@ from kvforge.loadtest.chaos.kill import Killer, KillRecord, ProcessHandle
 from kvforge.loadtest.chaos.plan import parse
 from kvforge.loadtest.chaos.promise import check
 from kvforge.loadtest.chaos.story import story
-from kvforge.loadtest.fleet.fleet import SimulatedFleet
+from kvforge.loadtest.fleet.simulated import SimulatedFleet
 from kvforge.protocol.errors import CoordinatorUnavailable, InvalidRequest
 from tests.loadtest.chaos.sessions import Sessions, draw, drive
 

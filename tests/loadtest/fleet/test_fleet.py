@@ -11,7 +11,7 @@ import pytest
 
 from kvforge import AsyncClient, AsyncRequest, SamplingParams
 from kvforge.loadtest.command.main import main
-from kvforge.loadtest.fleet.fleet import SimulatedFleet
+from kvforge.loadtest.fleet.simulated import SimulatedFleet
 from kvforge.protocol.errors import InvalidRequest, Unavailable
 from kvforge.routing import POLICIES, PREFIX
 

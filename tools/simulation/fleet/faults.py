@@ -11,12 +11,12 @@ from unittest.mock import patch
 
 import msgspec
 
-from kvforge.gateway.replicas import work
+from kvforge.gateway.replicas import failover
 from kvforge.gateway.replicas.stream import MovingStream
 from kvforge.protocol.errors import QueueFull
 from kvforge.routing.router import Router
 
-_FOLLOW, _CHOOSE, _SEEDED, _MOVE = MovingStream.follow, Router.choose, work.seeded, work.FailoverRequest._move
+_FOLLOW, _CHOOSE, _SEEDED, _MOVE = MovingStream.follow, Router.choose, failover.seeded, failover.FailoverRequest._move
 _drawn = count(1)
 
 
@@ -61,10 +61,10 @@ def _forgets_nothing(self: Any) -> None:
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "tokens_are_forgotten_on_the_way": (MovingStream, "follow", _follows_at_once),
     "a_key_is_not_looked_for": (Router, "choose", _asks_for_no_key),
-    "a_seed_is_drawn_again": (work, "seeded", _draws_again),
-    "the_accepted_are_refused": (work.FailoverRequest, "_move", _drops_the_full),
+    "a_seed_is_drawn_again": (failover, "seeded", _draws_again),
+    "the_accepted_are_refused": (failover.FailoverRequest, "_move", _drops_the_full),
     "decisions_are_kept": (Router, "close", _remembers),
-    "guests_are_kept": (work.FailoverRequest, "_drop_if_over", _forgets_nothing),
+    "guests_are_kept": (failover.FailoverRequest, "_drop_if_over", _forgets_nothing),
 }
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvforge import SamplingParams
 from kvforge.client.options import RequestOptions
-from kvforge.gateway.replicas.fleet import ReplicaSet
+from kvforge.gateway.replicas.replica_set import ReplicaSet
 from kvforge.gateway.replicas.stream import MovingStream
 from kvforge.protocol.errors import CapacityExceeded, Unavailable
 from kvforge.routing import seed_of
@@ -112,7 +112,7 @@ class World:
         """Run the world to its end; raise Violation if a promise is broken."""
         with (
             patch("kvforge.gateway.replicas.replica.AsyncStreams", lambda client: client),
-            patch("kvforge.gateway.replicas.work.secrets.randbits", self.random("seeds").getrandbits),
+            patch("kvforge.gateway.replicas.failover.secrets.randbits", self.random("seeds").getrandbits),
         ):
             simulated(self._whole())
 

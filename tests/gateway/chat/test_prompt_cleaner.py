@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvforge.gateway.chat.hygiene import PromptCleaner
+from kvforge.gateway.chat.prompt_cleaner import PromptCleaner
 from kvforge.gateway.config import BILLING
 from tests.gateway.scripted import Script, application, ask, prompt_text
 

@@ -11,7 +11,7 @@ from kvforge.gateway.chat.conversation import CalledArguments, content_text, nam
 from kvforge.gateway.chat.shapes import ANY, Shape
 from kvforge.protocol.errors import InvalidRequest
 
-from .asked import Part, Tokens
+from .request_body import Part, Tokens
 from .shapes import JsonSchema, ResponseFormat, StructuredOutputs, shape_of
 
 # Fields without effect in addition to those of chat, with the reason.

@@ -17,7 +17,7 @@ from kvforge.protocol.errors import InvalidConfiguration
 _TRAINING = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 
 
-def look(settings: Settings) -> None:
+def check_settings(settings: Settings) -> None:
     """Check the settings that refer to files, keys and other hosts.
 
     Raises:
@@ -44,7 +44,7 @@ def look(settings: Settings) -> None:
         raise InvalidConfiguration("chat_template", problem) from None
 
 
-def meaning(settings: Settings) -> dict[str, Any]:
+def effective_settings(settings: Settings) -> dict[str, Any]:
     """Return the effective settings, for `--check` and `kvforge deploy check`."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     replicas = {name: replica.coordinator for name, replica in settings.replicas.items()}

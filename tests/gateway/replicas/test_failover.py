@@ -13,9 +13,9 @@ from kvforge import SamplingParams
 from kvforge.client.options import RequestOptions
 from kvforge.gateway.config import Replica as Place
 from kvforge.gateway.config import Settings
-from kvforge.gateway.replicas import work
+from kvforge.gateway.replicas import failover
+from kvforge.gateway.replicas.failover import FailoverRequest, seeded
 from kvforge.gateway.replicas.replica import Replica
-from kvforge.gateway.replicas.work import FailoverRequest, seeded
 from kvforge.protocol.errors import (
     CoordinatorUnavailable,
     Draining,
@@ -241,7 +241,7 @@ def test_what_is_wrong_is_refused_once() -> None:
 
 
 def test_without_a_replica_it_is_refused_and_one_that_ran_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "AGAIN_S", 0.0)
+    monkeypatch.setattr(failover, "AGAIN_S", 0.0)
 
     async def test() -> None:
         both = Both()
@@ -269,7 +269,7 @@ def test_without_a_replica_it_is_refused_and_one_that_ran_waits(monkeypatch: pyt
 
 def test_who_comes_in_a_moment_without_replicas_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """After that it is refused, also if an available replica refused it."""
-    monkeypatch.setattr(work, "AGAIN_S", 0.0)
+    monkeypatch.setattr(failover, "AGAIN_S", 0.0)
 
     async def test() -> None:
         both = Both()

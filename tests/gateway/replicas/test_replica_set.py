@@ -11,7 +11,7 @@ import pytest
 
 from kvforge.client.options import RequestOptions
 from kvforge.gateway.config import Replica as Place
-from kvforge.gateway.replicas import fleet as replicas
+from kvforge.gateway.replicas import replica_set as replicas
 from kvforge.gateway.replicas.replica import Replica
 from kvforge.protocol.steady_clock import monotonic
 

@@ -19,9 +19,9 @@ from kvforge.protocol.steady_clock import monotonic
 from kvforge.protocol.steady_timeout import steady_timeout
 from kvforge.routing import Router, ask_and_choose
 
+from .failover import FailoverRequest
 from .replica import Replica
 from .stream import MovingStream
-from .work import FailoverRequest
 
 
 class ReplicaSet:

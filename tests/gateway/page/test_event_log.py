@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvforge.gateway.page.happenings import KEPT_MAX, TOGETHER_MS, EventLog
+from kvforge.gateway.page.event_log import KEPT_MAX, TOGETHER_MS, EventLog
 from kvforge.protocol.messages import Health, RequestStats, Stats, WorkerHealth
 
 ZERO = RequestStats(**dict.fromkeys(RequestStats.__struct_fields__, 0))
