@@ -11,7 +11,7 @@ from .errors import InvalidRequest
 OWNER_END = "\n"  # ends the tenant's name within a salt; no tenant's name contains it
 
 
-def own_salt(tenant: str, salt: str) -> str:
+def tenant_salt(tenant: str, salt: str) -> str:
     """Return the salt of one tenant.
 
     Args:
@@ -21,7 +21,7 @@ def own_salt(tenant: str, salt: str) -> str:
     return f"{tenant}{OWNER_END}{salt}"
 
 
-def check_plain(salt: str) -> None:
+def check_salt(salt: str) -> None:
     """Refuse a salt that could be a private salt of a tenant.
 
     Raises:

@@ -318,7 +318,7 @@ class TablesReader:
             self.retries += 1
         raise _unending(slot)
 
-    def slots_taken(self) -> npt.NDArray[np.intp]:
+    def occupied_slots(self) -> npt.NDArray[np.intp]:
         """Return the slots that hold a sequence now, [n]. They may have changed when their rows are read."""
         # Copy first: numpy counts, then collects, and fails if the number changes in between.
         return np.flatnonzero(self._row_sequence.copy())

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 
 from kvforge.gateway.config import RIGHTS, Key, Settings, is_local
 from kvforge.protocol.errors import InvalidRequest, NotAllowed, RateExceeded
-from kvforge.protocol.salts import check_plain, own_salt
+from kvforge.protocol.salts import check_salt, tenant_salt
 
 from .errors import Unauthenticated
 from .hosts import host_of, plain
@@ -65,14 +65,14 @@ class Caller:
             )
         return priority
 
-    def own_salt(self, salt: str) -> str:
+    def tenant_salt(self, salt: str) -> str:
         """Return the prefix cache salt, made unique to the tenant where the caller has a key.
 
         Raises:
             InvalidRequest: The salt is malformed; the error names `salt`.
         """
-        check_plain(salt)
-        return own_salt(self.tenant, salt) if salt and self.name else salt
+        check_salt(salt)
+        return tenant_salt(self.tenant, salt) if salt and self.name else salt
 
     def used(self, tokens: int) -> None:
         """Charge tokens to the caller's budget, which may become negative."""

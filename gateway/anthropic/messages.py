@@ -83,7 +83,7 @@ async def wanted_of(
         max_tokens=asked.max_tokens,
         sampling=sampling,
         tenant=caller.tenant,
-        cache_salt=caller.own_salt(asked.cache_salt or ""),
+        cache_salt=caller.tenant_salt(asked.cache_salt or ""),
         priority=caller.check_priority(asked.priority or 0),
         detached=bool(key),
         idempotency_key=key,

@@ -89,7 +89,7 @@ class Call:
             max_tokens=max_tokens,
             sampling=sampling,
             tenant=self.caller.tenant,
-            cache_salt=self.caller.own_salt(asked.cache_salt or ""),
+            cache_salt=self.caller.tenant_salt(asked.cache_salt or ""),
             priority=self.caller.check_priority(asked.priority or 0),
             detached=bool(self.key.name),
             idempotency_key=self.key.name,

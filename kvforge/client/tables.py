@@ -205,7 +205,7 @@ class Tables:
             DeadlineExceeded: The coordinator died or hangs during a write.
         """
         reader = self._reader
-        _, lengths, ids = reader.rows(reader.slots_taken(), 1)
+        _, lengths, ids = reader.rows(reader.occupied_slots(), 1)
         taken = ids != 0
         return ids[taken], lengths[taken]
 

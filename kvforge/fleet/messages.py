@@ -155,7 +155,7 @@ def order_of(said: bytes) -> Order:
     return _ORDERS.decode(said)
 
 
-def told_of(said: bytes) -> NodeStatus:
+def node_status_of(said: bytes) -> NodeStatus:
     """Decode a status.
 
     Raises:

@@ -29,7 +29,7 @@ class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
     epoch: int = 0
 
 
-class Meeting(Message, frozen=True, tag="meeting"):
+class Rendezvous(Message, frozen=True, tag="meeting"):
     """All ranks of a worker are connected: they rendezvous under the unique name `name`, then load the model."""
 
     name: str
@@ -123,4 +123,4 @@ class Stop(Message, frozen=True, tag="stop"):
     reason: str = ""
 
 
-WORKER_REPLIES = WorkerWelcome | Meeting | PoolRegistered | Step | Refused | Stop
+WORKER_REPLIES = WorkerWelcome | Rendezvous | PoolRegistered | Step | Refused | Stop

@@ -27,7 +27,7 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
         watches: As in WorkerReady, repeated for a pool that is kept.
         token: The token in the coordinator's runtime folder (`protocol.token`). Over a network, a key replaces it.
         rank: The number of this process, from 0, where several processes compute one model over one pool.
-        ranks: The number of these processes. All have the same name. Each is sent `Meeting` when all are connected.
+        ranks: The number of these processes. All have the same name. Each is sent `Rendezvous` when all are connected.
     """
 
     rid: int

@@ -19,10 +19,10 @@ from kvforge.coordinator.core.events import (
 from kvforge.protocol.errors import GpuError
 from kvforge.protocol.messages import (
     ErrorInfo,
-    Meeting,
     Message,
     PoolRegistered,
     Refused,
+    Rendezvous,
     Step,
     StepResult,
     WorkerFailed,
@@ -80,10 +80,10 @@ class Ranks(Driver):
 def test_nobody_meets_before_all_are_there() -> None:
     d = Ranks(3)
     first, third = d.hello(0), d.hello(2)
-    assert not d.heard(first, Meeting) and not d.heard(third, Meeting)
+    assert not d.heard(first, Rendezvous) and not d.heard(third, Rendezvous)
     assert [worker.health(0).phase for worker in d.machine.workers.values()] == ["waiting for rank 1 of 3"] * 2
     second = d.hello(1)
-    names = [d.heard(worker, Meeting)[0].name for worker in (first, second, third)]
+    names = [d.heard(worker, Rendezvous)[0].name for worker in (first, second, third)]
     assert len(set(names)) == 1 and names[0].startswith("boot-")
     assert [(each.rank, each.ranks) for each in (w.health(0) for w in d.machine.workers.values())] == [
         (0, 3),
@@ -100,7 +100,7 @@ def test_a_rank_that_leaves_before_they_meet_leaves_the_others_waiting() -> None
     assert d.machine.workers[first.number].phase == "waiting for rank 1, 2 of 3"
     d.lose(first)
     assert d.machine.workers == {}
-    assert len({d.heard(worker, Meeting)[0].name for worker in [d.hello(rank) for rank in range(3)]}) == 1
+    assert len({d.heard(worker, Rendezvous)[0].name for worker in [d.hello(rank) for rank in range(3)]}) == 1
 
 
 def test_the_pool_is_the_least_of_theirs_and_each_is_told() -> None:

@@ -37,7 +37,10 @@ UNIONS: dict[str, types.UnionType] = {
     "coordinator to worker": m.WORKER_REPLIES,
 }
 ARRAYS = ("Int32Array", "Int64Array", "Float32Array")
-FROZEN_NAMES = {"SamplingParams": "Sampling"}  # classes renamed since version 1; no name of a class is on the wire
+FROZEN_NAMES = {
+    "Rendezvous": "Meeting",
+    "SamplingParams": "Sampling",
+}  # classes renamed since version 1; no name of a class is on the wire
 JsonMap = dict[str, Any]
 
 

@@ -21,11 +21,11 @@ import numpy.typing as npt
 from kvforge.protocol import codec
 from kvforge.protocol.messages import (
     ErrorInfo,
-    Meeting,
     Message,
     ModelInfo,
     PoolRegistered,
     Refused,
+    Rendezvous,
     RowError,
     RowStart,
     Step,
@@ -304,7 +304,7 @@ class SimulatedWorker:
             self._welcome(message)
         elif isinstance(message, PoolRegistered):
             self._pool_registered(message)
-        elif isinstance(message, Meeting):
+        elif isinstance(message, Rendezvous):
             self.meeting = message.name
             self._load()
         elif isinstance(message, Refused | Stop):

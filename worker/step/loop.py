@@ -39,10 +39,10 @@ from kvforge.protocol.errors import (
 from kvforge.protocol.messages import (
     ErrorInfo,
     Int32Array,
-    Meeting,
     Message,
     PoolRegistered,
     Refused,
+    Rendezvous,
     Step,
     StepResult,
     Stop,
@@ -226,7 +226,7 @@ class Worker:
         while self._same_connection():
             working("waiting for the other ranks", LOADING_S_MAX)
             message = self._link.receive(IDLE_WAIT_MS)
-            if isinstance(message, Meeting):
+            if isinstance(message, Rendezvous):
                 return message.name
             if isinstance(message, Refused):
                 raise restore(message.error.code, message.error.message, message.error.fields)

@@ -43,7 +43,7 @@ from ..scheduling.admission import Admission
 from .blocks import BlockCommands
 from .sequences import SequenceCommands
 from .spending import Spending, is_costly
-from .validate import own_salt
+from .validate import tenant_salt
 
 # Commands that are not listed here need no right.
 RIGHT_FOR: dict[type[Message], str] = {
@@ -104,7 +104,7 @@ class Guard:
             self._check_named(access.sees, message)
             if isinstance(message, Submit | FindPrefix | CreateSequence) and message.salt:
                 # Otherwise, a client could guess a salt and learn from a hit that another tenant had the same text.
-                message = msgspec.structs.replace(message, salt=own_salt(access.sees, message.salt))
+                message = msgspec.structs.replace(message, salt=tenant_salt(access.sees, message.salt))
         if is_costly(message) and (access.requests_max or access.tokens_per_s):
             self._check_limits(access, message)
         return message

@@ -75,14 +75,14 @@ def submit(
     fits(prompt, message.max_tokens, tenant, cache)
 
 
-def own_salt(tenant: str, salt: str) -> str:
+def tenant_salt(tenant: str, salt: str) -> str:
     """Return the salt of a client that sees one tenant, which clients of other tenants cannot share.
 
     Raises:
         InvalidRequest: The salt is too long.
     """
     _check_salt(salt)
-    return salts.own_salt(tenant, salt)
+    return salts.tenant_salt(tenant, salt)
 
 
 def salt_text(tenant: str, salt: str) -> str:

@@ -12,10 +12,10 @@ from kvforge.protocol.messages import (
     ERROR_TEXT_MAX,
     LEFT,
     ErrorInfo,
-    Meeting,
     Message,
     PoolRegistered,
     Refused,
+    Rendezvous,
     StepResult,
     WorkerFailed,
     WorkerHello,
@@ -180,7 +180,7 @@ class WorkerReports:
         self._log("info", "worker connected", "worker_connected", worker, pid=message.pid, rank=rank)
         self._tell_waiting(team)
         if not team.missing:
-            meeting = Meeting(name=f"{self._boot}-{number}")
+            meeting = Rendezvous(name=f"{self._boot}-{number}")
             self._effects.extend(ToWorker(member.number, meeting) for member in team.members.values())
 
     def _tell_waiting(self, team: Team) -> None:

@@ -34,8 +34,8 @@ from kvforge.fleet.messages import (
     StopOrder,
     UseOrder,
     encode,
+    node_status_of,
     order_of,
-    told_of,
 )
 from kvforge.fleet.node.keeper_link import pair
 from kvforge.launch.child import Child
@@ -135,7 +135,7 @@ class Keeper:
         with suppress(BlockingIOError):
             while said := self._ours.recv(DOCUMENT_BYTES_MAX):
                 with suppress(msgspec.ValidationError, msgspec.DecodeError):
-                    self._told = told_of(said)
+                    self._told = node_status_of(said)
                 self._child.served |= self._told.phase == READY
 
     def _on_end(self, status: int) -> None:

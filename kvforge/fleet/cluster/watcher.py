@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from kvforge.fleet.deciding import Gateway, Replica, View, reason_for_no_room
 from kvforge.fleet.deciding.room import wanted
-from kvforge.fleet.messages import FAILED, PLACING, REPLICA, SILENT, STARTING, NodeStatus, Place, told_of
+from kvforge.fleet.messages import FAILED, PLACING, REPLICA, SILENT, STARTING, NodeStatus, Place, node_status_of
 from kvforge.fleet.settings import FleetFile
 
 from .names import FleetMember, member_of, namespace
@@ -117,7 +117,7 @@ class FleetWatcher:
         except (RayError, TimeoutError, ValueError):
             return self._unheard(member, file)
         self._heard[member] = monotonic()
-        return told_of(said)
+        return node_status_of(said)
 
     def _unheard(self, member: FleetMember, file: FleetFile) -> NodeStatus:
         if member in self._heard:

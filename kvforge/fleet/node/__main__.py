@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--link", type=int, required=True, metavar="DESCRIPTOR")
     options = parser.parse_args()
-    _be_nobodys_guest(options.kind)
+    _restore_priority(options.kind)
     link = KeeperLink(options.link)
     with Signals() as signals:
         try:
@@ -46,7 +46,7 @@ def main() -> int:
             link.close()
 
 
-def _be_nobodys_guest(kind: str) -> None:
+def _restore_priority(kind: str) -> None:
     """Restore the normal priority: Ray lowers that of its workers, and a slow coordinator delays all requests."""
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     if nice > 0:

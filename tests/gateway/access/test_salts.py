@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvforge.coordinator.core.commands.validate import own_salt
+from kvforge.coordinator.core.commands.validate import tenant_salt
 from kvforge.gateway.config import Key, Settings, load_settings
 from kvforge.protocol.errors import InvalidConfiguration
 from tests.gateway.scripted import NAME, Script, application, ask
@@ -41,7 +41,7 @@ def test_a_salt_is_the_tenants_own(path: str, body: dict[str, Any]) -> None:
     ada, bob, eve = (salt_of(KEYED, path, salted, secret) for secret in "123")
     assert ada == eve != bob
     # A ZeroMQ client with a key of the same tenant shares the prefixes.
-    assert ada == own_salt("a", "acme")
+    assert ada == tenant_salt("a", "acme")
     assert salt_of(KEYED, path, body, "1") == "" and salt_of(KEYED, path, {**body, "cache_salt": ""}, "1") == ""
 
 
@@ -49,7 +49,9 @@ def test_a_salt_is_the_tenants_own(path: str, body: dict[str, Any]) -> None:
 @pytest.mark.parametrize("settings", [KEYED, Settings()])
 def test_no_salt_can_be_another_tenants(path: str, body: dict[str, Any], settings: Settings) -> None:
     script = Script()
-    forged = ask(application(script, settings), path, {**body, "cache_salt": own_salt("b", "acme")}, {"x-api-key": "1"})
+    forged = ask(
+        application(script, settings), path, {**body, "cache_salt": tenant_salt("b", "acme")}, {"x-api-key": "1"}
+    )
     assert forged.status_code == 400 and forged.json()["error"]["message"].startswith("cache_salt: ")
     assert not script.asked
 

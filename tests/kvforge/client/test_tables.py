@@ -134,7 +134,7 @@ def test_the_slots_of_sequences(writer: TablesWriter) -> None:
     write_row(writer, 3, [5], 1, 42)
     write_row(writer, 1, [6], 1, 43)
     reader = TablesReader(writer.path)
-    assert reader.slots_taken().tolist() == [1, 3]
+    assert reader.occupied_slots().tolist() == [1, 3]
     assert (reader.slot_of(42), reader.slot_of(43), reader.slot_of(44)) == (3, 1, None)
     assert reader.pid == os.getpid()
 
@@ -216,7 +216,7 @@ def test_a_list_holds_neither_free_slots_nor_lengths_of_others(
         write_row(writer, 0, [], 0, 0)
         write_row(writer, 1, [5, 6], 7, 20)
 
-    after(tables, "slots_taken", change, monkeypatch)
+    after(tables, "occupied_slots", change, monkeypatch)
     assert shown(tables) == [(20, 7), (12, 3)]
 
 

@@ -22,7 +22,7 @@ from kvforge.fleet.messages import (
     StopOrder,
     UseOrder,
     encode,
-    told_of,
+    node_status_of,
 )
 from kvforge.fleet.node.folder import LOCK, SWEPT_S, Folder, reserve
 from kvforge.fleet.node.keeper_link import KeeperLink, pair
@@ -58,7 +58,7 @@ def test_orders_that_come_with_the_first_are_not_lost() -> None:
         assert link.orders() == [use, DrainOrder(deadline_s=1.0), StopOrder()] and link.orders() == []
         told = NodeStatus(phase=READY, place=use.places["b"], pids={"coordinator": 1})
         link.tell(told)
-        assert told_of(ours.recv(1 << 16)) == told
+        assert node_status_of(ours.recv(1 << 16)) == told
         for _ in range(100_000):
             link.tell(told)  # there is no listener, and it does not wait
         link.close()
