@@ -127,7 +127,10 @@ def test_a_wheel_of_the_sdist_holds_the_same(installed: Path, tmp_path: Path) ->
     (source,) = tmp_path.glob("kvforge-*/")
     carried = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
     documents = {f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")}
-    assert documents | {"Makefile", "mkdocs.yml", ".ci/run", "README.md", "CHANGELOG.md", "LICENSE"} <= carried
+    assert (
+        documents | {"Makefile", "mkdocs.yml", ".ci/run", "README.md", "CHANGELOG.md", "LICENSE", "examples/chat.py"}
+        <= carried
+    )
     subprocess.run([*build, "-t", "wheel", "-d", str(tmp_path)], cwd=source, check=True, timeout=120)
     names = []
     for wheel in (*tmp_path.glob("*.whl"), *(installed.parent / "dist").glob("*.whl")):
