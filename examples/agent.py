@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-from kvforge import AsyncClient, Sampling
+from kvforge import AsyncClient, SamplingParams
 
 STEPS = 4
 SYSTEM = """Reply with one JSON object: {"tool": "multiply", "a": 2, "b": 3} to calculate,
@@ -36,7 +36,7 @@ async def work(kv: AsyncClient, question: str) -> str:
     """Let the model call tools until it answers."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     for _ in range(STEPS):
-        completion = await kv.generate(messages, max_tokens=200, sampling=Sampling(json_schema=CALL))
+        completion = await kv.generate(messages, max_tokens=200, sampling=SamplingParams(json_schema=CALL))
         call: dict[str, Any] = json.loads(completion.text)
         if call["tool"] == "answer":
             return str(call["text"])

@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 
-from kvforge import Client, Sampling
+from kvforge import Client, SamplingParams
 
 RECORD = {
     "type": "object",
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("texts", nargs="*", help="texts; those of standard input follow, one in a line")
     options = parser.parse_args()
     piped = [] if sys.stdin.isatty() else [line.strip() for line in sys.stdin if line.strip()]
-    sampling = Sampling(json_schema=RECORD, temperature=0.0)
+    sampling = SamplingParams(json_schema=RECORD, temperature=0.0)
     with Client() as kv:
         kv.wait_ready(timeout_s=120)
         answers = [

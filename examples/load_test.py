@@ -15,7 +15,7 @@ import random
 from statistics import quantiles
 from time import perf_counter
 
-from kvforge import AsyncClient, Sampling
+from kvforge import AsyncClient, SamplingParams
 
 
 async def ask(kv: AsyncClient, due: float, prompt: list[int], output: int) -> tuple[float, float]:
@@ -25,7 +25,7 @@ async def ask(kv: AsyncClient, due: float, prompt: list[int], output: int) -> tu
         Seconds from `due` to the first token, and to the last one.
     """
     await asyncio.sleep(max(0.0, due - perf_counter()))
-    request = await kv.submit(prompt, max_tokens=output, sampling=Sampling(ignore_eos=True), retry_s=60)
+    request = await kv.submit(prompt, max_tokens=output, sampling=SamplingParams(ignore_eos=True), retry_s=60)
     times = [perf_counter() - due async for _ in request]
     return times[0], times[-1]
 

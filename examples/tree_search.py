@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvforge import CachedSequence, Client, Sampling
+from kvforge import CachedSequence, Client, SamplingParams
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
                 kv.submit(
                     sequence=fork,
                     max_tokens=options.tokens,
-                    sampling=Sampling(temperature=1.0, seed=100 * depth + number, ignore_eos=True),
+                    sampling=SamplingParams(temperature=1.0, seed=100 * depth + number, ignore_eos=True),
                 )
                 for number, (_, _, fork) in enumerate(forks)
             ]

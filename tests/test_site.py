@@ -8,12 +8,14 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.gateway.page.browser import Browser, browser
 
 REPOSITORY = Path(__file__).parents[1]
+SOURCES = "https://github.com/kvforge/kvforge/blob/main/"
 FETCHED = re.compile(r'<(?:script[^>]*\bsrc|link[^>]*rel="stylesheet"[^>]*\bhref)="?https?:')
 
 
@@ -24,6 +26,26 @@ def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
     pages = list((tmp_path / "site").rglob("*.html"))
     assert len(pages) > 8
     assert not [page.name for page in pages if FETCHED.search(page.read_text(encoding="utf-8"))]
+    assert not list((tmp_path / "site").rglob("*.py"))
+    assert [link for page in pages if page.name != "404.html" for link in dead_links(page, tmp_path / "site")] == []
+
+
+def dead_links(page: Path, site: Path) -> list[str]:
+    """Return the links of a page that lead to no file of the site, nor to one of the repository."""
+    dead = []
+    for link in re.findall(r'\bhref="?([^">\s#]+)', page.read_text(encoding="utf-8")):
+        if link.startswith(SOURCES):
+            found = (REPOSITORY / link.removeprefix(SOURCES)).exists()
+        else:
+            found = bool(urlsplit(link).scheme) or (page.parent / link).exists()
+        if not found:
+            dead.append(f"{page.relative_to(site)}: {link}")
+    return dead
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r"([\w-]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (REPOSITORY / "docs").glob("**/*.md"))
 
 
 # Names in tables that wrap to several lines.

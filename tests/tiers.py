@@ -61,6 +61,7 @@ FOLDERS = {
         "tests/worker/step",
     ),
     "process": (
+        "tests/examples",
         "tests/gateway/clients",
         "tests/gateway/replicas",
         "tests/gateway/serve",
