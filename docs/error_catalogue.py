@@ -12,7 +12,7 @@ PAGE = Path(__file__).with_name("errors.md")
 def catalogue() -> str:
     """The page: the tree with every class, its code on the wire and what it means."""
     tree = (errors.__doc__ or "").strip()
-    head = "Made by `python docs/error_catalogue.py` of the program's own table. A program tells errors apart by code."
+    head = "Made by `python docs/error_catalogue.py` of the program's own table. Programs distinguish errors by code."
     return f"# Errors\n\n{head}\n\n```text\n{tree}\n```\n"
 
 
