@@ -1,7 +1,7 @@
 """Agents on asyncio that call tools; a JSON schema enforces the shape of every call.
 
     kvforge up --model smollm2-135m
-    python examples/agent.py "What is 17 times 23?" "How many letters has the word banana?"
+    python examples/agent.py "How much is 17 times 23?" "How many letters has the word banana?"
 
 All questions are worked on at once. The system prompt is computed once: later prompts find it in the prefix cache.
 """
@@ -49,7 +49,7 @@ async def work(kv: AsyncClient, question: str) -> str:
 
 async def main() -> None:
     """Work on all questions at once, and print the answers."""
-    questions = sys.argv[1:] or ["What is 17 times 23?", "How many letters has banana?"]
+    questions = sys.argv[1:] or ["How much is 17 times 23?", "How many letters has banana?"]
     async with AsyncClient() as kv:
         await kv.wait_ready(timeout_s=120)
         answers = await asyncio.gather(*(work(kv, question) for question in questions))

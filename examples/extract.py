@@ -30,7 +30,7 @@ PROMPT = "Write a JSON object with the person's name, the year of birth and the 
 def main() -> None:
     """Submit all texts at once, and print the records in their order."""
     parser = argparse.ArgumentParser(description="Extract records from texts.")
-    parser.add_argument("texts", nargs="*", help="texts; those of standard input follow, one in a line")
+    parser.add_argument("texts", nargs="*", help="texts; lines of standard input follow")
     options = parser.parse_args()
     piped = [] if sys.stdin.isatty() else [line.strip() for line in sys.stdin if line.strip()]
     sampling = SamplingParams(json_schema=RECORD, temperature=0.0)
