@@ -32,7 +32,6 @@ FOLDERS = {
         "tests/kvforge",
         "tests/kvforge/client",
         "tests/kvforge/commands",
-        "tests/kvforge/commands/dashboard",
         "tests/kvforge/deploy",
         "tests/kvforge/fleet",
         "tests/kvforge/launch",
