@@ -64,6 +64,7 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.prose
 
 # Tiers of tests: tests/tiers.py.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
