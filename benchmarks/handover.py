@@ -3,8 +3,8 @@
     python -m benchmarks.handover [--steps 3000] [--json FILE]
 
 Two processes with half of the cores each, and a decode step of 64 rows. The coordinator's side encodes it and sends it
-as a turn does; the worker's side is the worker's own connection, `kvforge.worker.step.link`. Measured on the clock
-that both share: from before the step is encoded to after it is decoded. A pause between two steps lets a sleeping
+as a turn does; the worker's side is the worker's own connection, `kvforge.worker.step.connection`. Measured on the
+clock that both share: from before the step is encoded to after it is decoded. A pause between two steps lets a sleeping
 worker fall asleep. Also measured: the coordinator's time for a step, with and without putting it into shared memory.
 """
 
@@ -27,7 +27,7 @@ from kvforge.protocol.layout import Geometry
 from kvforge.protocol.messages import Step, WorkerHello
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from kvforge.protocol.transport import worker_endpoint
-from kvforge.worker.step.link import Link
+from kvforge.worker.step.connection import Link
 from tests.router import router
 
 from .report import report

@@ -28,7 +28,7 @@ from kvforge.protocol.messages import (
     WorkerWelcome,
 )
 from kvforge.protocol.transport import worker_endpoint
-from kvforge.worker.step.link import Link
+from kvforge.worker.step.connection import Link
 
 KEPT = 16  # results
 VOCABULARY = 1 << 30

@@ -53,6 +53,7 @@ FOLDERS = {
     "torch": (
         "tests/worker",
         "tests/worker/attention",
+        "tests/worker/cpu",
         "tests/worker/device",
         "tests/worker/kernels",
         "tests/worker/loading",

@@ -26,7 +26,7 @@ from kvforge.protocol.messages import (
     StepResult,
     Stream,
 )
-from kvforge.worker.step.link import STEP_BYTES_MAX
+from kvforge.worker.step.connection import STEP_BYTES_MAX
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
 from tests.coordinator.test_sampling import TopDriver, tops_of

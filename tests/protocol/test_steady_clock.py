@@ -30,10 +30,10 @@ PLAIN = {
     "protocol/steady_timeout.py": "is the timeout on the steady clock",
     "worker/step/graphs.py": "bounds work of its own",
     "worker/step/engine.py": "measures loading",
-    "worker/step/link.py": "measures watching of shared memory",
+    "worker/step/connection.py": "measures watching of shared memory",
     "worker/step/loop.py": "measures steps; feeds systemd's watchdog, which counts by this clock",
     "worker/step/meter.py": "measures steps",
-    "worker/step/patience.py": "measures steps",
+    "worker/step/poll_backoff.py": "measures steps",
     "worker/step/runner.py": "measures steps",
 }
 # Files that read the wall clock for a date shown to users or other programs.

@@ -18,7 +18,7 @@ from kvforge.protocol import trust
 from kvforge.protocol.layout import Geometry
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from kvforge.protocol.transport import TABLES_FILE, client_endpoint, prepare_runtime_dir, worker_endpoint
-from kvforge.worker.step.link import Link
+from kvforge.worker.step.connection import Link
 from tests.router import router
 
 VICTIM, ATTACKER, SERVICE = 12_346, 12_345, 12_347

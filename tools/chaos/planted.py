@@ -73,7 +73,7 @@ def _patch(owner: type, name: str, changed: Callable[[Callable[..., Any]], Calla
 
 def _at_each_result(due: Callable[[], bool], change: Callable[[Any], Any]) -> None:
     from kvforge.protocol.messages import StepResult
-    from kvforge.worker.step.link import Link
+    from kvforge.worker.step.connection import Link
 
     def changed(send: Callable[..., bool]) -> Callable[..., bool]:
         def changing(self: Link, message: Any) -> bool:

@@ -4,7 +4,7 @@ interface.py    the interface of every implementation; batch.py: the structure o
 pool.py         the KV pool: geometry, byte counts, tensors
 reference.py    plain torch; quantised.py: int8 and fp8 with their scales
 triton_attention.py   Triton's kernels: decode (decode*.py), prefill (prefill*.py), KV write (write.py)
-host_attention.py     CPU kernels, compiled by Numba (host_kernels.py, host_write.py); host_decode.py: prepared calls
+cpu_attention.py      the CPU's kernels (see `kvforge.worker.cpu`); cpu_decode.py: prepared calls
                       for a few decodes in all layers
 selftest.py     compares the kernels with plain torch, at a worker's start
 
@@ -59,7 +59,7 @@ def choose_attention(device: Device, kind: str = "auto") -> PagedAttention:
     if kind == "auto" and not device.runs_kernels:
         if device.host_kernels_problem:
             return ReferenceAttention()
-        from .host_attention import HostAttention  # imports numba
+        from .cpu_attention import HostAttention  # imports numba
 
         return HostAttention()
     if not device.kernels:

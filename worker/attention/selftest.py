@@ -264,12 +264,11 @@ def _name(dtype: torch.dtype) -> str:
 
 def _key(device: Device, shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int) -> str:
     """Return a key of everything that a result depends on."""
-    from kvforge.worker.device import host_kernel
     from kvforge.worker.device.targets import current_target
 
     digest = hashlib.sha256()
-    for folder in (Path(__file__).parent, Path(host_kernel.__file__).parent):
-        for path in sorted(folder.glob("*.py")):
+    for room in ("attention", "cpu", "device"):
+        for path in sorted((Path(__file__).parents[1] / room).glob("*.py")):
             digest.update(path.read_bytes())
     compilers = [_version(name) for name in ("triton", "numba", "llvmlite")]
     versions = (torch.__version__, *compilers, device.toolkit, torch.backends.cpu.get_cpu_capability())

@@ -1,4 +1,4 @@
-"""Devices: one interface for CPU, CUDA and HIP, with the properties that kernels ask for. The lowest package.
+"""Devices: one interface for CPU, CUDA and HIP, with the properties that kernels ask for.
 
 device.py       Device: memory, capabilities, typed errors
 queue.py        events in the device's queue, asynchronous copies to and from it
@@ -6,8 +6,8 @@ capture.py      graphs: work that is queued again with one call
 target.py       an architecture as kernels see it; targets.py: the table of architectures, with their tile sizes
 file_pages.py   releases pages of libraries that only loading needed
 check.py        judges a kernel at a worker's start
-host_kernel.py  CPU kernels, compiled by Numba, on torch's threads; vector.py, rows.py: their building blocks
 overlap.py      kernels that start before the previous one has ended; copies.py: small copies, as a kernel
 
-Law: code outside never asks for the kind of device, only for its capabilities. Every package may use all of this one.
+Law: code outside never asks for the kind of device, only for its capabilities. Every package above `cpu`
+may use all of this one.
 """

@@ -20,10 +20,10 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError, WorkerError
+from kvforge.worker.cpu.kernel import host_kernel_problem
 
 from .capture import Captured, GraphMemory, Place, captured_on
 from .file_pages import release_library_pages
-from .host_kernel import host_kernel_problem
 from .products import sum_in_one_go
 
 KINDS = ("cpu", "cuda", "hip", "auto")

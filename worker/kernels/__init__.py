@@ -6,12 +6,11 @@
 - `fused.py`: one Triton kernel per operation (norm.py, rotary.py, activation.py, linear.py, project.py).
 - `packed.py`: as plain.py, with oneDNN's packed products where a CPU gains by them (quantised.py: with fewer bits;
   row_counts.py: allowed row counts; packed_table.py: an embedding read from the packed head).
-- `host.py`: as packed.py, with one Numba kernel per operation between products (host_layers.py; host_quantised.py:
-  around int8 products), one for float32 products (tiles.py, host_tiles.py), and prepared steps of a few decodes
-  (host_decoder.py).
+- `cpu_operations.py`: as packed.py, with one Numba kernel of `kvforge.worker.cpu` per operation between products, one
+  for float32 products (tiles.py), and prepared steps of a few decodes (cpu_decoder.py).
 
-decoder.py is a whole model made of these operations. For layers that transformers runs, evenly.py replaces torch's
-functions and experts.py computes experts one by one.
+decoder.py is a whole model made of these operations. For layers that transformers runs, torch_functions.py replaces
+torch's functions and experts.py computes experts one by one.
 
 registry.py     every Triton kernel of the worker, including those of attention, sampling and copies
 aot_*.py        the configurations of each kernel per architecture; specialise.py: the compilation that a launch needs
@@ -199,7 +198,7 @@ def choose_operations(device: Device, dtype: torch.dtype) -> LayerOperations:
             return PlainOperations()
         if device.host_kernels_problem:
             return PackedOperations(device)
-        from .host import HostOperations  # imports numba
+        from .cpu_operations import HostOperations  # imports numba
 
         return HostOperations(device)
     from .fused import FusedOperations  # imports triton

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import LayerOperations
-from .evenly import product
+from .torch_functions import product
 
 Matrices = torch.Tensor | Sequence[torch.Tensor]  # one [n, k] per expert
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from kvforge.worker.device.host_kernel import host_kernel_problem
+from kvforge.worker.cpu.kernel import host_kernel_problem
 
 from .row_counts import padded
 
@@ -168,7 +168,7 @@ def choose_around() -> Around:
     """Return the fastest implementation that this process can run."""
     if host_kernel_problem():
         return PlainAround()
-    from .host_around import HostAround  # imports numba
+    from kvforge.worker.cpu.int8_inputs import HostAround  # imports numba
 
     return HostAround(SMALLEST)
 

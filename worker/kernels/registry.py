@@ -206,17 +206,15 @@ KERNELS = (
     Kernel("kvforge.worker.device.copies", "copy_kernel", torch.Tensor.copy_, _copies, "copy"),
 )
 HOST_KERNELS = (
-    HostKernelEntry("kvforge.worker.attention.host_kernels", "attend", ReferenceAttention.attend, _attention),
-    HostKernelEntry(
-        "kvforge.worker.attention.host_write", "write_rotated", ReferenceAttention.write_rotated, _attention
-    ),
-    HostKernelEntry("kvforge.worker.kernels.host_layers", "embed_norm", PlainOperations.embed, _layers),
-    HostKernelEntry("kvforge.worker.kernels.host_layers", "add_norm", PlainOperations.add_norm, _layers),
-    HostKernelEntry("kvforge.worker.kernels.host_layers", "head_norm", PlainOperations.head_norm, _layers),
-    HostKernelEntry("kvforge.worker.kernels.host_layers", "gate", PlainOperations.gated, _layers),
-    HostKernelEntry("kvforge.worker.kernels.host_tiles", "multiply_tiles", PlainOperations.linear, _tiles),
-    HostKernelEntry("kvforge.worker.kernels.host_quantised", "quantise", PlainAround.quantise, _quantising),
-    HostKernelEntry("kvforge.worker.kernels.host_quantised", "make_numbers", PlainAround.make_numbers, _quantising),
-    HostKernelEntry("kvforge.worker.sampling.host_kernels", "choose", SamplingState.sample, _sampling),
-    HostKernelEntry("kvforge.worker.sampling.host_kernels", "draw", SamplingState.sample, _sampling),
+    HostKernelEntry("kvforge.worker.cpu.attention_kernel", "attend", ReferenceAttention.attend, _attention),
+    HostKernelEntry("kvforge.worker.cpu.kv_write", "write_rotated", ReferenceAttention.write_rotated, _attention),
+    HostKernelEntry("kvforge.worker.cpu.layer_kernels", "embed_norm", PlainOperations.embed, _layers),
+    HostKernelEntry("kvforge.worker.cpu.layer_kernels", "add_norm", PlainOperations.add_norm, _layers),
+    HostKernelEntry("kvforge.worker.cpu.layer_kernels", "head_norm", PlainOperations.head_norm, _layers),
+    HostKernelEntry("kvforge.worker.cpu.layer_kernels", "gate", PlainOperations.gated, _layers),
+    HostKernelEntry("kvforge.worker.cpu.tile_kernel", "multiply_tiles", PlainOperations.linear, _tiles),
+    HostKernelEntry("kvforge.worker.cpu.int8_kernels", "quantise", PlainAround.quantise, _quantising),
+    HostKernelEntry("kvforge.worker.cpu.int8_kernels", "make_numbers", PlainAround.make_numbers, _quantising),
+    HostKernelEntry("kvforge.worker.cpu.sampling_kernels", "choose", SamplingState.sample, _sampling),
+    HostKernelEntry("kvforge.worker.cpu.sampling_kernels", "draw", SamplingState.sample, _sampling),
 )

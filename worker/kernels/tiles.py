@@ -13,11 +13,11 @@ from functools import partial
 import torch
 from torch.nn.functional import linear, pad
 
+from kvforge.worker.cpu.kernel import threads_for
+from kvforge.worker.cpu.tile_kernel import TICKET_ROWS, WIDE, multiply_tiles
 from kvforge.worker.device.check import require_right
 from kvforge.worker.device.device import WAY_OUT, Device
-from kvforge.worker.device.host_kernel import threads_for
 
-from .host_tiles import TICKET_ROWS, WIDE, multiply_tiles
 from .packed import EXPECTED_ROWS, set_product
 from .packed_table import table_of
 from .selftest import TOLERANCE

@@ -7,11 +7,11 @@ report.py       rejects tensors of the files that are left over, and tensors of 
 sampling_defaults.py   the model's default sampling parameters
 quantisation.py, gguf_groups.py   the bits of its weights, and weights that a file stores in 4 bits
 fingerprint.py  a hash of everything loaded
-lean.py         imports transformers without the parts that serving does not use
+lazy_compiler.py   imports transformers without the parts of torch that serving does not use
 progress.py     transformers' progress bars as fractions
 model.py        the loaded model and its forward pass; fusion.py: the fused form of models with known layers
 probe.py        each layer's attention parameters; verification.py: compares with transformers' own results
-steadied.py     transformers' own layers with row-independent parts; trial.py: tests that independence
+row_independence.py   transformers' own layers with row-independent parts; trial.py: tests that independence
 determinism.py  the determinism guarantee of a model, or the reason why there is none
 serving_kernels.py   the kernels that serve the model, for people
 load.py         the whole load, in order
@@ -20,7 +20,7 @@ Law: every result that is served was compared with an implementation that does n
 `load.load_model`, and the `forward` and `decode` of the `model.LoadedModel` that it returns.
 """
 
-from . import lean as lean  # before the files below import transformers
+from . import lazy_compiler as lazy_compiler  # before the files below import transformers
 from .build import build
 from .configuration import MODEL_DTYPES, model_dtype, read_config
 from .fingerprint import fingerprint

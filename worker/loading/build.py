@@ -16,7 +16,7 @@ from .foreign import refusing, sentence
 from .formats import check_scales, dequantise
 from .gguf import noted_names
 from .gguf_config import check_rotation
-from .lean import less_of_torch
+from .lazy_compiler import less_of_torch
 from .probe import foresee
 from .progress import Bars, Progress, bars_to
 from .rehearsal import check_memory, rehearse, settle

@@ -35,9 +35,9 @@ from .probe import bind_layers, bound_options, bound_shapes
 from .progress import Progress, gguf_read_once
 from .quantisation import Packer, choose_quantisation
 from .rope import context_tokens
+from .row_independence import make_rows_steady
 from .sampling_defaults import model_sampling
 from .source import find_source
-from .steadied import make_rows_steady
 from .verification import Reference, verify
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from kvforge.worker.device.ranks import Ranks
 from kvforge.worker.kernels.decoder import FusedDecoder
 from kvforge.worker.kernels.packed import is_packed
 
-from .steadied import packed_weights
+from .row_independence import packed_weights
 
 ATTENTION_NAME = "kvforge_paged"
 BINDING = "kvforge_binding"
@@ -117,7 +117,7 @@ class LoadedModel:
 
     @property
     def wants_kinds(self) -> bool:
-        """Whether generated tokens must be distinguished from prompt tokens (see `step.kinds`).
+        """Whether generated tokens must be distinguished from prompt tokens (see `step.token_kinds`).
 
         On a CPU both round alike.
         """

@@ -2,7 +2,6 @@
 
 sampler.py      the sampling state of every slot, and sampling in plain torch
 kernels.py      kernels for rows that sample from the whole vocabulary, and feeding tokens back
-host.py         the same on the CPU's kernels (host_kernels.py), and the draw of every other row
 grammar.py      token masks of rows with a grammar; grammar_tokens.py: the vocabulary for it
 draws.py        uniform numbers by (seed, position)
 filters.py      top_k, top_p and min_p; penalties.py: penalties and logit biases

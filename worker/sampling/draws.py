@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from kvforge.worker import random_constants
+from kvforge.worker.random_constants import PHILOX_MULTIPLIERS, PHILOX_ROUNDS, PHILOX_WEYL
+
 MASK_32 = 0xFFFFFFFF
-PHILOX_ROUNDS = 10
-PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def signed(value: int) -> int:
@@ -20,8 +20,8 @@ def signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-SPLITMIX_GAMMA = signed(0x9E3779B97F4A7C15)
-SPLITMIX_MULTIPLIERS = (signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB))
+SPLITMIX_GAMMA = signed(random_constants.SPLITMIX_GAMMA)
+SPLITMIX_MULTIPLIERS = tuple(map(signed, random_constants.SPLITMIX_MULTIPLIERS))
 
 
 def philox(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

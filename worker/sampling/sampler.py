@@ -306,10 +306,10 @@ class SamplingState:
             choose_tokens(logits, slots, wanted, *state, packed, self.overlap, masks)
             return
         if self._host_kernels:
-            from . import host  # imports numba
+            from kvforge.worker.cpu import sampling as cpu_sampling  # imports numba
 
             state = (self.values, self.seed, self.generated, self.last_token)
-            host.choose_tokens(logits, slots, wanted, *state, packed, masks)
+            cpu_sampling.choose_tokens(logits, slots, wanted, *state, packed, masks)
             return
         finite = torch.isfinite(logits.sum(dim=-1))
         scores = logits if masks is None else logits.masked_fill(~unpacked(masks, logits.shape[1]), -torch.inf)
@@ -370,9 +370,9 @@ class SamplingState:
             tempered[rows] = tempered[rows].masked_fill_(~min_p_mask(tempered[rows], values[rows, MIN_P]), -torch.inf)
         seeds, positions = self.seed[on_device], self.generated[on_device]
         if self._host_kernels:
-            from . import host
+            from kvforge.worker.cpu import sampling as cpu_sampling
 
-            return host.draw_tokens(tempered, seeds, positions)
+            return cpu_sampling.draw_tokens(tempered, seeds, positions)
         uniform = uniforms(seeds, positions, vocab)
         return torch.argmax(tempered.sub_(uniform.log_().neg_().log_()), dim=-1)
 

@@ -1,7 +1,8 @@
 """Step execution: the worker's loop and connection, input checks, the model runner, decode graphs, and results.
 
-loop.py         the only loop: messages and shared memory in, steps to the runner, results out; patience.py: its sleep
-link.py         the connection to the coordinator
+loop.py         the only loop: messages and shared memory in, steps to the runner, results out
+poll_backoff.py   how long the loop sleeps while a step runs
+connection.py   the connection to the coordinator
 engine.py       objects made once: model, pool, runner; memory.py: the pool's size and the memory accounts
 checks.py, starts.py   validation of a whole step before it runs
 runner.py       turns a step into tensors, a forward pass and sampled rows, queued on the device without waiting

@@ -45,7 +45,7 @@ class Rows:
         samples: [rows] int32, 1 for rows that sample a token.
         tokens: [sum(counts)] int32, row after row.
         tables: [rows, width] int32, pool-local block ids.
-        generated: [sum(counts)] bool, tokens that were generated rather than part of a prompt (see `kinds`).
+        generated: [sum(counts)] bool, tokens that were generated rather than part of a prompt (see `token_kinds`).
     """
 
     slots: Int32Array

@@ -58,9 +58,9 @@ from kvforge.protocol.tables import TablesReader
 from kvforge.worker.config import WorkerConfig
 from kvforge.worker.cores import Cores, Place
 
+from .connection import Link
 from .engine import Engine
-from .link import Link
-from .patience import Patience
+from .poll_backoff import Patience
 from .runner import STEPS_UNDER_WAY_MAX, OutOfStep, PendingStep, Runner
 
 REPLY_WAIT_S = 10.0

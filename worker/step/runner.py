@@ -38,11 +38,11 @@ from kvforge.worker.sampling.sampler import NO_TOKEN, HostRows, SamplingState
 
 from .checks import BoolArray, Rows, StepLimits, bad_copies, check_rows, malformed
 from .graphs import DecodeGraphs
-from .kinds import by_kind, passes, told_apart
 from .meter import Meter
 from .pending import PendingStep, Sampled, StepOutcome, Waiting, joined
 from .shaping import Shaping
 from .starts import Histories, problem_of, split_history
+from .token_kinds import by_kind, passes, told_apart
 
 STEPS_UNDER_WAY_MAX = 2
 

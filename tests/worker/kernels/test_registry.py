@@ -104,7 +104,7 @@ def test_every_kernel_of_the_cpu_is_declared() -> None:
     assert made == {(kernel.module, kernel.name) for kernel in HOST_KERNELS}
     for name, tree in modules():
         called = names([node.func for node in ast.walk(tree) if isinstance(node, ast.Call)])
-        assert "HostKernel" not in called or name == "kvforge.worker.device.host_kernel"
+        assert "HostKernel" not in called or name == "kvforge.worker.cpu.kernel"
 
 
 def test_every_kernel_has_a_reference_without_kernels() -> None:
@@ -231,7 +231,7 @@ def test_right_kernels_pass(model_type: str, serving: Callable[[str], Serving]) 
 def test_a_kernel_of_the_cpu_that_is_wrong_or_does_not_compile_is_refused_at_start(
     compiles: bool, kernel: HostKernelEntry, write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvforge.worker.device.host_kernel import HostKernel
+    from kvforge.worker.cpu.kernel import HostKernel
 
     right = getattr(import_module(kernel.module), kernel.name)
     skipped = []
@@ -249,11 +249,11 @@ def test_a_kernel_of_the_cpu_that_is_wrong_or_does_not_compile_is_refused_at_sta
     fused = load_model(folder, load_format="dummy", dtype="float32", device=plain, block_size=8).fused
     assert fused is not None
     fused = replace(fused, operations=choose_operations(CPU, torch.float32))
-    if kernel.module == "kvforge.worker.kernels.host_quantised":
+    if kernel.module == "kvforge.worker.cpu.int8_kernels":
         if problem := quantising_problem(CPU, torch.float32, "int8"):
             pytest.skip(problem)
         fused = replace(fused, head=replace(fused.head, weight=quantise_int8(fused.head.weight)))
-    if kernel.module == "kvforge.worker.kernels.host_tiles":
+    if kernel.module == "kvforge.worker.cpu.tile_kernel":
         from kvforge.worker.kernels.packed import own_product
 
         if own_product(choose_operations(CPU, torch.float32).pack(torch.randn(130, 1100))) is None:  # type: ignore[attr-defined]

@@ -8,10 +8,10 @@ from torch.nn.functional import linear
 
 pytest.importorskip("numba")
 
+from kvforge.worker.cpu.kernel import host_kernel_problem
 from kvforge.worker.device.device import Device
-from kvforge.worker.device.host_kernel import host_kernel_problem
 from kvforge.worker.kernels import tiles
-from kvforge.worker.kernels.host import HostOperations
+from kvforge.worker.kernels.cpu_operations import HostOperations
 from kvforge.worker.kernels.packed import EXPECTED_ROWS, Product, own_product, packing_problem
 from kvforge.worker.kernels.steady import same_bits
 from kvforge.worker.kernels.tiles import TICKET_ROWS, Tiles

@@ -1,12 +1,12 @@
-"""Sampling on the CPU with the kernels of host_kernels.py."""
+"""Sampling on the CPU with the kernels of sampling_kernels.py."""
 
 from __future__ import annotations
 
 import torch
 
-from kvforge.worker.device.host_kernel import threads_for
+from kvforge.worker.cpu.kernel import threads_for
 
-from .host_kernels import choose, draw
+from .sampling_kernels import choose, draw
 
 NUMBERS_PER_US = 500  # scores that one thread processes
 

@@ -9,9 +9,9 @@ import math
 
 import numpy as np
 
-from kvforge.worker.device.host_kernel import host_kernel, part
-from kvforge.worker.device.rows import load, spread, spread_one
-from kvforge.worker.device.vector import (
+from kvforge.worker.cpu.kernel import host_kernel, part
+from kvforge.worker.cpu.rows import load, spread, spread_one
+from kvforge.worker.cpu.vector import (
     LANES,
     add,
     exp,
@@ -30,18 +30,23 @@ from kvforge.worker.device.vector import (
     write_integer,
     write_integer32,
 )
-
-from . import draws
+from kvforge.worker.random_constants import (
+    PHILOX_MULTIPLIERS,
+    PHILOX_ROUNDS,
+    PHILOX_WEYL,
+    SPLITMIX_GAMMA,
+    SPLITMIX_MULTIPLIERS,
+)
 
 FINITE = 1  # as in sampler.py
 BLOCK = 1024  # numbers summed in float32 before they are added in float64
 HALVINGS_PER_NAT = 1.4426  # a little less than 1 / ln 2, so that no possible winner is skipped
 CANNOT_LACK = 38.0  # -log(-log u) is at most 37.43, for u = 1 - 2^-54
 F, U = np.float32, np.uint64
-MASK_32 = U(draws.MASK_32)
-MULTIPLIER_0, MULTIPLIER_1 = U(draws.PHILOX_MULTIPLIERS[0]), U(draws.PHILOX_MULTIPLIERS[1])
-WEYL_0, WEYL_1, PHILOX_ROUNDS = U(draws.PHILOX_WEYL[0]), U(draws.PHILOX_WEYL[1]), draws.PHILOX_ROUNDS
-GAMMA, MIX_0, MIX_1 = (U(each % 2**64) for each in (draws.SPLITMIX_GAMMA, *draws.SPLITMIX_MULTIPLIERS))
+MASK_32 = U(0xFFFFFFFF)
+MULTIPLIER_0, MULTIPLIER_1 = map(U, PHILOX_MULTIPLIERS)
+WEYL_0, WEYL_1 = map(U, PHILOX_WEYL)
+GAMMA, MIX_0, MIX_1 = map(U, (SPLITMIX_GAMMA, *SPLITMIX_MULTIPLIERS))
 read_8, read_15 = reading_integers(8), reading_integers(15)
 
 

@@ -1,4 +1,4 @@
-"""Paged attention on the CPU with Numba kernels: see PagedAttention, and host_kernels.py for the method."""
+"""Paged attention on the CPU with Numba kernels: see PagedAttention, and cpu/attention_kernel.py for the method."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvforge.worker.device.host_kernel import threads_for
-from kvforge.worker.device.vector import CODES
+from kvforge.worker.cpu.attention_kernel import ITEM_FIELDS, PART, attend, partial_bytes, scratch_bytes
+from kvforge.worker.cpu.kernel import threads_for
+from kvforge.worker.cpu.kv_write import write_rotated
+from kvforge.worker.cpu.vector import CODES
 
 from .batch import IntArray, PagedBatch
-from .host_kernels import ITEM_FIELDS, PART, attend, partial_bytes, scratch_bytes
-from .host_write import write_rotated
 from .interface import AttentionOptions, KvLayer, check_attend, check_rotary, check_write
 from .quantised import is_quantised
 from .reference import ReferenceAttention
@@ -29,7 +29,7 @@ class Plan:
     """The work of a batch, for layers of one shape.
 
     Attributes:
-        items: [n, ITEM_FIELDS] int64, see `host_kernels.attend`.
+        items: [n, ITEM_FIELDS] int64, see `attention_kernel.attend`.
         tables: [rows, width] int64.
         microseconds: Time of one thread for one KV head.
         queries: Queries of the largest item.

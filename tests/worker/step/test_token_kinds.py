@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvforge.protocol.messages import GENERATED
-from kvforge.worker.step import kinds
+from kvforge.worker.step import token_kinds
 from kvforge.worker.step.checks import Rows
-from kvforge.worker.step.kinds import by_kind, passes, told_apart
+from kvforge.worker.step.token_kinds import by_kind, passes, told_apart
 
 
 def int32(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -102,7 +102,7 @@ def test_every_token_keeps_its_place(seed: int) -> None:
 def test_many_rows_are_computed_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, decodes = by_kind(rows_of((0, [GENERATED + 1] * 5, 1), (3, [1, 2], 1)))
     assert [len(part) for part, _ in passes(rows, decodes)] == [6]
-    monkeypatch.setattr(kinds, "CELLS_MAX", 4)
+    monkeypatch.setattr(token_kinds, "CELLS_MAX", 4)
     parts = list(passes(rows, decodes))
     assert [len(part) for part, _ in parts] == [4, 2]
     assert [part.starts.tolist() for part, _ in parts] == [[0, 1, 2, 3], [4, 3]]

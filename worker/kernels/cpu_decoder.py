@@ -2,7 +2,7 @@
 
 A kernel takes a few microseconds per row, and Python took as long for each call: checks, new tensors, arguments. Here
 all results between products go to reused memory, and the arguments are prepared at the first such step
-(`kvforge.worker.device.host_kernel.Calls`). Only the results of torch's products are allocated in each step.
+(`kvforge.worker.cpu.kernel.Calls`). Only the results of torch's products are allocated in each step.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvforge.worker.attention import PagedBatch
-from kvforge.worker.attention.host_attention import HostAttention
-from kvforge.worker.attention.host_decode import DecodeAttention, DecodeLayer
+from kvforge.worker.attention.cpu_attention import HostAttention
+from kvforge.worker.attention.cpu_decode import DecodeAttention, DecodeLayer
 from kvforge.worker.attention.pool import KvPool
-from kvforge.worker.device.host_kernel import Calls, threads_for
-from kvforge.worker.device.vector import CODES
+from kvforge.worker.cpu.kernel import Calls, threads_for
+from kvforge.worker.cpu.layer_kernels import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm
+from kvforge.worker.cpu.vector import CODES
 
-from .host_layers import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm
 from .packed import Product
 from .packed_table import PackedTable
 from .row_counts import row_count

@@ -8,12 +8,12 @@ import torch
 
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.cpu.kernel import threads_for
+from kvforge.worker.cpu.layer_kernels import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm
+from kvforge.worker.cpu.vector import CODES
 from kvforge.worker.device.device import Device
-from kvforge.worker.device.host_kernel import threads_for
-from kvforge.worker.device.vector import CODES
 
-from .host_decoder import HostDecoder, can_decode, is_decodes
-from .host_layers import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm
+from .cpu_decoder import HostDecoder, can_decode, is_decodes
 from .packed import PackedOperations
 from .packed_table import PackedTable
 from .plain import sum_parts

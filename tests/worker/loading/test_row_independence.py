@@ -21,7 +21,7 @@ from kvforge.worker.kernels.plain import PlainOperations
 from kvforge.worker.loading.determinism import made_steady
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
-from kvforge.worker.loading.steadied import PackedLinear, SteadyLinear, make_rows_steady
+from kvforge.worker.loading.row_independence import PackedLinear, SteadyLinear, make_rows_steady
 from kvforge.worker.step.memory import weight_bytes
 from tests.worker.loading.test_architectures import ARCHITECTURES
 

@@ -1,13 +1,13 @@
-"""Numba's implementation of `Around`, for int8 products on the CPU (see host_quantised.py)."""
+"""Numba's implementation of `Around`, for int8 products on the CPU (see int8_kernels.py)."""
 
 from __future__ import annotations
 
 import torch
 
-from kvforge.worker.device.host_kernel import threads_for
-from kvforge.worker.device.vector import CODES
+from kvforge.worker.cpu.kernel import threads_for
+from kvforge.worker.cpu.vector import CODES
 
-from .host_quantised import NUMBERS_PER_US, make_numbers, quantise
+from .int8_kernels import NUMBERS_PER_US, make_numbers, quantise
 
 
 class HostAround:

@@ -16,17 +16,17 @@ import torch
 pytest.importorskip("numba")
 
 from kvforge.models import code_cache
-from kvforge.worker.device import host_kernel
-from kvforge.worker.device.host_kernel import HostKernel, host_kernel_problem, part
-from kvforge.worker.device.rows import load, load_any, narrow, read_any, store, widen
-from kvforge.worker.device.vector import CODES, exp, read_integer, take_ticket, write_float, write_integer
+from kvforge.worker.cpu import kernel as cpu_kernel
+from kvforge.worker.cpu.kernel import HostKernel, host_kernel_problem, part
+from kvforge.worker.cpu.rows import load, load_any, narrow, read_any, store, widen
+from kvforge.worker.cpu.vector import CODES, exp, read_integer, take_ticket, write_float, write_integer
 
 pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
 
 
 def forget() -> None:
     """Clear the cache of checked folders."""
-    host_kernel._kept_in.cache_clear()
+    cpu_kernel._kept_in.cache_clear()
     code_cache._private.cache_clear()
 
 
@@ -134,15 +134,15 @@ def test_each_ticket_is_taken_once_by_any_number_of_threads() -> None:
 
 def test_without_openmp_there_is_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert host_kernel.threads_for(1e6) == 4 and host_kernel.threads_for(1.0) == 1
+    assert cpu_kernel.threads_for(1e6) == 4 and cpu_kernel.threads_for(1.0) == 1
 
     def nothing(name: str) -> ctypes.CDLL:
         raise OSError(name)
 
-    host_kernel._parallel.cache_clear()
+    cpu_kernel._parallel.cache_clear()
     monkeypatch.setattr(ctypes, "CDLL", nothing)
-    assert host_kernel.threads_for(1e6) == 1
-    host_kernel._parallel.cache_clear()
+    assert cpu_kernel.threads_for(1e6) == 1
+    cpu_kernel._parallel.cache_clear()
 
 
 def test_what_is_compiled_is_kept_where_that_is_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("numba")
 
 from kvforge.protocol.messages import RowStart, SamplingParams
+from kvforge.worker.cpu.kernel import host_kernel_problem
 from kvforge.worker.device.device import Device
-from kvforge.worker.device.host_kernel import host_kernel_problem
 from kvforge.worker.sampling.sampler import HostRows, SamplingState
 
 pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())

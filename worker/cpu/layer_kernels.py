@@ -10,9 +10,9 @@ import math
 
 import numpy as np
 
-from kvforge.worker.device.host_kernel import host_kernel, part
-from kvforge.worker.device.rows import copy, item_bytes, load_any, read_any, spread, spread_one, store_any, write_any
-from kvforge.worker.device.vector import (
+from kvforge.worker.cpu.kernel import host_kernel, part
+from kvforge.worker.cpu.rows import copy, item_bytes, load_any, read_any, spread, spread_one, store_any, write_any
+from kvforge.worker.cpu.vector import (
     LANES,
     add,
     divide,

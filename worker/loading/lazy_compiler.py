@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ..device.device import built_for_gpus
+from kvforge.worker.device.device import built_for_gpus
 
 COMPILER = "torch._dynamo"
 ON_CPU_ALONE = not built_for_gpus()

@@ -11,11 +11,11 @@ import torch
 pytest.importorskip("numba")
 
 from kvforge.worker.attention import ReferenceAttention
-from kvforge.worker.attention.host_attention import HostAttention
+from kvforge.worker.attention.cpu_attention import HostAttention
+from kvforge.worker.cpu.kernel import host_kernel_problem
 from kvforge.worker.device.device import Device
-from kvforge.worker.device.host_kernel import host_kernel_problem
 from kvforge.worker.kernels import PlainOperations
-from kvforge.worker.kernels.host import HostOperations
+from kvforge.worker.kernels.cpu_operations import HostOperations
 from tests.worker.attention.cases import Case
 
 pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
@@ -39,7 +39,7 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def test_each_computes_what_plain_torch_does(
     threads: int, rows: int, width: int, dtype: torch.dtype, cpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvforge.worker.kernels.host.threads_for", lambda _: threads)
+    monkeypatch.setattr("kvforge.worker.kernels.cpu_operations.threads_for", lambda _: threads)
     table, weight, x = random(50, width, dtype=dtype), random(width, dtype=dtype), random(rows, width, dtype=dtype)
     tokens = torch.arange(rows).remainder(50)
     heads = random(rows, 5 * width, dtype=dtype)

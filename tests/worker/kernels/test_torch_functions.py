@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from kvforge.worker.device.device import open_device
 from kvforge.worker.kernels import choose_operations
-from kvforge.worker.kernels.evenly import Evenly, mean_of_rows
 from kvforge.worker.kernels.partition import apply_aligned
 from kvforge.worker.kernels.steady import same_bits
+from kvforge.worker.kernels.torch_functions import Evenly, mean_of_rows
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,

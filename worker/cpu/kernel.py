@@ -8,7 +8,8 @@ The process has one thread pool: the OpenMP library that torch is linked with ca
 LLVM's and Intel's libraries provide too), so the kernel runs on the threads that just computed a product. A separate
 pool of Numba's would compete for the cores.
 
-Law: a kernel consists of its own file, vector.py and rows.py; the cache key is the contents of these files.
+Law: a kernel consists of its own file, vector.py, rows.py and the constants of random_constants.py; the cache key is
+the contents of these files.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kvforge.models.code_cache import code_folder
 from kvforge.protocol.errors import KvforgeError
 
 CAPABILITIES = ("AVX2", "AVX512")  # CPU capabilities by torch's names
-SHARED_FILES = ("vector.py", "rows.py", "host_kernel.py")
+SHARED_FILES = ("cpu/vector.py", "cpu/rows.py", "cpu/kernel.py", "random_constants.py")  # in the worker's package
 OPTIONS = {"error_model": "numpy"}  # a kernel cannot raise
 log = logging.getLogger("worker")
 
@@ -203,7 +204,7 @@ def _kept_in(path: Path) -> Path | None:
     """Return the cache folder for kernels of this file; None if nothing can be cached."""
     try:
         digest = hashlib.sha256()
-        for part in (*(Path(__file__).with_name(name) for name in SHARED_FILES), path):
+        for part in (*(Path(__file__).parents[1] / name for name in SHARED_FILES), path):
             digest.update(part.read_bytes())
         cache = code_folder("numba")  # Numba unpickles its files: the folder must be trusted
         if cache is None:

@@ -18,9 +18,9 @@ import math
 import numpy as np
 from llvmlite.binding import get_host_cpu_features
 
-from kvforge.worker.device.host_kernel import host_kernel, part
-from kvforge.worker.device.rows import item_bytes, load, narrow, read_any, spread, spread_one, store, widen
-from kvforge.worker.device.vector import (
+from kvforge.worker.cpu.kernel import host_kernel, part
+from kvforge.worker.cpu.rows import item_bytes, load, narrow, read_any, spread, spread_one, store, widen
+from kvforge.worker.cpu.vector import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,

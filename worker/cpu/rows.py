@@ -6,7 +6,7 @@ vector is handled number by number.
 
 from __future__ import annotations
 
-from .host_kernel import part
+from .kernel import part
 from .vector import (
     BFLOAT16,
     FLOAT16,

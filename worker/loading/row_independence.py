@@ -23,11 +23,11 @@ from transformers.pytorch_utils import Conv1D
 
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels import LayerOperations
-from kvforge.worker.kernels.evenly import Evenly, product
 from kvforge.worker.kernels.experts import Experts, Matrices
 from kvforge.worker.kernels.packed import PackedOperations, PackedRows, Product, is_packed
 from kvforge.worker.kernels.packed_table import read_from, table_of
 from kvforge.worker.kernels.partition import apply_aligned
+from kvforge.worker.kernels.torch_functions import Evenly, product
 
 from .fusion import in_place_of
 

@@ -18,7 +18,7 @@ from kvforge.protocol.layout import MAIL_BYTES, Geometry
 from kvforge.protocol.messages import WORKER_MESSAGES, Step, Stop, WorkerHello, WorkerLoading
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from kvforge.protocol.transport import worker_endpoint
-from kvforge.worker.step.link import Link
+from kvforge.worker.step.connection import Link
 from tests.router import router
 from tests.standstill import Standstill
 

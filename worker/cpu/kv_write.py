@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvforge.worker.device.host_kernel import host_kernel, part
-from kvforge.worker.device.rows import copy, item_bytes, load_any, read_any, store_any, write_any
-from kvforge.worker.device.vector import LANES, add, multiply, read_integer, reading_integers, subtract, take_ticket
+from kvforge.worker.cpu.kernel import host_kernel, part
+from kvforge.worker.cpu.rows import copy, item_bytes, load_any, read_any, store_any, write_any
+from kvforge.worker.cpu.vector import LANES, add, multiply, read_integer, reading_integers, subtract, take_ticket
 
 TOKENS = 4  # per ticket
 read_sizes = reading_integers(26)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kvforge.worker.device.host_kernel import Calls
-from kvforge.worker.device.vector import CODES
+from kvforge.worker.cpu.attention_kernel import attend
+from kvforge.worker.cpu.kernel import Calls
+from kvforge.worker.cpu.kv_write import write_rotated
+from kvforge.worker.cpu.vector import CODES
 
 from .batch import PagedBatch
-from .host_attention import HostAttention, plan_of
-from .host_kernels import attend
-from .host_write import write_rotated
+from .cpu_attention import HostAttention, plan_of
 from .interface import AttentionOptions, KvLayer
 
 

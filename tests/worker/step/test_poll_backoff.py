@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvforge.worker.step import patience
-from kvforge.worker.step.patience import SLEEP_MS, Patience
+from kvforge.worker.step import poll_backoff
+from kvforge.worker.step.poll_backoff import SLEEP_MS, Patience
 
 MS = 1_000_000
 
@@ -13,7 +13,7 @@ MS = 1_000_000
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns = 5 * MS
-        monkeypatch.setattr(patience.time, "monotonic_ns", lambda: self.now_ns)
+        monkeypatch.setattr(poll_backoff.time, "monotonic_ns", lambda: self.now_ns)
 
 
 @pytest.fixture

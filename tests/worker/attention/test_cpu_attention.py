@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("numba")
 
-from kvforge.worker.attention import AttentionOptions, PagedBatch, host_attention
-from kvforge.worker.attention.host_attention import HostAttention
-from kvforge.worker.attention.host_kernels import PART
+from kvforge.worker.attention import AttentionOptions, PagedBatch, cpu_attention
+from kvforge.worker.attention.cpu_attention import HostAttention
+from kvforge.worker.cpu.attention_kernel import PART
+from kvforge.worker.cpu.kernel import host_kernel_problem
 from kvforge.worker.device.device import Device
-from kvforge.worker.device.host_kernel import host_kernel_problem
 from tests.worker.attention.cases import HEADS, STEPS, Case, compare
 
 pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
@@ -104,9 +104,9 @@ def test_bits_depend_on_the_row_alone(
     for row, (first, (start, count)) in enumerate(zip(firsts, LONG, strict=True)):
         cut = [count] if count == 1 else [1, 2, count - 3]
         assert torch.equal(row_by_row(first, start, cut, row), want[first : first + count])
-    monkeypatch.setattr(host_attention, "threads_for", lambda _: 3)
+    monkeypatch.setattr(cpu_attention, "threads_for", lambda _: 3)
     for splits in (True, False):
-        monkeypatch.setattr(host_attention, "_splits", lambda *_, splits=splits: splits)
+        monkeypatch.setattr(cpu_attention, "_splits", lambda *_, splits=splits: splits)
         case.batch.plans.clear()
         attention = HostAttention()
         for _ in range(2):  # the counters are restored

@@ -9,9 +9,9 @@ import math
 
 import numpy as np
 
-from kvforge.worker.device.host_kernel import host_kernel, part
-from kvforge.worker.device.rows import item_bytes, load, load_any, read_any, spread, store, store_any, widen, write_any
-from kvforge.worker.device.vector import (
+from kvforge.worker.cpu.kernel import host_kernel, part
+from kvforge.worker.cpu.rows import item_bytes, load, load_any, read_any, spread, store, store_any, widen, write_any
+from kvforge.worker.cpu.vector import (
     LANES,
     add,
     fma,

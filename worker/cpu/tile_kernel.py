@@ -9,9 +9,9 @@ time: their sums fill the AVX2 registers beside the operands.
 
 from __future__ import annotations
 
-from kvforge.worker.device.host_kernel import host_kernel, part
-from kvforge.worker.device.rows import load, spread, store
-from kvforge.worker.device.vector import LANES, add, fma, read_float, reading_integers, take_ticket
+from kvforge.worker.cpu.kernel import host_kernel, part
+from kvforge.worker.cpu.rows import load, spread, store
+from kvforge.worker.cpu.vector import LANES, add, fma, read_float, reading_integers, take_ticket
 
 BLOCK = 1024
 WIDE = 4 * LANES  # rows of a weight in a tile; fewer if it has few

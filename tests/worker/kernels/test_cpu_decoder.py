@@ -14,11 +14,11 @@ pytest.importorskip("numba")
 
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.cpu.kernel import Calls, host_kernel_problem
+from kvforge.worker.cpu.layer_kernels import gate
 from kvforge.worker.device.device import Device
-from kvforge.worker.device.host_kernel import Calls, host_kernel_problem
-from kvforge.worker.kernels.host import HostOperations
-from kvforge.worker.kernels.host_decoder import ROWS_MAX
-from kvforge.worker.kernels.host_layers import gate
+from kvforge.worker.kernels.cpu_decoder import ROWS_MAX
+from kvforge.worker.kernels.cpu_operations import HostOperations
 from kvforge.worker.kernels.packed import packing_problem, quantising_problem
 from kvforge.worker.loading.model import LoadedModel
 

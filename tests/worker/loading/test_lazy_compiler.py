@@ -54,7 +54,7 @@ print(found, *answers, same, losses.linear_sum_assignment is not linear_sum_assi
 def test_who_asks_for_more_of_the_compiler_gets_the_real_one() -> None:
     code = """
 import sys
-from kvforge.worker.loading.lean import less_of_torch
+from kvforge.worker.loading.lazy_compiler import less_of_torch
 import torch
 
 def f(): pass
@@ -72,7 +72,7 @@ print(same, stood_in, compiling, sys.modules["torch._dynamo"].__file__ is not No
 def test_who_asks_about_symbols_gets_the_real_answers() -> None:
     code = """
 import sys
-from kvforge.worker.loading.lean import less_of_torch
+from kvforge.worker.loading.lazy_compiler import less_of_torch
 import torch
 
 with less_of_torch():
@@ -134,9 +134,9 @@ def test_a_build_for_a_gpu_has_transformers_import_what_it_wants() -> None:
 import torch
 torch.version.cuda = "13.0"
 import sys
-import kvforge.worker.loading.lean as lean
+from kvforge.worker.loading import lazy_compiler
 
-with lean.less_of_torch():
-    print(lean.ON_CPU_ALONE, getattr(sys.modules.get("torch._dynamo"), "__file__", None) is not None)
+with lazy_compiler.less_of_torch():
+    print(lazy_compiler.ON_CPU_ALONE, getattr(sys.modules.get("torch._dynamo"), "__file__", None) is not None)
 """
     assert run(code) == "False True"
