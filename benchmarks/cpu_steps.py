@@ -12,7 +12,7 @@ from kvforge.models.store import pull
 from kvforge.protocol.messages import RowStart, SamplingParams, Step
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.loading.model import LoadedModel
-from kvforge.worker.step.runner import Runner
+from kvforge.worker.step.runner import ModelRunner
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = (5, 9, 14, 20, 27, 35, 48, 64)
@@ -41,7 +41,7 @@ def run_kvforge(
     width = -(-(max(map(len, prompts)) + tokens) // BLOCK_SIZE)
     pool = KvPool(model.geometry, width * len(prompts), model.device)
     total = sum(map(len, prompts))
-    runner = Runner(model, pool, slots_max=len(prompts), step_tokens_max=total, step_rows_max=len(prompts))
+    runner = ModelRunner(model, pool, slots_max=len(prompts), step_tokens_max=total, step_rows_max=len(prompts))
     tables = np.arange(width * len(prompts), dtype=np.int32).reshape(len(prompts), width)
     slots = np.arange(len(prompts), dtype=np.int32)
     ones = np.ones_like(slots)

@@ -34,18 +34,18 @@ def measured(rank: int, count: int, hidden: int, tokens: list[int], place: Path)
     import torch.distributed as dist
 
     from kvforge.worker.device.device import open_device
-    from kvforge.worker.device.queue import Mark
+    from kvforge.worker.device.queue import DeviceEvent
     from kvforge.worker.device.ranks import Ranks
     from kvforge.worker.device.targets import current_target
     from kvforge.worker.kernels import norm
-    from kvforge.worker.kernels.exchange import Shared
+    from kvforge.worker.kernels.exchange import DirectExchange
 
     device = open_device("auto", rank)
     ranks = Ranks(rank, count, device)
     ranks.meet(place)
     target = current_target(device)
     size = max(tokens) * hidden * 2
-    shared = Shared(ranks.exchange((size, size, 16)), target, target.chained)
+    shared = DirectExchange(ranks.exchange((size, size, 16)), target, target.chained)
     memory = device.graph_memory()
     found: dict[str, Any] = {"device": device.name, "us": {}}
     for n in tokens:
@@ -83,9 +83,9 @@ def measured(rank: int, count: int, hidden: int, tokens: list[int], place: Path)
             times = []
             for _ in range(WARM + REPEATS):
                 ranks.agreed(True)  # all begin together
-                begin = Mark(device, timed=True)
+                begin = DeviceEvent(device, timed=True)
                 graph.replay()
-                end = Mark(device, timed=True)
+                end = DeviceEvent(device, timed=True)
                 end.wait()
                 times.append(end.ms_since(begin) * 1e3 / calls)
             found["us"].setdefault(str(n), {})[name] = statistics.median(times[WARM:])

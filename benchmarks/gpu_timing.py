@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvforge.worker.device.capture import Captured
 from kvforge.worker.device.device import Device
-from kvforge.worker.device.queue import Mark
+from kvforge.worker.device.queue import DeviceEvent
 
 WARM = 2  # warm-up replays
 GRAPH_MS = 4.0  # duration of a graph: long beside the cost of an event
@@ -48,9 +48,9 @@ def captured_in_turn(device: Device, call: Call, sets: int, rounds_min: int = 1)
             call(number)
 
     one_round()
-    begin = Mark(device, timed=True)
+    begin = DeviceEvent(device, timed=True)
     one_round()
-    end = Mark(device, timed=True)
+    end = DeviceEvent(device, timed=True)
     end.wait()
     rounds = max(rounds_min, round(GRAPH_MS / max(end.ms_since(begin), 1e-3)))
 
@@ -66,9 +66,9 @@ def medians_us(device: Device, graphs: Mapping[str, Replayed], repeats: int) -> 
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(WARM + repeats):
         for name, graph in graphs.items():
-            begin = Mark(device, timed=True)
+            begin = DeviceEvent(device, timed=True)
             graph.captured.replay()
-            end = Mark(device, timed=True)
+            end = DeviceEvent(device, timed=True)
             end.wait()
             if turn >= WARM:
                 times[name].append(end.ms_since(begin) * 1e3 / graph.calls)

@@ -27,7 +27,7 @@ from kvforge.protocol.layout import Geometry
 from kvforge.protocol.messages import Step, WorkerHello
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from kvforge.protocol.transport import worker_endpoint
-from kvforge.worker.step.connection import Link
+from kvforge.worker.step.connection import CoordinatorConnection
 from tests.router import router
 
 from .report import report
@@ -41,7 +41,7 @@ def work(folder: str, looks: bool, steps: int, pipe: Connection, cores: set[int]
     """Run the worker's process; send the arrival time of each step in nanoseconds."""
     os.sched_setaffinity(0, cores)
     read, _write = os.pipe()
-    link = Link(worker_endpoint(Path(folder)), read)
+    link = CoordinatorConnection(worker_endpoint(Path(folder)), read)
     link.wait_connected(30)
     link.send(WorkerHello(rid=1, name="w", pid=os.getpid()))
     if looks:

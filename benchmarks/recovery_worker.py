@@ -28,7 +28,7 @@ from kvforge.protocol.messages import (
     WorkerWelcome,
 )
 from kvforge.protocol.transport import worker_endpoint
-from kvforge.worker.step.connection import Link
+from kvforge.worker.step.connection import CoordinatorConnection
 
 KEPT = 16  # results
 VOCABULARY = 1 << 30
@@ -54,16 +54,16 @@ class Worker:
     def __init__(self, runtime: Path, blocks: int, step_s: float, steps: Path) -> None:
         self._runtime, self._blocks, self._step_s, self._steps = runtime, blocks, step_s, steps
         self._read_wakeup, self._write_wakeup = os.pipe()
-        self._link = Link(worker_endpoint(runtime), self._read_wakeup)
+        self._connection = CoordinatorConnection(worker_endpoint(runtime), self._read_wakeup)
         self._boot, self._epoch, self._done = "", 0, 0
         self._answered: deque[StepResult] = deque(maxlen=KEPT)
 
     def run(self) -> int:
         """Serve until the coordinator sends a stop."""
         while True:
-            self._link.wait_connected(60)
-            self._link.discard()
-            self._link.send(
+            self._connection.wait_connected(60)
+            self._connection.discard()
+            self._connection.send(
                 WorkerHello(
                     rid=1,
                     name="w",
@@ -74,8 +74,8 @@ class Worker:
                 )
             )
             self._first = True
-            while self._link.connected:
-                message = self._link.receive(WAIT_MS)
+            while self._connection.connected:
+                message = self._connection.receive(WAIT_MS)
                 if isinstance(message, Stop):
                     return 0
                 if isinstance(message, WorkerWelcome):
@@ -84,7 +84,7 @@ class Worker:
                     self._epoch = message.epoch
                     for result in self._answered:
                         if result.step_id > message.done:
-                            self._link.send(result)
+                            self._connection.send(result)
                 elif isinstance(message, Step) and message.step_id > self._done:
                     self._step(message)
 
@@ -96,7 +96,7 @@ class Worker:
         ready = WorkerReady(
             rid=2, model=MODEL, blocks=self._blocks, bytes_per_block=1, kv_dtype="float32", device="none"
         )
-        self._link.send(ready)
+        self._connection.send(ready)
 
     def _step(self, message: Step) -> None:
         slow = self._steps.exists()
@@ -117,7 +117,7 @@ class Worker:
                 logprobs=np.zeros(slots.size, np.float32),
             )
         )
-        self._link.send(self._answered[-1])
+        self._connection.send(self._answered[-1])
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from kvforge.protocol.errors import (
 from kvforge.protocol.exits import FAILED, OK, TIMED_OUT, UNAVAILABLE, status_of
 
 from .config import WorkerConfig, load_config
-from .cores import Place, choose
+from .cores import CoreShare, choose
 from .model_path import find_model
 
 
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         model = find_model(config)
         if options.check:
             return _check(config, model)
-        with closing(Place(config.runtime_path, config.name)) as place:
+        with closing(CoreShare(config.runtime_path, config.name)) as place:
             cores = choose(place, config.threads, os.environ)  # before OpenMP reads it, on torch's import
             from .step.loop import (
                 Worker,  # slow: imports torch, so settings and files are checked first

@@ -26,7 +26,7 @@ PROCESSES = Path("/proc")
 SPINS = 10_000  # iterations of libgomp before it sleeps: 1000 are too few for the gap between two sections
 WINDOW_S = 0.1
 BUSY_MAX = 0.4  # cores that other processes may use while ours still count as exclusive
-SAID = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+OPENMP_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -58,7 +58,7 @@ class Cores:
         return f"{threads}; {self.count} cores{shared}"
 
 
-def usable(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+def usable_cores(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the cores that this process may keep busy: its CPU affinity, or less if its cgroup has a quota."""
     count = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):
@@ -72,7 +72,7 @@ def usable(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/
     return count
 
 
-class Place:
+class CoreShare:
     """A worker's registration in its runtime folder: an abstract socket, released when the worker exits."""
 
     def __init__(self, runtime: Path, name: str) -> None:
@@ -149,7 +149,7 @@ def used_by_others(window_s: float = WINDOW_S) -> float | None:
     return max(0.0, (busy - family) / TICKS_PER_S / (time.monotonic() - started))
 
 
-def choose(place: Place, wanted: int, environment: MutableMapping[str, str]) -> Cores:
+def choose(place: CoreShare, wanted: int, environment: MutableMapping[str, str]) -> Cores:
     """Choose how threads wait, and set it in OpenMP's environment variables unless the user has set them.
 
     Args:
@@ -160,9 +160,9 @@ def choose(place: Place, wanted: int, environment: MutableMapping[str, str]) -> 
     Returns:
         The worker's cores and threads.
     """
-    count, others = usable(), place.others()
+    count, others = usable_cores(), place.others()
     cores = Cores(count, others, wanted=wanted)
-    said = [f"{name}={environment[name]}" for name in SAID if name in environment]
+    said = [f"{name}={environment[name]}" for name in OPENMP_VARIABLES if name in environment]
     if said or "torch" in sys.modules:
         return Cores(count, others, f"waiting as set by {' '.join(said)}" if said else "waiting as OpenMP does", wanted)
     if cores.threads == 1:

@@ -18,7 +18,7 @@ from kvforge.protocol import trust
 from kvforge.protocol.layout import Geometry
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from kvforge.protocol.transport import TABLES_FILE, client_endpoint, prepare_runtime_dir, worker_endpoint
-from kvforge.worker.step.connection import Link
+from kvforge.worker.step.connection import CoordinatorConnection
 from tests.router import router
 
 VICTIM, ATTACKER, SERVICE = 12_346, 12_345, 12_347
@@ -183,7 +183,7 @@ def test_a_worker_tells_nothing_to_a_process_of_another_user(base: Path, monkeyp
     read, write = os.pipe()
     try:
         listener.bind(worker_endpoint(base))
-        link = Link(worker_endpoint(base), read)
+        link = CoordinatorConnection(worker_endpoint(base), read)
         with pytest.raises(InvalidConfiguration, match="is not trusted"):
             link.wait_connected(60)
         link.close(goodbye=False)
@@ -215,7 +215,7 @@ def test_nobody_reads_or_serves_where_another_user_made_the_folder(base: Path) -
         ):
             kv.submit([1], max_tokens=1)
         with pytest.raises(InvalidConfiguration, match="belongs to another user"):
-            Link(worker_endpoint(folder), 0)
+            CoordinatorConnection(worker_endpoint(folder), 0)
         with pytest.raises(InvalidConfiguration, match="belongs to another user"):
             prepare_runtime_dir(folder / "run")
     finally:

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from kvforge.worker import cores
-from kvforge.worker.cores import Cores, Place, choose, usable, used_by_others
+from kvforge.worker.cores import Cores, CoreShare, choose, usable_cores, used_by_others
 
 
 def test_workers_of_one_folder_share_its_cores(tmp_path: Path) -> None:
-    first = Place(tmp_path, "a")
+    first = CoreShare(tmp_path, "a")
     assert first.others() == 0
-    second = Place(tmp_path, "b")
+    second = CoreShare(tmp_path, "b")
     assert (first.others(), second.others()) == (1, 1)
     assert [Cores(8, others).threads for others in (0, 1, 2, 20)] == [8, 4, 2, 1]
-    with closing(Place(tmp_path / "elsewhere", "a")) as elsewhere:
+    with closing(CoreShare(tmp_path / "elsewhere", "a")) as elsewhere:
         assert elsewhere.others() == 0
     second.close()
     assert first.others() == 0
@@ -30,8 +30,9 @@ def test_workers_of_one_folder_share_its_cores(tmp_path: Path) -> None:
 
 
 def test_one_that_was_killed_is_not_counted(tmp_path: Path) -> None:
-    mine = Place(tmp_path, "a")
-    code = f"import os, worker.cores as c; place = c.Place(c.Path({str(tmp_path)!r}), 'b'); print(flush=True); input()"
+    mine = CoreShare(tmp_path, "a")
+    made = f"share = c.CoreShare(c.Path({str(tmp_path)!r}), 'b')"
+    code = f"import os, kvforge.worker.cores as c; {made}; print(flush=True); input()"
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdout is not None
     other.stdout.readline()
@@ -57,17 +58,17 @@ def test_a_quota_bounds_the_cores(tmp_path: Path, quotas: dict[str, str], most: 
     (tmp_path / "root" / "a").mkdir(parents=True)
     for name, text in quotas.items():
         (tmp_path / "root" / name).write_text(text + "\n")
-    assert usable(groups, tmp_path / "root") == min(most, len(os.sched_getaffinity(0)))
+    assert usable_cores(groups, tmp_path / "root") == min(most, len(os.sched_getaffinity(0)))
 
 
 def test_no_control_group_bounds_nothing(tmp_path: Path) -> None:
-    assert usable(tmp_path / "none", tmp_path) == len(os.sched_getaffinity(0))
+    assert usable_cores(tmp_path / "none", tmp_path) == len(os.sched_getaffinity(0))
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
+def place(tmp_path: Path) -> Iterator[CoreShare]:
     """Return the place of a worker without neighbours."""
-    with closing(Place(tmp_path, "a")) as found:
+    with closing(CoreShare(tmp_path, "a")) as found:
         yield found
 
 
@@ -75,19 +76,19 @@ def place(tmp_path: Path) -> Iterator[Place]:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A process on 4 idle cores that has not loaded torch."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(cores, "usable", lambda: 4)
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
     monkeypatch.setattr(cores, "used_by_others", lambda: 0.1)
     return monkeypatch
 
 
-def test_threads_spin_where_the_cores_are_their_own(place: Place, fresh: pytest.MonkeyPatch) -> None:
+def test_threads_spin_where_the_cores_are_their_own(place: CoreShare, fresh: pytest.MonkeyPatch) -> None:
     environment: dict[str, str] = {}
     chosen = choose(place, 0, environment)
     assert environment == {"GOMP_SPINCOUNT": str(cores.SPINS)}
     assert chosen.describe() == "4 threads, which spin while a step is under way: the cores are their own; 4 cores"
 
 
-def test_threads_sleep_where_others_compute(place: Place, fresh: pytest.MonkeyPatch) -> None:
+def test_threads_sleep_where_others_compute(place: CoreShare, fresh: pytest.MonkeyPatch) -> None:
     fresh.setattr(cores, "used_by_others", lambda: 1.0)
     environment: dict[str, str] = {}
     chosen = choose(place, 0, environment)
@@ -98,7 +99,7 @@ def test_threads_sleep_where_others_compute(place: Place, fresh: pytest.MonkeyPa
     assert "GOMP_SPINCOUNT" in environment, "one core is the other's, three are ours"
 
 
-def test_one_thread_waits_for_nobody_and_what_the_user_says_stands(place: Place, fresh: pytest.MonkeyPatch) -> None:
+def test_one_thread_waits_for_nobody_and_what_the_user_says_stands(place: CoreShare, fresh: pytest.MonkeyPatch) -> None:
     fresh.setattr(cores, "used_by_others", lambda: pytest.fail("measured for nothing"))
     environment: dict[str, str] = {}
     assert choose(place, 1, environment).describe() == "1 thread; 4 cores"
@@ -126,7 +127,7 @@ def test_what_others_use_is_measured() -> None:
     ids=["not there", "empty", "no single cores", "cut", "no numbers"],
 )
 def test_where_it_cannot_be_measured_threads_sleep(
-    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stat: str | None
+    place: CoreShare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stat: str | None
 ) -> None:
     """As under systemd's ProcSubset=pid, and in other sandboxes."""
     proc = tmp_path / "proc"
@@ -134,7 +135,7 @@ def test_where_it_cannot_be_measured_threads_sleep(
     if stat is not None:
         (proc / "stat").write_text(stat)
     monkeypatch.setattr(cores, "PROCESSES", proc)
-    monkeypatch.setattr(cores, "usable", lambda: 4)
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     environment: dict[str, str] = {}
     told = choose(place, 0, environment).describe()

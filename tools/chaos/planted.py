@@ -73,16 +73,16 @@ def _patch(owner: type, name: str, changed: Callable[[Callable[..., Any]], Calla
 
 def _at_each_result(due: Callable[[], bool], change: Callable[[Any], Any]) -> None:
     from kvforge.protocol.messages import StepResult
-    from kvforge.worker.step.connection import Link
+    from kvforge.worker.step.connection import CoordinatorConnection
 
     def changed(send: Callable[..., bool]) -> Callable[..., bool]:
-        def changing(self: Link, message: Any) -> bool:
+        def changing(self: CoordinatorConnection, message: Any) -> bool:
             sampled = isinstance(message, StepResult) and message.tokens.size
             return send(self, change(message) if sampled and due() else message)
 
         return changing
 
-    _patch(Link, "send", changed)
+    _patch(CoordinatorConnection, "send", changed)
 
 
 def _done_twice() -> None:

@@ -57,11 +57,11 @@ def choose_attention(device: Device, kind: str = "auto") -> PagedAttention:
     if kind == "reference":
         return ReferenceAttention()
     if kind == "auto" and not device.runs_kernels:
-        if device.host_kernels_problem:
+        if device.cpu_kernels_problem:
             return ReferenceAttention()
-        from .cpu_attention import HostAttention  # imports numba
+        from .cpu_attention import CpuAttention  # imports numba
 
-        return HostAttention()
+        return CpuAttention()
     if not device.kernels:
         raise InvalidConfiguration("attention", "kernels = 'reference' disables Triton; use attention = 'auto'")
     if importlib.util.find_spec("triton") is None:

@@ -45,12 +45,12 @@ class Plan:
     counters: int
 
 
-class HostAttention:
+class CpuAttention:
     """Attention on CPU kernels; see PagedAttention. Supports every head, block and group size and KV dtype."""
 
     def __init__(self) -> None:
         self._reference = ReferenceAttention()
-        self.room = Room()
+        self.workspace = Workspace()
 
     def describe(self, *_: Any) -> tuple[str, str]:
         """Implement `PagedAttention.describe`."""
@@ -99,7 +99,7 @@ class HostAttention:
         """Rotate the query in place, and store key and value. angles: cos and sin; None: no rotation."""
         tokens, kv_heads, size = key.shape
         cos, sin = angles or (key, key)
-        threads, stride = self.room.for_writing(tokens * (query.shape[1] + 2 * kv_heads) * size, size)
+        threads, stride = self.workspace.for_writing(tokens * (query.shape[1] + 2 * kv_heads) * size, size)
         write_rotated(
             threads,
             tokens,
@@ -121,7 +121,7 @@ class HostAttention:
             layer.keys.data_ptr(),
             layer.values.data_ptr(),
             CODES[layer.keys.dtype],
-            self.room.scratch.data_ptr(),
+            self.workspace.scratch.data_ptr(),
             stride,
         )
 
@@ -133,13 +133,13 @@ class HostAttention:
         plan = plan_of(batch, heads, kv_heads, size, options.window)
         # The padding of a static batch is skipped.
         output = (torch.empty if batch.lengths.all() else torch.zeros)(query.shape, dtype=query.dtype)
-        room = self.room
-        threads, stride = room.for_plan(plan, kv_heads, size)
+        workspace = self.workspace
+        threads, stride = workspace.for_plan(plan, kv_heads, size)
         attend(
             threads,
             plan.items.ctypes.data,
             len(plan.items),
-            room.scratch.data_ptr(),
+            workspace.scratch.data_ptr(),
             stride,
             query.data_ptr(),
             *_strides(query),
@@ -159,13 +159,13 @@ class HostAttention:
             options.scaling,
             options.softcap,
             options.window,
-            room.partials.data_ptr(),
-            room.counters.data_ptr(),
+            workspace.partials.data_ptr(),
+            workspace.counters.data_ptr(),
         )
         return output
 
 
-class Room:
+class Workspace:
     """Workspace of the kernels, kept between calls; it only grows."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Rotation, KV write and attention of decodes on the CPU, with prepared arguments for each layer's calls.
 
-`HostAttention` checks and packs the arguments of every call, which takes as long as the work for a few rows. Between
+`CpuAttention` checks and packs the arguments of every call, which takes as long as the work for a few rows. Between
 steps only a few arguments change, in the same way for all layers, except for the address of a product.
 """
 
@@ -17,7 +17,7 @@ from kvforge.worker.cpu.kv_write import write_rotated
 from kvforge.worker.cpu.vector import CODES
 
 from .batch import PagedBatch
-from .cpu_attention import HostAttention, plan_of
+from .cpu_attention import CpuAttention, plan_of
 from .interface import AttentionOptions, KvLayer
 
 
@@ -63,8 +63,8 @@ class _Group:
 class DecodeAttention:
     """Runs decodes: each step is a `begin`, then a `run` for each layer. The caches must not move."""
 
-    def __init__(self, attention: HostAttention, layers: Sequence[DecodeLayer]) -> None:
-        self._room = attention.room
+    def __init__(self, attention: CpuAttention, layers: Sequence[DecodeLayer]) -> None:
+        self._workspace = attention.workspace
         self._size = max(layer.shape[2] for layer in layers)
         self._width = max(layer.width for layer in layers)
         self._writing = Calls(write_rotated, [_writing(layer) for layer in layers])
@@ -92,14 +92,14 @@ class DecodeAttention:
             cos: [rows, rotated], contiguous.
             sin: [rows, rotated], contiguous.
         """
-        room, plans, strides = self._room, [], []
-        self._threads, stride = room.for_writing(batch.tokens * self._width, self._size)
+        workspace, plans, strides = self._workspace, [], []
+        self._threads, stride = workspace.for_writing(batch.tokens * self._width, self._size)
         for group in self._groups:  # reserve for all groups before taking addresses: the memory may move
             heads, kv_heads, size, window = group.shape
             plans.append(plan_of(batch, heads, kv_heads, size, window))
-            group.threads, attend_stride = room.for_plan(plans[-1], kv_heads, size)
+            group.threads, attend_stride = workspace.for_plan(plans[-1], kv_heads, size)
             strides.append(attend_stride)
-        scratch = room.scratch.data_ptr()
+        scratch = workspace.scratch.data_ptr()
         self._writing.renew(
             tokens=batch.tokens,
             cos=cos.data_ptr(),
@@ -116,8 +116,8 @@ class DecodeAttention:
                 scratch_stride=attend_stride,
                 tables=plan.tables.ctypes.data,
                 table_width=plan.tables.shape[1],
-                partials=room.partials.data_ptr(),
-                counters=room.counters.data_ptr(),
+                partials=workspace.partials.data_ptr(),
+                counters=workspace.counters.data_ptr(),
             )
 
     def run(self, index: int, product: int) -> None:

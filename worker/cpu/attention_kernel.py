@@ -18,7 +18,7 @@ import math
 import numpy as np
 from llvmlite.binding import get_host_cpu_features
 
-from kvforge.worker.cpu.kernel import host_kernel, part
+from kvforge.worker.cpu.kernel import cpu_kernel, part
 from kvforge.worker.cpu.rows import item_bytes, load, narrow, read_any, spread, spread_one, store, widen
 from kvforge.worker.cpu.vector import (
     BFLOAT16,
@@ -324,9 +324,9 @@ ARGUMENTS = """
 """
 
 
-@host_kernel("20q2d3q", ARGUMENTS)
+@cpu_kernel("20q2d3q", ARGUMENTS)
 def attend(arguments):
-    """Compute attention; see `HostAttention.attend`, which makes the arguments and the items.
+    """Compute attention; see `CpuAttention.attend`, which makes the arguments and the items.
 
     An item holds: the row of the batch; its first token, counted over the batch, and that token's position; the number
     of tokens; the first part and the one after the last; the index of its stored parts, -1 if no other thread has one;

@@ -1,4 +1,4 @@
-"""Numba's implementation of `Around`, for int8 products on the CPU (see int8_kernels.py)."""
+"""Numba's implementation of `InputQuantiser`, for int8 products on the CPU (see int8_kernels.py)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvforge.worker.cpu.vector import CODES
 from .int8_kernels import NUMBERS_PER_US, make_numbers, quantise
 
 
-class HostAround:
-    """Quantises the inputs of int8 products; see Around. smallest: lower bound of a row's scale."""
+class CpuInputQuantiser:
+    """Quantises the inputs of int8 products; see InputQuantiser. smallest: lower bound of a row's scale."""
 
     def __init__(self, smallest: float) -> None:
         self._smallest = smallest
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def quantise(self, x: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implement `Around.quantise`."""
+        """Implement `InputQuantiser.quantise`."""
         x, (rows, count) = x.contiguous(), x.shape
         levels, largest = torch.empty((rows, count), dtype=torch.uint8), torch.empty((rows, 1))
         threads, stride = threads_for(rows * count / NUMBERS_PER_US) if rows > 1 else 1, -(-4 * count // 64) * 64
@@ -42,7 +42,7 @@ class HostAround:
     def make_numbers(
         self, sums: torch.Tensor, largest: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Implement `Around.make_numbers`."""
+        """Implement `InputQuantiser.make_numbers`."""
         rows, count = sums.shape
         found = sums if dtype == torch.float32 else torch.empty((rows, count), dtype=dtype)
         given = 0 if bias is None else bias.data_ptr()

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from kvforge.worker.cpu.kernel import host_kernel, part
+from kvforge.worker.cpu.kernel import cpu_kernel, part
 from kvforge.worker.cpu.rows import item_bytes, load, load_any, read_any, spread, store, store_any, widen, write_any
 from kvforge.worker.cpu.vector import (
     LANES,
@@ -82,7 +82,7 @@ def peak_of(place, count):
     return peak + broken
 
 
-@host_kernel("9qd")
+@cpu_kernel("9qd")
 def quantise(arguments):
     """Quantise x [rows, count], rotated in blocks of `size`.
 
@@ -118,7 +118,7 @@ def quantise(arguments):
                 write_byte(target + index, np.uint8(read_float(rotated + 4 * index) * factor + F(MIDDLE)))
 
 
-@host_kernel("7q")
+@cpu_kernel("7q")
 def make_numbers(arguments):
     """Write target [rows, count] = sums [rows, count] float32 x peaks [rows] + bias [count].
 

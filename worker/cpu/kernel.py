@@ -1,7 +1,7 @@
 """CPU kernels: compiled by Numba once, cached on disk, and run by torch's own threads.
 
 A kernel is a function of one address, where its arguments are stored: an int64 that counts the tickets taken, one that
-counts the threads that arrived, then the arguments declared to `host_kernel`. Threads take tickets until none are left
+counts the threads that arrived, then the arguments declared to `cpu_kernel`. Threads take tickets until none are left
 (see `vector.take_ticket`), so the number of threads does not matter, and a late thread delays no other.
 
 The process has one thread pool: the OpenMP library that torch is linked with calls the kernel (`GOMP_parallel`, which
@@ -39,7 +39,7 @@ OPTIONS = {"error_model": "numpy"}  # a kernel cannot raise
 log = logging.getLogger("worker")
 
 
-def host_kernel_problem() -> str:
+def cpu_kernels_problem() -> str:
     """Return why this process cannot run CPU kernels; "" if it can."""
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in CAPABILITIES:
@@ -51,7 +51,7 @@ def host_kernel_problem() -> str:
     return ""
 
 
-class HostKernel:
+class CpuKernel:
     """A CPU kernel, compiled on its first call."""
 
     def __init__(self, function: Callable[[int], None], layout: str, names: str = "") -> None:
@@ -120,14 +120,14 @@ class HostKernel:
         return ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._address)
 
 
-def host_kernel(layout: str, names: str = "") -> Callable[[Callable[[int], None]], HostKernel]:
+def cpu_kernel(layout: str, names: str = "") -> Callable[[Callable[[int], None]], CpuKernel]:
     """Make a decorator that turns a function into a kernel.
 
     Args:
         layout: Types of the arguments in `struct` notation; q: int64, d: double.
         names: Names of the arguments, needed for `Calls`.
     """
-    return lambda function: HostKernel(function, layout, names)
+    return lambda function: CpuKernel(function, layout, names)
 
 
 class Calls:
@@ -141,7 +141,7 @@ class Calls:
         struct.error: The arguments do not match the kernel's layout.
     """
 
-    def __init__(self, kernel: HostKernel, calls: Sequence[Sequence[float]]) -> None:
+    def __init__(self, kernel: CpuKernel, calls: Sequence[Sequence[float]]) -> None:
         self._kernel, size = kernel, kernel.layout.size
         packed = bytearray(size * len(calls))
         for index, numbers in enumerate(calls):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvforge.worker.cpu.kernel import host_kernel, part
+from kvforge.worker.cpu.kernel import cpu_kernel, part
 from kvforge.worker.cpu.rows import copy, item_bytes, load_any, read_any, store_any, write_any
 from kvforge.worker.cpu.vector import LANES, add, multiply, read_integer, reading_integers, subtract, take_ticket
 
@@ -41,9 +41,9 @@ ARGUMENTS = """
 """
 
 
-@host_kernel("24q", ARGUMENTS)
+@cpu_kernel("24q", ARGUMENTS)
 def write_rotated(arguments):
-    """Rotate and store; see `HostAttention.write_rotated`, which lays out the arguments. A ticket is a few tokens."""
+    """Rotate and store; see `CpuAttention.write_rotated`, which lays out the arguments. A ticket is a few tokens."""
     sizes = read_sizes(arguments)
     tokens, size, code, rotated, cos, sin, angle_code = sizes[2:9]
     query, query_token_stride, query_head_stride, heads = sizes[9:13]

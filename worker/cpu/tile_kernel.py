@@ -9,7 +9,7 @@ time: their sums fill the AVX2 registers beside the operands.
 
 from __future__ import annotations
 
-from kvforge.worker.cpu.kernel import host_kernel, part
+from kvforge.worker.cpu.kernel import cpu_kernel, part
 from kvforge.worker.cpu.rows import load, spread, store
 from kvforge.worker.cpu.vector import LANES, add, fma, read_float, reading_integers, take_ticket
 
@@ -114,7 +114,7 @@ def some_rows(x, x_bytes, row, rows, weight, width, first, end, bias, target, ta
         row += 6 if left >= 6 else (4 if left >= 4 else 1)
 
 
-@host_kernel("11q")
+@cpu_kernel("11q")
 def multiply_tiles(arguments):
     """Write x [rows, count] times tiles [tiles, tile_bytes], plus bias, to target [rows, tiles x width].
 

@@ -29,7 +29,7 @@ class GraphMemory:
         return cls(torch.cuda.graph_pool_handle(), _capture_stream(device))
 
 
-class Place:
+class CudaArray:
     """GPU memory described by `__cuda_array_interface__`, the protocol that torch and other libraries share."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -20,9 +20,9 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError, WorkerError
-from kvforge.worker.cpu.kernel import host_kernel_problem
+from kvforge.worker.cpu.kernel import cpu_kernels_problem
 
-from .capture import Captured, GraphMemory, Place, captured_on
+from .capture import Captured, CudaArray, GraphMemory, captured_on
 from .file_pages import release_library_pages
 from .products import sum_in_one_go
 
@@ -189,7 +189,7 @@ class Device:
 
         On a CPU, return the tensor itself.
         """
-        return torch.as_tensor(Place(tensor), device=self.torch_device) if self.queues else tensor
+        return torch.as_tensor(CudaArray(tensor), device=self.torch_device) if self.queues else tensor
 
     def graph_memory(self) -> GraphMemory | None:
         """Return memory that several `capture` calls can share; None on a CPU.
@@ -259,11 +259,11 @@ class Device:
         return 0 if self.queues else release_library_pages()
 
     @property
-    def host_kernels_problem(self) -> str:
+    def cpu_kernels_problem(self) -> str:
         """Why Numba's CPU kernels cannot run on this device; "" if they can."""
         if self.queues:
             return f"{self.name} is not a CPU"
-        return host_kernel_problem() if self.kernels else "kernels = 'reference'"
+        return cpu_kernels_problem() if self.kernels else "kernels = 'reference'"
 
     def packing_problem(self, dtype: torch.dtype) -> str:
         """Return why oneDNN's products with packed weights of `dtype` cannot run on this device; "" if they can."""

@@ -22,7 +22,7 @@ ALIGNED = 256  # bytes
 
 
 @dataclass(frozen=True)
-class Peers:
+class RankBuffers:
     """One buffer of all ranks, as a kernel receives it.
 
     Attributes:
@@ -100,7 +100,7 @@ class Exchange:
         bases = torch.tensor(list(self._handle.buffer_ptrs), dtype=torch.int64)
         meetings = torch.zeros(PROGRAMS_MAX, dtype=torch.int32, device=device)
         flags = (bases + starts[0]).to(device)
-        self._peers = [Peers(rank, count, (bases + start).to(device), flags, meetings) for start in starts[1:]]
+        self._peers = [RankBuffers(rank, count, (bases + start).to(device), flags, meetings) for start in starts[1:]]
         self._places = [self._memory[start : start + size] for start, size in zip(starts[1:], sizes, strict=True)]
 
     @property
@@ -114,6 +114,6 @@ class Exchange:
         octets = self._places[which]
         return octets[:needed].view(dtype).view(shape) if needed <= len(octets) else None
 
-    def peers(self, which: int, polls_max: int = 0) -> Peers:
+    def peers(self, which: int, polls_max: int = 0) -> RankBuffers:
         """Return a buffer of all ranks for a kernel."""
         return replace(self._peers[which], polls_max=polls_max)

@@ -1,8 +1,8 @@
 """A device as a queue: events, and copies to and from the device.
 
-A GPU runs queued calls in order, later. `Mark` is an event in that queue, `Staging` copies to the device and `Fetched`
-copies from it, both without waiting. On a CPU all work is done when a call returns, and the same calls copy or do
-nothing.
+A GPU runs queued calls in order, later. `DeviceEvent` is an event in that queue, `Staging` copies to the device and
+`AsyncCopy` copies from it, both without waiting. On a CPU all work is done when a call returns, and the same calls copy
+or do nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .device import Device
 STAGING_RING = 3
 
 
-class Mark:
+class DeviceEvent:
     """An event in the device's queue. On a CPU it has always passed."""
 
     def __init__(self, device: Device, timed: bool = False) -> None:
@@ -48,7 +48,7 @@ class Mark:
         if self._event is not None:
             self._event.synchronize()
 
-    def ms_since(self, earlier: Mark) -> float:
+    def ms_since(self, earlier: DeviceEvent) -> float:
         """Return the milliseconds of device time between two timed events that have passed."""
         if self._event is None or earlier._event is None:
             return (self._at_ns - earlier._at_ns) / 1e6
@@ -67,7 +67,7 @@ class Staging:
         self.on_device = torch.zeros(size, dtype=torch.int32, device=device.torch_device)
         self._device = device
         self._ring = [device.host_buffer(size, torch.int32) for _ in range(STAGING_RING)]
-        self._sent: list[Mark | None] = [None] * STAGING_RING
+        self._sent: list[DeviceEvent | None] = [None] * STAGING_RING
         self._next = 0
 
     def host(self) -> npt.NDArray[np.int32]:
@@ -82,15 +82,15 @@ class Staging:
         """Queue the copy of the first `count` numbers of the array that `host` returned."""
         self._device.refuse_capture("filling a staging buffer")
         self._device.copy_numbers(self.on_device[:count], self._ring[self._next][:count])
-        self._sent[self._next] = Mark(self._device)
+        self._sent[self._next] = DeviceEvent(self._device)
         self._next = (self._next + 1) % STAGING_RING
 
 
-class Fetched:
+class AsyncCopy:
     """A device tensor on its way to the host."""
 
     def __init__(self, device: Device, tensor: torch.Tensor, host: torch.Tensor | None = None) -> None:
-        """Queue the copy; work queued later may overwrite the tensor. host: [n] int32 of a Landing, or None."""
+        """Queue the copy; work queued later may overwrite the tensor. host: [n] int32 of a HostBuffer, or None."""
         if host is not None:
             self._host = host
             device.copy_numbers(host, tensor)
@@ -104,7 +104,7 @@ class Fetched:
         return array
 
 
-class Landing:
+class HostBuffer:
     """Fixed host buffers, used in turn, for results that are fetched once per step."""
 
     def __init__(self, device: Device, size: int) -> None:
@@ -112,8 +112,8 @@ class Landing:
         self._ring = [device.host_buffer(size, torch.int32) for _ in range(STAGING_RING)]
         self._next = 0
 
-    def fetch(self, tensor: torch.Tensor) -> Fetched:
+    def fetch(self, tensor: torch.Tensor) -> AsyncCopy:
         """Queue the copy of tensor [n] int32. Read the result before STAGING_RING more are fetched."""
         host = self._ring[self._next][: tensor.numel()]
         self._next = (self._next + 1) % STAGING_RING
-        return Fetched(self._device, tensor, host)
+        return AsyncCopy(self._device, tensor, host)

@@ -196,11 +196,11 @@ def choose_operations(device: Device, dtype: torch.dtype) -> LayerOperations:
 
         if packing_problem(device, dtype):
             return PlainOperations()
-        if device.host_kernels_problem:
+        if device.cpu_kernels_problem:
             return PackedOperations(device)
-        from .cpu_operations import HostOperations  # imports numba
+        from .cpu_operations import CpuOperations  # imports numba
 
-        return HostOperations(device)
+        return CpuOperations(device)
     from .fused import FusedOperations  # imports triton
 
     # torch computes all float32 products, with other bits for each number of rows.

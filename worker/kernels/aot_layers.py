@@ -11,7 +11,7 @@ import torch
 
 from kvforge.worker.attention import KvLayer
 from kvforge.worker.device.copies import copy_numbers
-from kvforge.worker.device.exchange import Peers
+from kvforge.worker.device.exchange import RankBuffers
 from kvforge.worker.device.target import HEAD_CLASSES, Target
 from kvforge.worker.kernels import HIDDEN_MAX
 from kvforge.worker.sampling.kernels import PIECE, choose_tokens, feed_tokens
@@ -222,9 +222,9 @@ def _sum(target: Target, dtype: torch.dtype, hidden: int, added: torch.dtype, pa
     )
 
 
-def _peers(ranks: int) -> Peers:
+def _peers(ranks: int) -> RankBuffers:
     addresses, flags = numbers(ranks, dtype=torch.int64), numbers(ranks, dtype=torch.int64)
-    return Peers(0, ranks, addresses, flags, numbers(1, dtype=torch.int32))
+    return RankBuffers(0, ranks, addresses, flags, numbers(1, dtype=torch.int32))
 
 
 def _exchanged(target: Target, dtype: torch.dtype, hidden: int, ranks: int) -> Configuration:

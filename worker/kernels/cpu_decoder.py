@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvforge.worker.attention import PagedBatch
-from kvforge.worker.attention.cpu_attention import HostAttention
+from kvforge.worker.attention.cpu_attention import CpuAttention
 from kvforge.worker.attention.cpu_decode import DecodeAttention, DecodeLayer
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.cpu.kernel import Calls, threads_for
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 ROWS_MAX = 64  # for more rows, Python's overhead is small
 
 
-class HostDecoder:
+class CpuDecoder:
     """The layers of one decoder over one pool, for which `can_decode` is true."""
 
     def __init__(self, decoder: FusedDecoder, pool: KvPool) -> None:
-        assert isinstance(decoder.attention, HostAttention), "can_decode is false"
+        assert isinstance(decoder.attention, CpuAttention), "can_decode is false"
         self._pool = weakref.ref(pool)  # the owner decides its lifetime
-        self._decoder, self._memory = decoder, Memory(decoder.final_norm)
+        self._decoder, self._memory = decoder, RowBuffers(decoder.final_norm)
         self._order = torch.arange(ROWS_MAX)
         self._residual, self._normed = (self._memory.of(decoder.table.shape[1], use) for use in ("residual", "normed"))
         layers, hidden, epsilon = decoder.layers, decoder.table.shape[1], decoder.epsilon
@@ -126,7 +126,7 @@ class HostDecoder:
         return self._normed[:rows]
 
 
-class Memory:
+class RowBuffers:
     """Reused buffers of `ROWS_MAX` rows for results of layers, shared by layers of the same width."""
 
     def __init__(self, like: torch.Tensor) -> None:
@@ -141,11 +141,11 @@ class Memory:
 
 
 def can_decode(decoder: FusedDecoder, pool: KvPool) -> bool:
-    """Return whether `HostDecoder` supports a decoder and a pool."""
+    """Return whether `CpuDecoder` supports a decoder and a pool."""
     dtype = decoder.table.dtype
     norms = [decoder.final_norm, *(norm for layer in decoder.layers for norm in (layer.input_norm, layer.inner_norm))]
     return (
-        isinstance(decoder.attention, HostAttention)
+        isinstance(decoder.attention, CpuAttention)
         and (isinstance(decoder.table, PackedTable) or decoder.table.is_contiguous())
         and all(norm.dtype == dtype for norm in norms)
         and all(cache.keys.dtype == dtype for cache in pool.layers)
@@ -153,7 +153,7 @@ def can_decode(decoder: FusedDecoder, pool: KvPool) -> bool:
 
 
 def is_decodes(batch: PagedBatch, token_ids: torch.Tensor) -> bool:
-    """Return whether `HostDecoder.run` supports a step."""
+    """Return whether `CpuDecoder.run` supports a step."""
     rows = len(batch.counts)
     return 0 < rows <= ROWS_MAX and batch.tokens == rows and bool(batch.lengths.all()) and token_ids.is_contiguous()
 

@@ -13,7 +13,7 @@ from kvforge.worker.cpu.layer_kernels import NUMBERS_PER_US, add_norm, embed_nor
 from kvforge.worker.cpu.vector import CODES
 from kvforge.worker.device.device import Device
 
-from .cpu_decoder import HostDecoder, can_decode, is_decodes
+from .cpu_decoder import CpuDecoder, can_decode, is_decodes
 from .packed import PackedOperations
 from .packed_table import PackedTable
 from .plain import sum_parts
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from .decoder import FusedDecoder
 
 
-class HostOperations(PackedOperations):
+class CpuOperations(PackedOperations):
     """Operations on CPU kernels; see LayerOperations."""
 
     kernels = ("embedding norm", "head norm", "gate", "sum and norm")
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
-        self._decoder: HostDecoder | None = None
+        self._decoder: CpuDecoder | None = None
         self._layouts = Layouts()
 
     def _look_at(self, packed: torch.Tensor, weight: torch.Tensor) -> None:
@@ -48,7 +48,7 @@ class HostOperations(PackedOperations):
         if not is_decodes(batch, token_ids):
             return None
         if self._decoder is None or not self._decoder.serves(decoder, pool):
-            self._decoder = HostDecoder(decoder, pool) if can_decode(decoder, pool) else None
+            self._decoder = CpuDecoder(decoder, pool) if can_decode(decoder, pool) else None
         return None if self._decoder is None else self._decoder.run(token_ids, positions, batch)
 
     def embed(

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvforge.worker.device.exchange import PROGRAMS_MAX, RANKS_MAX, Exchange, Peers
+from kvforge.worker.device.exchange import PROGRAMS_MAX, RANKS_MAX, Exchange, RankBuffers
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 from kvforge.worker.device.target import HEAD_UNIT, Target, in_units
 
@@ -123,7 +123,7 @@ def join_of_ranks_kernel(
 
 
 def add_norm_of_ranks(
-    peers: Peers,
+    peers: RankBuffers,
     residual: torch.Tensor,
     weight: torch.Tensor,
     epsilon: float,
@@ -169,7 +169,7 @@ def add_norm_of_ranks(
     return output
 
 
-def join_of_ranks(peers: Peers, output: torch.Tensor, multiprocessors: int) -> torch.Tensor:
+def join_of_ranks(peers: RankBuffers, output: torch.Tensor, multiprocessors: int) -> torch.Tensor:
     """Write all ranks' parts [tokens, share] side by side to output [tokens, ranks x share], contiguous; return it."""
     count, width = output.shape
     share = width // peers.count
@@ -196,7 +196,7 @@ def _programs(work: int, multiprocessors: int) -> int:
     return min(work, PROGRAMS_A_PROCESSOR * multiprocessors, PROGRAMS_MAX)
 
 
-class Shared:
+class DirectExchange:
     """Exchange between the ranks of one model through the buffers of an `Exchange`."""
 
     def __init__(self, exchange: Exchange, target: Target, overlap: bool) -> None:

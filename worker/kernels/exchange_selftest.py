@@ -13,7 +13,7 @@ import torch
 
 from kvforge.worker.device.check import require_right
 from kvforge.worker.device.device import WAY_OUT, Device
-from kvforge.worker.device.exchange import PROGRAMS_MAX, RANKS_MAX, Peers
+from kvforge.worker.device.exchange import PROGRAMS_MAX, RANKS_MAX, RankBuffers
 from kvforge.worker.device.targets import current_target
 
 from .exchange import add_norm_of_ranks, join_of_ranks
@@ -27,7 +27,7 @@ TOKENS = (1, 21)
 SHARE = 5000  # more than a program joins at once
 
 
-class Pretended:
+class SimulatedRanks:
     """Buffers and flags of all ranks in one rank's memory. Every other rank has already announced itself."""
 
     def __init__(self, parts: list[torch.Tensor], rank: int, meeting: int = 1) -> None:
@@ -39,7 +39,7 @@ class Pretended:
         addresses = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device=device)
         flags = torch.tensor([each.data_ptr() for each in self.flags], dtype=torch.int64, device=device)
         meetings = torch.full((PROGRAMS_MAX,), meeting - 1, dtype=torch.int32, device=device)
-        self.peers = Peers(rank, count, addresses, flags, meetings, polls_max=1000)
+        self.peers = RankBuffers(rank, count, addresses, flags, meetings, polls_max=1000)
 
 
 @torch.inference_mode()
@@ -65,7 +65,7 @@ def _compare_sum(fused: FusedDecoder, device: Device, count: int, tokens: int) -
     residual = _random((tokens, hidden), table, generator)
     expected = residual.clone()
     want = plain.add_norm(torch.stack(parts), expected, weight, epsilon)
-    pretended = Pretended(parts, count - 1)
+    pretended = SimulatedRanks(parts, count - 1)
     how = (False, target.warp_size, target.multiprocessors)
     got = add_norm_of_ranks(pretended.peers, residual, weight, epsilon, *how)
     for ours, theirs in ((got, want), (residual, expected)):
@@ -79,7 +79,7 @@ def _compare_joined(fused: FusedDecoder, device: Device, count: int, tokens: int
     generator = torch.Generator(fused.table.device).manual_seed(1)
     parts = [_random((tokens, SHARE), fused.table, generator).float() for _ in range(count)]
     output = torch.full((tokens, count * SHARE), float("nan"), device=fused.table.device)
-    pretended = Pretended(parts, 0)
+    pretended = SimulatedRanks(parts, 0)
     join_of_ranks(pretended.peers, output, current_target(device).multiprocessors)
     return "" if torch.equal(output, torch.cat(parts, 1)) else "it differs from the ranks' parts"
 

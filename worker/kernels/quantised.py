@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from kvforge.worker.cpu.kernel import host_kernel_problem
+from kvforge.worker.cpu.kernel import cpu_kernels_problem
 
 from .row_counts import padded
 
@@ -91,7 +91,7 @@ class Int8Weight(QuantisedWeight):
         self._scales = scales / LEVELS  # includes the levels of x: the row's largest number is multiplied last
         self._zeros = torch.zeros(n, dtype=torch.int32)
         self._rotation = rotation
-        self._around = choose_around()
+        self._quantiser = choose_input_quantiser()
 
     @property
     def stored_bytes(self) -> int:
@@ -100,11 +100,11 @@ class Int8Weight(QuantisedWeight):
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Implement `QuantisedWeight.product`."""
-        levels, largest = self._around.quantise(padded(x), self._rotation)
+        levels, largest = self._quantiser.quantise(padded(x), self._rotation)
         sums: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             levels, 1.0, 128, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
-        return self._around.make_numbers(sums, largest, bias, x.dtype)[: x.shape[0]]
+        return self._quantiser.make_numbers(sums, largest, bias, x.dtype)[: x.shape[0]]
 
     def widened(self) -> torch.Tensor:
         """Implement `QuantisedWeight.widened`."""
@@ -113,11 +113,11 @@ class Int8Weight(QuantisedWeight):
 
     def seen(self, x: torch.Tensor) -> torch.Tensor:
         """Implement `QuantisedWeight.seen`."""
-        levels, largest = self._around.quantise(x, self._rotation)
+        levels, largest = self._quantiser.quantise(x, self._rotation)
         return rotate((levels.float() - 128) * (largest / LEVELS), self._rotation)
 
 
-class Around(Protocol):
+class InputQuantiser(Protocol):
     """Quantisation of x before an int8 product, and conversion of its sums afterwards."""
 
     def quantise(self, x: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,14 +143,14 @@ class Around(Protocol):
         """
 
 
-class PlainAround:
-    """Quantisation in plain torch; see Around."""
+class PlainInputQuantiser:
+    """Quantisation in plain torch; see InputQuantiser."""
 
     def __init__(self) -> None:
         self._middle = torch.tensor(128.5)  # middle of the levels 1 to 255; the half rounds
 
     def quantise(self, x: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implement `Around.quantise`."""
+        """Implement `InputQuantiser.quantise`."""
         x = rotate(x.float(), rotation)
         largest = x.abs().amax(1, keepdim=True).clamp_min_(SMALLEST)
         return torch.addcmul(self._middle, x, LEVELS / largest).to(torch.uint8), largest
@@ -158,19 +158,19 @@ class PlainAround:
     def make_numbers(
         self, sums: torch.Tensor, largest: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Implement `Around.make_numbers`."""
+        """Implement `InputQuantiser.make_numbers`."""
         found = sums.mul_(largest).to(dtype)
         return found if bias is None else found.add_(bias)
 
 
 @lru_cache(maxsize=1)
-def choose_around() -> Around:
+def choose_input_quantiser() -> InputQuantiser:
     """Return the fastest implementation that this process can run."""
-    if host_kernel_problem():
-        return PlainAround()
-    from kvforge.worker.cpu.int8_inputs import HostAround  # imports numba
+    if cpu_kernels_problem():
+        return PlainInputQuantiser()
+    from kvforge.worker.cpu.int8_inputs import CpuInputQuantiser  # imports numba
 
-    return HostAround(SMALLEST)
+    return CpuInputQuantiser(SMALLEST)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The registry of all kernels: their configurations, plain-torch references, and checks at start.
 
-Every launched kernel is in `KERNELS` (Triton's) or `HOST_KERNELS` (the CPU's). The tests look for launches that are
+Every launched kernel is in `KERNELS` (Triton's) or `CPU_KERNELS` (the CPU's). The tests look for launches that are
 missing here, corrupt each kernel in turn, and expect the start to reject it. `kernels = "reference"` runs none.
 """
 
@@ -23,7 +23,7 @@ from kvforge.worker.kernels import PlainOperations
 from kvforge.worker.sampling.sampler import SamplingState
 
 from .packed import packing_problem, weight_kind
-from .quantised import PlainAround
+from .quantised import PlainInputQuantiser
 from .selftest import quantising_test
 from .selftest import self_test as layer_test
 
@@ -98,7 +98,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class HostKernelEntry:
+class CpuKernelEntry:
     """A CPU kernel. It is compiled for the CPU that runs it, and handles all dtypes and shapes.
 
     For module, name, reference and check see Kernel.
@@ -117,7 +117,7 @@ def check_kernels(serving: Serving) -> None:
         KernelError: Names the failing kernel.
         GpuError: The device failed.
     """
-    for check in dict.fromkeys(kernel.check for kernel in (*KERNELS, *HOST_KERNELS)):
+    for check in dict.fromkeys(kernel.check for kernel in (*KERNELS, *CPU_KERNELS)):
         check(serving)
 
 
@@ -152,18 +152,14 @@ def _quantising(serving: Serving) -> None:
 
 def _tiles(serving: Serving) -> None:
     device = serving.device
-    if (
-        serving.dtype == torch.float32
-        and not device.host_kernels_problem
-        and not packing_problem(device, serving.dtype)
-    ):
+    if serving.dtype == torch.float32 and not device.cpu_kernels_problem and not packing_problem(device, serving.dtype):
         from .tiles import tiles_test
 
         tiles_test(device)
 
 
 def _sampling(serving: Serving) -> None:
-    if serving.device.runs_kernels or not serving.device.host_kernels_problem:
+    if serving.device.runs_kernels or not serving.device.cpu_kernels_problem:
         from kvforge.worker.sampling.selftest import sampling_test
 
         sampling_test(serving.device, serving.vocab_size)
@@ -205,16 +201,16 @@ KERNELS = (
     Kernel("kvforge.worker.sampling.kernels", "feed_kernel", SamplingState.feed, _sampling, "feed"),
     Kernel("kvforge.worker.device.copies", "copy_kernel", torch.Tensor.copy_, _copies, "copy"),
 )
-HOST_KERNELS = (
-    HostKernelEntry("kvforge.worker.cpu.attention_kernel", "attend", ReferenceAttention.attend, _attention),
-    HostKernelEntry("kvforge.worker.cpu.kv_write", "write_rotated", ReferenceAttention.write_rotated, _attention),
-    HostKernelEntry("kvforge.worker.cpu.layer_kernels", "embed_norm", PlainOperations.embed, _layers),
-    HostKernelEntry("kvforge.worker.cpu.layer_kernels", "add_norm", PlainOperations.add_norm, _layers),
-    HostKernelEntry("kvforge.worker.cpu.layer_kernels", "head_norm", PlainOperations.head_norm, _layers),
-    HostKernelEntry("kvforge.worker.cpu.layer_kernels", "gate", PlainOperations.gated, _layers),
-    HostKernelEntry("kvforge.worker.cpu.tile_kernel", "multiply_tiles", PlainOperations.linear, _tiles),
-    HostKernelEntry("kvforge.worker.cpu.int8_kernels", "quantise", PlainAround.quantise, _quantising),
-    HostKernelEntry("kvforge.worker.cpu.int8_kernels", "make_numbers", PlainAround.make_numbers, _quantising),
-    HostKernelEntry("kvforge.worker.cpu.sampling_kernels", "choose", SamplingState.sample, _sampling),
-    HostKernelEntry("kvforge.worker.cpu.sampling_kernels", "draw", SamplingState.sample, _sampling),
+CPU_KERNELS = (
+    CpuKernelEntry("kvforge.worker.cpu.attention_kernel", "attend", ReferenceAttention.attend, _attention),
+    CpuKernelEntry("kvforge.worker.cpu.kv_write", "write_rotated", ReferenceAttention.write_rotated, _attention),
+    CpuKernelEntry("kvforge.worker.cpu.layer_kernels", "embed_norm", PlainOperations.embed, _layers),
+    CpuKernelEntry("kvforge.worker.cpu.layer_kernels", "add_norm", PlainOperations.add_norm, _layers),
+    CpuKernelEntry("kvforge.worker.cpu.layer_kernels", "head_norm", PlainOperations.head_norm, _layers),
+    CpuKernelEntry("kvforge.worker.cpu.layer_kernels", "gate", PlainOperations.gated, _layers),
+    CpuKernelEntry("kvforge.worker.cpu.tile_kernel", "multiply_tiles", PlainOperations.linear, _tiles),
+    CpuKernelEntry("kvforge.worker.cpu.int8_kernels", "quantise", PlainInputQuantiser.quantise, _quantising),
+    CpuKernelEntry("kvforge.worker.cpu.int8_kernels", "make_numbers", PlainInputQuantiser.make_numbers, _quantising),
+    CpuKernelEntry("kvforge.worker.cpu.sampling_kernels", "choose", SamplingState.sample, _sampling),
+    CpuKernelEntry("kvforge.worker.cpu.sampling_kernels", "draw", SamplingState.sample, _sampling),
 )

@@ -19,7 +19,7 @@ from kvforge.worker.device.check import require_right
 from kvforge.worker.device.device import WAY_OUT, Device
 from kvforge.worker.kernels import LayerOperations, PlainOperations
 
-from .quantised import PlainAround, choose_around, rotation_of
+from .quantised import PlainInputQuantiser, choose_input_quantiser, rotation_of
 
 if TYPE_CHECKING:
     from .decoder import FusedDecoder
@@ -130,7 +130,7 @@ def _compare_quantising(tokens: int, width: int, dtype: torch.dtype) -> str:
     x = torch.randn(tokens + 1, width, generator=generator).to(dtype)
     x[-1] = float("nan")
     sums, bias, rotation = x.float() * 1000, x[0], rotation_of(width)
-    ours, plain = choose_around(), PlainAround()
+    ours, plain = choose_input_quantiser(), PlainInputQuantiser()
     (levels, largest), (want, peaks) = (each.quantise(x, rotation) for each in (ours, plain))
     if int((levels[:-1].int() - want[:-1].int()).abs().max()) > 1:  # rounding may differ by one level
         return "levels differ by more than one"

@@ -22,7 +22,7 @@ from .steady import same_bits
 
 if TYPE_CHECKING:
     from .decoder import FusedDecoder
-    from .exchange import Shared
+    from .exchange import DirectExchange
 
 ROUNDS = 6  # per size: both buffers in turn
 POLLS_MAX = 1 << 24  # about ten seconds, after which a missing rank is given up
@@ -45,7 +45,7 @@ def share_memory(ranks: Ranks, fused: FusedDecoder | None, device: Device, token
     """
     if ranks.unshared:
         return ranks.unshared
-    shared: Shared | None = None
+    shared: DirectExchange | None = None
     try:
         shared = _share(ranks, fused, device, tokens_max, rows_max)
         problem = ""
@@ -65,7 +65,7 @@ def share_memory(ranks: Ranks, fused: FusedDecoder | None, device: Device, token
     return ""
 
 
-def _share(ranks: Ranks, fused: FusedDecoder | None, device: Device, tokens_max: int, rows_max: int) -> Shared:
+def _share(ranks: Ranks, fused: FusedDecoder | None, device: Device, tokens_max: int, rows_max: int) -> DirectExchange:
     """Allocate the shared memory.
 
     Raises:
@@ -73,7 +73,7 @@ def _share(ranks: Ranks, fused: FusedDecoder | None, device: Device, tokens_max:
     """
     from kvforge.worker.device.targets import current_target
 
-    from .exchange import Shared
+    from .exchange import DirectExchange
     from .fused import FusedOperations
 
     operations = fused.operations if fused is not None else None
@@ -84,7 +84,7 @@ def _share(ranks: Ranks, fused: FusedDecoder | None, device: Device, tokens_max:
     row = fused.table.shape[1] * fused.table.element_size()
     logits = rows_max * len(fused.head.weight) * 4 if fused.head_is_split else 0
     sizes = (tokens_max * row, tokens_max * row, min(logits, LOGIT_BYTES_MAX))
-    return Shared(ranks.exchange(sizes), current_target(device), operations.overlap)
+    return DirectExchange(ranks.exchange(sizes), current_target(device), operations.overlap)
 
 
 def _sizes(most: int) -> Iterator[int]:
@@ -95,7 +95,7 @@ def _sizes(most: int) -> Iterator[int]:
                 yield count
 
 
-def _difference(fused: FusedDecoder, ranks: Ranks, shared: Shared, tokens_max: int, rows_max: int) -> str:
+def _difference(fused: FusedDecoder, ranks: Ranks, shared: DirectExchange, tokens_max: int, rows_max: int) -> str:
     """Return the first difference from the library, or ""."""
     for count in _sizes(tokens_max):
         if not _same_sums(fused, ranks, shared, count):
@@ -107,7 +107,7 @@ def _difference(fused: FusedDecoder, ranks: Ranks, shared: Shared, tokens_max: i
     return ""
 
 
-def _same_sums(fused: FusedDecoder, ranks: Ranks, shared: Shared, count: int) -> bool:
+def _same_sums(fused: FusedDecoder, ranks: Ranks, shared: DirectExchange, count: int) -> bool:
     table, norm = fused.table, fused.final_norm
     hidden, rounds = table.shape[1], range(ROUNDS if count <= 64 else 2)
     generator = torch.Generator(table.device).manual_seed(1000 * count + ranks.rank)
@@ -127,7 +127,7 @@ def _same_sums(fused: FusedDecoder, ranks: Ranks, shared: Shared, count: int) ->
     return all(map(same_bits, (*found, residuals[1]), (*wanted, residuals[0])))
 
 
-def _same_logits(fused: FusedDecoder, ranks: Ranks, shared: Shared, count: int) -> bool:
+def _same_logits(fused: FusedDecoder, ranks: Ranks, shared: DirectExchange, count: int) -> bool:
     device, share = fused.table.device, len(fused.head.weight)
     place = shared.place(LOGITS, (count, share), torch.float32)
     if place is None:

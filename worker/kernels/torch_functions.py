@@ -29,7 +29,7 @@ def mean_of_rows(x: torch.Tensor, dim: Any = None, keepdim: bool = False, **keyw
     return means if keepdim else means.squeeze(-1)
 
 
-class Evenly(TorchFunctionMode):
+class SteadyFunctions(TorchFunctionMode):
     """Replaces torch's functions by those above, and products with a matrix by those of `operations`."""
 
     def __init__(self, operations: LayerOperations) -> None:

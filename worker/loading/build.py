@@ -18,9 +18,9 @@ from .gguf import noted_names
 from .gguf_config import check_rotation
 from .lazy_compiler import less_of_torch
 from .probe import foresee
-from .progress import Bars, Progress, bars_to
-from .rehearsal import check_memory, rehearse, settle
-from .report import check_experts, check_finite, check_unpacked, judge, reported
+from .progress import Progress, ProgressBars, bars_to
+from .rehearsal import check_memory, drop_removed_parts, rehearse
+from .report import check_experts, check_finite, check_unpacked, reject_mismatches, reported
 from .source import Source
 
 NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
@@ -122,12 +122,12 @@ def _load(source: Source, config: Any, dtype: torch.dtype, device: Device) -> An
                 **source.keywords,
             )
         except Exception:
-            judge(report, source.name, names.of)
+            reject_mismatches(report, source.name, names.of)
             raise
-    settle(report, module)
+    drop_removed_parts(report, module)
     if source.format == "gguf":
         names.complete(report, source.gguf_header)
-    judge(report, source.name, names.of)
+    reject_mismatches(report, source.name, names.of)
     check_unpacked(module, stored, source.name, method)
     if source.format == "gguf":
         check_rotation(source, module)
@@ -140,7 +140,7 @@ def lacks_memory(error: BaseException) -> bool:
     return any(words in str(error).lower() for words in NO_MEMORY)
 
 
-def _typed(error: Exception, source: Source, config: Any, device: Device, bars: Bars) -> KvforgeError:
+def _typed(error: Exception, source: Source, config: Any, device: Device, bars: ProgressBars) -> KvforgeError:
     """Return the worker's error for a failure that a retry may avoid; any other failure is the model's."""
     worker_error = as_worker_error(error, f"loading {source.name}", device)
     if lacks_memory(error) or worker_error.code != "worker_error":

@@ -19,15 +19,15 @@ FAST = "determinism = 'fast'"
 FAST_WAY_OUT = f"set {FAST} to serve the model as transformers runs it"
 
 
-def told(problem: str) -> str:
-    """Return the text that announces a model's determinism, for the result of `made_steady`."""
+def describe_determinism(problem: str) -> str:
+    """Return the text that announces a model's determinism, for the result of `make_batch_invariant`."""
     if problem == FAST:
         return "fast"
     return f"not promised: {problem}" if problem else "batch-invariant"
 
 
 @torch.inference_mode()
-def made_steady(model: LoadedModel, operations: LayerOperations) -> str:
+def make_batch_invariant(model: LoadedModel, operations: LayerOperations) -> str:
     """Make a model batch-invariant, or return why it is not.
 
     If a GPU's products differ with the number of rows, they are computed in slabs from now on.
@@ -56,9 +56,9 @@ def attends_in_plain_torch(model: LoadedModel) -> bool:
     """Return whether any layer attends in plain torch, because of the setting or an unsupported head size."""
     geometry, attention = model.geometry, model.context.attention
     return any(
-        told.startswith(PLAIN)
+        describe_determinism.startswith(PLAIN)
         for shape, options in zip(geometry.layers, bound_options(model.module), strict=True)
-        for told in attention.describe(
+        for describe_determinism in attention.describe(
             shape.head_size, model.dtype, geometry.dtype.torch_dtype, geometry.block_size, options.window
         )
     )

@@ -12,7 +12,7 @@ from transformers import modeling_gguf_pytorch_utils
 
 from kvforge.models.gguf_header import GgufHeader
 
-from .report import LoadReport, judge
+from .report import LoadReport, reject_mismatches
 
 # One tensor holds all experts of a layer; transformers keeps its name without the suffix.
 EXPERTS = re.compile(r"(?P<name>.*\.ffn_(gate|up|down)_exps)\.weight")
@@ -97,7 +97,7 @@ def noted_names(header: GgufHeader | None, model: str) -> Iterator[GgufNames]:
             report = LoadReport(missing=names.absent(module, header))
             names.complete(report, header)
             if report.missing:
-                judge(report, model, names.of)
+                reject_mismatches(report, model, names.of)
         return names.stored
 
     modeling_gguf_pytorch_utils.get_gguf_hf_weights_map = note

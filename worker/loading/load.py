@@ -26,7 +26,7 @@ from kvforge.worker.kernels.registry import Serving, check_kernels
 from .answer_ends import eos_tokens
 from .build import build, lacks_memory
 from .configuration import model_dtype, read_config
-from .determinism import FAST_WAY_OUT, attends_in_plain_torch, made_steady, told
+from .determinism import FAST_WAY_OUT, attends_in_plain_torch, describe_determinism, make_batch_invariant
 from .fingerprint import fingerprint, joined_digest
 from .foreign import sentence
 from .fusion import fuse, is_known
@@ -210,8 +210,8 @@ def load_model(
         progress("making rows independent", 0.95)
         _steadied(model, operations, reference)
     with device.errors("comparing products of few tokens with those of many"):
-        problem = made_steady(model, operations)
-        info = structs.replace(info, determinism=told(problem))
+        problem = make_batch_invariant(model, operations)
+        info = structs.replace(info, determinism=describe_determinism(problem))
         model = replace(model, info=info, unsteady=problem)
     device.release_cached()
     progress("model loaded", 1.0)

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 Progress = Callable[[str, float], None]
 
 
-class Bars:
+class ProgressBars:
     """Stands in for tqdm. current: the GGUF tensor being converted; "" if there is none."""
 
     def __init__(self, progress: Progress) -> None:
@@ -37,7 +37,7 @@ class _Bar:
     """Stands in for a tqdm bar: reports its progress instead of drawing it."""
 
     def __init__(
-        self, bars: Bars, progress: Progress, iterable: Any = None, *, total: int | None = None, **_: Any
+        self, bars: ProgressBars, progress: Progress, iterable: Any = None, *, total: int | None = None, **_: Any
     ) -> None:
         self._bars = bars
         self._progress = progress
@@ -71,9 +71,9 @@ class _Bar:
 
 
 @contextlib.contextmanager
-def bars_to(progress: Progress) -> Iterator[Bars]:
+def bars_to(progress: Progress) -> Iterator[ProgressBars]:
     """Redirect the progress bars that transformers draws on stderr to `progress`."""
-    bars = Bars(progress)
+    bars = ProgressBars(progress)
     gguf = _gguf_module()
     drawn = getattr(gguf, "tqdm", None)
     previous = transformers_logging.set_tqdm_hook(lambda _factory, arguments, keywords: bars.make(arguments, keywords))

@@ -18,7 +18,7 @@ from kvforge.worker.device.device import Device
 
 from .composite import is_removed
 from .foreign import sentence
-from .report import LoadReport, judge, reported
+from .report import LoadReport, reject_mismatches, reported
 
 TYPES = {
     "BOOL": torch.bool,
@@ -75,12 +75,12 @@ def rehearse(cls: Any, config: Any, stored: Mapping[str, StoredTensor], dtype: t
     except Exception as error:  # noqa: BLE001 - foreign code without weights; the load reports the fault
         log.info("%s: not rehearsed: %s: %s", model, type(error).__name__, sentence(error))
         return None
-    settle(report, module)
-    judge(report, model)
+    drop_removed_parts(report, module)
+    reject_mismatches(report, model)
     return module
 
 
-def settle(report: LoadReport, module: Any) -> None:
+def drop_removed_parts(report: LoadReport, module: Any) -> None:
     """Remove entries of removed, non-text parts from a report."""
     report.unused = {name for name in report.unused if not is_removed(module, name)}
 

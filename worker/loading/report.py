@@ -56,7 +56,7 @@ def reported() -> Iterator[LoadReport]:
         modeling_utils.log_state_dict_report = kept
 
 
-def judge(report: LoadReport, model: str, stored_name: Callable[[str], str] = lambda name: name) -> None:
+def reject_mismatches(report: LoadReport, model: str, stored_name: Callable[[str], str] = lambda name: name) -> None:
     """Reject a load with mismatches.
 
     Args:

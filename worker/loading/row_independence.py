@@ -27,7 +27,7 @@ from kvforge.worker.kernels.experts import Experts, Matrices
 from kvforge.worker.kernels.packed import PackedOperations, PackedRows, Product, is_packed
 from kvforge.worker.kernels.packed_table import read_from, table_of
 from kvforge.worker.kernels.partition import apply_aligned
-from kvforge.worker.kernels.torch_functions import Evenly, product
+from kvforge.worker.kernels.torch_functions import SteadyFunctions, product
 
 from .fusion import in_place_of
 
@@ -97,7 +97,7 @@ def make_rows_steady(module: Any, operations: LayerOperations, device: Device) -
     if not device.computes_on_cores:
         evened += [part for part in module.modules() if _is_norm(part) and not _is_torchs(part)]
     for part in evened:
-        part.forward = _inside(Evenly(operations), part.forward)
+        part.forward = _inside(SteadyFunctions(operations), part.forward)
 
 
 def packed_weights(module: Any) -> Iterator[torch.Tensor]:
@@ -206,7 +206,7 @@ def _is_torchs(part: Any) -> bool:
     return type(part).__module__.startswith("torch.")
 
 
-def _inside(mode: Evenly, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _inside(mode: SteadyFunctions, forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*given: Any, **keywords: Any) -> Any:
         with mode:
             return forward(*given, **keywords)

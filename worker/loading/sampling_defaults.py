@@ -1,8 +1,8 @@
 """A model's default sampling parameters from its own files, for requests that set none.
 
 A Hugging Face folder has them in generation_config.json, a GGUF file in `general.sampling.*`. Parameters that are not
-given are off; `do_sample: false` means greedy. A model without any gets `UNSAID`: at temperature 1 a small model
-produces nonsense.
+given are off; `do_sample: false` means greedy. A model without any gets `DEFAULT_SAMPLING`: at temperature 1 a small
+model produces nonsense.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GGUF_NAMES = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
-UNSAID = SamplingParams(temperature=0.6)
+DEFAULT_SAMPLING = SamplingParams(temperature=0.6)
 log = logging.getLogger("worker")
 
 
@@ -38,7 +38,7 @@ def model_sampling(source: Source) -> SamplingParams:
             chosen[name] = getattr(Choice(**{name: value}).message(), name)
         except (InvalidRequest, TypeError, ValueError, OverflowError) as error:
             log.warning("ignoring the model's sampling default: %s", error)
-    return SamplingParams(**chosen) if chosen else UNSAID
+    return SamplingParams(**chosen) if chosen else DEFAULT_SAMPLING
 
 
 def _of_gguf(source: Source) -> dict[str, Any]:

@@ -38,14 +38,14 @@ def serving_kernels(model: LoadedModel) -> dict[str, str]:
 def _sampling(model: LoadedModel) -> str:
     if model.device.runs_kernels:
         return "Triton"
-    return _plain(model) if model.device.host_kernels_problem else HOST_SAMPLING
+    return _plain(model) if model.device.cpu_kernels_problem else HOST_SAMPLING
 
 
 def _attention(model: LoadedModel, head_size: int, window: int) -> tuple[str, str]:
     attention, geometry = model.context.attention, model.geometry
     if not isinstance(attention, ReferenceAttention):
         return attention.describe(head_size, model.dtype, geometry.dtype.torch_dtype, geometry.block_size, window)
-    problem = "" if model.device.runs_kernels else model.device.host_kernels_problem
+    problem = "" if model.device.runs_kernels else model.device.cpu_kernels_problem
     return (f"plain torch: {problem or WANTED}",) * 2
 
 

@@ -26,7 +26,7 @@ from kvforge.worker.device.ranks import Ranks
 
 from .composite import is_composite
 from .progress import Progress
-from .report import EXPERT, LoadReport, check_experts, check_finite, check_unpacked, judge
+from .report import EXPERT, LoadReport, check_experts, check_finite, check_unpacked, reject_mismatches
 from .slices import EXPERTS, GATHERED, ROWS, SPLIT, VOCABULARY, Cut, Slices, slices_of, stored_names
 from .source import Source
 
@@ -142,7 +142,7 @@ def _read(
     report.unused = {
         name for name in stored if name not in used | copies and not any(each.search(name) for each in ignored)
     }
-    judge(report, source.name)
+    reject_mismatches(report, source.name)
     check_unpacked(module, stored, source.name)
 
 

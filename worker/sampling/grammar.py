@@ -43,7 +43,7 @@ class GrammarUntried(WorkerError):
 
 
 @dataclass(eq=False)
-class Shaped:
+class GrammarRow:
     """A row with a grammar.
 
     Attributes:
@@ -98,10 +98,10 @@ class Grammars:
         """
         self.words = -(-vocab_size // WORD_BITS)
         self._tokens, self._agree = tokens, agree
-        self._of: dict[int, Shaped] = {}
+        self._of: dict[int, GrammarRow] = {}
         self._holds = np.zeros(slots_max, np.bool_)
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._new: dict[int, Shaped] = {}
+        self._new: dict[int, GrammarRow] = {}
         self._executor: LLExecutor | None = None
 
     def __bool__(self) -> bool:
@@ -112,7 +112,7 @@ class Grammars:
         """Return a mask [n] of the slots that have a grammar."""
         return self._holds[slots]
 
-    def row(self, slot: int) -> Shaped:
+    def row(self, slot: int) -> GrammarRow:
         """Return the row in a slot that has a grammar."""
         return self._of[slot]
 
@@ -129,7 +129,7 @@ class Grammars:
         self._of.pop(slot, None)
         self._new.pop(slot, None)
         if grammar is not None:
-            self._of[slot] = self._new[slot] = Shaped(grammar, generated.copy())
+            self._of[slot] = self._new[slot] = GrammarRow(grammar, generated.copy())
 
     def forget(self) -> None:
         """Forget the grammars of all slots."""
@@ -184,7 +184,7 @@ class Grammars:
                 row.problem = problems[slot] = error
         return problems
 
-    def fill(self, rows: Sequence[Shaped], masks: Int32Array) -> dict[int, KvforgeError]:
+    def fill(self, rows: Sequence[GrammarRow], masks: Int32Array) -> dict[int, KvforgeError]:
         """Compute the token masks of rows.
 
         Args:
@@ -204,7 +204,7 @@ class Grammars:
                 rows[place].problem = rows[place].stuck("a sampled token violates the grammar")
         return {place: row.problem for place, row in enumerate(rows) if row.problem is not None}
 
-    def _try(self, row: Shaped) -> int:
+    def _try(self, row: GrammarRow) -> int:
         """Return the verdict on a row's grammar. It is also ACCEPTED if no trial is needed to find an error."""
         trials = None if row.grammar in self._compiled else self._tokens().trials
         if trials is None:
@@ -216,7 +216,7 @@ class Grammars:
                 row.trial = ""
         return UNKNOWN if row.trial is None else REFUSED if row.trial else ACCEPTED
 
-    def _matcher(self, row: Shaped, verdict: int) -> LLMatcher:
+    def _matcher(self, row: GrammarRow, verdict: int) -> LLMatcher:
         """Return a new matcher for a row.
 
         Raises:

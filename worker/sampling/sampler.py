@@ -149,7 +149,7 @@ class SamplingState:
     def __init__(self, slots_max: int, vocab_size: int, device: Device) -> None:
         self._device, self.vocab_size = device, vocab_size
         self.runs_kernels = device.runs_kernels
-        self._host_kernels = not self.runs_kernels and not device.host_kernels_problem
+        self._cpu_kernels = not self.runs_kernels and not device.cpu_kernels_problem
         self.overlap = self.runs_kernels and current_target(device).chained
         where = device.torch_device
         self.slots_max = slots_max
@@ -217,7 +217,7 @@ class SamplingState:
 
         Then a row takes the same path in every batch; two paths may differ in the last bit of a log-probability.
         """
-        return self.runs_kernels or self._host_kernels
+        return self.runs_kernels or self._cpu_kernels
 
     def simple(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
         """Return a mask [n] of the slots that `sample_simple` can handle.
@@ -305,7 +305,7 @@ class SamplingState:
             state = (self.values, self.seed, self.generated, self.last_token)
             choose_tokens(logits, slots, wanted, *state, packed, self.overlap, masks)
             return
-        if self._host_kernels:
+        if self._cpu_kernels:
             from kvforge.worker.cpu import sampling as cpu_sampling  # imports numba
 
             state = (self.values, self.seed, self.generated, self.last_token)
@@ -369,7 +369,7 @@ class SamplingState:
             rows = self._device.upload(group)
             tempered[rows] = tempered[rows].masked_fill_(~min_p_mask(tempered[rows], values[rows, MIN_P]), -torch.inf)
         seeds, positions = self.seed[on_device], self.generated[on_device]
-        if self._host_kernels:
+        if self._cpu_kernels:
             from kvforge.worker.cpu import sampling as cpu_sampling
 
             return cpu_sampling.draw_tokens(tempered, seeds, positions)

@@ -15,7 +15,7 @@ import torch
 from kvforge.protocol.messages import RowStart, SamplingParams
 from kvforge.worker.device.check import require_right
 from kvforge.worker.device.device import WAY_OUT, Device
-from kvforge.worker.device.queue import Landing, Mark, Staging
+from kvforge.worker.device.queue import DeviceEvent, HostBuffer, Staging
 
 from .sampler import NO_TOKEN, WORD_BITS, HostRows, SamplingState
 
@@ -103,11 +103,11 @@ def _feeding(device: Device, vocab_size: int) -> str:
 def _copying(device: Device, count: int) -> Callable[[], str]:
     def run() -> str:
         sent: npt.NDArray[np.int32] = np.arange(-3, count - 3, dtype=np.int32) * 7919
-        staging, landing = Staging(device, count + 1), Landing(device, count + 1)
+        staging, landing = Staging(device, count + 1), HostBuffer(device, count + 1)
         staging.host()[:count] = sent
         staging.send(count)
         fetched = landing.fetch(staging.on_device)
-        Mark(device).wait()
+        DeviceEvent(device).wait()
         wrong = np.flatnonzero(fetched.array() != np.append(sent, 0))
         return f"{len(wrong)} of {count} numbers arrive wrongly, the first at {wrong[0]}" if len(wrong) else ""
 

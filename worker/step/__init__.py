@@ -10,6 +10,7 @@ shaping.py      rows under a grammar: their sampling waits for their token masks
 graphs.py       decode steps from captured graphs
 pending.py      a step in flight, and its outcome; meter.py: the cost of steps
 
-Law: launching a step never waits for the device; only `Runner.finish` does. A faulty row fails alone. Entry points:
-`kvforge.worker.__main__` starts `loop.Worker`; benchmarks and tests drive `engine.Engine` and `runner.Runner`.
+Law: launching a step never waits for the device; only `ModelRunner.finish` does. A faulty row fails alone. Entry
+points: `kvforge.worker.__main__` starts `loop.Worker`; benchmarks and tests drive `engine.Engine` and
+`runner.ModelRunner`.
 """

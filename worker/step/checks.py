@@ -75,7 +75,7 @@ class Rows:
         )
 
 
-def malformed(step: Step, tables: npt.NDArray[Any], limits: StepLimits) -> InvalidRequest | None:
+def find_malformed(step: Step, tables: npt.NDArray[Any], limits: StepLimits) -> InvalidRequest | None:
     """Return the first fault that makes the whole step unreadable, or None."""
     rows = step.slots.size
     for name in ("slots", "starts", "counts", "samples", "tokens", "copies", "history", "zeros"):

@@ -27,7 +27,7 @@ LOOKS = 64  # polls of shared memory per poll of the socket, which is several ti
 STEP_BYTES_MAX = 16 << 20  # each row that starts may bring LOGIT_BIAS_MAX biases of 15 bytes
 
 
-class Link:
+class CoordinatorConnection:
     """A DEALER socket with its monitor, replaced for each connection, and a wake-up descriptor for signals.
 
     Attributes:

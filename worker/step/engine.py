@@ -27,8 +27,8 @@ from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.serving_kernels import serving_kernels
 from kvforge.worker.model_path import find_model
 
-from .memory import Accounts, DeviceBytes, check_kv_bytes, make_runner, pool_blocks, weight_bytes
-from .runner import Runner
+from .memory import DeviceBytes, MemoryAccounts, check_kv_bytes, make_runner, pool_blocks, weight_bytes
+from .runner import ModelRunner
 
 log = logging.getLogger("worker")
 
@@ -54,7 +54,7 @@ class Engine:
             meeting: Name of the rendezvous of several ranks.
 
         Raises:
-            KvforgeError: As raised by load_model, KvPool and Runner.
+            KvforgeError: As raised by load_model, KvPool and ModelRunner.
             WorkerError: A rank did not arrive.
         """
         if cores is not None or config.threads:
@@ -64,7 +64,7 @@ class Engine:
             config.device, config.device_index, config.kernels != "reference", config.determinism != FAST
         )
         check_kv_bytes(config, self.device)
-        self._accounts = Accounts(self.device)
+        self._accounts = MemoryAccounts(self.device)
         self._progress = progress
         self.ranks = self._meet(meeting)
         self.model: LoadedModel = load_model(
@@ -96,7 +96,7 @@ class Engine:
         log.debug("%d blocks, %d bytes of KV in %s", blocks, self.pool.bytes, self.model.geometry.kv_dtype)
         for what, kernel in self.kernels().items():
             log.debug("kernels: %s by %s", what, kernel)  # `kvforge health` lists them
-        self.runner: Runner = self._make_runner(welcome)
+        self.runner: ModelRunner = self._make_runner(welcome)
         self._limits = _limits(welcome)
         # Otherwise steps would stall for a second when the first grammar arrives.
         problem = self.runner.shaping.grammars.prepare()
@@ -109,7 +109,7 @@ class Engine:
 
         Raises:
             ProtocolError: The coordinator's block size differs from the pool's.
-            KvforgeError: As raised by Runner.
+            KvforgeError: As raised by ModelRunner.
         """
         if self.model.geometry.block_size != welcome.block_size:
             raise ProtocolError(
@@ -123,7 +123,7 @@ class Engine:
             self.runner = self._make_runner(welcome)
             self._limits = _limits(welcome)
 
-    def rest(self) -> None:
+    def release_idle_memory(self) -> None:
         """Release cached memory on a CPU after a period without steps, because other processes share that memory.
 
         It takes 4 ms. A GPU's memory belongs to this worker alone, and releasing it would delay steps.
@@ -186,7 +186,7 @@ class Engine:
         wanted = self.config.graphs == "on" or (self.config.graphs == "auto" and self.device.gains_from_graphs)
         return self.config.graph_rows_max if wanted else 0
 
-    def _make_runner(self, welcome: WorkerWelcome) -> Runner:
+    def _make_runner(self, welcome: WorkerWelcome) -> ModelRunner:
         free_before, started = self.device.free_bytes(), time.monotonic()
         runner = make_runner(self.model, self.pool, welcome, self._graph_rows, self.config.grammar_trials)
         if runner.graphs is not None:

@@ -25,7 +25,7 @@ import torch
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.capture import Captured
-from kvforge.worker.device.queue import Landing, Mark
+from kvforge.worker.device.queue import DeviceEvent, HostBuffer
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.sampling.sampler import SamplingState
 
@@ -57,7 +57,7 @@ class Launched:
 
     sampled: Sampled | None
     others: npt.NDArray[np.int64]
-    busy: tuple[Mark, Mark]
+    busy: tuple[DeviceEvent, DeviceEvent]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class DecodeGraphs:
         self._places: PagedBatch | None = PagedBatch.static(
             self._sizes[-1], width, pool.block_size, model.device, extra=INPUTS
         )
-        self._landing = Landing(model.device, 3 * self._sizes[-1])
+        self._landing = HostBuffer(model.device, 3 * self._sizes[-1])
         self._logits: torch.Tensor | None = None  # last launch
 
     @property
@@ -156,10 +156,10 @@ class DecodeGraphs:
         bucket = self._buckets[self.size_for(count)]
         simple = (rows.samples == 1) & self._state.simple(rows.slots)
         self._fill(bucket, rows, simple)
-        begin = Mark(device, timed=True)
+        begin = DeviceEvent(device, timed=True)
         bucket.captured.replay()
         self._logits = bucket.logits()
-        busy = (begin, Mark(device, timed=True))
+        busy = (begin, DeviceEvent(device, timed=True))
         chosen = np.flatnonzero(simple)
         sampled = None
         if len(chosen):

@@ -5,7 +5,7 @@ the model stays loaded, steps in flight run to their end, and their results are 
 the pool continues with it; for any other the worker registers again.
 
 Two steps may be in flight: the second is queued on the device before the first has ended, and results leave in the
-order of the steps. While a step runs, the loop polls its end and the messages in turn (see `Patience`).
+order of the steps. While a step runs, the loop polls its end and the messages in turn (see `PollBackoff`).
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from kvforge.protocol.notify import Watchdog, notify, working
 from kvforge.protocol.steady_clock import monotonic
 from kvforge.protocol.tables import TablesReader
 from kvforge.worker.config import WorkerConfig
-from kvforge.worker.cores import Cores, Place
+from kvforge.worker.cores import Cores, CoreShare
 
-from .connection import Link
+from .connection import CoordinatorConnection
 from .engine import Engine
-from .poll_backoff import Patience
-from .runner import STEPS_UNDER_WAY_MAX, OutOfStep, PendingStep, Runner
+from .poll_backoff import PollBackoff
+from .runner import STEPS_UNDER_WAY_MAX, ModelRunner, PendingStep, RankDesyncError
 
 REPLY_WAIT_S = 10.0
 TABLES_GONE_S = 1.0  # grace for the disconnect to be noticed after the coordinator's tables are gone
@@ -79,7 +79,7 @@ log = logging.getLogger("worker")
 class Worker:
     """One worker process."""
 
-    def __init__(self, config: WorkerConfig, cores: Cores, place: Place) -> None:
+    def __init__(self, config: WorkerConfig, cores: Cores, place: CoreShare) -> None:
         """Prepare the connection; `run` connects.
 
         Args:
@@ -95,18 +95,18 @@ class Worker:
         self._stopping = False
         self._read_wakeup, self._write_wakeup = sockets.socketpair()
         self._catch_signals()
-        self._link = Link(endpoint, self._read_wakeup.fileno(), proof)
+        self._connection = CoordinatorConnection(endpoint, self._read_wakeup.fileno(), proof)
         self._rid = 0
         self._engine: Engine | None = None
         self._request_of: dict[int, int] = {}  # by slot; filled only if steps are logged
         self._under_way: deque[tuple[int, PendingStep]] = deque()
         self._answered: deque[StepResult] = deque(maxlen=ANSWERS_KEPT)  # in this registration
         self._last_step = 0  # last step launched in this registration
-        self._patience = Patience()
+        self._backoff = PollBackoff()
         self._watchdog = Watchdog()
         self._tables: TablesReader | None = None
         self._pool_at, self._boot = NO_POOL, ""
-        self._connection = 0
+        self._connected_as = 0
         self._progress_at = 0.0
 
     def run(self) -> None:
@@ -122,17 +122,17 @@ class Worker:
                     continue
                 try:
                     if welcome.epoch:
-                        registered = self._come_back(welcome)
+                        registered = self._resume(welcome)
                     else:
                         registered = self._prepare(welcome) and self._register()
                 except KvforgeError as error:
-                    self._link.send(WorkerFailed(error=ErrorInfo.of(error)))
+                    self._connection.send(WorkerFailed(error=ErrorInfo.of(error)))
                     raise
                 if registered:
                     self._serve()
         finally:
             notify("STOPPING=1")
-            self._link.close(goodbye=self._stopping)  # a worker that fails sends no goodbye
+            self._connection.close(goodbye=self._stopping)  # a worker that fails sends no goodbye
             if self._engine is not None:
                 self._engine.close()
             signal.set_wakeup_fd(-1)
@@ -144,11 +144,11 @@ class Worker:
     def _greet(self) -> WorkerWelcome | None:
         """Exchange the handshake. Return None if a signal or a disconnection came first."""
         working("waiting for a coordinator", self.config.coordinator_wait_s + REPLY_WAIT_S)
-        self._link.wait_connected(self.config.coordinator_wait_s)
-        if not self._link.connected:
+        self._connection.wait_connected(self.config.coordinator_wait_s)
+        if not self._connection.connected:
             return None
-        self._connection = self._link.connections
-        self._link.discard()
+        self._connected_as = self._connection.connections
+        self._connection.discard()
         hello = WorkerHello(
             rid=self._next_rid(),
             name=self.config.name,
@@ -165,13 +165,13 @@ class Worker:
 
     def _ask(self, message: Message) -> Message | None:
         """Send a command and return its reply; None if the connection ended or the worker is stopping."""
-        return self._next_reply() if self._link.send(message) else None
+        return self._next_reply() if self._connection.send(message) else None
 
     def _next_reply(self) -> Message | None:
         deadline = monotonic() + REPLY_WAIT_S
         while monotonic() < deadline and self._same_connection():
             self._feed()
-            reply = self._link.receive(100)
+            reply = self._connection.receive(100)
             if isinstance(reply, Refused):
                 raise restore(reply.error.code, reply.error.message, reply.error.fields)
             if isinstance(reply, Stop):
@@ -184,7 +184,7 @@ class Worker:
         return not self._stopping and self._still_connected()
 
     def _still_connected(self) -> bool:
-        return self._link.connected and self._link.connections == self._connection
+        return self._connection.connected and self._connection.connections == self._connected_as
 
     def _next_rid(self) -> int:
         self._rid += 1
@@ -203,7 +203,7 @@ class Worker:
                 return False
             working(f"loading {self.config.model}", LOADING_S_MAX)
             cores = replace(self._cores, others=self._place.others())  # others may have started since
-            with _ending_at_once() if meeting else nullcontext():
+            with _signals_end_process() if meeting else nullcontext():
                 self._engine = Engine(self.config, welcome, self._report_progress, cores, meeting)
             if not self._engine.device.computes_on_cores:
                 self._place.close()
@@ -225,7 +225,7 @@ class Worker:
         log.info("rank %d of %d: waiting for the others", self.config.rank, self.config.ranks)
         while self._same_connection():
             working("waiting for the other ranks", LOADING_S_MAX)
-            message = self._link.receive(IDLE_WAIT_MS)
+            message = self._connection.receive(IDLE_WAIT_MS)
             if isinstance(message, Rendezvous):
                 return message.name
             if isinstance(message, Refused):
@@ -245,7 +245,7 @@ class Worker:
         except (OSError, ProtocolError) as error:
             deadline = monotonic() + TABLES_GONE_S
             while self._same_connection() and monotonic() < deadline:
-                self._link.receive(100)
+                self._connection.receive(100)
             if not self._same_connection():
                 return False
             if isinstance(error, ProtocolError):
@@ -257,19 +257,19 @@ class Worker:
     def _watches(self) -> bool:
         return self.config.watched_us > 0 and self.config.ranks == 1
 
-    def _come_back(self, welcome: WorkerWelcome) -> bool:
+    def _resume(self, welcome: WorkerWelcome) -> bool:
         """Resume with a recovered coordinator that knows the pool: its contents stay valid and steps in flight go on.
 
         Returns False if the connection ended.
         """
         if not self._map_tables(welcome):
             return False
-        self._link.watch(None, 0)
+        self._connection.watch(None, 0)
         reply = self._next_reply()
         if not isinstance(reply, PoolRegistered):
             return False
-        self._go_on_at(reply)
-        self._answer_again(reply.done)
+        self._watch_pool(reply)
+        self._resend_results(reply.done)
         log.info("the coordinator is back: resuming after step %d", self._last_step)
         return True
 
@@ -279,9 +279,9 @@ class Worker:
             return
         self._progress_at = now
         working(f"{phase} {100 * fraction:.0f} %", LOADING_S_MAX)
-        self._link.receive(0)  # reads the monitor; a worker without a pool receives no message
-        if self._link.connected:
-            self._link.send(WorkerLoading(phase=phase, progress=fraction))
+        self._connection.receive(0)  # reads the monitor; a worker without a pool receives no message
+        if self._connection.connected:
+            self._connection.send(WorkerLoading(phase=phase, progress=fraction))
 
     def _register(self) -> bool:
         """Register the pool. Return False if the coordinator went away."""
@@ -300,19 +300,19 @@ class Worker:
             zeroes=True,
             wants_kinds=model.wants_kinds,
         )
-        self._link.watch(None, 0)
+        self._connection.watch(None, 0)
         reply = self._ask(ready)
         if not isinstance(reply, PoolRegistered):
             return False
-        self._go_on_at(reply)
+        self._watch_pool(reply)
         notify("READY=1", f"STATUS=serving {model.info.name}, {pool.blocks} blocks")
         log.info("registered: blocks %d to %d", reply.base_block, reply.base_block + pool.blocks - 1)
         return True
 
-    def _go_on_at(self, place: PoolRegistered) -> None:
+    def _watch_pool(self, place: PoolRegistered) -> None:
         if self._watches:
             assert self._tables is not None
-            self._link.watch(self._tables.watch(place.pool, place.epoch), self.config.watched_us)
+            self._connection.watch(self._tables.watch(place.pool, place.epoch), self.config.watched_us)
         self._pool_at = place
 
     # -------------------------------------------------------------------------------------------------------- serving
@@ -321,7 +321,7 @@ class Worker:
         """Run steps in the order of their arrival until stopped or disconnected."""
         while self._same_connection():
             self._feed()
-            message = self._link.receive(self._wait_ms())
+            message = self._connection.receive(self._wait_ms())
             if isinstance(message, Step):
                 self._take(message)
             elif isinstance(message, Stop):
@@ -331,27 +331,27 @@ class Worker:
                 raise restore(message.error.code, message.error.message, message.error.fields)
             while self._under_way and self._under_way[0][1].done():
                 self._answer()
-        while self._stopping and self._link.connected and self._under_way:
+        while self._stopping and self._connection.connected and self._under_way:
             self._answer()  # finish the steps already received
         if not self._stopping:
             log.warning("the coordinator is gone; waiting for another")
 
     @property
-    def _runner(self) -> Runner:
+    def _runner(self) -> ModelRunner:
         assert self._engine is not None, "no step before the model is loaded"
         return self._engine.runner
 
     def _wait_ms(self) -> int:
         """Return how long to wait for a message now, in milliseconds."""
         if self._under_way:
-            return self._patience.wait_ms()
+            return self._backoff.wait_ms()
         meter = self._runner.meter
         if meter.steps and time.monotonic_ns() - meter.last_ns > IDLE_NS:
             if meter.steps >= REPORT_STEPS_MIN:
                 log.info("%s", meter.line())
             meter.reset()
             assert self._engine is not None
-            self._engine.rest()
+            self._engine.release_idle_memory()
         return IDLE_WAIT_MS
 
     def _feed(self) -> None:
@@ -364,14 +364,14 @@ class Worker:
                 self._answer()
             self._launch(step)
 
-    def _answer_again(self, done: int) -> None:
+    def _resend_results(self, done: int) -> None:
         """Send again the results after step `done`, which the crashed coordinator did not record."""
         lacking = [result for result in self._answered if result.step_id > done]
         under_way = len(self._under_way)
         if len(lacking) + under_way < self._last_step - done:
             raise ProtocolError(f"the result of step {done + 1} is no longer kept; the last step is {self._last_step}")
         for result in lacking:
-            self._link.send(result)
+            self._connection.send(result)
 
     def _launch(self, step: Step) -> None:
         """Queue a step on the device, unless its coordinator has ended: the next one sends it again."""
@@ -386,11 +386,11 @@ class Worker:
         step = pool_local(step, base)
         try:
             self._under_way.append((step.step_id, runner.launch(step, tables)))
-        except OutOfStep as error:
-            self._link.send(WorkerFailed(error=ErrorInfo.of(error)))
+        except RankDesyncError as error:
+            self._connection.send(WorkerFailed(error=ErrorInfo.of(error)))
             raise
         self._last_step = step.step_id
-        self._patience.begin(len(self._under_way))
+        self._backoff.begin(len(self._under_way))
         if log.isEnabledFor(logging.DEBUG):
             self._tell_step(step)
 
@@ -409,7 +409,7 @@ class Worker:
         """
         step_id, pending = self._under_way.popleft()
         outcome = self._runner.finish(pending)
-        self._patience.end(len(self._under_way))
+        self._backoff.end(len(self._under_way))
         started_ns = time.monotonic_ns()
         result = StepResult(
             step_id=step_id,
@@ -424,15 +424,15 @@ class Worker:
             top_logprobs=outcome.top_logprobs,
         )
         self._answered.append(result)
-        self._link.look()
+        self._connection.look()
         if self._still_connected():  # a recovered coordinator requests it after the handshake
-            self._link.send(result)
+            self._connection.send(result)
         self._runner.meter.send_ns += time.monotonic_ns() - started_ns
         lost = [error for error in outcome.errors if error.error.code == GpuError.code]
         device = self._runner.model.device
         if lost and not device.survives():
             error = GpuError(f"{device.name} is lost: {lost[0].error.message}")
-            self._link.send(WorkerFailed(error=ErrorInfo.of(error)))
+            self._connection.send(WorkerFailed(error=ErrorInfo.of(error)))
             raise error
 
     def _tables_of(self, step: Step) -> Int32Array | None:
@@ -450,7 +450,7 @@ class Worker:
                 return self._tables.rows(step.slots, width)[0]
             except DeadlineExceeded:
                 self._feed()
-                self._link.look()
+                self._connection.look()
                 if not self._same_connection():
                     return None
 
@@ -469,7 +469,7 @@ class Worker:
 
 
 @contextmanager
-def _ending_at_once() -> Iterator[None]:
+def _signals_end_process() -> Iterator[None]:
     """Let a stop signal end the process at once.
 
     The worker may be waiting inside a library for a rank that is suspended, and it has no state to lose yet.

@@ -22,7 +22,7 @@ from kvforge.worker.kernels.packed import stored_bytes
 from kvforge.worker.loading.model import LoadedModel
 
 from .graphs import bucket_sizes
-from .runner import Runner
+from .runner import ModelRunner
 
 MIB = 1 << 20
 log = logging.getLogger("worker")
@@ -60,7 +60,7 @@ class DeviceBytes:
         return f"device memory: {held}; {self.free / MIB:.0f} of {self.total / MIB:.0f} MiB free"
 
 
-class Accounts:
+class MemoryAccounts:
     """Records how much memory each purpose takes."""
 
     def __init__(self, device: Device) -> None:
@@ -176,7 +176,7 @@ def _trial_bytes(model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int
     return step_bytes + graph_bytes
 
 
-def _graph_bytes(runner: Runner, rows_max: int) -> int:
+def _graph_bytes(runner: ModelRunner, rows_max: int) -> int:
     """Estimate the bytes of all graphs: the largest, plus the growth caused by the second for each further one."""
     assert runner.graphs is not None
     device = runner.model.device
@@ -206,7 +206,7 @@ def _largest_step(counts: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Step:
 
 def make_runner(
     model: LoadedModel, pool: KvPool, welcome: WorkerWelcome, graph_rows_max: int, trials: TrialLimits | None = None
-) -> Runner:
+) -> ModelRunner:
     """Make a runner within the coordinator's limits.
 
     Raises:
@@ -214,7 +214,7 @@ def make_runner(
         GpuError: There is not enough memory.
     """
     with model.device.errors("making room for steps"):
-        return Runner(
+        return ModelRunner(
             model,
             pool,
             slots_max=welcome.slots_max,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from kvforge.worker.device.queue import Mark
+from kvforge.worker.device.queue import DeviceEvent
 
 from .pending import PendingStep
 
@@ -45,7 +45,7 @@ class Meter:
     pairs: int = 0
     pair_busy_ms: float = 0.0
     idle_ms: float = 0.0
-    _last_end: Mark | None = field(default=None, repr=False)
+    _last_end: DeviceEvent | None = field(default=None, repr=False)
 
     def launched(self, rows: int, took_ns: int) -> None:
         """Record a queued step."""

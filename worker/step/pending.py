@@ -9,8 +9,8 @@ import torch
 
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, ErrorInfo, Float32Array, Int32Array, RowError
-from kvforge.worker.device.queue import Fetched, Mark
-from kvforge.worker.sampling.grammar import GrammarUntried, Shaped
+from kvforge.worker.device.queue import AsyncCopy, DeviceEvent
+from kvforge.worker.sampling.grammar import GrammarRow, GrammarUntried
 from kvforge.worker.sampling.sampler import HostRows
 
 
@@ -52,7 +52,7 @@ class Sampled:
     """
 
     slots: Int32Array
-    fetched: Fetched
+    fetched: AsyncCopy
     top_counts: Int32Array
     bucket: int = 0
     chosen: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None
@@ -66,7 +66,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class DeferredRows:
     """Rows that wait to sample.
 
     Attributes:
@@ -77,11 +77,11 @@ class Waiting:
 
     logits: torch.Tensor
     slots: Int32Array
-    rows: tuple[Shaped, ...]
+    rows: tuple[GrammarRow, ...]
 
-    def pick(self, keep: list[int], device_index: torch.Tensor) -> Waiting:
+    def pick(self, keep: list[int], device_index: torch.Tensor) -> DeferredRows:
         """Return the rows at these indices, given on the host and on the device."""
-        return Waiting(self.logits[device_index], self.slots[keep], tuple(self.rows[place] for place in keep))
+        return DeferredRows(self.logits[device_index], self.slots[keep], tuple(self.rows[place] for place in keep))
 
 
 @dataclass(eq=False)
@@ -111,20 +111,20 @@ class PendingStep:
     errors: dict[int, KvforgeError]
     sampled: list[Sampled]
     started_ns: int
-    end: Mark | None = None
-    busy: tuple[Mark, Mark] | None = None
+    end: DeviceEvent | None = None
+    busy: tuple[DeviceEvent, DeviceEvent] | None = None
     queued_behind: bool = False
     spoiled: dict[int, KvforgeError] = field(default_factory=dict)
-    waiting: list[Waiting] = field(default_factory=list)
-    shaped: dict[int, Shaped] = field(default_factory=dict)
+    waiting: list[DeferredRows] = field(default_factory=list)
+    shaped: dict[int, GrammarRow] = field(default_factory=dict)
 
     def done(self) -> bool:
-        """Return True once `Runner.finish` will not wait."""
+        """Return True once `ModelRunner.finish` will not wait."""
         if self.waiting:
             return False
         try:
             return self.end is None or self.end.passed()
-        except RuntimeError:  # `Runner.finish` reports the failure
+        except RuntimeError:  # `ModelRunner.finish` reports the failure
             return True
 
 

@@ -14,7 +14,7 @@ SLEEP_NS = 2_500_000  # worst case of a sleep of SLEEP_MS, which polls shared me
 SPIN_NS_MAX = 20_000_000
 
 
-class Patience:
+class PollBackoff:
     """Predicts the end of the running step from the duration of earlier steps."""
 
     def __init__(self) -> None:

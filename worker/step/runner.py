@@ -32,28 +32,28 @@ from kvforge.text.grammar_helper import TrialLimits
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool, require_positive
 from kvforge.worker.device.device import as_worker_error
-from kvforge.worker.device.queue import Fetched, Mark, Staging
+from kvforge.worker.device.queue import AsyncCopy, DeviceEvent, Staging
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.sampling.sampler import NO_TOKEN, HostRows, SamplingState
 
-from .checks import BoolArray, Rows, StepLimits, bad_copies, check_rows, malformed
+from .checks import BoolArray, Rows, StepLimits, bad_copies, check_rows, find_malformed
 from .graphs import DecodeGraphs
 from .meter import Meter
-from .pending import PendingStep, Sampled, StepOutcome, Waiting, joined
-from .shaping import Shaping
+from .pending import DeferredRows, PendingStep, Sampled, StepOutcome, joined
+from .shaping import GrammarMasks
 from .starts import Histories, problem_of, split_history
-from .token_kinds import by_kind, passes, told_apart
+from .token_kinds import split_by_kind, split_marks, split_passes
 
 STEPS_UNDER_WAY_MAX = 2
 
-__all__ = ["STEPS_UNDER_WAY_MAX", "PendingStep", "Runner", "StepOutcome"]
+__all__ = ["STEPS_UNDER_WAY_MAX", "PendingStep", "ModelRunner", "StepOutcome"]
 
 
-class OutOfStep(WorkerError):
+class RankDesyncError(WorkerError):
     """A rank failed a step that other ranks completed: all ranks must restart."""
 
 
-class Runner:
+class ModelRunner:
     """Runs steps of one model over one pool. Not thread-safe: a worker has one thread.
 
     Args:
@@ -98,7 +98,7 @@ class Runner:
         )
         self._state = SamplingState(slots_max, model.vocab_size, model.device)
         # Tokens, positions and slots of a step, then the indices of the tokens to sample after.
-        self.shaping = Shaping(model, slots_max, step_rows_max, trials or TrialLimits())
+        self.shaping = GrammarMasks(model, slots_max, step_rows_max, trials or TrialLimits())
         self._inputs = Staging(model.device, 3 * step_tokens_max + step_rows_max)
         # Slot state that the host needs without asking the device.
         self._has_sampled = np.zeros(slots_max, np.bool_)
@@ -135,7 +135,7 @@ class Runner:
             The step in flight.
 
         Raises:
-            OutOfStep: The pass failed on this rank of several: no rank can continue.
+            RankDesyncError: The pass failed on this rank of several: no rank can continue.
         """
         assert len(self._under_way) < STEPS_UNDER_WAY_MAX, "finish a step before launching another"
         started_ns = time.monotonic_ns()
@@ -150,7 +150,7 @@ class Runner:
             started_ns=started_ns,
             queued_behind=any(not earlier.done() for earlier in self._under_way),
         )
-        fault = malformed(step, tables, self.limits)
+        fault = find_malformed(step, tables, self.limits)
         if fault is not None:
             pending.errors.update((slot, fault) for slot in pending.slots.tolist())
         try:
@@ -158,7 +158,7 @@ class Runner:
                 self._zero(step.zeros)
             if fault is None:
                 self._carry_out(step, tables, pending)
-        except OutOfStep:
+        except RankDesyncError:
             raise
         except Exception as error:  # noqa: BLE001 - no memory for the step's own arrays, or the device is lost
             self._lost(pending, error)
@@ -169,7 +169,7 @@ class Runner:
         return pending
 
     def _carry_out(self, step: Step, tables: npt.NDArray[np.int32], pending: PendingStep) -> None:
-        tokens, generated = told_apart(step.tokens, step.counts, self.model.wants_kinds)
+        tokens, generated = split_marks(step.tokens, step.counts, self.model.wants_kinds)
         rows = Rows(step.slots, step.starts, step.counts, step.samples, tokens, tables, generated)
         if step.begins:
             self._begin(step.begins, split_history(step), pending.errors)
@@ -205,7 +205,7 @@ class Runner:
         self._end(pending)
 
     @torch.inference_mode()
-    def _choose_shaped(self, waiting: Waiting, pending: PendingStep) -> None:
+    def _choose_shaped(self, waiting: DeferredRows, pending: PendingStep) -> None:
         chosen, masks = self.shaping.masked(waiting, pending)
         if len(chosen.slots):
             self._sample(chosen.logits, chosen.slots, pending, masks)
@@ -225,7 +225,7 @@ class Runner:
     def _end(self, pending: PendingStep) -> None:
         """Record a device event at the end of the step's work."""
         try:
-            pending.end = Mark(self.model.device)
+            pending.end = DeviceEvent(self.model.device)
         except RuntimeError as error:
             self._lost(pending, error)
 
@@ -325,15 +325,15 @@ class Runner:
             self._sample(logits, sampled, pending)
 
     def _keep_in_step(self, error: Exception) -> None:
-        """Raise OutOfStep with several ranks: after a skipped pass, a rank would exchange the wrong numbers."""
+        """Raise RankDesyncError with several ranks: after a skipped pass, a rank would exchange the wrong numbers."""
         ranks = self.model.ranks
         if ranks is not None:
             told = f"{type(error).__name__}: {error}"
-            raise OutOfStep(f"rank {ranks.rank} of {ranks.count} failed its part of a step: {told}") from error
+            raise RankDesyncError(f"rank {ranks.rank} of {ranks.count} failed its part of a step: {told}") from error
 
     def _forward(self, rows: Rows) -> tuple[torch.Tensor, Int32Array]:
         """Return logits [sampled, vocab] float32 on the device, and their slots [sampled] int32 on the host."""
-        found = [self._pass(*part) for part in passes(*by_kind(rows))]
+        found = [self._pass(*part) for part in split_passes(*split_by_kind(rows))]
         if len(found) == 1:
             return found[0]
         return torch.cat([logits for logits, _ in found]), np.concatenate([slots for _, slots in found])
@@ -401,14 +401,14 @@ class Runner:
 
     def _choose(self, logits: torch.Tensor, slots: Int32Array, masks: torch.Tensor | None) -> Sampled:
         chosen = self._state.sample(logits, slots, masks)
-        return Sampled(slots, Fetched(self.model.device, chosen.packed()), chosen.top_counts)
+        return Sampled(slots, AsyncCopy(self.model.device, chosen.packed()), chosen.top_counts)
 
     def _choose_simple(self, logits: torch.Tensor, slots: Int32Array, masks: torch.Tensor | None) -> Sampled:
         device = self.model.device
         on_device = device.upload(slots.astype(np.int64))
         packed = torch.empty(3 * len(slots), dtype=torch.int32, device=device.torch_device)
         self._state.sample_simple(logits, on_device, torch.ones_like(on_device), packed, masks)
-        return Sampled(slots, Fetched(device, packed), np.zeros(len(slots), np.int32))
+        return Sampled(slots, AsyncCopy(device, packed), np.zeros(len(slots), np.int32))
 
     # -------------------------------------------------------------------------------------------------------- finishing
 
@@ -436,7 +436,7 @@ class Runner:
         arrived_ns = time.monotonic_ns()
         self._under_way.popleft()
         if pending.errors:
-            self._spoil(pending)
+            self._fail_dependents(pending)
         if pending.shaped:
             self.shaping.known(pending, _tokens_of(read, pending))
         if self._under_way and self._under_way[0].waiting:
@@ -453,7 +453,7 @@ class Runner:
             pending.errors.setdefault(slot, failure)
         pending.sampled, pending.waiting = [], []
 
-    def _spoil(self, pending: PendingStep) -> None:
+    def _fail_dependents(self, pending: PendingStep) -> None:
         """Fail the rows of later steps that were fed a token of a failed row of this step."""
         for slot in pending.errors:
             if 0 <= slot < len(self._has_sampled) and self._sampled_in[slot] == pending.number:

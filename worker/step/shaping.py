@@ -20,12 +20,12 @@ from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.sampling.grammar import Grammars
 from kvforge.worker.sampling.grammar_tokens import grammar_tokens
 
-from .pending import PendingStep, Waiting
+from .pending import DeferredRows, PendingStep
 
 ALONE_WAIT_S = 0.05
 
 
-class Shaping:
+class GrammarMasks:
     """The grammars of a runner's slots, and the buffer of their token masks."""
 
     def __init__(self, model: LoadedModel, slots_max: int, step_rows_max: int, trials: TrialLimits) -> None:
@@ -43,13 +43,13 @@ class Shaping:
 
     def wait(self, pending: PendingStep, logits: torch.Tensor, slots: Int32Array) -> None:
         """Defer the sampling of rows with a grammar. Call `ready` and `masked` once the whole step is queued."""
-        pending.waiting.append(Waiting(logits, slots, tuple(self.grammars.row(slot) for slot in slots.tolist())))
+        pending.waiting.append(DeferredRows(logits, slots, tuple(self.grammars.row(slot) for slot in slots.tolist())))
 
     def ready(self, pending: PendingStep) -> bool:
         """Return whether the tokens before those that the step samples are known."""
         return not any(row.awaited for waiting in pending.waiting for row in waiting.rows)
 
-    def masked(self, waiting: Waiting, pending: PendingStep) -> tuple[Waiting, torch.Tensor]:
+    def masked(self, waiting: DeferredRows, pending: PendingStep) -> tuple[DeferredRows, torch.Tensor]:
         """Compute masks for the deferred rows, and record an error for rows that fail.
 
         Returns:

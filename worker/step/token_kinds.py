@@ -18,7 +18,7 @@ from .checks import BoolArray, Rows
 CELLS_MAX = 1 << 22  # limit of the block tables of one pass, in entries: each generated token has its own row
 
 
-def told_apart(tokens: Int32Array, counts: Int32Array, marked: bool) -> tuple[Int32Array, BoolArray]:
+def split_marks(tokens: Int32Array, counts: Int32Array, marked: bool) -> tuple[Int32Array, BoolArray]:
     """Strip the marks from token ids.
 
     Args:
@@ -35,7 +35,7 @@ def told_apart(tokens: Int32Array, counts: Int32Array, marked: bool) -> tuple[In
     return np.where(tokens >= GENERATED, tokens - GENERATED, tokens), generated
 
 
-def by_kind(rows: Rows) -> tuple[Rows, BoolArray]:
+def split_by_kind(rows: Rows) -> tuple[Rows, BoolArray]:
     """Split rows into runs of prompt tokens and single generated tokens. The last part of a row samples for it.
 
     Returns:
@@ -66,7 +66,7 @@ def by_kind(rows: Rows) -> tuple[Rows, BoolArray]:
     return cut, alone[places]
 
 
-def passes(rows: Rows, decodes: BoolArray) -> Iterator[tuple[Rows, BoolArray]]:
+def split_passes(rows: Rows, decodes: BoolArray) -> Iterator[tuple[Rows, BoolArray]]:
     """Split rows into passes so that the block tables of one pass stay within CELLS_MAX.
 
     The parts of one row keep their order, so each finds the keys and values of the earlier ones.

@@ -69,7 +69,7 @@ def test_padding_of_a_static_batch_writes_and_reads_nothing(cpu: Device) -> None
 
 
 def test_choice_by_name(cpu: Device) -> None:
-    assert isinstance(choose_attention(cpu), ReferenceAttention) == bool(cpu.host_kernels_problem)
+    assert isinstance(choose_attention(cpu), ReferenceAttention) == bool(cpu.cpu_kernels_problem)
     assert isinstance(choose_attention(replace(cpu, kernels=False)), ReferenceAttention)
     assert isinstance(choose_attention(cpu, "reference"), ReferenceAttention)
     with pytest.raises(InvalidConfiguration) as caught:

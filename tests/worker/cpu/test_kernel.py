@@ -17,11 +17,11 @@ pytest.importorskip("numba")
 
 from kvforge.models import code_cache
 from kvforge.worker.cpu import kernel as cpu_kernel
-from kvforge.worker.cpu.kernel import HostKernel, host_kernel_problem, part
+from kvforge.worker.cpu.kernel import CpuKernel, cpu_kernels_problem, part
 from kvforge.worker.cpu.rows import load, load_any, narrow, read_any, store, widen
 from kvforge.worker.cpu.vector import CODES, exp, read_integer, take_ticket, write_float, write_integer
 
-pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
+pytestmark = pytest.mark.skipif(bool(cpu_kernels_problem()), reason=cpu_kernels_problem())
 
 
 def forget() -> None:
@@ -50,7 +50,7 @@ def convert(arguments: int) -> None:
         narrow(wide, back, code, count, np.float32(1))
 
 
-CONVERT = HostKernel(convert, "7q")
+CONVERT = CpuKernel(convert, "7q")
 
 
 @pytest.mark.parametrize("dtype", CODES, ids=str)
@@ -81,7 +81,7 @@ def test_rounding_is_to_nearest_ties_to_even(dtype: torch.dtype) -> None:
     ties = torch.arange(1 << 15, dtype=torch.int32) * 65536 + 32768
     source = torch.cat((numbers, ties)).view(torch.float32)
     back = torch.zeros(len(source) + 16, dtype=dtype)
-    kernel = HostKernel(round_row, "4q")
+    kernel = CpuKernel(round_row, "4q")
     want = source.to(dtype)
     for count in (len(source), 21, 5):  # by vectors, with a last one that overlaps, and number by number
         back[:] = -1
@@ -104,7 +104,7 @@ def exponentiate(arguments: int) -> None:
 
 
 def test_exp_is_right_to_the_last_bits() -> None:
-    kernel = HostKernel(exponentiate, "3q")
+    kernel = CpuKernel(exponentiate, "3q")
     x = torch.cat((torch.linspace(-87.2, 88.3, (1 << 18) - 16), torch.tensor([0.0, -0.0, 1e-30, -1e-8]).repeat(4)))
     found = torch.empty_like(x)
     kernel(1, x.data_ptr(), found.data_ptr(), len(x))
@@ -125,7 +125,7 @@ def count_tickets(arguments: int) -> None:
 
 
 def test_each_ticket_is_taken_once_by_any_number_of_threads() -> None:
-    kernel = HostKernel(count_tickets, "2q")
+    kernel = CpuKernel(count_tickets, "2q")
     for threads in (1, 2, 5):
         counts = torch.zeros(8, dtype=torch.int64)
         kernel(threads, counts.data_ptr(), 1000)
@@ -150,13 +150,13 @@ def test_what_is_compiled_is_kept_where_that_is_possible(tmp_path: Path, monkeyp
     monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path / "cache"))
     counts = torch.zeros(1, dtype=torch.int64)
     for hits in (0, 1):
-        kernel = HostKernel(count_tickets, "2q")
+        kernel = CpuKernel(count_tickets, "2q")
         kernel(1, counts.data_ptr(), 10)
         assert kernel._compiled.cache_hits == hits
     forget()
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path / "file"))
-    kernel = HostKernel(count_tickets, "2q")
+    kernel = CpuKernel(count_tickets, "2q")
     kernel(1, counts.data_ptr(), 10)
     assert kernel._compiled.cache_hits == 0 and int(counts) == 30
     forget()
@@ -181,13 +181,13 @@ def test_what_others_can_write_is_not_read_and_the_users_own_folder_is_used(
     monkeypatch.setenv("XDG_CACHE_HOME", str(own))
     counts = torch.zeros(1, dtype=torch.int64)
     forget()
-    HostKernel(count_tickets, "2q")(1, counts.data_ptr(), 10)
+    CpuKernel(count_tickets, "2q")(1, counts.data_ptr(), 10)
     (index,) = shared.rglob("*.nbi")
     index.write_bytes(pickle.dumps(Planted(tmp_path / "trace")))
     (shared / open_to_all).chmod(0o777)
     for hits in (0, 1):
         forget()
-        kernel = HostKernel(count_tickets, "2q")
+        kernel = CpuKernel(count_tickets, "2q")
         kernel(1, counts.data_ptr(), 10)
         assert kernel._compiled.cache_hits == hits
     assert int(counts) == 30
@@ -197,7 +197,7 @@ def test_what_others_can_write_is_not_read_and_the_users_own_folder_is_used(
     assert "is writable by others" in caplog.text
     (own / "kvforge").chmod(0o777)
     forget()
-    kernel = HostKernel(count_tickets, "2q")
+    kernel = CpuKernel(count_tickets, "2q")
     kernel(1, counts.data_ptr(), 10)
     assert (kernel._compiled.cache_hits, int(counts)) == (0, 40)
     forget()
@@ -212,11 +212,11 @@ def test_what_is_kept_and_damaged_is_made_once_more(
     monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))
     forget()
     counts = torch.zeros(1, dtype=torch.int64)
-    HostKernel(count_tickets, "2q")(1, counts.data_ptr(), 10)
+    CpuKernel(count_tickets, "2q")(1, counts.data_ptr(), 10)
     (damaged,) = tmp_path.rglob(f"*.{kind}")
     damaged.write_bytes(damaged.read_bytes()[: int(left * damaged.stat().st_size)])
     for hits in (0, 1):
-        kernel = HostKernel(count_tickets, "2q")
+        kernel = CpuKernel(count_tickets, "2q")
         kernel(1, counts.data_ptr(), 10)
         assert kernel._compiled.cache_hits == hits
     assert int(counts) == 30
@@ -233,7 +233,7 @@ def test_where_nothing_more_can_be_written_it_runs_all_the_same(
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
-        kernel = HostKernel(count_tickets, "2q")
+        kernel = CpuKernel(count_tickets, "2q")
         kernel(1, counts.data_ptr(), 10)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -12,11 +12,11 @@ import torch
 pytest.importorskip("numba")
 
 from kvforge.protocol.messages import RowStart, SamplingParams
-from kvforge.worker.cpu.kernel import host_kernel_problem
+from kvforge.worker.cpu.kernel import cpu_kernels_problem
 from kvforge.worker.device.device import Device
 from kvforge.worker.sampling.sampler import HostRows, SamplingState
 
-pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
+pytestmark = pytest.mark.skipif(bool(cpu_kernels_problem()), reason=cpu_kernels_problem())
 TEMPERATURES = (0.0, 0.3, 1.0, 5.0, 1e-3, 30.0)
 
 

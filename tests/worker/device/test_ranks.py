@@ -13,7 +13,7 @@ import pytest
 
 from kvforge.worker.device.device import open_device
 from kvforge.worker.device.ranks import Ranks
-from kvforge.worker.step.loop import _ending_at_once
+from kvforge.worker.step.loop import _signals_end_process
 
 END_S = 60
 MET = """
@@ -104,10 +104,10 @@ def test_memory_is_handed_over_where_all_ranks_see_it(tmp_path: Path, monkeypatc
 BLOCKED = """
 import ctypes, sys
 import signal
-from kvforge.worker.step.loop import _ending_at_once
+from kvforge.worker.step.loop import _signals_end_process
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-with _ending_at_once():
+with _signals_end_process():
     print("waits", flush=True)
     while True:
         ctypes.CDLL(None).sleep(60)  # as a library does: Python's handlers would never end it
@@ -128,6 +128,6 @@ def test_a_rank_that_waits_for_another_ends_when_it_is_told_to() -> None:
 
 def test_its_own_handlers_are_back_afterwards() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with _ending_at_once():
+    with _signals_end_process():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before

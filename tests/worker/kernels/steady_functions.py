@@ -20,7 +20,8 @@ from kvforge.worker.kernels.steady import same_bits
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
-# Different bits in torch's vector loop and in its scalar loop: `Evenly` and the activations of a model align these.
+# Different bits in torch's vector loop and in its scalar loop: `SteadyFunctions` and the activations of a model align
+# these.
 ALIGNED: dict[str, Function] = {
     "sigmoid": torch.sigmoid,
     "silu": functional.silu,

@@ -14,15 +14,15 @@ pytest.importorskip("numba")
 
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
-from kvforge.worker.cpu.kernel import Calls, host_kernel_problem
+from kvforge.worker.cpu.kernel import Calls, cpu_kernels_problem
 from kvforge.worker.cpu.layer_kernels import gate
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels.cpu_decoder import ROWS_MAX
-from kvforge.worker.kernels.cpu_operations import HostOperations
+from kvforge.worker.kernels.cpu_operations import CpuOperations
 from kvforge.worker.kernels.packed import packing_problem, quantising_problem
 from kvforge.worker.loading.model import LoadedModel
 
-pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
+pytestmark = pytest.mark.skipif(bool(cpu_kernels_problem()), reason=cpu_kernels_problem())
 BLOCK_SIZE, WIDTH, LENGTH_MAX = 4, 8, 30
 
 
@@ -31,9 +31,9 @@ class Beside:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
-        decode = HostOperations.decode
+        decode = CpuOperations.decode
 
-        def both(ops: HostOperations, decoder: Any, *arguments: Any) -> torch.Tensor | None:
+        def both(ops: CpuOperations, decoder: Any, *arguments: Any) -> torch.Tensor | None:
             want = decoder._layers(*arguments).clone()
             cache = [tensor.clone() for layer in arguments[3].layers for tensor in (layer.keys, layer.values)]
             found = decode(ops, decoder, *arguments)
@@ -44,7 +44,7 @@ class Beside:
                 self.rows.append(len(found))
             return found
 
-        monkeypatch.setattr(HostOperations, "decode", both)
+        monkeypatch.setattr(CpuOperations, "decode", both)
 
 
 def step(model: LoadedModel, pool: KvPool, lengths: list[int], counts: list[int]) -> torch.Tensor:

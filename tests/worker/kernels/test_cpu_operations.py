@@ -11,14 +11,14 @@ import torch
 pytest.importorskip("numba")
 
 from kvforge.worker.attention import ReferenceAttention
-from kvforge.worker.attention.cpu_attention import HostAttention
-from kvforge.worker.cpu.kernel import host_kernel_problem
+from kvforge.worker.attention.cpu_attention import CpuAttention
+from kvforge.worker.cpu.kernel import cpu_kernels_problem
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels import PlainOperations
-from kvforge.worker.kernels.cpu_operations import HostOperations
+from kvforge.worker.kernels.cpu_operations import CpuOperations
 from tests.worker.attention.cases import Case
 
-pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
+pytestmark = pytest.mark.skipif(bool(cpu_kernels_problem()), reason=cpu_kernels_problem())
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Relative to the largest number: 32 bits may differ in the last bits, 16 bits in the last one.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -62,19 +62,19 @@ def test_each_computes_what_plain_torch_does(
         lambda ops: (ops.gated(x, product, bias),),
     ]
     for run in runs:
-        for got, want in zip(run(HostOperations(cpu)), run(PlainOperations()), strict=True):
+        for got, want in zip(run(CpuOperations(cpu)), run(PlainOperations()), strict=True):
             assert near(got, want)
 
 
 def test_a_row_has_the_same_bits_beside_others(cpu: Device) -> None:
-    ops, x, weight = HostOperations(cpu), random(700, 90, dtype=torch.float32), random(90, dtype=torch.float32)
+    ops, x, weight = CpuOperations(cpu), random(700, 90, dtype=torch.float32), random(90, dtype=torch.float32)
     whole = ops.add_norm(x[None], torch.ones_like(x), weight, 1e-6)
     for row in (0, 1, 6, 699):
         assert torch.equal(ops.add_norm(x[None, row : row + 1], torch.ones(1, 90), weight, 1e-6)[0], whole[row])
 
 
 def test_what_is_not_finite_stays_so_in_its_row(cpu: Device) -> None:
-    ops, x = HostOperations(cpu), random(3, 40, dtype=torch.float32)
+    ops, x = CpuOperations(cpu), random(3, 40, dtype=torch.float32)
     x[1, 7] = float("nan")
     normed = ops.add_norm(x[None], torch.zeros_like(x), torch.ones(40), 1e-6)
     assert normed[1].isnan().all() and normed[[0, 2]].isfinite().all()
@@ -87,7 +87,7 @@ def test_what_is_stored_is_the_references_to_the_last_bit(
     rotated: int, kv_dtype: torch.dtype, dtype: torch.dtype, cpu: Device
 ) -> None:
     found = []
-    for attention in (HostAttention(), ReferenceAttention()):
+    for attention in (CpuAttention(), ReferenceAttention()):
         case = Case([(5, 3), (40, 1), (0, 20)], (6, 2), 80, 16, cpu, dtype, kv_dtype)
         tokens = case.batch.tokens
         angles = torch.randn(tokens, rotated, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -106,6 +106,6 @@ def test_a_token_without_a_slot_is_stored_nowhere(cpu: Device) -> None:
     case = Case([(8, 1), (3, 1)], (2, 2), 64, 8, cpu)
     before = case.keys.clone()
     case.batch.kv_slots[1] = -1
-    HostAttention().write(case.new_k, case.new_v, case.layer, case.batch)
+    CpuAttention().write(case.new_k, case.new_v, case.layer, case.batch)
     changed = (case.keys.nan_to_num(7.0) != before.nan_to_num(7.0)).any(-1).any(-1)
     assert changed.nonzero().tolist() == [[int(case.tables[0, 1]), 0]]

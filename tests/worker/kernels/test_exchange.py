@@ -14,10 +14,10 @@ pytest.importorskip("triton")
 
 from kvforge.worker.attention.triton_attention import is_interpreted
 from kvforge.worker.device.device import open_device
-from kvforge.worker.device.exchange import ATTENTION, INNER, LOGITS, PROGRAMS_MAX, Exchange, Peers
+from kvforge.worker.device.exchange import ATTENTION, INNER, LOGITS, PROGRAMS_MAX, Exchange, RankBuffers
 from kvforge.worker.kernels import PlainOperations, sharing
 from kvforge.worker.kernels.exchange import add_norm_of_ranks, join_of_ranks
-from kvforge.worker.kernels.exchange_selftest import Pretended
+from kvforge.worker.kernels.exchange_selftest import SimulatedRanks
 from tests.worker.loading.several import several
 
 DEVICE = open_device("auto")
@@ -36,7 +36,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return numbers[: shape[0]]
 
 
-def summed(peers: Peers, residual: torch.Tensor, weight: torch.Tensor, multiprocessors: int = 2) -> torch.Tensor:
+def summed(peers: RankBuffers, residual: torch.Tensor, weight: torch.Tensor, multiprocessors: int = 2) -> torch.Tensor:
     return add_norm_of_ranks(peers, residual, weight, 1e-5, False, 32, multiprocessors)
 
 
@@ -52,7 +52,7 @@ def test_all_ranks_parts_are_added_up_in_their_order(count: int, tokens: int) ->
     wanted_residual = before.clone()
     wanted = PlainOperations().add_norm(torch.stack(parts), wanted_residual, weight, 1e-5)
     for rank in range(count):
-        pretended, residual = Pretended(parts, rank), before.clone()
+        pretended, residual = SimulatedRanks(parts, rank), before.clone()
         got = summed(pretended.peers, residual, weight)
         assert torch.equal(residual, wanted_residual), "sums are rounded as plain torch rounds them"
         torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
@@ -69,7 +69,7 @@ def test_meetings_are_counted_beyond_the_largest_number(meeting: int) -> None:
     """The counter wraps after a day and a half of steps."""
     parts = [random(1, 64) for _ in range(2)]
     before = (meeting - 1 + (1 << 31)) % (1 << 32) - (1 << 31)
-    pretended = Pretended(parts, 0)
+    pretended = SimulatedRanks(parts, 0)
     pretended.flags[0, :, :2] = meeting
     pretended.flags[0, :, 0] = before
     pretended.peers.meetings.fill_(before)
@@ -84,7 +84,7 @@ def test_meetings_are_counted_beyond_the_largest_number(meeting: int) -> None:
 def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said() -> None:
     """During the start; later the coordinator ends a worker with a step that takes too long."""
     parts = [random(1, 64) for _ in range(2)]
-    pretended = Pretended(parts, 0)
+    pretended = SimulatedRanks(parts, 0)
     pretended.flags[0, :, 1] = 0  # it never arrived
     summed(pretended.peers, torch.zeros((1, 64), device=PLACE), torch.ones(64, device=PLACE))
     assert int(pretended.flags[1, 0, 0]) == 1, "the missing rank was not signalled"
@@ -96,7 +96,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said() -> None:
 def test_shares_are_joined_side_by_side(count: int, tokens: int, share: int) -> None:
     parts = [random(tokens, share) for _ in range(count)]
     output = torch.full((tokens, count * share), float("nan"), device=PLACE)
-    pretended = Pretended(parts, 1)
+    pretended = SimulatedRanks(parts, 1)
     assert torch.equal(join_of_ranks(pretended.peers, output, 2), torch.cat(parts, 1))
 
 

@@ -13,12 +13,12 @@ pytest.importorskip("triton")
 
 from kvforge.worker.attention import KvLayer
 from kvforge.worker.device.device import Device
-from kvforge.worker.device.exchange import ATTENTION, LOGITS, PROGRAMS_MAX, Peers
+from kvforge.worker.device.exchange import ATTENTION, LOGITS, PROGRAMS_MAX, RankBuffers
 from kvforge.worker.device.targets import TARGETS
 from kvforge.worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, fused
 from kvforge.worker.kernels.aot import Configuration
 from kvforge.worker.kernels.aot_layers import RANKS
-from kvforge.worker.kernels.exchange import Shared
+from kvforge.worker.kernels.exchange import DirectExchange
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.registry import KERNELS
 from kvforge.worker.kernels.specialise import recorded
@@ -84,7 +84,7 @@ def operate(operations: FusedOperations, random: Random) -> None:
     operations.linear(normed, made(500, hidden), bias(500), torch.empty((tokens, 500)))
     operations.linear(normed, made(1, hidden), bias(1))
     places: Any = _Places(random.choice(RANKS) if dtype == torch.bfloat16 and hidden == 4096 else 2)
-    shared = Shared(places, operations._target, operations.overlap)
+    shared = DirectExchange(places, operations._target, operations.overlap)
     shared.add_norm(ATTENTION, residual, weight, 1e-5)
     shared.join(LOGITS, torch.empty((tokens, 2 * random.randint(1, 70000))))
 
@@ -97,6 +97,6 @@ class _Places:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
 
-    def peers(self, which: int, polls_max: int) -> Peers:
+    def peers(self, which: int, polls_max: int) -> RankBuffers:
         addresses = torch.zeros(self.ranks, dtype=torch.int64)
-        return Peers(0, self.ranks, addresses, addresses, torch.zeros(PROGRAMS_MAX, dtype=torch.int32), polls_max)
+        return RankBuffers(0, self.ranks, addresses, addresses, torch.zeros(PROGRAMS_MAX, dtype=torch.int32), polls_max)

@@ -142,7 +142,7 @@ def test_a_cpu_or_a_torch_that_cannot_serves_as_before(cpu: Device, monkeypatch:
 
     assert isinstance(choose_operations(cpu, torch.float32), PackedOperations)
     with monkeypatch.context() as patch:
-        patch.setattr("kvforge.worker.device.device.host_kernel_problem", lambda: "Numba cannot be imported")
+        patch.setattr("kvforge.worker.device.device.cpu_kernels_problem", lambda: "Numba cannot be imported")
         assert type(choose_operations(cpu, torch.float32)) is PackedOperations
     with monkeypatch.context() as patch:
         patch.setattr(torch.backends.mkldnn, "is_available", lambda: False)

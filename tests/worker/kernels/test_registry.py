@@ -32,7 +32,7 @@ from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels import choose_operations, registry
 from kvforge.worker.kernels.packed import quantising_problem
 from kvforge.worker.kernels.quantised import quantise_int8
-from kvforge.worker.kernels.registry import HOST_KERNELS, KERNELS, HostKernelEntry, Kernel, Serving
+from kvforge.worker.kernels.registry import CPU_KERNELS, KERNELS, CpuKernelEntry, Kernel, Serving
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step.engine import Engine
@@ -99,16 +99,16 @@ def test_every_kernel_of_the_cpu_is_declared() -> None:
         for name, tree in modules()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
-        and any(isinstance(each, ast.Call) and names([each.func]) == {"host_kernel"} for each in node.decorator_list)
+        and any(isinstance(each, ast.Call) and names([each.func]) == {"cpu_kernel"} for each in node.decorator_list)
     }
-    assert made == {(kernel.module, kernel.name) for kernel in HOST_KERNELS}
+    assert made == {(kernel.module, kernel.name) for kernel in CPU_KERNELS}
     for name, tree in modules():
         called = names([node.func for node in ast.walk(tree) if isinstance(node, ast.Call)])
-        assert "HostKernel" not in called or name == "kvforge.worker.cpu.kernel"
+        assert "CpuKernel" not in called or name == "kvforge.worker.cpu.kernel"
 
 
 def test_every_kernel_has_a_reference_without_kernels() -> None:
-    for kernel in (*KERNELS, *HOST_KERNELS):
+    for kernel in (*KERNELS, *CPU_KERNELS):
         code = getattr(kernel.reference, "__code__", None)
         assert code is None or "triton" not in Path(code.co_filename).name
         assert callable(kernel.reference) and callable(kernel.check)
@@ -225,18 +225,18 @@ def test_right_kernels_pass(model_type: str, serving: Callable[[str], Serving]) 
     registry.check_kernels(serving(model_type))
 
 
-@pytest.mark.skipif(bool(CPU.host_kernels_problem), reason=CPU.host_kernels_problem)
-@pytest.mark.parametrize("kernel", [pytest.param(each, id=f"{each.module}.{each.name}") for each in HOST_KERNELS])
+@pytest.mark.skipif(bool(CPU.cpu_kernels_problem), reason=CPU.cpu_kernels_problem)
+@pytest.mark.parametrize("kernel", [pytest.param(each, id=f"{each.module}.{each.name}") for each in CPU_KERNELS])
 @pytest.mark.parametrize("compiles", [True, False])
 def test_a_kernel_of_the_cpu_that_is_wrong_or_does_not_compile_is_refused_at_start(
-    compiles: bool, kernel: HostKernelEntry, write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    compiles: bool, kernel: CpuKernelEntry, write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvforge.worker.cpu.kernel import HostKernel
+    from kvforge.worker.cpu.kernel import CpuKernel
 
     right = getattr(import_module(kernel.module), kernel.name)
     skipped = []
 
-    def spoilt(this: HostKernel, *arguments: Any) -> None:
+    def spoilt(this: CpuKernel, *arguments: Any) -> None:
         if this is not right:
             called(this, *arguments)
         elif compiles:
@@ -258,8 +258,8 @@ def test_a_kernel_of_the_cpu_that_is_wrong_or_does_not_compile_is_refused_at_sta
 
         if own_product(choose_operations(CPU, torch.float32).pack(torch.randn(130, 1100))) is None:  # type: ignore[attr-defined]
             pytest.skip("oneDNN's layout on this CPU is another one: the kernel does not run")
-    called = HostKernel.__call__
-    monkeypatch.setattr(HostKernel, "__call__", spoilt)
+    called = CpuKernel.__call__
+    monkeypatch.setattr(CpuKernel, "__call__", spoilt)
     shapes, float32 = (AttentionShape(2, 1, 64, AttentionOptions(0.125)),), torch.float32
     started = Serving(CPU, choose_attention(CPU), shapes, float32, float32, 8, 5000, fused, folder)
     with pytest.raises(KernelError, match=r"kernels = 'reference'"):

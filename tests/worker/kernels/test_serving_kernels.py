@@ -67,7 +67,7 @@ def test_a_triton_attention_tells_its_kernels(cpu: Device, monkeypatch: pytest.M
 
 def test_a_model_tells_what_serves_it(tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
-    served, problem = "Numba for", model.device.host_kernels_problem
+    served, problem = "Numba for", model.device.cpu_kernels_problem
     if problem:
         served = f"plain torch: {problem}"
     told = serving_kernels(model)

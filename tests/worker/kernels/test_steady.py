@@ -13,7 +13,7 @@ from kvforge.worker.kernels import SLAB, choose_operations, fused, row_counts
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.linear import FEW, choose_tiles
 from kvforge.worker.kernels.steady import same_bits, unsteady_products
-from kvforge.worker.loading.determinism import made_steady
+from kvforge.worker.loading.determinism import make_batch_invariant
 from kvforge.worker.loading.model import LoadedModel
 from tests.worker.step.company import wide_model
 
@@ -50,7 +50,7 @@ def test_one_bit_of_one_row_is_found(
         return found
 
     monkeypatch.setattr(model.fused.operations, operation, off)
-    problem = made_steady(model, model.fused.operations)
+    problem = make_batch_invariant(model, model.fused.operations)
     assert problem.startswith(f"{named} of {ROWS_OFF} tokens has other bits")
 
 

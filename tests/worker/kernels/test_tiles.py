@@ -8,15 +8,15 @@ from torch.nn.functional import linear
 
 pytest.importorskip("numba")
 
-from kvforge.worker.cpu.kernel import host_kernel_problem
+from kvforge.worker.cpu.kernel import cpu_kernels_problem
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels import tiles
-from kvforge.worker.kernels.cpu_operations import HostOperations
+from kvforge.worker.kernels.cpu_operations import CpuOperations
 from kvforge.worker.kernels.packed import EXPECTED_ROWS, Product, own_product, packing_problem
 from kvforge.worker.kernels.steady import same_bits
 from kvforge.worker.kernels.tiles import TICKET_ROWS, Tiles
 
-pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
+pytestmark = pytest.mark.skipif(bool(cpu_kernels_problem()), reason=cpu_kernels_problem())
 # n, k: full and partial tiles of 64 and of 16 rows; one block of k, a few, and a partial one.
 SHAPES = [(64, 64), (576, 576), (192, 576), (130, 1100), (20, 36), (40, 3000), (600, 1025), (1, 700), (96, 2048)]
 ROWS = (1, 2, 3, 4, 5, 6, 7, 11, 12, 17, 40, TICKET_ROWS, TICKET_ROWS + 1, 200)
@@ -95,7 +95,7 @@ def test_nothing_behind_the_rows_is_read_or_written(cpu: Device) -> None:
 def test_a_packed_weights_products_are_ours_and_have_onednns_bits(shape: tuple[int, int], cpu: Device) -> None:
     """A worker without Numba therefore gives the same tokens."""
     n, k = shape
-    weight, operations = numbers(n, k), HostOperations(cpu)
+    weight, operations = numbers(n, k), CpuOperations(cpu)
     packed = operations.pack(weight)
     if own_product(packed) is None:
         pytest.skip("oneDNN lays weights out in another way on this CPU, or it has no AVX2 alone")
@@ -115,14 +115,14 @@ def test_a_packed_weights_products_are_ours_and_have_onednns_bits(shape: tuple[i
 @pytest.mark.parametrize("capability", ["AVX512", "DEFAULT"])
 def test_other_cpus_have_onednns_products(capability: str, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    packed = HostOperations(cpu).pack(numbers(64, 1200))
+    packed = CpuOperations(cpu).pack(numbers(64, 1200))
     assert own_product(packed) is None
     assert Product(packed, None).rows(1) == 2, "a row of zeros beside a long one"
 
 
 def test_a_layout_that_is_not_known_is_onednns(cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "table_of", lambda *_: None)
-    packed = HostOperations(cpu).pack(numbers(64, 128))
+    packed = CpuOperations(cpu).pack(numbers(64, 128))
     assert own_product(packed) is None
     x = numbers(2, 128)
     assert torch.allclose(Product(packed, None)(x), linear(x, numbers(64, 128)), rtol=1e-4, atol=1e-4)
@@ -130,7 +130,7 @@ def test_a_layout_that_is_not_known_is_onednns(cpu: Device, monkeypatch: pytest.
 
 def test_each_weight_of_a_shape_has_its_own_tiles(cpu: Device) -> None:
     """The tiles are searched once."""
-    operations, x = HostOperations(cpu), numbers(3, 128)
+    operations, x = CpuOperations(cpu), numbers(3, 128)
     weights = [numbers(64, 128), numbers(64, 128).flip(0).contiguous()]
     for packed, weight in [(operations.pack(weight), weight) for weight in weights]:
         assert torch.allclose(operations.linear(x, packed), linear(x, weight), rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Torch functions inside `Evenly`."""
+"""Torch functions inside `SteadyFunctions`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvforge.worker.device.device import open_device
 from kvforge.worker.kernels import choose_operations
 from kvforge.worker.kernels.partition import apply_aligned
 from kvforge.worker.kernels.steady import same_bits
-from kvforge.worker.kernels.torch_functions import Evenly, mean_of_rows
+from kvforge.worker.kernels.torch_functions import SteadyFunctions, mean_of_rows
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -44,14 +44,14 @@ def test_functions_inside_are_applied_aligned(name: str, dtype: torch.dtype, thr
     whole = apply_aligned(function, x)
     torch.testing.assert_close(whole, function(x))
     for first, count in ((0, 300), (0, 1), (299, 1), (37, 129)):
-        with Evenly(choose_operations(open_device("cpu"), dtype)):
+        with SteadyFunctions(choose_operations(open_device("cpu"), dtype)):
             inside = function(x[first : first + count])
         assert same_bits(inside, whole[first : first + count]), (first, count)
 
 
 def test_a_power_of_two_tensors_broadcasts_inside() -> None:
     x, exponents = torch.rand(5, 7), torch.rand(7)
-    with Evenly(choose_operations(open_device("cpu"), torch.float32)):
+    with SteadyFunctions(choose_operations(open_device("cpu"), torch.float32)):
         assert same_bits(torch.pow(x, exponents), x**exponents)
         assert torch.pow(2.0, x).shape == x.shape
 
@@ -59,7 +59,7 @@ def test_a_power_of_two_tensors_broadcasts_inside() -> None:
 def test_products_inside_are_those_of_the_operations() -> None:
     operations = choose_operations(open_device("cpu"), torch.float32)
     x, weight = torch.randn(2, 5, 64), torch.randn(32, 64)
-    with Evenly(operations):
+    with SteadyFunctions(operations):
         found = functional.linear(x, weight)
         assert functional.linear(x[:, :0], weight).shape == (2, 0, 32)
     assert same_bits(found.view(10, 32), operations.linear(x.view(10, 64), weight))

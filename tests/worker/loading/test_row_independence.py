@@ -18,7 +18,7 @@ from kvforge.worker.kernels.experts import Experts
 from kvforge.worker.kernels.packed import PackedOperations
 from kvforge.worker.kernels.packed_table import read_from, table_of
 from kvforge.worker.kernels.plain import PlainOperations
-from kvforge.worker.loading.determinism import made_steady
+from kvforge.worker.loading.determinism import make_batch_invariant
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.row_independence import PackedLinear, SteadyLinear, make_rows_steady
@@ -50,7 +50,7 @@ def test_a_row_that_depends_on_others_is_found_and_nothing_promised(tiny: Callab
     """With 17 tokens, one number of one token is slightly larger."""
     model = tiny("phi3")
     operations = choose_operations(model.device, model.dtype)
-    assert made_steady(model, operations) == ""
+    assert make_batch_invariant(model, operations) == ""
 
     def off(_part: Any, _given: Any, found: torch.Tensor) -> torch.Tensor:
         if found.shape[1] == 17:
@@ -58,7 +58,7 @@ def test_a_row_that_depends_on_others_is_found_and_nothing_promised(tiny: Callab
         return found
 
     hook = model.module.model.layers[0].self_attn.qkv_proj.register_forward_hook(off)
-    problem = made_steady(model, operations)
+    problem = make_batch_invariant(model, operations)
     hook.remove()
     assert problem.startswith("the layers of Phi3ForCausalLM are transformers' own: the query of layer ")
     assert "of 17 tokens has other bits" in problem
@@ -84,7 +84,7 @@ def test_layers_of_one_kind_are_tried_once(tiny: Callable[..., LoadedModel]) -> 
     ran = []
     for layer in before:
         layer.register_forward_hook(lambda part, *_: ran.append(part))
-    assert made_steady(model, choose_operations(model.device, model.dtype)) == ""
+    assert make_batch_invariant(model, choose_operations(model.device, model.dtype)) == ""
     assert set(map(id, ran)) == {id(before[0])}
     assert list(model.module.model.layers) == before
 

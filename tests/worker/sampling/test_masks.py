@@ -29,8 +29,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
         pytest.importorskip("triton")
         if torch.cuda.is_available():
             pytest.skip("kernels are not interpreted beside a GPU")
-    if request.param == "host" and device.host_kernels_problem:
-        pytest.skip(device.host_kernels_problem)
+    if request.param == "host" and device.cpu_kernels_problem:
+        pytest.skip(device.cpu_kernels_problem)
     yield device
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvforge.protocol.messages import SamplingParams
 from kvforge.worker.loading import Source, model_sampling
-from kvforge.worker.loading.sampling_defaults import UNSAID
+from kvforge.worker.loading.sampling_defaults import DEFAULT_SAMPLING
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05, "eos_token_id": 2}
 
@@ -30,8 +30,8 @@ def folder(path: Path, text: str | None) -> Source:
         ({"temperature": 1.0, "top_p": None}, SamplingParams(temperature=1.0)),
         ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, SamplingParams(temperature=0.0, top_p=0.9)),
         ({"min_p": 0.1}, SamplingParams(min_p=0.1)),
-        ({"eos_token_id": 2}, UNSAID),
-        ({"temperature": "hot", "top_k": -1, "top_p": 7}, UNSAID),
+        ({"eos_token_id": 2}, DEFAULT_SAMPLING),
+        ({"temperature": "hot", "top_k": -1, "top_p": 7}, DEFAULT_SAMPLING),
         ({"temperature": -1, "top_k": 5}, SamplingParams(top_k=5)),
     ],
 )
@@ -41,7 +41,7 @@ def test_what_a_folder_says(tmp_path: Path, said: dict[str, Any], expected: Samp
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '"x"', "\x00"])
 def test_a_folder_that_says_nothing_readable(tmp_path: Path, text: str | None) -> None:
-    assert model_sampling(folder(tmp_path, text)) == UNSAID
+    assert model_sampling(folder(tmp_path, text)) == DEFAULT_SAMPLING
 
 
 def test_a_wrong_value_is_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -65,4 +65,4 @@ def test_what_a_gguf_file_says(tmp_path: Path) -> None:
 
     chosen = model_sampling(source(temp=0.5, top_k=40, min_p=0.25, penalty_repeat=1.5, mirostat=0))
     assert chosen == SamplingParams(temperature=0.5, top_k=40, min_p=0.25, repetition_penalty=1.5)
-    assert model_sampling(source()) == UNSAID
+    assert model_sampling(source()) == DEFAULT_SAMPLING

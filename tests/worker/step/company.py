@@ -27,7 +27,7 @@ from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
-from kvforge.worker.step.runner import Runner
+from kvforge.worker.step.runner import ModelRunner
 
 # Wide enough for every kind of product and attention: parts of rows, tiles of our kernels and torch's products.
 SHAPE = {
@@ -128,7 +128,7 @@ class Company:
         self._holders = [0] * self.pool.blocks
         self._begins: list[Request] = []
         self._owed: list[int] = []  # pending copies of blocks
-        self.runner = Runner(
+        self.runner = ModelRunner(
             self._model,
             self.pool,
             slots_max=self.rows_max,

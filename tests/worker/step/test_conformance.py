@@ -15,7 +15,7 @@ from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.device import Device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
-from kvforge.worker.step.runner import Runner
+from kvforge.worker.step.runner import ModelRunner
 
 pytestmark = pytest.mark.model
 
@@ -38,7 +38,7 @@ def generate(model: LoadedModel, cases: list[dict[str, Any]], steps: int) -> lis
     width = -(-(int(lengths.max()) + steps) // BLOCK_SIZE)
     pool = KvPool(model.geometry, rows * width, model.device)
     total = int(lengths.sum())
-    runner = Runner(model, pool, slots_max=rows, step_tokens_max=total, step_rows_max=rows)
+    runner = ModelRunner(model, pool, slots_max=rows, step_tokens_max=total, step_rows_max=rows)
     tables = np.random.default_rng(0).permutation(rows * width).astype(np.int32).reshape(rows, width)
     slots, ones = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32)
     prompt = np.concatenate([np.array(case["prompt_tokens"], np.int32) for case in cases])

@@ -18,7 +18,7 @@ from kvforge.protocol.layout import MAIL_BYTES, Geometry
 from kvforge.protocol.messages import WORKER_MESSAGES, Step, Stop, WorkerHello, WorkerLoading
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from kvforge.protocol.transport import worker_endpoint
-from kvforge.worker.step.connection import Link
+from kvforge.worker.step.connection import CoordinatorConnection
 from tests.router import router
 from tests.standstill import Standstill
 
@@ -66,11 +66,11 @@ class Coordinator:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Coordinator, Link]]:
+def ends() -> Iterator[tuple[Coordinator, CoordinatorConnection]]:
     read, write = os.pipe()
     with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as name:
         coordinator = Coordinator(Path(name))
-        link = Link(worker_endpoint(Path(name)), read)
+        link = CoordinatorConnection(worker_endpoint(Path(name)), read)
         try:
             link.wait_connected(60)
             assert link.send(WorkerHello(rid=1, name="w", pid=1))
@@ -87,18 +87,20 @@ def step(number: int, tokens: int = 1) -> list[bytes | memoryview]:
     return codec.encode(Step(step_id=number, tokens=np.full(tokens, number, np.int32)))
 
 
-def receive(link: Link) -> object:
+def receive(link: CoordinatorConnection) -> object:
     deadline = monotonic() + 60
     while (message := link.receive(1000)) is None:
         assert monotonic() < deadline, "nothing came"
     return message
 
 
-def watching(coordinator: Coordinator, link: Link) -> None:
+def watching(coordinator: Coordinator, link: CoordinatorConnection) -> None:
     link.watch(TablesReader(coordinator.tables.path).watch(POOL, EPOCH), 500)
 
 
-def test_a_step_is_taken_before_its_message_and_the_message_is_thrown_away(ends: tuple[Coordinator, Link]) -> None:
+def test_a_step_is_taken_before_its_message_and_the_message_is_thrown_away(
+    ends: tuple[Coordinator, CoordinatorConnection],
+) -> None:
     coordinator, link = ends
     watching(coordinator, link)
     coordinator.show(1, step(1))
@@ -112,7 +114,7 @@ def test_a_step_is_taken_before_its_message_and_the_message_is_thrown_away(ends:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_whichever_way_is_faster_every_step_is_taken_once_and_in_order(
-    ends: tuple[Coordinator, Link], seed: int
+    ends: tuple[Coordinator, CoordinatorConnection], seed: int
 ) -> None:
     """Messages lag behind shared memory or run ahead; some steps are too long for shared memory."""
     coordinator, link = ends
@@ -144,7 +146,7 @@ def test_whichever_way_is_faster_every_step_is_taken_once_and_in_order(
     assert isinstance(receive(link), Stop), "a step that was taken came again"
 
 
-def test_a_new_registration_starts_from_one(ends: tuple[Coordinator, Link]) -> None:
+def test_a_new_registration_starts_from_one(ends: tuple[Coordinator, CoordinatorConnection]) -> None:
     coordinator, link = ends
     watching(coordinator, link)
     coordinator.show(1, step(1))
@@ -162,7 +164,7 @@ def test_a_new_registration_starts_from_one(ends: tuple[Coordinator, Link]) -> N
 
 
 def test_what_was_meant_for_one_coordinator_does_not_reach_the_next_ahead_of_a_hello(
-    ends: tuple[Coordinator, Link],
+    ends: tuple[Coordinator, CoordinatorConnection],
 ) -> None:
     """The coordinator restarted during a model load: the new connection does not know the sender of the progress."""
     coordinator, link = ends
@@ -186,7 +188,7 @@ def test_a_worker_that_stood_still_waits_for_its_coordinator_in_full(monkeypatch
     standstill = Standstill(monkeypatch)
     read, write = os.pipe()
     with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as name:
-        link = Link(worker_endpoint(Path(name)), read)
+        link = CoordinatorConnection(worker_endpoint(Path(name)), read)
         made: list[Coordinator] = []
         look = link.look
 

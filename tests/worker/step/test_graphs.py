@@ -22,7 +22,7 @@ from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step.graphs import DecodeGraphs, bucket_sizes
-from kvforge.worker.step.runner import PendingStep, Runner, StepOutcome
+from kvforge.worker.step.runner import ModelRunner, PendingStep, StepOutcome
 from tests.worker.conftest import TINY
 from tests.worker.step.test_runner import BLOCK_SIZE, begin, i4, replace_start
 
@@ -39,7 +39,7 @@ class Decoding:
         for cache in self.pool.tensors():
             cache.fill_(float("nan"))
         limits = {"slots_max": SLOTS, "step_tokens_max": 512, "step_rows_max": rows_max}
-        self.runner = Runner(model, self.pool, **limits, table_width=WIDTH, graph_rows_max=graph_rows_max)
+        self.runner = ModelRunner(model, self.pool, **limits, table_width=WIDTH, graph_rows_max=graph_rows_max)
         self.lengths = np.zeros(SLOTS, np.int32)
 
     def launch(self, rows: list[tuple[int, list[int], int]], **fields: Any) -> PendingStep:
@@ -341,7 +341,7 @@ def test_graphs_give_their_memory_back(wide: LoadedModel) -> None:
         gc.collect()
         device.release_cached()
         allocated, free = torch.cuda.memory_allocated(device.torch_device), device.free_bytes()
-        runner = Runner(wide, pool, **limits, table_width=WIDTH, graph_rows_max=32)
+        runner = ModelRunner(wide, pool, **limits, table_width=WIDTH, graph_rows_max=32)
         assert runner.graphs is not None
         runner.graphs.capture()
         assert runner.graphs.captured == len(runner.graphs.sizes) == 7

@@ -118,14 +118,14 @@ def worker_of(runner: FakeRunner, link: FakeLink) -> Worker:
     worker.config = WorkerConfig(name="w", model="m")
     worker._stopping = False
     worker._request_of = {}
-    worker._link = link  # type: ignore[assignment]
+    worker._connection = link  # type: ignore[assignment]
     worker._engine = SimpleNamespace(runner=runner)  # type: ignore[assignment]
     worker._under_way, worker._answered, worker._last_step = deque(), deque(maxlen=ANSWERS_KEPT), 0
     patience = SimpleNamespace(begin=lambda _: None, end=lambda _: None, wait_ms=lambda: 0)
-    worker._patience = patience  # type: ignore[assignment]
+    worker._backoff = patience  # type: ignore[assignment]
     worker._watchdog = Watchdog()
     worker._pool_at = PoolRegistered(rid=0, epoch=3, base_block=0)
-    worker._connection = 1
+    worker._connected_as = 1
     tables = SimpleNamespace(rows=lambda slots, width: (np.zeros((len(slots), width), np.int32), None))
     worker._tables = tables  # type: ignore[assignment]
     return worker
@@ -172,7 +172,7 @@ def test_once_no_step_has_come_for_a_while_the_engine_rests() -> None:
     """It rests once, and not again before another step."""
     runner, rested = FakeRunner(), list[int]()
     worker = worker_of(runner, FakeLink())
-    worker._engine.rest = lambda: rested.append(runner.meter.steps)  # type: ignore[method-assign, union-attr]
+    worker._engine.release_idle_memory = lambda: rested.append(runner.meter.steps)  # type: ignore[method-assign, union-attr]
     seen = []
     for steps, ended_ns in ((0, 0), (1, time.monotonic_ns()), (1, 0), (0, 0), (1, 0)):
         runner.meter.steps, runner.meter.last_ns = runner.meter.steps + steps, ended_ns
@@ -249,7 +249,7 @@ def test_what_ends_while_nobody_is_connected_is_sent_first_to_who_comes_next() -
     assert [step_id for step_id, _ in worker._under_way] == [2], "it goes on"
     runner.end(1)()
     link.connected = True
-    worker._answer_again(0)
+    worker._resend_results(0)
     link.script.extend([step(1), step(2), step(3)])
     worker._serve()
     assert link.answered == [1, 2]
@@ -269,9 +269,9 @@ def test_results_that_are_no_longer_kept_are_missed(done: int) -> None:
     link.connected = True
     if done == 0:
         with pytest.raises(ProtocolError, match="the result of step 1 is no longer kept"):
-            worker._answer_again(done)
+            worker._resend_results(done)
     else:
-        worker._answer_again(done)
+        worker._resend_results(done)
     assert link.answered == list(range(done + 1, last + 1))[: 0 if done == 0 else None]
 
 

@@ -18,7 +18,7 @@ from kvforge.worker.kernels.packed import stored_bytes
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step import memory
 from kvforge.worker.step.engine import Engine
-from kvforge.worker.step.runner import Runner
+from kvforge.worker.step.runner import ModelRunner
 from tests.worker.conftest import TINY
 
 
@@ -96,7 +96,7 @@ def test_the_graphs_that_are_tried_tell_what_all_will_take(rows_max: int, step_r
         model=SimpleNamespace(device=SimpleNamespace(free_bytes=lambda: free[0])),
         limits=SimpleNamespace(step_rows_max=step_rows_max),
     )
-    told = memory._graph_bytes(cast(Runner, runner), rows_max)
+    told = memory._graph_bytes(cast(ModelRunner, runner), rows_max)
     sizes = memory.bucket_sizes(min(rows_max, step_rows_max))
     assert captured == list(sizes[::-1][:2])
     for rows in sizes[::-1][2:]:

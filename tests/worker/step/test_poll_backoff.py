@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvforge.worker.step import poll_backoff
-from kvforge.worker.step.poll_backoff import SLEEP_MS, Patience
+from kvforge.worker.step.poll_backoff import SLEEP_MS, PollBackoff
 
 MS = 1_000_000
 
@@ -21,9 +21,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def settled(clock: Clock, step_ms: float) -> Patience:
+def settled(clock: Clock, step_ms: float) -> PollBackoff:
     """Return the state after many steps of that length with two in flight, just after the start of one."""
-    found = Patience()
+    found = PollBackoff()
     found.begin(1)
     for _ in range(50):
         found.begin(2)

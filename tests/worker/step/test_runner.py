@@ -14,7 +14,7 @@ from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.messages import RowStart, SamplingParams, Step
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.loading.model import LoadedModel
-from kvforge.worker.step.runner import PendingStep, Runner, StepOutcome
+from kvforge.worker.step.runner import ModelRunner, PendingStep, StepOutcome
 
 BLOCK_SIZE = 4
 
@@ -37,7 +37,7 @@ class Bench:
         for cache in self.pool.tensors():
             cache.fill_(float("nan"))
         limits = {"slots_max": slots_max, "step_tokens_max": 64, "step_rows_max": 8}
-        self.runner = Runner(model, self.pool, **limits, graph_rows_max=graph_rows_max)
+        self.runner = ModelRunner(model, self.pool, **limits, graph_rows_max=graph_rows_max)
         self.tables = {slot: list(range(8 * slot, 8 * slot + 8)) for slot in range(slots_max)}
 
     def step(self, rows: list[tuple[int, int, list[int], int]], **fields: Any) -> Step:
@@ -322,9 +322,9 @@ def test_step_without_sampling_and_empty_step(bench: Bench) -> None:
 def test_limits_are_refused_by_name(field: str, bench: Bench) -> None:
     limits = {"slots_max": 1, "step_tokens_max": 1, "step_rows_max": 1}
     with pytest.raises(InvalidConfiguration) as caught:
-        Runner(bench.runner.model, bench.pool, **(limits | {field: 0}))
+        ModelRunner(bench.runner.model, bench.pool, **(limits | {field: 0}))
     assert caught.value.field == field
-    Runner(bench.runner.model, bench.pool, **limits)
+    ModelRunner(bench.runner.model, bench.pool, **limits)
 
 
 def test_half_precision_pool_under_a_float32_model(tiny: Callable[..., LoadedModel]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvforge.protocol.messages import GENERATED
 from kvforge.worker.step import token_kinds
 from kvforge.worker.step.checks import Rows
-from kvforge.worker.step.token_kinds import by_kind, passes, told_apart
+from kvforge.worker.step.token_kinds import split_by_kind, split_marks, split_passes
 
 
 def int32(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -21,7 +21,7 @@ def rows_of(*rows: tuple[int, list[int], int]) -> Rows:
     """Return rows from (first position, tokens as in a step, whether it samples), with slot and block table by
     index."""
     counts = int32(*(len(tokens) for _, tokens, _ in rows))
-    tokens, generated = told_apart(int32(*(token for _, row, _ in rows for token in row)), counts, marked=True)
+    tokens, generated = split_marks(int32(*(token for _, row, _ in rows for token in row)), counts, marked=True)
     starts, samples = int32(*(start for start, _, _ in rows)), int32(*(wanted for _, _, wanted in rows))
     slots = np.arange(len(rows), dtype=np.int32)
     return Rows(slots, starts, counts, samples, tokens, slots[:, None] * 100, generated)
@@ -29,7 +29,7 @@ def rows_of(*rows: tuple[int, list[int], int]) -> Rows:
 
 def pieces(rows: Rows) -> list[tuple[int, int, int, int, bool]]:
     """Return (slot, first position, tokens, whether it samples, whether it is a decode) of each piece."""
-    cut, decodes = by_kind(rows)
+    cut, decodes = split_by_kind(rows)
     assert (cut.tables[:, 0] == cut.slots * 100).all() and cut.tokens is rows.tokens
     return list(
         zip(
@@ -44,22 +44,22 @@ def pieces(rows: Rows) -> list[tuple[int, int, int, int, bool]]:
 
 
 def test_tokens_come_without_their_marks() -> None:
-    tokens, generated = told_apart(int32(5, GENERATED + 7, -1, 0), int32(4), marked=True)
+    tokens, generated = split_marks(int32(5, GENERATED + 7, -1, 0), int32(4), marked=True)
     assert tokens.tolist() == [5, 7, -1, 0] and tokens.dtype == np.int32
     assert generated.tolist() == [False, True, True, False]
 
 
 def test_where_nobody_says_a_single_token_is_a_generated_one() -> None:
-    tokens, generated = told_apart(int32(5, 6, 7), int32(1, 2), marked=False)
+    tokens, generated = split_marks(int32(5, 6, 7), int32(1, 2), marked=False)
     assert (tokens.tolist(), generated.tolist()) == ([5, 6, 7], [True, False, False])
 
 
 def test_rows_of_one_kind_stay_as_they_are() -> None:
     prompts = rows_of((0, [1, 2, 3], 1), (4, [5], 0))
-    cut, decodes = by_kind(prompts)
+    cut, decodes = split_by_kind(prompts)
     assert cut is prompts and not decodes.any()
     running = rows_of((9, [-1], 1), (3, [GENERATED + 2], 1))
-    cut, decodes = by_kind(running)
+    cut, decodes = split_by_kind(running)
     assert cut is running and decodes.all()
 
 
@@ -100,10 +100,10 @@ def test_every_token_keeps_its_place(seed: int) -> None:
 
 
 def test_many_rows_are_computed_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, decodes = by_kind(rows_of((0, [GENERATED + 1] * 5, 1), (3, [1, 2], 1)))
-    assert [len(part) for part, _ in passes(rows, decodes)] == [6]
+    rows, decodes = split_by_kind(rows_of((0, [GENERATED + 1] * 5, 1), (3, [1, 2], 1)))
+    assert [len(part) for part, _ in split_passes(rows, decodes)] == [6]
     monkeypatch.setattr(token_kinds, "CELLS_MAX", 4)
-    parts = list(passes(rows, decodes))
+    parts = list(split_passes(rows, decodes))
     assert [len(part) for part, _ in parts] == [4, 2]
     assert [part.starts.tolist() for part, _ in parts] == [[0, 1, 2, 3], [4, 3]]
     assert np.concatenate([part.tokens for part, _ in parts]).tolist() == rows.tokens.tolist()
