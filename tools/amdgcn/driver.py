@@ -19,7 +19,7 @@ from triton.compiler import CompiledKernel
 
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.targets import TARGETS
-from kvforge.worker.kernels.specialise import gpu_target
+from tools.aot.specialise import gpu_target
 
 from .assembly import Argument
 from .checks import Findings

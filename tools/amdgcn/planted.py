@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.compiler import ASTSource
 
 from kvforge.worker.device.targets import TARGETS
-from kvforge.worker.kernels.specialise import gpu_target
+from tools.aot.specialise import gpu_target
 
 from .driver import Emulated
 from .suite import checks, outcome

@@ -2,7 +2,7 @@
 
 A kernel never asks which GPU it runs on. It takes its tiles from a `Target`, by the bytes of a stored number and by
 head size, rounded up to a few classes. The tests can therefore compile and inspect every choice for every target (see
-`kvforge.worker.kernels.aot`).
+`tools/aot`).
 """
 
 from __future__ import annotations

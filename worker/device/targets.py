@@ -31,7 +31,7 @@ def _decode(
 def _prefill(*rows: tuple[int, ...], stored: tuple[int, ...] = (1, 2, 4)) -> dict[TileKey, PrefillTiles]:
     """Build prefill tiles.
 
-    They were chosen by the compiler's register use (no spills, or the fewest; see `kvforge.worker.kernels.aot`), and
+    They were chosen by the compiler's register use (no spills, or the fewest; see `tools/aot`), and
     on sm_90 by time as well.
 
     Args:
@@ -62,7 +62,7 @@ def _decode_rdna() -> dict[TileKey, DecodeTiles]:
     """Return small tiles over many warps; more warps without matrix instructions or for large heads.
 
     A thread has 256 registers and no accumulators beside them. These tiles spill the least (see
-    `kvforge.worker.kernels.aot`).
+    `tools/aot`).
     """
     return {
         key: DecodeTiles(

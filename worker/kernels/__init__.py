@@ -13,12 +13,10 @@ decoder.py is a whole model made of these operations. For layers that transforme
 torch's functions and experts.py computes experts one by one.
 
 registry.py     every Triton kernel of the worker, including those of attention, sampling and copies
-aot_*.py        the configurations of each kernel per architecture; specialise.py: the compilation that a launch needs
-aot.py          compiles for a GPU that is not present; compile.py: compiles all kernels, as a command
 selftest.py     compares the kernels of this package with plain torch, at a worker's start
 
-Law: the registry declares every launched kernel with its configurations, its plain-torch reference and its check. Code
-outside calls `choose_operations`, `decoder.FusedDecoder` and `registry.check_kernels`.
+Law: the registry declares every launched kernel with its plain-torch reference and its check; `tools/aot` declares its
+configurations and compiles them for GPUs that are not present. Code outside calls `choose_operations`, `decoder.FusedDecoder` and `registry.check_kernels`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The registry of all kernels: their configurations, plain-torch references, and checks at start.
+"""The registry of all kernels: their plain-torch references, and checks at start.
 
 Every launched kernel is in `KERNELS` (Triton's) or `CPU_KERNELS` (the CPU's). The tests look for launches that are
 missing here, corrupt each kernel in turn, and expect the start to reject it. `kernels = "reference"` runs none.
@@ -28,9 +28,6 @@ from .selftest import quantising_test
 from .selftest import self_test as layer_test
 
 if TYPE_CHECKING:
-    from kvforge.worker.device.target import Target
-
-    from .aot import Configuration
     from .decoder import FusedDecoder
 
 
@@ -72,8 +69,6 @@ class Kernel:
         name: Name of the launched function in `module`.
         reference: Computes the same in plain torch.
         check: Compares the kernel with the reference for a serving setup.
-        declared: Prefix of a function `{declared}_configurations` in aot_attention.py or aot_layers.py, which returns
-            all configurations that are launched on a target.
         hopper: Whether it runs only on NVIDIA's Hopper.
     """
 
@@ -81,20 +76,12 @@ class Kernel:
     name: str
     reference: Callable[..., Any]
     check: Callable[[Serving], None]
-    declared: str
     hopper: bool = False
 
     @property
     def function(self) -> Any:
         """The launched function. Imports Triton."""
         return getattr(import_module(self.module), self.name)
-
-    def configurations(self, target: Target) -> list[Configuration]:
-        """Return the configurations for `target`; none if the kernel does not run there. Imports Triton."""
-        room = "attention" if self.module.startswith("kvforge.worker.attention.") else "layers"
-        declaring = import_module(f"kvforge.worker.kernels.aot_{room}")
-        found: list[Configuration] = getattr(declaring, f"{self.declared}_configurations")(target)
-        return found
 
 
 @dataclass(frozen=True)
@@ -173,8 +160,8 @@ def _copies(serving: Serving) -> None:
 
 
 KERNELS = (
-    Kernel("kvforge.worker.attention.decode", "decode_kernel", ReferenceAttention.attend, _attention, "decode"),
-    Kernel("kvforge.worker.attention.prefill", "prefill_portable", ReferenceAttention.attend, _attention, "prefill"),
+    Kernel("kvforge.worker.attention.decode", "decode_kernel", ReferenceAttention.attend, _attention),
+    Kernel("kvforge.worker.attention.prefill", "prefill_portable", ReferenceAttention.attend, _attention),
     Kernel(
         "kvforge.worker.attention.prefill_hopper",
         "prefill_hopper",
@@ -183,23 +170,21 @@ KERNELS = (
         "hopper",
         True,
     ),
-    Kernel("kvforge.worker.attention.prefill_copy", "copy_kernel", dequantise, _attention, "copy", True),
-    Kernel("kvforge.worker.attention.write", "write_kernel", ReferenceAttention.write_rotated, _attention, "write"),
-    Kernel("kvforge.worker.kernels.norm", "embed_norm_kernel", PlainOperations.embed, _layers, "embed"),
-    Kernel("kvforge.worker.kernels.norm", "add_norm_kernel", PlainOperations.add_norm, _layers, "sum"),
-    Kernel("kvforge.worker.kernels.norm", "head_norm_kernel", PlainOperations.head_norm, _layers, "head_norm"),
-    Kernel(
-        "kvforge.worker.kernels.exchange", "add_norm_of_ranks_kernel", PlainOperations.add_norm, _exchange, "exchange"
-    ),
-    Kernel("kvforge.worker.kernels.exchange", "join_of_ranks_kernel", torch.cat, _exchange, "join"),
-    Kernel("kvforge.worker.kernels.rotary", "rotary_kernel", PlainOperations.rotary, _layers, "rotary"),
-    Kernel("kvforge.worker.kernels.activation", "silu_mul_kernel", PlainOperations.gated, _layers, "silu"),
-    Kernel("kvforge.worker.kernels.linear", "linear_kernel", PlainOperations.linear, _layers, "linear"),
-    Kernel("kvforge.worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers, "project"),
-    Kernel("kvforge.worker.sampling.kernels", "scan_kernel", SamplingState.sample, _sampling, "scan"),
-    Kernel("kvforge.worker.sampling.kernels", "merge_kernel", SamplingState.sample, _sampling, "merge"),
-    Kernel("kvforge.worker.sampling.kernels", "feed_kernel", SamplingState.feed, _sampling, "feed"),
-    Kernel("kvforge.worker.device.copies", "copy_kernel", torch.Tensor.copy_, _copies, "copy"),
+    Kernel("kvforge.worker.attention.prefill_copy", "copy_kernel", dequantise, _attention, True),
+    Kernel("kvforge.worker.attention.write", "write_kernel", ReferenceAttention.write_rotated, _attention),
+    Kernel("kvforge.worker.kernels.norm", "embed_norm_kernel", PlainOperations.embed, _layers),
+    Kernel("kvforge.worker.kernels.norm", "add_norm_kernel", PlainOperations.add_norm, _layers),
+    Kernel("kvforge.worker.kernels.norm", "head_norm_kernel", PlainOperations.head_norm, _layers),
+    Kernel("kvforge.worker.kernels.exchange", "add_norm_of_ranks_kernel", PlainOperations.add_norm, _exchange),
+    Kernel("kvforge.worker.kernels.exchange", "join_of_ranks_kernel", torch.cat, _exchange),
+    Kernel("kvforge.worker.kernels.rotary", "rotary_kernel", PlainOperations.rotary, _layers),
+    Kernel("kvforge.worker.kernels.activation", "silu_mul_kernel", PlainOperations.gated, _layers),
+    Kernel("kvforge.worker.kernels.linear", "linear_kernel", PlainOperations.linear, _layers),
+    Kernel("kvforge.worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers),
+    Kernel("kvforge.worker.sampling.kernels", "scan_kernel", SamplingState.sample, _sampling),
+    Kernel("kvforge.worker.sampling.kernels", "merge_kernel", SamplingState.sample, _sampling),
+    Kernel("kvforge.worker.sampling.kernels", "feed_kernel", SamplingState.feed, _sampling),
+    Kernel("kvforge.worker.device.copies", "copy_kernel", torch.Tensor.copy_, _copies),
 )
 CPU_KERNELS = (
     CpuKernelEntry("kvforge.worker.cpu.attention_kernel", "attend", ReferenceAttention.attend, _attention),

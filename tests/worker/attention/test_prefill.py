@@ -311,7 +311,7 @@ COMPILE_FOR_HOPPER = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from kvforge.worker.kernels.aot_attention import hopper_configurations
+from tools.aot.attention import hopper_configurations
 from kvforge.worker.device.targets import TARGETS
 
 made = hopper_configurations(TARGETS["sm_90"])[0].specialisation

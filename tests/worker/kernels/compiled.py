@@ -35,20 +35,20 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 from kvforge.worker.device.target import Target
 from kvforge.worker.device.targets import TARGETS
-from kvforge.worker.kernels import aot
-from kvforge.worker.kernels.aot import Compiled, Configuration, compile_one
-from kvforge.worker.kernels.registry import KERNELS
+from tools.aot import compilation
+from tools.aot.compilation import Compiled, Configuration, compile_one
+from tools.aot.configurations import every_configuration
 
 VERSION = "3.6.0"  # Triton's version for the files; others compile other code, within other bounds
 FOLDER = Path(__file__).parents[2] / "data" / "compiled"
 GLUON = ("kvforge.worker.attention.prefill_hopper", "kvforge.worker.attention.gluon_names")
 SHARE = 0.2  # share of each target's kernels that is verified in each run, one configuration each
 UNTIDY = "gfx950"  # compiled last: after it, Triton 3.6 uses some of its instructions for other targets as well
-READING = (aot.compile_one, aot._hip_usage, aot._cuda_usage, aot._unordered_stores)
+READING = (compile_one, compilation._hip_usage, compilation._cuda_usage, compilation._unordered_stores)
 
 
 def every(target: Target) -> list[Configuration]:
-    return [configuration for kernel in KERNELS for configuration in kernel.configurations(target)]
+    return list(every_configuration(target))
 
 
 def fingerprint(configuration: Configuration, target: Target) -> str:

@@ -29,13 +29,14 @@ from kvforge.worker.attention.quantised import is_quantised
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.target import HEAD_CLASSES, Target, TileKey
 from kvforge.worker.device.targets import TARGETS, current_target
-from kvforge.worker.kernels import aot
-from kvforge.worker.kernels.aot import Compiled, Configuration
-from kvforge.worker.kernels.aot_attention import DTYPES
 from kvforge.worker.kernels.registry import KERNELS
-from kvforge.worker.kernels.specialise import recorded
 from tests.worker.kernels.compiled import VERSION, _code, code_of, every, fingerprint, kept
 from tests.worker.kernels.launches import compiler_environment
+from tools.aot import compilation
+from tools.aot.attention import DTYPES
+from tools.aot.compilation import Compiled, Configuration
+from tools.aot.configurations import configurations_of
+from tools.aot.specialise import recorded
 
 COMPILED = [name for name, target in TARGETS.items() if target.backend != "cpu"]
 ATTENTION = [kernel for kernel in KERNELS if kernel.module.startswith("kvforge.worker.attention.")]
@@ -166,10 +167,10 @@ def test_stores_that_nothing_waits_for_are_found(wait: str) -> None:
         "\ts_barrier",
         "\tglobal_atomic_add v1, v1, v2, s[4:5] sc0",
     )
-    assert aot._unordered_stores("\n".join([store, f"\t{wait}", barrier, add, store])) == 0
-    assert aot._unordered_stores("\n".join([store, f"\t{wait}", store, barrier, add])) == 1
-    assert aot._unordered_stores("\n".join([store, store, barrier, f"\t{wait}", add])) == 2
-    assert aot._unordered_stores("\n".join([store, barrier])) == 0
+    assert compilation._unordered_stores("\n".join([store, f"\t{wait}", barrier, add, store])) == 0
+    assert compilation._unordered_stores("\n".join([store, f"\t{wait}", store, barrier, add])) == 1
+    assert compilation._unordered_stores("\n".join([store, store, barrier, f"\t{wait}", add])) == 2
+    assert compilation._unordered_stores("\n".join([store, barrier])) == 0
 
 
 # The other targets launch the same kernels as one of these.
@@ -183,7 +184,7 @@ def test_whatever_is_launched_was_compiled(name: str) -> None:
             launch(target, random)
         for _ in range(2000 if target.hopper else 0):
             launch_on_hopper(target, random)
-    declared = (configuration for kernel in ATTENTION for configuration in kernel.configurations(target))
+    declared = (configuration for kernel in ATTENTION for configuration in configurations_of(kernel, target))
     compiled = {configuration.kind(): configuration.label for configuration in declared}
     launched = {Configuration("", each, False).kind(): each for each in made}
     assert not [str(each) for kind, each in launched.items() if kind not in compiled]
@@ -254,7 +255,7 @@ def test_every_declared_kernel_has_its_configurations(name: str) -> None:
         runs = target.hopper or not kernel.hopper
         if kernel.name in ("linear_kernel", "project_kernel"):
             runs = bool(target.matrix)  # without matrix instructions torch computes the products
-        made = kernel.configurations(target)
+        made = configurations_of(kernel, target)
         assert bool(made) == runs, f"{kernel.module}.{kernel.name} for {name}"
         assert {each.specialisation.kernel.fn for each in made} <= {kernel.function.fn}
 

@@ -16,12 +16,12 @@ from kvforge.worker.device.device import Device
 from kvforge.worker.device.exchange import ATTENTION, LOGITS, PROGRAMS_MAX, RankBuffers
 from kvforge.worker.device.targets import TARGETS
 from kvforge.worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, fused
-from kvforge.worker.kernels.aot import Configuration
-from kvforge.worker.kernels.aot_layers import RANKS
 from kvforge.worker.kernels.exchange import DirectExchange
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.registry import KERNELS
-from kvforge.worker.kernels.specialise import recorded
+from tools.aot.compilation import Configuration
+from tools.aot.layers import RANKS
+from tools.aot.specialise import recorded
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LAYERS = [kernel for kernel in KERNELS if kernel.module.startswith("kvforge.worker.kernels.")]

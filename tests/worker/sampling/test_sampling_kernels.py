@@ -17,10 +17,10 @@ pytest.importorskip("triton")
 
 from kvforge.worker.device import copies
 from kvforge.worker.device.targets import TARGETS
-from kvforge.worker.kernels import aot
 from kvforge.worker.kernels.registry import KERNELS
-from kvforge.worker.kernels.specialise import recorded
 from kvforge.worker.sampling import kernels
+from tools.aot import compilation as aot
+from tools.aot.specialise import recorded
 
 ROWS = 7
 SMALL = [

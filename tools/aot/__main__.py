@@ -1,6 +1,6 @@
 """Compiles every declared kernel for GPUs that are not present, in every configuration that can be launched there.
 
-    python -m kvforge.worker.kernels.compile [--target gfx942 ...] [--only "decode bf16"]
+    python -m tools.aot [--target gfx942 ...] [--only "decode bf16"]
 
 Prints one line per configuration: registers, spilled registers, local (private) memory, shared memory (LDS) and matrix
 instructions. The exit status is 1 if any does not compile.
@@ -17,8 +17,8 @@ from dataclasses import asdict
 from kvforge.worker.device.target import Target
 from kvforge.worker.device.targets import TARGETS
 
-from .aot import compile_one
-from .registry import KERNELS
+from .compilation import compile_one
+from .configurations import every_configuration
 
 
 def main() -> int:
@@ -33,13 +33,13 @@ def main() -> int:
         return _compile_all(TARGETS[arguments.target[0]], arguments)
     # One process per target: after gfx950, Triton 3.6 also uses some of its instructions for other targets.
     options = ["--json"] * arguments.json + ["--only", arguments.only]
-    command = [sys.executable, "-m", "kvforge.worker.kernels.compile", *options, "--target"]
+    command = [sys.executable, "-m", "tools.aot", *options, "--target"]
     return max(subprocess.run([*command, name], check=False).returncode != 0 for name in arguments.target)
 
 
 def _compile_all(target: Target, arguments: argparse.Namespace) -> int:
     failures = 0
-    for configuration in (each for kernel in KERNELS for each in kernel.configurations(target)):
+    for configuration in every_configuration(target):
         if arguments.only not in configuration.label:
             continue
         try:

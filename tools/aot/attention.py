@@ -22,7 +22,7 @@ from kvforge.worker.attention.quantised import is_quantised
 from kvforge.worker.attention.write import write_kv
 from kvforge.worker.device.target import Target
 
-from .aot import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, FP8, I8, Configuration, numbers, once
+from .compilation import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, FP8, I8, Configuration, distinct, meta_tensor
 from .specialise import recorded
 
 Dtypes = tuple[torch.dtype, torch.dtype]
@@ -46,12 +46,12 @@ BLOCK_SIZE, KV_HEADS, ROWS_MANY = 16, 8, 1000
 
 def decode_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `decode_kernel` that the dispatcher can choose on `target`."""
-    return once(_decode(target, *each) for each in itertools.product(DTYPES, HEAD_SIZES, GROUPS, CAPPED, FEW, FAR))
+    return distinct(_decode(target, *each) for each in itertools.product(DTYPES, HEAD_SIZES, GROUPS, CAPPED, FEW, FAR))
 
 
 def prefill_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of the portable prefill kernel on `target`."""
-    return once(_prefill(target, *each) for each in itertools.product(DTYPES, HEAD_SIZES, FAR))
+    return distinct(_prefill(target, *each) for each in itertools.product(DTYPES, HEAD_SIZES, FAR))
 
 
 def hopper_configurations(target: Target) -> list[Configuration]:
@@ -61,19 +61,19 @@ def hopper_configurations(target: Target) -> list[Configuration]:
     made = [
         _hopper(target, *each) for each in itertools.product((BF16, F16), HEAD_SIZES, BLOCK_SIZES, WINDOWED, CAPPED)
     ]
-    return once(each for each in made if each is not None)
+    return distinct(each for each in made if each is not None)
 
 
 def copy_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of the kernel that copies rows to Hopper's workspace."""
     if not target.hopper:
         return []
-    return once(_copy(target, *each) for each in itertools.product(COPIED, HEAD_SIZES))
+    return distinct(_copy(target, *each) for each in itertools.product(COPIED, HEAD_SIZES))
 
 
 def write_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `write_kernel` on `target`."""
-    return once(_write(target, *each) for each in itertools.product(WRITTEN, PADDED.values(), ROTATED, FAR))
+    return distinct(_write(target, *each) for each in itertools.product(WRITTEN, PADDED.values(), ROTATED, FAR))
 
 
 def _decode(
@@ -84,12 +84,12 @@ def _decode(
         kv_heads //= 2
     layer = _layer(stored, kv_heads, head_size, far)
     options = AttentionOptions(1.0, softcap=50.0 if cap else 0.0)
-    query = numbers(rows, kv_heads * group, head_size, dtype=model)
+    query = meta_tensor(rows, kv_heads * group, head_size, dtype=model)
     planner = decode_planner(rows, kv_heads * group, kv_heads, head_size, stored, options.window, target)
     workspace = DecodeWorkspace.allocate(planner, kv_heads * group, head_size, query.device)
-    plan = numbers(planner.size, dtype=torch.int32)
+    plan = meta_tensor(planner.size, dtype=torch.int32)
     with recorded(target) as launched:
-        tables = numbers(rows, 8, dtype=torch.int32)
+        tables = meta_tensor(rows, 8, dtype=torch.int32)
         paged_decode(query, layer, tables, plan, torch.empty_like(query), workspace, options, target)
     label = f"decode {_dtypes(dtypes)} head {head_size} group {group}{' capped' * cap}{' few rows' * few}{' far' * far}"
     return Configuration(label, launched[0], _has_matrix(stored, target))
@@ -98,8 +98,8 @@ def _decode(
 def _prefill(target: Target, dtypes: Dtypes, head_size: int, far: bool) -> Configuration:
     model, stored = dtypes
     layer = _layer(stored, KV_HEADS, head_size, far)
-    query = numbers(ROWS_MANY, KV_HEADS * GROUPS[0], head_size, dtype=model)
-    tables, items = (numbers(ROWS_MANY, FIELDS, dtype=torch.int32) for _ in range(2))
+    query = meta_tensor(ROWS_MANY, KV_HEADS * GROUPS[0], head_size, dtype=model)
+    tables, items = (meta_tensor(ROWS_MANY, FIELDS, dtype=torch.int32) for _ in range(2))
     with recorded(target) as launched:
         # `prefill_hopper` does not support windows of one token.
         options = AttentionOptions(1.0, window=1)
@@ -115,11 +115,11 @@ def _hopper(
     options = AttentionOptions(1.0, window=1000 if windowed else 0, softcap=50.0 if cap else 0.0)
     copied, stored = block_size is None, I8 if block_size is None else dtype
     layer = _layer(stored, KV_HEADS, head_size, far=False, block_size=block_size or BLOCK_SIZE)
-    query = numbers(ROWS_MANY, KV_HEADS * GROUPS[0], head_size, dtype=dtype)
+    query = meta_tensor(ROWS_MANY, KV_HEADS * GROUPS[0], head_size, dtype=dtype)
     if not prefill_shape(query.shape[1], dtype, layer, options, target, copied).hopper:
         return None
-    tables, items = (numbers(ROWS_MANY, FIELDS, dtype=torch.int32) for _ in range(2))
-    workspace = numbers(2, ROWS_MANY, PAGE, KV_HEADS, head_size, dtype=dtype) if copied else None
+    tables, items = (meta_tensor(ROWS_MANY, FIELDS, dtype=torch.int32) for _ in range(2))
+    workspace = meta_tensor(2, ROWS_MANY, PAGE, KV_HEADS, head_size, dtype=dtype) if copied else None
     with recorded(target) as launched:
         copies = items if copied else None
         paged_prefill(query, layer, tables, items, torch.empty_like(query), options, target, copies, workspace)
@@ -132,8 +132,8 @@ def _copy(target: Target, dtypes: Dtypes, head_size: int) -> Configuration:
     """Return the configuration for one page: Triton compiles the number 1 as a constant."""
     (model, stored), pages = dtypes, 1
     layer = _layer(stored, KV_HEADS, head_size, far=False)
-    tables, copies = numbers(pages, pages, dtype=torch.int32), numbers(pages, FIELDS, dtype=torch.int32)
-    workspace = numbers(2, pages, PAGE, KV_HEADS, head_size, dtype=model)
+    tables, copies = meta_tensor(pages, pages, dtype=torch.int32), meta_tensor(pages, FIELDS, dtype=torch.int32)
+    workspace = meta_tensor(2, pages, PAGE, KV_HEADS, head_size, dtype=model)
     with recorded(target) as launched:
         copy_rows(layer, tables, copies, workspace, window=0)
     label = f"copy {_dtypes(dtypes)} head {head_size}"
@@ -142,9 +142,9 @@ def _copy(target: Target, dtypes: Dtypes, head_size: int) -> Configuration:
 
 def _write(target: Target, dtypes: Dtypes, head_size: int, rotated: int, far: bool) -> Configuration:
     model, stored = dtypes
-    key, layer = numbers(ROWS_MANY, KV_HEADS, head_size, dtype=model), _layer(stored, KV_HEADS, head_size, far)
-    angles = numbers(ROWS_MANY, head_size // rotated, dtype=model)
-    slots = numbers(ROWS_MANY, dtype=torch.int32)
+    key, layer = meta_tensor(ROWS_MANY, KV_HEADS, head_size, dtype=model), _layer(stored, KV_HEADS, head_size, far)
+    angles = meta_tensor(ROWS_MANY, head_size // rotated, dtype=model)
+    slots = meta_tensor(ROWS_MANY, dtype=torch.int32)
     with recorded(target) as launched:
         write_kv(key, key, key, angles, angles, layer, slots, target)
     label = f"write {_dtypes(dtypes)} head {head_size}{' half rotated' * (rotated - 1)}{' far' * far}"
@@ -154,8 +154,8 @@ def _write(target: Target, dtypes: Dtypes, head_size: int, rotated: int, far: bo
 def _layer(stored: torch.dtype, kv_heads: int, head_size: int, far: bool, block_size: int = BLOCK_SIZE) -> KvLayer:
     """Return a layer's cache. far: K and V take more than 2 GiB each."""
     blocks = 1 + FAR_BYTES // (block_size * kv_heads * head_size * stored.itemsize) if far else 1
-    caches = [numbers(blocks, block_size, kv_heads, head_size, dtype=stored) for _ in range(2)]
-    scales = [numbers(blocks, block_size, kv_heads, dtype=F32) for _ in range(2)] if is_quantised(stored) else []
+    caches = [meta_tensor(blocks, block_size, kv_heads, head_size, dtype=stored) for _ in range(2)]
+    scales = [meta_tensor(blocks, block_size, kv_heads, dtype=F32) for _ in range(2)] if is_quantised(stored) else []
     return KvLayer(*caches, *scales)
 
 

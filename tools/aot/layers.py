@@ -13,14 +13,13 @@ from kvforge.worker.attention import KvLayer
 from kvforge.worker.device.copies import copy_numbers
 from kvforge.worker.device.exchange import RankBuffers
 from kvforge.worker.device.target import HEAD_CLASSES, Target
-from kvforge.worker.kernels import HIDDEN_MAX
+from kvforge.worker.kernels import HIDDEN_MAX, activation, exchange, norm, rotary
+from kvforge.worker.kernels.linear import OTHER_PARTS_MAX, choose_tiles, linear_parts
+from kvforge.worker.kernels.project import HEAD_SIZES, project
 from kvforge.worker.sampling.kernels import PIECE, choose_tokens, feed_tokens
 from kvforge.worker.sampling.sampler import COLUMNS, WORD_BITS
 
-from . import activation, exchange, norm, rotary
-from .aot import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, numbers, once
-from .linear import OTHER_PARTS_MAX, choose_tiles, linear_parts
-from .project import HEAD_SIZES, project
+from .compilation import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, distinct, meta_tensor
 from .specialise import recorded
 
 NARROW = (BF16, F16)
@@ -54,7 +53,7 @@ def linear_configurations(target: Target) -> list[Configuration]:
         *product(both, NARROW, TOKENS, SINGLE, ("whole",), (False, True), (False,)),
     )
     made = (_product(*each) for each in every)
-    return once(each for each in made if each is not None)
+    return distinct(each for each in made if each is not None)
 
 
 def _both(target: Target) -> tuple[Target, Target]:
@@ -67,12 +66,12 @@ def project_configurations(target: Target) -> list[Configuration]:
     made = (
         _project(*each) for each in product(_both(target), NARROW, TOKENS, HEAD_SIZES, (False, True), FAR, FAR, inner)
     )
-    return once(each for each in made if each is not None)
+    return distinct(each for each in made if each is not None)
 
 
 def embed_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `embed_norm_kernel` on `target`."""
-    return once(_embed(target, *each) for each in product(FLOATS, HIDDEN, FAR))
+    return distinct(_embed(target, *each) for each in product(FLOATS, HIDDEN, FAR))
 
 
 def sum_configurations(target: Target) -> list[Configuration]:
@@ -80,7 +79,7 @@ def sum_configurations(target: Target) -> list[Configuration]:
     made = [_sum(target, dtype, hidden, dtype, 1) for dtype, hidden in product(FLOATS, HIDDEN)]
     made += [_sum(target, dtype, hidden, F32, parts) for dtype, hidden, parts in product(NARROW, HIDDEN, PARTS)]
     made += [_sum(target, dtype, hidden, F32, parts) for dtype, (hidden, parts) in product(NARROW, _many_parts(target))]
-    return once(made)
+    return distinct(made)
 
 
 def _many_parts(target: Target) -> Iterator[tuple[int, int]]:
@@ -99,49 +98,49 @@ def exchange_configurations(target: Target) -> list[Configuration]:
     """
     made = [(dtype, hidden, 2) for dtype, hidden in product(FLOATS, HIDDEN)]
     made += [(BF16, 4096, ranks) for ranks in RANKS[1:]]
-    return once(_exchanged(target, *each) for each in made)
+    return distinct(_exchanged(target, *each) for each in made)
 
 
 def join_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of the join kernel on `target`."""
-    return once(_joined(target, *each) for each in product(RANKS, (64128, 1001)))
+    return distinct(_joined(target, *each) for each in product(RANKS, (64128, 1001)))
 
 
 def head_norm_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `head_norm_kernel` on `target`."""
-    return once(_head_norm(target, *each) for each in product(FLOATS, HEADS, (1, 2)))
+    return distinct(_head_norm(target, *each) for each in product(FLOATS, HEADS, (1, 2)))
 
 
 def rotary_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `rotary_kernel` on `target`."""
-    return once(_rotary(target, *each) for each in product(FLOATS, HEADS))
+    return distinct(_rotary(target, *each) for each in product(FLOATS, HEADS))
 
 
 def silu_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `silu_mul_kernel` on `target`."""
-    return once(_silu(target, *each) for each in product(FLOATS, (14336, 1000)))
+    return distinct(_silu(target, *each) for each in product(FLOATS, (14336, 1000)))
 
 
 def scan_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `scan_kernel`, for vocabularies up to 262,144."""
-    return once((*_choices(target, "scan", 0), *_choices(target, "scan", 0, masked=True)))
+    return distinct((*_choices(target, "scan", 0), *_choices(target, "scan", 0, masked=True)))
 
 
 def merge_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `merge_kernel` on `target`."""
-    return once(_choices(target, "merge", 1))
+    return distinct(_choices(target, "merge", 1))
 
 
 def feed_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `feed_kernel` on `target`."""
-    packed, last_token = numbers(4, 1, dtype=torch.int32), numbers(1, dtype=torch.int64)
+    packed, last_token = meta_tensor(4, 1, dtype=torch.int32), meta_tensor(1, dtype=torch.int64)
     return [_configuration(target, "choice: feed", lambda: feed_tokens(packed, last_token))]
 
 
 def copy_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of the copy kernel on `target`."""
-    copied = [numbers(count, dtype=torch.int32) for count in COPIED]
-    return once(_configuration(target, f"copy {len(each)}", partial(copy_numbers, each, each)) for each in copied)
+    copied = [meta_tensor(count, dtype=torch.int32) for count in COPIED]
+    return distinct(_configuration(target, f"copy {len(each)}", partial(copy_numbers, each, each)) for each in copied)
 
 
 def _choices(target: Target, name: str, place: int, masked: bool = False) -> Iterator[Configuration]:
@@ -154,10 +153,12 @@ def _choices(target: Target, name: str, place: int, masked: bool = False) -> Ite
 
 def _choose(vocab: int, far: bool, overlap: bool, masked: bool) -> None:
     rows = 1 + FAR_BYTES // (4 * vocab) if far else 1
-    slots, packed = numbers(rows, dtype=torch.int64), numbers(3 * rows, dtype=torch.int32)
-    values = numbers(rows, len(COLUMNS), dtype=torch.float64)
-    masks = numbers(rows, -(-vocab // WORD_BITS), dtype=torch.int32) if masked else None
-    choose_tokens(numbers(rows, vocab, dtype=F32), slots, slots, values, slots, slots, slots, packed, overlap, masks)
+    slots, packed = meta_tensor(rows, dtype=torch.int64), meta_tensor(3 * rows, dtype=torch.int32)
+    values = meta_tensor(rows, len(COLUMNS), dtype=torch.float64)
+    masks = meta_tensor(rows, -(-vocab // WORD_BITS), dtype=torch.int32) if masked else None
+    choose_tokens(
+        meta_tensor(rows, vocab, dtype=F32), slots, slots, values, slots, slots, slots, packed, overlap, masks
+    )
 
 
 def _product(
@@ -167,8 +168,8 @@ def _product(
     tiles = choose_tiles(tokens, n, k, target, divisible=use == "parts", gated=gated)
     if tiles is None:
         return None
-    x, weight = numbers(tokens, k, dtype=dtype), _weight(2 * n if gated else n, k, dtype, far)
-    bias = numbers(len(weight), dtype=dtype) if biased else None
+    x, weight = meta_tensor(tokens, k, dtype=dtype), _weight(2 * n if gated else n, k, dtype, far)
+    bias = meta_tensor(len(weight), dtype=dtype) if biased else None
     result = F32 if use in ("wide", "parts") else dtype
     return _configuration(
         target,
@@ -185,9 +186,9 @@ def _project(
     tiles = choose_tiles(tokens, 6 * head_size, k, target, divisible=False, gated=False)
     if tiles is None:
         return None
-    x, weight = numbers(tokens, k, dtype=dtype), _weight((heads + 2 * kv_heads) * head_size, k, dtype, far)
-    bias = numbers(len(weight), dtype=dtype) if biased else None
-    angles, slots = numbers(tokens, head_size, dtype=dtype), numbers(tokens, dtype=torch.int32)
+    x, weight = meta_tensor(tokens, k, dtype=dtype), _weight((heads + 2 * kv_heads) * head_size, k, dtype, far)
+    bias = meta_tensor(len(weight), dtype=dtype) if biased else None
+    angles, slots = meta_tensor(tokens, head_size, dtype=dtype), meta_tensor(tokens, dtype=torch.int32)
     cache = _weight(16, kv_heads * head_size, dtype, far_cache).view(1, 16, kv_heads, head_size)
     layer = KvLayer(cache, cache)
     return _configuration(
@@ -201,9 +202,9 @@ def _project(
 
 def _embed(target: Target, dtype: torch.dtype, hidden: int, far: bool) -> Configuration:
     tokens, table, weight = (
-        numbers(1, dtype=torch.int64),
+        meta_tensor(1, dtype=torch.int64),
         _weight(2, hidden, dtype, far),
-        numbers(hidden, dtype=dtype),
+        meta_tensor(hidden, dtype=dtype),
     )
     return _configuration(
         target,
@@ -213,8 +214,8 @@ def _embed(target: Target, dtype: torch.dtype, hidden: int, far: bool) -> Config
 
 
 def _sum(target: Target, dtype: torch.dtype, hidden: int, added: torch.dtype, parts: int) -> Configuration:
-    addend = numbers(parts, 1, hidden, dtype=added)
-    residual, weight = numbers(1, hidden, dtype=dtype), numbers(hidden, dtype=dtype)
+    addend = meta_tensor(parts, 1, hidden, dtype=added)
+    residual, weight = meta_tensor(1, hidden, dtype=dtype), meta_tensor(hidden, dtype=dtype)
     return _configuration(
         target,
         f"sum of {parts} {DTYPE_NAMES[added]}, norm {DTYPE_NAMES[dtype]} {hidden}",
@@ -223,12 +224,12 @@ def _sum(target: Target, dtype: torch.dtype, hidden: int, added: torch.dtype, pa
 
 
 def _peers(ranks: int) -> RankBuffers:
-    addresses, flags = numbers(ranks, dtype=torch.int64), numbers(ranks, dtype=torch.int64)
-    return RankBuffers(0, ranks, addresses, flags, numbers(1, dtype=torch.int32))
+    addresses, flags = meta_tensor(ranks, dtype=torch.int64), meta_tensor(ranks, dtype=torch.int64)
+    return RankBuffers(0, ranks, addresses, flags, meta_tensor(1, dtype=torch.int32))
 
 
 def _exchanged(target: Target, dtype: torch.dtype, hidden: int, ranks: int) -> Configuration:
-    residual, weight = numbers(1, hidden, dtype=dtype), numbers(hidden, dtype=dtype)
+    residual, weight = meta_tensor(1, hidden, dtype=dtype), meta_tensor(hidden, dtype=dtype)
     how = (target.chained, target.warp_size, target.multiprocessors)
     return _configuration(
         target,
@@ -238,14 +239,14 @@ def _exchanged(target: Target, dtype: torch.dtype, hidden: int, ranks: int) -> C
 
 
 def _joined(target: Target, ranks: int, share: int) -> Configuration:
-    output = numbers(1, ranks * share, dtype=F32)
+    output = meta_tensor(1, ranks * share, dtype=F32)
     label = f"join of {ranks} ranks {share}"
     return _configuration(target, label, lambda: exchange.join_of_ranks(_peers(ranks), output, target.multiprocessors))
 
 
 def _head_norm(target: Target, dtype: torch.dtype, head: int, heads: int) -> Configuration:
     kv_heads = 1
-    projected, weight = numbers(1, (heads + 2 * kv_heads) * head, dtype=dtype), numbers(head, dtype=dtype)
+    projected, weight = meta_tensor(1, (heads + 2 * kv_heads) * head, dtype=dtype), meta_tensor(head, dtype=dtype)
     return _configuration(
         target,
         f"head norm {DTYPE_NAMES[dtype]} {heads} + {kv_heads} x {head}",
@@ -254,7 +255,7 @@ def _head_norm(target: Target, dtype: torch.dtype, head: int, heads: int) -> Con
 
 
 def _rotary(target: Target, dtype: torch.dtype, head: int) -> Configuration:
-    positions, frequencies = numbers(1, dtype=torch.int64), numbers(head // 2, dtype=F32)
+    positions, frequencies = meta_tensor(1, dtype=torch.int64), meta_tensor(head // 2, dtype=F32)
     return _configuration(
         target,
         f"rotary {DTYPE_NAMES[dtype]} {head}",
@@ -263,7 +264,7 @@ def _rotary(target: Target, dtype: torch.dtype, head: int) -> Configuration:
 
 
 def _silu(target: Target, dtype: torch.dtype, size: int) -> Configuration:
-    gate_up = numbers(1, 2 * size, dtype=dtype)
+    gate_up = meta_tensor(1, 2 * size, dtype=dtype)
     label = f"silu {DTYPE_NAMES[dtype]} {size}"
     return _configuration(target, label, lambda: activation.silu_mul(gate_up, target.chained))
 
@@ -278,4 +279,4 @@ def _configuration(target: Target, label: str, launch: Callable[[], object], mat
 def _weight(rows: int, columns: int, dtype: torch.dtype, far: bool) -> torch.Tensor:
     """Return [rows, columns]. far: part of a storage of 2 GiB or more."""
     size = max(rows * columns, FAR_BYTES // dtype.itemsize if far else 0)
-    return numbers(size, dtype=dtype)[: rows * columns].view(rows, columns)
+    return meta_tensor(size, dtype=dtype)[: rows * columns].view(rows, columns)

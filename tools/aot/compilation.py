@@ -2,8 +2,7 @@
 
 The assembly shows the resources that a kernel needs: registers, spilled registers, local (private) memory, shared
 memory (LDS) and matrix instructions. Triton includes its compilers, so no GPU is needed.
-`kvforge.worker.kernels.compile` compiles all configurations. A configuration is the compilation that Triton's launcher
-performs for a launch (see `specialise`).
+A configuration is the compilation that Triton's launcher performs for a launch (see `specialise`).
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ class Compiled:
         )
 
 
-def once(made: Iterable[Configuration]) -> list[Configuration]:
+def distinct(made: Iterable[Configuration]) -> list[Configuration]:
     """Return the first configuration of each kind."""
     kinds: dict[Hashable, Configuration] = {}
     for each in made:
@@ -112,7 +111,7 @@ def once(made: Iterable[Configuration]) -> list[Configuration]:
     return list(kinds.values())
 
 
-def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+def meta_tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor without memory: only shape, dtype, and the extent of its storage."""
     return torch.empty(shape, dtype=dtype, device="meta")
 

@@ -76,7 +76,7 @@ def recorded(target: Target) -> Iterator[list[Specialisation]]:
     wanted = gpu_target(target)
     backend = _backend(wanted)
 
-    def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:  # noqa: ARG001
+    def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         """Replaces JITFunction.run."""
         if isinstance(kernel, InterpretedFunction):
             kernel = _compiled(kernel)

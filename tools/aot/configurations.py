@@ -1,0 +1,45 @@
+"""The configurations of every kernel in the worker's registry. Tests find a kernel without an entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvforge.worker.device.target import Target
+from kvforge.worker.kernels.registry import KERNELS, Kernel
+
+from . import attention, layers
+from .compilation import Configuration
+
+Declared = Callable[[Target], list[Configuration]]
+# By (module below `kvforge.worker`, name of the launched function): every configuration that is launched on a target.
+DECLARED: dict[tuple[str, str], Declared] = {
+    ("attention.decode", "decode_kernel"): attention.decode_configurations,
+    ("attention.prefill", "prefill_portable"): attention.prefill_configurations,
+    ("attention.prefill_hopper", "prefill_hopper"): attention.hopper_configurations,
+    ("attention.prefill_copy", "copy_kernel"): attention.copy_configurations,
+    ("attention.write", "write_kernel"): attention.write_configurations,
+    ("kernels.norm", "embed_norm_kernel"): layers.embed_configurations,
+    ("kernels.norm", "add_norm_kernel"): layers.sum_configurations,
+    ("kernels.norm", "head_norm_kernel"): layers.head_norm_configurations,
+    ("kernels.exchange", "add_norm_of_ranks_kernel"): layers.exchange_configurations,
+    ("kernels.exchange", "join_of_ranks_kernel"): layers.join_configurations,
+    ("kernels.rotary", "rotary_kernel"): layers.rotary_configurations,
+    ("kernels.activation", "silu_mul_kernel"): layers.silu_configurations,
+    ("kernels.linear", "linear_kernel"): layers.linear_configurations,
+    ("kernels.project", "project_kernel"): layers.project_configurations,
+    ("sampling.kernels", "scan_kernel"): layers.scan_configurations,
+    ("sampling.kernels", "merge_kernel"): layers.merge_configurations,
+    ("sampling.kernels", "feed_kernel"): layers.feed_configurations,
+    ("device.copies", "copy_kernel"): layers.copy_configurations,
+}
+
+
+def configurations_of(kernel: Kernel, target: Target) -> list[Configuration]:
+    """Return the configurations of a kernel for `target`; none if the kernel does not run there."""
+    return DECLARED[kernel.module.removeprefix("kvforge.worker."), kernel.name](target)
+
+
+def every_configuration(target: Target) -> Iterator[Configuration]:
+    """Yield the configurations of all kernels for `target`, in the registry's order."""
+    for kernel in KERNELS:
+        yield from configurations_of(kernel, target)
