@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.errors import InvalidConfiguration
-from kvforge.worker.attention import KvLayer
 from kvforge.worker.device.device import Device
 
+from .interface import KvLayer
 from .quantised import as_bytes
 
 BYTES_MAX = 2**63 - 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,12 +20,11 @@ from kvforge.worker.cpu.kernel import Calls, threads_for
 from kvforge.worker.cpu.layer_kernels import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm
 from kvforge.worker.cpu.vector import CODES
 
+from .interface import DecoderParts
+from .layer_weights import FusedLayer
 from .packed import Product
 from .packed_table import PackedTable
 from .row_counts import row_count
-
-if TYPE_CHECKING:
-    from .decoder import FusedDecoder, FusedLayer
 
 ROWS_MAX = 64  # for more rows, Python's overhead is small
 
@@ -34,7 +32,7 @@ ROWS_MAX = 64  # for more rows, Python's overhead is small
 class CpuDecoder:
     """The layers of one decoder over one pool, for which `can_decode` is true."""
 
-    def __init__(self, decoder: FusedDecoder, pool: KvPool) -> None:
+    def __init__(self, decoder: DecoderParts, pool: KvPool) -> None:
         assert isinstance(decoder.attention, CpuAttention), "can_decode is false"
         self._pool = weakref.ref(pool)  # the owner decides its lifetime
         self._decoder, self._memory = decoder, RowBuffers(decoder.final_norm)
@@ -80,7 +78,7 @@ class CpuDecoder:
             for layer, into, inner in zip(layers, attended, gated, strict=True)
         ]
 
-    def serves(self, decoder: FusedDecoder, pool: KvPool) -> bool:
+    def serves(self, decoder: DecoderParts, pool: KvPool) -> bool:
         """Return whether it was made for this decoder and pool."""
         return self._decoder is decoder and self._pool() is pool
 
@@ -140,7 +138,7 @@ class RowBuffers:
         return self._made[width, use]
 
 
-def can_decode(decoder: FusedDecoder, pool: KvPool) -> bool:
+def can_decode(decoder: DecoderParts, pool: KvPool) -> bool:
     """Return whether `CpuDecoder` supports a decoder and a pool."""
     dtype = decoder.table.dtype
     norms = [decoder.final_norm, *(norm for layer in decoder.layers for norm in (layer.input_norm, layer.inner_norm))]

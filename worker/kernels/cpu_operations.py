@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from kvforge.worker.attention import PagedBatch
@@ -14,13 +12,11 @@ from kvforge.worker.cpu.vector import CODES
 from kvforge.worker.device.device import Device
 
 from .cpu_decoder import CpuDecoder, can_decode, is_decodes
+from .interface import DecoderParts
 from .packed import PackedOperations
 from .packed_table import PackedTable
 from .plain import sum_parts
 from .tiles import Layouts
-
-if TYPE_CHECKING:
-    from .decoder import FusedDecoder
 
 
 class CpuOperations(PackedOperations):
@@ -38,7 +34,7 @@ class CpuOperations(PackedOperations):
 
     def decode(
         self,
-        decoder: FusedDecoder,
+        decoder: DecoderParts,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         batch: PagedBatch,

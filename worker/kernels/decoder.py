@@ -8,38 +8,13 @@ from functools import partial
 
 import torch
 
-from kvforge.worker.attention import AttentionOptions, KvLayer, PagedAttention, PagedBatch
+from kvforge.worker.attention import KvLayer, PagedAttention, PagedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.exchange import ATTENTION, INNER, LOGITS
 from kvforge.worker.device.ranks import Ranks
 
-from . import LayerOperations
-
-
-@dataclass(frozen=True)
-class Projection:
-    """A linear projection. weight: [n, k], packed for `PackedOperations`. bias: [n], or None."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class FusedLayer:
-    """The weights of one decoder layer. head_norms: [head_size] for Q and K. rotates: uses rotary embedding."""
-
-    options: AttentionOptions
-    rotates: bool
-    heads: int
-    kv_heads: int
-    head_size: int
-    input_norm: torch.Tensor
-    projected: Projection
-    head_norms: tuple[torch.Tensor, torch.Tensor] | None
-    output: Projection
-    inner_norm: torch.Tensor
-    gate_up: Projection
-    down: Projection
+from .interface import LayerOperations
+from .layer_weights import FusedLayer, Projection
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ real peers.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,12 +15,10 @@ from kvforge.worker.device.device import WAY_OUT, Device
 from kvforge.worker.device.exchange import PROGRAMS_MAX, RANKS_MAX, RankBuffers
 from kvforge.worker.device.targets import current_target
 
+from .decoder import FusedDecoder
 from .exchange import add_norm_of_ranks, join_of_ranks
 from .plain import PlainOperations
 from .selftest import TOLERANCE
-
-if TYPE_CHECKING:
-    from .decoder import FusedDecoder
 
 TOKENS = (1, 21)
 SHARE = 5000  # more than a program joins at once

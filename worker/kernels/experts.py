@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import LayerOperations
+from .interface import LayerOperations
 from .torch_functions import product
 
 Matrices = torch.Tensor | Sequence[torch.Tensor]  # one [n, k] per expert

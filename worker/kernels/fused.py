@@ -12,7 +12,8 @@ from kvforge.worker.attention import KvLayer
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.targets import current_target
 
-from . import SLAB, activation, norm, rotary
+from . import activation, norm, rotary
+from .interface import SLAB
 from .linear import FEW, LinearTiles, choose_tiles, linear_parts
 from .plain import PlainOperations
 from .project import can_project, project

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,16 +19,14 @@ from kvforge.worker.attention.quantised import dequantise
 from kvforge.worker.attention.selftest import AttentionShape
 from kvforge.worker.attention.selftest import self_test as attention_test
 from kvforge.worker.device.device import Device
-from kvforge.worker.kernels import PlainOperations
 from kvforge.worker.sampling.sampler import SamplingState
 
+from .decoder import FusedDecoder
 from .packed import packing_problem, weight_kind
+from .plain import PlainOperations
 from .quantised import PlainInputQuantiser
 from .selftest import quantising_test
 from .selftest import self_test as layer_test
-
-if TYPE_CHECKING:
-    from .decoder import FusedDecoder
 
 
 @dataclass(frozen=True)
@@ -167,10 +165,9 @@ KERNELS = (
         "prefill_hopper",
         ReferenceAttention.attend,
         _attention,
-        "hopper",
-        True,
+        hopper=True,
     ),
-    Kernel("kvforge.worker.attention.prefill_copy", "copy_kernel", dequantise, _attention, True),
+    Kernel("kvforge.worker.attention.prefill_copy", "copy_kernel", dequantise, _attention, hopper=True),
     Kernel("kvforge.worker.attention.write", "write_kernel", ReferenceAttention.write_rotated, _attention),
     Kernel("kvforge.worker.kernels.norm", "embed_norm_kernel", PlainOperations.embed, _layers),
     Kernel("kvforge.worker.kernels.norm", "add_norm_kernel", PlainOperations.add_norm, _layers),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,12 +17,11 @@ from kvforge.worker.attention import KvLayer
 from kvforge.worker.attention.reference import rotate
 from kvforge.worker.device.check import require_right
 from kvforge.worker.device.device import WAY_OUT, Device
-from kvforge.worker.kernels import LayerOperations, PlainOperations
 
+from .decoder import FusedDecoder
+from .interface import LayerOperations
+from .plain import PlainOperations
 from .quantised import PlainInputQuantiser, choose_input_quantiser, rotation_of
-
-if TYPE_CHECKING:
-    from .decoder import FusedDecoder
 
 # Largest difference relative to the largest number: both sides round, and sum in another order.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}

@@ -18,10 +18,10 @@ from kvforge.worker.device.device import Device
 from kvforge.worker.device.exchange import ATTENTION, INNER, LOGITS, RANKS_MAX
 from kvforge.worker.device.ranks import Ranks
 
+from .decoder import FusedDecoder
 from .steady import same_bits
 
-if TYPE_CHECKING:
-    from .decoder import FusedDecoder
+if TYPE_CHECKING:  # the kernels need triton
     from .exchange import DirectExchange
 
 ROUNDS = 6  # per size: both buffers in turn

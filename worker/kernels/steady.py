@@ -9,7 +9,6 @@ differ, every product is computed in slabs of one size, which is slower but cons
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,8 +16,8 @@ import torch
 from kvforge.worker.attention import KvLayer, PagedBatch
 from kvforge.worker.device.device import Device
 
-if TYPE_CHECKING:
-    from .decoder import FusedDecoder, Projection
+from .decoder import FusedDecoder
+from .layer_weights import Projection
 
 # One token; counts around the tiles of the worker's kernels; and counts with special kernels in torch's library.
 CORES_LADDER = (1, 2, 3, 7, 16, 33, 65, 129)  # for CPUs, where each row costs time

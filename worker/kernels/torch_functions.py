@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from . import LayerOperations
+from .interface import LayerOperations
 from .packed import is_packed
 from .partition import apply_aligned
 

@@ -26,7 +26,8 @@ from kvforge.worker.attention import AttentionOptions, PagedAttention
 from kvforge.worker.device.ranks import Ranks
 from kvforge.worker.device.target import HEAD_UNIT
 from kvforge.worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, LayerOperations
-from kvforge.worker.kernels.decoder import FusedDecoder, FusedLayer, Projection
+from kvforge.worker.kernels.decoder import FusedDecoder
+from kvforge.worker.kernels.layer_weights import FusedLayer, Projection
 from kvforge.worker.kernels.packed import PackedRows
 from kvforge.worker.kernels.packed_table import PackedEmbedding, PackedTable, table_of
 

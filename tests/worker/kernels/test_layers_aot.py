@@ -20,6 +20,7 @@ from kvforge.worker.kernels.exchange import DirectExchange
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.registry import KERNELS
 from tools.aot.compilation import Configuration
+from tools.aot.configurations import configurations_of
 from tools.aot.layers import RANKS
 from tools.aot.specialise import recorded
 
@@ -32,7 +33,7 @@ COMPILED = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx1100", 
 @pytest.mark.parametrize("name", COMPILED)
 def test_whatever_is_launched_was_compiled(name: str, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations of random shapes. Some compiled sums of many parts occur only on GPUs of another size."""
-    declared = [configuration for kernel in LAYERS for configuration in kernel.configurations(TARGETS[name])]
+    declared = [configuration for kernel in LAYERS for configuration in configurations_of(kernel, TARGETS[name])]
     compiled = {each.kind(): each.label for each in declared}
     both = []
     for steady in (False, True):

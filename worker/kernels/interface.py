@@ -1,0 +1,199 @@
+"""The interface of the operations of a decoder layer, and the limits of every implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from kvforge.worker.attention import KvLayer, PagedAttention, PagedBatch
+from kvforge.worker.attention.pool import KvPool
+
+from .layer_weights import FusedLayer
+
+SLAB = 32  # rows per product where products must not depend on the row count, but ours and torch's differ
+HIDDEN_MAX, HEAD_SIZE_MAX = 16384, 256  # longest rows of a norm among the tested configurations
+
+
+class LayerOperations(Protocol):
+    """An implementation of the operations.
+
+    A sum may be passed in parts [parts, tokens, n], which the next operation adds in order: see `linear_parts`.
+    """
+
+    def embed(
+        self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Look up tokens, and normalise the rows.
+
+        Args:
+            tokens: [tokens] int on the device.
+            table: [vocab, hidden].
+            weight: [hidden], weight of the norm.
+            epsilon: Epsilon of the norm.
+
+        Returns:
+            The rows and their norms, two new tensors [tokens, hidden].
+        """
+
+    def add_norm(
+        self, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """Add to the residual in place, and normalise the sum.
+
+        Args:
+            addend: [parts, tokens, hidden].
+            residual: [tokens, hidden], contiguous; changed.
+            weight: [hidden], weight of the norm.
+            epsilon: Epsilon of the norm.
+
+        Returns:
+            The normalised rows, a new tensor [tokens, hidden].
+        """
+
+    def head_norm(
+        self,
+        projected: torch.Tensor,
+        query_weight: torch.Tensor,
+        key_weight: torch.Tensor,
+        heads: int,
+        kv_heads: int,
+        epsilon: float,
+    ) -> None:
+        """Normalise each head of Q and K in place (Qwen3).
+
+        Args:
+            projected: [tokens, (heads + 2 x kv_heads) x head_size], contiguous; changed.
+            query_weight: [head_size].
+            key_weight: [head_size].
+            heads: Query heads.
+            kv_heads: KV heads.
+            epsilon: Epsilon of the norm.
+        """
+
+    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute silu(gate) x up of x [tokens, k].
+
+        Args:
+            x: [tokens, k].
+            weight: [2n, k], the gate first.
+            bias: [2n], the gate first.
+
+        Returns:
+            [tokens, n].
+        """
+
+    def rotary(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute cos and sin of a rotary embedding.
+
+        Args:
+            positions: [tokens] int on the device.
+            frequencies: [n] float32.
+            scaling: Factor of both results.
+            dtype: Dtype of the results.
+
+        Returns:
+            cos and sin, each [tokens, 2 x n]; both halves are equal.
+        """
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute x weight^T + bias.
+
+        Args:
+            x: [tokens, k].
+            weight: [n, k].
+            bias: [n].
+            output: [tokens, n] float, contiguous, receives the result in its own dtype. None: allocate it in the dtype
+                of x.
+
+        Returns:
+            [tokens, n].
+        """
+
+    def project(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: KvLayer,
+        slots: Callable[[], torch.Tensor],
+    ) -> torch.Tensor | None:
+        """Project x to Q, K and V, rotate Q and K, and store K and V.
+
+        Args:
+            x: [tokens, k].
+            weight: [(heads + 2 x kv_heads) x head_size, k]: Q first, then K, then V.
+            bias: As many numbers as weight has rows.
+            cos: From `rotary`.
+            sin: From `rotary`.
+            layer: The layer's KV cache.
+            slots: Returns [tokens] int32 on the device, each token's position in `layer`; -1: do not store.
+
+        Returns:
+            Q, a new tensor [tokens, heads, head_size]. None if unsupported, with no effect: use `linear` and the
+            `write_rotated` of PagedAttention instead.
+        """
+
+    def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute `linear` as a sum [parts, tokens, n] for the next operation to add; float32 if parts > 1."""
+
+    def decode(
+        self,
+        decoder: DecoderParts,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: PagedBatch,
+        pool: KvPool,
+    ) -> torch.Tensor | None:
+        """Run all layers of a step, from embedding to final norm, with the bits of the single operations.
+
+        Returns:
+            [tokens, hidden], valid until the next call. None if unsupported, with no effect: use the single operations.
+        """
+
+
+class DecoderParts(Protocol):
+    """The parts of a decoder that `LayerOperations.decode` uses; see `decoder.FusedDecoder`, which has them."""
+
+    @property
+    def operations(self) -> LayerOperations:
+        """Operations of the layers."""
+
+    @property
+    def attention(self) -> PagedAttention:
+        """Paged attention."""
+
+    @property
+    def table(self) -> torch.Tensor:
+        """Embedding, [vocab, hidden]."""
+
+    @property
+    def layers(self) -> tuple[FusedLayer, ...]:
+        """The layers."""
+
+    @property
+    def final_norm(self) -> torch.Tensor:
+        """Weight of the last norm, [hidden]."""
+
+    @property
+    def frequencies(self) -> torch.Tensor:
+        """Frequencies of the rotary embedding, [head_size / 2] float32."""
+
+    @property
+    def rotary_scaling(self) -> float:
+        """Factor of cos and sin."""
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon of every norm."""
