@@ -112,7 +112,7 @@ class DecodeAttention:
             group.calls.renew(
                 items=plan.items.ctypes.data,
                 item_count=len(plan.items),
-                scratch=scratch,
+                scratch_memory=scratch,
                 scratch_stride=attend_stride,
                 tables=plan.tables.ctypes.data,
                 table_width=plan.tables.shape[1],
@@ -128,24 +128,49 @@ class DecodeAttention:
         group.calls.run(group.threads, number, query=product)
 
 
-def _writing(layer: DecodeLayer) -> list[int]:
-    """Return the arguments of `write_rotated`; 0: filled later."""
+def _writing(layer: DecodeLayer) -> dict[str, float]:
+    """Return the arguments of `write_rotated` that no step changes."""
     heads, kv_heads, size, _ = layer.shape
     code, item = CODES[layer.output.dtype], layer.output.itemsize
-    strides = layer.width * item, size * item
     keys, values = layer.cache.keys, layer.cache.values
-    kept = keys.data_ptr(), values.data_ptr(), CODES[keys.dtype]
-    rotating = 0, size, code, layer.rotated, 0, 0, code
-    heads_of = (0, *strides, heads if layer.rotated else 0, 0, *strides, 0, *strides, kv_heads)
-    return [*rotating, *heads_of, 0, *kept, 0, 0]
+    token_stride, head_stride = layer.width * item, size * item
+    return {
+        "size": size,
+        "code": code,
+        "rotated": layer.rotated,
+        "angle_code": code,
+        "query_token_stride": token_stride,
+        "query_head_stride": head_stride,
+        "heads": heads if layer.rotated else 0,
+        "key_token_stride": token_stride,
+        "key_head_stride": head_stride,
+        "value_token_stride": token_stride,
+        "value_head_stride": head_stride,
+        "kv_heads": kv_heads,
+        "keys": keys.data_ptr(),
+        "values": values.data_ptr(),
+        "kept_code": CODES[keys.dtype],
+    }
 
 
-def _attending(layer: DecodeLayer) -> list[float]:
-    """Return the arguments of `attend`; 0: filled later."""
+def _attending(layer: DecodeLayer) -> dict[str, float]:
+    """Return the arguments of `attend` that no step changes."""
     heads, kv_heads, size, window = layer.shape
-    code, item = CODES[layer.output.dtype], layer.output.itemsize
+    item = layer.output.itemsize
     keys, values = layer.cache.keys, layer.cache.values
-    kept = keys.data_ptr(), values.data_ptr(), 0, 0, CODES[keys.dtype]
-    query = 0, layer.width * item, size * item, code, layer.output.data_ptr()
-    shape = 0, 0, keys.shape[1], heads, kv_heads, size
-    return [0, 0, 0, 0, *query, *kept, *shape, layer.options.scaling, layer.options.softcap, window, 0, 0]
+    return {
+        "token_stride": layer.width * item,
+        "head_stride": size * item,
+        "query_code": CODES[layer.output.dtype],
+        "output": layer.output.data_ptr(),
+        "keys": keys.data_ptr(),
+        "values": values.data_ptr(),
+        "code": CODES[keys.dtype],
+        "block_size": keys.shape[1],
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "size": size,
+        "scaling": layer.options.scaling,
+        "softcap": layer.options.softcap,
+        "window": window,
+    }

@@ -318,13 +318,13 @@ def attend_chunk(queries, group, position, low, first, count, window, softcap, s
 
 
 ARGUMENTS = """
-    items item_count scratch scratch_stride query token_stride head_stride query_code output
+    items item_count scratch_memory scratch_stride query token_stride head_stride query_code output
     keys values key_scales value_scales code tables table_width block_size heads kv_heads size
-    scaling softcap window partials counters
+    scaling:d softcap:d window partials counters
 """
 
 
-@cpu_kernel("20q2d3q", ARGUMENTS)
+@cpu_kernel(ARGUMENTS)
 def attend(arguments):
     """Compute attention; see `CpuAttention.attend`, which makes the arguments and the items.
 

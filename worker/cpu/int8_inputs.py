@@ -26,16 +26,16 @@ class CpuInputQuantiser:
             self._scratch = torch.empty(threads * stride, dtype=torch.uint8)
         quantise(
             threads,
-            x.data_ptr(),
-            CODES[x.dtype],
-            rows,
-            count,
-            len(rotation),
-            levels.data_ptr(),
-            largest.data_ptr(),
-            self._scratch.data_ptr(),
-            stride,
-            self._smallest,
+            source=x.data_ptr(),
+            code=CODES[x.dtype],
+            rows=rows,
+            count=count,
+            size=len(rotation),
+            levels=levels.data_ptr(),
+            peaks=largest.data_ptr(),
+            scratch=self._scratch.data_ptr(),
+            scratch_stride=stride,
+            smallest=self._smallest,
         )
         return levels, largest
 
@@ -45,8 +45,15 @@ class CpuInputQuantiser:
         """Implement `InputQuantiser.make_numbers`."""
         rows, count = sums.shape
         found = sums if dtype == torch.float32 else torch.empty((rows, count), dtype=dtype)
-        given = 0 if bias is None else bias.data_ptr()
         threads = threads_for(rows * count / (4 * NUMBERS_PER_US)) if rows > 1 else 1
-        into = found.data_ptr(), rows, count, CODES[dtype]
-        make_numbers(threads, sums.data_ptr(), largest.data_ptr(), given, *into)
+        make_numbers(
+            threads,
+            sums=sums.data_ptr(),
+            peaks=largest.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            target=found.data_ptr(),
+            rows=rows,
+            count=count,
+            code=CODES[dtype],
+        )
         return found

@@ -82,7 +82,7 @@ def peak_of(place, count):
     return peak + broken
 
 
-@cpu_kernel("9qd")
+@cpu_kernel("source code rows count size levels peaks scratch scratch_stride smallest:d")
 def quantise(arguments):
     """Quantise x [rows, count], rotated in blocks of `size`.
 
@@ -118,7 +118,7 @@ def quantise(arguments):
                 write_byte(target + index, np.uint8(read_float(rotated + 4 * index) * factor + F(MIDDLE)))
 
 
-@cpu_kernel("7q")
+@cpu_kernel("sums peaks bias target rows count code")
 def make_numbers(arguments):
     """Write target [rows, count] = sums [rows, count] float32 x peaks [rows] + bias [count].
 

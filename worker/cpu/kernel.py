@@ -20,10 +20,11 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,36 @@ def cpu_kernels_problem() -> str:
 class CpuKernel:
     """A CPU kernel, compiled on its first call."""
 
-    def __init__(self, function: Callable[[int], None], layout: str, names: str = "") -> None:
-        self.function, self.name, self.names = function, function.__name__, ("", "", *names.split())
-        self.layout = struct.Struct(f"=qq{layout}")
+    def __init__(self, function: Callable[[int], None], arguments: str) -> None:
+        self.function, self.name = function, function.__name__
+        declared = [argument.partition(":") for argument in arguments.split()]
+        self.names = tuple(name for name, _, _ in declared)
+        self._in_order = itemgetter(*self.names)
+        self.layout = struct.Struct("=qq" + "".join(kind or "q" for _, _, kind in declared))
         self._arguments = ctypes.create_string_buffer(self.layout.size)
         self._where = ctypes.addressof(self._arguments)
 
-    def __call__(self, threads: int, *numbers: float) -> None:
-        """Run the kernel to its end on at most `threads` threads. numbers: the arguments in the order of `layout`."""
-        self.layout.pack_into(self._arguments, 0, 0, 0, *numbers)
+    def __call__(self, threads: int, **numbers: float) -> None:
+        """Run the kernel to its end on at most `threads` threads. numbers: all its arguments, by name.
+
+        Raises:
+            TypeError: An argument is missing or unknown.
+        """
+        if len(numbers) != len(self.names):
+            raise TypeError(f"CPU kernel {self.name}: expected {', '.join(self.names)}; got {', '.join(numbers)}")
+        self.pack_into(self._arguments, 0, numbers)
         self.run(threads, self._where)
+
+    def pack_into(self, buffer: Any, offset: int, numbers: Mapping[str, float]) -> None:
+        """Write arguments into a buffer, with the two counters at 0.
+
+        Raises:
+            TypeError: An argument is missing.
+        """
+        try:
+            self.layout.pack_into(buffer, offset, 0, 0, *self._in_order(numbers))
+        except KeyError as error:
+            raise TypeError(f"CPU kernel {self.name}: missing argument {error.args[0]!r}") from error
 
     def run(self, threads: int, where: int) -> None:
         """Run the kernel on arguments that are stored at the address `where`, with their two counters at 0."""
@@ -120,14 +141,14 @@ class CpuKernel:
         return ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._address)
 
 
-def cpu_kernel(layout: str, names: str = "") -> Callable[[Callable[[int], None]], CpuKernel]:
+def cpu_kernel(arguments: str) -> Callable[[Callable[[int], None]], CpuKernel]:
     """Make a decorator that turns a function into a kernel.
 
     Args:
-        layout: Types of the arguments in `struct` notation; q: int64, d: double.
-        names: Names of the arguments, needed for `Calls`.
+        arguments: Names of the arguments, in the order in which the function reads them: int64, or double as `name:d`.
+            This is the only declaration: callers pass arguments by name.
     """
-    return lambda function: CpuKernel(function, layout, names)
+    return lambda function: CpuKernel(function, arguments)
 
 
 class Calls:
@@ -135,21 +156,23 @@ class Calls:
 
     Args:
         kernel: The kernel.
-        calls: The arguments of each call.
+        calls: The arguments of each call by name. Those left out are 0 until `renew` or `run` sets them.
 
     Raises:
-        struct.error: The arguments do not match the kernel's layout.
+        TypeError: The kernel has no argument of that name.
     """
 
-    def __init__(self, kernel: CpuKernel, calls: Sequence[Sequence[float]]) -> None:
+    def __init__(self, kernel: CpuKernel, calls: Sequence[Mapping[str, float]]) -> None:
         self._kernel, size = kernel, kernel.layout.size
-        packed = bytearray(size * len(calls))
+        packed, unset = bytearray(size * len(calls)), dict.fromkeys(kernel.names, 0)
         for index, numbers in enumerate(calls):
-            kernel.layout.pack_into(packed, size * index, 0, 0, *numbers)
+            if unknown := numbers.keys() - unset.keys():
+                raise TypeError(f"CPU kernel {kernel.name}: unknown arguments {sorted(unknown)}")
+            kernel.pack_into(packed, size * index, unset | dict(numbers))
         self._numbers = np.frombuffer(packed, np.int64).reshape(len(calls), size // 8)
         self._rows = [memoryview(packed)[size * index : size * (index + 1)].cast("q") for index in range(len(calls))]
         self._where = [int(row.ctypes.data) for row in self._numbers]
-        self._columns = {name: kernel.names.index(name) for name in kernel.names if name}
+        self._columns = {name: column for column, name in enumerate(kernel.names, 2)}  # behind the counters
 
     def renew(self, **numbers: int) -> None:
         """Prepare all calls for another run, with new values of these integer arguments in every call."""

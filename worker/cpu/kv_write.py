@@ -41,7 +41,7 @@ ARGUMENTS = """
 """
 
 
-@cpu_kernel("24q", ARGUMENTS)
+@cpu_kernel(ARGUMENTS)
 def write_rotated(arguments):
     """Rotate and store; see `CpuAttention.write_rotated`, which lays out the arguments. A ticket is a few tokens."""
     sizes = read_sizes(arguments)

@@ -66,7 +66,7 @@ def normalise(row, weight, target, code, count, epsilon):
         write_any(place, read_any(place, code) * read_any(weight + size * index, code), code)
 
 
-@cpu_kernel("8qd")
+@cpu_kernel("tokens table weight residual normed rows count code epsilon:d")
 def embed_norm(arguments):
     """Copy rows of the table to residual [rows, count], and write their norms to normed."""
     _, _, tokens, table, weight, residual, normed, rows, count, code = read_10(arguments)
@@ -81,7 +81,7 @@ def embed_norm(arguments):
             normalise(place, weight, normed + width * row, code, count, epsilon)
 
 
-@cpu_kernel("7qd", "addend residual weight normed rows count code epsilon")
+@cpu_kernel("addend residual weight normed rows count code epsilon:d")
 def add_norm(arguments):
     """Add addend to residual [rows, count], and write the norms of the sums to normed."""
     _, _, addend, residual, weight, normed, rows, count, code = read_9(arguments)
@@ -102,7 +102,7 @@ def add_norm(arguments):
             normalise(place, weight, normed + size * count * row, code, count, epsilon)
 
 
-@cpu_kernel("9qd", "projected stride query_weight key_weight rows heads kv_heads size code epsilon")
+@cpu_kernel("projected stride query_weight key_weight rows heads kv_heads size code epsilon:d")
 def head_norm(arguments):
     """Normalise each head of Q and K in place. stride: bytes from one row to the next."""
     _, _, projected, stride, query_weight, key_weight, rows, heads, kv_heads, size = read_10(arguments)
@@ -118,7 +118,7 @@ def head_norm(arguments):
                 normalise(place, weight, place, code, size, epsilon)
 
 
-@cpu_kernel("6q", "source stride target rows count code")
+@cpu_kernel("source stride target rows count code")
 def gate(arguments):
     """Write silu(x[:, :count]) x[:, count:] to target [rows, count]. stride: bytes from one row of x to the next."""
     _, _, source, stride, target, rows, count, code = read_8(arguments)

@@ -25,10 +25,22 @@ def choose_tokens(
     """Sample a token for each row; see `SamplingState.sample_simple`. `values` to `last_token` are the state's."""
     logits = logits.contiguous()
     rows, vocab = logits.shape
-    read = logits.data_ptr(), rows, vocab, slots.data_ptr(), wanted.data_ptr()
-    state = values.data_ptr(), values.shape[1], seeds.data_ptr(), generated.data_ptr(), last_token.data_ptr()
-    allowed = (0, 0) if masks is None else (masks.data_ptr(), masks.stride(0))
-    choose(_threads(rows, vocab), *read, *state, packed.data_ptr(), *allowed)
+    choose(
+        _threads(rows, vocab),
+        logits=logits.data_ptr(),
+        rows=rows,
+        vocab=vocab,
+        slots=slots.data_ptr(),
+        wanted=wanted.data_ptr(),
+        values=values.data_ptr(),
+        columns=values.shape[1],
+        seeds=seeds.data_ptr(),
+        generated=generated.data_ptr(),
+        last_token=last_token.data_ptr(),
+        packed=packed.data_ptr(),
+        masks=0 if masks is None else masks.data_ptr(),
+        words=0 if masks is None else masks.stride(0),
+    )
 
 
 def draw_tokens(scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -44,8 +56,15 @@ def draw_tokens(scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tens
     """
     scores = scores.contiguous()
     (rows, vocab), tokens = scores.shape, torch.empty_like(positions)
-    given = scores.data_ptr(), rows, vocab, seeds.data_ptr(), positions.data_ptr()
-    draw(_threads(rows, vocab), *given, tokens.data_ptr())
+    draw(
+        _threads(rows, vocab),
+        scores=scores.data_ptr(),
+        rows=rows,
+        vocab=vocab,
+        seeds=seeds.data_ptr(),
+        positions=positions.data_ptr(),
+        tokens=tokens.data_ptr(),
+    )
     return tokens
 
 

@@ -190,7 +190,7 @@ def drawn_allowed(row, count, likeliest, temperature, state, mask):
     return chosen
 
 
-@cpu_kernel("6q")
+@cpu_kernel("scores rows vocab seeds positions tokens")
 def draw(arguments):
     """Draw a token from each row. A ticket is a row.
 
@@ -210,7 +210,7 @@ def draw(arguments):
         write_integer(tokens + 8 * row, drawn(here, vocab, likeliest, 0.0, state))
 
 
-@cpu_kernel("13q")
+@cpu_kernel("logits rows vocab slots wanted values columns seeds generated last_token packed masks words")
 def choose(arguments):
     """Sample a token for each row; see `SamplingState.sample_simple`. A ticket is a row. masks: 0 for none."""
     _, _, logits, rows, vocab, slots, wanted, values, columns, seeds, generated, last_token, packed, masks, words = (

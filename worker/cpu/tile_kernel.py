@@ -114,7 +114,7 @@ def some_rows(x, x_bytes, row, rows, weight, width, first, end, bias, target, ta
         row += 6 if left >= 6 else (4 if left >= 4 else 1)
 
 
-@cpu_kernel("11q")
+@cpu_kernel("x rows weight bias target target_bytes count width tile_bytes tiles parts")
 def multiply_tiles(arguments):
     """Write x [rows, count] times tiles [tiles, tile_bytes], plus bias, to target [rows, tiles x width].
 

@@ -49,19 +49,16 @@ class CpuDecoder:
                 for layer, cache, output in zip(layers, pool.layers, attended, strict=True)
             ],
         )
-        code, sums = CODES[decoder.table.dtype], (self._residual.data_ptr(), self._normed.data_ptr())
+        code = CODES[decoder.table.dtype]
+        sums = {"residual": self._residual.data_ptr(), "normed": self._normed.data_ptr(), "count": hidden}
 
         def adding(weights: Sequence[torch.Tensor]) -> Calls:
-            return Calls(
-                add_norm, [(0, sums[0], weight.data_ptr(), sums[1], 0, hidden, code, epsilon) for weight in weights]
-            )
+            shared = {**sums, "code": code, "epsilon": epsilon}
+            return Calls(add_norm, [{**shared, "weight": weight.data_ptr()} for weight in weights])
 
         self._add_attended = adding([layer.inner_norm for layer in layers])
         self._add_inner = adding([*(layer.input_norm for layer in layers[1:]), decoder.final_norm])
-        self._gate = Calls(
-            gate,
-            [(0, 2 * each.shape[1] * each.itemsize, each.data_ptr(), 0, each.shape[1], code) for each in gated],
-        )
+        self._gate = Calls(gate, [_gating(each, code) for each in gated])
         normed_heads = [layer for layer in layers if layer.head_norms is not None]
         self._norm_heads = Calls(head_norm, [_normed_heads(layer, code, epsilon) for layer in normed_heads])
         numbers = iter(range(len(normed_heads)))
@@ -101,9 +98,18 @@ class CpuDecoder:
         # The rows beyond hold data of earlier steps, which does not change the bits of the wanted rows.
         normed = self._normed
         threads = threads_for(rows * hidden / NUMBERS_PER_US)
-        norm = decoder.layers[0].input_norm.data_ptr()
-        into = self._residual.data_ptr(), normed.data_ptr(), rows, hidden, code
-        embed_norm(threads, token_ids.data_ptr(), table.data_ptr(), norm, *into, decoder.epsilon)
+        embed_norm(
+            threads,
+            tokens=token_ids.data_ptr(),
+            table=table.data_ptr(),
+            weight=decoder.layers[0].input_norm.data_ptr(),
+            residual=self._residual.data_ptr(),
+            normed=normed.data_ptr(),
+            rows=rows,
+            count=hidden,
+            code=code,
+            epsilon=decoder.epsilon,
+        )
         operations = decoder.operations
         cos, sin = operations.rotary(positions, decoder.frequencies, decoder.rotary_scaling, table.dtype)
         self._attention.begin(batch, cos, sin)
@@ -156,9 +162,23 @@ def is_decodes(batch: PagedBatch, token_ids: torch.Tensor) -> bool:
     return 0 < rows <= ROWS_MAX and batch.tokens == rows and bool(batch.lengths.all()) and token_ids.is_contiguous()
 
 
-def _normed_heads(layer: FusedLayer, code: int, epsilon: float) -> list[float]:
+def _gating(gated: torch.Tensor, code: int) -> dict[str, float]:
+    """Return the arguments of `gate` that no step changes."""
+    count = gated.shape[1]
+    return {"stride": 2 * count * gated.itemsize, "target": gated.data_ptr(), "count": count, "code": code}
+
+
+def _normed_heads(layer: FusedLayer, code: int, epsilon: float) -> dict[str, float]:
+    """Return the arguments of `head_norm` that no step changes."""
     assert layer.head_norms is not None
     query, key = layer.head_norms
-    width = (layer.heads + 2 * layer.kv_heads) * layer.head_size
-    weights = query.data_ptr(), key.data_ptr()
-    return [0, width * query.itemsize, *weights, 0, layer.heads, layer.kv_heads, layer.head_size, code, epsilon]
+    return {
+        "stride": (layer.heads + 2 * layer.kv_heads) * layer.head_size * query.itemsize,
+        "query_weight": query.data_ptr(),
+        "key_weight": key.data_ptr(),
+        "heads": layer.heads,
+        "kv_heads": layer.kv_heads,
+        "size": layer.head_size,
+        "code": code,
+        "epsilon": epsilon,
+    }

@@ -59,15 +59,15 @@ class CpuOperations(PackedOperations):
         residual, normed = torch.empty((2, rows, count), dtype=table.dtype).unbind()
         embed_norm(
             _threads(residual),
-            tokens.data_ptr(),
-            table.data_ptr(),
-            weight.data_ptr(),
-            residual.data_ptr(),
-            normed.data_ptr(),
-            rows,
-            count,
-            CODES[table.dtype],
-            epsilon,
+            tokens=tokens.data_ptr(),
+            table=table.data_ptr(),
+            weight=weight.data_ptr(),
+            residual=residual.data_ptr(),
+            normed=normed.data_ptr(),
+            rows=rows,
+            count=count,
+            code=CODES[table.dtype],
+            epsilon=epsilon,
         )
         return residual, normed
 
@@ -81,13 +81,14 @@ class CpuOperations(PackedOperations):
         normed = torch.empty_like(residual)
         add_norm(
             _threads(residual),
-            added.data_ptr(),
-            residual.data_ptr(),
-            weight.data_ptr(),
-            normed.data_ptr(),
-            *residual.shape,
-            CODES[residual.dtype],
-            epsilon,
+            addend=added.data_ptr(),
+            residual=residual.data_ptr(),
+            weight=weight.data_ptr(),
+            normed=normed.data_ptr(),
+            rows=residual.shape[0],
+            count=residual.shape[1],
+            code=CODES[residual.dtype],
+            epsilon=epsilon,
         )
         return normed
 
@@ -106,16 +107,16 @@ class CpuOperations(PackedOperations):
             return
         head_norm(
             _threads(projected),
-            projected.data_ptr(),
-            projected.stride(0) * projected.itemsize,
-            query_weight.data_ptr(),
-            key_weight.data_ptr(),
-            len(projected),
-            heads,
-            kv_heads,
-            len(query_weight),
-            CODES[projected.dtype],
-            epsilon,
+            projected=projected.data_ptr(),
+            stride=projected.stride(0) * projected.itemsize,
+            query_weight=query_weight.data_ptr(),
+            key_weight=key_weight.data_ptr(),
+            rows=len(projected),
+            heads=heads,
+            kv_heads=kv_heads,
+            size=len(query_weight),
+            code=CODES[projected.dtype],
+            epsilon=epsilon,
         )
 
     def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -127,12 +128,12 @@ class CpuOperations(PackedOperations):
         found = torch.empty((rows, count // 2), dtype=both.dtype)
         gate(
             _threads(both),
-            both.data_ptr(),
-            both.stride(0) * both.itemsize,
-            found.data_ptr(),
-            rows,
-            count // 2,
-            CODES[both.dtype],
+            source=both.data_ptr(),
+            stride=both.stride(0) * both.itemsize,
+            target=found.data_ptr(),
+            rows=rows,
+            count=count // 2,
+            code=CODES[both.dtype],
         )
         return found
 

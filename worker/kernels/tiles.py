@@ -61,17 +61,17 @@ class Tiles:
         took_us = max(self.tiles * self.tile_bytes / BYTES_PER_US, rows * width * self.k / MULTIPLIED_PER_US)
         multiply_tiles(
             threads_for(took_us),
-            x.data_ptr(),
-            rows,
-            self.address,
-            0 if bias is None else bias.data_ptr(),
-            target.data_ptr(),
-            4 * width,
-            self.k,
-            self.width,
-            self.tile_bytes,
-            self.tiles,
-            parts,
+            x=x.data_ptr(),
+            rows=rows,
+            weight=self.address,
+            bias=0 if bias is None else bias.data_ptr(),
+            target=target.data_ptr(),
+            target_bytes=4 * width,
+            count=self.k,
+            width=self.width,
+            tile_bytes=self.tile_bytes,
+            tiles=self.tiles,
+            parts=parts,
         )
 
     def bias_for(self, bias: torch.Tensor | None) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ pytest.importorskip("numba")
 
 from kvforge.models import code_cache
 from kvforge.worker.cpu import kernel as cpu_kernel
-from kvforge.worker.cpu.kernel import CpuKernel, cpu_kernels_problem, part
+from kvforge.worker.cpu.kernel import Calls, CpuKernel, cpu_kernels_problem, part
 from kvforge.worker.cpu.rows import load, load_any, narrow, read_any, store, widen
 from kvforge.worker.cpu.vector import CODES, exp, read_integer, take_ticket, write_float, write_integer
 
@@ -50,7 +50,7 @@ def convert(arguments: int) -> None:
         narrow(wide, back, code, count, np.float32(1))
 
 
-CONVERT = CpuKernel(convert, "7q")
+CONVERT = CpuKernel(convert, "source code wide single back count item_bytes")
 
 
 @pytest.mark.parametrize("dtype", CODES, ids=str)
@@ -64,8 +64,16 @@ def test_numbers_become_float32_and_come_back(dtype: torch.dtype, count: int) ->
     else:
         numbers = bits.to(torch.uint8).view(dtype)
     wide, single, back = torch.empty(count), torch.empty(count), torch.empty(count, dtype=dtype)
-    places = [tensor.data_ptr() for tensor in (wide, single, back)]
-    CONVERT(1, numbers.data_ptr(), CODES[dtype], *places, count, dtype.itemsize)
+    CONVERT(
+        1,
+        source=numbers.data_ptr(),
+        code=CODES[dtype],
+        wide=wide.data_ptr(),
+        single=single.data_ptr(),
+        back=back.data_ptr(),
+        count=count,
+        item_bytes=dtype.itemsize,
+    )
     want = numbers.float()
     assert torch.equal(wide.view(torch.int32)[~want.isnan()], want.view(torch.int32)[~want.isnan()])
     assert torch.equal(wide.isnan(), want.isnan()) and torch.equal(single.isnan(), want.isnan())
@@ -81,11 +89,11 @@ def test_rounding_is_to_nearest_ties_to_even(dtype: torch.dtype) -> None:
     ties = torch.arange(1 << 15, dtype=torch.int32) * 65536 + 32768
     source = torch.cat((numbers, ties)).view(torch.float32)
     back = torch.zeros(len(source) + 16, dtype=dtype)
-    kernel = CpuKernel(round_row, "4q")
+    kernel = CpuKernel(round_row, "source target code count")
     want = source.to(dtype)
     for count in (len(source), 21, 5):  # by vectors, with a last one that overlaps, and number by number
         back[:] = -1
-        kernel(1, source[-count:].data_ptr(), back.data_ptr(), CODES[dtype], count)
+        kernel(1, source=source[-count:].data_ptr(), target=back.data_ptr(), code=CODES[dtype], count=count)
         got, wanted = back[:count], want[-count:]
         assert torch.equal(got.isnan(), wanted.isnan())
         assert torch.equal(got[~wanted.isnan()], wanted[~wanted.isnan()])
@@ -104,16 +112,16 @@ def exponentiate(arguments: int) -> None:
 
 
 def test_exp_is_right_to_the_last_bits() -> None:
-    kernel = CpuKernel(exponentiate, "3q")
+    kernel = CpuKernel(exponentiate, "source target count")
     x = torch.cat((torch.linspace(-87.2, 88.3, (1 << 18) - 16), torch.tensor([0.0, -0.0, 1e-30, -1e-8]).repeat(4)))
     found = torch.empty_like(x)
-    kernel(1, x.data_ptr(), found.data_ptr(), len(x))
+    kernel(1, source=x.data_ptr(), target=found.data_ptr(), count=len(x))
     want = x.double().exp()
     assert float(((found.double() - want) / want).abs().max()) < 2 * 2.0**-23
     assert found[-16:].tolist() == x[-16:].exp().tolist()
     nan, inf = float("nan"), float("inf")
     edges = torch.tensor([nan, inf, -inf, 89.0, -88.0, -1e30, 1e30, 0.0]).repeat(2)
-    kernel(1, edges.data_ptr(), found.data_ptr(), 16)
+    kernel(1, source=edges.data_ptr(), target=found.data_ptr(), count=16)
     assert str(found[:8].tolist()) == str([nan, inf, 0.0, inf, 0.0, 0.0, inf, 1.0])
 
 
@@ -125,10 +133,10 @@ def count_tickets(arguments: int) -> None:
 
 
 def test_each_ticket_is_taken_once_by_any_number_of_threads() -> None:
-    kernel = CpuKernel(count_tickets, "2q")
+    kernel = CpuKernel(count_tickets, "counts last")
     for threads in (1, 2, 5):
         counts = torch.zeros(8, dtype=torch.int64)
-        kernel(threads, counts.data_ptr(), 1000)
+        kernel(threads, counts=counts.data_ptr(), last=1000)
         assert int(counts.sum()) == 1000
 
 
@@ -150,14 +158,14 @@ def test_what_is_compiled_is_kept_where_that_is_possible(tmp_path: Path, monkeyp
     monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path / "cache"))
     counts = torch.zeros(1, dtype=torch.int64)
     for hits in (0, 1):
-        kernel = CpuKernel(count_tickets, "2q")
-        kernel(1, counts.data_ptr(), 10)
+        kernel = CpuKernel(count_tickets, "counts last")
+        kernel(1, counts=counts.data_ptr(), last=10)
         assert kernel._compiled.cache_hits == hits
     forget()
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path / "file"))
-    kernel = CpuKernel(count_tickets, "2q")
-    kernel(1, counts.data_ptr(), 10)
+    kernel = CpuKernel(count_tickets, "counts last")
+    kernel(1, counts=counts.data_ptr(), last=10)
     assert kernel._compiled.cache_hits == 0 and int(counts) == 30
     forget()
 
@@ -181,14 +189,14 @@ def test_what_others_can_write_is_not_read_and_the_users_own_folder_is_used(
     monkeypatch.setenv("XDG_CACHE_HOME", str(own))
     counts = torch.zeros(1, dtype=torch.int64)
     forget()
-    CpuKernel(count_tickets, "2q")(1, counts.data_ptr(), 10)
+    CpuKernel(count_tickets, "counts last")(1, counts=counts.data_ptr(), last=10)
     (index,) = shared.rglob("*.nbi")
     index.write_bytes(pickle.dumps(Planted(tmp_path / "trace")))
     (shared / open_to_all).chmod(0o777)
     for hits in (0, 1):
         forget()
-        kernel = CpuKernel(count_tickets, "2q")
-        kernel(1, counts.data_ptr(), 10)
+        kernel = CpuKernel(count_tickets, "counts last")
+        kernel(1, counts=counts.data_ptr(), last=10)
         assert kernel._compiled.cache_hits == hits
     assert int(counts) == 30
     assert not (tmp_path / "trace").exists()
@@ -197,8 +205,8 @@ def test_what_others_can_write_is_not_read_and_the_users_own_folder_is_used(
     assert "is writable by others" in caplog.text
     (own / "kvforge").chmod(0o777)
     forget()
-    kernel = CpuKernel(count_tickets, "2q")
-    kernel(1, counts.data_ptr(), 10)
+    kernel = CpuKernel(count_tickets, "counts last")
+    kernel(1, counts=counts.data_ptr(), last=10)
     assert (kernel._compiled.cache_hits, int(counts)) == (0, 40)
     forget()
 
@@ -212,12 +220,12 @@ def test_what_is_kept_and_damaged_is_made_once_more(
     monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))
     forget()
     counts = torch.zeros(1, dtype=torch.int64)
-    CpuKernel(count_tickets, "2q")(1, counts.data_ptr(), 10)
+    CpuKernel(count_tickets, "counts last")(1, counts=counts.data_ptr(), last=10)
     (damaged,) = tmp_path.rglob(f"*.{kind}")
     damaged.write_bytes(damaged.read_bytes()[: int(left * damaged.stat().st_size)])
     for hits in (0, 1):
-        kernel = CpuKernel(count_tickets, "2q")
-        kernel(1, counts.data_ptr(), 10)
+        kernel = CpuKernel(count_tickets, "counts last")
+        kernel(1, counts=counts.data_ptr(), last=10)
         assert kernel._compiled.cache_hits == hits
     assert int(counts) == 30
     forget()
@@ -233,8 +241,8 @@ def test_where_nothing_more_can_be_written_it_runs_all_the_same(
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
-        kernel = CpuKernel(count_tickets, "2q")
-        kernel(1, counts.data_ptr(), 10)
+        kernel = CpuKernel(count_tickets, "counts last")
+        kernel(1, counts=counts.data_ptr(), last=10)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert kernel._compiled.cache_hits == 0 and int(counts) == 10
@@ -244,3 +252,13 @@ def test_where_nothing_more_can_be_written_it_runs_all_the_same(
 
 def test_parts_are_compiled_as_they_are_written() -> None:
     assert part(lambda a, b: a // b)(7, 2) == 3 and load_any.py_func.__doc__ == "16 numbers."
+
+
+def test_a_missing_or_unknown_argument_is_named() -> None:
+    kernel = CpuKernel(round_row, "source target code count")
+    with pytest.raises(TypeError, match="CPU kernel round_row: expected source, target, code, count; got source"):
+        kernel(1, source=0)
+    with pytest.raises(TypeError, match="CPU kernel round_row: missing argument 'count'"):
+        kernel(1, source=0, target=0, code=0, rows=0)
+    with pytest.raises(TypeError, match=r"CPU kernel round_row: unknown arguments \['rows'\]"):
+        Calls(kernel, [{"source": 0, "rows": 1}])

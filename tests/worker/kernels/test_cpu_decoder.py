@@ -119,7 +119,7 @@ def test_kv_in_fewer_bits_goes_one_by_one(tiny: Callable[..., LoadedModel], monk
 
 def test_calls_are_filled_by_name_one_by_one_or_all() -> None:
     x, found = torch.arange(12.0).view(3, 4), torch.zeros(3, 2)
-    calls = Calls(gate, [(0, 16, found[row].data_ptr(), 0, 2, 0) for row in range(3)])
+    calls = Calls(gate, [{"stride": 16, "target": found[row].data_ptr(), "count": 2} for row in range(3)])
     calls.renew(rows=1)
     for row in range(3):
         calls.run(1, row, source=x[row].data_ptr())

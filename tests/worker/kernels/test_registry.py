@@ -236,9 +236,9 @@ def test_a_kernel_of_the_cpu_that_is_wrong_or_does_not_compile_is_refused_at_sta
     right = getattr(import_module(kernel.module), kernel.name)
     skipped = []
 
-    def spoilt(this: CpuKernel, *arguments: Any) -> None:
+    def spoilt(this: CpuKernel, threads: int, **numbers: float) -> None:
         if this is not right:
-            called(this, *arguments)
+            called(this, threads, **numbers)
         elif compiles:
             skipped.append(this.name)  # its output stays unchanged
         else:
