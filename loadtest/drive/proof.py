@@ -31,7 +31,7 @@ CLOSED_TOKENS_PER_S = 50.0
 
 
 async def prove(spec: RunSpec, processes: int, stop: asyncio.Event) -> array[float]:
-    """Return the drivers' lateness against the null server in seconds, of each request and each tick (`Drove.late_s`).
+    """Return the drivers' lateness against the null server: `DriverStats.late_s`, in seconds.
 
     Raises what `drive` raises.
     """
