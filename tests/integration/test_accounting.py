@@ -11,7 +11,7 @@ from kvforge.protocol.errors import CapacityExceeded, InvalidRequest, QuotaExcee
 from kvforge.protocol.messages import PoolStats
 from tools.cluster.cluster import Cluster
 
-from .test_cluster import wait_empty
+from .shared import wait_empty
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 CONFIG = """

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
 from contextlib import ExitStack
-from time import monotonic
 from types import TracebackType
 from typing import Self
 
@@ -37,7 +35,6 @@ from kvforge.protocol.messages import (
     Health,
     Hello,
     Refused,
-    Stats,
     Submit,
     Welcome,
     WorkerHello,
@@ -46,23 +43,9 @@ from kvforge.protocol.tables import TablesReader
 from kvforge.protocol.transport import TABLES_FILE, configure_dealer
 from tools.cluster.cluster import Cluster
 
-EMPTY_S = 30.0
+from .shared import Shared, wait_empty
+
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-
-
-def empty(stats: Stats) -> bool:
-    """Return whether no block is held."""
-    pools = all(p.referenced == 0 and p.quarantined == 0 and p.free + p.cached == p.blocks for p in stats.pools)
-    return pools and stats.sequences == 0 and stats.requests.running == stats.requests.pending == 0
-
-
-def wait_empty(client: Client) -> Stats:
-    """Wait for the acknowledgement of the last steps in flight, and for the leases of lost clients."""
-    deadline = monotonic() + EMPTY_S
-    while not empty(stats := client.stats()):
-        assert monotonic() < deadline, f"the pool does not become empty: {stats}"
-        select.select([], [], [], 0.02)
-    return stats
 
 
 class RawPeer:
@@ -87,9 +70,9 @@ class RawPeer:
         self._context.destroy(linger=0)
 
 
-def test_hostile_peers_get_typed_errors_and_disturb_nobody() -> None:
-    with Cluster() as cluster, ExitStack() as stack:
-        kv = cluster.start("w0")
+def test_hostile_peers_get_typed_errors_and_disturb_nobody(shared: Shared) -> None:
+    cluster, kv = shared.cluster, shared.kv
+    with ExitStack() as stack:
         alone = kv.submit([5, 6, 7], max_tokens=24, sampling=GREEDY).result(30).tokens
         request = kv.submit([5, 6, 7], max_tokens=24, sampling=GREEDY)
         random = np.random.default_rng(7)
@@ -114,15 +97,13 @@ def test_hostile_peers_get_typed_errors_and_disturb_nobody() -> None:
         wait_empty(kv)
 
 
-def test_versions_that_do_not_meet_are_refused_naming_both() -> None:
-    with Cluster() as cluster:
-        cluster.start().stats()  # a raw peer's socket connects only once
-        with RawPeer(cluster.endpoint) as peer:
-            refused = peer.ask([bytes(f) for f in codec.encode(Hello(rid=4, version_min=90, version_max=99))])
-        assert isinstance(refused, Refused)
-        assert refused.error.code == VersionMismatch.code
-        assert "90 to 99" in refused.error.message
-        assert refused.error.fields["peer_max"] == 99
+def test_versions_that_do_not_meet_are_refused_naming_both(shared: Shared) -> None:
+    with RawPeer(shared.cluster.endpoint) as peer:
+        refused = peer.ask([bytes(f) for f in codec.encode(Hello(rid=4, version_min=90, version_max=99))])
+    assert isinstance(refused, Refused)
+    assert refused.error.code == VersionMismatch.code
+    assert "90 to 99" in refused.error.message
+    assert refused.error.fields["peer_max"] == 99
 
 
 def test_refusals_at_the_door_name_the_field_and_allocate_nothing() -> None:
@@ -187,14 +168,12 @@ def test_a_killed_worker_gives_its_requests_back_and_they_end_with_the_same_toke
         assert stats.requests.recomputed_tokens_total > 0
 
 
-def test_the_clients_of_two_workers_get_what_one_worker_gives() -> None:
+def test_the_clients_of_two_workers_get_what_one_worker_gives(shared: Shared) -> None:
     prompts = [[i, i + 1, 7, 9] * (1 + i % 5) for i in range(12)]
-    with Cluster() as cluster:
-        kv = cluster.start("w0")
-        alone = [
-            kv.submit(prompt, max_tokens=20, sampling=SamplingParams(seed=i)).result(60)
-            for i, prompt in enumerate(prompts)
-        ]
+    alone = [
+        shared.kv.submit(prompt, max_tokens=20, sampling=SamplingParams(seed=i)).result(60)
+        for i, prompt in enumerate(prompts)
+    ]
     with Cluster() as cluster:
         kv = cluster.start("w0", "w1")
         together = [
@@ -247,23 +226,23 @@ def test_cancel_while_pending_and_running() -> None:
         wait_empty(kv)
 
 
-def test_the_published_tables_agree_with_the_statistics() -> None:
+def test_the_published_tables_agree_with_the_statistics(shared: Shared) -> None:
     """behaviour 36."""
-    with Cluster() as cluster:
-        kv = cluster.start("w0")
-        requests = [kv.submit([i, 2, 3], max_tokens=40, sampling=GREEDY) for i in range(6)]
-        for request in requests:
-            request.result(30)
-        stats = wait_empty(kv)
-        reader = TablesReader(cluster.runtime / TABLES_FILE)
-        gauges = reader.gauges()
-        pool = stats.pools[0]
-        assert (gauges["blocks_total"], gauges["blocks_free"]) == (pool.blocks, pool.free)
-        assert gauges["blocks_cached"] == pool.cached
-        assert gauges["generated_tokens_total"] == stats.requests.generated_tokens_total == 240
-        assert int(reader.block_refcount.sum()) == 0
-        with pytest.raises(ValueError, match="read-only"):
-            reader.block_refcount[0] = 1
+    kv = shared.kv
+    before = kv.stats().requests.generated_tokens_total
+    requests = [kv.submit([i, 2, 3], max_tokens=40, sampling=GREEDY) for i in range(6)]
+    for request in requests:
+        request.result(30)
+    stats = wait_empty(kv)
+    reader = TablesReader(shared.cluster.runtime / TABLES_FILE)
+    gauges = reader.gauges()
+    pool = stats.pools[0]
+    assert (gauges["blocks_total"], gauges["blocks_free"]) == (pool.blocks, pool.free)
+    assert gauges["blocks_cached"] == pool.cached
+    assert gauges["generated_tokens_total"] == stats.requests.generated_tokens_total == before + 240
+    assert int(reader.block_refcount.sum()) == 0
+    with pytest.raises(ValueError, match="read-only"):
+        reader.block_refcount[0] = 1
 
 
 def test_two_coordinators_do_not_share_a_folder_and_two_folders_do_not_disturb_each_other() -> None:
@@ -324,25 +303,16 @@ def test_too_many_clients_and_a_second_worker_of_the_same_name_are_refused() -> 
         ('device = "cuda"', 2, "device"),
     ],
 )
-def test_a_worker_that_cannot_start_says_why_in_one_sentence(setting: str, status: int, words: str) -> None:
-    with Cluster(worker="") as cluster:
-        kv = cluster.start()
-        cluster.start_worker("w0")
-        cluster.kill("w0")
-        key = setting.split(" ")[0]
-        config = cluster.folder / "w0.toml"
-        lines = [line for line in config.read_text().splitlines() if not line.startswith(f"{key} ")]
-        config.write_text("\n".join([*lines, setting]))
-        run = subprocess.run(
-            [sys.executable, "-m", "kvforge.worker", "--config", str(config)],
-            capture_output=True,
-            timeout=90,
-            check=False,
-        )
-        assert run.returncode == status, run.stderr
-        assert words in run.stderr.decode()
-        assert b"Traceback" not in run.stderr
-        assert not kv.health().ready
+def test_a_worker_that_cannot_start_says_why_in_one_sentence(
+    shared: Shared, setting: str, status: int, words: str
+) -> None:
+    cluster, name = shared.cluster, f"unable-{words}"
+    cluster.start_worker(name, changed=setting)
+    assert cluster.end(name) == status, cluster.log(name)
+    log = cluster.log(name)
+    assert words in log
+    assert "Traceback" not in log
+    assert [worker.name for worker in shared.kv.health().workers] == ["w0"]
 
 
 def test_every_refusal_over_the_wire_is_one_of_ours() -> None:

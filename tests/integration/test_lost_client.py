@@ -15,7 +15,7 @@ import pytest
 from kvforge import Client, SamplingParams
 from tools.cluster.cluster import Cluster
 
-from .test_cluster import wait_empty
+from .shared import wait_empty
 
 END_S = 60.0
 TOKENS = 1500

@@ -8,7 +8,7 @@ from operator import itemgetter
 from kvforge import Client, Request, SamplingParams
 from tools.cluster.cluster import Cluster
 
-from .test_cluster import wait_empty
+from .shared import wait_empty
 
 TOKENS, REQUESTS = 300, 6
 
@@ -16,7 +16,7 @@ TOKENS, REQUESTS = 300, 6
 def submit(kv: Client, number: int) -> Request:
     """Submit requests, alternately greedy and seeded, without common prefixes."""
     sampling = SamplingParams(temperature=0.0) if number % 2 else SamplingParams(temperature=1.0, seed=number)
-    return kv.submit([number, 2, 3], max_tokens=TOKENS, sampling=sampling, cache_cache_salt=str(number))
+    return kv.submit([number, 2, 3], max_tokens=TOKENS, sampling=sampling, cache_salt=str(number))
 
 
 def lose(cluster: Cluster, kv: Client, number: signal.Signals, whole: list[tuple[int, ...]]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvforge import Client, Request, SamplingParams
 from tools.cluster.cluster import Cluster
 
-from .test_cluster import wait_empty
+from .shared import wait_empty
 
 TOKENS, REQUESTS = 120, 4
 NAMES = ("w0", "w1")
@@ -18,7 +18,7 @@ NAMES = ("w0", "w1")
 def submit(kv: Client, number: int) -> Request:
     """Submit requests, alternately greedy and seeded."""
     sampling = SamplingParams(temperature=0.0) if number % 2 else SamplingParams(temperature=1.0, seed=number)
-    return kv.submit([number, 2, 3], max_tokens=TOKENS, sampling=sampling, cache_cache_salt=str(number))
+    return kv.submit([number, 2, 3], max_tokens=TOKENS, sampling=sampling, cache_salt=str(number))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from kvforge.protocol.errors import KvforgeError
 from tools.cluster.cluster import Cluster
 
 from .mixed import Shape
-from .test_cluster import wait_empty
+from .shared import wait_empty
 from .test_thousand import answers_alone
 
 READERS = 4

@@ -25,7 +25,7 @@ from kvforge.protocol.errors import (
 from kvforge.protocol.messages import Stats
 from tools.cluster.cluster import Cluster
 
-from .test_cluster import wait_empty
+from .shared import wait_empty
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 SMALL_BLOCKS = "[cache]\nblock_size = 4\n"
@@ -309,18 +309,16 @@ def clients(endpoint: str, count: int, mode: str) -> list[list[str]]:
     return printed
 
 
-def test_ten_clients_append_at_once_without_a_lost_update() -> None:
+def test_ten_clients_append_at_once_without_a_lost_update(kv: Client) -> None:
     """behaviour 18: exact totals, unique ids, no duplicate block."""
-    with Cluster(blocks=400, coordinator=SMALL_BLOCKS) as cluster:
-        kv = cluster.start("w0")
-        ids = [int(words[0]) for words in clients(cluster.endpoint, 10, "own")]
-        assert len(set(ids)) == 10
-        stats = kv.stats()
-        assert (stats.sequences, referenced(stats)) == (10, 250)
-        holders = [kv.block(b).holders for b in range(400) if kv.block(b).refcount]
-        assert all(len(one) == 1 for one in holders)
-        kv.remove(ids)
-        assert referenced(wait_empty(kv)) == 0
+    ids = [int(words[0]) for words in clients(kv.endpoint, 10, "own")]
+    assert len(set(ids)) == 10
+    stats = kv.stats()
+    assert (stats.sequences, referenced(stats)) == (10, 250)
+    holders = [kv.block(b).holders for b in range(256) if kv.block(b).refcount]
+    assert all(len(one) == 1 for one in holders)
+    kv.remove(ids)
+    assert referenced(wait_empty(kv)) == 0
 
 
 def test_ten_clients_on_a_pool_that_is_too_small() -> None:
@@ -335,17 +333,15 @@ def test_ten_clients_on_a_pool_that_is_too_small() -> None:
         assert sum(refused for _, refused in printed) > 0
 
 
-def test_many_clients_on_one_sequence_get_success_or_a_typed_error() -> None:
+def test_many_clients_on_one_sequence_get_success_or_a_typed_error(kv: Client) -> None:
     """behaviour 20."""
-    with Cluster(blocks=128, coordinator=SMALL_BLOCKS) as cluster:
-        kv = cluster.start("w0")
-        s = kv.create_sequence([1, 2, 3])
-        allowed = {"ok", SequenceBusy.code, SequenceNotFound.code, CapacityExceeded.code, "invalid_request"}
-        for outcomes in clients(cluster.endpoint, 4, str(s.id)):
-            assert set(outcomes) <= allowed
-        with pytest.raises(SequenceNotFound):
-            kv.info(s)
-        wait_empty(kv)
+    s = kv.create_sequence([1, 2, 3])
+    allowed = {"ok", SequenceBusy.code, SequenceNotFound.code, CapacityExceeded.code, "invalid_request"}
+    for outcomes in clients(kv.endpoint, 4, str(s.id)):
+        assert set(outcomes) <= allowed
+    with pytest.raises(SequenceNotFound):
+        kv.info(s)
+    wait_empty(kv)
 
 
 def test_ten_thousand_cycles_leave_memory_flat() -> None:
@@ -370,23 +366,23 @@ def test_ten_thousand_cycles_leave_memory_flat() -> None:
         assert after.allocated_total - fresh.allocated_total == after.freed_total == 10_000
 
 
-def test_a_closed_client_refuses_and_a_dead_owner_loses_only_what_has_no_time_to_live() -> None:
-    with Cluster(blocks=64) as cluster:
-        kv = cluster.start("w0")
-        other = cluster.client()
-        lasting, fleeting = other.create_sequence([1, 2], idle_ttl_s=60), other.create_sequence([3, 4])
-        held = next(b for b in range(64) if kv.block(b).refcount)
-        other.ref(held, "a dead client's")
-        assert kv.block(held).refcount == 2
-        other.close()
-        with pytest.raises(Conflict):
-            other.info(lasting)
-        with pytest.raises(SequenceNotFound, match="its owner's connection ended"):
-            while kv.info(fleeting):
-                pass
-        assert kv.info(lasting).length == 2
-        assert kv.block(held).refcount <= 1
-        kv.remove(lasting)
-        with pytest.raises(KvforgeError):
-            kv.tokens(lasting)
-        wait_empty(kv)
+def test_a_closed_client_refuses_and_a_dead_owner_loses_only_what_has_no_time_to_live(
+    cluster: Cluster, kv: Client
+) -> None:
+    other = cluster.client()
+    lasting, fleeting = other.create_sequence([1, 2], idle_ttl_s=60), other.create_sequence([3, 4])
+    held = next(b for b in range(256) if kv.block(b).refcount)
+    other.ref(held, "a dead client's")
+    assert kv.block(held).refcount == 2
+    other.close()
+    with pytest.raises(Conflict):
+        other.info(lasting)
+    with pytest.raises(SequenceNotFound, match="its owner's connection ended"):
+        while kv.info(fleeting):
+            pass
+    assert kv.info(lasting).length == 2
+    assert kv.block(held).refcount <= 1
+    kv.remove(lasting)
+    with pytest.raises(KvforgeError):
+        kv.tokens(lasting)
+    wait_empty(kv)

@@ -14,6 +14,8 @@ from kvforge.protocol.errors import KvforgeError
 from tests.worker.characters import EOS, encoded, text_of, write_characters
 from tools.cluster.cluster import Cluster
 
+from .shared import Shared
+
 PROMPT = [5, 9, 31, 7, 7, 2, 88, 14, 3]
 PAIRS = 70
 REGEX = f"([a-f][0-9]){{{PAIRS}}}"
@@ -88,15 +90,14 @@ def test_samples_and_forks_have_matchers_of_their_own() -> None:
         assert (cut.reason, len(cut.tokens)) == ("length", 7)
 
 
-def test_what_cannot_be_served_fails_alone_and_is_told() -> None:
-    with Cluster() as cluster:  # a model without a tokenizer
-        kv = cluster.start("w0")
-        with pytest.raises(InvalidRequest, match="uniqueItems"):
-            kv.submit(PROMPT, sampling=SamplingParams(json_schema={"uniqueItems": True}))
-        beside = kv.submit(PROMPT, max_tokens=50, sampling=SamplingParams(seed=1, ignore_eos=True))
-        with pytest.raises(KvforgeError, match=r"sampling\.json_object: cannot be served: .* tokenizer"):
-            kv.submit(PROMPT, sampling=SamplingParams(json_object=True)).result(60)
-        assert len(beside.result(60).tokens) == 50
+def test_what_cannot_be_served_fails_alone_and_is_told(shared: Shared) -> None:
+    kv = shared.kv  # its model has no tokenizer
+    with pytest.raises(InvalidRequest, match="uniqueItems"):
+        kv.submit(PROMPT, sampling=SamplingParams(json_schema={"uniqueItems": True}))
+    beside = kv.submit(PROMPT, max_tokens=50, sampling=SamplingParams(seed=1, ignore_eos=True))
+    with pytest.raises(KvforgeError, match=r"sampling\.json_object: cannot be served: .* tokenizer"):
+        kv.submit(PROMPT, sampling=SamplingParams(json_object=True)).result(60)
+    assert len(beside.result(60).tokens) == 50
 
 
 PERSON = {

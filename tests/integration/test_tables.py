@@ -15,7 +15,7 @@ from kvforge import AsyncClient, Client, CoordinatorUnavailable, SamplingParams,
 from kvforge.commands import cli
 from tools.cluster.cluster import Cluster
 
-from .test_cluster import wait_empty
+from .shared import wait_empty
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 BLOCK_SIZE = 4

@@ -13,7 +13,7 @@ from kvforge.protocol.errors import AlreadyFinished
 from tools.cluster.cluster import Cluster
 
 from .mixed import Shape, shapes
-from .test_cluster import wait_empty
+from .shared import wait_empty
 
 REQUESTS = 1000
 TOGETHER = 64

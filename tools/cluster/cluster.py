@@ -81,8 +81,14 @@ class Cluster:
         config.write_text(f'runtime_dir = "{self.runtime}"\n{self._coordinator_extra}')
         self._start("coordinator", "coordinator", config)
 
-    def start_worker(self, name: str, extra: str = "") -> None:
-        """Start a worker, which registers once its model is loaded. extra: additional configuration."""
+    def start_worker(self, name: str, extra: str = "", changed: str = "") -> None:
+        """Start a worker, which registers once its model is loaded.
+
+        Args:
+            name: its name, and that of its files.
+            extra: additional configuration.
+            changed: a line of configuration that replaces the line of the same key.
+        """
         config = self.folder / f"{name}.toml"
         load_format = "auto" if self._model is not None else "dummy"
         called = name
@@ -93,12 +99,16 @@ class Cluster:
             # Each has its own GPU if there are enough; otherwise they share one.
             several = self._device != "cpu" and self._ranks <= _gpus()
             extra += f"device_index = {number % self._ranks}\n" if several else 'collectives = "gloo"\n'
-        config.write_text(
+        lines = (
             f'name = "{called}"\nruntime_dir = "{self.runtime}"\nmodel = "{self.model}"\n'
             f'load_format = "{load_format}"\n'
             f'dtype = "{self._dtype}"\ndevice = "{self._device}"\nthreads = 1\nblocks = {self._blocks}\n'
             f"{self._worker_extra}{extra}"
         )
+        if changed:
+            key = changed.split(" ")[0]
+            lines = "\n".join([*(line for line in lines.splitlines() if not line.startswith(f"{key} ")), changed])
+        config.write_text(lines)
         self._start(name, "worker", config)
 
     def start(self, *workers: str) -> Client:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvforge.loadtest.command.main import main
-from tests.integration.test_cluster import wait_empty
+from tests.integration.shared import wait_empty
 from tools.cluster.cluster import Cluster
 
 # A queue of 4 and two rows: a burst is refused in part.
