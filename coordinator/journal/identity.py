@@ -24,6 +24,7 @@ HEAD_BYTES_MAX = 4096
 ACKNOWLEDGED = "acknowledged"
 _MARK = struct.Struct("<4sIQIB3x16s40s")  # magic, CRC-32, next record, CRC-32 of the last, power, journal, host's boot
 _MARK_MAGIC = b"kvfA"
+_MARK_PLACE, _MARK_PLACE_AT = struct.Struct("<IQI"), 4  # the part that changes: CRC-32, next record, CRC-32 of the last
 _HOST_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -110,16 +111,16 @@ class MarkWriter:
 
     def __init__(self, folder: Path, durable: bool, journal: bytes) -> None:
         """Open the file, creating it if needed. Raise OSError."""
-        self._durable, self._journal = durable, journal
-        self._host_boot = host_boot().encode()
+        self._data = bytearray(_MARK.pack(_MARK_MAGIC, 0, 0, 0, durable, journal, host_boot().encode()))
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         self._descriptor = os.open(folder / ACKNOWLEDGED, flags, 0o600)
 
     def write(self, number: int, before: int) -> None:
         """Mark everything before record `number` as acknowledged. Raise OSError."""
-        rest = (number, before, self._durable, self._journal, self._host_boot)
-        crc = zlib.crc32(_MARK.pack(_MARK_MAGIC, 0, *rest))
-        os.pwrite(self._descriptor, _MARK.pack(_MARK_MAGIC, crc, *rest), 0)
+        data = self._data
+        _MARK_PLACE.pack_into(data, _MARK_PLACE_AT, 0, number, before)
+        _MARK_PLACE.pack_into(data, _MARK_PLACE_AT, zlib.crc32(data), number, before)
+        os.pwrite(self._descriptor, data, 0)
 
     def stat(self) -> os.stat_result:
         """Return `os.fstat` of the open file. Raise OSError."""

@@ -104,18 +104,24 @@ class Journal:
             OSError: A file cannot be created.
         """
         self.folder, self.number = folder, number
-        self.origin = origin or Origin.new()
+        self._origin = origin or Origin.new()
+        self._before = self._origin.before  # the CRC-32 of the last record
         self.bytes = bytes_before
         self._durable, self._stopping = durable, stopping
         self._noted: list[Frame] = []
         self.in_hand: MessageInHand | None = None
         self._end = self._first = 0
         self._descriptor = -1
-        self._mark = MarkWriter(folder, durable, self.origin.journal)
+        self._mark = MarkWriter(folder, durable, self._origin.journal)
         self._begin()
         self._acknowledge()
         if durable:
             self._mark.sync()
+
+    @property
+    def origin(self) -> Origin:
+        """The position at which the next record continues the journal."""
+        return self._origin._replace(before=self._before)
 
     def _begin(self) -> None:
         """Begin a segment. On failure, the previous segment stays the last one. Raise OSError."""
@@ -152,7 +158,7 @@ class Journal:
         """
         if not self._noted:
             return
-        data = record(self.number, self._noted, self.origin.before)
+        data = record(self.number, self._noted, self._before)
         try:
             self._put(data)
             if not os.fstat(self._descriptor).st_nlink:
@@ -162,7 +168,7 @@ class Journal:
         self.bytes += len(data)
         self._noted.clear()
         self.number += 1
-        self.origin = self.origin._replace(before=crc_of(data))
+        self._before = crc_of(data)
         try:
             self._acknowledge()
         except OSError as error:
@@ -170,7 +176,7 @@ class Journal:
 
     def _acknowledge(self) -> None:
         """Mark everything written so far as acknowledged: its effects may leave from now on."""
-        self._mark.write(self.number, self.origin.before)
+        self._mark.write(self.number, self._before)
 
     def _put(self, data: bytes) -> None:
         told_s = 0.0

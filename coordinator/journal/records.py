@@ -44,10 +44,12 @@ class Record(NamedTuple):
 
 def record(number: int, parts: Sequence[bytes | memoryview], before: int = 0) -> bytes:
     """Encode a record with the payload joined from `parts`. `before` is the CRC-32 of the previous record."""
-    payload = b"".join(parts)
-    assert len(payload) < RECORD_BYTES_MAX, "a turn receives less"
-    crc = zlib.crc32(payload, zlib.crc32(_PLACE.pack(before, number)))
-    return HEADER.pack(MAGIC, len(payload), crc, before, number) + payload
+    crc, size = zlib.crc32(_PLACE.pack(before, number)), 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+        size += len(part)
+    assert size < RECORD_BYTES_MAX, "a turn receives less"
+    return b"".join((HEADER.pack(MAGIC, size, crc, before, number), *parts))
 
 
 def crc_of(record: bytes) -> int:
