@@ -28,7 +28,12 @@ def publish(machine: Machine, tables: TablesWriter, now_us: int, journal: tuple[
         now_us: Time in microseconds.
         journal: Bytes of the journal since the last snapshot, and its number of records.
     """
-    publish_rows(machine.cache.sequences, tables)
+    s = machine.cache.sequences
+    if s.changed_rows or s.changed_cells:
+        _publish_rows(s, tables)
+    for slots in s.changed_lengths:  # after the rows: a length never runs ahead of the rest of its row
+        tables.row_length[slots] = s.length[slots]
+    s.changed_lengths.clear()
     blocks = machine.cache.blocks
     if blocks.changed:
         ids = blocks.changed[0] if len(blocks.changed) == 1 else np.concatenate(blocks.changed)
@@ -85,19 +90,15 @@ def all_changed(machine: Machine) -> None:
     machine.all_is_news()
 
 
-def publish_rows(s: Sequences, tables: TablesWriter) -> None:
-    """Write changed rows. Rows with only a new length, the common case in decoding, are written without markers."""
-    if s.changed_rows or s.changed_cells:
-        slots = np.concatenate([*s.changed_rows, *(rows for rows, _ in s.changed_cells)])
-        tables.begin_rows(slots)
-        tables.row_length[slots] = s.length[slots]
-        tables.row_blocks[slots] = s.used[slots]
-        tables.row_sequence[slots] = s.id[slots]
-        for rows, columns in s.changed_cells:
-            tables.block_table[rows, columns] = s.table[rows, columns]
-        tables.end_rows(slots)
-        s.changed_rows.clear()
-        s.changed_cells.clear()
-    for slots in s.changed_lengths:  # after the rows: a length never runs ahead of the rest of its row
-        tables.row_length[slots] = s.length[slots]
-    s.changed_lengths.clear()
+def _publish_rows(s: Sequences, tables: TablesWriter) -> None:
+    """Write rows with any change besides a new length, between two markers for readers."""
+    slots = np.concatenate(s.changed_rows + [rows for rows, _ in s.changed_cells])
+    tables.begin_rows(slots)
+    tables.row_length[slots] = s.length[slots]
+    tables.row_blocks[slots] = s.used[slots]
+    tables.row_sequence[slots] = s.id[slots]
+    for rows, columns in s.changed_cells:
+        tables.block_table[rows, columns] = s.table[rows, columns]
+    tables.end_rows(slots)
+    s.changed_rows.clear()
+    s.changed_cells.clear()

@@ -254,14 +254,17 @@ class TurnLoop:
             The absolute time when the next turn must run without further input.
         """
         self._now_us = now_us
-        if self._outbox.waiting:
+        if self._outbox.backlogs:
             self._outbox.retry()
         self._hear_workers()
         self._hear_clients()
-        self._note_ends()
+        clients, workers = self.clients.note_ends(), self.workers.note_ends()
+        if clients or workers:
+            self._end_gone(clients, workers)
         if self._core_due_us is not None and self._core_due_us <= now_us:
             self._apply(Turn())
-        self._write()
+        if self._unwritten:
+            self._write()
         if self._journal is not None and self._journal.in_hand is not None:
             self._journal.in_hand.turned()
         kept = (0, 0) if self._journal is None else (self._journal.bytes, self._journal.number)
@@ -278,7 +281,7 @@ class TurnLoop:
                 due_us = min(due_us, again_us)
         if self._processes is not None and (act_us := self._processes.act(now_us)) is not None:
             due_us = min(due_us, act_us)
-        return min(due_us, now_us + RETRY_US) if self._outbox.waiting else due_us
+        return min(due_us, now_us + RETRY_US) if self._outbox.backlogs else due_us
 
     def _apply(self, event: Event, frames: Frames = ()) -> None:
         """Apply an event after Boot, and journal it. The most recent answer of the core decides when a turn is due.
@@ -287,16 +290,19 @@ class TurnLoop:
         """
         effects, self._core_due_us = self.machine.apply(event, self._now_us)
         self._effects += effects
-        if self._journal is not None and not _only_asks(event):
+        if self._journal is None:
+            return
+        if isinstance(event, FromClient):
+            if isinstance(event.message, FindPrefix):
+                return  # a pure query, which comes with every request
             if (refused := _refused(event, effects)) is not None:
                 event, frames = refused, ()  # its frames, of any size, changed nothing
-            self._journal.note(event, self._now_us, frames)
-            self._unwritten = True
+        self._journal.note(event, self._now_us, frames)
+        self._unwritten = True
 
     def _write(self) -> None:
         """Write the journal. No effect of an event may be visible before."""
-        if self._unwritten:
-            assert self._journal is not None
+        if self._journal is not None and self._unwritten:
             self._journal.commit()
             self._unwritten = False
 
@@ -305,7 +311,8 @@ class TurnLoop:
     def _carry_out(self) -> None:
         """Carry out pending effects, and those that follow from them."""
         while self._effects:
-            self._write()  # a slow client causes further events while effects are carried out
+            if self._unwritten:
+                self._write()  # a slow client causes further events while effects are carried out
             effect = self._effects.popleft()
             if isinstance(effect, ToClient):
                 self._to_client(effect.client, effect.message)
@@ -319,12 +326,14 @@ class TurnLoop:
                 self._left(effect.worker)
             elif self._processes is not None:
                 self._processes.replace(effect.worker, effect.pid, effect.reason, self._now_us)
-        self._write()  # a snapshot may follow, which must not be followed by events that it contains
+        if self._unwritten:
+            self._write()  # a snapshot may follow, which must not be followed by events that it contains
 
     def _to_client(self, client: int, message: Message) -> None:
         frames = codec.encode(message)
         if isinstance(message, Stream):
-            if not self._outbox.stream(client, frames):
+            # While replies are queued for a client, no stream overtakes them.
+            if client in self._outbox.backlogs or self.clients.send(client, frames) is Sent.FULL:
                 self._apply(ClientFull(client, message))
         elif not self._outbox.reply(client, frames):
             log.warning("client connection %d dropped: slow consumer, %s", client, self._outbox.kept(client))
@@ -344,12 +353,15 @@ class TurnLoop:
 
     # ----------------------------------------------------------------------------------------------------------- ends
 
-    def _note_ends(self, turn_over: bool = True) -> None:
-        self.clients.note_ends(turn_over)
-        self.workers.note_ends(turn_over)
-        for number in self.clients.take_gone():
+    def _note_ends_early(self) -> None:
+        """Look for ends of connections in the middle of a turn."""
+        self._end_gone(self.clients.note_ends(turn_over=False), self.workers.note_ends(turn_over=False))
+
+    def _end_gone(self, clients: bool, workers: bool) -> None:
+        """End the connections that are gone, of either side that has any."""
+        for number in self.clients.take_gone() if clients else ():
             self._client_gone(number, goodbye=False)
-        for number in self.workers.take_gone():
+        for number in self.workers.take_gone() if workers else ():
             self._worker_gone(number, goodbye=False)
 
     def _client_gone(self, number: int, *, goodbye: bool) -> None:
@@ -376,11 +388,13 @@ class TurnLoop:
         The socket hands out one message of each connection in turn.
         """
         limits, bytes_left = self._limits, self._limits.client_bytes_per_turn_max
-        until_us = self._clock_us() + limits.client_ms_per_turn_max * 1000
+        until_us = None
         for _ in range(limits.messages_per_turn_max):
             received = self.clients.receive()
             if received is None:
                 return
+            if until_us is None:
+                until_us = self._clock_us() + limits.client_ms_per_turn_max * 1000
             self._from_client(*received)
             bytes_left -= sum(map(len, received[2]))
             if bytes_left <= 0 or self._clock_us() >= until_us:
@@ -429,7 +443,7 @@ class TurnLoop:
         # Sessions are scoped to the access entry: another entry with the same name has another session.
         session = f"{access.name}{OWNER_END}{message.session}" if message.session else ""
         if session and number is None:
-            self._note_ends(turn_over=False)  # an end that was detected before must not hit the new connection
+            self._note_ends_early()  # an end that was detected before must not hit the new connection
         before = self.machine.sessions.number(session) if session else None
         if number is None:
             if before is not None:
@@ -495,7 +509,7 @@ class TurnLoop:
     def _greet_worker(self, identity: bytes, descriptor: int, message: WorkerHello, frames: Frames) -> None:
         version = negotiate(message.version_min, message.version_max)
         self._gate.check_worker(self.workers.who(identity), message.token)
-        self._note_ends(turn_over=False)  # a successor of the same name may arrive before the end is noticed
+        self._note_ends_early()  # a successor of the same name may arrive before the end is noticed
         if len(self.workers) >= self._limits.pools_max:
             raise CapacityExceeded("workers", 1, 0, "raise limits.pools_max")
         number = self.workers.admit(identity, descriptor)
@@ -527,14 +541,9 @@ class TurnLoop:
         )
 
 
-def _only_asks(event: Event) -> bool:
-    """Return whether an event is a pure query that comes with every request, and need not be journalled."""
-    return isinstance(event, FromClient) and isinstance(event.message, FindPrefix)
-
-
-def _refused(event: Event, effects: list[Effect]) -> CommandRefused | None:
-    """Return the event that stands for a refused command; None if the event was accepted or no command."""
-    if not isinstance(event, FromClient) or not effects:
+def _refused(event: FromClient, effects: list[Effect]) -> CommandRefused | None:
+    """Return the event that stands for a refused command; None if it was accepted."""
+    if not effects:
         return None
     last = effects[-1]
     if not isinstance(last, ToClient) or last.client != event.client or not isinstance(last.message, Refused):

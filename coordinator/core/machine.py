@@ -6,14 +6,17 @@ arrived, then a Turn, and only then publishes tables and sends.
 
 Nothing here waits for an unrelated event. A Turn runs until nothing more follows from it, and `apply` returns when
 the next one is due: an absolute time that stays the same until it comes or an event changes it. Any work that time
-alone makes necessary must belong to `_timed`. Any work that a later part of a turn makes possible for an earlier part
-must show in `Admission.stirred`. The simulator runs turns only when they are due, and so detects omissions.
+alone makes necessary must belong to `_timed` or to `sessions`. Any work that a later part of a turn makes possible for
+an earlier part must show in `Admission.stirred`. The simulator runs turns only when they are due, and so detects
+omissions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
+
+import numpy as np
 
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 from kvforge.protocol.messages import (
@@ -126,7 +129,7 @@ class Machine:
         self._reports = WorkerReports(*parts, self.endings, results, asked, self._effects, event.boot)
         self.sessions = Sessions(clock, limits.bounds)
         # Requests come before the sequences that they kept.
-        self._timed: tuple[Timed, ...] = (self.requests, self._asked, self.sequences, self._reports, self.sessions)
+        self._timed: tuple[Timed, ...] = (self.requests, self._asked, self.sequences, self._reports)
         self.workers = self._reports.workers
         spending = Spending(clock, self.requests)
         self._guard = Guard(self.requests, self.admission, self.sequences, self.blocks, spending)
@@ -219,22 +222,28 @@ class Machine:
     def _turn(self) -> int | None:
         """Let time pass and plan steps until nothing more follows. Return `_due_us` after that."""
         self.turns += 1
-        now_us = self._clock.now_us
+        now_us, live, deadlines = self._clock.now_us, self.requests.live, self._asked.deadlines
         for _ in range(ROUNDS_MAX):
             for part in self._timed:
                 part.pass_time()
+            if self.sessions.away:
+                self.sessions.pass_time()
             while self.sessions.over:
                 self._client_gone(self.sessions.over.pop())
-            self.admission.admit()
+            if self.admission.waiting.size:
+                self.admission.admit()
             for number in sorted(self.cache.groups):
                 self.scheduler.fill(self.cache.groups[number])
-            self._asked.deadlines.drop_ended(self.requests.live)  # planning ends rows that can never continue
+            if deadlines.heap and deadlines.heap[0][1] not in live:  # planning ends rows that can never continue
+                deadlines.drop_ended(live)
             due_us = self._due_us()
-            self._stirred = self.admission.stirred or (due_us is not None and due_us <= now_us)
+            self._stirred = due_us is not None and due_us <= now_us
+            if self.admission.waiting.size and self.admission.stirred:
+                self._stirred = True
             if not self._stirred:
                 break
-        self.streams.flush(self._effects)
-        self._stirred = self._stirred or self.streams.more
+        if self.streams.flush(self._effects):
+            self._stirred = True
         return due_us
 
     # -------------------------------------------------------------------------------------------------------- clients
@@ -281,7 +290,7 @@ class Machine:
             message.rid,
             self.boot,
             self._clock.now_us - self.start_us,
-            len(self.clients) - self.sessions.away,
+            len(self.clients) - len(self.sessions.away),
         )
 
     def _get_health(self, message: GetHealth) -> Message:
@@ -356,7 +365,7 @@ class Machine:
 
     def _due_us(self) -> int | None:
         """Return `due_us` without streams, which are flushed at the end of a turn."""
-        earliest_us = None
+        earliest_us = self.sessions.due_us() if self.sessions.away else None
         for part in self._timed:
             at_us = part.due_us()
             if at_us is not None and (earliest_us is None or at_us < earliest_us):
@@ -376,12 +385,47 @@ class Machine:
         return detached + int((s.owned & (s.idle_ttl_us > 0)).sum())
 
     def gauges(self, now_us: int, journal: tuple[int, int] = (0, 0)) -> list[int]:
-        """Return the global gauges of the shared tables. `journal` is its size in bytes and in records."""
-        gauges = statistics.gauges(self.cache, self.requests, self.turns, now_us - self.start_us)
-        gauges += (len(self.clients) - self.sessions.away, self.draining, self.restarts_total)
-        gauges += self._reports.totals()
-        gauges += journal
-        return gauges
+        """Return the gauges in the order of protocol.layout.GAUGES. `journal` is its size in bytes and in records."""
+        cache, requests, reports = self.cache, self.requests, self._reports
+        blocks = free = cached = quarantined = running = 0
+        steps = cache.past_steps_total
+        for group in cache.groups.values():
+            pool = group.pool
+            running += group.running
+            blocks += pool.count
+            free += pool.free
+            cached += pool.cached
+            quarantined += pool.quarantined
+            steps += group.steps_total
+        return [
+            self.turns,
+            now_us - self.start_us,
+            len(cache.sequences.slot_of),
+            len(requests.live) - running,
+            running,
+            blocks,
+            free,
+            cached,
+            blocks - free - cached - quarantined,
+            quarantined,
+            int(np.add.reduce(cache.sequences.length)),  # half the time of its `sum`, once a turn
+            requests.generated_tokens_total,
+            steps,
+            requests.accepted_total,
+            requests.refused_total,
+            requests.computed_tokens_total,
+            requests.streams_paused_total,
+            cache.evicted_sequences_total,
+            cache.tenants.forgotten_total,
+            len(self.clients) - len(self.sessions.away),
+            self._asked.draining,
+            self.restarts_total,
+            reports.registered_total,
+            reports.returned_total,
+            reports.left_total,
+            reports.lost_total,
+            *journal,
+        ]
 
     def news(self) -> ServiceInfo | None:
         """Return the facts that monitors need besides numbers, if they changed since the last call."""

@@ -180,7 +180,7 @@ class SavedRows(Saved):
     fresh_count: int
     stops: I32Table
     _runs: int
-    _stops_most: int
+    stops_most: int
 
 
 class SavedAdmission(Saved):
@@ -233,7 +233,7 @@ class SavedSessions(Saved):
     _numbers: dict[str, int]
     _names: dict[int, str]
     answers: dict[int, dict[int, Frames]]
-    _away: dict[int, Away]
+    away: dict[int, Away]
     over: list[ClientGone]
 
 

@@ -99,7 +99,7 @@ class SavedSequences(Saved):
     slot_of: dict[int, int]
     expiry_us: int | None
     _free: list[int]
-    _quarantine: Annotated[list[tuple[int, int, int]], Kept(deque)]
+    quarantine: Annotated[list[tuple[int, int, int]], Kept(deque)]
 
 
 class SavedCosts(Saved):

@@ -196,7 +196,7 @@ class _Restoring:
     def _commands(self, saved: d.SavedCommands) -> None:
         machine = self._machine
         asked, guard, sequences = machine._asked, machine._guard, machine.sequences
-        asked.deadlines._heap = saved.heap
+        asked.deadlines.heap = saved.heap
         asked.draining, asked.drain_deadline_us = saved.draining, saved.drain_deadline_us
         asked._request_ids = saved.request_ids
         sequences._gone = OrderedDict(saved.gone)

@@ -61,7 +61,7 @@ class _Saving:
         cache, table, asked = machine.cache, machine.requests, machine._asked
         keys = [_place(self._key_places, self._keys, key) for key in table.keys._entries.values()]
         commands = d.SavedCommands(
-            heap=asked.deadlines._heap,
+            heap=asked.deadlines.heap,
             draining=asked.draining,
             drain_deadline_us=asked.drain_deadline_us,
             request_ids=asked._request_ids,

@@ -184,7 +184,10 @@ class Connection:
                 self.discard()
                 return False
             self.moved_ns = now_ns
-            if not self._taken(sent):
+            if sent == self.queued_bytes:  # the common case
+                queue.clear()
+                self.queued_bytes = self.queued_messages = 0
+            elif not self._taken(sent):
                 break
         if not self.full:
             return False
@@ -211,10 +214,6 @@ class Connection:
         """Remove written bytes from the queue. Return whether more may be written."""
         queue = self._queue
         self.queued_bytes -= sent
-        if not self.queued_bytes:  # the common case
-            queue.clear()
-            self.queued_messages = 0
-            return False
         while sent:
             piece, ends = queue[0]
             if sent < len(piece):

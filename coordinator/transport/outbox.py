@@ -56,8 +56,12 @@ class Transport(Protocol):
     def admit(self, identity: bytes, descriptor: int, number: int | None = None) -> int | None:
         """Give a connection its number, which may be that of a connection it replaces; None if it has ended."""
 
-    def note_ends(self, turn_over: bool = True) -> None:
-        """Look for connections that ended. `turn_over` means that nothing more is received in this turn."""
+    def note_ends(self, turn_over: bool = True) -> bool:
+        """Look for connections that ended. Return whether `take_gone` has any.
+
+        Args:
+            turn_over: Nothing more is received in this turn.
+        """
 
     def take_gone(self) -> list[int]:
         """Return the numbers of the connections that ended since the last call."""
@@ -79,25 +83,24 @@ class Transport(Protocol):
 
 
 class Outbox:
-    """Messages to clients. Replies to a slow client are queued in order; streams are not."""
+    """Messages to clients. Replies to a slow client are queued in order; streams are not.
+
+    Attributes:
+        backlogs: Queued replies by client.
+    """
 
     def __init__(self, clients: Transport, backlog_max: int) -> None:
         self._clients, self._backlog_max = clients, backlog_max
-        self._backlogs: dict[int, deque[list[bytes]]] = {}
+        self.backlogs: dict[int, deque[list[bytes]]] = {}
         self._bytes: dict[int, int] = {}  # size of each backlog
-
-    @property
-    def waiting(self) -> bool:
-        """Whether replies are queued."""
-        return bool(self._backlogs)
 
     def reply(self, client: int, frames: Frames) -> bool:
         """Send or queue a reply. Return False if the client's backlog is full."""
-        backlog = self._backlogs.get(client)
+        backlog = self.backlogs.get(client)
         if backlog is None:
             if self._clients.send(client, frames) is not Sent.FULL:
                 return True
-            backlog = self._backlogs[client] = deque()
+            backlog = self.backlogs[client] = deque()
             self._bytes[client] = 0
         copied = [bytes(frame) for frame in frames]  # a frame may be a view of an array that will change
         size = sum(map(len, copied))
@@ -107,13 +110,9 @@ class Outbox:
         self._bytes[client] += size
         return True
 
-    def stream(self, client: int, frames: Frames) -> bool:
-        """Send a Stream. Return False if the client's queue is full, or earlier replies are still waiting."""
-        return client not in self._backlogs and self._clients.send(client, frames) is not Sent.FULL
-
     def retry(self) -> None:
         """Send queued replies as far as possible."""
-        for client, backlog in list(self._backlogs.items()):
+        for client, backlog in list(self.backlogs.items()):
             sent = Sent.DONE
             while backlog and sent is Sent.DONE:
                 sent = self._clients.send(client, backlog[0])
@@ -124,9 +123,9 @@ class Outbox:
 
     def kept(self, client: int) -> str:
         """Describe a client's backlog for the log."""
-        return f"{len(self._backlogs[client])} replies of {self._bytes[client]} bytes are queued"
+        return f"{len(self.backlogs[client])} replies of {self._bytes[client]} bytes are queued"
 
     def forget(self, client: int) -> None:
         """Drop the backlog of a client that is gone. Idempotent."""
-        self._backlogs.pop(client, None)
+        self.backlogs.pop(client, None)
         self._bytes.pop(client, None)

@@ -197,7 +197,7 @@ class RouterSocket:
     @property
     def again_us(self) -> int | None:
         """When a turn is due for throttled peers without further input; None if there are none."""
-        if not self._paced and not self._slowed:
+        if not self._paced and not self._slowed.connections:
             return None
         again_ns = [self._pace.again_ns] if self._paced else []
         again_ns += self._slowed.ready_ns()
@@ -215,7 +215,12 @@ class RouterSocket:
             self._begin_turn(now_ns)
         elif now_ns >= self._turn_ends_ns:
             return None  # answer what was received before receiving more
-        while queue := self._ready or self._next_queue():
+        while True:
+            queue = self._ready
+            if not queue and (self._stirred or not self._watched or self._put_off or shares.spent):
+                queue = self._next_queue()
+            if not queue:
+                return None
             connection = queue.popleft()
             if connection.identity not in self._by_identity or connection.full:
                 connection.listed = False
@@ -230,14 +235,13 @@ class RouterSocket:
             if (frames := self._next(connection)) is not None:
                 if queue is self._put_off:
                     self._pace.heard()
-                if connection.holds:
+                if connection.head is not None or connection.reader.left:
                     self._list(connection)
-                else:
-                    self._note_end(connection)
+                elif connection.ended:
+                    self._over.append(connection)
                 shares.serve(connection, monotonic_ns())
                 return connection.identity, connection.descriptor, frames
             self._note_end(connection)
-        return None
 
     def _begin_turn(self, now_ns: int) -> None:
         self._turned = True
@@ -245,7 +249,7 @@ class RouterSocket:
         if self._stirred or not self._watched or self._shut or self._pace.troubled:
             self._look(now_ns)  # even if messages are left over: other peers may have input
         self._shares.begin_turn()
-        if self._slowed:
+        if self._slowed.connections:
             for connection in self._slowed.take_due(now_ns):
                 self._register(connection)
                 self._ready.append(connection)
@@ -285,10 +289,11 @@ class RouterSocket:
             self._by_number[connection.number] = self._strangers.pop(identity)
         return connection.number
 
-    def note_ends(self, turn_over: bool = True) -> None:
-        """Remove connections that ended, for `take_gone` to report, and send heartbeats that are due."""
+    def note_ends(self, turn_over: bool = True) -> bool:
+        """Remove connections that ended, and send heartbeats that are due. Return whether `take_gone` has any."""
         self._now_ns = now_ns = monotonic_ns()
-        self._shares.charge(now_ns)
+        if self._shares.serving is not None:
+            self._shares.charge(now_ns)
         beats = now_ns - self._beaten_ns >= self._beat_ns
         if not self._watched or beats or not turn_over:
             self._look(now_ns)  # otherwise the next turn does, which is due immediately if there is input
@@ -302,6 +307,7 @@ class RouterSocket:
             self._lingering.popleft().socket.close()
         if beats:
             self._beat()
+        return bool(self._gone)
 
     def take_gone(self) -> list[int]:
         """Return the numbers of the connections that ended since the last call."""
@@ -553,7 +559,7 @@ class RouterSocket:
             self._ease(connection)
         if connection.ended:
             self._end(connection)
-        else:
+        elif connection.queued_bytes or connection.full or connection.registered != select.EPOLLIN:
             self._register(connection)
 
     def _register(self, connection: Connection) -> None:

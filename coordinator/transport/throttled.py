@@ -9,29 +9,30 @@ from .connection import Connection
 
 
 class Throttled:
-    """The rate-limited connections of one side. Times in nanoseconds, monotonic."""
+    """The rate-limited connections of one side. Times in nanoseconds, monotonic.
+
+    Attributes:
+        connections: The connections that wait.
+    """
 
     def __init__(self) -> None:
-        self._connections: list[Connection] = []
-
-    def __len__(self) -> int:
-        return len(self._connections)
+        self.connections: list[Connection] = []
 
     def add(self, connection: Connection) -> None:
         """Add a connection with a message that must wait."""
         connection.slowed = True
-        self._connections.append(connection)
+        self.connections.append(connection)
 
     def take_due(self, now_ns: int) -> list[Connection]:
         """Remove and return the connections that may be served again.
 
         They count as heard now, because their input was not observed meanwhile.
         """
-        slowed, self._connections = self._connections, []
+        slowed, self.connections = self.connections, []
         due: list[Connection] = []
         for connection in slowed:
             if connection.rate is not None and now_ns < connection.rate.ready_ns:
-                self._connections.append(connection)
+                self.connections.append(connection)
                 continue
             connection.slowed, connection.heard_ns = False, now_ns
             due.append(connection)
@@ -39,4 +40,4 @@ class Throttled:
 
     def ready_ns(self) -> list[int]:
         """Return when each connection may be served again."""
-        return [connection.rate.ready_ns for connection in self._connections if connection.rate is not None]
+        return [connection.rate.ready_ns for connection in self.connections if connection.rate is not None]

@@ -124,8 +124,8 @@ class Wire:
         self._numbers[identity] = self._world.next_number() if number is None else number
         return self._numbers[identity]
 
-    def note_ends(self, turn_over: bool = True) -> None:
-        pass
+    def note_ends(self, turn_over: bool = True) -> bool:
+        return bool(self._ended)
 
     def take_gone(self) -> list[int]:
         gone = [self._numbers.pop(identity) for identity in self._ended if identity in self._numbers]

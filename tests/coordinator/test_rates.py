@@ -91,7 +91,7 @@ def test_who_waits_and_goes_is_noticed_when_its_time_has_come() -> None:
         dealer.send(b"1")
         dealer.send(b"2")
         heard: list[bytes] = []
-        until(lambda: bool(heard.extend(taken(net, 1)) or net.peers._slowed))
+        until(lambda: bool(heard.extend(taken(net, 1)) or net.peers._slowed.connections))
         assert heard == [b"1"]
         dealer.close(0)
         gone: list[int] = []

@@ -135,8 +135,8 @@ class Wire:
         self.known.add(found)
         return found
 
-    def note_ends(self, turn_over: bool = True) -> None:
-        pass
+    def note_ends(self, turn_over: bool = True) -> bool:
+        return bool(self._ended)
 
     def end(self, number: int) -> None:
         """End a connection from the peer's side."""
@@ -356,7 +356,7 @@ def test_an_end_that_was_found_as_something_was_sent_is_not_that_of_who_comes_in
     assert bench.clients.number(b"5") == 4
     told = [type(event) for event in bench.machine.events if isinstance(event, ClientCame | ClientGone)]
     assert told == [ClientCame, ClientGone, ClientCame]
-    assert bench.machine.sessions.away == 0
+    assert bench.machine.sessions.away == {}
 
 
 def test_what_waits_for_a_client_that_does_not_read_is_bounded_in_bytes(bench: Bench) -> None:

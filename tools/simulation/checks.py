@@ -139,7 +139,7 @@ class Checker:
             assert not _some(over), f"sequence {s.id[over][0]} outlives its time to live"
         for group in cache.groups.values():
             if not group.sent and not group.away:
-                waiting = [slot for pool, _, slot in s._quarantine if pool == group.number]
+                waiting = [slot for pool, _, slot in s.quarantine if pool == group.number]
                 assert not (group.pool.quarantined or waiting), f"{group.name} waits for a step that was never sent"
 
     def full(self) -> None:

@@ -499,10 +499,11 @@ def paused_stream_not_due() -> list[Patch]:
 def asking_takes_the_timer_away() -> list[Patch]:
     """Asking for the next due time removes the timer."""
 
-    def next_us(self: Deadlines, live: Any) -> int | None:
-        return self._heap.pop(0)[0] if self._heap else None
+    def due_us(self: RequestCommands) -> int | None:
+        heap = self.deadlines.heap
+        return heap.pop(0)[0] if heap else None
 
-    return [(Deadlines, "next_us", next_us)]
+    return [(RequestCommands, "due_us", due_us)]
 
 
 @fault

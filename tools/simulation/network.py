@@ -288,14 +288,15 @@ class SimulatedPeers:
         self._number_of[identity], self._identity_of[number] = number, identity
         return number
 
-    def note_ends(self, turn_over: bool = True) -> None:
-        """Collect the connections that have ended."""
+    def note_ends(self, turn_over: bool = True) -> bool:
+        """Collect the connections that have ended. Return whether `take_gone` has any."""
         ended, self._ended = self._ended, []
         for identity in ended:
             number = self._number_of.get(identity)
             if number is not None:
                 self.forget(number)
                 self._gone.append(number)
+        return bool(self._gone)
 
     @property
     def again_us(self) -> None:

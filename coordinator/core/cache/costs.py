@@ -36,8 +36,8 @@ class StepCosts:
         if not tokens:
             # Decode steps come in long, uniform series: they count as one.
             self.fixed += (took - self.fixed) // FIXED_STEPS if self.fixed else took
-            self._steps = self._tokens = self._took = self._squares = self._products = 0
-            self._keep(0, self.fixed)
+            self._steps, self._took = UNIT, UNIT * self.fixed
+            self._tokens = self._squares = self._products = 0
             return
         self._keep(tokens, took)
         self._fit(tokens, took)

@@ -40,7 +40,9 @@ class Meters:
     def observe(self, tenant: int, what: Distribution, value: int, times: int = 1) -> None:
         """Add a value to a distribution of the tenant, `times` times."""
         row = tenant if tenant <= self._last else OTHERS
-        observe(self.rows[row], what, value, times)
+        cells = self.rows[row]
+        cells[what.start + bisect_left(what.bounds, value)] += times
+        cells[what.start + len(what.bounds) + 1] += times * value
         self.changed.add(row)
 
     def observe_gaps(self, tenants: Cells, gaps_us: Cells | int) -> None:
@@ -75,9 +77,3 @@ class Meters:
     def all_changed(self) -> None:
         """Mark every row for publication, because the tables are new."""
         self.changed.update(range(self._last + 1))
-
-
-def observe(cells: Cells, what: Distribution, value: int, times: int = 1) -> None:
-    """Add a value to a distribution in the cells of one row, `times` times."""
-    cells[what.start + bisect_left(what.bounds, value)] += times
-    cells[what.total] += times * value

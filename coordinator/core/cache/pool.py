@@ -117,8 +117,10 @@ class Pool:
         """
         if count > self.available(tenant):
             raise self.shortage(tenant, count, self.supply())
-        self.make_room_within_ceiling(tenant, count)
-        kept = self._tenants.kept_for_others(tenant, self.usage) if self._tenants.has_quotas else 0
+        kept = 0
+        if self._tenants.has_quotas:
+            self.make_room_within_ceiling(tenant, count)
+            kept = self._tenants.kept_for_others(tenant, self.usage)
         for _ in range(count + kept - self.free):
             self._evict_one(self._lru_tenant(tenant))
         self.free -= count
@@ -132,7 +134,9 @@ class Pool:
             self.zeroing.given(ids, tenant)
         self._charge(tenant, count)
         self.allocated_total += count
-        self.referenced_peak = max(self.referenced_peak, self.referenced)
+        referenced = self.count - self.free - self.cached - self.quarantined
+        if referenced > self.referenced_peak:
+            self.referenced_peak = referenced
         blocks.changed.append(ids)
         return ids
 

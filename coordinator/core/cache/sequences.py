@@ -33,7 +33,7 @@ Tokens = npt.NDArray[np.int32]
 NO_POOL = -1
 LINE_BYTES = 64
 _TOKEN = np.int32(GENERATED - 1)
-_GENERATED = np.int32(GENERATED)
+GENERATED_MARK = np.int32(GENERATED)
 
 
 def unmarked(tokens: Tokens) -> Tokens:
@@ -43,7 +43,7 @@ def unmarked(tokens: Tokens) -> Tokens:
 
 def generated(tokens: Tokens) -> Tokens:
     """Return a copy of the token ids with GENERATED added."""
-    return tokens | _GENERATED
+    return tokens | GENERATED_MARK
 
 
 class Sequences:
@@ -93,7 +93,7 @@ class Sequences:
         self.slot_of: dict[int, int] = {}
         self.expiry_us: int | None = None
         self._free = list(range(n - 1, -1, -1))
-        self._quarantine: deque[tuple[int, int, int]] = deque()
+        self.quarantine: deque[tuple[int, int, int]] = deque()
         self.changed_rows: list[Slots] = []
         self.changed_lengths: list[Slots] = []  # rows with no other change than their length
         self.changed_cells: list[tuple[Slots, Slots | slice]] = []
@@ -155,20 +155,20 @@ class Sequences:
             self.expiry_us = None
         self.changed_rows.append(np.array([slot]))
         if quarantine_step:
-            self._quarantine.append((pool, quarantine_step, slot))
+            self.quarantine.append((pool, quarantine_step, slot))
         else:
             self._free.append(slot)
             self._waits.wake(SLOT)
 
     def step_done(self, pool: int, step: int) -> None:
         """Free the slots that were waiting for steps of `pool` up to `step`."""
-        for _ in range(len(self._quarantine)):
-            entry = self._quarantine.popleft()
+        for _ in range(len(self.quarantine)):
+            entry = self.quarantine.popleft()
             if entry[0] == pool and entry[1] <= step:
                 self._free.append(entry[2])
                 self._waits.wake(SLOT)
             else:
-                self._quarantine.append(entry)
+                self.quarantine.append(entry)
 
     def append(self, slots: Slots, at: Slots | int, tokens: Tokens | int) -> None:
         """Append one token to each of `slots`. Each has a block that it may write.
@@ -241,7 +241,7 @@ class Sequences:
         live = np.array(sorted(self.slot_of.values()), np.int64)
         assert live.tolist() == np.flatnonzero(self.id).tolist(), "a live slot is not mapped"
         assert all(self.id[slot] == sequence for sequence, slot in self.slot_of.items()), "an id maps to the wrong slot"
-        idle = self._free + [slot for _, _, slot in self._quarantine]
+        idle = self._free + [slot for _, _, slot in self.quarantine]
         assert sorted([*idle, *live.tolist()]) == list(range(self.id.size)), "a slot is lost or twice free"
         assert not self.used[np.array(idle, np.int64)].any(), "a free slot holds blocks"
         assert (self.pending >= 0).all() and (self.length >= 0).all(), "a counter is below zero"

@@ -274,7 +274,8 @@ class RequestCommands:
 
     def pass_time(self) -> None:
         """End requests at their deadlines, leases and drain deadline."""
-        for request_id, kind in self.deadlines.due(self._clock.now_us):
+        heap, now_us = self.deadlines.heap, self._clock.now_us
+        for request_id, kind in self.deadlines.due(now_us) if heap and heap[0][0] <= now_us else ():
             request = self._requests.live.get(request_id)
             if request is None:
                 continue
@@ -297,7 +298,8 @@ class RequestCommands:
 
     def due_us(self) -> int | None:
         """Return when `pass_time` has work, or None."""
-        timer_us = self.deadlines.next_us(self._requests.live)
+        heap, live = self.deadlines.heap, self._requests.live
+        timer_us = heap[0][0] if heap and heap[0][1] in live else self.deadlines.next_us(live)
         if self.drain_deadline_us and self._requests.live:
             return self.drain_deadline_us if timer_us is None else min(timer_us, self.drain_deadline_us)
         return timer_us

@@ -249,6 +249,8 @@ class SequenceCommands:
     def pass_time(self) -> None:
         """Remove expired sequences."""
         s = self._cache.sequences
+        if s.expiry_us is None or s.expiry_us > self._clock.now_us:
+            return
         for slot in s.collect_expired():
             self._end(slot, f"it was idle for its time to live of {s.idle_ttl_us[slot] / 1e6:g} s")
 

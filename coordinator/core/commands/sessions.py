@@ -35,6 +35,7 @@ class Sessions:
     """Sessions of connected and absent clients.
 
     Attributes:
+        away: Clients that are away, by number, in the order in which their time ends.
         over: Clients that were away for too long, for the machine to end.
     """
 
@@ -43,17 +44,12 @@ class Sessions:
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._answers: dict[int, dict[int, Message]] = {}
-        self._away: dict[int, Away] = {}  # ordered by until_us
+        self.away: dict[int, Away] = {}
         self.over: list[ClientGone] = []
-
-    @property
-    def away(self) -> int:
-        """Number of clients that are away."""
-        return len(self._away)
 
     def came(self, client: int, session: str) -> bool:
         """Record a handshake. Return whether the client reconnected."""
-        self._away.pop(client, None)
+        self.away.pop(client, None)
         back = client in self._names
         if session and not back:
             self._numbers[session], self._names[client] = client, session
@@ -73,12 +69,12 @@ class Sessions:
         if client not in self._names or not lease_us:
             return False
         until_us = self._clock.now_us + lease_us
-        last_us = next((away.until_us for away in reversed(self._away.values())), until_us)
-        self._away[client] = Away(until_us, leased=True)
+        last_us = next((away.until_us for away in reversed(self.away.values())), until_us)
+        self.away[client] = Away(until_us, leased=True)
         if last_us > until_us:  # clients that a restart cut off have a different deadline
-            self._away = dict(sorted(self._away.items(), key=lambda entry: entry[1].until_us))
-        if len(self._away) > self._bounds.away_max:
-            owners = {number: self._names[number].partition(OWNER_END)[0] for number in self._away}
+            self.away = dict(sorted(self.away.items(), key=lambda entry: entry[1].until_us))
+        if len(self.away) > self._bounds.away_max:
+            owners = {number: self._names[number].partition(OWNER_END)[0] for number in self.away}
             most = Counter(owners.values()).most_common(1)[0][0]
             self._give_up(next(number for number, owner in owners.items() if owner == most))
         return True
@@ -88,12 +84,12 @@ class Sessions:
         session = self._names.pop(client, None)
         if session is not None:
             del self._numbers[session], self._answers[client]
-            self._away.pop(client, None)
+            self.away.pop(client, None)
 
     def restarted(self, clients: set[int]) -> list[int]:
         """Mark every session as away. Return those of `clients` that cannot reconnect."""
         until_us = self._clock.now_us + microseconds(self._bounds.reattach_s)
-        self._away = {client: Away(until_us, leased=False) for client in self._names}
+        self.away = {client: Away(until_us, leased=False) for client in self._names}
         return sorted(clients - self._names.keys())
 
     # --------------------------------------------------------------------------------------------------------- answers
@@ -115,16 +111,16 @@ class Sessions:
 
     def due_us(self) -> int | None:
         """Return when the first client will have been away for too long, or None."""
-        return next(iter(self._away.values())).until_us if self._away else None
+        return next(iter(self.away.values())).until_us if self.away else None
 
     def pass_time(self) -> None:
         """Give up the clients that have been away for too long."""
-        while self._away:
-            client, away = next(iter(self._away.items()))
+        while self.away:
+            client, away = next(iter(self.away.items()))
             if away.until_us > self._clock.now_us:
                 break
             self._give_up(client)
 
     def _give_up(self, client: int) -> None:
         # The lease is over, as after a goodbye.
-        self.over.append(ClientGone(client, goodbye=self._away.pop(client).leased))
+        self.over.append(ClientGone(client, goodbye=self.away.pop(client).leased))

@@ -179,41 +179,6 @@ def stats_of(tenant: str, cache: Cache, requests: RequestTable, admission: Admis
     )
 
 
-def gauges(cache: Cache, requests: RequestTable, turns: int, uptime_us: int) -> list[int]:
-    """Return the gauges in the order of protocol.layout.GAUGES, without the last ones, which `Machine` adds."""
-    blocks = free = cached = quarantined = running = 0
-    steps = cache.past_steps_total
-    for group in cache.groups.values():
-        pool = group.pool
-        running += group.running
-        blocks += pool.count
-        free += pool.free
-        cached += pool.cached
-        quarantined += pool.quarantined
-        steps += group.steps_total
-    return [
-        turns,
-        uptime_us,
-        len(cache.sequences.slot_of),
-        len(requests.live) - running,
-        running,
-        blocks,
-        free,
-        cached,
-        blocks - free - cached - quarantined,
-        quarantined,
-        int(np.add.reduce(cache.sequences.length)),  # half the time of its `sum`, once a turn
-        requests.generated_tokens_total,
-        steps,
-        requests.accepted_total,
-        requests.refused_total,
-        requests.computed_tokens_total,
-        requests.streams_paused_total,
-        cache.evicted_sequences_total,
-        cache.tenants.forgotten_total,
-    ]
-
-
 def pool_row(group: Group) -> list[int]:
     """Return the counts of a pool in the order of protocol.meters.POOL_COUNTS."""
     pool = group.pool

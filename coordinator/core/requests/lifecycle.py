@@ -313,7 +313,8 @@ class RequestTable:
 
     def pass_time(self) -> None:
         """Forget finished requests that have reached their time to live."""
-        self.purge(self._ttl_us)
+        if self.finished:
+            self.purge(self._ttl_us)
 
     def due_us(self) -> int | None:
         """Return when the oldest finished request is due to be forgotten, or None."""

@@ -10,7 +10,6 @@ kept with the requests.
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ from .top_logprobs import Tops
 
 ROW_BYTES, TOP_BYTES = 24, 8
 ARRAY_BYTES_MAX = FRAME_BYTES_MAX // 4
+ROWS_MAX = ARRAY_BYTES_MAX // ROW_BYTES
 BODY_BYTES = BODY_BYTES_MAX // 2
 IDS_MAX = 16_384  # paused or taken requests in one message: 9 bytes each, in the body
 
@@ -166,17 +166,19 @@ class Streams:
         for news in (self._rows, self._ended, self._paused, self._taken):
             news.pop(client, None)
 
-    def flush(self, effects: list[Effect]) -> None:
-        """Send one message to each client with pending data."""
-        clients: AbstractSet[int] = self._rows.keys()
+    def flush(self, effects: list[Effect]) -> bool:
+        """Send one message to each client with pending data. Return whether more data can be sent immediately."""
         if self._ended or self._paused or self._taken:
-            clients = clients | self._ended.keys() | self._paused.keys() | self._taken.keys()
-        effects.extend(ToClient(client, self._message(client)) for client in sorted(clients))
+            clients = self._rows.keys() | self._ended.keys() | self._paused.keys() | self._taken.keys()
+            effects.extend([ToClient(client, self._message(client)) for client in sorted(clients)])
+        else:  # the common case
+            for client in sorted(self._rows):
+                rows = self._next_rows(client)
+                effects.append(ToClient(client, _stream(rows)))
+        return bool(self._rows or self._ended)
 
     def _message(self, client: int) -> Stream:
         """Build the next message of a client, up to its limit: pauses, then tokens, ends and take-overs."""
-        if not (self._ended or self._paused or self._taken):
-            return _stream(self._next_rows(client), (), (), ())  # the common case
         paused = sorted(self._paused.pop(client, ()))
         if len(paused) > IDS_MAX:
             self._paused[client] = set(paused[IDS_MAX:])
@@ -197,8 +199,8 @@ class Streams:
         parts = self._rows.pop(client, None)
         if parts is None:
             return None
-        if len(parts) == 1 and parts[0].bytes <= ARRAY_BYTES_MAX:
-            return parts[0]
+        if len(parts) == 1 and parts[0].tops is None and parts[0].tokens.size <= ROWS_MAX:
+            return parts[0]  # the common case
         chosen: list[StreamRows] = []
         room = ARRAY_BYTES_MAX
         for i, part in enumerate(parts):
@@ -225,7 +227,10 @@ class Streams:
 
 
 def _stream(
-    rows: StreamRows | None, ended: tuple[Ended, ...], paused: tuple[int, ...], taken: tuple[int, ...]
+    rows: StreamRows | None,
+    ended: tuple[Ended, ...] = (),
+    paused: tuple[int, ...] = (),
+    taken: tuple[int, ...] = (),
 ) -> Stream:
     if rows is None:
         return Stream(ended, paused, taken)

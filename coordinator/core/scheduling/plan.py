@@ -70,7 +70,7 @@ class Scheduler:
         A row fails if it has no room for its next token and would have none even with everything else ended.
         """
         if group.steady is not None and not group.copies and len(group.sent) < self._limits.steps_in_flight_max:
-            step = self._same_again(group, group.steady)
+            step = self._schedule_repeat(group, group.steady)
             if step is not None:
                 return step
         while True:
@@ -109,7 +109,7 @@ class Scheduler:
             return None
         return self._send(group, slots, counts)
 
-    def _same_again(self, group: Group, steady: Steady) -> Step | None:
+    def _schedule_repeat(self, group: Group, steady: Steady) -> Step | None:
         """Build a step that repeats the previous decode batch; None if something has changed."""
         s = self._cache.sequences
         if steady.left <= 0:
@@ -120,7 +120,8 @@ class Scheduler:
             if not self._cache.grow(group, steady.slots[full]):
                 return None
             steady.room[full] += s.block_size
-            zeros = group.flush_zeros()
+            if group.pool.zeroing is not None:
+                zeros = group.flush_zeros()
         slots = steady.slots
         # All rows' input tokens are known if no step is in flight, and unknown otherwise.
         tokens = steady.unknown if group.sent else self._fed(group, s.tokens[slots, steady.starts])
@@ -130,7 +131,8 @@ class Scheduler:
         steady.left -= 1
         s.scheduled[slots] = steady.starts
         s.pending[slots] += 1
-        step_id, rows = group.last_step + 1, (slots, steady.runs, steady.ones, steady.samples, slots)
+        step_id = group.last_step = group.last_step + 1
+        s.last_step[slots] = step_id
         step = Step(
             step_id=step_id,
             slots=steady.slots32,
@@ -140,16 +142,11 @@ class Scheduler:
             tokens=tokens,
             zeros=zeros,
         )
-        self._commit(group, SentStep(step_id, *rows, self._clock.now_us, True, 0, steady.tenant, step), slots.size)
-        return step
-
-    def _commit(self, group: Group, step: SentStep, tokens: int) -> None:
-        """Record the group's next step, with `tokens` input tokens, as sent."""
-        group.last_step = step.step_id
+        rows = (slots, steady.runs, steady.ones, steady.samples, slots)
+        group.sent.append(SentStep(step_id, *rows, self._clock.now_us, True, 0, steady.tenant, step))
         group.steps_total += 1
-        self._cache.sequences.last_step[step.slots] = step.step_id
-        group.sent.append(step)
-        self._requests.computed_tokens_total += tokens
+        self._requests.computed_tokens_total += slots.size
+        return step
 
     def _ready(self, group: Group, slots: Slots, counts: Slots) -> Slots:
         """Return the rows that may be planned: a row that must copy a block waits until no step reads its table row."""
@@ -376,8 +373,11 @@ class Scheduler:
             history=history,
             zeros=group.flush_zeros(),
         )
-        sent = SentStep(step_id, *rows, self._clock.now_us, only, prefill_tokens, tenant, step)
-        self._commit(group, sent, tokens.size)
+        group.last_step = step_id
+        s.last_step[slots] = step_id
+        group.sent.append(SentStep(step_id, *rows, self._clock.now_us, only, prefill_tokens, tenant, step))
+        group.steps_total += 1
+        self._requests.computed_tokens_total += tokens.size
         if 0 < slots.size == group.running and only and sampled.size == slots.size:
             group.steady = self._steady(slots, runs, starts + 1, target + 1, tenant)
         return step

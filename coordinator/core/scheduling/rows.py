@@ -20,6 +20,7 @@ class RunningRows:
         fresh: The row has no token of this run yet.
         fresh_count: Number of such rows, mostly 0.
         token_us: Arrival time of the request's latest token, -1 before the first.
+        stops_most: The most stop tokens that any row has had, mostly few.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -34,7 +35,7 @@ class RunningRows:
         self.fresh = np.zeros(slots, np.bool_)
         self.fresh_count = 0
         self.stops = np.full((slots, bounds.stop_tokens_max + EOS_TOKENS_MAX), -1, np.int32)
-        self._runs = self._stops_most = 0
+        self._runs = self.stops_most = 0
 
     def start(self, slot: int, request: Request, eos: tuple[int, ...]) -> None:
         """Start a run of the request in the slot."""
@@ -50,7 +51,7 @@ class RunningRows:
         stops = request.sampling.stop_tokens + (() if request.sampling.ignore_eos else eos)
         self.stops[slot] = -1
         self.stops[slot, : len(stops)] = stops
-        self._stops_most = max(self._stops_most, len(stops))
+        self.stops_most = max(self.stops_most, len(stops))
 
     def leave(self, slot: int) -> None:
         """End the run in the slot."""
@@ -63,10 +64,11 @@ class RunningRows:
         self.fresh[slot] = fresh
 
     def stopped(self, rows: Slots, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_] | None:
-        """Return which of [n] tokens are stop tokens of their rows, or None if none is."""
-        if not self._stops_most:
-            return None
-        same = self.stops[rows, : self._stops_most] == tokens[:, None]
+        """Return which of [n] tokens are stop tokens of their rows, or None if none is.
+
+        Callers skip this while no row has stop tokens (`stops_most` is 0).
+        """
+        same = self.stops[rows, : self.stops_most] == tokens[:, None]
         if not np.count_nonzero(same):
             return None
         found: npt.NDArray[np.bool_] = same.any(axis=1)

@@ -35,7 +35,7 @@ from ..scheduling.admission import Admission
 from ..scheduling.endings import Endings
 from .results import StepResults
 from .teams import Team, check_rank
-from .worker import Worker, working_us
+from .worker import Worker
 
 
 class WorkerReports:
@@ -80,7 +80,9 @@ class WorkerReports:
                 if worker.away_until_us <= self._clock.now_us:
                     self.gone(worker.number, False)
                 continue
-            since_us = working_us(worker.group, self._clock.now_us)
+            if worker.group is None or not worker.group.sent:
+                continue
+            since_us = self._clock.now_us - max(worker.group.sent[0].sent_us, worker.group.result_us)
             if since_us > self._timeout_us:
                 reason = f"worker {worker.name}{self._lagging(worker)} has done no step for {since_us / 1e6:.3g} s"
                 reason += " while one was due"
@@ -101,10 +103,6 @@ class WorkerReports:
                 until_us = max(group.sent[0].sent_us, group.result_us) + self._timeout_us + 1
             first_us = until_us if first_us is None else min(first_us, until_us)
         return first_us
-
-    def totals(self) -> tuple[int, int, int, int]:
-        """Return how many workers registered a pool, returned to theirs, left, and were lost since the first start."""
-        return self.registered_total, self.returned_total, self.left_total, self.lost_total
 
     def facts(self) -> Iterator[WorkerInfo]:
         """Yield the facts of each worker for monitors. The ranks of one worker share an entry."""

@@ -11,7 +11,7 @@ from kvforge.protocol.meters import FIRST_TOKEN, GAP, PREFILLED
 
 from ..cache.cache import Cache
 from ..cache.groups import Group
-from ..cache.sequences import Slots, generated
+from ..cache.sequences import GENERATED_MARK, Slots
 from ..requests.deadlines import TRIAL, Deadlines
 from ..requests.lifecycle import RequestTable
 from ..requests.streams import Streams
@@ -55,7 +55,9 @@ class StepResults:
         group.sent.popleft()
         slots, rows, counts = sent.slots, sent.sampled, sent.counts
         failing: list[int] = []
-        again = {row.slot: row.again_ms for row in result.errors if row.again_ms > 0}
+        again: dict[int, int] = {}
+        if result.errors:
+            again = {row.slot: row.again_ms for row in result.errors if row.again_ms > 0}
         if errors or sent.step_id <= group.left_step:  # some rows may have ended or been preempted
             live = running.run[slots] == sent.runs
             failed = np.isin(slots, np.fromiter(errors, np.int64, len(errors)))
@@ -74,7 +76,9 @@ class StepResults:
         # Blocks filled by decodes are indexed for several steps at once, which is cheaper.
         if not sent.decodes or not group.sent or sent.step_id % INDEX_STEPS == 0:
             self._cache.indexing.filled(group)
-        self._cache.step_done(group, sent.step_id)
+        group.pool.step_done(sent.step_id)
+        if s.quarantine:
+            s.step_done(group.number, sent.step_id)
         self._finish(rows, tokens)
         for slot in failing:
             request = self._requests.live[int(s.request[slot])]
@@ -104,7 +108,7 @@ class StepResults:
         """End requests that got a stop token or their last token."""
         s, running = self._cache.sequences, self._admission.rows
         done = s.length[rows] >= running.limit[rows]
-        stopped = running.stopped(rows, tokens)
+        stopped = running.stopped(rows, tokens) if running.stops_most else None
         if stopped is not None:
             done |= stopped
         for i in np.flatnonzero(done).tolist() if np.count_nonzero(done) else ():
@@ -123,8 +127,10 @@ class StepResults:
         tokens, logprobs, vocabulary = result.tokens, result.logprobs, group.model.vocab_size
         if not result.slots.size == tokens.size == logprobs.size:
             raise ProtocolError("step_result: slots, tokens and logprobs differ in length")
-        places = _places(result.slots, sampled)
-        if places is not None:
+        places = None
+        # For few items, comparing bytes is several times faster than numpy's comparison.
+        if result.slots.tobytes() != sampled.astype(np.int32).tobytes():
+            places = _places(result.slots, sampled)
             # Index -1 selects the appended item, for rows without a token.
             tokens, logprobs = np.append(tokens, np.int32(0))[places], np.append(logprobs, np.float32(0))[places]
             for slot in sampled[places < 0].tolist():
@@ -169,9 +175,9 @@ class StepResults:
         """Append the sampled tokens [n] to their sequences and stream them. `tenant` is that of all rows, or -1."""
         if not rows.size:
             return
-        s, running = self._cache.sequences, self._admission.rows
+        s, running, tenants = self._cache.sequences, self._admission.rows, self._cache.tenants
         at = s.length[rows]
-        s.append(rows, at, generated(tokens))
+        s.append(rows, at, tokens | GENERATED_MARK)
         s.logprobs[rows, at] = logprobs
         s.pending[rows] -= 1
         offsets = at - running.base[rows]
@@ -179,7 +185,7 @@ class StepResults:
             self._first_token(slot)
         self._requests.generated_tokens_total += rows.size
         if tenant >= 0:
-            self._admission.waiting.charge(tenant, rows.size)
+            tenants.service[tenant] += rows.size / tenants.weight[tenant]
         else:
             self._admission.waiting.charge_each(s.tenant[rows])
         self._count(group, rows, tenant)
@@ -208,16 +214,12 @@ def _restored(error: ErrorInfo) -> KvforgeError:
     return restore(error.code, error.message[:ERROR_TEXT_MAX], dict(list(fields.items())[:FIELDS_MAX]))
 
 
-def _places(slots: npt.NDArray[np.int32], sampled: Slots) -> npt.NDArray[np.int64] | None:
-    """Return the index of each sampled row in a result, -1 if missing; None if the orders are equal.
-
-    For few items, comparing bytes is several times faster than numpy's comparison.
+def _places(slots: npt.NDArray[np.int32], sampled: Slots) -> npt.NDArray[np.int64]:
+    """Return the index of each sampled row in a result, -1 if missing.
 
     Raises:
         ProtocolError: The result has a row that did not sample.
     """
-    if slots.tobytes() == sampled.astype(np.int32).tobytes():
-        return None
     where = {slot: i for i, slot in enumerate(slots.tolist())}
     expected = sampled.tolist()
     if not where.keys() <= set(expected):
