@@ -18,12 +18,12 @@ from time import perf_counter_ns, time
 
 import numpy as np
 
+from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.blocks import Blocks
 from kvforge.coordinator.core.cache.cache import Cache
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.hashing import BlockHasher
-from kvforge.coordinator.core.cache.pool import Pool
-from kvforge.coordinator.core.cache.prefix import PrefixIndex, PrefixStore
+from kvforge.coordinator.core.cache.prefix_cache import PrefixCache, PrefixStore
 from kvforge.coordinator.core.cache.tenants import Tenants
 from kvforge.coordinator.core.clock import Clock
 from kvforge.coordinator.core.events import Boot, ClientCame, Effect, FromClient, FromWorker, ToWorker, Turn
@@ -226,8 +226,8 @@ def allocations(seconds: float, bulk: int) -> float:
     operations."""
     count, size, waits = 1 << 20, 16, Waits()
     blocks, tenants = Blocks(count, size), Tenants(Limits(bounds=Bounds(blocks_max=count)))
-    index = PrefixIndex(PrefixStore(count, size), blocks, waits, BlockHasher(size, b"key", 1))
-    pool, tenant = Pool(Clock(), blocks, tenants, waits, index, 1, 0, count), tenants.intern("a")
+    index = PrefixCache(PrefixStore(count, size), blocks, waits, BlockHasher(size, b"key", 1))
+    pool, tenant = BlockPool(Clock(), blocks, tenants, waits, index, 1, 0, count), tenants.intern("a")
 
     def million() -> None:
         for _ in range(1_000_000 // bulk):

@@ -78,12 +78,12 @@ from .events import (
 )
 from .reporting import statistics
 from .reporting.explain import Explainer
-from .requests.lifecycle import RequestTable
 from .requests.streams import Streams
+from .requests.table import RequestTable
 from .rights import Access
 from .scheduling.admission import Admission
-from .scheduling.endings import Endings
-from .scheduling.plan import Scheduler
+from .scheduling.finisher import RequestFinisher
+from .scheduling.scheduler import Scheduler
 from .workers.reports import WorkerReports
 from .workers.results import StepResults
 
@@ -119,14 +119,14 @@ class Machine:
         self.admission = Admission(self.cache, self.requests)
         self.streams = Streams(clock)
         parts = (self.cache, self.requests, self.admission)
-        self.endings = Endings(*parts, self.streams, self._effects)
-        self.scheduler = Scheduler(*parts, self.endings, self._effects)
-        self.sequences = SequenceCommands(self.cache, self.requests, self.endings)
+        self.finisher = RequestFinisher(*parts, self.streams, self._effects)
+        self.scheduler = Scheduler(*parts, self.finisher, self._effects)
+        self.sequences = SequenceCommands(self.cache, self.requests, self.finisher)
         self.blocks = BlockCommands(self.cache)
         self.explainer = Explainer(self.cache, self.requests, self.admission, self.sequences, self.blocks)
-        asked = self._asked = RequestCommands(*parts, self.endings, self.streams, self.sequences)
-        results = StepResults(*parts, self.streams, self.endings, asked.deadlines)
-        self._reports = WorkerReports(*parts, self.endings, results, asked, self._effects, event.boot)
+        asked = self._asked = RequestCommands(*parts, self.finisher, self.streams, self.sequences)
+        results = StepResults(*parts, self.streams, self.finisher, asked.deadlines)
+        self._reports = WorkerReports(*parts, self.finisher, results, asked, self._effects, event.boot)
         self.sessions = Sessions(clock, limits.bounds)
         # Requests come before the sequences that they kept.
         self._timed: tuple[Timed, ...] = (self.requests, self._asked, self.sequences, self._reports)

@@ -142,7 +142,7 @@ class SavedSteady(Saved):
 
 
 class SavedIndex(Saved):
-    """A `PrefixIndex`.
+    """A `PrefixCache`.
 
     Attributes:
         blocks: Blocks of the entries, in order; the store has their hashes.
@@ -165,7 +165,7 @@ class SavedZeroing(Saved):
 
 
 class SavedPool(Saved):
-    """A `Pool`. `lru` has ids and stamps of each tenant's cached blocks, least recently used first."""
+    """A `BlockPool`. `lru` has ids and stamps of each tenant's cached blocks, least recently used first."""
 
     base: int
     count: int

@@ -12,6 +12,9 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
+from kvforge.coordinator.core.cache.block_pool import BlockPool
+from kvforge.coordinator.core.cache.prefix_cache import PrefixCache
+from kvforge.coordinator.core.requests.request import Request
 from kvforge.protocol import codec
 from kvforge.protocol.errors import restore as restore_error
 from kvforge.protocol.messages import (
@@ -24,15 +27,12 @@ from kvforge.protocol.messages import (
     WorkerReady,
 )
 
-from ..core.cache.groups import Group, SentStep, Steady
-from ..core.cache.pool import Pool
-from ..core.cache.prefix import PrefixIndex
+from ..core.cache.groups import Group, SentStep, SteadyDecodeBatch
 from ..core.cache.zeroing import Zeroing
 from ..core.events import Boot
 from ..core.limits import Limits, Section
 from ..core.machine import Machine
 from ..core.requests.idempotency import IdempotencyKey
-from ..core.requests.lifecycle import Request
 from ..core.requests.phases import Phases
 from ..core.requests.streams import StreamRows
 from ..core.requests.top_logprobs import TopRecord, Tops
@@ -241,10 +241,10 @@ class _Restoring:
         self._fields.restore(group.costs, saved.costs)
         return group
 
-    def _steady(self, saved: c.SavedSteady) -> Steady:
+    def _steady(self, saved: c.SavedSteady) -> SteadyDecodeBatch:
         names = ("slots", "runs", "starts", "room")
         slots, runs, starts, room = (self._array(c.SavedSteady, name, getattr(saved, name)) for name in names)
-        return Steady(slots, runs, starts, room, saved.left, saved.tenant)
+        return SteadyDecodeBatch(slots, runs, starts, room, saved.left, saved.tenant)
 
     def _sent(self, saved: c.SavedStep) -> SentStep:
         message = _message(_to_workers, saved.message, Step)
@@ -253,7 +253,7 @@ class _Restoring:
         values |= {name: getattr(saved, name) for name in ("step_id", "sent_us", "decodes", "prefill_tokens", "tenant")}
         return SentStep(**values, message=message)
 
-    def _pool(self, saved: c.SavedPool, index: PrefixIndex, epoch: int) -> Pool:
+    def _pool(self, saved: c.SavedPool, index: PrefixCache, epoch: int) -> BlockPool:
         cache, fields = self._machine.cache, self._fields
         if not 0 <= saved.base <= saved.base + saved.count <= cache.blocks.state.size:
             raise ValueError(f"a pool of blocks {saved.base} to {saved.base + saved.count}")
@@ -262,7 +262,7 @@ class _Restoring:
             zeroing = fields.restore(Zeroing(saved.base, saved.count), saved.zeroing, "_owed")
             zeroing._owed.update(dict.fromkeys(saved.zeroing._owed))
         made_of = (cache.clock, cache.blocks, cache.tenants, cache.waits, index)
-        pool = Pool(*made_of, epoch, saved.base, saved.count, zeroing)
+        pool = BlockPool(*made_of, epoch, saved.base, saved.count, zeroing)
         fields.restore(pool, saved, "lru", "quarantine", "zeroing")
         number: Array = get_args(I64)[1]
         pool._lru = {
@@ -272,9 +272,9 @@ class _Restoring:
         pool._quarantine.extend(fields.array(ids, number) for ids in saved.quarantine)
         return pool
 
-    def _index(self, saved: c.SavedIndex) -> PrefixIndex:
+    def _index(self, saved: c.SavedIndex) -> PrefixCache:
         cache = self._machine.cache
-        index = PrefixIndex(cache.store, cache.blocks, cache.waits, cache.hasher)
+        index = PrefixCache(cache.store, cache.blocks, cache.waits, cache.hasher)
         blocks, parents, only = (
             self._array(c.SavedIndex, name, getattr(saved, name)) for name in ("blocks", "parents", "only")
         )

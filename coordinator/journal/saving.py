@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from kvforge.coordinator.core.cache.block_pool import BlockPool
+from kvforge.coordinator.core.cache.prefix_cache import PrefixCache
+from kvforge.coordinator.core.requests.request import Request
 from kvforge.protocol import codec
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import Message, SamplingParams
 
 from ..core.cache.groups import Group, SentStep
-from ..core.cache.pool import Pool
-from ..core.cache.prefix import PrefixIndex
 from ..core.machine import Machine
 from ..core.requests.idempotency import IdempotencyKey
-from ..core.requests.lifecycle import Request
 from ..core.requests.streams import StreamRows
 from ..core.workers.teams import Team
 from ..core.workers.worker import Worker
@@ -122,7 +122,7 @@ class _Saving:
     def _sent(self, sent: SentStep) -> c.SavedStep:
         return self._of(c.SavedStep, sent, message=_frames(sent.message))
 
-    def _pool(self, pool: Pool) -> c.SavedPool:
+    def _pool(self, pool: BlockPool) -> c.SavedPool:
         zeroing = pool.zeroing
         lru = {tenant: (self._numbers(blocks), self._numbers(blocks.values())) for tenant, blocks in pool._lru.items()}
         return self._of(
@@ -133,7 +133,7 @@ class _Saving:
             zeroing=self._of(c.SavedZeroing, zeroing, _owed=list(zeroing._owed)) if zeroing is not None else None,
         )
 
-    def _index(self, index: PrefixIndex) -> c.SavedIndex:
+    def _index(self, index: PrefixCache) -> c.SavedIndex:
         """Save an index as arrays, because it has an entry for each block."""
         children = index._children.values()
         return c.SavedIndex(

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvforge.coordinator.core.cache import residents
+from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED, Blocks
 from kvforge.coordinator.core.cache.hashing import BlockHasher
-from kvforge.coordinator.core.cache.pool import Pool
-from kvforge.coordinator.core.cache.prefix import PrefixIndex, PrefixStore, root_key
+from kvforge.coordinator.core.cache.prefix_cache import PrefixCache, PrefixStore, root_key
 from kvforge.coordinator.core.cache.tenants import Tenants
 from kvforge.coordinator.core.clock import Clock
 from kvforge.coordinator.core.limits import Quota
@@ -70,7 +70,7 @@ class PoolMachine(RuleBasedStateMachine):
             if quota.ceiling:
                 ceilings[index] = quota.ceiling
         blocks = Blocks(self.count, 4)
-        self.pool = Pool(Clock(), blocks, tenants, Waits(), Flags(blocks), 1, 0, self.count)
+        self.pool = BlockPool(Clock(), blocks, tenants, Waits(), Flags(blocks), 1, 0, self.count)
         self.model = NaivePool(self.count, floors, ceilings)
         self.step = 0
 
@@ -166,7 +166,7 @@ SALTS = st.sampled_from([11, 12])
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """PrefixIndex against a trie without hashes: hits are always exact, and the longest ones if no hashes collide."""
+    """PrefixCache against a trie without hashes: hits are always exact, and the longest ones if no hashes collide."""
 
     hasher_class: type[BlockHasher] = BlockHasher
     exact = True
@@ -179,14 +179,14 @@ class PrefixMachine(RuleBasedStateMachine):
         self.hasher = self.hasher_class(SIZE, b"key", 16)
         self.trie = trie = NaiveTrie()
 
-        class Watched(PrefixIndex):
+        class Watched(PrefixCache):
             def remove(self, block: int) -> None:
                 trie.remove(block)
                 super().remove(block)
 
         waits = Waits()
         self.index = Watched(PrefixStore(10, SIZE), blocks, waits, self.hasher)
-        self.pool = Pool(Clock(), blocks, tenants, waits, self.index, 1, 0, 10)
+        self.pool = BlockPool(Clock(), blocks, tenants, waits, self.index, 1, 0, 10)
         self.content: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.held: list[int] = []
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED, Blocks
-from kvforge.coordinator.core.cache.pool import Pool
 from kvforge.coordinator.core.cache.tenants import Tenants
 from kvforge.coordinator.core.clock import Clock
 from kvforge.coordinator.core.limits import Quota
@@ -27,13 +27,13 @@ from tools.simulation.digest import digest
 from tools.simulation.limits import make_limits
 
 
-def new_pool(count: int, base: int = 0, **quotas: Quota) -> Pool:
+def new_pool(count: int, base: int = 0, **quotas: Quota) -> BlockPool:
     """A pool with tenants a = 1, b = 2, c = 3."""
     tenants = Tenants(make_limits(quotas=quotas, tenants_max=8))
     for name in "abc":
         tenants.intern(name)
     blocks = Blocks(base + count, 4)
-    return Pool(Clock(), blocks, tenants, Waits(), Flags(blocks), 1, base, count)
+    return BlockPool(Clock(), blocks, tenants, Waits(), Flags(blocks), 1, base, count)
 
 
 class Flags:

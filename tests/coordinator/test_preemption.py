@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvforge.coordinator.core.limits import Quota
-from kvforge.coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.requests.request import Request
 from kvforge.coordinator.core.scheduling import preemption
 from tests.coordinator.driver import Driver, continuation
 

@@ -10,7 +10,7 @@ import pytest
 from kvforge.coordinator.core.cache import residents
 from kvforge.coordinator.core.cache.blocks import REFERENCED
 from kvforge.coordinator.core.cache.hashing import BlockHasher
-from kvforge.coordinator.core.cache.prefix import root_key
+from kvforge.coordinator.core.cache.prefix_cache import root_key
 from kvforge.protocol.errors import InvalidRequest
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation, int32

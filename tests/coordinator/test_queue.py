@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvforge.coordinator.core.cache.tenants import Tenants
 from kvforge.coordinator.core.clock import Clock
 from kvforge.coordinator.core.limits import Quota
-from kvforge.coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.requests.request import Request
 from kvforge.coordinator.core.scheduling.admission import BLOCKED_MAX
 from kvforge.coordinator.core.scheduling.queue import WaitingQueue
 from kvforge.protocol.errors import QueueFull

@@ -13,7 +13,8 @@ from kvforge.coordinator.core.cache.tenants import Tenants
 from kvforge.coordinator.core.clock import Clock
 from kvforge.coordinator.core.events import DropWorker, FromWorker, Log, ToWorker
 from kvforge.coordinator.core.limits import Bounds, Quota
-from kvforge.coordinator.core.requests.lifecycle import PENDING, TERMINAL, TRANSITIONS, Request, RequestTable
+from kvforge.coordinator.core.requests.request import PENDING, TERMINAL, TRANSITIONS, Request
+from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.protocol.errors import (
     AlreadyFinished,
     Draining,

@@ -159,7 +159,7 @@ def test_the_others_finish_when_the_first_ends_early(how: str, when: str) -> Non
     if how == "cancelled":
         driver.cancel(first)
     elif how == "failed":
-        driver.machine.endings.end(live[first], "fail", "failed", None)
+        driver.machine.finisher.end(live[first], "fail", "failed", None)
     else:
         driver.machine._asked.deadlines.set(driver.now_us, first, 0)
     driver.turn()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.blocks import Blocks
-from kvforge.coordinator.core.cache.pool import Pool
 from kvforge.coordinator.core.cache.tenants import Tenants
 from kvforge.coordinator.core.clock import Clock
 from kvforge.coordinator.core.limits import Quota
@@ -69,7 +69,7 @@ def test_who_waits_for_one_step_is_not_put_off_by_who_waits_for_a_later_one() ->
             told.append(pool.done_step)
             return []
 
-    pool = Pool(Clock(), Blocks(4, 4), tenants, Told(), None, 3, 0, 4)
+    pool = BlockPool(Clock(), Blocks(4, 4), tenants, Told(), None, 3, 0, 4)
     for step in (2, 1, 4):
         pool.await_step(step)
     for step in range(1, 6):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvforge.coordinator.core.machine import Machine
-from kvforge.coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.requests.request import Request
 from tools.simulation.attributes import WATCHERS
 from tools.simulation.attributes import attributes as known
 from tools.simulation.coordinators import SimulatedCoordinator

@@ -112,19 +112,19 @@ def _not_written() -> None:
 
 def _held_block() -> None:
     """Leak a reference to a block now and then."""
-    from kvforge.coordinator.core.cache.pool import Pool
+    from kvforge.coordinator.core.cache.block_pool import BlockPool
 
     due = _every(EVERY)
 
     def changed(hold: Callable[..., None]) -> Callable[..., None]:
-        def doubly(self: Pool, ids: Any) -> None:
+        def doubly(self: BlockPool, ids: Any) -> None:
             hold(self, ids)
             if len(ids) and due():
                 hold(self, ids[:1])
 
         return doubly
 
-    _patch(Pool, "hold", changed)
+    _patch(BlockPool, "hold", changed)
 
 
 def _grown_memory() -> None:

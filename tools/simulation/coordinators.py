@@ -32,7 +32,7 @@ from kvforge.coordinator.core.events import (
     WorkerGone,
 )
 from kvforge.coordinator.core.machine import Machine
-from kvforge.coordinator.core.requests.lifecycle import NO_SLOT, Request
+from kvforge.coordinator.core.requests.request import NO_SLOT, Request
 from kvforge.coordinator.publish import publish
 from kvforge.coordinator.transport.outbox import Sent
 from kvforge.coordinator.turn import TurnLimits, TurnLoop
@@ -194,13 +194,13 @@ class SimulatedCoordinator:
     def _watch(self) -> None:
         """Install hooks between the parts of the core, to observe what no message shows."""
         machine, scheduler, admission = self.machine, self.machine.scheduler, self.machine.admission
-        self._plan, self._end, self._make_way = scheduler.plan, machine.endings.end, scheduler._make_way
+        self._plan, self._end, self._make_way = scheduler.plan, machine.finisher.end, scheduler._make_way
         self._start, self._add, self._requeue = admission._start, admission.waiting.add, admission.requeue
         self._asking = NO_SLOT
         put: list[tuple[Any, str, Any]] = [
             (scheduler, "plan", self._planned),
             (scheduler, "_make_way", self._making_way),
-            (machine.endings, "end", self._ended),
+            (machine.finisher, "end", self._ended),
             (admission, "_start", self._started),
             (admission, "requeue", self._requeued),
             (admission.waiting, "add", self._added),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from kvforge.coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.requests.request import Request
 from kvforge.protocol.messages import Submit
 from tools.simulation.settings import Settings
 from tools.simulation.telling import BookedRequest

@@ -15,6 +15,7 @@ import numpy as np
 from kvforge.coordinator import publish as publishing
 from kvforge.coordinator import turn as turns
 from kvforge.coordinator.core.cache import changes
+from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.cache import Cache
 from kvforge.coordinator.core.cache.changes import IndexChanges
 from kvforge.coordinator.core.cache.groups import Group
@@ -22,8 +23,7 @@ from kvforge.coordinator.core.cache.hashing import BlockHasher
 from kvforge.coordinator.core.cache.holders import who_holds
 from kvforge.coordinator.core.cache.indexing import Indexing
 from kvforge.coordinator.core.cache.pins import Pins
-from kvforge.coordinator.core.cache.pool import Pool
-from kvforge.coordinator.core.cache.prefix import PrefixIndex
+from kvforge.coordinator.core.cache.prefix_cache import PrefixCache
 from kvforge.coordinator.core.cache.sequences import Sequences, unmarked
 from kvforge.coordinator.core.cache.supply import Supply
 from kvforge.coordinator.core.commands import guard as guards
@@ -35,15 +35,15 @@ from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.reporting.explain import Explainer
 from kvforge.coordinator.core.requests import deadlines
 from kvforge.coordinator.core.requests.deadlines import Deadlines
-from kvforge.coordinator.core.requests.lifecycle import RequestTable
 from kvforge.coordinator.core.requests.streams import Streams
+from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.coordinator.core.requests.top_logprobs import TopRecord, Tops
-from kvforge.coordinator.core.scheduling import admission, endings, plan, preemption
+from kvforge.coordinator.core.scheduling import admission, finisher, preemption, scheduler
 from kvforge.coordinator.core.scheduling.admission import Admission
 from kvforge.coordinator.core.scheduling.choice import Choice
-from kvforge.coordinator.core.scheduling.endings import Endings
-from kvforge.coordinator.core.scheduling.plan import Scheduler
+from kvforge.coordinator.core.scheduling.finisher import RequestFinisher
 from kvforge.coordinator.core.scheduling.queue import WaitingQueue
+from kvforge.coordinator.core.scheduling.scheduler import Scheduler
 from kvforge.coordinator.core.waits import Waits
 from kvforge.coordinator.core.workers import teams
 from kvforge.coordinator.core.workers.reports import WorkerReports
@@ -72,26 +72,26 @@ def plant(name: str, faults: Mapping[str, Callable[[], list[Patch]]] = FAULTS) -
 @fault
 def lost_unref() -> list[Patch]:
     """A sequence that ends does not release its last block."""
-    real = Pool.release
+    real = BlockPool.release
 
-    def release(self: Pool, ids: Any, last_step: int) -> int:
+    def release(self: BlockPool, ids: Any, last_step: int) -> int:
         return real(self, ids[:-1] if ids.size > 2 else ids, last_step)
 
-    return [(Pool, "release", release)]
+    return [(BlockPool, "release", release)]
 
 
 @fault
 def double_free() -> list[Patch]:
     """A freed block is pushed to the free list twice."""
-    real = Pool._to_free
+    real = BlockPool._to_free
 
-    def to_free(self: Pool, ids: Any) -> None:
+    def to_free(self: BlockPool, ids: Any) -> None:
         real(self, ids)
         if ids.size > 1 and self.free < self.count:
             self._stack[self.free] = ids[0]
             self.free += 1
 
-    return [(Pool, "_to_free", to_free)]
+    return [(BlockPool, "_to_free", to_free)]
 
 
 @fault
@@ -166,13 +166,13 @@ def copy_one_token_short() -> list[Patch]:
 @fault
 def quarantine_skipped() -> list[Patch]:
     """Blocks are free at once, though a step in flight may still write them."""
-    real = Pool.release
+    real = BlockPool.release
 
-    def release(self: Pool, ids: Any, last_step: int) -> int:
+    def release(self: BlockPool, ids: Any, last_step: int) -> int:
         self.blocks.touch[ids] = 0
         return real(self, ids, 0)
 
-    return [(Pool, "release", release)]
+    return [(BlockPool, "release", release)]
 
 
 @fault
@@ -212,25 +212,25 @@ def stream_repeated_after_preemption() -> list[Patch]:
         if again:
             streams_of[id(self)].add_tokens(request.client, request.id, 0, request.tokens, request.logprobs)
 
-    real_init = Endings.__init__
+    real_init = RequestFinisher.__init__
 
-    def init(self: Endings, cache: Any, requests: Any, admission: Any, streams: Streams, effects: Any) -> None:
+    def init(self: RequestFinisher, cache: Any, requests: Any, admission: Any, streams: Streams, effects: Any) -> None:
         real_init(self, cache, requests, admission, streams, effects)
         streams_of[id(admission)] = streams
 
-    return [(Admission, "_start", start), (Endings, "__init__", init)]
+    return [(Admission, "_start", start), (RequestFinisher, "__init__", init)]
 
 
 @fault
 def generation_not_bumped() -> list[Patch]:
     """A freed block keeps its generation, so a stale reference names its new content."""
-    real = Pool._to_free
+    real = BlockPool._to_free
 
-    def to_free(self: Pool, ids: Any) -> None:
+    def to_free(self: BlockPool, ids: Any) -> None:
         real(self, ids)
         self.blocks.generation[ids] -= 1
 
-    return [(Pool, "_to_free", to_free)]
+    return [(BlockPool, "_to_free", to_free)]
 
 
 @fault
@@ -241,10 +241,10 @@ def prefix_hit_by_weak_hash() -> list[Patch]:
     def blocks(self: BlockHasher, tokens: Any) -> Any:
         return real(self, tokens) & np.uint64(3)
 
-    def verified(self: PrefixIndex, salt: int, tokens: Any, ids: Any) -> int:
+    def verified(self: PrefixCache, salt: int, tokens: Any, ids: Any) -> int:
         return int(ids.size)
 
-    return [(BlockHasher, "blocks", blocks), (PrefixIndex, "_verified", verified)]
+    return [(BlockHasher, "blocks", blocks), (PrefixCache, "_verified", verified)]
 
 
 @fault
@@ -285,7 +285,7 @@ def holder_dropped_without_decrement() -> list[Patch]:
 @fault
 def pin_charged_to_who_computed() -> list[Patch]:
     """A pinned block stays charged to the tenant that computed it."""
-    return [(Pool, "recharge", lambda self, block, tenant: None)]
+    return [(BlockPool, "recharge", lambda self, block, tenant: None)]
 
 
 @fault
@@ -304,23 +304,23 @@ def refusal_after_the_change() -> list[Patch]:
 def evicted_while_cached_entry_lives() -> list[Patch]:
     """An evicted block stays in the prefix index."""
 
-    def evict_one(self: Pool, tenant: int) -> None:
+    def evict_one(self: BlockPool, tenant: int) -> None:
         block, _ = self._lru[tenant].popitem(last=False)
         self.cached -= 1
         self._to_free(np.array([block], np.int64))
 
-    return [(Pool, "_evict_one", evict_one)]
+    return [(BlockPool, "_evict_one", evict_one)]
 
 
 @fault
 def settled_a_step_early() -> list[Patch]:
     """The result of step N also settles step N + 1."""
-    real = Pool.step_done
+    real = BlockPool.step_done
 
-    def step_done(self: Pool, step: int) -> None:
+    def step_done(self: BlockPool, step: int) -> None:
         real(self, step + 1)
 
-    return [(Pool, "step_done", step_done)]
+    return [(BlockPool, "step_done", step_done)]
 
 
 @fault
@@ -550,12 +550,12 @@ def forgotten_answer_not_told() -> list[Patch]:
 @fault
 def attach_replays_from_the_next() -> list[Patch]:
     """An attach omits the token at the offset itself."""
-    real = Endings.stream_from
+    real = RequestFinisher.stream_from
 
-    def stream_from(self: Endings, request: Any, offset: int) -> None:
+    def stream_from(self: RequestFinisher, request: Any, offset: int) -> None:
         real(self, request, offset + 1 if offset else 0)
 
-    return [(Endings, "stream_from", stream_from)]
+    return [(RequestFinisher, "stream_from", stream_from)]
 
 
 @fault
@@ -571,14 +571,14 @@ def paused_stream_goes_on() -> list[Patch]:
 @fault
 def end_told_while_paused() -> list[Patch]:
     """A paused stream ends before the client's missing tokens are sent."""
-    real = Endings.end
+    real = RequestFinisher.end
 
-    def end(self: Endings, request: Any, *arguments: Any, **named: Any) -> None:
+    def end(self: RequestFinisher, request: Any, *arguments: Any, **named: Any) -> None:
         paused, request.paused = request.paused, False
         real(self, request, *arguments, **named)
         request.paused = paused
 
-    return [(Endings, "end", end)]
+    return [(RequestFinisher, "end", end)]
 
 
 @fault
@@ -685,19 +685,19 @@ def sibling_never_released() -> list[Patch]:
 @fault
 def cut_not_told() -> list[Patch]:
     """The end of a cut request does not report how many tokens were cut."""
-    real = endings.ended
-    return [(endings, "ended", lambda request, cut, now_us: real(request, 0, now_us))]
+    real = finisher.ended
+    return [(finisher, "ended", lambda request, cut, now_us: real(request, 0, now_us))]
 
 
 @fault
 def cut_not_made() -> list[Patch]:
     """FinishAt does not cut the tokens that were generated meanwhile."""
-    real = Endings.end
+    real = RequestFinisher.end
 
-    def end(self: Endings, request: Any, event: str, reason: str, error: Any, keep: int | None = None) -> None:
+    def end(self: RequestFinisher, request: Any, event: str, reason: str, error: Any, keep: int | None = None) -> None:
         real(self, request, event, reason, error)
 
-    return [(Endings, "end", end)]
+    return [(RequestFinisher, "end", end)]
 
 
 @fault
@@ -850,7 +850,7 @@ def error_names_others() -> list[Patch]:
     def holders(cache: Cache, group: Group, _seen: int, *more: Any, **named: Any) -> list[str]:
         return who_holds(cache, group, 0, *more, **named)
 
-    return [(plan, "who_holds", holders)]
+    return [(scheduler, "who_holds", holders)]
 
 
 @fault

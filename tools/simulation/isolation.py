@@ -13,7 +13,7 @@ from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.events import ClientCame, FromClient
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.reporting.explain import Explainer
-from kvforge.coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.requests.request import Request
 from kvforge.coordinator.core.rights import READ, SUBMIT, Access
 from kvforge.coordinator.transport.outbox import Who
 from kvforge.protocol.errors import KvforgeError

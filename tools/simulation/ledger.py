@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvforge.coordinator.core.events import ClientGone, FromClient
-from kvforge.coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.requests.request import Request
 from kvforge.protocol.messages import (
     GENERATED,
     Accepted,

@@ -11,7 +11,7 @@ from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.placement import Placement
 from kvforge.coordinator.core.cache.sequences import NO_POOL
 from kvforge.coordinator.core.machine import Machine
-from kvforge.coordinator.core.requests.lifecycle import NO_SLOT, Request
+from kvforge.coordinator.core.requests.request import NO_SLOT, Request
 from kvforge.coordinator.core.scheduling.queue import WaitingQueue
 from kvforge.protocol.messages import Step
 from tools.simulation.settings import Settings

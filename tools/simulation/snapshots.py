@@ -23,7 +23,7 @@ import numpy as np
 from kvforge.coordinator.core.cache.groups import SentStep
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.requests.idempotency import IdempotencyKey
-from kvforge.coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.requests.request import Request
 from kvforge.coordinator.core.waits import Wait
 from kvforge.protocol.messages import Grammar, RowStart, SamplingParams, Step
 from tools.simulation.attributes import getter

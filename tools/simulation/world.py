@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvforge.coordinator import life as lives
 from kvforge.coordinator.core.events import Boot
-from kvforge.coordinator.core.requests.lifecycle import Request
+from kvforge.coordinator.core.requests.request import Request
 from kvforge.coordinator.host.away import Anchor, HostTime
 from kvforge.coordinator.transport.outbox import Sent
 from kvforge.protocol import codec

@@ -12,7 +12,7 @@ A group (`groups`) is one worker and its block pool: the blocks, the resident se
 block copies that the next step must carry. A global block id determines the pool and the offset in it.
 
 Layers, top to bottom; a file calls only files below it: cache (sequences grow), residents (placement of sequences),
-eviction, indexing, pins; groups; pool; prefix; blocks, sequences, tenants.
+eviction, indexing, pins; groups; block_pool; prefix_cache; blocks, sequences, tenants.
 
 Only `cache.Cache` changes blocks and block tables. Any module may read its `sequences`, `blocks` and pools. The
 scheduler also writes its plan (scheduled, pending, running) into `sequences`.

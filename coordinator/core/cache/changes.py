@@ -5,7 +5,7 @@ broken chain is therefore reported as removed together with the entry that broke
 while. Where kinds are distinguished, an entry that holds a generated token is never reported, and neither are its
 descendants, because tokens from outside are prompt tokens.
 
-Invariant: a mirror that applies everything that `take` returns, in order, holds exactly what `PrefixIndex.reachable`
+Invariant: a mirror that applies everything that `take` returns, in order, holds exactly what `PrefixCache.reachable`
 returns for all pools.
 
 The core records raw changes as copies, and `take` interprets them once a turn. None of this is part of the core's

@@ -1,7 +1,7 @@
 """The choice of idle client sequences to evict when blocks run out: least recently used first, and whole.
 
 It also computes the supply that remains once every running request has ended. This module only chooses. Cached
-blocks without holders are evicted before any sequence, one at a time, by `Pool`.
+blocks without holders are evicted before any sequence, one at a time, by `BlockPool`.
 """
 
 from __future__ import annotations

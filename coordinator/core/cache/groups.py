@@ -12,9 +12,9 @@ import numpy.typing as npt
 from kvforge.protocol.messages import NO_INT32, Int32Array, Step, WorkerReady
 from kvforge.protocol.meters import POOL_CELLS, STEP_TIME
 
+from .block_pool import BlockPool
 from .blocks import BlockIds
 from .costs import DURATION_US_MAX, StepCosts
-from .pool import Pool
 from .sequences import Slots
 
 
@@ -44,7 +44,7 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
     message: Step
 
 
-class Steady:
+class SteadyDecodeBatch:
     """A batch of rows that decode together, which lets the scheduler plan the next step with a few additions.
 
     Most steps repeat the one before: the same rows, each one token further. The batch stays valid while no row joins or
@@ -94,7 +94,7 @@ class Group:
         told_us: Time at which the rows in `told` got the most recent tokens.
     """
 
-    def __init__(self, number: int, worker: int, name: str, epoch: int, pool: Pool, ready: WorkerReady) -> None:
+    def __init__(self, number: int, worker: int, name: str, epoch: int, pool: BlockPool, ready: WorkerReady) -> None:
         self.number, self.worker, self.name, self.epoch = number, worker, name, epoch
         self.others: tuple[int, ...] = ()
         self.pool, self.index, self.model = pool, pool.index, ready.model
@@ -107,7 +107,7 @@ class Group:
         self.steps_total = 0
         self.running = 0
         self.left_step = 0
-        self.steady: Steady | None = None
+        self.steady: SteadyDecodeBatch | None = None
         self.suspect = 0
         self.stopped: list[int] = []
         self.away = False
@@ -165,7 +165,7 @@ class Group:
         return source
 
     def release(self, ids: BlockIds, last_step: int) -> int:
-        """Remove one holder from each block, as `Pool.release` does, and cancel copies into blocks without holders."""
+        """Remove one holder from each block, as `BlockPool.release` does; cancel copies into blocks without holders."""
         dead = self.pool.release(ids, last_step)
         if dead and self.copies:
             for block in ids[self.pool.blocks.refcount[ids] == 0].tolist():

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from .groups import Group
 from .hashing import BlockHasher, Hashes
-from .prefix import root_key
+from .prefix_cache import root_key
 from .sequences import Sequences, Slots, unmarked
 
 Tokens = npt.NDArray[np.int32]

@@ -3,7 +3,7 @@
 Every method keeps these rules:
 
 - Allocation is all or nothing, and a method that raises has changed nothing.
-- Blocks leave a table through `Pool.release`, with the last step that may touch them.
+- Blocks leave a table through `BlockPool.release`, with the last step that may touch them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kvforge.protocol.messages import GENERATED, ModelInfo, WorkerReady
 from ..clock import Clock
 from ..limits import Limits
 from ..waits import Waits, eviction_of
+from .block_pool import BlockPool
 from .blocks import NO_BLOCKS, BlockIds, Blocks
 from .changes import IndexChanges
 from .eviction import Eviction
@@ -25,8 +26,7 @@ from .hashing import BlockHasher, Hashes
 from .indexing import Indexing
 from .pins import Pins
 from .placement import Placement
-from .pool import Pool
-from .prefix import PrefixIndex, PrefixStore, root_key
+from .prefix_cache import PrefixCache, PrefixStore, root_key
 from .sequences import NO_POOL, Sequences, Slots
 from .supply import NO_SPARE, Spare
 from .tenants import Tenants
@@ -87,9 +87,9 @@ class Residents:
         if base + blocks > bounds.blocks_max:
             raise CapacityExceeded("blocks_max", base + blocks, bounds.blocks_max, "raise limits.blocks_max")
         self._epochs += 1
-        index = PrefixIndex(self.store, self.blocks, self.waits, self.hasher)
+        index = PrefixCache(self.store, self.blocks, self.waits, self.hasher)
         zeroing = Zeroing(base, blocks) if self.limits.cache.zero_on_tenant_change else None
-        pool = Pool(self.clock, self.blocks, self.tenants, self.waits, index, self._epochs, base, blocks, zeroing)
+        pool = BlockPool(self.clock, self.blocks, self.tenants, self.waits, index, self._epochs, base, blocks, zeroing)
         group = Group(number, worker, name, self._epochs, pool, ready)
         self.groups[number] = group
         if self.store.changed is not None:

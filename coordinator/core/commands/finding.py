@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from itertools import islice
 
+from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.protocol.messages import FindPrefix, PrefixFound
 
 from ..cache.cache import Cache
-from ..requests.lifecycle import RequestTable
 from ..scheduling.admission import Admission
 from . import validate
 

@@ -6,6 +6,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvforge.coordinator.core.requests.request import CANCELLED, FINISHED, NO_SLOT, Request
+from kvforge.coordinator.core.requests.table import RequestTable
+from kvforge.coordinator.core.scheduling.finisher import RequestFinisher, ended, forgotten
 from kvforge.protocol import codec
 from kvforge.protocol.errors import (
     AlreadyFinished,
@@ -45,10 +48,8 @@ from ..cache.cache import Cache
 from ..events import FromClient
 from ..limits import microseconds
 from ..requests.deadlines import DEADLINE, FIRST_TOKEN, LEASE, TRIAL, Deadlines
-from ..requests.lifecycle import CANCELLED, FINISHED, NO_SLOT, Request, RequestTable
 from ..requests.streams import Streams
 from ..scheduling.admission import Admission
-from ..scheduling.endings import Endings, ended, forgotten
 from ..sizes import LISTED_BYTES
 from ..waits import trial_of
 from . import validate
@@ -65,12 +66,12 @@ class RequestCommands:
         cache: Cache,
         requests: RequestTable,
         admission: Admission,
-        endings: Endings,
+        finisher: RequestFinisher,
         streams: Streams,
         sequences: SequenceCommands,
     ) -> None:
         self._cache, self._requests, self._admission = cache, requests, admission
-        self._endings, self._streams, self._sequences = endings, streams, sequences
+        self._finisher, self._streams, self._sequences = finisher, streams, sequences
         self._bounds, self._clock = cache.limits.bounds, cache.clock
         self._lease_us = microseconds(self._bounds.lease_s)
         self.deadlines = Deadlines()
@@ -202,7 +203,7 @@ class RequestCommands:
         self._streams.restart(client, request.id)
         if request.slot != NO_SLOT:
             self._admission.rows.reader[request.slot] = client
-        self._endings.stream_from(request, offset)
+        self._finisher.stream_from(request, offset)
         if request.ended:
             cut = max(0, offset - request.generated)
             self._streams.add_end(client, ended(request, cut, self._clock.now_us))
@@ -221,7 +222,7 @@ class RequestCommands:
         """Cancel a request. Repeating the command gives the same answer."""
         request = self._requests.find(message.request_id)
         if request.state != CANCELLED:
-            self._endings.end(request, "cancel", "cancelled", None)
+            self._finisher.end(request, "cancel", "cancelled", None)
         return Done(rid=message.rid)
 
     def finish_at(self, message: FinishAt) -> Message:
@@ -240,7 +241,7 @@ class RequestCommands:
         if not 1 <= message.tokens <= generated:
             problem = f"must be 1 to {generated}, the tokens generated so far, not {message.tokens}"
             raise InvalidRequest("tokens", problem)
-        self._endings.end(request, "finish", "stop", None, keep=message.tokens)
+        self._finisher.end(request, "finish", "stop", None, keep=message.tokens)
         return Done(rid=message.rid)
 
     def client_away(self, client: int) -> None:
@@ -261,7 +262,7 @@ class RequestCommands:
         lease_us = 0 if goodbye else self._lease_us
         for request in [r for r in self._requests.live.values() if r.client == client]:
             if not request.detached and not lease_us:
-                self._endings.end(request, "cancel", "cancelled", None)
+                self._finisher.end(request, "cancel", "cancelled", None)
                 continue
             request.client, request.paused = 0, False
             request.phases.resume(self._clock.now_us)
@@ -290,11 +291,11 @@ class RequestCommands:
                 if request.first_token_us < 0:
                     self._expire(request, f"it had no token after {age}")
             elif 0 <= request.orphan_us <= self._clock.now_us - self._lease_us:
-                self._endings.end(request, "cancel", "cancelled", None)
+                self._finisher.end(request, "cancel", "cancelled", None)
         if self.drain_deadline_us and self._clock.now_us >= self.drain_deadline_us:
             for request in list(self._requests.live.values()):
                 problem = f"request {request.id} was handed back: the coordinator is draining; submit it elsewhere"
-                self._endings.end(request, "fail", "failed", Draining(problem, request_id=request.id))
+                self._finisher.end(request, "fail", "failed", Draining(problem, request_id=request.id))
 
     def due_us(self) -> int | None:
         """Return when `pass_time` has work, or None."""
@@ -308,7 +309,7 @@ class RequestCommands:
         state = request.state
         why = "no worker is ready" if state != "running" and not self._cache.groups else f"it was {state}"
         error = DeadlineExceeded(f"request {request.id} expired: {what}; {why}", request_id=request.id, state=state)
-        self._endings.end(request, "expire", "expired", error)
+        self._finisher.end(request, "expire", "expired", error)
 
     # ---------------------------------------------------------------------------------------------------------- drain
 
@@ -386,7 +387,7 @@ class RequestCommands:
                 validate.sampling(request.sampling, self._bounds, model)
                 validate.fits(request.prompt, request.max_tokens, request.tenant_name, self._cache)
             except KvforgeError as error:
-                self._endings.end(request, "fail", "failed", error)
+                self._finisher.end(request, "fail", "failed", error)
 
 
 def with_model_defaults(sampling: SamplingParams, model_defaults: tuple[str, ...], model: ModelInfo) -> SamplingParams:

@@ -6,6 +6,8 @@ from collections import OrderedDict
 
 import numpy as np
 
+from kvforge.coordinator.core.requests.table import LOST, RequestTable
+from kvforge.coordinator.core.scheduling.finisher import RequestFinisher
 from kvforge.protocol.errors import (
     CapacityExceeded,
     InvalidRequest,
@@ -33,8 +35,6 @@ from ..cache.sequences import NO_POOL, Slots
 from ..cache.supply import NO_SPARE
 from ..events import FromClient
 from ..limits import microseconds
-from ..requests.lifecycle import LOST, RequestTable
-from ..scheduling.endings import Endings
 from . import validate
 
 IDLE_TTL_MS_MAX = 30 * 24 * 3600 * 1000
@@ -43,8 +43,8 @@ IDLE_TTL_MS_MAX = 30 * 24 * 3600 * 1000
 class SequenceCommands:
     """Handlers of the sequence messages."""
 
-    def __init__(self, cache: Cache, requests: RequestTable, endings: Endings) -> None:
-        self._clock, self._cache, self._requests, self._endings = cache.clock, cache, requests, endings
+    def __init__(self, cache: Cache, requests: RequestTable, finisher: RequestFinisher) -> None:
+        self._clock, self._cache, self._requests, self._finisher = cache.clock, cache, requests, finisher
         self._gone: OrderedDict[int, tuple[str, str]] = OrderedDict()  # tenant and reason of removals
         self._again: Slots = np.zeros(0, np.int64)  # slots of the last append of one token each
 
@@ -274,7 +274,7 @@ class SequenceCommands:
         s = self._cache.sequences
         request = self._requests.live.get(int(s.request[slot]))
         if request is not None:
-            self._endings.end(request, "cancel", "cancelled", None)
+            self._finisher.end(request, "cancel", "cancelled", None)
         if why:
             self._gone[int(s.id[slot])] = self._tenant(slot), why
             while len(self._gone) > self._cache.limits.bounds.finished_max:

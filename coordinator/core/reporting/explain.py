@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvforge.coordinator.core.cache.block_pool import short_of
+from kvforge.coordinator.core.requests.request import NO_SLOT, RUNNING, Request
+from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.protocol.errors import CapacityExceeded, Field, InvalidRequest, NotFound
 from kvforge.protocol.messages import Explain, Explanation, GetBlock, GetSequence, Message
 
 from ..cache.cache import Cache
 from ..cache.groups import Group
 from ..cache.holders import LISTED_MAX, who_holds
-from ..cache.pool import short_of
 from ..commands.blocks import BlockCommands
 from ..commands.sequences import SequenceCommands
-from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
 from ..scheduling.admission import Admission
 from ..waits import GRAMMAR, SIBLING, Wait
 from .spent import duration, where_time_went

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvforge.coordinator.core.requests.request import Request
 from kvforge.protocol.errors import Field
 
-from ..requests.lifecycle import Request
 from ..requests.phases import NAMES
 from ..waits import GRAMMAR, SIBLING, TENANT_CEILING
 

@@ -8,13 +8,14 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from kvforge.coordinator.core.requests.request import CANCELLED, EXPIRED, FAILED, FINISHED, PENDING, PREEMPTED, RUNNING
+from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStats
 from kvforge.protocol.meters import NAME_LENGTH_MAX, OTHERS, TENANT_ROWS, ServiceInfo, WorkerInfo
 
 from ..cache.blocks import REFERENCED
 from ..cache.cache import Cache
 from ..cache.groups import Group
-from ..requests.lifecycle import CANCELLED, EXPIRED, FAILED, FINISHED, PENDING, PREEMPTED, RUNNING, RequestTable
 from ..scheduling.admission import Admission
 from ..scheduling.queue import WaitingQueue
 

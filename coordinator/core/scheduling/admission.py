@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvforge.coordinator.core.requests.request import NO_SLOT, RUNNING, Request
+from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.protocol.meters import (
     DISPLACED,
     HIT,
@@ -30,7 +32,6 @@ from ..cache.cache import Cache
 from ..cache.groups import Group
 from ..cache.placement import Placement
 from ..cache.sequences import NO_POOL, Tokens, generated, unmarked
-from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
 from ..requests.phases import RECOVERING
 from ..waits import FRONT, GRAMMAR, SIBLING, Wait, blocks_of, prompt_of, rows_of, trial_of
 from .choice import ALONE_CRASHES, Choice

@@ -11,6 +11,9 @@ from collections.abc import Container
 import msgspec
 import numpy as np
 
+from kvforge.coordinator.core.cache.block_pool import short_of
+from kvforge.coordinator.core.requests.request import NO_SLOT, RUNNING, Request
+from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
 from .. import sizes
@@ -18,10 +21,8 @@ from ..cache.blocks import NO_BLOCKS
 from ..cache.cache import Cache
 from ..cache.groups import Group
 from ..cache.placement import Placement
-from ..cache.pool import short_of
 from ..cache.sequences import NO_POOL, NO_SLOTS, generated
 from ..cache.supply import NO_SPARE, Spare
-from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
 from ..waits import FRONT, SLOT, TENANT_CEILING, WORKER, Event, Wait, blocks_of, eviction_of, prefix_of, rows_of
 
 ALONE_CRASHES = 2

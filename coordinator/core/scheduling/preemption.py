@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvforge.coordinator.core.requests.table import RequestTable
+
 from ..cache.cache import Cache
 from ..cache.sequences import Slots
-from ..requests.lifecycle import RequestTable
 
 
 def choose(

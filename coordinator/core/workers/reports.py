@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from kvforge.coordinator.core.requests.request import NO_SLOT, Request
+from kvforge.coordinator.core.requests.table import RequestTable
+from kvforge.coordinator.core.scheduling.finisher import RequestFinisher
 from kvforge.protocol.errors import Conflict, Field, KvforgeError, ProtocolError, WorkerError, restore
 from kvforge.protocol.messages import (
     ERROR_TEXT_MAX,
@@ -30,9 +33,7 @@ from ..commands import validate
 from ..commands.requests import RequestCommands
 from ..events import DropWorker, Effect, FromWorker, Log, ReplaceWorker, ToWorker
 from ..limits import microseconds
-from ..requests.lifecycle import NO_SLOT, Request, RequestTable
 from ..scheduling.admission import Admission
-from ..scheduling.endings import Endings
 from .results import StepResults
 from .teams import Team, check_rank
 from .worker import Worker
@@ -46,14 +47,14 @@ class WorkerReports:
         cache: Cache,
         requests: RequestTable,
         admission: Admission,
-        endings: Endings,
+        finisher: RequestFinisher,
         results: StepResults,
         commands: RequestCommands,
         effects: list[Effect],
         boot: str,
     ) -> None:
         self._cache, self._requests, self._admission = cache, requests, admission
-        self._endings, self._results, self._commands = endings, results, commands
+        self._finisher, self._results, self._commands = finisher, results, commands
         self._clock, self._crashes_max = cache.clock, cache.limits.schedule.crashes_max
         self._timeout_us = microseconds(cache.limits.schedule.step_timeout_s)
         self._boot, self._reattach_us = boot, microseconds(cache.limits.bounds.reattach_s)
@@ -456,7 +457,7 @@ class WorkerReports:
             problem = f"request {request.id}: {request.crashes} workers died while running it, the last {worker}"
             self._log("error", f"{problem}: it fails")
             error = WorkerError(problem, request_id=request.id, crashes=request.crashes)
-            self._endings.end(request, "fail", "failed", error)
+            self._finisher.end(request, "fail", "failed", error)
 
     def _log(self, level: str, text: str, event: str = "", worker: Worker | None = None, **facts: Field) -> None:
         name: dict[str, Field] = {"worker": worker.name} if worker is not None else {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvforge.coordinator.core.requests.table import RequestTable
+from kvforge.coordinator.core.scheduling.finisher import RequestFinisher
 from kvforge.protocol.errors import KvforgeError, ProtocolError, WorkerError, restore
 from kvforge.protocol.messages import ERROR_TEXT_MAX, ErrorInfo, StepResult
 from kvforge.protocol.meters import FIRST_TOKEN, GAP, PREFILLED
@@ -13,11 +15,9 @@ from ..cache.cache import Cache
 from ..cache.groups import Group
 from ..cache.sequences import GENERATED_MARK, Slots
 from ..requests.deadlines import TRIAL, Deadlines
-from ..requests.lifecycle import RequestTable
 from ..requests.streams import Streams
 from ..requests.top_logprobs import Tops
 from ..scheduling.admission import Admission
-from ..scheduling.endings import Endings
 
 INDEX_STEPS = 8
 AGAIN_MS_MAX = 1000
@@ -36,11 +36,11 @@ class StepResults:
         requests: RequestTable,
         admission: Admission,
         streams: Streams,
-        endings: Endings,
+        finisher: RequestFinisher,
         deadlines: Deadlines,
     ) -> None:
         self._cache, self._requests, self._admission, self._streams = cache, requests, admission, streams
-        self._endings, self._deadlines, self._clock = endings, deadlines, cache.clock
+        self._finisher, self._deadlines, self._clock = finisher, deadlines, cache.clock
         self._meters = cache.tenants.meters
 
     def apply(self, group: Group, result: StepResult) -> None:
@@ -86,7 +86,7 @@ class StepResults:
                 self._admission.put_off(request)
                 self._deadlines.set(self._clock.now_us + 1000 * min(again[slot], AGAIN_MS_MAX), request.id, TRIAL)
             else:
-                self._endings.end(request, "fail", "failed", errors[slot])
+                self._finisher.end(request, "fail", "failed", errors[slot])
 
     def _keep_prefill(self, slots: Slots, counts: Slots, put_off: npt.NDArray[np.bool_]) -> None:
         """Keep the KV of rows that only lack a token; the last token is computed again."""
@@ -113,7 +113,7 @@ class StepResults:
             done |= stopped
         for i in np.flatnonzero(done).tolist() if np.count_nonzero(done) else ():
             request = self._requests.live[int(s.request[rows[i]])]
-            self._endings.end(request, "finish", "stop" if stopped is not None and stopped[i] else "length", None)
+            self._finisher.end(request, "finish", "stop" if stopped is not None and stopped[i] else "length", None)
 
     def _aligned(
         self, group: Group, sampled: Slots, result: StepResult

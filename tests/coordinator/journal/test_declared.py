@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from kvforge.coordinator.core.cache.groups import SentStep
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.requests.idempotency import IdempotencyKey
-from kvforge.coordinator.core.requests.lifecycle import Request
 from kvforge.coordinator.core.requests.phases import Phases
+from kvforge.coordinator.core.requests.request import Request
 from kvforge.coordinator.core.requests.streams import StreamRows
 from kvforge.coordinator.core.requests.top_logprobs import Tops
 from kvforge.coordinator.journal import declared, declared_cache, entries, marks, snapshot

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kvforge.coordinator.core.cache import changes as index_changes
+from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.changes import Change, Cleared, IndexChanges, Removed, Stored
-from kvforge.coordinator.core.cache.pool import Pool
-from kvforge.coordinator.core.cache.prefix import PrefixIndex
+from kvforge.coordinator.core.cache.prefix_cache import PrefixCache
 from kvforge.coordinator.kv_events.format import BATCH_BLOCKS_MAX, Format
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver
@@ -90,7 +90,7 @@ def test_a_chain_that_is_broken_is_removed_with_its_first_block(make_pool: MakeP
     served(driver, PROMPT)
     served(driver, [*PROMPT[:4], 7, 7, 7, 7, 7])
     listener.take()
-    pool: Pool = driver.machine.cache.groups[0].pool
+    pool: BlockPool = driver.machine.cache.groups[0].pool
     first = next(iter(driver.machine.cache.groups[0].index._by_hash.values()))
     pool.unindex(first)
     (removed,) = listener.take()
@@ -216,7 +216,7 @@ def test_the_bytes_are_those_that_vllm_would_send(make_pool: MakePool) -> None:
 
 
 def test_removing_costs_nothing_more_where_nobody_listens(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(PrefixIndex, "_chains")
+    monkeypatch.delattr(PrefixCache, "_chains")
     driver, _ = make_pool(blocks=8)
     for first in range(8):
         served(driver, [first, *PROMPT], 2)

@@ -11,24 +11,25 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvforge.coordinator.core import sizes
+from kvforge.coordinator.core.cache.block_pool import short_of
+from kvforge.coordinator.core.cache.cache import Cache
+from kvforge.coordinator.core.cache.groups import Group, SentStep, SteadyDecodeBatch
+from kvforge.coordinator.core.cache.holders import who_holds
+from kvforge.coordinator.core.cache.sequences import NO_SLOTS, Slots, Tokens, unmarked
+from kvforge.coordinator.core.cache.supply import NO_SPARE
+from kvforge.coordinator.core.events import Effect, ToWorker
+from kvforge.coordinator.core.limits import microseconds
+from kvforge.coordinator.core.requests.request import NO_SLOT, Request
+from kvforge.coordinator.core.requests.table import RequestTable
+from kvforge.coordinator.core.waits import TENANT_CEILING, rows_of
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 from kvforge.protocol.messages import NO_INT32, RowStart, Step
 
-from .. import sizes
-from ..cache.cache import Cache
-from ..cache.groups import Group, SentStep, Steady
-from ..cache.holders import who_holds
-from ..cache.pool import short_of
-from ..cache.sequences import NO_SLOTS, Slots, Tokens, unmarked
-from ..cache.supply import NO_SPARE
-from ..events import Effect, ToWorker
-from ..limits import microseconds
-from ..requests.lifecycle import NO_SLOT, Request, RequestTable
-from ..waits import TENANT_CEILING, rows_of
 from . import preemption
 from .admission import Admission
 from .choice import lack
-from .endings import Endings
+from .finisher import RequestFinisher
 
 CHUNK_TOKENS_MIN = 16
 
@@ -37,10 +38,15 @@ class Scheduler:
     """Plans the steps of each group."""
 
     def __init__(
-        self, cache: Cache, requests: RequestTable, admission: Admission, endings: Endings, effects: list[Effect]
+        self,
+        cache: Cache,
+        requests: RequestTable,
+        admission: Admission,
+        finisher: RequestFinisher,
+        effects: list[Effect],
     ) -> None:
         self._cache, self._requests, self._admission = cache, requests, admission
-        self._endings, self._effects = endings, effects
+        self._finisher, self._effects = finisher, effects
         self._limits, self._clock = cache.limits.schedule, cache.clock
         self._decode_gap_us = microseconds(self._limits.decode_gap_ms / 1000)
         self._rows = admission.rows
@@ -109,7 +115,7 @@ class Scheduler:
             return None
         return self._send(group, slots, counts)
 
-    def _schedule_repeat(self, group: Group, steady: Steady) -> Step | None:
+    def _schedule_repeat(self, group: Group, steady: SteadyDecodeBatch) -> Step | None:
         """Build a step that repeats the previous decode batch; None if something has changed."""
         s = self._cache.sequences
         if steady.left <= 0:
@@ -323,7 +329,7 @@ class Scheduler:
         if still and not lost and step is None and not group.sent and not group.pool.awaits_step:
             lost = [max(still, key=lambda request: request.admitted_order)]
         for request in lost:
-            self._endings.end(request, "fail", "failed", self._hopeless(group, request))
+            self._finisher.end(request, "fail", "failed", self._hopeless(group, request))
         return bool(lost)
 
     def _can_go_on(self, group: Group, request: Request) -> bool:
@@ -382,7 +388,7 @@ class Scheduler:
             group.steady = self._steady(slots, runs, starts + 1, target + 1, tenant)
         return step
 
-    def _steady(self, slots: Slots, runs: Slots, starts: Slots, target: Slots, tenant: int) -> Steady:
+    def _steady(self, slots: Slots, runs: Slots, starts: Slots, target: Slots, tenant: int) -> SteadyDecodeBatch:
         """Build the steady decode batch of a group in which all rows decode.
 
         `starts` and `target` belong to the step after this one.
@@ -390,7 +396,7 @@ class Scheduler:
         s = self._cache.sequences
         room = s.used[slots] * s.block_size - target
         left = int((self._rows.limit[slots] - target).min())
-        return Steady(slots, runs, starts, room, left, tenant)
+        return SteadyDecodeBatch(slots, runs, starts, room, left, tenant)
 
     def _fed(self, group: Group, tokens: Tokens) -> Tokens:
         """Return tokens in the form that the group's worker takes: with their marks or without."""

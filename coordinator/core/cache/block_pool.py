@@ -8,19 +8,19 @@ from collections import OrderedDict, deque
 import numpy as np
 import numpy.typing as npt
 
+from kvforge.coordinator.core.clock import Clock
+from kvforge.coordinator.core.waits import Waits, blocks_of
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
-from ..clock import Clock
-from ..waits import Waits, blocks_of
 from .blocks import CACHED, FREE, QUARANTINED, REFERENCED, BlockIds, Blocks
 from .hashing import Hashes
-from .prefix import PrefixIndex, Tokens
+from .prefix_cache import PrefixCache, Tokens
 from .supply import NO_SPARE, Spare, Supply
 from .tenants import Tenants
 from .zeroing import Zeroing
 
 
-class Pool:
+class BlockPool:
     """The blocks of one worker: [base, base + count). All ids are global.
 
     Attributes:
@@ -34,7 +34,7 @@ class Pool:
         blocks: Blocks,
         tenants: Tenants,
         waits: Waits,
-        index: PrefixIndex,
+        index: PrefixCache,
         epoch: int,
         base: int,
         count: int,

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..waits import Waits, prefix_of
+from kvforge.coordinator.core.waits import Waits, prefix_of
+
 from .blocks import FREE, NO_BLOCKS, BlockIds, Blocks
 from .changes import IndexChanges
 from .hashing import BlockHasher, Hashes
@@ -51,7 +52,7 @@ class PrefixStore:
         self._show()
 
 
-class PrefixIndex:
+class PrefixCache:
     """The entries of one pool.
 
     Most entries have one child. `_children` then holds the child itself instead of a dictionary.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from kvforge.coordinator.core.cache.cache import Cache
+from kvforge.coordinator.core.events import Effect, Log
+from kvforge.coordinator.core.requests.request import NO_SLOT, Request
+from kvforge.coordinator.core.requests.streams import Streams
+from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.protocol.errors import Field, KvforgeError, RequestNotFound
 from kvforge.protocol.messages import Ended, ErrorInfo, Timings
 
-from ..cache.cache import Cache
-from ..events import Effect, Log
-from ..requests.lifecycle import NO_SLOT, Request, RequestTable
-from ..requests.streams import Streams
 from .admission import Admission
 
 
-class Endings:
+class RequestFinisher:
     """Moves requests to terminal states. No other code does."""
 
     def __init__(

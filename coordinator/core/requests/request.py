@@ -1,0 +1,190 @@
+"""A request: its record, and the transitions of its state.
+
+pending ──schedule──> running ──finish──> finished
+                      running ──preempt─> preempted ──schedule──> running
+                                          preempted ──finish──> finished (by the client)
+pending, running, preempted ──cancel──> cancelled   ──expire──> expired   ──fail──> failed
+"""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvforge.coordinator.core.cache.hashing import Hashes
+from kvforge.coordinator.core.waits import GRAMMAR, SIBLING, TENANT_CEILING, Wait
+from kvforge.protocol.errors import AlreadyFinished, InvalidTransition, KvforgeError
+from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, SamplingParams, Submit, Timings
+
+from .idempotency import IdempotencyKey
+from .phases import Phases
+from .top_logprobs import TopRecord
+
+PENDING, RUNNING, PREEMPTED = "pending", "running", "preempted"
+FINISHED, FAILED, CANCELLED, EXPIRED = "finished", "failed", "cancelled", "expired"
+TERMINAL = (FINISHED, FAILED, CANCELLED, EXPIRED)
+
+TRANSITIONS: dict[tuple[str, str], str] = {
+    (PENDING, "schedule"): RUNNING,
+    (PENDING, "fail"): FAILED,
+    (PENDING, "cancel"): CANCELLED,
+    (PENDING, "expire"): EXPIRED,
+    (RUNNING, "preempt"): PREEMPTED,
+    (RUNNING, "finish"): FINISHED,
+    (RUNNING, "fail"): FAILED,
+    (RUNNING, "cancel"): CANCELLED,
+    (RUNNING, "expire"): EXPIRED,
+    (PREEMPTED, "schedule"): RUNNING,
+    (PREEMPTED, "finish"): FINISHED,
+    (PREEMPTED, "fail"): FAILED,
+    (PREEMPTED, "cancel"): CANCELLED,
+    (PREEMPTED, "expire"): EXPIRED,
+}
+
+NO_SLOT = -1
+NO_SAMPLING = SamplingParams()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request. `prompt` is its input; `tokens` is its output so far, while it holds no slot.
+
+    Attributes:
+        siblings: The live requests of one Submit with several answers, including this one.
+        prompt_known: A sibling that has ended since had computed the prompt.
+        client: The client that reads it, 0 for none.
+        paused: Its stream is paused until the client attaches again.
+        orphan_us: Since when its connection is gone; -1 if connected.
+        passed: Requests that started before it while it had no room.
+        kept_epoch: The group in which room is kept for it; 0 for none.
+        wait: Its wait record; None if it has not been tried since something changed for it.
+        computed: Tokens with computed KV when it was last preempted.
+        redone_tokens: Tokens computed again so far.
+        crashes: Workers that died in a row while running it, with no token in between.
+        crash_length: Its length at that time.
+        cut: Tokens that a FinishAt took back.
+        token_us: Arrival of its latest token, while it holds no slot.
+        model_defaults: Fields of `sampling` that the model will set once it is known.
+        prompt_tokens: Length of the prompt; the prompt and the sampling parameters are dropped at the end.
+    """
+
+    id: int
+    client: int
+    tenant: int
+    tenant_name: str
+    prompt: npt.NDArray[np.int32]
+    message: InitVar[Submit]
+    seed: int
+    submitted_us: int
+    salt: int
+    deadline_us: int
+    prompt_tokens: int = field(init=False)
+    max_tokens: int = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    model_defaults: tuple[str, ...] = ()
+    stream: bool = field(init=False)
+    detached: bool = field(init=False)
+    priority: int = field(init=False)
+    sequence_id: int = field(init=False)
+    siblings: list[Request] = field(default_factory=list)
+    key: IdempotencyKey | None = None
+    state: str = PENDING
+    slot: int = NO_SLOT
+    tokens: npt.NDArray[np.int32] = field(init=False)
+    logprobs: npt.NDArray[np.float32] = field(init=False)
+    tops: TopRecord | None = field(init=False)
+    phases: Phases = field(init=False)
+    generated: int = 0
+    cut: int = 0
+    cached_tokens: int = 0
+    computed: int = 0
+    redone_tokens: int = 0
+    admitted_order: int = 0
+    passed: int = 0
+    preemptions: int = 0
+    kept_epoch: int = 0
+    crashes: int = 0
+    crash_length: int = 0
+    paused: bool = False
+    prompt_known: bool = False
+    wait: Wait | None = None
+    hashes: Hashes | None = None
+    reason: str = ""
+    worker: str = ""
+    error: KvforgeError | None = None
+    first_scheduled_us: int = -1
+    first_token_us: int = -1
+    token_us: int = -1
+    ended_us: int = -1
+    orphan_us: int = -1
+
+    def __post_init__(self, message: Submit) -> None:
+        self.prompt_tokens = int(self.prompt.size)
+        self.max_tokens, self.sampling = message.max_tokens, message.sampling
+        self.stream, self.detached, self.priority = message.stream, message.detached, message.priority
+        self.sequence_id = message.sequence_id
+        self.tokens, self.logprobs = NO_INT32, NO_FLOAT32
+        self.phases = Phases(self.submitted_us)
+        self.tops = TopRecord(message.sampling.logprobs) if message.sampling.logprobs else None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the state is terminal."""
+        return self.state in TERMINAL
+
+    @property
+    def at_ceiling(self) -> bool:
+        """Whether the request waits because of its tenant's ceiling."""
+        return self.wait is not None and self.wait.limit == TENANT_CEILING
+
+    @property
+    def awaits_sibling(self) -> bool:
+        """Whether the request waits for a sibling to compute the prompt."""
+        return self.wait is not None and self.wait.limit == SIBLING
+
+    @property
+    def awaits_trial(self) -> bool:
+        """Whether the request waits for its worker to try its grammar."""
+        return self.wait is not None and self.wait.limit == GRAMMAR
+
+    def move(self, event: str) -> None:
+        """Take the transition for `event`.
+
+        Raises:
+            AlreadyFinished: The request has ended; nothing has changed.
+            InvalidTransition: The transition is not allowed; nothing has changed.
+        """
+        target = TRANSITIONS.get((self.state, event))
+        if target is None:
+            if self.ended:
+                raise AlreadyFinished(self.id, self.state)
+            raise InvalidTransition(self.id, self.state, event)
+        self.state = target
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of its answer: tokens, log-probabilities, and top log-probabilities if requested."""
+        tops = self.tops.bytes if self.tops is not None else 0
+        return int(self.tokens.nbytes + self.logprobs.nbytes) + tops
+
+    def timings(self, now_us: int) -> Timings:
+        """Return its timestamps in microseconds since submission, and the time spent in each phase."""
+        queue, prefill, decode, preempted, stalled, recovering = self.phases.spent_by(now_us)
+        return Timings(
+            first_scheduled_us=self.since(self.first_scheduled_us),
+            first_token_us=self.since(self.first_token_us),
+            ended_us=self.since(self.ended_us),
+            queue_us=queue,
+            prefill_us=prefill,
+            decode_us=decode,
+            preempted_us=preempted,
+            stalled_us=stalled,
+            recovering_us=recovering,
+            paused_us=self.phases.paused_by(now_us),
+        )
+
+    def since(self, at_us: int) -> int:
+        """Return microseconds from its submission to `at_us`; -1 if that never happened."""
+        return at_us - self.submitted_us if at_us >= 0 else -1
