@@ -20,9 +20,9 @@ import numpy as np
 
 from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.blocks import Blocks
-from kvforge.coordinator.core.cache.cache import Cache
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.hashing import BlockHasher
+from kvforge.coordinator.core.cache.kv_cache_manager import KVCacheManager
 from kvforge.coordinator.core.cache.prefix_cache import PrefixCache, PrefixStore
 from kvforge.coordinator.core.cache.tenants import Tenants
 from kvforge.coordinator.core.clock import Clock
@@ -80,7 +80,7 @@ def machine() -> Machine:
     return core
 
 
-def forget_changes(cache: Cache) -> None:
+def forget_changes(cache: KVCacheManager) -> None:
     """Clear the recorded changes, as the publisher does after a turn."""
     cache.sequences.changed_rows.clear()
     cache.sequences.changed_lengths.clear()
@@ -123,7 +123,7 @@ def prefix_lookups(seconds: float) -> tuple[float, float]:
     salt = core.cache.hasher.salt("tenant:default")
 
     def look(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> int:
-        placement = core.cache.plan_placement(group, salt, tokens, core.cache.indexing.hashes(salt, tokens))
+        placement = core.cache.residency.plan_placement(group, salt, tokens, core.cache.indexing.hashes(salt, tokens))
         return placement.cached_tokens(core.limits.cache.block_size)
 
     assert (look(known), look(unknown)) == (PROMPT_TOKENS, 0)

@@ -49,8 +49,8 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.meters import ServiceInfo
 
-from .cache.cache import Cache
 from .cache.invariants import check_cache
+from .cache.kv_cache_manager import KVCacheManager
 from .clock import Clock
 from .commands.blocks import BlockCommands
 from .commands.finding import Finding
@@ -114,7 +114,7 @@ class Machine:
         clock = self._clock = Clock(now_us)
         self.boot, self.start_us = event.boot, now_us
         self._effects: list[Effect] = []  # shared: every part appends its effects here
-        self.cache = Cache(clock, limits, event.hash_key, event.first_id, event.first_generation)
+        self.cache = KVCacheManager(clock, limits, event.hash_key, event.first_id, event.first_generation)
         self.requests = RequestTable(clock, limits.bounds, self.cache.tenants, event.first_id)
         self.admission = Admission(self.cache, self.requests)
         self.streams = Streams(clock)
@@ -415,7 +415,7 @@ class Machine:
             requests.refused_total,
             requests.computed_tokens_total,
             requests.streams_paused_total,
-            cache.evicted_sequences_total,
+            cache.residency.evicted_total,
             cache.tenants.forgotten_total,
             len(self.clients) - len(self.sessions.away),
             self._asked.draining,

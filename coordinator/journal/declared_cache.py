@@ -221,7 +221,7 @@ class SavedGroup(Saved):
 
 
 class SavedCache(Saved):
-    """The `Cache`."""
+    """The `KVCacheManager`."""
 
     tenants: SavedTenants
     meters: SavedMeters

@@ -12,9 +12,6 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
-from kvforge.coordinator.core.cache.block_pool import BlockPool
-from kvforge.coordinator.core.cache.prefix_cache import PrefixCache
-from kvforge.coordinator.core.requests.request import Request
 from kvforge.protocol import codec
 from kvforge.protocol.errors import restore as restore_error
 from kvforge.protocol.messages import (
@@ -27,13 +24,16 @@ from kvforge.protocol.messages import (
     WorkerReady,
 )
 
+from ..core.cache.block_pool import BlockPool
 from ..core.cache.groups import Group, SentStep, SteadyDecodeBatch
+from ..core.cache.prefix_cache import PrefixCache
 from ..core.cache.zeroing import Zeroing
 from ..core.events import Boot
 from ..core.limits import Limits, Section
 from ..core.machine import Machine
 from ..core.requests.idempotency import IdempotencyKey
 from ..core.requests.phases import Phases
+from ..core.requests.request import Request
 from ..core.requests.streams import StreamRows
 from ..core.requests.top_logprobs import TopRecord, Tops
 from ..core.workers.teams import RANKS_MAX, Team
@@ -209,7 +209,8 @@ class _Restoring:
     def _cache(self, saved: c.SavedCache) -> None:
         """Restore the cache. Pools precede the arrays of blocks, because a new pool requires a free range."""
         cache, fields = self._machine.cache, self._fields
-        fields.restore(cache, saved, "tenants", "meters", "blocks", "store", "pins", "sequences", "groups", "kinds")
+        parts = ("tenants", "meters", "blocks", "store", "pins", "sequences", "groups")
+        fields.restore(cache, saved, *parts, "kinds", "evicted_sequences_total")
         fields.restore(cache.tenants, saved.tenants)
         fields.restore(cache.tenants.meters, saved.meters)
         fields.restore(cache.store, saved.store)
@@ -222,6 +223,7 @@ class _Restoring:
         columns = [name for name, mark in fields_of(c.SavedSequences) if isinstance(mark, Array) and mark.axes == 1]
         cache.sequences._columns = [getattr(cache.sequences, name) for name in columns]
         cache.indexing.kinds = saved.kinds
+        cache.residency.evicted_total = saved.evicted_sequences_total
 
     def _group(self, saved: c.SavedGroup) -> Group:
         pool = self._pool(saved.pool, self._index(saved.index), saved.epoch)

@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from kvforge.coordinator.core.cache.block_pool import BlockPool
-from kvforge.coordinator.core.cache.prefix_cache import PrefixCache
-from kvforge.coordinator.core.requests.request import Request
 from kvforge.protocol import codec
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import Message, SamplingParams
 
+from ..core.cache.block_pool import BlockPool
 from ..core.cache.groups import Group, SentStep
+from ..core.cache.prefix_cache import PrefixCache
 from ..core.machine import Machine
 from ..core.requests.idempotency import IdempotencyKey
+from ..core.requests.request import Request
 from ..core.requests.streams import StreamRows
 from ..core.workers.teams import Team
 from ..core.workers.worker import Worker
@@ -106,6 +106,7 @@ class _Saving:
             sequences=self._of(c.SavedSequences, cache.sequences),
             groups=[self._group(group) for group in self._groups],
             kinds=cache.indexing.kinds,
+            evicted_sequences_total=cache.residency.evicted_total,
         )
 
     def _group(self, group: Group) -> c.SavedGroup:

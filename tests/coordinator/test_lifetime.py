@@ -56,7 +56,7 @@ def test_a_full_pool_evicts_the_least_recently_used_idle_sequence_whole(make_poo
     assert [driver.info(s).resident for s in (old, middle, new, asking)] == [False, False, True, True]
     assert (driver.info(old).blocks, driver.info(old).length) == (0, 9)
     assert driver.free() == 7 - 2 - 3
-    assert driver.machine.cache.evicted_sequences_total == 2
+    assert driver.machine.cache.residency.evicted_total == 2
     assert driver.tokens(old) == list(range(9))
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvforge.coordinator.core.cache import residents
+from kvforge.coordinator.core.cache import kv_cache_manager
 from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED, Blocks
 from kvforge.coordinator.core.cache.hashing import BlockHasher
@@ -594,7 +594,7 @@ TestEverything.settings = run(80, 40)
 @pytest.fixture
 def colliding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every cache hash into three values."""
-    monkeypatch.setattr(residents, "BlockHasher", WeakHasher)
+    monkeypatch.setattr(kv_cache_manager, "BlockHasher", WeakHasher)
 
 
 @pytest.mark.usefixtures("colliding")

@@ -7,7 +7,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 
-from kvforge.coordinator.core.cache import residents
+from kvforge.coordinator.core.cache import kv_cache_manager
 from kvforge.coordinator.core.cache.blocks import REFERENCED
 from kvforge.coordinator.core.cache.hashing import BlockHasher
 from kvforge.coordinator.core.cache.prefix_cache import root_key
@@ -229,7 +229,7 @@ def test_another_key_salt_or_order_of_blocks_gives_other_hashes() -> None:
 @pytest.mark.parametrize("distinct", [1, 2, 3, 7])
 def test_with_colliding_hashes_answers_stay_exact(monkeypatch: pytest.MonkeyPatch, distinct: int) -> None:
     monkeypatch.setattr(WeakHasher, "distinct", distinct)
-    monkeypatch.setattr(residents, "BlockHasher", WeakHasher)
+    monkeypatch.setattr(kv_cache_manager, "BlockHasher", WeakHasher)
     driver = Driver()
     driver.add_worker(16)
     for i in range(30):

@@ -16,14 +16,16 @@ from kvforge.coordinator import publish as publishing
 from kvforge.coordinator import turn as turns
 from kvforge.coordinator.core.cache import changes
 from kvforge.coordinator.core.cache.block_pool import BlockPool
-from kvforge.coordinator.core.cache.cache import Cache
+from kvforge.coordinator.core.cache.block_tables import BlockTables
 from kvforge.coordinator.core.cache.changes import IndexChanges
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.hashing import BlockHasher
 from kvforge.coordinator.core.cache.holders import who_holds
 from kvforge.coordinator.core.cache.indexing import Indexing
+from kvforge.coordinator.core.cache.kv_cache_manager import KVCacheManager
 from kvforge.coordinator.core.cache.pins import Pins
 from kvforge.coordinator.core.cache.prefix_cache import PrefixCache
+from kvforge.coordinator.core.cache.residency import Residency
 from kvforge.coordinator.core.cache.sequences import Sequences, unmarked
 from kvforge.coordinator.core.cache.supply import Supply
 from kvforge.coordinator.core.commands import guard as guards
@@ -135,10 +137,10 @@ def stale_result_accepted() -> list[Patch]:
 def copy_on_write_skipped() -> list[Patch]:
     """A shared or indexed block is written in place."""
 
-    def unwritable(self: Cache, slots: Any, start: Any, end: Any = None) -> Any:
+    def unwritable(self: BlockTables, slots: Any, start: Any, end: Any = None) -> Any:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
 
-    return [(Cache, "unwritable", unwritable)]
+    return [(BlockTables, "unwritable", unwritable)]
 
 
 @fault
@@ -189,15 +191,15 @@ def slot_reused_early() -> list[Patch]:
 @fault
 def appended_token_lost() -> list[Patch]:
     """A bulk append loses the last token of its last sequence."""
-    real = Cache.append
+    real = BlockTables.append
 
-    def append(self: Cache, slots: Any, tokens: Any, counts: Any) -> None:
+    def append(self: BlockTables, slots: Any, tokens: Any, counts: Any) -> None:
         real(self, slots, tokens, counts)
         if counts[-1] > 1:
-            s, slot = self.sequences, int(slots[-1])
+            s, slot = self._sequences, int(slots[-1])
             s.tokens[slot, s.length[slot] - 1] = s.tokens[slot, s.length[slot] - 2]
 
-    return [(Cache, "append", append)]
+    return [(BlockTables, "append", append)]
 
 
 @fault
@@ -339,7 +341,7 @@ def row_of_an_earlier_run_accepted() -> list[Patch]:
 @fault
 def sequence_settles_while_its_row_is_read() -> list[Patch]:
     """A preempted sequence gets new blocks while a step of its earlier run still reads its row."""
-    return [(Cache, "still_read", lambda self, slot: False)]
+    return [(Residency, "still_read", lambda self, slot: False)]
 
 
 @fault
@@ -847,7 +849,7 @@ def explanation_names_others() -> list[Patch]:
 def error_names_others() -> list[Patch]:
     """The error of a request that cannot continue names other tenants' sequences."""
 
-    def holders(cache: Cache, group: Group, _seen: int, *more: Any, **named: Any) -> list[str]:
+    def holders(cache: KVCacheManager, group: Group, _seen: int, *more: Any, **named: Any) -> list[str]:
         return who_holds(cache, group, 0, *more, **named)
 
     return [(scheduler, "who_holds", holders)]

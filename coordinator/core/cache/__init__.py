@@ -11,9 +11,10 @@ The package knows sequences and tenants. It does not know requests, and it never
 A group (`groups`) is one worker and its block pool: the blocks, the resident sequences, the steps in flight, and the
 block copies that the next step must carry. A global block id determines the pool and the offset in it.
 
-Layers, top to bottom; a file calls only files below it: cache (sequences grow), residents (placement of sequences),
-eviction, indexing, pins; groups; block_pool; prefix_cache; blocks, sequences, tenants.
+Layers, top to bottom; a file calls only files below it: kv_cache_manager (composes the parts); block_tables (growth of
+sequences); residency (placement of sequences); eviction, indexing, pins; groups; block_pool; prefix_cache; blocks,
+sequences, tenants.
 
-Only `cache.Cache` changes blocks and block tables. Any module may read its `sequences`, `blocks` and pools. The
-scheduler also writes its plan (scheduled, pending, running) into `sequences`.
+Only the parts of `KVCacheManager` change blocks and block tables. Any module may read its `sequences`, `blocks` and
+pools. The scheduler also writes its plan (scheduled, pending, running) into `sequences`.
 """

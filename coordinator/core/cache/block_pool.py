@@ -8,10 +8,10 @@ from collections import OrderedDict, deque
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.coordinator.core.clock import Clock
-from kvforge.coordinator.core.waits import Waits, blocks_of
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
+from ..clock import Clock
+from ..waits import Waits, blocks_of
 from .blocks import CACHED, FREE, QUARANTINED, REFERENCED, BlockIds, Blocks
 from .hashing import Hashes
 from .prefix_cache import PrefixCache, Tokens

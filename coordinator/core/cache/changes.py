@@ -9,7 +9,7 @@ Invariant: a mirror that applies everything that `take` returns, in order, holds
 returns for all pools.
 
 The core records raw changes as copies, and `take` interprets them once a turn. None of this is part of the core's
-state: `Residents.tell_changes` starts the report again from the beginning.
+state: `KVCacheManager.tell_changes` starts the report again from the beginning.
 """
 
 from __future__ import annotations

@@ -6,14 +6,16 @@ from collections import Counter
 
 import numpy as np
 
-from .cache import Cache
 from .groups import Group
+from .kv_cache_manager import KVCacheManager
 from .pins import shown
 
 LISTED_MAX = 5
 
 
-def who_holds(cache: Cache, group: Group, seen: int, tenant: int = 0, but: int = -1, running: bool = True) -> list[str]:
+def who_holds(
+    cache: KVCacheManager, group: Group, seen: int, tenant: int = 0, but: int = -1, running: bool = True
+) -> list[str]:
     """Describe the largest holders of the group's blocks: named holders, idle sequences and running requests.
 
     Args:

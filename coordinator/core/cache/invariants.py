@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .cache import Cache
+from .kv_cache_manager import KVCacheManager
 from .sequences import unmarked
 
 
-def check_cache(cache: Cache) -> None:
+def check_cache(cache: KVCacheManager) -> None:
     """Check invariants 1 to 6 of the cache design.
 
     Raises:
@@ -34,7 +34,7 @@ def check_cache(cache: Cache) -> None:
         group.check_invariants()
 
 
-def _check_hashed(cache: Cache, slot: int) -> None:
+def _check_hashed(cache: KVCacheManager, slot: int) -> None:
     """Check that indexed blocks of a sequence hold its own tokens, acknowledged by a worker."""
     s, size = cache.sequences, cache.blocks.block_size
     for i, block in enumerate(s.blocks_of(slot).tolist()):

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.coordinator.core.waits import Waits, prefix_of
-
+from ..waits import Waits, prefix_of
 from .blocks import FREE, NO_BLOCKS, BlockIds, Blocks
 from .changes import IndexChanges
 from .hashing import BlockHasher, Hashes

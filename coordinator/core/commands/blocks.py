@@ -9,7 +9,7 @@ from kvforge.protocol.errors import BlockNotFound
 from kvforge.protocol.messages import BlockCount, BlockInfo, GetBlock, Holder, Message, RefBlock, UnrefBlock
 
 from ..cache.blocks import STATE_NAMES
-from ..cache.cache import Cache
+from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.pins import shown
 from ..events import FromClient
 from ..sizes import HOLDERS_LISTED_MAX
@@ -18,7 +18,7 @@ from ..sizes import HOLDERS_LISTED_MAX
 class BlockCommands:
     """Handlers of the block messages."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: KVCacheManager) -> None:
         self._cache, self._clock = cache, cache.clock
 
     def concerns(self, block: int, tenant: str) -> bool:
@@ -75,7 +75,7 @@ class BlockCommands:
 
         Raises:
             BlockNotFound: No pool has this block.
-            KvforgeError: As raised by Pins.check, Cache.check_tenant and Pins.check_room.
+            KvforgeError: As raised by Pins.check, KVCacheManager.check_tenant and Pins.check_room.
         """
         cache, pins, block = self._cache, self._cache.pins, message.block_id
         group, owner = cache.group_of_block(block), int(cache.blocks.owner[block])

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from itertools import islice
 
-from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.protocol.messages import FindPrefix, PrefixFound
 
-from ..cache.cache import Cache
+from ..cache.kv_cache_manager import KVCacheManager
+from ..requests.table import RequestTable
 from ..scheduling.admission import Admission
 from . import validate
 
@@ -21,7 +21,7 @@ LOOKED_AT_MAX = 64  # waiting requests that are measured; the estimate assumes t
 class Finding:
     """Handler of FindPrefix."""
 
-    def __init__(self, cache: Cache, requests: RequestTable, admission: Admission) -> None:
+    def __init__(self, cache: KVCacheManager, requests: RequestTable, admission: Admission) -> None:
         self._cache, self._requests, self._admission = cache, requests, admission
 
     def find(self, message: FindPrefix, *, draining: bool) -> PrefixFound:
@@ -43,7 +43,7 @@ class Finding:
         salt, cached = cache.hasher.salt(text), 0
         if prompt.size:
             hashes = cache.indexing.hashes(salt, prompt)
-            placements = (cache.plan_placement(group, salt, prompt, hashes) for group in groups)
+            placements = (cache.residency.plan_placement(group, salt, prompt, hashes) for group in groups)
             cached = max(placement.cached_tokens(s.block_size) for placement in placements)
         tenant, running = cache.tenants.peek(message.tenant), self._admission.running_total
         return PrefixFound(

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.protocol.errors import BlockNotFound, NotAllowed, NotFound, QueueFull
 from kvforge.protocol.messages import (
     Accepted,
@@ -38,6 +37,7 @@ from kvforge.protocol.messages import (
     UnrefBlock,
 )
 
+from ..requests.table import RequestTable
 from ..rights import ADMIN, EVERY_TENANT, READ, SUBMIT, Access
 from ..scheduling.admission import Admission
 from .blocks import BlockCommands

@@ -6,9 +6,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.coordinator.core.requests.request import CANCELLED, FINISHED, NO_SLOT, Request
-from kvforge.coordinator.core.requests.table import RequestTable
-from kvforge.coordinator.core.scheduling.finisher import RequestFinisher, ended, forgotten
 from kvforge.protocol import codec
 from kvforge.protocol.errors import (
     AlreadyFinished,
@@ -44,12 +41,15 @@ from kvforge.protocol.messages import (
     Submit,
 )
 
-from ..cache.cache import Cache
+from ..cache.kv_cache_manager import KVCacheManager
 from ..events import FromClient
 from ..limits import microseconds
 from ..requests.deadlines import DEADLINE, FIRST_TOKEN, LEASE, TRIAL, Deadlines
+from ..requests.request import CANCELLED, FINISHED, NO_SLOT, Request
 from ..requests.streams import Streams
+from ..requests.table import RequestTable
 from ..scheduling.admission import Admission
+from ..scheduling.finisher import RequestFinisher, ended, forgotten
 from ..sizes import LISTED_BYTES
 from ..waits import trial_of
 from . import validate
@@ -63,7 +63,7 @@ class RequestCommands:
 
     def __init__(
         self,
-        cache: Cache,
+        cache: KVCacheManager,
         requests: RequestTable,
         admission: Admission,
         finisher: RequestFinisher,
@@ -111,10 +111,10 @@ class RequestCommands:
         """Append the prompt to the sequence, which releases its KV and waits if there is no room now."""
         slots, counts = np.array([slot]), np.array([prompt.size])
         try:
-            self._cache.append(slots, prompt, counts)
+            self._cache.tables.append(slots, prompt, counts)
         except CapacityExceeded:
-            self._cache.release_kv(slot)
-            self._cache.append(slots, prompt, counts)
+            self._cache.residency.release_kv(slot)
+            self._cache.tables.append(slots, prompt, counts)
 
     def _accept(
         self, event: FromClient, message: Submit, prompt: npt.NDArray[np.int32], name: str, salt: int

@@ -6,8 +6,6 @@ from collections import OrderedDict
 
 import numpy as np
 
-from kvforge.coordinator.core.requests.table import LOST, RequestTable
-from kvforge.coordinator.core.scheduling.finisher import RequestFinisher
 from kvforge.protocol.errors import (
     CapacityExceeded,
     InvalidRequest,
@@ -29,12 +27,14 @@ from kvforge.protocol.messages import (
     SequenceTokens,
 )
 
-from ..cache.cache import Cache
+from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.placement import Placement
 from ..cache.sequences import NO_POOL, Slots
 from ..cache.supply import NO_SPARE
 from ..events import FromClient
 from ..limits import microseconds
+from ..requests.table import LOST, RequestTable
+from ..scheduling.finisher import RequestFinisher
 from . import validate
 
 IDLE_TTL_MS_MAX = 30 * 24 * 3600 * 1000
@@ -43,7 +43,7 @@ IDLE_TTL_MS_MAX = 30 * 24 * 3600 * 1000
 class SequenceCommands:
     """Handlers of the sequence messages."""
 
-    def __init__(self, cache: Cache, requests: RequestTable, finisher: RequestFinisher) -> None:
+    def __init__(self, cache: KVCacheManager, requests: RequestTable, finisher: RequestFinisher) -> None:
         self._clock, self._cache, self._requests, self._finisher = cache.clock, cache, requests, finisher
         self._gone: OrderedDict[int, tuple[str, str]] = OrderedDict()  # tenant and reason of removals
         self._again: Slots = np.zeros(0, np.int64)  # slots of the last append of one token each
@@ -102,7 +102,7 @@ class SequenceCommands:
         s.keep_idle(slot, message.idle_ttl_ms * 1000)
         s.extend(slot, message.tokens)
         if placement is not None:
-            cache.move_in(slot, placement)
+            cache.residency.move_in(slot, placement)
             cache.tenants.prefix_queried_tokens[tenant] += message.tokens.size
             cache.tenants.prefix_hit_tokens[tenant] += int(s.computed[slot])
         return self._info(slot, message.rid)
@@ -114,9 +114,9 @@ class SequenceCommands:
         hashes = cache.indexing.hashes(salt, message.tokens)
         best, refusal, best_rank = None, None, (-1, -1)
         for group in cache.groups.values():
-            placement = cache.plan_placement(group, salt, message.tokens, hashes)
+            placement = cache.residency.plan_placement(group, salt, message.tokens, hashes)
             try:
-                placement = cache.with_room(placement, tenant, NO_SPARE, np.zeros(0, np.int64))
+                placement = cache.residency.with_room(placement, tenant, NO_SPARE, np.zeros(0, np.int64))
             except CapacityExceeded as error:
                 refusal = error
                 continue
@@ -154,7 +154,7 @@ class SequenceCommands:
         if slots.size and not (s.tenant[slots] == s.tenant[slots[0]]).all():
             raise InvalidRequest("sequence_ids", "one command appends to sequences of one tenant")
         if slots.size:
-            self._cache.append(slots, message.tokens, counts)
+            self._cache.tables.append(slots, message.tokens, counts)
             if counts.size == message.tokens.size:
                 # Such clients repeat the command: the fast path of the next one skips the look-up.
                 self._again = slots
@@ -166,7 +166,7 @@ class SequenceCommands:
         slot = s.slot_of.get(int(message.sequence_ids[0]), NO_POOL)
         if slot == NO_POOL or not s.owned[slot] or s.request[slot] or message.counts[0] != 1:
             return None
-        if not 0 <= token < self._cache.vocab_size or not self._cache.append_one(slot, token):
+        if not 0 <= token < self._cache.vocab_size or not self._cache.tables.append_one(slot, token):
             return None
         return Appended(rid=message.rid, lengths=np.array([s.length[slot]], np.int32))
 
@@ -184,7 +184,7 @@ class SequenceCommands:
         # Viewed as unsigned, negative ids are large.
         if np.maximum.reduce(message.tokens.view(np.uint32)) >= self._cache.vocab_size:
             return None
-        after = self._cache.append_each(slots, message.tokens)
+        after = self._cache.tables.append_each(slots, message.tokens)
         return None if after is None else Appended(rid=message.rid, lengths=after.astype(np.int32))
 
     def fork(self, event: FromClient, message: Fork) -> Message:
@@ -195,7 +195,7 @@ class SequenceCommands:
         s.need_slots(message.count)
         ids = []
         for _ in range(message.count):
-            child = self._cache.fork(slot)
+            child = self._cache.residency.fork(slot)
             s.owned[child], s.client[child] = True, event.client
             s.keep_idle(child, 0 if s.leased[slot] else int(s.idle_ttl_us[slot]))  # a lease is not inherited
             ids.append(int(s.id[child]))
@@ -279,7 +279,7 @@ class SequenceCommands:
             self._gone[int(s.id[slot])] = self._tenant(slot), why
             while len(self._gone) > self._cache.limits.bounds.finished_max:
                 self._gone.popitem(last=False)
-        return self._cache.remove(slot)
+        return self._cache.residency.remove(slot)
 
     # --------------------------------------------------------------------------------------------------------- checks
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.protocol.errors import RateExceeded
 from kvforge.protocol.messages import Accepted, Append, CreateSequence, Message, Submit
 
 from ..clock import Clock
+from ..requests.table import RequestTable
 from ..rights import Access
 
 BURST_US = 1_000_000  # unused time that may be saved up

@@ -21,7 +21,7 @@ from kvforge.protocol.messages import (
     WorkerReady,
 )
 
-from ..cache.cache import Cache
+from ..cache.kv_cache_manager import KVCacheManager
 from ..limits import Bounds, Limits, microseconds
 from ..scheduling.rows import EOS_TOKENS_MAX
 
@@ -40,7 +40,7 @@ def submit(
     message: Submit,
     prompt: npt.NDArray[np.int32],
     tenant: str,
-    cache: Cache,
+    cache: KVCacheManager,
 ) -> None:
     """Validate a request.
 
@@ -164,7 +164,7 @@ def fits(
     prompt: npt.NDArray[np.int32],
     max_tokens: int,
     tenant: str,
-    cache: Cache,
+    cache: KVCacheManager,
 ) -> None:
     """Check that a request can ever fit into a pool.
 

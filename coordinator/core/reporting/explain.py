@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvforge.coordinator.core.cache.block_pool import short_of
-from kvforge.coordinator.core.requests.request import NO_SLOT, RUNNING, Request
-from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.protocol.errors import CapacityExceeded, Field, InvalidRequest, NotFound
 from kvforge.protocol.messages import Explain, Explanation, GetBlock, GetSequence, Message
 
-from ..cache.cache import Cache
+from ..cache.block_pool import short_of
 from ..cache.groups import Group
 from ..cache.holders import LISTED_MAX, who_holds
+from ..cache.kv_cache_manager import KVCacheManager
 from ..commands.blocks import BlockCommands
 from ..commands.sequences import SequenceCommands
+from ..requests.request import NO_SLOT, RUNNING, Request
+from ..requests.table import RequestTable
 from ..scheduling.admission import Admission
 from ..waits import GRAMMAR, SIBLING, Wait
 from .spent import duration, where_time_went
@@ -29,7 +29,7 @@ class Explainer:
 
     def __init__(
         self,
-        cache: Cache,
+        cache: KVCacheManager,
         requests: RequestTable,
         admission: Admission,
         sequences: SequenceCommands,
@@ -183,7 +183,7 @@ class Explainer:
         needed = 0 if slot != NO_SLOT and s.pool[slot] == group.number else placement.needed
         asking, spare = np.array([slot] if slot >= 0 else [], int), self._admission.choice.spare(group, request)
         try:
-            cache.check_room(group, request.tenant, needed, placement.hits, asking, spare)
+            cache.residency.check_room(group, request.tenant, needed, placement.hits, asking, spare)
         except CapacityExceeded as error:
             return short_of(error), str(error)
         return 0, "there is room by now: it is tried next"

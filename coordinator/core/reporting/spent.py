@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvforge.coordinator.core.requests.request import Request
 from kvforge.protocol.errors import Field
 
 from ..requests.phases import NAMES
+from ..requests.request import Request
 from ..waits import GRAMMAR, SIBLING, TENANT_CEILING
 
 QUEUED_FOR = {

@@ -8,21 +8,21 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.coordinator.core.requests.request import CANCELLED, EXPIRED, FAILED, FINISHED, PENDING, PREEMPTED, RUNNING
-from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStats
 from kvforge.protocol.meters import NAME_LENGTH_MAX, OTHERS, TENANT_ROWS, ServiceInfo, WorkerInfo
 
 from ..cache.blocks import REFERENCED
-from ..cache.cache import Cache
 from ..cache.groups import Group
+from ..cache.kv_cache_manager import KVCacheManager
+from ..requests.request import CANCELLED, EXPIRED, FAILED, FINISHED, PENDING, PREEMPTED, RUNNING
+from ..requests.table import RequestTable
 from ..scheduling.admission import Admission
 from ..scheduling.queue import WaitingQueue
 
 NO_USAGE = np.zeros(TENANT_ROWS + 1, np.int64)
 
 
-def live_tokens(cache: Cache, group: Group, tenant: int = 0) -> int:
+def live_tokens(cache: KVCacheManager, group: Group, tenant: int = 0) -> int:
     """Return how many tokens the pool's held blocks contain. Shared blocks count once.
 
     Every held block is full except the last ones of sequences, so only these are examined.
@@ -59,7 +59,7 @@ def live_tokens(cache: Cache, group: Group, tenant: int = 0) -> int:
     return (referenced - empty) * size - int((size - most[counted]).sum())
 
 
-def pool_stats(cache: Cache, group: Group) -> PoolStats:
+def pool_stats(cache: KVCacheManager, group: Group) -> PoolStats:
     """Return the statistics of one pool."""
     pool = group.pool
     states = cache.blocks.state[pool.base : pool.base + pool.count]
@@ -103,7 +103,7 @@ def request_stats(requests: RequestTable, running: int) -> RequestStats:
     )
 
 
-def tenant_stats(cache: Cache, waiting: WaitingQueue) -> tuple[TenantStats, ...]:
+def tenant_stats(cache: KVCacheManager, waiting: WaitingQueue) -> tuple[TenantStats, ...]:
     """Return the statistics of every known tenant."""
     tenants, count = cache.tenants, len(cache.tenants.names)
     usage, used_bytes = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -131,7 +131,13 @@ def tenant_stats(cache: Cache, waiting: WaitingQueue) -> tuple[TenantStats, ...]
 
 
 def stats(
-    cache: Cache, requests: RequestTable, admission: Admission, rid: int, boot: str, uptime_us: int, clients: int
+    cache: KVCacheManager,
+    requests: RequestTable,
+    admission: Admission,
+    rid: int,
+    boot: str,
+    uptime_us: int,
+    clients: int,
 ) -> Stats:
     """Return the whole snapshot."""
     return Stats(
@@ -146,7 +152,9 @@ def stats(
     )
 
 
-def stats_of(tenant: str, cache: Cache, requests: RequestTable, admission: Admission, rid: int, boot: str) -> Stats:
+def stats_of(
+    tenant: str, cache: KVCacheManager, requests: RequestTable, admission: Admission, rid: int, boot: str
+) -> Stats:
     """Return the statistics that one tenant may see: its own requests, without pools or other tenants.
 
     Totals cover the requests that are still known. Computed tokens are not counted by tenant.
@@ -197,7 +205,7 @@ def pool_row(group: Group) -> list[int]:
     ]
 
 
-def tenant_blocks(cache: Cache) -> npt.NDArray[np.int64]:
+def tenant_blocks(cache: KVCacheManager) -> npt.NDArray[np.int64]:
     """Return the blocks charged to each tenant: [rows of protocol.meters], fewer if fewer tenants can exist."""
     usages = [group.pool.usage for group in cache.groups.values()]
     if not usages:
@@ -210,7 +218,7 @@ def tenant_blocks(cache: Cache) -> npt.NDArray[np.int64]:
     return rows
 
 
-def facts(cache: Cache, workers: Iterable[WorkerInfo]) -> ServiceInfo:
+def facts(cache: KVCacheManager, workers: Iterable[WorkerInfo]) -> ServiceInfo:
     """Return the facts that monitors need besides numbers."""
     model = cache.model.name[:NAME_LENGTH_MAX] if cache.model is not None else ""
     return ServiceInfo(model=model, tenants=tuple(cache.tenants.names[1 : TENANT_ROWS + 1]), workers=tuple(workers))

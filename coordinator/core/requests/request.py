@@ -13,11 +13,11 @@ from dataclasses import InitVar, dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.coordinator.core.cache.hashing import Hashes
-from kvforge.coordinator.core.waits import GRAMMAR, SIBLING, TENANT_CEILING, Wait
 from kvforge.protocol.errors import AlreadyFinished, InvalidTransition, KvforgeError
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, SamplingParams, Submit, Timings
 
+from ..cache.hashing import Hashes
+from ..waits import GRAMMAR, SIBLING, TENANT_CEILING, Wait
 from .idempotency import IdempotencyKey
 from .phases import Phases
 from .top_logprobs import TopRecord

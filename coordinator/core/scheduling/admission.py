@@ -12,8 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.coordinator.core.requests.request import NO_SLOT, RUNNING, Request
-from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.protocol.meters import (
     DISPLACED,
     HIT,
@@ -28,11 +26,13 @@ from kvforge.protocol.meters import (
 )
 
 from .. import sizes
-from ..cache.cache import Cache
 from ..cache.groups import Group
+from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.placement import Placement
 from ..cache.sequences import NO_POOL, Tokens, generated, unmarked
 from ..requests.phases import RECOVERING
+from ..requests.request import NO_SLOT, RUNNING, Request
+from ..requests.table import RequestTable
 from ..waits import FRONT, GRAMMAR, SIBLING, Wait, blocks_of, prompt_of, rows_of, trial_of
 from .choice import ALONE_CRASHES, Choice
 from .queue import WaitingQueue
@@ -44,7 +44,7 @@ BLOCKED_MAX = 16  # after this many requests without room, groups that could hol
 class Admission:
     """The waiting queue, and the slots of running requests."""
 
-    def __init__(self, cache: Cache, requests: RequestTable) -> None:
+    def __init__(self, cache: KVCacheManager, requests: RequestTable) -> None:
         self._cache, self._requests = cache, requests
         self._limits, self._clock = cache.limits.schedule, cache.clock
         self.waiting = WaitingQueue(cache.clock, cache.limits, cache.tenants)
@@ -97,7 +97,7 @@ class Admission:
         self.note_computed([request])
         self.vacate(request)
         if request.sequence_id:
-            self._cache.release_kv(slot)
+            self._cache.residency.release_kv(slot)
             s.request[slot] = request.id
         request.move("preempt")
         self._meters.count(request.tenant, WAITING)
@@ -236,7 +236,7 @@ class Admission:
         if slot == NO_SLOT or s.pool[slot] == NO_POOL or self.choice.could_hold(groups[int(s.pool[slot])], request):
             return
         if any(self.choice.could_hold(group, request) for group in groups.values()):
-            self._cache.release_kv(slot)
+            self._cache.residency.release_kv(slot)
 
     # ------------------------------------------------------------------------------------------------- start and stop
 
@@ -247,11 +247,11 @@ class Admission:
         self.waits.wake(FRONT)
         if request.sequence_id:
             slot = s.find(request.sequence_id)
-            cache.rewind(slot)
+            cache.residency.rewind(slot)
         else:
             slot = self._create_sequence(request)
         if s.pool[slot] == NO_POOL:
-            cache.move_in(slot, placement)
+            cache.residency.move_in(slot, placement)
         cached = int(s.computed[slot])
         self._count_prefix(request, slot, cached, again)
         if not again:
@@ -321,9 +321,9 @@ class Admission:
         if s.owned[slot]:
             if group is not None:
                 group.pool.await_step(int(s.last_step[slot]))
-            self._cache.trim(slot)
+            self._cache.residency.trim(slot)
         else:
-            self._cache.remove(slot)
+            self._cache.residency.remove(slot)
 
     # -------------------------------------------------------------------------------------------------------- answers
 

@@ -11,18 +11,18 @@ from collections.abc import Container
 import msgspec
 import numpy as np
 
-from kvforge.coordinator.core.cache.block_pool import short_of
-from kvforge.coordinator.core.requests.request import NO_SLOT, RUNNING, Request
-from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
 from .. import sizes
+from ..cache.block_pool import short_of
 from ..cache.blocks import NO_BLOCKS
-from ..cache.cache import Cache
 from ..cache.groups import Group
+from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.placement import Placement
 from ..cache.sequences import NO_POOL, NO_SLOTS, generated
 from ..cache.supply import NO_SPARE, Spare
+from ..requests.request import NO_SLOT, RUNNING, Request
+from ..requests.table import RequestTable
 from ..waits import FRONT, SLOT, TENANT_CEILING, WORKER, Event, Wait, blocks_of, eviction_of, prefix_of, rows_of
 
 ALONE_CRASHES = 2
@@ -31,7 +31,7 @@ ALONE_CRASHES = 2
 class Choice:
     """Chooses a group for a request."""
 
-    def __init__(self, cache: Cache, requests: RequestTable) -> None:
+    def __init__(self, cache: KVCacheManager, requests: RequestTable) -> None:
         self._cache, self._requests = cache, requests
         self._rows_max = cache.limits.schedule.step_rows_max
 
@@ -54,7 +54,7 @@ class Choice:
         slot = s.slot_of.get(request.sequence_id, NO_SLOT)
         if slot == NO_SLOT and not s.slots_free:
             return Wait("sequences_max", (SLOT,))
-        if slot != NO_SLOT and cache.still_read(slot):
+        if slot != NO_SLOT and cache.residency.still_read(slot):
             return Wait("step", (blocks_of(cache.groups[int(s.read_pool[slot])].epoch),))
         resident = slot != NO_SLOT and s.pool[slot] != NO_POOL
         best, best_rank = None, (-1, -1)
@@ -68,7 +68,7 @@ class Choice:
                 continue
             placement = Placement(group, NO_BLOCKS, (-1, 0), 0) if resident else self.plan(group, request)
             try:
-                placement = cache.with_room(placement, request.tenant, self.spare(group, request), asking)
+                placement = cache.residency.with_room(placement, request.tenant, self.spare(group, request), asking)
             except CapacityExceeded as error:
                 lacks.append(lack(group, error, placement.needed, _events(group, request, placement)))
                 continue
@@ -97,7 +97,7 @@ class Choice:
         cache, s = self._cache, self._cache.sequences
         holder = self.prompt_holder(request) if not request.admitted_order else None
         if holder is not None and s.pool[holder.slot] == group.number:
-            return cache.plan_fork(group, holder.slot, request.prompt.size)
+            return cache.residency.plan_fork(group, holder.slot, request.prompt.size)
         slot = s.slot_of.get(request.sequence_id, NO_SLOT)
         if slot != NO_SLOT:
             tokens = cache.indexing.contents(s.tokens[slot, : s.length[slot]])
@@ -107,7 +107,7 @@ class Choice:
             tokens = request.prompt
         if request.hashes is None:
             request.hashes = cache.indexing.hashes(request.salt, tokens)
-        return cache.plan_placement(group, request.salt, tokens, request.hashes)
+        return cache.residency.plan_placement(group, request.salt, tokens, request.hashes)
 
     def takes_rows(self, group: Group) -> bool:
         """Return whether the group can take another row."""

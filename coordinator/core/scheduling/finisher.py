@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvforge.coordinator.core.cache.cache import Cache
-from kvforge.coordinator.core.events import Effect, Log
-from kvforge.coordinator.core.requests.request import NO_SLOT, Request
-from kvforge.coordinator.core.requests.streams import Streams
-from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.protocol.errors import Field, KvforgeError, RequestNotFound
 from kvforge.protocol.messages import Ended, ErrorInfo, Timings
 
+from ..cache.kv_cache_manager import KVCacheManager
+from ..events import Effect, Log
+from ..requests.request import NO_SLOT, Request
+from ..requests.streams import Streams
+from ..requests.table import RequestTable
 from .admission import Admission
 
 
@@ -17,7 +17,12 @@ class RequestFinisher:
     """Moves requests to terminal states. No other code does."""
 
     def __init__(
-        self, cache: Cache, requests: RequestTable, admission: Admission, streams: Streams, effects: list[Effect]
+        self,
+        cache: KVCacheManager,
+        requests: RequestTable,
+        admission: Admission,
+        streams: Streams,
+        effects: list[Effect],
     ) -> None:
         self._cache, self._requests, self._admission, self._streams = cache, requests, admission, streams
         self._effects = effects

@@ -10,14 +10,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.coordinator.core.requests.table import RequestTable
-
-from ..cache.cache import Cache
+from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.sequences import Slots
+from ..requests.table import RequestTable
 
 
 def choose(
-    cache: Cache, requests: RequestTable, order: npt.NDArray[np.int64], candidates: Slots, short: int
+    cache: KVCacheManager, requests: RequestTable, order: npt.NDArray[np.int64], candidates: Slots, short: int
 ) -> int | None:
     """Return the slot to preempt among `candidates`, or None if only the oldest is left.
 
@@ -40,7 +39,7 @@ def choose(
     return int(mine[enough[np.argmin(cost[enough])]])
 
 
-def _gain_and_cost(cache: Cache, slots: Slots) -> tuple[Slots, Slots]:
+def _gain_and_cost(cache: KVCacheManager, slots: Slots) -> tuple[Slots, Slots]:
     """Return the blocks that only this sequence holds, and the tokens computed in them: [n] each."""
     s, blocks = cache.sequences, cache.blocks
     used = s.used[slots]

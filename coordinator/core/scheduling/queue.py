@@ -20,11 +20,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.coordinator.core.requests.request import Request
-
 from ..cache.tenants import Tenants
 from ..clock import Clock
 from ..limits import Limits, microseconds
+from ..requests.request import Request
 
 DEPARTURES = 32
 RETRY_MS_MIN, RETRY_MS_DEFAULT, RETRY_MS_MAX = 10, 1000, 60_000

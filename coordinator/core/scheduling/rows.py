@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.coordinator.core.requests.request import Request
-
 from ..cache.sequences import Slots
 from ..limits import Bounds
+from ..requests.request import Request
 
 EOS_TOKENS_MAX = 16
 

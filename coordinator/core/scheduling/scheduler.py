@@ -11,21 +11,21 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.coordinator.core import sizes
-from kvforge.coordinator.core.cache.block_pool import short_of
-from kvforge.coordinator.core.cache.cache import Cache
-from kvforge.coordinator.core.cache.groups import Group, SentStep, SteadyDecodeBatch
-from kvforge.coordinator.core.cache.holders import who_holds
-from kvforge.coordinator.core.cache.sequences import NO_SLOTS, Slots, Tokens, unmarked
-from kvforge.coordinator.core.cache.supply import NO_SPARE
-from kvforge.coordinator.core.events import Effect, ToWorker
-from kvforge.coordinator.core.limits import microseconds
-from kvforge.coordinator.core.requests.request import NO_SLOT, Request
-from kvforge.coordinator.core.requests.table import RequestTable
-from kvforge.coordinator.core.waits import TENANT_CEILING, rows_of
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 from kvforge.protocol.messages import NO_INT32, RowStart, Step
 
+from .. import sizes
+from ..cache.block_pool import short_of
+from ..cache.groups import Group, SentStep, SteadyDecodeBatch
+from ..cache.holders import who_holds
+from ..cache.kv_cache_manager import KVCacheManager
+from ..cache.sequences import NO_SLOTS, Slots, Tokens, unmarked
+from ..cache.supply import NO_SPARE
+from ..events import Effect, ToWorker
+from ..limits import microseconds
+from ..requests.request import NO_SLOT, Request
+from ..requests.table import RequestTable
+from ..waits import TENANT_CEILING, rows_of
 from . import preemption
 from .admission import Admission
 from .choice import lack
@@ -39,7 +39,7 @@ class Scheduler:
 
     def __init__(
         self,
-        cache: Cache,
+        cache: KVCacheManager,
         requests: RequestTable,
         admission: Admission,
         finisher: RequestFinisher,
@@ -123,7 +123,7 @@ class Scheduler:
         (full,) = (steady.room <= 0).nonzero()
         zeros = NO_INT32
         if full.size:
-            if not self._cache.grow(group, steady.slots[full]):
+            if not self._cache.tables.grow(group, steady.slots[full]):
                 return None
             steady.room[full] += s.block_size
             if group.pool.zeroing is not None:
@@ -157,7 +157,7 @@ class Scheduler:
     def _ready(self, group: Group, slots: Slots, counts: Slots) -> Slots:
         """Return the rows that may be planned: a row that must copy a block waits until no step reads its table row."""
         s = self._cache.sequences
-        rows, _ = self._cache.unwritable(slots, s.scheduled[slots], s.scheduled[slots] + counts)
+        rows, _ = self._cache.tables.unwritable(slots, s.scheduled[slots], s.scheduled[slots] + counts)
         waiting = np.zeros(slots.size, np.bool_)
         waiting[rows] = s.last_step[slots[rows]] > group.pool.done_step
         return slots[~waiting]
@@ -175,7 +175,7 @@ class Scheduler:
             slots = slots[np.argsort(self._rows.order[slots], kind="stable")][:most]
         start = s.scheduled[slots]
         short = s.length[slots] + s.pending[slots] >= s.used[slots] * s.block_size
-        copied, _ = self._cache.unwritable(slots, start)
+        copied, _ = self._cache.tables.unwritable(slots, start)
         short[copied] = True
         if not np.count_nonzero(short):
             return np.sort(slots) if too_many else slots  # the common case: all rows write into blocks they have
@@ -194,7 +194,7 @@ class Scheduler:
             rows = slots[s.tenant[slots] == tenant] if len(tenants) > 1 else slots
             start, target = s.scheduled[rows], s.length[rows] + s.pending[rows] + 1
             try:
-                self._cache.reserve(rows, start, start + 1, target)
+                self._cache.tables.reserve(rows, start, start + 1, target)
             except CapacityExceeded:
                 by_age = rows[np.argsort(self._rows.order[rows], kind="stable")].tolist()
                 rows = np.array([slot for slot in by_age if self._make_way(group, slot, 1)], np.int64)
@@ -231,7 +231,7 @@ class Scheduler:
         start = s.scheduled[slots]
         target = s.length[slots] + s.pending[slots]
         writable = target + (start + counts == target) <= s.used[slots] * s.block_size
-        writable[self._cache.unwritable(slots, start, start + counts)[0]] = False
+        writable[self._cache.tables.unwritable(slots, start, start + counts)[0]] = False
         kept: list[bool] = writable.tolist()
         return kept
 
@@ -268,7 +268,7 @@ class Scheduler:
             target = s.length[[slot]] + s.pending[[slot]]
             samples = start + count == target
             try:
-                self._cache.reserve(np.array([slot]), start, start + count, target + samples)
+                self._cache.tables.reserve(np.array([slot]), start, start + count, target + samples)
             except CapacityExceeded as error:
                 if group.pool.quarantined:  # blocks come back with the next result: wait instead of preempting
                     return False
@@ -280,9 +280,9 @@ class Scheduler:
                     helps |= ((floor == 0) | (group.pool.usage > floor))[s.tenant[mine]]
                 victim = preemption.choose(self._cache, self._requests, self._rows.order, mine[helps], short_of(error))
                 if victim is None:
-                    if not self._cache.unwritable(np.array([slot]), start, start + count)[0].size:
+                    if not self._cache.tables.unwritable(np.array([slot]), start, start + count)[0].size:
                         end, length = int(start[0]) + count, int(target[0] + samples[0])
-                        self._stop(group, slot, error, self._cache.needed(slot, int(start[0]), end, length))
+                        self._stop(group, slot, error, self._cache.tables.needed(slot, int(start[0]), end, length))
                         return False
                     victim = slot  # the only row, with shared blocks: restart it on blocks of its own
                 request = self._requests.live[int(s.request[victim])]

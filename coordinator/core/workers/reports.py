@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from kvforge.coordinator.core.requests.request import NO_SLOT, Request
-from kvforge.coordinator.core.requests.table import RequestTable
-from kvforge.coordinator.core.scheduling.finisher import RequestFinisher
 from kvforge.protocol.errors import Conflict, Field, KvforgeError, ProtocolError, WorkerError, restore
 from kvforge.protocol.messages import (
     ERROR_TEXT_MAX,
@@ -27,13 +24,16 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.meters import WorkerInfo
 
-from ..cache.cache import Cache
 from ..cache.groups import Group
+from ..cache.kv_cache_manager import KVCacheManager
 from ..commands import validate
 from ..commands.requests import RequestCommands
 from ..events import DropWorker, Effect, FromWorker, Log, ReplaceWorker, ToWorker
 from ..limits import microseconds
+from ..requests.request import NO_SLOT, Request
+from ..requests.table import RequestTable
 from ..scheduling.admission import Admission
+from ..scheduling.finisher import RequestFinisher
 from .results import StepResults
 from .teams import Team, check_rank
 from .worker import Worker
@@ -44,7 +44,7 @@ class WorkerReports:
 
     def __init__(
         self,
-        cache: Cache,
+        cache: KVCacheManager,
         requests: RequestTable,
         admission: Admission,
         finisher: RequestFinisher,

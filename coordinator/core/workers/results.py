@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.coordinator.core.requests.table import RequestTable
-from kvforge.coordinator.core.scheduling.finisher import RequestFinisher
 from kvforge.protocol.errors import KvforgeError, ProtocolError, WorkerError, restore
 from kvforge.protocol.messages import ERROR_TEXT_MAX, ErrorInfo, StepResult
 from kvforge.protocol.meters import FIRST_TOKEN, GAP, PREFILLED
 
-from ..cache.cache import Cache
 from ..cache.groups import Group
+from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.sequences import GENERATED_MARK, Slots
 from ..requests.deadlines import TRIAL, Deadlines
 from ..requests.streams import Streams
+from ..requests.table import RequestTable
 from ..requests.top_logprobs import Tops
 from ..scheduling.admission import Admission
+from ..scheduling.finisher import RequestFinisher
 
 INDEX_STEPS = 8
 AGAIN_MS_MAX = 1000
@@ -32,7 +32,7 @@ class StepResults:
 
     def __init__(
         self,
-        cache: Cache,
+        cache: KVCacheManager,
         requests: RequestTable,
         admission: Admission,
         streams: Streams,

@@ -1,4 +1,4 @@
-"""The KV cache: block tables of growing sequences. Only this file and `residents` change a block table.
+"""Block tables of growing sequences. Only this file and `residency` change a block table.
 
 The last block of a table is written only while it has one holder and is not indexed; otherwise it is copied first. A
 call that raises has changed nothing.
@@ -11,16 +11,26 @@ import numpy.typing as npt
 
 from kvforge.protocol.errors import CapacityExceeded
 
-from .blocks import NO_BLOCKS, BlockIds
+from .blocks import NO_BLOCKS, BlockIds, Blocks
 from .groups import Group
-from .residents import Residents
-from .sequences import NO_POOL, Slots
+from .residency import Residency
+from .sequences import NO_POOL, Sequences, Slots, Tokens
+from .tenants import Tenants
 
-Tokens = npt.NDArray[np.int32]
 
+class BlockTables:
+    """Grows the block tables of sequences."""
 
-class Cache(Residents):
-    """The KV cache: placement of sequences (`Residents`), and their growth."""
+    def __init__(
+        self,
+        sequences: Sequences,
+        blocks: Blocks,
+        groups: dict[int, Group],
+        tenants: Tenants,
+        residency: Residency,
+    ) -> None:
+        self._sequences, self._blocks, self._groups = sequences, blocks, groups
+        self._tenants, self._residency = tenants, residency
 
     def append(self, slots: Slots, tokens: Tokens, counts: Slots) -> None:
         """Append tokens to resident or non-resident sequences, all or nothing.
@@ -33,7 +43,7 @@ class Cache(Residents):
         Raises:
             CapacityExceeded: A context is too long, or blocks are missing.
         """
-        s = self.sequences
+        s = self._sequences
         if counts.size == tokens.size and self.append_each(slots, tokens) is not None:
             return
         after = s.length[slots] + counts
@@ -53,7 +63,7 @@ class Cache(Residents):
         Returns:
             The new lengths, [n]; None, with nothing changed, if a sequence needs a block or a copy.
         """
-        s, blocks = self.sequences, self.blocks
+        s, blocks = self._sequences, self._blocks
         length = s.length.take(slots)
         column = length // s.block_size
         if not (column < s.used.take(slots)).all():
@@ -67,7 +77,7 @@ class Cache(Residents):
 
     def append_one(self, slot: int, token: int) -> bool:
         """Append a token if that needs no block and no copy. Return False, with nothing changed, if it does."""
-        s, blocks = self.sequences, self.blocks
+        s, blocks = self._sequences, self._blocks
         length = int(s.length[slot])
         if s.pool[slot] != NO_POOL:
             column = length // s.block_size
@@ -96,7 +106,7 @@ class Cache(Residents):
         Raises:
             CapacityExceeded: Blocks are missing.
         """
-        s = self.sequences
+        s = self._sequences
         resident = s.pool[slots] != NO_POOL
         if np.count_nonzero(resident) != slots.size:
             slots, start, end, lengths = slots[resident], start[resident], end[resident], lengths[resident]
@@ -110,11 +120,11 @@ class Cache(Residents):
         parts: list[tuple[Group, npt.NDArray[np.bool_], int]] = []
         for number in sorted(set(pools.tolist())):
             rows = pools == number
-            parts.append((self.groups[number], rows, int(np.add.reduce(needed[rows]))))
+            parts.append((self._groups[number], rows, int(np.add.reduce(needed[rows]))))
         for group, _, count in parts:
-            self.check_room(group, tenant, count, NO_BLOCKS, slots)
+            self._residency.check_room(group, tenant, count, NO_BLOCKS, slots)
         for group, rows, count in parts:
-            self.make_room(group, tenant, count, NO_BLOCKS, slots)
+            self._residency.make_room(group, tenant, count, NO_BLOCKS, slots)
             fresh = group.pool.allocate(tenant, count)
             if not copy_rows.size:  # the common case: rows grow by a block without copies
                 self._extend(slots[rows], more[rows], fresh)
@@ -130,9 +140,9 @@ class Cache(Residents):
         """Select which of the unwritable blocks need a copy. The last of the rows that hold a block alone keeps it."""
         if rows.size < 2:
             return rows, columns
-        ids = self.sequences.table[slots[rows], columns]
+        ids = self._sequences.table[slots[rows], columns]
         _, which, asked = np.unique(ids, return_inverse=True, return_counts=True)
-        alone = (asked[which] == self.blocks.refcount[ids]) & ~self.blocks.indexed[ids]
+        alone = (asked[which] == self._blocks.refcount[ids]) & ~self._blocks.indexed[ids]
         if not alone.any():
             return rows, columns
         last = np.zeros(asked.size, np.int64)
@@ -143,7 +153,7 @@ class Cache(Residents):
     def needed(self, slot: int, start: int, end: int, length: int) -> int:
         """Return how many blocks a resident sequence needs to write [start, end) and to hold `length` tokens."""
         copies = self.unwritable(np.array([slot]), np.array([start]), np.array([end]))[0].size
-        return self.sequences.blocks_for(length) - int(self.sequences.used[slot]) + int(copies)
+        return self._sequences.blocks_for(length) - int(self._sequences.used[slot]) + int(copies)
 
     def grow(self, group: Group, slots: Slots) -> bool:
         """Give one more block to each of `slots`, all of the group, if no eviction or preemption is needed.
@@ -151,10 +161,10 @@ class Cache(Residents):
         Returns:
             False, with nothing changed, if the free blocks or the quota do not suffice.
         """
-        s, pool = self.sequences, group.pool
+        s, pool = self._sequences, group.pool
         owners = s.tenant[slots].tolist()
         tenants = set(owners)
-        if len(tenants) > 1 and (self.tenants.has_quotas or pool.free < slots.size):
+        if len(tenants) > 1 and (self._tenants.has_quotas or pool.free < slots.size):
             return False
         if len(tenants) == 1 and pool.available(owners[0]) < slots.size:
             return False
@@ -179,7 +189,7 @@ class Cache(Residents):
         Returns:
             (row, column) index arrays: row indexes `slots`, column indexes the block table.
         """
-        s, blocks = self.sequences, self.blocks
+        s, blocks = self._sequences, self._blocks
         first = start // s.block_size
         if end is None or not np.count_nonzero((end - 1) // s.block_size != first):  # decodes: one block for each row
             (inside,) = (first < s.used[slots]).nonzero()
@@ -196,7 +206,7 @@ class Cache(Residents):
 
     def _extend(self, slots: Slots, more: Slots, fresh: BlockIds) -> None:
         """Append more[i] of the `fresh` blocks to the table of slots[i]."""
-        s = self.sequences
+        s = self._sequences
         rows = np.repeat(slots, more)
         columns = np.arange(rows.size) - np.repeat(np.cumsum(more) - more, more) + s.used[rows]
         s.table[rows, columns] = fresh
@@ -206,7 +216,7 @@ class Cache(Residents):
 
     def _replace_block(self, group: Group, slot: int, column: int, fresh: int) -> None:
         """Copy-on-write: replace a block that the sequence may not write by `fresh`, with the KV it had there."""
-        s = self.sequences
+        s = self._sequences
         old = int(s.table[slot, column])
         with_kv = min(int(s.scheduled[slot]) - column * s.block_size, s.block_size)
         last = int(s.last_step[slot])
@@ -214,7 +224,7 @@ class Cache(Residents):
             origin = group.copy_block(old, fresh, with_kv)
             last = s.last_step[slot] = group.next_step
             group.pool.await_step(last)
-            self.blocks.touch[origin] = max(int(self.blocks.touch[origin]), last)
+            self._blocks.touch[origin] = max(int(self._blocks.touch[origin]), last)
         group.release(np.array([old], np.int64), last)
         s.table[slot, column] = fresh
         s.changed_cells.append((np.array([slot]), np.array([column])))

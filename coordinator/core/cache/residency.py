@@ -1,0 +1,241 @@
+"""Residency: how sequences get blocks in a group, and how they give them back.
+
+Every method keeps these rules:
+
+- Allocation is all or nothing, and a method that raises has changed nothing.
+- Blocks leave a table through `BlockPool.release`, with the last step that may touch them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvforge.protocol.errors import CapacityExceeded
+
+from ..clock import Clock
+from ..limits import Limits
+from ..waits import Waits, eviction_of
+from .blocks import NO_BLOCKS, BlockIds, Blocks
+from .eviction import Eviction
+from .groups import Group
+from .hashing import Hashes
+from .indexing import Indexing
+from .placement import Placement
+from .prefix_cache import root_key
+from .sequences import NO_POOL, Sequences, Slots, Tokens
+from .supply import NO_SPARE, Spare
+
+
+class Residency:
+    """Places sequences in groups, and evicts idle ones.
+
+    Attributes:
+        evicted_total: Sequences that were evicted.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        limits: Limits,
+        sequences: Sequences,
+        blocks: Blocks,
+        groups: dict[int, Group],
+        indexing: Indexing,
+        eviction: Eviction,
+        waits: Waits,
+    ) -> None:
+        self._clock, self._limits, self._sequences, self._blocks = clock, limits, sequences, blocks
+        self._groups, self._indexing, self._eviction, self._waits = groups, indexing, eviction, waits
+        self.evicted_total = 0
+
+    def plan_placement(self, group: Group, salt: int, tokens: Tokens, hashes: Hashes) -> Placement:
+        """Plan a placement for `tokens` in the group, without changes."""
+        size, partial_tokens_min = self._blocks.block_size, self._limits.cache.partial_tokens_min
+        hits = group.index.match(salt, tokens, hashes)
+        partial = (-1, 0)
+        rest = tokens[hits.size * size : tokens.size - 1]
+        if rest.size >= partial_tokens_min:
+            parent = group.index.key(int(hits[-1])) if hits.size else root_key(salt)
+            block, common = group.index.match_partial(parent, rest)
+            if common >= partial_tokens_min:
+                partial = (block, common)
+        return Placement(group, hits, partial, self._sequences.blocks_for(tokens.size) - hits.size)
+
+    def plan_fork(self, group: Group, slot: int, tokens: int) -> Placement:
+        """Plan a placement for a sequence that shares the first `tokens` tokens of `slot`, which all have KV there."""
+        s, size = self._sequences, self._blocks.block_size
+        full, rest = divmod(tokens - 1, size)
+        partial = (int(s.table[slot, full]), rest) if rest else (-1, 0)
+        return Placement(group, s.blocks_of(slot)[:full], partial, s.blocks_for(tokens) - full)
+
+    def with_room(self, placement: Placement, tenant: int, spare: Spare, asking: Slots) -> Placement:
+        """Return the placement if there is room for it, or else the placement without its partial copy.
+
+        The source of a partial copy must stay, which takes a further block.
+
+        Args:
+            placement: The placement to check.
+            tenant: The tenant that pays for the blocks.
+            spare: Blocks that must remain.
+            asking: Slots that must not be evicted.
+
+        Raises:
+            CapacityExceeded: There is room for neither.
+        """
+        group, needed = placement.group, placement.needed
+        try:
+            self.check_room(group, tenant, needed, placement.keep, asking, spare)
+        except CapacityExceeded:
+            if not placement.partial[1]:
+                raise
+            placement = Placement(group, placement.hits, (-1, 0), needed)
+            self.check_room(group, tenant, needed, placement.keep, asking, spare)
+        return placement
+
+    def move_in(self, slot: int, placement: Placement) -> None:
+        """Give a non-resident sequence its blocks, evicting idle sequences as needed.
+
+        Raises:
+            CapacityExceeded: There is no room.
+        """
+        s, group = self._sequences, placement.group
+        pool, tenant = group.pool, int(s.tenant[slot])
+        assert s.pool[slot] == NO_POOL and not self.still_read(slot)
+        self.make_room(group, tenant, placement.needed, placement.keep, slot)
+        block, common = placement.partial
+        group.hold(placement.keep)
+        fresh = pool.allocate(tenant, placement.needed)
+        if common:
+            group.copy_block(block, int(fresh[0]), common)
+            pool.release(np.array([block], np.int64), group.next_step)
+        table = np.concatenate([placement.hits, fresh])
+        s.table[slot, : table.size] = table
+        s.used[slot] = table.size
+        s.pool[slot] = group.number
+        s.resident_us[slot] = self._clock.now_us
+        s.computed[slot] = s.scheduled[slot] = placement.cached_tokens(s.block_size)
+        self._indexing.shared(group, slot, placement.hits)
+        if common:
+            s.last_step[slot] = group.next_step
+            pool.await_step(group.next_step)  # the copy protects the sequence from eviction until then
+        self._row_changed(slot)
+
+    def release_kv(self, slot: int) -> int:
+        """Release a sequence's blocks; its tokens stay. Return how many blocks have no holder left."""
+        s = self._sequences
+        if s.pool[slot] == NO_POOL:
+            return 0
+        group = self._groups[int(s.pool[slot])]
+        if s.computed[slot] // s.block_size > s.hashed[slot]:  # index what it filled, so that it can be reused
+            self._indexing.filled_by(group, slot)
+        dead = group.release(s.blocks_of(slot), int(s.last_step[slot]))
+        if s.request[slot]:
+            self._waits.wake(eviction_of(int(s.id[slot])))
+        if s.last_step[slot] > group.pool.done_step:
+            s.read_pool[slot], s.read_step[slot] = group.number, s.last_step[slot]
+        self.forget_kv(np.array([slot]))
+        return dead
+
+    def still_read(self, slot: int) -> bool:
+        """Return whether a step in flight may read the row of a sequence that lost its blocks."""
+        s = self._sequences
+        group = self._groups.get(int(s.read_pool[slot]))
+        return group is not None and bool(s.read_step[slot] > group.pool.done_step)
+
+    def forget_kv(self, slots: Slots) -> None:
+        """Clear the state of sequences that have lost their blocks: [n] slots."""
+        s = self._sequences
+        s.used[slots] = s.computed[slots] = s.scheduled[slots] = s.pending[slots] = s.last_step[slots] = 0
+        s.hashed[slots] = s.parent[slots] = 0
+        s.chain[slots] = 0
+        s.pool[slots] = NO_POOL
+        s.changed_rows.append(slots)
+
+    def remove(self, slot: int) -> int:
+        """End a sequence. Return how many of its blocks have no holder left."""
+        s = self._sequences
+        dead = self.release_kv(slot)
+        s.end(slot, int(s.read_pool[slot]), int(s.read_step[slot]) if self.still_read(slot) else 0)
+        return dead
+
+    def rewind(self, slot: int) -> None:
+        """Discard the KV of the last token, which must be computed again to continue from it."""
+        s = self._sequences
+        last = int(s.length[slot]) - 1
+        if s.computed[slot] > last:
+            s.computed[slot] = s.scheduled[slot] = last
+            if s.hashed[slot] * s.block_size > last:
+                self._indexing.restart(slot)
+
+    def trim(self, slot: int) -> None:
+        """Release blocks reserved for tokens that will not come, and discard unacknowledged KV."""
+        s = self._sequences
+        s.pending[slot] = 0
+        s.scheduled[slot] = s.computed[slot]
+        keep = s.blocks_for(int(s.length[slot]))
+        if s.pool[slot] != NO_POOL and s.used[slot] > keep:
+            group = self._groups[int(s.pool[slot])]
+            group.release(s.blocks_of(slot)[keep:], int(s.last_step[slot]))
+            s.used[slot] = keep
+        self._row_changed(slot)
+
+    def fork(self, slot: int) -> int:
+        """Create a sequence that shares the tokens and blocks of `slot`. KV is copied when one side writes."""
+        s = self._sequences
+        child = s.create(int(s.tenant[slot]), int(s.salt[slot]))
+        length = int(s.length[slot])
+        s.extend(child, s.tokens[slot, :length], s.logprobs[slot, :length])
+        if s.pool[slot] != NO_POOL:
+            group, used = self._groups[int(s.pool[slot])], s.blocks_for(length)
+            ids = s.table[slot, :used].astype(np.int64)
+            group.hold(ids)
+            s.table[child, :used] = ids
+            for array in (s.pool, s.hashed, s.chain, s.parent, s.last_step):
+                array[child] = array[slot]
+            s.used[child] = used
+            s.resident_us[child] = self._clock.now_us
+            s.computed[child] = s.scheduled[child] = min(int(s.computed[slot]), length)
+        self._row_changed(child)
+        return child
+
+    # ------------------------------------------------------------------------------------------------------- pressure
+
+    def check_room(
+        self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int, spare: Spare = NO_SPARE
+    ) -> Slots:
+        """Choose the idle sequences to evict so that `tenant` can have `count` blocks.
+
+        Args:
+            group: The group that must provide the blocks.
+            tenant: The tenant that pays for them.
+            count: Blocks needed.
+            keep: Blocks that must not be evicted.
+            asking: Slots that must not be evicted.
+            spare: Blocks that must remain.
+
+        Returns:
+            Slots, [n]; empty if no eviction is needed.
+
+        Raises:
+            CapacityExceeded: Evictions do not suffice.
+        """
+        pool = group.pool
+        if pool.has(tenant, count, keep, spare):
+            return NO_BLOCKS
+        victims, supply = self._eviction.victims(group, tenant, count, keep, asking, spare)
+        if not supply.has(tenant, count, spare):
+            raise pool.shortage(tenant, count, supply, spare)
+        return victims
+
+    def make_room(self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int) -> None:
+        """Evict whole idle sequences, least recently used first, until `tenant` can have `count` blocks."""
+        for slot in self.check_room(group, tenant, count, keep, asking).tolist():
+            self.release_kv(slot)
+            self.evicted_total += 1
+
+    def _row_changed(self, slot: int) -> None:
+        s = self._sequences
+        used = int(s.used[slot])
+        s.changed_rows.append(np.array([slot]))
+        if used:
+            s.changed_cells.append((np.array([slot]), slice(used)))
