@@ -9,6 +9,7 @@ from typing import Any
 from kvforge.gateway.text.inline import Texts
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Grammar, Int32Array
+from kvforge.text.token_table import TokenTable
 from kvforge.text.tokenizer import TextStream, Tokenizer
 
 from .prompt_cleaner import PromptCleaner
@@ -39,7 +40,8 @@ class Prompts:
     """The prompts of one tokenizer.
 
     Args:
-        tokenizer: Decodes tokens; None if the model has none and prompts are token ids.
+        tokenizer: Decodes tokens; a table if the tokenizer has one. None if the model has no tokenizer and prompts are
+            token ids.
         texts: Renders and tokenises.
         hygiene: Removes changing parts of system prompts.
         needs: The needs of the chat template; `look` detects them.
@@ -47,7 +49,7 @@ class Prompts:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | None,
+        tokenizer: Tokenizer | TokenTable | None,
         texts: Texts,
         hygiene: PromptCleaner | None = None,
         needs: Needs | None = None,

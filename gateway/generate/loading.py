@@ -46,21 +46,18 @@ async def prompts_of(info: ModelInfo, settings: Settings) -> tuple[Prompts, Form
     make = partial(TextPool, limits=limits, processes=settings.text_processes, waiting_max=settings.text_waiting_max)
     pool = make(source, template_file=template_file)
     try:
-        # A helper loads the tokenizer first, while the event loop stays responsive. The second load, in this process,
-        # blocks the loop, since no process runs a second thread; the model is not served before.
+        # A helper loads the tokenizer and sends the table that answers need, so the event loop stays responsive.
         try:
-            await pool.start()
-            tokenizer = Tokenizer.load(source)
+            table = await pool.start()
+            tokens = _loaded_here(source, template_file, table) if isinstance(table, str) else table
         except (ModelNotFound, UnsupportedModel, InvalidRequest) as error:
             if settings.tokenizer:
                 raise
             await pool.close()
             log.warning("no tokenizer: %s; requests must send token ids", error.message)
             return Prompts(None, make(None), hygiene), choose("")
-        if template_file:
-            _use_template(tokenizer, template_file)
-        format_ = choose(tokenizer.chat_template, settings.tool_format)
-        prompts = Prompts(tokenizer, pool, hygiene)
+        format_ = choose(tokens.chat_template, settings.tool_format)
+        prompts = Prompts(tokens, pool, hygiene)
         await prompts.look(format_.write_calls)
     except BaseException:
         await pool.close()
@@ -70,8 +67,13 @@ async def prompts_of(info: ModelInfo, settings: Settings) -> tuple[Prompts, Form
     return prompts, format_
 
 
-def _use_template(tokenizer: Tokenizer, file: str) -> None:
-    try:
-        tokenizer.use_chat_template(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidConfiguration("chat_template", f"cannot read {file}: {error}") from None
+def _loaded_here(source: str, template_file: str, reason: str) -> Tokenizer:
+    """Load a tokenizer that has no table. This blocks the event loop, since no process runs a second thread."""
+    log.warning("the gateway does not respond while it loads the tokenizer itself: %s", reason)
+    tokenizer = Tokenizer.load(source)
+    if template_file:
+        try:
+            tokenizer.use_chat_template(Path(template_file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidConfiguration("chat_template", f"cannot read {template_file}: {error}") from None
+    return tokenizer

@@ -122,7 +122,7 @@ def _untraced(record: logging.LogRecord) -> bool:
 
 
 def _freeze() -> None:
-    """Exempt the loaded modules and tokenizer from garbage collection: its full runs would stall all streams.
+    """Exempt the loaded modules from garbage collection: its full runs would stall all streams.
 
     Garbage of a previous model is collected first. Requests leave few cycles, so young objects are collected less often
     than by default.

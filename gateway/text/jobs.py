@@ -9,6 +9,8 @@ import msgspec
 from kvforge.protocol.messages import Grammar
 
 HEAD_BYTES = 4
+# A message on the first helper's socket.
+FIRST_BYTES_MAX = 1 << 16
 # The gateway reads the end of a rendered prompt: a template may have begun the model's reasoning there.
 ENDING_CHARACTERS = 256
 
@@ -38,17 +40,27 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         source: The tokenizer; None: there is none.
         template_file: A Jinja file in place of the model's own, or "".
         limits: The bounds of each job.
+        table: Send the tokenizer's table of tokens.
     """
 
     source: str | None
     template_file: str
     limits: TextLimits
+    table: bool = False
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """It is there. token_bytes_max: bytes of the vocabulary's longest token."""
+    """It is there.
+
+    Args:
+        token_bytes_max: Bytes of the vocabulary's longest token.
+        table_bytes: Bytes of its `TokenTable`, which follow in messages of at most FIRST_BYTES_MAX; 0: none follow.
+        no_table: Why there is no table, where one was wanted.
+    """
 
     token_bytes_max: int
+    table_bytes: int = 0
+    no_table: str = ""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

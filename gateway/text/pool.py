@@ -12,19 +12,30 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 import kvforge
 from kvforge.process.leash import leashed
-from kvforge.protocol.errors import DeadlineExceeded, InvalidRequest, KvforgeError, QueueFull, Unavailable, restore
+from kvforge.protocol.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    KvforgeError,
+    QueueFull,
+    Unavailable,
+    restore,
+)
 from kvforge.protocol.messages import Grammar, Int32Array
 from kvforge.protocol.steady_clock import monotonic
 from kvforge.protocol.steady_timeout import steady_timeout
 from kvforge.text.grammar import known, note
+from kvforge.text.token_table import TABLE_BYTES_MAX, TokenTable
 
 from .inline import ids_of
 from .jobs import (
     ANSWER,
+    FIRST_BYTES_MAX,
     HEAD_BYTES,
     HELLO,
     LOADED,
@@ -39,7 +50,7 @@ from .jobs import (
     TextLimits,
     framed,
 )
-from .process import END, FIRST_BYTES_MAX, FORK, memory, template_time
+from .process import END, FORK, memory, template_time
 from .work import SizeCheck
 
 ENTRY = Path(kvforge.__file__ or "").parent / "launch" / "entry.py"
@@ -70,23 +81,28 @@ class TextPool:
         processes: int = 2,
         waiting_max: int = 256,
     ) -> None:
-        self._load = Load(source=source, template_file=template_file, limits=limits)
+        self._load = Load(source=source, template_file=template_file, limits=limits, table=True)
         self._limits, self._waiting_max = limits, waiting_max
         self._places, self._waiting = asyncio.Semaphore(processes), 0
         self._idle: list[_Helper] = []
         self._first: _First | None = None
+        self._table: TokenTable | str = ""
         self._starting = asyncio.Lock()
         self._jobs: set[asyncio.Task[Result]] = set()
         self._size = SizeCheck(limits, 1 << 62)  # until the vocabulary is known
 
-    async def start(self) -> None:
+    async def start(self) -> TokenTable | str:
         """Start the first helper, and return when its tokenizer is loaded.
+
+        Returns:
+            The table of its tokens, or why it has none.
 
         Raises:
             KvforgeError: The tokenizer cannot be loaded.
         """
         first = await self._forking()
         self._size = SizeCheck(self._limits, first.token_bytes_max)
+        return self._table
 
     async def encode(self, text: str, *, special: bool = True, field: str = "prompt") -> Int32Array:
         """See `Texts.encode`."""
@@ -198,6 +214,9 @@ class TextPool:
                 if self._first is not None:
                     await self._first.close()
                 self._first = await _First.start(self._load)
+                if self._load.table:  # those that replace it have the same
+                    self._table, self._first.table = self._first.table, ""
+                    self._load = msgspec.structs.replace(self._load, table=False)
             return self._first
 
 
@@ -207,6 +226,7 @@ class _First:
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
         self._process, self._control = process, control
         self.token_bytes_max = 1
+        self.table: TokenTable | str = ""
 
     @classmethod
     async def start(cls, load: Load) -> _First:
@@ -225,12 +245,10 @@ class _First:
         try:
             control.send(framed(load)[HEAD_BYTES:])
             async with steady_timeout(LOAD_S):
-                answer = await asyncio.get_running_loop().sock_recv(control, FIRST_BYTES_MAX)
-            if not answer:
-                raise Unavailable(f"the text helper ended as it started, with exit status {process.wait()}")
-            loaded = LOADED.decode(answer)
-            if isinstance(loaded, Failed):
-                raise restore(loaded.code, loaded.message, loaded.fields)
+                loaded = LOADED.decode(await first._receive())
+                if isinstance(loaded, Failed):
+                    raise restore(loaded.code, loaded.message, loaded.fields)
+                first.table = await first._receive_table(loaded.table_bytes) if loaded.table_bytes else loaded.no_table
         except TimeoutError:
             await first.close()
             raise Unavailable(f"the text helper did not load its tokenizer within {LOAD_S:g} s") from None
@@ -239,6 +257,20 @@ class _First:
             raise
         first.token_bytes_max = loaded.token_bytes_max
         return first
+
+    async def _receive(self) -> bytes:
+        answer = await asyncio.get_running_loop().sock_recv(self._control, FIRST_BYTES_MAX)
+        if not answer:
+            raise Unavailable(f"the text helper ended as it started, with exit status {self._process.wait()}")
+        return answer
+
+    async def _receive_table(self, size: int) -> TokenTable:
+        if size > TABLE_BYTES_MAX:
+            raise InternalError(f"the text helper announces a token table of {size} bytes")
+        body = bytearray()
+        while len(body) < size:
+            body += await self._receive()
+        return TokenTable.from_bytes(bytes(body))
 
     @property
     def ended(self) -> bool:

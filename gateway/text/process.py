@@ -17,13 +17,28 @@ from types import FrameType
 
 from kvforge.process.leash import PR_SET_PDEATHSIG
 from kvforge.protocol.errors import InternalError, InvalidRequest, KvforgeError
+from kvforge.text.token_table import NotTabularError
 from kvforge.text.tokenizer import Tokenizer
 
-from .jobs import FIRST, HEAD_BYTES, JOB, Check, Failed, Hello, Job, Load, Loaded, Render, Result, TextLimits, framed
+from .jobs import (
+    FIRST,
+    FIRST_BYTES_MAX,
+    HEAD_BYTES,
+    JOB,
+    Check,
+    Failed,
+    Hello,
+    Job,
+    Load,
+    Loaded,
+    Render,
+    Result,
+    TextLimits,
+    framed,
+)
 from .work import TextWork, token_bytes_max
 
-# The first message; later ones are a letter, and a process id.
-FIRST_BYTES_MAX = 1 << 16
+# Messages after the first: a letter, and a process id.
 FORK, END = b"f", b"e"
 # Past its CPU time limit a template is interrupted repeatedly, in case it catches exceptions.
 AGAIN_S = 0.05
@@ -63,14 +78,28 @@ def _serve(descriptor: int) -> None:
         except KvforgeError as error:
             control.send(_body(Failed(error.code, error.message, error.fields)))
             return
-        except OSError as error:
-            problem = f"{load.template_file}: {error.strerror}"
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            problem = f"{load.template_file}: {reason}"
             control.send(
                 _body(Failed("invalid_configuration", f"chat_template: {problem}", {"field": "chat_template"}))
             )
             return
-        control.send(_body(Loaded(longest)))
+        _send_loaded(control, longest, tokenizer if load.table else None)
         _Forking(control, TextWork(tokenizer, load.limits, longest), load).run()
+
+
+def _send_loaded(control: socket.socket, longest: int, tokenizer: Tokenizer | None) -> None:
+    """Answer the first message, with the table of a tokenizer."""
+    table, reason = b"", ""
+    if tokenizer is not None:
+        try:
+            table = tokenizer.table().to_bytes()
+        except NotTabularError as error:
+            reason = str(error)
+    control.send(_body(Loaded(longest, len(table), reason)))
+    for start in range(0, len(table), FIRST_BYTES_MAX):
+        control.send(table[start : start + FIRST_BYTES_MAX])
 
 
 class _Forking:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from kvforge.protocol.errors import InvalidRequest
@@ -96,14 +96,27 @@ class Pieces:
     Two families are supported, which cover the vocabularies of generating models: byte-level (GPT-2's alphabet, one
     character per byte) and sentencepiece (a replaced space, byte fallback, a dropped first space).
 
+    Args:
+        token_of: Returns the spelling of a token id; None where there is no such token.
+        special: The spelling of each special token, by its id.
+        decoder: The decoder of the library `tokenizers`, in its JSON form.
+        keep: Special tokens that have bytes nevertheless.
+
     Attributes:
         strip: The number of leading spaces that the decoder drops from the whole text.
-        keep: Special tokens that have bytes nevertheless.
+
+    Raises:
+        ValueError: The decoder is of another family.
     """
 
-    def __init__(self, backend: Any, steps: list[dict[str, Any]], keep: frozenset[str] = frozenset()) -> None:
-        self._token_of: Callable[[int], str | None] = backend.id_to_token
-        special = {token: added.content for token, added in backend.get_added_tokens_decoder().items() if added.special}
+    def __init__(
+        self,
+        token_of: Callable[[int], str | None],
+        special: Mapping[int, str],
+        decoder: str | bytes,
+        keep: frozenset[str] = frozenset(),
+    ) -> None:
+        self._token_of = token_of
         self._kept: dict[int, bytes] = {token: text.encode() for token, text in special.items() if text in keep}
         self._special = special.keys() - self._kept.keys()
         self._alphabet: dict[str, int] | None = None
@@ -113,8 +126,12 @@ class Pieces:
         self._first_bare = False
         self.strip = 0
         fused = False
-        for step in steps:
-            fused = self._understand(step, fused)
+        state = json.loads(decoder)
+        try:
+            for step in state["decoders"] if state["type"] == "Sequence" else [state]:
+                fused = self._understand(step, fused)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the decoder is of another family ({error!r})") from error
 
     @classmethod
     def of(cls, tokenizer: Any, keep: frozenset[str] = frozenset()) -> Pieces | None:
@@ -122,18 +139,16 @@ class Pieces:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or backend.decoder is None:
             return None
-        state = json.loads(backend.decoder.__getstate__())
+        special = {token: added.content for token, added in backend.get_added_tokens_decoder().items() if added.special}
         try:
-            return cls(backend, state["decoders"] if state["type"] == "Sequence" else [state], keep)
-        except (KeyError, ValueError, TypeError):
+            return cls(backend.id_to_token, special, backend.decoder.__getstate__(), keep)
+        except ValueError:
             return None
 
     def _understand(self, step: dict[str, Any], fused: bool) -> bool:
         kind = step["type"]
         if kind == "ByteLevel":
-            from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-            self._alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
+            self._alphabet = byte_alphabet()
         elif kind == "Replace" and not fused:
             self._replacements.append((step["pattern"]["String"], step["content"]))
         elif kind == "Metaspace" and not fused:
@@ -174,6 +189,16 @@ class Pieces:
         if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(text)):
             return bytes([int(match[1], 16)])
         return text.encode()
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character in GPT-2's alphabet.
+
+    Printable bytes of Latin-1 are their own characters; the others are the characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
 def checked_ids(token_ids: Iterable[int]) -> list[int]:

@@ -19,6 +19,7 @@ from kvforge.process.installation import install_command
 from kvforge.protocol.errors import InvalidRequest, Unavailable, UnsupportedModel
 
 from .stream import Pieces, TextStream, checked_ids
+from .token_table import TokenTable, table_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -106,6 +107,14 @@ class Tokenizer:
             raise UnsupportedModel(self._name, "its tokenizer is not one of the library `tokenizers`")
         text: str = backend.to_str()
         return text
+
+    def table(self) -> TokenTable:
+        """Return the part that turns tokens into text, for a process without this tokenizer.
+
+        Raises:
+            NotTabularError: A table cannot hold all of that part.
+        """
+        return table_of(self._tokenizer, self.chat_template)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a prompt, with the start token if the model has one.

@@ -221,7 +221,8 @@ class Service:
         info = ModelInfo(
             name=NAME, source="", architecture="none", fingerprint="0", vocab_size=512, context_tokens_max=context
         )
-        prompts, format_ = Prompts(spoken, InlineText(spoken), hygiene), choose(spoken.chat_template, tool_format)
+        prompts = Prompts(spoken.table(), InlineText(spoken), hygiene)
+        format_ = choose(spoken.chat_template, tool_format)
         if not has_tokenizer:
             prompts, format_ = Prompts(None, NoTexts(), hygiene), choose("")
         at_once(prompts.look(format_.write_calls))

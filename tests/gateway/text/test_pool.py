@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from kvforge.gateway.text.inline import InlineText
-from kvforge.gateway.text.jobs import HEAD_BYTES, Load, TextLimits, framed
+from kvforge.gateway.text.jobs import FIRST_BYTES_MAX, HEAD_BYTES, Load, TextLimits, framed
 from kvforge.gateway.text.pool import TextPool
 from kvforge.protocol.errors import (
     DeadlineExceeded,
@@ -26,6 +28,7 @@ from kvforge.protocol.errors import (
     QueueFull,
     UnsupportedModel,
 )
+from kvforge.text.token_table import TokenTable
 from kvforge.text.tokenizer import Tokenizer
 from tests.standstill import HOUR_S, Standstill, set_forward
 from tools.chaos import tokenizer
@@ -110,6 +113,27 @@ def test_what_it_gives_is_what_the_tokenizer_gives(folder: Path) -> None:
                 assert (came[0].tolist(), came[1]) == (right[0].tolist(), right[1])
         finally:
             await pool.close()
+
+    run(check())
+
+
+def test_a_table_of_many_messages_arrives_whole(tmp_path: Path) -> None:
+    vocabulary = {f"{'x' * 60}{number}": number for number in range(3000)}
+    backend = Backend(models.BPE(vocabulary, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+
+    async def check() -> None:
+        pool = TextPool(str(tmp_path), TextLimits())
+        try:
+            table = await pool.start()
+        finally:
+            await pool.close()
+        assert isinstance(table, TokenTable)
+        assert len(table.to_bytes()) > 2 * FIRST_BYTES_MAX
+        assert [table.spelled(number) for number in range(3000)] == [*vocabulary]
 
     run(check())
 
@@ -230,6 +254,7 @@ def test_helpers_that_are_killed_are_replaced(folder: Path) -> None:
     async def check() -> None:
         pool = TextPool(str(folder), TextLimits(), processes=1)
         try:
+            table = await pool.start()
             assert len(await pool.encode("abc", special=False)) == 3
             os.kill(pool._idle[0].pid, signal.SIGKILL)
             assert len(await pool.encode("abc", special=False)) == 3
@@ -238,6 +263,9 @@ def test_helpers_that_are_killed_are_replaced(folder: Path) -> None:
             first._process.kill()
             first._process.wait()
             assert len(await pool.encode("abc", special=False)) == 3
+            assert pool._first is not first
+            assert isinstance(table, TokenTable)
+            assert await pool.start() is table  # the one that took its place was not asked for another
         finally:
             await pool.close()
 
@@ -281,7 +309,7 @@ def test_a_helper_whose_gateway_was_killed_as_it_loaded_ends_quietly(folder: Pat
         load = Load(source=str(folder), template_file="", limits=TextLimits())
         ours.send(framed(load)[HEAD_BYTES:])
         ours.close()  # before the helper has read it: its answer has no reader
-        code = f"from gateway.text.process import main; main({theirs.fileno()})"
+        code = f"from kvforge.gateway.text.process import main; main({theirs.fileno()})"
         command = [sys.executable, "-c", code]
         descriptors = [theirs.fileno()]
         ran = subprocess.run(command, pass_fds=descriptors, capture_output=True, timeout=DEADLINE_S, check=False)
