@@ -6,9 +6,15 @@ use, 5 state_dir is damaged. On SIGHUP, [access] is read again from FILE.
 
 from __future__ import annotations
 
+import sys
+
+if sys.platform != "linux":
+    from kvforge.protocol.platforms import leave
+
+    leave("the coordinator")
+
 import json
 import os
-import sys
 from functools import partial
 from pathlib import Path
 

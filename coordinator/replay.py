@@ -6,8 +6,14 @@ since earlier ones are not kept. For a damaged journal, everything before the da
 
 from __future__ import annotations
 
-import os
 import sys
+
+if sys.platform != "linux":
+    from kvforge.protocol.platforms import leave
+
+    leave("`kvforge replay`")
+
+import os
 from collections import deque
 from contextlib import suppress
 from datetime import UTC, datetime

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import sys
 
+if sys.platform != "linux":
+    from kvforge.protocol.platforms import leave
+
+    leave("the gateway")
+
+
 from kvforge.gateway.serve.main import main
 
 if __name__ == "__main__":

@@ -4,6 +4,10 @@ import signal
 import sys
 
 if __name__ == "__main__":
+    if sys.platform != "linux":
+        from kvforge.protocol.platforms import leave
+
+        leave("the load test")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C during imports
     from kvforge.loadtest.command.main import main
 

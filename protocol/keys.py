@@ -1,7 +1,8 @@
 """CURVE key pairs that identify peers on a network: creating, storing and reading them.
 
 A key is 32 bytes, written as 40 characters of Z85 (https://rfc.zeromq.org/spec/32/). A key file is TOML with `public`
-and `secret`; only its owner may read it.
+and `secret`; only its owner may read it. On Windows that is not checked: its files have access lists instead of an
+owner and a mode.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import stat
 import struct
+import sys
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
@@ -57,7 +59,7 @@ def write_secret(path: Path, text: str) -> None:
         InvalidConfiguration: The file exists or cannot be created.
     """
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         problem = f"{path} exists: peers that know its key would not know a new one; remove it to replace the key"
         raise InvalidConfiguration("key_file", problem) from None
@@ -83,11 +85,8 @@ def read(path: Path, field: str = "key_file") -> KeyPair:
             data = file.read(FILE_BYTES_MAX)
     except OSError as error:
         raise InvalidConfiguration(field, f"{path} cannot be read: {error.strerror}") from None
-    if status.st_uid not in (os.geteuid(), 0):
-        raise InvalidConfiguration(field, f"{path} belongs to another user (uid {status.st_uid}), who knows the secret")
-    if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
-        problem = f"{path} has mode {mode:04o}, so others may know the secret: make a new one, or chmod 0600 it"
-        raise InvalidConfiguration(field, problem)
+    if sys.platform != "win32":
+        _check_secret(path, status, field)
     try:
         values = tomllib.loads(data.decode())
         secret = str(values["secret"])
@@ -98,6 +97,14 @@ def read(path: Path, field: str = "key_file") -> KeyPair:
     if values.get("public", public) != public:
         raise InvalidConfiguration(field, f"the public key in {path} does not match its secret")
     return KeyPair(public, secret)
+
+
+def _check_secret(path: Path, status: os.stat_result, field: str) -> None:
+    if status.st_uid not in (os.geteuid(), 0):
+        raise InvalidConfiguration(field, f"{path} belongs to another user (uid {status.st_uid}), who knows the secret")
+    if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
+        problem = f"{path} has mode {mode:04o}, so others may know the secret: make a new one, or chmod 0600 it"
+        raise InvalidConfiguration(field, problem)
 
 
 def bytes_of(key: str, field: str) -> bytes:

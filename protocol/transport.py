@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from pathlib import Path
 
 import zmq
 
 from .errors import InvalidConfiguration
 from .network import CurveCredentials
+from .platforms import IPC, check_endpoint
 from .trust import check_path
 
 CLIENT_SOCKET = "clients.sock"
@@ -36,8 +38,8 @@ HEARTBEAT_INTERVAL_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 SEND_MESSAGES_MAX = 10_000
 NEVER_MS = 24 * 3600 * 1000  # with reconnecting off, ZeroMQ discards received messages that were not read yet
-# sockaddr_un.sun_path holds 108 bytes with its terminating zero.
-IPC_PATH_BYTES_MAX = 107
+# sockaddr_un.sun_path holds 108 bytes with its terminating zero, and 104 on macOS.
+IPC_PATH_BYTES_MAX = 103 if sys.platform == "darwin" else 107
 
 
 def default_runtime_dir() -> Path:
@@ -82,18 +84,28 @@ def worker_endpoint(runtime_dir: Path) -> str:
 
 
 def default_client_endpoint() -> str:
-    """Return KVFORGE_ENDPOINT, else the client socket of the default runtime folder."""
-    return os.environ.get("KVFORGE_ENDPOINT") or client_endpoint(default_runtime_dir())
+    """Return KVFORGE_ENDPOINT, else the client socket of the default runtime folder.
+
+    Raises:
+        InvalidConfiguration: This is Windows, which has no such socket.
+    """
+    if chosen := os.environ.get("KVFORGE_ENDPOINT"):
+        return chosen
+    if sys.platform == "win32":
+        problem = "Windows has no default: name the coordinator as tcp://HOST:PORT, here or in KVFORGE_ENDPOINT"
+        raise InvalidConfiguration("endpoint", problem)
+    return client_endpoint(default_runtime_dir())
 
 
 def _ipc(path: Path) -> str:
+    check_endpoint(IPC, "runtime_dir")
     absolute = path.absolute()
     if len(os.fsencode(absolute)) > IPC_PATH_BYTES_MAX:
         raise InvalidConfiguration(
             "runtime_dir",
             f"the socket path {absolute} is longer than {IPC_PATH_BYTES_MAX} bytes; choose a shorter folder",
         )
-    return f"ipc://{absolute}"
+    return f"{IPC}{absolute}"
 
 
 def prepare_runtime_dir(runtime_dir: Path) -> None:

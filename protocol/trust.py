@@ -10,29 +10,37 @@ away. Before a socket or a table file is used, each component of its path is che
 - A directory that only trusted users can write to vouches for what it contains: a trusted user created it there. The
 owner of `/run/kvforge`, which systemd created for the service's user, is therefore trusted below that folder.
 
-After a local connection is made, the kernel names the user at its other end (SO_PEERCRED). It must be one of the same.
+After a local connection is made, the kernel names the user at its other end (SO_PEERCRED; on macOS LOCAL_PEERCRED). It
+must be one of the same.
+
+Windows has no user ids. `platforms` refuses `ipc://` and shared tables there, so that no path is checked.
 """
 
 from __future__ import annotations
 
-import grp
 import os
-import pwd
 import socket as sockets
 import stat
 import struct
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
 from .errors import InvalidConfiguration
+from .platforms import IPC
+
+if sys.platform != "win32":
+    import grp
+    import pwd
 
 TRUSTED_USERS = "KVFORGE_TRUSTED_USERS"
 SERVICE_USER = "kvforge"
-IPC = "ipc://"
 LINKS_MAX = 40  # as the kernel's own limit
 UCRED = struct.Struct("iII")  # pid, uid, gid
+# macOS: struct xucred of sys/ucred.h (version, uid, number of groups, groups), for which Python has no names.
+SOL_LOCAL, LOCAL_PEERCRED, XUCRED = 0, 1, struct.Struct("IIh16I")
 WHOLE_NAMESPACE = ["0", "0", str((1 << 32) - 1)]
 
 
@@ -134,15 +142,23 @@ def check_peer(descriptor: int, users: Iterable[int], endpoint: str, field: str 
         with sockets.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family != sockets.AF_UNIX:
                 return
-            found = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, UCRED.size)
+            user = _peer_user(connection)
     except OSError:
         return
-    user = UCRED.unpack(found)[1]
     if user not in users:
         problem = (
             f"the process that listens at {endpoint} is of user {_name(user)}, who is not trusted: {_remedy(user)}"
         )
         raise InvalidConfiguration(field, problem)
+
+
+def _peer_user(connection: sockets.socket) -> int:
+    """Return the user id at the other end of a local connection. Raises OSError if the connection has ended."""
+    if sys.platform == "darwin":
+        found = connection.getsockopt(SOL_LOCAL, LOCAL_PEERCRED, XUCRED.size)
+        return int(XUCRED.unpack(found)[1])
+    found = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, UCRED.size)
+    return int(UCRED.unpack(found)[1])
 
 
 def check_private(folder: Path, field: str, below: Path) -> Path:

@@ -14,12 +14,18 @@ A supervisor restarts a worker after 1 and 4.
 
 from __future__ import annotations
 
+import sys
+
+if sys.platform != "linux":
+    from kvforge.protocol.platforms import leave
+
+    leave("the worker")
+
 import faulthandler
 import json
 import logging
 import os
 import signal
-import sys
 import traceback
 from contextlib import closing
 from pathlib import Path

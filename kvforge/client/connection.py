@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvforge.protocol import network, transport
+from kvforge.protocol import network, platforms, transport
 from kvforge.protocol.errors import (
     Conflict,
     CoordinatorUnavailable,
@@ -52,6 +52,7 @@ class Connection(ABC):
         key_file: str | os.PathLike[str] | None,
     ) -> None:
         self.endpoint = os.fspath(endpoint) if endpoint is not None else transport.default_client_endpoint()
+        platforms.check_endpoint(self.endpoint)
         self.timeout_s = seconds(timeout_s)
         self.stream_timeout_s = seconds(stream_timeout_s, "stream_timeout_s")
         self._connect_timeout_s = seconds(connect_timeout_s, "connect_timeout_s")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from kvforge.protocol import transport
+from kvforge.protocol import platforms, transport
 from kvforge.protocol.errors import BlockNotFound, CoordinatorUnavailable, SequenceNotFound, Unavailable
 from kvforge.protocol.messages import Int32Array, Int64Array, Welcome
 from kvforge.protocol.numbers import Numbers
@@ -75,11 +75,12 @@ class Tables:
 
     Raises:
         CoordinatorUnavailable: There is no file.
-        Unavailable: The file cannot be read.
+        Unavailable: The file cannot be read, or this is not Linux.
         ProtocolError: The file has another layout version.
     """
 
     def __init__(self, runtime_dir: str | os.PathLike[str] | None = None) -> None:
+        platforms.check_tables()
         folder = Path(runtime_dir) if runtime_dir is not None else transport.default_runtime_dir()
         try:
             self._hold(folder.absolute() / transport.TABLES_FILE)
@@ -94,9 +95,10 @@ class Tables:
         """Return the tables of the coordinator that sent `welcome`.
 
         Raises:
-            Unavailable: The file is not there, cannot be read, or belongs to another coordinator.
+            Unavailable: The file is not there, cannot be read, or belongs to another coordinator, or this is not Linux.
             ProtocolError: The file has another layout version.
         """
+        platforms.check_tables()
         tables, path = cls.__new__(cls), Path(welcome.tables_path)
         try:
             tables._hold(path)

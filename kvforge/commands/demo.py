@@ -24,6 +24,7 @@ from kvforge.protocol import transport
 from kvforge.protocol.errors import InvalidConfiguration, KvforgeError
 from kvforge.protocol.exits import FAILED, OK
 from kvforge.protocol.messages import Stats
+from kvforge.protocol.platforms import check_linux
 from kvforge.text.tokenizer import Tokenizer
 
 from . import parsing
@@ -63,6 +64,7 @@ def add(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the demonstration."""
+    check_linux("`kvforge demo`")
     return run_demo(options.model, options.max_tokens)
 
 

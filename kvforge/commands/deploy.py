@@ -12,6 +12,7 @@ from kvforge.deploy.install import InstallOptions, install, instances, model_pat
 from kvforge.deploy.places import CACHE_DIR, STATE_DIR, USER, Places
 from kvforge.deploy.uninstall import uninstall
 from kvforge.protocol.exits import FAILED, OK
+from kvforge.protocol.platforms import check_linux
 
 from . import parsing, printing
 
@@ -63,6 +64,7 @@ def run_nothing(_options: argparse.Namespace) -> int:
 
 def run_install(options: argparse.Namespace) -> int:
     """Install the service, and print the next step."""
+    check_linux("`kvforge deploy`")
     python = None
     if not options.no_venv:
         python = Python(options.python or own_python(), tuple(options.pip), options.system_site_packages)
@@ -80,6 +82,7 @@ def run_install(options: argparse.Namespace) -> int:
 
 def run_uninstall(options: argparse.Namespace) -> int:
     """Remove the service, and list the files that are kept."""
+    check_linux("`kvforge deploy`")
     places = Places(options.root.absolute())
     count = uninstall(places, printing.say, dry_run=options.dry_run, purge=options.purge)
     if not count:
@@ -92,6 +95,7 @@ def run_uninstall(options: argparse.Namespace) -> int:
 
 def run_check(options: argparse.Namespace) -> int:
     """Print the findings, problems last."""
+    check_linux("`kvforge deploy`")
     findings = check(Places())
     if options.json:
         printing.print_json([finding.document() for finding in findings])

@@ -13,6 +13,7 @@ from kvforge.fleet.messages import READY, Seen, Status
 from kvforge.fleet.settings import load_fleet
 from kvforge.protocol.errors import DeadlineExceeded
 from kvforge.protocol.exits import FAILED, OK
+from kvforge.protocol.platforms import check_linux
 
 from . import printing
 
@@ -64,6 +65,7 @@ def _add_wait(parser: argparse.ArgumentParser, wait_s: float, what: str) -> None
 
 def _in_cluster(options: argparse.Namespace, name: str, use: Callable[[Fleet], int]) -> int:
     """Join the cluster and call `use`. Ray is imported here only. Raises Unavailable."""
+    check_linux("`kvforge fleet`")
     from kvforge.fleet.cluster.joining import joined
 
     with joined(options.address):
@@ -73,6 +75,7 @@ def _in_cluster(options: argparse.Namespace, name: str, use: Callable[[Fleet], i
 
 
 def _up(options: argparse.Namespace) -> int:
+    check_linux("`kvforge fleet`")
     file, text = load_fleet(options.file)
 
     def use(fleet: Fleet) -> int:

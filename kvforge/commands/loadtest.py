@@ -8,6 +8,7 @@ import sys
 from typing import Any, NoReturn
 
 from kvforge.launch.supervisor import ENTRY
+from kvforge.protocol.platforms import check_linux
 
 # No option starts with it, so that all arguments after the command's name reach the harness, `--help` too.
 NO_OPTION = "\0"
@@ -25,6 +26,7 @@ def add(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> NoReturn:
     """Replace this process by the harness."""
+    check_linux("`kvforge loadtest`")
     arguments = list(options.arguments)
     for name in ("endpoint", "runtime_dir", "server_key", "key_file"):
         if (value := getattr(options, name)) is not None:  # options before the command's name

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvforge.launch.supervisor import ENTRY
+from kvforge.protocol.platforms import check_linux
 from kvforge.protocol.transport import default_state_dir
 
 from . import parsing
@@ -42,6 +43,7 @@ def add(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the state. Return the exit status of the separate process."""
+    check_linux("`kvforge replay`")
     journal = options.journal if options.journal is not None else default_state_dir(parsing.runtime_dir(options))
     arguments = [str(journal), "--events", str(options.events)]
     if options.until is not None:

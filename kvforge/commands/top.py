@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvforge.client.tables import Tables
-from kvforge.protocol import transport
+from kvforge.protocol import platforms, transport
 from kvforge.protocol.errors import CoordinatorUnavailable, InvalidConfiguration
 from kvforge.protocol.exits import OK
 
@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         CoordinatorUnavailable: There is no coordinator, or it left and does not return.
     """
+    platforms.check_tables()
     folder = _folder(options)
     tables = Tables(folder)
     before: dict[str, int] | None = None

@@ -24,6 +24,7 @@ from kvforge.process.signals import Signals
 from kvforge.protocol import choices, logs
 from kvforge.protocol.configuration import expand
 from kvforge.protocol.errors import InvalidConfiguration, Unavailable
+from kvforge.protocol.platforms import check_linux
 
 from . import parsing
 from .progress import Progress
@@ -65,6 +66,7 @@ def add(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal stops it."""
+    check_linux("`kvforge up`")
     file = load_up_file(options.config)
     _fill_in(options, file)
     check(options, file)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import grp
 import os
-import pwd
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
 from .places import USER, Places
+
+if sys.platform != "win32":
+    import grp
+    import pwd
 
 
 @dataclass(frozen=True)

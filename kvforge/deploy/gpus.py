@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import grp
 import stat
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +12,9 @@ from kvforge.launch.host import DEVICE_FILES
 from .accounts import Account
 from .findings import Finding, good, wrong
 from .places import USER
+
+if sys.platform != "win32":
+    import grp
 
 # Device files that each kind of GPU needs, in addition to those that show its presence.
 NEEDED = {"cuda": ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm"), "hip": ("kfd", "dri/renderD*")}

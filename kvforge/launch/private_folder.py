@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
 import stat
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 from kvforge.protocol import token, transport
 from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration
+
+if sys.platform != "win32":
+    import fcntl
 
 PRIVATE_FOLDER = "up"
 MARK = "made-by-kvforge-up"

@@ -15,7 +15,6 @@ rules keep the store consistent after an interruption:
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -35,6 +34,9 @@ from kvforge.protocol.errors import InvalidRequest, ModelNotFound, Unavailable
 
 from . import hub
 from .files import CONFIG, check_files, find_files
+
+if sys.platform != "win32":
+    import fcntl
 
 OnProgress = Callable[[str, float], None]
 
@@ -267,7 +269,10 @@ def _pull_known(name: str, known: KnownModel, report: OnProgress, folder: Path) 
 
 @contextlib.contextmanager
 def _locked(folder: Path, name: str, report: OnProgress) -> Iterator[bool]:
-    """Hold the folder's lock; yield False on a file system without such locks."""
+    """Hold the folder's lock; yield False on a file system without such locks, and on Windows."""
+    if sys.platform == "win32":
+        yield False
+        return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # the folder itself: no lock file to leave behind
     try:
         yield _lock(descriptor, name, report)

@@ -5,8 +5,14 @@ The coordinator is the real one, as with `kvforge up`; the steps take the times 
 
 from __future__ import annotations
 
-import argparse
 import sys
+
+if sys.platform != "linux":
+    from kvforge.protocol.platforms import leave
+
+    leave("the simulated fleet")
+
+import argparse
 import tomllib
 from pathlib import Path
 

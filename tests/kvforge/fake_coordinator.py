@@ -1,6 +1,6 @@
 """A coordinator for client tests: real sockets and messages, scripted behaviour, no model.
 
-As a program (`fake_coordinator.py ENDPOINT`) it prints `listening`, then the tag of every received message.
+As a program (`fake_coordinator.py ENDPOINT`) it prints its endpoint and `listening`, then the tag of every message.
 A request's tenant selects its behaviour; see `Fake.submit`. The token at offset i is the sum of the prompt plus i.
 `Running` starts and stops the program for a test and waits, with a deadline, for its output.
 
@@ -88,13 +88,14 @@ class Fake:
     away: bool = False
     signals: list[int] = field(default_factory=list)
     version_min: int = field(default_factory=lambda: int(os.environ.get("KVFORGE_FAKE_VERSION", "1")))
+    secret: str = field(default_factory=lambda: os.environ.get("KVFORGE_FAKE_SECRET", ""))
 
     def serve(self) -> None:
         """Answer messages until killed."""
         self.open()
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             signal.signal(number, lambda number, _: self.signals.append(number))
-        print("listening", flush=True)
+        print(self.endpoint, "listening", sep="\n", flush=True)
         decoder = Decoder(m.CLIENT_MESSAGES)
         while True:
             self.hear_signals()
@@ -108,7 +109,11 @@ class Fake:
     def open(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = router(self.context)
+        if self.secret:
+            self.socket.curve_server = True
+            self.socket.curve_secretkey = self.secret.encode()
         self.socket.bind(self.endpoint)
+        self.endpoint = self.socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
 
     def hear_signals(self) -> None:
         while self.signals:
@@ -503,10 +508,17 @@ def sample_stats(rid: int, running: int, total: int) -> m.Stats:
 class Running:
     """The running program. Endpoint and process belong to the test."""
 
-    def __init__(self, folder: Path, *, ready: bool = True, loads: bool = False, version_min: int = 1) -> None:
-        self.endpoint = f"ipc://{folder}/clients.sock"
+    def __init__(
+        self, folder: Path, *, ready: bool = True, loads: bool = False, version_min: int = 1, secret: str = ""
+    ) -> None:
+        """Start the program: at a socket in `folder`, or with a CURVE secret at a TCP port of this host."""
+        self.endpoint = "tcp://127.0.0.1:*" if secret else f"ipc://{folder}/clients.sock"
         when = ("third" if loads else "now") if ready else "never"
-        variables = {"KVFORGE_FAKE_READY": when, "KVFORGE_FAKE_VERSION": str(version_min)}
+        variables = {
+            "KVFORGE_FAKE_READY": when,
+            "KVFORGE_FAKE_VERSION": str(version_min),
+            "KVFORGE_FAKE_SECRET": secret,
+        }
         self._env = {**os.environ, **variables}
         self._text = b""
         self.start()
@@ -515,10 +527,10 @@ class Running:
         self.process = subprocess.Popen(
             [sys.executable, __file__, self.endpoint], stdout=subprocess.PIPE, env=self._env, bufsize=0
         )
-        self.expect("listening")
+        self.endpoint = self.expect("listening").strip()
 
-    def expect(self, word: str) -> None:
-        """Wait until the program prints this line, and consume the output up to it."""
+    def expect(self, word: str) -> str:
+        """Wait until the program prints this line; consume the output up to it, and return what came before it."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + DEADLINE_S
         line = word.encode() + b"\n"
@@ -530,7 +542,8 @@ class Running:
             assert chunk, f"the fake coordinator ended before {word!r}; seen: {self._text!r}"
             self._text += chunk
         at = (b"\n" + self._text).find(b"\n" + line)
-        self._text = self._text[at + len(line) :]
+        before, self._text = self._text[:at], self._text[at + len(line) :]
+        return before.decode()
 
     def signal(self, number: int, word: str) -> None:
         """Send a signal, and wait until the program confirms it."""

@@ -1,6 +1,7 @@
 """How the asyncio client waits, and what happens to a request when its reading task is cancelled.
 
-The event loop watches ZeroMQ's file descriptors. They are edge-triggered, so everything is drained each time.
+The event loop watches ZeroMQ's file descriptors. They are edge-triggered, so everything is drained each time. Windows'
+default loop cannot watch them; there, waiting calls poll.
 
 A task may be cancelled while it waits for a token, or in the body of its loop between two tokens. The second case shows
 only when the iterator is dropped while the cancelled task still runs; `_Reading` is therefore a class. (A dropped
@@ -24,6 +25,7 @@ from ..operations import Operations
 from ..reconnector import ROOM_POLL_S
 
 T = TypeVar("T")
+POLL_S = 0.005  # between two looks where the event loop cannot watch descriptors
 
 
 class AsyncCalls(Operations):
@@ -31,6 +33,7 @@ class AsyncCalls(Operations):
 
     _loop: asyncio.AbstractEventLoop | None = None
     _timer: asyncio.TimerHandle | None = None
+    _polls = False  # the loop cannot watch descriptors
 
     def _check_usable(self) -> None:
         super()._check_usable()
@@ -64,6 +67,8 @@ class AsyncCalls(Operations):
                     return False
                 if for_room:  # asking for room may swallow an edge just before the wait: poll
                     left_s = min(left_s, ROOM_POLL_S)
+                if self._polls:
+                    left_s = min(left_s, POLL_S)
                 changed = loop.create_future()
 
                 def wake(changed: asyncio.Future[None] = changed) -> None:
@@ -111,8 +116,12 @@ class AsyncCalls(Operations):
         loop = asyncio.get_running_loop()
         sockets = (self.link.socket, self.link.monitor)
         descriptors = [int(socket.getsockopt(zmq.FD)) for socket in sockets if socket is not None]
-        for descriptor in descriptors:
-            loop.add_reader(descriptor, self._pump)
+        try:
+            for descriptor in descriptors:
+                loop.add_reader(descriptor, self._pump)
+        except NotImplementedError:  # a Windows loop with completion ports
+            self._polls = True
+            return
 
         def closing() -> None:
             for descriptor in descriptors:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
+if sys.platform != "linux":
+    from kvforge.protocol.platforms import leave
+
+    leave("a node of a fleet")
+
 import argparse
 import os
-import sys
 
 from kvforge.fleet.messages import FAILED, KINDS, REPLICA, NodeStatus
 from kvforge.process.ending import Interrupted, Stopped
