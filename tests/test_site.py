@@ -61,7 +61,7 @@ def test_names_in_tables_are_not_broken(tmp_path: Path) -> None:
 
     async def look() -> None:
         async with Browser() as page:
-            for name in ("settings", "metrics", "http", "tuning"):
+            for name in ("settings", "metrics", "http", "tuning", "models", "coming-from", "benchmarks"):
                 for width in (1280, 400):
                     await page.look(width, 800)
                     await page.go(f"file://{tmp_path}/site/{name}.html")

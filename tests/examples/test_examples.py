@@ -38,8 +38,13 @@ def service() -> Iterator[tuple[Cluster, Gateway]]:
 
 def run(cluster: Cluster, name: str, *arguments: str, piped: str = "") -> str:
     """Run a program to its end; return its output."""
+    return python(cluster, str(REPOSITORY / "examples" / name), *arguments, piped=piped)
+
+
+def python(cluster: Cluster, *arguments: str, piped: str = "") -> str:
+    """Run Python with the service as its default; return its output."""
     done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "examples" / name), *arguments],
+        [sys.executable, *arguments],
         input=piped,
         capture_output=True,
         text=True,
@@ -105,6 +110,15 @@ def test_load_test_reports_ordered_percentiles(service: tuple[Cluster, Gateway])
     found = [(float(p50), float(p99)) for p50, p99 in re.findall(r"p50 ([\d.]+) ms, p99 ([\d.]+) ms", printed)]
     assert len(found) == 2 and all(0 < p50 <= p99 for p50, p99 in found)
     assert found[0][0] <= found[1][0], "the first token comes before the last"
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/quickstart.md"])
+def test_the_python_of_a_document_runs(service: tuple[Cluster, Gateway], document: str) -> None:
+    cluster, _ = service
+    programs = re.findall(
+        r"^```python\n(.*?)^```", (REPOSITORY / document).read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert [python(cluster, "-c", program) for program in programs if program.startswith("from kvforge")]
 
 
 def test_every_example_has_a_test() -> None:
