@@ -107,11 +107,11 @@ def _range(bound: object) -> str:
         least, most = _number(bound.least), _number(bound.most)
         return f", at least {least}" if bound.most == math.inf else f", {least} to {most}"
     assert isinstance(bound, msgspec.Meta)
-    most = next((at for at in (bound.le, bound.lt and bound.lt - 1) if at is not None), None)
+    highest = next((at for at in (bound.le, bound.lt and bound.lt - 1) if at is not None), None)
     if bound.gt is not None:
-        return f", above {_number(bound.gt)}" + (f", at most {_number(most)}" if most is not None else "")
-    least = _number(bound.ge or 0)
-    return f", {least} to {_number(most)}" if most is not None else f", at least {least}"
+        return f", above {_number(bound.gt)}" + (f", at most {_number(highest)}" if highest is not None else "")
+    lowest = _number(bound.ge or 0)
+    return f", {lowest} to {_number(highest)}" if highest is not None else f", at least {lowest}"
 
 
 def _number(value: float) -> str:

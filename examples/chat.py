@@ -12,6 +12,7 @@ import argparse
 import sys
 
 from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 
 def main() -> None:
@@ -23,12 +24,12 @@ def main() -> None:
     options = parser.parse_args()
     client = OpenAI(base_url=options.url, api_key=options.api_key)
     model = client.models.list().data[0].id
-    messages: list[dict[str, str]] = []
+    messages: list[ChatCompletionMessageParam] = []
     for question in sys.stdin:
         messages.append({"role": "user", "content": question.strip()})
         stream = client.chat.completions.create(
             model=model,
-            messages=messages,  # type: ignore[arg-type]
+            messages=messages,
             max_tokens=options.max_tokens,
             stream=True,
             stream_options={"include_usage": True},
