@@ -452,6 +452,9 @@ class TurnLoop:
                 raise CapacityExceeded("clients", 1, 0, "raise limits.clients_max")
             number = self.clients.admit(identity, descriptor, before)
             if number is None:
+                if before is not None and before not in self.machine.sessions.away:
+                    # Its connection made place for this one, which has ended meanwhile: the session has none now.
+                    self._client_gone(before, goodbye=False)
                 return
             self._apply(ClientCame(number, session, access))
         welcome = Welcome(

@@ -110,6 +110,7 @@ class Wire:
         self.full: set[int] = set()
         self.gone: set[int] = set()
         self.known: set[int] = set()
+        self.dead: set[int] = set()  # connections that ended before their handshake was read
         self.numbers: dict[int, int] = {}
         self._ended: list[int] = []
         self._decoder = codec.Decoder(replies)
@@ -131,6 +132,8 @@ class Wire:
         return Who()
 
     def admit(self, identity: bytes, _descriptor: int, number: int | None = None) -> int | None:
+        if int(identity) in self.dead:
+            return None
         found = self.numbers[int(identity)] = int(identity) if number is None else number
         self.known.add(found)
         return found
@@ -357,6 +360,22 @@ def test_an_end_that_was_found_as_something_was_sent_is_not_that_of_who_comes_in
     told = [type(event) for event in bench.machine.events if isinstance(event, ClientCame | ClientGone)]
     assert told == [ClientCame, ClientGone, ClientCame]
     assert bench.machine.sessions.away == {}
+
+
+def test_a_session_whose_next_connection_ended_before_it_was_admitted_is_away(bench: Bench) -> None:
+    """Its former connection had made place; otherwise the session would count as connected forever."""
+    bench.clients.arrive(4, Hello(rid=1, session="mine"))
+    bench.turn()
+    bench.clients.dead = {5, 6}
+    bench.clients.arrive(5, Hello(rid=2, session="mine"))
+    bench.turn()
+    assert bench.clients.known == {1, 2}
+    assert bench.machine.events[-1] == ClientGone(4, goodbye=False)
+    gone = bench.machine.events.count(ClientGone(4, goodbye=False))
+    Machine.apply(bench.machine, ClientGone(4, goodbye=False), 0)
+    bench.clients.arrive(6, Hello(rid=3, session="mine"))
+    bench.turn()
+    assert bench.machine.events.count(ClientGone(4, goodbye=False)) == gone == 1, "an absent client is not away twice"
 
 
 def test_what_waits_for_a_client_that_does_not_read_is_bounded_in_bytes(bench: Bench) -> None:
