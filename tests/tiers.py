@@ -19,6 +19,7 @@ FOLDERS = {
         "tests/coordinator",
         "tests/coordinator/journal",
         "tests/coordinator/kv_events",
+        "tests/coordinator/transport",
         "tests/gateway",
         "tests/gateway/access",
         "tests/gateway/anthropic",

@@ -46,6 +46,7 @@ class Connection:
         full: The send queue is full.
         rate: Limiter of its messages; None for no limit.
         slowed: It waits for the limiter and is not read.
+        removed: It was disconnected here, and is not in the table of connections any more.
         deaf: The peer has closed its receiving side; data it sent before is still read.
     """
 
@@ -71,6 +72,7 @@ class Connection:
         "rate",
         "reader",
         "registered",
+        "removed",
         "share_ns",
         "share_turn",
         "slowed",
@@ -86,11 +88,11 @@ class Connection:
         self.number = 0
         self.reader = door.reader(room)
         self.head: list[zmtp.Frame] | None = None
-        self.ended = self.full = self.deaf = False
+        self.ended = self.full = self.deaf = self.removed = False
         self.opened_ns = self.heard_ns = self.moved_ns = now_ns
         self.begun_ns = now_ns  # when the incomplete message began; 0 for none
-        self.counted = self.unread_bytes = self.registered = 0  # maintained by `RouterSocket`
-        self.faults = self.share_ns = self.share_turn = 0  # maintained by `RouterSocket`
+        self.counted = self.unread_bytes = self.registered = 0  # maintained by the parts of `RouterSocket`
+        self.faults = self.share_ns = self.share_turn = 0  # the same
         self.listed = self.trusted = self.slowed = False
         self.rate: Rate | None = None
         self.queued_bytes = self.queued_messages = 0

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 
+import pytest
 import zmq
 
+from kvforge.coordinator.transport import poll_set, receiver, router_socket
 from kvforge.coordinator.transport.connection import Room
 from kvforge.coordinator.transport.listener import Door
 from kvforge.coordinator.transport.outbox import Frames, Sent
@@ -30,6 +32,12 @@ def until(done: Callable[[], bool]) -> None:
     while not done():
         assert monotonic() < deadline, f"condition not met within {DEADLINE_S} s"
         select.select([], [], [], 0.01)
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, monotonic_ns: Callable[[], int]) -> None:
+    """Replace the clock of the coordinator's sockets."""
+    for module in (poll_set, receiver, router_socket):
+        monkeypatch.setattr(module, "monotonic_ns", monotonic_ns)
 
 
 def fill(send: Callable[[int], bool]) -> int:

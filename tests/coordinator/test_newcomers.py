@@ -13,13 +13,12 @@ from functools import partial
 
 import pytest
 
-from kvforge.coordinator.transport import router_socket as peers
 from kvforge.coordinator.transport import zmtp
 from kvforge.coordinator.transport.curve import SealedReader
 from kvforge.coordinator.transport.listener import Door
 from kvforge.coordinator.transport.router_socket import PeerLimits, RouterSocket
 from tests.coordinator.curve_client import CLIENT, CurveClient, raw, server_keys
-from tests.coordinator.net import until
+from tests.coordinator.net import set_clock, until
 
 TURN_NS = 5_000_000  # 200 turns, and as many connections without a key, per second
 AT_ONCE, KEPT = 300, 600
@@ -32,7 +31,7 @@ class Flood:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, says: bytes) -> None:
         self._now_ns, self._says = 1_000_000_000, says
-        monkeypatch.setattr(peers, "monotonic_ns", lambda: self._now_ns)
+        set_clock(monkeypatch, lambda: self._now_ns)
         numbers = itertools.count(1)
         door = Door("tcp://127.0.0.1:0", partial(SealedReader, keys=server_keys()))
         self.peers = RouterSocket((door,), lambda: next(numbers), PeerLimits())
@@ -125,7 +124,7 @@ def test_one_that_proves_a_key_is_heard_beside_two_hundred_strangers_a_second(fl
 
 def test_of_those_that_proved_a_key_and_say_no_hello_the_oldest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     flood = Flood(monkeypatch, b"")
-    flood.peers.limits = PeerLimits(strangers_max=2)
+    flood.peers._acceptor.pending_max = 2
     proved: list[socket.socket] = []
     try:
         for _ in range(3):
@@ -142,14 +141,14 @@ def test_of_those_that_proved_a_key_and_say_no_hello_the_oldest_makes_room(monke
             until(welcome)
             client.take_welcome(bytes(came[len(GREETING) :]))
             peer.send(client.initiate())
-            before = sum(bool(each.reader.key) for each in flood.peers._strangers.values())
+            before = sum(bool(each.reader.key) for each in flood.peers._table.pending.values())
 
             def counted(before: int = before) -> bool:
                 flood.peers.note_ends()
-                return sum(bool(each.reader.key) for each in flood.peers._strangers.values()) == min(2, before + 1)
+                return sum(bool(each.reader.key) for each in flood.peers._table.pending.values()) == min(2, before + 1)
 
             until(counted)
-        assert len(flood.peers._strangers) == 2
+        assert len(flood.peers._table.pending) == 2
     finally:
         for peer in proved:
             peer.close()

@@ -141,7 +141,7 @@ def test_the_bound_of_an_encrypted_connection_is_named() -> None:
 def test_a_connection_goes_on_and_holds_nothing_of_what_was_too_large(hostile: Hostile) -> None:
     peer, other = hostile.connect(), hostile.connect()
     peer.send(part(b"body") + part(bytes(20 << 20), more=False) + part(b"next", more=False))
-    connection = next(c for c in hostile.peers._by_identity.values() if c.number == 1)
+    connection = next(c for c in hostile.peers._table.by_identity.values() if c.number == 1)
     held: list[int] = []
     frames: list[list[zmtp.Frame]] = []
 

@@ -11,19 +11,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 import zmq
 
-from kvforge.coordinator.transport import router_socket as peers
-from kvforge.coordinator.transport import zmtp
-from kvforge.coordinator.transport.abuse_backoff import MESSAGES_MAX, PACE_US, TROUBLED_S
+from kvforge.coordinator.transport import connections, zmtp
 from kvforge.coordinator.transport.connection import UNREAD_PONGS_BYTES, Room
+from kvforge.coordinator.transport.fairness import MESSAGES_MAX, PACE_US, TROUBLED_S
 from kvforge.coordinator.transport.listener import Door
 from kvforge.coordinator.transport.outbox import Sent
 from kvforge.coordinator.transport.router_socket import PeerLimits, RouterSocket
 from kvforge.protocol import transport
-from tests.coordinator.net import QUEUE, Net, short_lived_net, until
+from tests.coordinator.net import QUEUE, Net, set_clock, short_lived_net, until
 from tests.hostile.raw import RawPeer, part
 
 
@@ -79,7 +77,7 @@ def test_one_that_is_told_why_and_disconnected_hears_it_though_it_reads_later(
     net: Net, monkeypatch: pytest.MonkeyPatch, linger_s: float
 ) -> None:
     """libzmq drops undelivered messages when its connection ends, so the coordinator's side closes later."""
-    monkeypatch.setattr(peers, "LINGER_S", linger_s)
+    monkeypatch.setattr(connections, "LINGER_S", linger_s)
     dealer, number = net.connect()
     monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     assert net.peers.send(number, [b"why"]) is Sent.DONE
@@ -224,10 +222,10 @@ class StoppedTime:
 def clock(monkeypatch: pytest.MonkeyPatch, hostile: Hostile) -> StoppedTime:
     """Long turns, with a millisecond per connection."""
     made = StoppedTime()
-    monkeypatch.setattr(peers, "monotonic_ns", made.monotonic_ns)
-    hostile.peers._beaten_ns = made.now_ns
-    hostile.peers.limits = msgspec.structs.replace(hostile.peers.limits, turn_us=1_000_000)
-    hostile.peers._shares.share_ns = 1_000_000
+    set_clock(monkeypatch, made.monotonic_ns)
+    hostile.peers._heartbeats.sent_ns = made.now_ns
+    hostile.peers._receiver.turn_us = 1_000_000
+    hostile.peers._queue.fair.share_ns = 1_000_000
     return made
 
 
@@ -243,7 +241,7 @@ def in_one_turn(hostile: Hostile, clock: StoppedTime) -> list[bytes]:
 
 def come(hostile: Hostile, count: int) -> None:
     """Wait until this many peers have sent something."""
-    until(lambda: (hostile.peers.note_ends(), len(hostile.peers._ready) == count)[1])  # type: ignore[func-returns-value]
+    until(lambda: (hostile.peers.note_ends(), len(hostile.peers._queue.fair.ready) == count)[1])  # type: ignore[func-returns-value]
 
 
 def test_who_floods_has_a_share_of_a_turn_and_ends_it(hostile: Hostile, clock: StoppedTime) -> None:
@@ -282,7 +280,7 @@ def test_what_a_costly_message_took_is_owed_in_later_turns(hostile: Hostile, clo
 
 def test_a_turn_takes_messages_for_a_while_and_at_least_one(hostile: Hostile) -> None:
     busy = hostile.connect()
-    hostile.peers.limits = msgspec.structs.replace(hostile.peers.limits, turn_us=0)
+    hostile.peers._receiver.turn_us = 0
     busy.send(part(b"busy", more=False) * 3)
     for _ in range(3):
         assert hostile.texts(1) == [b"busy"]
@@ -294,7 +292,7 @@ def test_an_end_is_seen_before_another_is_admitted_also_beside_those_that_are_pa
     hostile: Hostile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A killed worker's successor has the same name and would otherwise be refused."""
-    monkeypatch.setattr("kvforge.coordinator.transport.abuse_backoff.TROUBLES_MAX", 0)
+    monkeypatch.setattr("kvforge.coordinator.transport.fairness.TROUBLES_MAX", 0)
     killed, wrong, busy = hostile.connect(), hostile.connect(), hostile.connect()
     wrong.send(b"\x08\x00")
     assert ends(hostile, wrong) == [2]
@@ -312,7 +310,7 @@ def test_admitting_another_gives_a_turn_no_more_time(hostile: Hostile) -> None:
     """Without this bound, a worker that repeats its handshake could make a turn endless."""
     hostile.connect().send(part(b"busy", more=False) * 3)
     stranger = hostile.connect(hello=False)
-    hostile.peers.limits = msgspec.structs.replace(hostile.peers.limits, turn_us=0)
+    hostile.peers._receiver.turn_us = 0
     assert hostile.texts(1) == [b"busy"]
     until(lambda: hostile.peers.waiting)
     assert hostile.peers.receive() is not None
@@ -327,10 +325,10 @@ def test_those_without_standing_are_paced_while_bounds_are_broken_more_than_now_
     hostile: Hostile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock stands still except where the test advances it."""
-    monkeypatch.setattr("kvforge.coordinator.transport.abuse_backoff.TROUBLES_MAX", 1)
+    monkeypatch.setattr("kvforge.coordinator.transport.fairness.TROUBLES_MAX", 1)
     honest, faulty, wrong = (hostile.connect() for _ in range(3))
     now_ns = time.monotonic_ns()
-    monkeypatch.setattr("kvforge.coordinator.transport.router_socket.monotonic_ns", lambda: now_ns)
+    set_clock(monkeypatch, lambda: now_ns)
 
     def heard(*, honest_sends: int = 0, faulty_sends: int = 0) -> list[bytes]:
         """Return the messages of one turn."""
@@ -372,36 +370,36 @@ def test_those_without_standing_are_paced_while_bounds_are_broken_more_than_now_
 def test_where_reading_takes_too_long_the_rest_is_read_in_the_next_look(
     hostile: Hostile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvforge.coordinator.transport.router_socket.LOOKS_MAX", 1)
-    monkeypatch.setattr("kvforge.coordinator.transport.router_socket.LOOK_US", 0)
+    monkeypatch.setattr("kvforge.coordinator.transport.poll_set.EVENTS_MAX", 1)
+    monkeypatch.setattr("kvforge.coordinator.transport.receiver.READ_US", 0)
     peers = [hostile.connect() for _ in range(4)]
     for i, peer in enumerate(peers):
         peer.send(part(b"%d" % i, more=False) * 2)
     for rounds in range(1, 5):
         hostile.peers.note_ends()
-        assert len(hostile.peers._ready) == rounds and hostile.peers._stirred
+        assert len(hostile.peers._queue.fair.ready) == rounds and hostile.peers._reader.due
     assert sorted(hostile.texts(8)) == sorted(2 * [b"0", b"1", b"2", b"3"])
 
 
 def test_one_that_closes_before_it_is_greeted_leaves_nothing(hostile: Hostile) -> None:
     peer = RawPeer(hostile.path, shake=False)
     peer.close()
-    until(lambda: (hostile.peers.note_ends(), hostile.peers._made)[1] == 1)  # type: ignore[func-returns-value]
-    until(lambda: (hostile.peers.note_ends(), not hostile.peers._by_identity)[1])  # type: ignore[func-returns-value]
-    assert hostile.peers._strangers == {} and hostile.peers._by_descriptor == {}
+    until(lambda: (hostile.peers.note_ends(), hostile.peers._acceptor.accepted)[1] == 1)  # type: ignore[func-returns-value]
+    until(lambda: (hostile.peers.note_ends(), not hostile.peers._table.by_identity)[1])  # type: ignore[func-returns-value]
+    assert hostile.peers._table.pending == {} and hostile.peers._table.by_descriptor == {}
 
 
 def test_a_small_frame_that_does_not_end_is_not_waited_for(hostile: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvforge.coordinator.transport.connection.MESSAGE_S", 0.1)
     slow = hostile.connect()
     slow.send(part(b"a part", more=False)[:-2])
-    hostile.peers._beat_ns = 20_000_000
+    hostile.peers._heartbeats.interval_ns = 20_000_000
     assert ends(hostile, slow) == [1]
 
 
 def test_heartbeats_of_one_that_reads_nothing_are_not_answered_without_end(hostile: Hostile) -> None:
     pinging = hostile.connect()
-    connection = hostile.peers._by_number[1]
+    connection = hostile.peers._table.by_number[1]
     while connection.queued_bytes < UNREAD_PONGS_BYTES:
         pinging.send(b"\x04\x17\x04PING\x00\x64" + b"c" * 16)
         hostile.peers.note_ends()

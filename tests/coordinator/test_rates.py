@@ -62,7 +62,7 @@ def test_who_sends_more_is_read_later_with_all_its_connections_and_nobody_else_i
         rate = Rate(NEVER)
         slowed, others = [net.connect() for _ in range(2)], [net.connect()]
         for _, number in slowed:
-            net.peers._by_number[number].rate = rate
+            net.peers._table.by_number[number].rate = rate
         for dealer, number in slowed + others:
             for i in range(50):
                 dealer.send(b"%d of %d" % (i, number))
@@ -79,7 +79,7 @@ def test_who_sends_more_is_read_later_with_all_its_connections_and_nobody_else_i
         rate._paid_ns = 0  # a quarter of an hour later
         assert len(taken(net)) == 1
         for _, number in slowed:
-            net.peers._by_number[number].rate = None
+            net.peers._table.by_number[number].rate = None
         rest = [message for _ in range(20) for message in taken(net)]
         assert len(rest) == 98, "a message was lost"
 
@@ -87,11 +87,11 @@ def test_who_sends_more_is_read_later_with_all_its_connections_and_nobody_else_i
 def test_who_waits_and_goes_is_noticed_when_its_time_has_come() -> None:
     with short_lived_net() as net:
         dealer, number = net.connect()
-        rate = net.peers._by_number[number].rate = Rate(NEVER)
+        rate = net.peers._table.by_number[number].rate = Rate(NEVER)
         dealer.send(b"1")
         dealer.send(b"2")
         heard: list[bytes] = []
-        until(lambda: bool(heard.extend(taken(net, 1)) or net.peers._slowed.connections))
+        until(lambda: bool(heard.extend(taken(net, 1)) or net.peers._queue.throttled.connections))
         assert heard == [b"1"]
         dealer.close(0)
         gone: list[int] = []
@@ -238,4 +238,4 @@ def test_a_connection_that_is_taken_off_the_list_ends_and_is_reported() -> None:
         first_asked = iter(["it is not in the list", ""])
         net.peers.end_where(lambda who: next(first_asked))
         assert net.peers.take_gone() == [first]
-        assert net.peers.number(net.peers._by_number[second].identity) == second
+        assert net.peers.number(net.peers._table.by_number[second].identity) == second

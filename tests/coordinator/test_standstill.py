@@ -52,7 +52,7 @@ def test_no_deadline_lease_or_silence_is_over_because_the_coordinator_stood_stil
     machine = made.server.machine
     assert len(machine.requests.live) == 1 and len(machine.cache.sequences) == 1
     assert len(made.server.clients) == 1
-    assert made.server.workers._by_identity, "a pending handshake must keep its full time"
+    assert made.server.workers._table.by_identity, "a pending handshake must keep its full time"
     client.answers = 0
     made.ask(client, Submit(rid=4, prompt=tokens, max_tokens=1))
     assert len(machine.requests.live) == 2
