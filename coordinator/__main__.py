@@ -20,6 +20,7 @@ from pathlib import Path
 
 from kvforge.process.parser import Parser
 from kvforge.protocol import logs
+from kvforge.protocol.deprecated_settings import log_warning
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.exits import OK, status_of
 from kvforge.protocol.layout import file_bytes
@@ -42,13 +43,16 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        config = load_config(options.config)
+        deprecated: list[str] = []
+        config = load_config(options.config, deprecated.append)
         if options.check:
             folders = {"runtime_dir": str(config.runtime_path), "state_dir": str(config.state_path)}
             tables_bytes = file_bytes(geometry(config.core_limits()))
             print(json.dumps({**folders, "on_stop": config.on_stop, "tables_bytes": tables_bytes}))
             return OK
         output = logs.configure("coordinator", config.log_level, config.log_format)
+        for text in deprecated:
+            log_warning(text)
         # Without a file there is nothing to reload; on a terminal, SIGHUP means that it was closed.
         reread = partial(load_config, options.config) if options.config and not os.isatty(0) else None
         server = Server(config, output.flush, options.discard_state, reread)

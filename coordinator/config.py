@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 
 from kvforge.protocol import codec, logs
 from kvforge.protocol.configuration import convert, expand, load
+from kvforge.protocol.deprecated_settings import Warn, log_warning
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.layout import Geometry
 from kvforge.protocol.transport import HEARTBEAT_TIMEOUT_MS, default_runtime_dir, default_state_dir
@@ -25,7 +26,7 @@ from .turn import TurnLimits
 
 S = TypeVar("S", bound=Section)
 BUFFER_BYTES_MIN = 1 << 20
-SILENCE_S_MIN = 2.0  # an idle loop checks once a second
+IDLE_TIMEOUT_S_MIN = 2.0  # an idle loop checks once a second
 BufferBytes = Annotated[int, Range(BUFFER_BYTES_MIN)]
 
 
@@ -33,22 +34,24 @@ class LimitsSection(TurnLimits, frozen=True, kw_only=True, forbid_unknown_fields
     """[limits]: limits of the core (`core.limits.Bounds`), of one turn (`TurnLimits`), and of connections.
 
     Attributes:
-        strangers_max: Connections of clients, and of workers, with a pending handshake.
+        pending_handshakes_max: Connections of clients, and of workers, with a pending handshake.
         client_share_ms: Share of `client_ms_per_turn_max` for one connection, while others have messages.
         client_buffer_messages: Messages queued for a slow client; at the limit its streams pause, and its messages are
             not read until half of the queue has drained.
         client_buffer_bytes: The same limit in bytes.
         partial_bytes_max: Memory for incomplete messages of clients, and of workers.
-        silence_s: A peer that sends nothing for this long, not even heartbeats, is disconnected; a worker's process is
-            then killed, so that a successor can start.
+        idle_timeout_s: A peer that sends nothing for this long, not even heartbeats, is disconnected; a worker's
+            process is then killed, so that a successor can start.
     """
 
-    strangers_max: Count = 64
+    DEPRECATED: ClassVar = {"strangers_max": "pending_handshakes_max", "silence_s": "idle_timeout_s"}
+
+    pending_handshakes_max: Count = 64
     client_share_ms: Annotated[float, Range(1e-3, DURATION_S_MAX)] = 0.5
     client_buffer_messages: Count = 1024
     client_buffer_bytes: BufferBytes = 16 << 20
     partial_bytes_max: BufferBytes = 256 << 20
-    silence_s: Annotated[float, Range(SILENCE_S_MIN, DURATION_S_MAX)] = HEARTBEAT_TIMEOUT_MS / 1000
+    idle_timeout_s: Annotated[float, Range(IDLE_TIMEOUT_S_MIN, DURATION_S_MAX)] = HEARTBEAT_TIMEOUT_MS / 1000
 
 
 class ScheduleSection(ScheduleLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -174,9 +177,9 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         limits = self.limits
         return PeerLimits(
             admitted_max=admitted_max,
-            strangers_max=limits.strangers_max,
+            pending_handshakes_max=limits.pending_handshakes_max,
             partial_bytes_max=limits.partial_bytes_max,
-            silence_ms=int(limits.silence_s * 1000),
+            idle_timeout_ms=int(limits.idle_timeout_s * 1000),
             room=room,
         )
 
@@ -223,10 +226,14 @@ def _quota(tenant: str, values: dict[str, int | float]) -> Quota:
         raise InvalidConfiguration(f"quotas.{tenant}.{error.field}", error.message.partition(": ")[2]) from None
 
 
-def load_config(path: Path | None) -> CoordinatorConfig:
+def load_config(path: Path | None, warn: Warn = log_warning) -> CoordinatorConfig:
     """Read a TOML file, or return the defaults for None.
+
+    Args:
+        path: The file.
+        warn: Called with a text for each deprecated key.
 
     Raises:
         InvalidConfiguration: The file cannot be read, or a field is invalid.
     """
-    return load(path, CoordinatorConfig) if path is not None else CoordinatorConfig()
+    return load(path, CoordinatorConfig, warn) if path is not None else CoordinatorConfig()

@@ -226,7 +226,9 @@ class Server:
 
     def _silent(self, worker: int) -> None:
         """Replace the process of a worker that was disconnected for silence; it may be suspended, for example."""
-        self._replacer.silent(worker, f"nothing came from it for {self.config.limits.silence_s:g} s", self._now_us())
+        self._replacer.silent(
+            worker, f"nothing came from it for {self.config.limits.idle_timeout_s:g} s", self._now_us()
+        )
 
     # ----------------------------------------------------------------------------------------------------------- loop
 

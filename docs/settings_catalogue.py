@@ -143,6 +143,9 @@ def _table(section: str, cls: type[msgspec.Struct]) -> Iterator[str]:
             continue  # likewise
         kind, unit = _kind(hints[field.name]), _unit(field.name)
         yield f"| `{field.name}` | {kind} | {unit} | {_default(field)} | {meaning[field.name].replace('|', '&#124;')} |"
+    if old := getattr(cls, "DEPRECATED", {}):
+        pairs = ", ".join(f"`{name}` (now `{new}`)" for name, new in old.items())
+        yield f"\nDeprecated names, accepted with a warning until the next version: {pairs}."
     yield ""
 
 

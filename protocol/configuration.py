@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import msgspec
 
+from .deprecated_settings import Warn, log_warning, renamed
 from .errors import InvalidConfiguration
 from .sizes import parse_size
 from .suggestions import nearest
@@ -20,17 +21,18 @@ T = TypeVar("T", bound=msgspec.Struct)
 _BYTES = re.compile(r"(^|_)bytes(_|$)")
 
 
-def load(path: Path, cls: type[T]) -> T:
+def load(path: Path, cls: type[T], warn: Warn = log_warning) -> T:
     """Read a TOML file into a configuration.
 
     Args:
         path: The file.
         cls: The class of the configuration.
+        warn: Called with a text for each deprecated key.
 
     Raises:
         InvalidConfiguration: Names the file or the key.
     """
-    return convert(read_toml(path), cls)
+    return convert(read_toml(path), cls, warn)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -48,18 +50,19 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InvalidConfiguration(str(path), f"is not TOML: {error}") from None
 
 
-def convert(values: object, cls: type[T]) -> T:
+def convert(values: object, cls: type[T], warn: Warn = log_warning) -> T:
     """Check plain values and convert them to a configuration.
 
     Args:
         values: The values as TOML gives them. Sizes in bytes may be texts like "4G".
         cls: The class of the configuration.
+        warn: Called with a text for each deprecated key.
 
     Raises:
         InvalidConfiguration: Names the key.
     """
     try:
-        return msgspec.convert(_sized(values), cls)
+        return msgspec.convert(_sized(_renamed(values, cls, "", warn)), cls)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$")
         where = path.rstrip("`").lstrip(".")
@@ -76,6 +79,23 @@ def convert(values: object, cls: type[T]) -> T:
 def expand(path: str) -> Path:
     """Return a path from a configuration file as an absolute path, with ~ and $VARIABLES expanded."""
     return Path(os.path.expandvars(path)).expanduser().absolute()
+
+
+def _renamed(values: object, cls: type[msgspec.Struct], section: str, warn: Warn) -> object:
+    """Return the same values with the new names of deprecated keys, in all sections."""
+    if not isinstance(values, dict):
+        return values
+    found = renamed(values, cls, section, warn)
+    for field in msgspec.structs.fields(cls):
+        inner, name = _struct_of(field.type), field.encode_name
+        if inner is None or not isinstance(found.get(name), dict):
+            continue
+        path = f"{section}.{name}".lstrip(".")
+        if get_origin(field.type) is dict:
+            found[name] = {key: _renamed(value, inner, f"{path}.{key}", warn) for key, value in found[name].items()}
+        else:
+            found[name] = _renamed(found[name], inner, path, warn)
+    return found
 
 
 def _sized(values: object, path: str = "") -> object:

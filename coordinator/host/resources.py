@@ -34,7 +34,7 @@ def check_descriptors(needed: int) -> None:
         raise InvalidConfiguration(
             "limits.clients_max",
             f"the connections need {needed} descriptors, but this process may open {allowed}: lower clients_max, "
-            "strangers_max or pools_max, or raise the hard limit (`ulimit -Hn`, systemd's LimitNOFILE)",
+            "pending_handshakes_max or pools_max, or raise the hard limit (`ulimit -Hn`, systemd's LimitNOFILE)",
         )
 
 

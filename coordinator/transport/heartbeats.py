@@ -23,7 +23,7 @@ class Heartbeats:
         self,
         table: ConnectionTable,
         sender: Sender,
-        silence_ms: int,
+        idle_timeout_ms: int,
         on_silent: Callable[[int], None],
         now_ns: int,
     ) -> None:
@@ -32,15 +32,15 @@ class Heartbeats:
         Args:
             table: The connections.
             sender: Writes the heartbeats.
-            silence_ms: A peer that sends nothing for this long, not even heartbeats, counts as gone.
+            idle_timeout_ms: A peer that sends nothing for this long, not even heartbeats, counts as gone.
             on_silent: Called with the number of an admitted connection that is about to be dropped for silence.
             now_ns: The time; the first heartbeats are due one interval later.
         """
         # At least four heartbeats, which the peer answers, fall within the timeout.
-        self.interval_ns = min(transport.HEARTBEAT_INTERVAL_MS * 1_000_000, silence_ms * 1_000_000 // 4)
+        self.interval_ns = min(transport.HEARTBEAT_INTERVAL_MS * 1_000_000, idle_timeout_ms * 1_000_000 // 4)
         self.sent_ns = now_ns
         self._table, self._sender, self._on_silent = table, sender, on_silent
-        self._silence_ns = silence_ms * 1_000_000
+        self._idle_timeout_ns = idle_timeout_ms * 1_000_000
         self._ping = zmtp.ping(transport.HEARTBEAT_TIMEOUT_MS)
 
     def beat(self, now_ns: int) -> None:
@@ -50,7 +50,7 @@ class Heartbeats:
         for connection in list(self._table.by_identity.values()):
             if late_ns > 0:
                 connection.put_off(late_ns)
-            problem, silent = connection.problem(now_ns, self._silence_ns)
+            problem, silent = connection.problem(now_ns, self._idle_timeout_ns)
             if problem:
                 if silent and connection.number:
                     self._on_silent(connection.number)

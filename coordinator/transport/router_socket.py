@@ -54,26 +54,26 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         admitted_max: Connections after their handshake.
-        strangers_max: Connections with a pending handshake.
+        pending_handshakes_max: Connections with a pending handshake.
         partial_bytes_max: Memory for incomplete messages.
         turn_us: Time for receiving messages in one turn; one message is always received.
         share_us: Share of that time for one connection, while others have messages.
-        silence_ms: A peer that sends nothing for this long, not even heartbeats, counts as gone.
+        idle_timeout_ms: A peer that sends nothing for this long, not even heartbeats, counts as gone.
         room: Limits of each connection.
     """
 
     admitted_max: int = 256
-    strangers_max: int = 64
+    pending_handshakes_max: int = 64
     partial_bytes_max: int = 256 << 20
     turn_us: int = 2_000
     share_us: int = 1_000_000
-    silence_ms: int = transport.HEARTBEAT_TIMEOUT_MS
+    idle_timeout_ms: int = transport.HEARTBEAT_TIMEOUT_MS
     room: Room = Room()
 
     @property
     def descriptors(self) -> int:
         """Descriptors needed: connections, lingering ones, epolls, and two for each of two endpoints."""
-        return self.admitted_max + self.strangers_max + LINGERING_MAX + 8
+        return self.admitted_max + self.pending_handshakes_max + LINGERING_MAX + 8
 
 
 def _nothing(_number: int) -> None: ...
@@ -127,14 +127,14 @@ class RouterSocket:
         backoff, self._poll_set = AbuseBackoff(), PollSet()
         table = self._table = ConnectionTable(kind, self._poll_set, backoff, now_ns)
         queue = self._queue = ReceiveQueue(limits.share_us, backoff)
-        self._acceptor = Acceptor(table, self._poll_set, backoff, limits.room, limits.strangers_max)
+        self._acceptor = Acceptor(table, self._poll_set, backoff, limits.room, limits.pending_handshakes_max)
         self._sender = Sender(table, self._poll_set, queue, together)
         self.flush = self._sender.flush
         reader = InputReader(table, self._poll_set, queue, self._sender, self._acceptor, limits.partial_bytes_max)
         self._reader = reader
         self._receiver = Receiver(table, self._poll_set, queue, reader, self._acceptor, limits.turn_us)
         self.receive = self._receiver.receive
-        self._heartbeats = Heartbeats(table, self._sender, limits.silence_ms, on_silent, now_ns)
+        self._heartbeats = Heartbeats(table, self._sender, limits.idle_timeout_ms, on_silent, now_ns)
         try:
             self._acceptor.listen(doors)
         except BaseException:  # close the endpoints opened so far

@@ -6,7 +6,7 @@ import hashlib
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -37,9 +37,11 @@ class Replicas(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         drain_s: How long requests on a leaving replica may take to end; then they are computed elsewhere.
         start_s: How long a replica may take until it serves.
         retry_s: When to replace a replica that cannot start, possibly on another node.
-        silent_s: When to remove an unneeded replica that does not answer.
+        unresponsive_timeout_s: When to remove an unneeded replica that does not answer.
         folder: The folder of each node for the files of replicas and gateways; "": `fleet` in its runtime folder.
     """
+
+    DEPRECATED: ClassVar = {"silent_s": "unresponsive_timeout_s"}
 
     count: Annotated[int, msgspec.Meta(ge=1, le=REPLICAS_MAX)] | None = None
     coordinator_cpus: Amount = 1.0
@@ -50,7 +52,7 @@ class Replicas(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     drain_s: Wait = 600.0
     start_s: Wait = 3600.0
     retry_s: Wait = 300.0
-    silent_s: Wait = 60.0
+    unresponsive_timeout_s: Wait = 60.0
     folder: str = ""
 
 

@@ -60,8 +60,8 @@ class Net:
         self._theirs: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealers: list[zmq.Socket[bytes]] = []
         numbers = itertools.count(1)
-        silence_ms = transport.HEARTBEAT_TIMEOUT_MS  # read now, because a test may have shortened it
-        limits = PeerLimits(room=Room(queue_messages_max=QUEUE), silence_ms=silence_ms)
+        idle_timeout_ms = transport.HEARTBEAT_TIMEOUT_MS  # read now, because a test may have shortened it
+        limits = PeerLimits(room=Room(queue_messages_max=QUEUE), idle_timeout_ms=idle_timeout_ms)
         self.silent: list[int] = []
         self.peers = RouterSocket((Door(self.endpoint),), lambda: next(numbers), limits, on_silent=self.silent.append)
 

@@ -251,7 +251,7 @@ class CurveNet:
     def __init__(self) -> None:
         door = Door("tcp://127.0.0.1:0", partial(SealedReader, keys=server_keys()), "tcp.listen")
         numbers = itertools.count(1)
-        limits = PeerLimits(strangers_max=3, room=Room(queue_messages_max=1000))
+        limits = PeerLimits(pending_handshakes_max=3, room=Room(queue_messages_max=1000))
         self.peers = RouterSocket((door,), lambda: next(numbers), limits)
         (self.endpoint,) = self.peers.endpoints
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

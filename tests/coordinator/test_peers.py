@@ -183,7 +183,7 @@ class Hostile:
 def hostile() -> Iterator[Hostile]:
     limits = PeerLimits(
         admitted_max=8,
-        strangers_max=3,
+        pending_handshakes_max=3,
         partial_bytes_max=1 << 20,
         room=Room(message_bytes_max=800_000, queue_messages_max=QUEUE, queue_bytes_max=1 << 20),
     )

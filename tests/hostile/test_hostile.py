@@ -143,7 +143,7 @@ def until_clients(kv: Client, count: int) -> None:
         select.select([], [], [], 0.02)
 
 
-LIMITS = "[limits]\nclients_max = 16\nstrangers_max = 8\npools_max = 4\n"
+LIMITS = "[limits]\nclients_max = 16\npending_handshakes_max = 8\npools_max = 4\n"
 
 
 def test_more_connections_than_descriptors_are_refused_and_nobody_else_notices(

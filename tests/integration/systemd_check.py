@@ -68,7 +68,7 @@ def install(found: dict[str, Any], python: str, model: str, packages: list[str])
     [site] = Path("/opt/kvforge/.venv/lib").glob("python*/site-packages")
     (site / "packages.pth").write_text("\n".join(map(shown, packages)))
     edit("worker-cpu.toml", load_format='"dummy"', kv_bytes="4194304", threads="1")
-    edit("coordinator.toml", silence_s="2.0")
+    edit("coordinator.toml", idle_timeout_s="2.0")
     with socket.create_server(("127.0.0.1", 0)) as free:  # other tests share the network
         edit("gateway.toml", port=str(free.getsockname()[1]))
     with (CONFIGURATION / "coordinator.toml").open("a") as file:

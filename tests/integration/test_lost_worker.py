@@ -36,7 +36,7 @@ def lose(cluster: Cluster, kv: Client, number: signal.Signals, whole: list[tuple
 
 
 def test_only_the_sequences_of_a_lost_worker_pause() -> None:
-    with Cluster(blocks=256, coordinator="[limits]\nsilence_s = 3\n") as cluster:
+    with Cluster(blocks=256, coordinator="[limits]\nidle_timeout_s = 3\n") as cluster:
         kv = cluster.start("w0", "w1")
         whole = [submit(kv, i).result(60).tokens for i in range(REQUESTS)]
         lose(cluster, kv, signal.SIGKILL, whole)

@@ -52,7 +52,7 @@ def test_with_one_rank_all_end_and_no_token_changes(
     struck: str, number: signal.Signals, whole: list[tuple[int, ...]]
 ) -> None:
     other = NAMES[1 - NAMES.index(struck)]
-    with Cluster(ranks=2, coordinator="[limits]\nsilence_s = 2\n") as cluster:
+    with Cluster(ranks=2, coordinator="[limits]\nidle_timeout_s = 2\n") as cluster:
         kv = cluster.start(*NAMES)
         running = [submit(kv, i) for i in range(REQUESTS)]
         for request in running:

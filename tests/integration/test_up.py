@@ -167,7 +167,7 @@ def restarts_the_coordinator(folder: Path, running: Process) -> None:
 
 def test_a_worker_that_stands_still_is_killed_and_its_successor_serves(folder: Path) -> None:
     """By its silence: at first no step is in flight that could time out. Then it continues the running requests."""
-    (folder / "up.toml").write_text("[limits]\nsilence_s = 2\n")
+    (folder / "up.toml").write_text("[limits]\nidle_timeout_s = 2\n")
     with up(folder, "--config", str(folder / "up.toml")) as running:
         running.expect("ready: 1 worker")
         before = pid_of(folder, "worker-0")

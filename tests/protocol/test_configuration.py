@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
 
 from kvforge.coordinator.config import CoordinatorConfig, load_config
+from kvforge.fleet.settings import FleetFile
 from kvforge.gateway.config import Settings, load_settings
 from kvforge.launch.up_file import UpFile
 from kvforge.protocol.configuration import _settings, convert
@@ -80,6 +85,93 @@ def test_the_defaults_are_valid_and_ones_are_accepted() -> None:
     limits = load_ones(ones).core_limits()
     assert (limits.bounds.sequences_max, limits.context_tokens_max) == (1, 1)
     assert WorkerConfig(name="w", model="m").blocks == 0
+
+
+OLD_NAMES = [
+    (CoordinatorConfig, "limits", "strangers_max", "pending_handshakes_max", 5),
+    (CoordinatorConfig, "limits", "silence_s", "idle_timeout_s", 5.0),
+    (FleetFile, "replicas", "silent_s", "unresponsive_timeout_s", 5.0),
+]
+
+
+@pytest.mark.parametrize(("cls", "section", "old", "new", "value"), OLD_NAMES)
+def test_a_deprecated_name_is_accepted_with_a_warning_that_names_the_new_one(
+    cls: type[msgspec.Struct], section: str, old: str, new: str, value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    base: dict[str, object] = {"up": {"model": "m"}} if cls is FleetFile else {}
+    warnings: list[str] = []
+    for warn in ((), (warnings.append,)):
+        assert getattr(getattr(convert({**base, section: {old: value}}, cls, *warn), section), new) == value
+    assert (
+        warnings
+        == caplog.messages
+        == [f"{section}.{old} is deprecated and will be removed in the next version: use {section}.{new}"]
+    )
+    assert getattr(getattr(convert({**base, section: {new: value}}, cls), section), new) == value
+    assert len(caplog.messages) == 1, "the new name needs no warning"
+
+
+@pytest.mark.parametrize(("cls", "section", "old", "new", "value"), OLD_NAMES)
+def test_a_setting_with_its_old_and_its_new_name_is_refused(
+    cls: type[msgspec.Struct], section: str, old: str, new: str, value: float
+) -> None:
+    with pytest.raises(InvalidConfiguration) as caught:
+        convert({section: {new: value, old: value}}, cls)
+    assert caught.value.field == f"{section}.{old}"
+    assert str(caught.value) == (
+        f"{section}.{old}: is the old name of {section}.{new}, which is given too; keep that one"
+    )
+
+
+@pytest.mark.parametrize(("cls", "section", "old", "new", "value"), OLD_NAMES)
+def test_a_wrong_value_of_a_deprecated_name_names_the_new_one(
+    cls: type[msgspec.Struct], section: str, old: str, new: str, value: float
+) -> None:
+    with pytest.raises(InvalidConfiguration) as caught:
+        convert({section: {old: "many"}}, cls, lambda _: None)
+    assert caught.value.field == f"{section}.{new}"
+
+
+class Inner(msgspec.Struct, forbid_unknown_fields=True):
+    """A table of a file."""
+
+    DEPRECATED: ClassVar = {"old": "new"}
+
+    new: int = 0
+
+
+class Outer(msgspec.Struct, forbid_unknown_fields=True):
+    """A file with tables by name, and one that may be left out."""
+
+    DEPRECATED: ClassVar = {"before": "after"}
+
+    after: int = 0
+    tables: dict[str, Inner] = {}
+    maybe: Inner | None = None
+
+
+def test_names_are_deprecated_at_the_top_in_tables_by_name_and_in_those_that_may_be_left_out() -> None:
+    warnings: list[str] = []
+    values = {"before": 1, "tables": {"a": {"old": 2}, "b": {"new": 3}}, "maybe": {"old": 4}}
+    found = convert(values, Outer, warnings.append)
+    assert found == Outer(1, {"a": Inner(2), "b": Inner(3)}, Inner(4))
+    assert [text.partition(" ")[0] for text in warnings] == ["before", "tables.a.old", "maybe.old"]
+    with pytest.raises(InvalidConfiguration, match=r"tables\[\.\.\.\]\.unknown: there is no such setting"):
+        convert({"tables": {"a": {"unknown": 1}}}, Outer)
+
+
+def test_a_coordinator_logs_a_deprecated_name_in_its_log_format(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(
+        f'log_format = "json"\nruntime_dir = "{tmp_path}/r"\nstate_dir = "{path}"\n[limits]\nsilence_s = 3\n'
+    )
+    command = [sys.executable, "-m", "kvforge.coordinator", "--config", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    first = json.loads(done.stderr.splitlines()[0])
+    assert (first["level"], first["message"].partition(":")[0]) == (
+        "warning",
+        "limits.silence_s is deprecated and will be removed in the next version",
+    )
 
 
 def load_ones(limits: dict[str, int]) -> CoordinatorConfig:

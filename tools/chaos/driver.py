@@ -48,7 +48,7 @@ BYTES_MAX = {
 CONFIG = f"""
 on_stop = "keep"
 [limits]
-silence_s = {SILENCE_S}
+idle_timeout_s = {SILENCE_S}
 lease_s = {LEASE_S}
 # Keep few finished requests, so that the limits are reached early and memory can be flat.
 finished_max = 2048

@@ -168,7 +168,7 @@ class Decision:
         """Make a member leave: at once if it has no requests, else after these have ended."""
         kind = GATEWAY if isinstance(one, Gateway) else REPLICA
         if one.phase == SILENT:
-            if one.silent_s >= file.replicas.silent_s:
+            if one.silent_s >= file.replicas.unresponsive_timeout_s:
                 self.act(RemoveAction(kind, one.name))
             else:
                 self.sentences.append(f"{one.name} should leave but does not answer")

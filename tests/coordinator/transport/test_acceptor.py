@@ -17,8 +17,8 @@ from kvforge.protocol.errors import InvalidConfiguration
 from tests.coordinator.transport.parts import Parts
 
 
-class Endpoint:
-    """An endpoint, and peers that connect to it."""
+class Listening:
+    """A listening endpoint, and peers that connect to it."""
 
     def __init__(self, parts: Parts, folder: str) -> None:
         self._parts, self._path = parts, parts.listen(Path(folder))
@@ -35,15 +35,15 @@ class Endpoint:
 
 
 @pytest.fixture
-def endpoint(parts: Parts) -> Iterator[Endpoint]:
+def endpoint(parts: Parts) -> Iterator[Listening]:
     with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:
-        made = Endpoint(parts, folder)
+        made = Listening(parts, folder)
         yield made
         for peer in made.peers:
             peer.close()
 
 
-def test_a_new_connection_is_pending_and_gets_the_greeting(parts: Parts, endpoint: Endpoint) -> None:
+def test_a_new_connection_is_pending_and_gets_the_greeting(parts: Parts, endpoint: Listening) -> None:
     endpoint.connect()
     assert endpoint.accept() and not parts.acceptor.accept(-1)
     (connection,) = parts.table.pending.values()
@@ -51,7 +51,7 @@ def test_a_new_connection_is_pending_and_gets_the_greeting(parts: Parts, endpoin
     assert endpoint.peers[0].recv(1 << 10) == connection.reader.greeting
 
 
-def test_few_are_accepted_at_once_and_more_in_a_round_of_the_backoff(parts: Parts, endpoint: Endpoint) -> None:
+def test_few_are_accepted_at_once_and_more_in_a_round_of_the_backoff(parts: Parts, endpoint: Listening) -> None:
     parts.acceptor.pending_max = 100
     endpoint.connect(2 * ACCEPTS_MAX + 2)
     endpoint.accept()
@@ -62,7 +62,7 @@ def test_few_are_accepted_at_once_and_more_in_a_round_of_the_backoff(parts: Part
 
 
 def test_the_oldest_silent_connection_is_evicted_then_the_oldest_without_a_key(
-    parts: Parts, endpoint: Endpoint
+    parts: Parts, endpoint: Listening
 ) -> None:
     endpoint.connect(2)
     endpoint.accept()
@@ -88,7 +88,7 @@ def test_the_oldest_silent_connection_is_evicted_then_the_oldest_without_a_key(
 
 
 def test_an_endpoint_that_fails_is_paused_and_resumed(
-    parts: Parts, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+    parts: Parts, endpoint: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = parts.acceptor._listeners[endpoint.descriptor]
     real = made._socket
