@@ -31,7 +31,7 @@ from kvforge.coordinator.core.limits import Bounds, Limits, ScheduleLimits
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.host.garbage import TURNS_MIN, GarbageCollector
 from kvforge.coordinator.journal.log import Journal
-from kvforge.coordinator.transport.listener import Door
+from kvforge.coordinator.transport.listener import Endpoint
 from kvforge.coordinator.transport.router_socket import RouterSocket
 from kvforge.coordinator.turn import TurnLimits, TurnLoop
 from kvforge.protocol import codec
@@ -174,8 +174,8 @@ class Shell:
             self.journal.note(boot, 0)
         self.machine = Machine(boot, 0)
         self.tables = TablesWriter(folder / "tables", geometry, "benchmark")
-        self.clients = RouterSocket((Door(f"ipc://{folder}/c"),), self._number)
-        self.workers = RouterSocket((Door(f"ipc://{folder}/w"),), self._number)
+        self.clients = RouterSocket((Endpoint(f"ipc://{folder}/c"),), self._number)
+        self.workers = RouterSocket((Endpoint(f"ipc://{folder}/w"),), self._number)
         self._epoll = select.epoll()
         self._stirs = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
         turn_limits, sides = TurnLimits(messages_per_turn_max=1 << 16), (self.clients, self.workers)

@@ -24,14 +24,14 @@ from kvforge.protocol.transport import client_endpoint, worker_endpoint
 
 from .core.cache.tenants import NAME_LENGTH_MAX
 from .core.rights import EVERY_TENANT, RIGHTS, Access
-from .transport.listener import Door
-from .transport.outbox import Who
+from .transport.listener import Endpoint
+from .transport.outbox import PeerIdentity
 from .transport.peer_credentials import LocalUsers
 from .transport.rate_limit import Rate
 
 RATE_MIN, RATE_MAX = 0.001, 1e9  # a second
 NOT_LISTED = "its key is not in [access] any more"
-Problem = Callable[[Who], str]  # returns why a peer's connection must end, or ""
+Problem = Callable[[PeerIdentity], str]  # returns why a peer's connection must end, or ""
 
 
 class TcpSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -173,33 +173,33 @@ class Gate:
         by_key, by_user, local = self._by_key, self._by_user, self._local
         self._read(access)
 
-        def of_client(who: Who) -> str:
-            before = by_key.get(who.key) if who.key else by_user.get(who.user, local)
-            now = self._by_key.get(who.key) if who.key else self._by_user.get(who.user, self._local)
+        def of_client(peer: PeerIdentity) -> str:
+            before = by_key.get(peer.key) if peer.key else by_user.get(peer.user, local)
+            now = self._by_key.get(peer.key) if peer.key else self._by_user.get(peer.user, self._local)
             if now is None:
                 return NOT_LISTED
             return "" if now == before else "its entry in [access] has changed"
 
-        def of_worker(who: Who) -> str:
-            return NOT_LISTED if who.key and who.key not in self.worker_keys else ""
+        def of_worker(peer: PeerIdentity) -> str:
+            return NOT_LISTED if peer.key and peer.key not in self.worker_keys else ""
 
         return of_client, of_worker
 
-    def client(self, who: Who) -> Access:
+    def client(self, peer: PeerIdentity) -> Access:
         """Return a client's access.
 
         Raises:
             NotAllowed: Its key was removed from the list after it connected.
         """
-        if not who.key:
-            return self._by_user.get(who.user, self._local)
-        if who.key not in self._by_key:
+        if not peer.key:
+            return self._by_user.get(peer.user, self._local)
+        if peer.key not in self._by_key:
             raise NotAllowed("connect", NOT_LISTED)
-        return self._by_key[who.key]
+        return self._by_key[peer.key]
 
-    def rate(self, who: Who) -> Rate | None:
+    def rate(self, peer: PeerIdentity) -> Rate | None:
         """Return the message rate limiter that all connections of a client's entry share; None for no limit."""
-        access = self.client(who)
+        access = self.client(peer)
         if not access.messages_per_s:
             return None
         rate = self._rates.get(access.name)
@@ -207,7 +207,7 @@ class Gate:
             rate = self._rates[access.name] = Rate(access.messages_per_s)
         return rate
 
-    def check_worker(self, who: Who, token: str) -> None:
+    def check_worker(self, peer: PeerIdentity, token: str) -> None:
         """Check that a worker belongs to this coordinator.
 
         A worker without a token may predate tokens; it must then run as the coordinator's own user, which the kernel
@@ -217,11 +217,11 @@ class Gate:
         Raises:
             NotAllowed: The worker's key or token is not valid.
         """
-        if not token and not who.key and who.user == self._own_user:
+        if not token and not peer.key and peer.user == self._own_user:
             return
-        if who.key and who.key not in self.worker_keys:
+        if peer.key and peer.key not in self.worker_keys:
             raise NotAllowed("connect", NOT_LISTED)
-        if self.token and not who.key and not same(token, self.token):
+        if self.token and not peer.key and not same(token, self.token):
             what = "another token" if token else "no token"
             where = f"the right one is in {TOKEN_FILE} of this coordinator's runtime folder"
             raise NotAllowed("worker", f"it brings {what}; {where}")
@@ -272,32 +272,32 @@ def _check_apart(values: dict[str, str]) -> None:
         seen[value] = field
 
 
-def client_doors(runtime: Path, tcp: TcpSection, gate: Gate) -> list[Door]:
+def client_endpoints(runtime: Path, tcp: TcpSection, gate: Gate) -> list[Endpoint]:
     """Return the endpoints for clients.
 
     Raises:
         InvalidConfiguration: A key file or an address is invalid.
     """
-    network = _network_door("tcp.listen", tcp.listen, tcp, gate.client_keys) if tcp.listen else []
-    return [Door(client_endpoint(runtime), users=LocalUsers(runtime, with_group=True)), *network]
+    network = _network_endpoint("tcp.listen", tcp.listen, tcp, gate.client_keys) if tcp.listen else []
+    return [Endpoint(client_endpoint(runtime), users=LocalUsers(runtime, with_group=True)), *network]
 
 
-def worker_doors(runtime: Path, tcp: TcpSection, gate: Gate) -> list[Door]:
+def worker_endpoints(runtime: Path, tcp: TcpSection, gate: Gate) -> list[Endpoint]:
     """Return the endpoints for workers.
 
     Raises:
         InvalidConfiguration: A key file or an address is invalid.
     """
     listen = tcp.listen_workers
-    network = _network_door("tcp.listen_workers", listen, tcp, gate.worker_keys) if listen else []
-    return [Door(worker_endpoint(runtime), users=LocalUsers(runtime, with_group=False)), *network]
+    network = _network_endpoint("tcp.listen_workers", listen, tcp, gate.worker_keys) if listen else []
+    return [Endpoint(worker_endpoint(runtime), users=LocalUsers(runtime, with_group=False)), *network]
 
 
-def _network_door(setting: str, endpoint: str, tcp: TcpSection, allowed: Collection[bytes]) -> list[Door]:
+def _network_endpoint(setting: str, endpoint: str, tcp: TcpSection, allowed: Collection[bytes]) -> list[Endpoint]:
     try:
         from .transport.curve import SealedReader, ServerKeys  # PyNaCl is optional
     except ImportError as error:
         raise InvalidConfiguration(setting, f"needs PyNaCl ({error}): {install_command('tcp')}") from None
     own = keys.read(expand(tcp.key_file), "tcp.key_file")
     server_keys = ServerKeys(keys.bytes_of(own.public, setting), keys.bytes_of(own.secret, setting), allowed)
-    return [Door(endpoint, partial(SealedReader, keys=server_keys), setting)]
+    return [Endpoint(endpoint, partial(SealedReader, keys=server_keys), setting)]

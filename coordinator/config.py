@@ -20,7 +20,7 @@ from .core.limits import DURATION_S_MAX, Bounds, CacheLimits, Count, Limits, Quo
 from .journal.log import DURABILITIES
 from .kv_events.settings import KvEventsSection
 from .transport import zmtp
-from .transport.connection import Room
+from .transport.connection import ConnectionLimits
 from .transport.router_socket import PeerLimits
 from .turn import TurnLimits
 
@@ -155,32 +155,34 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def client_limits(self) -> PeerLimits:
         """Return the limits of the clients' socket."""
         limits = self.limits
-        room = Room(queue_messages_max=limits.client_buffer_messages, queue_bytes_max=limits.client_buffer_bytes)
         turn_us = int(limits.client_ms_per_turn_max * 1000)  # also the loop's budget, which includes sending replies
         share_us = int(limits.client_share_ms * 1000)
-        room = msgspec.structs.replace(
-            room, message_bytes_max=limits.message_bytes_max, skipped_bytes_max=zmtp.MESSAGE_BYTES_MAX
+        connection = ConnectionLimits(
+            message_bytes_max=limits.message_bytes_max,
+            skipped_bytes_max=zmtp.MESSAGE_BYTES_MAX,
+            queue_messages_max=limits.client_buffer_messages,
+            queue_bytes_max=limits.client_buffer_bytes,
         )
-        peers = self._peer_limits(limits.clients_max, room)
+        peers = self._peer_limits(limits.clients_max, connection)
         return msgspec.structs.replace(peers, turn_us=turn_us, share_us=share_us)
 
     def worker_limits(self) -> PeerLimits:
         """Return the limits of the workers' socket."""
-        return self._peer_limits(self.limits.pools_max, Room())
+        return self._peer_limits(self.limits.pools_max, ConnectionLimits())
 
     @property
     def descriptors(self) -> int:
         """Number of file descriptors for the connections of both sockets, and for each worker process."""
         return self.client_limits().descriptors + self.worker_limits().descriptors + self.limits.pools_max
 
-    def _peer_limits(self, admitted_max: int, room: Room) -> PeerLimits:
+    def _peer_limits(self, admitted_max: int, connection: ConnectionLimits) -> PeerLimits:
         limits = self.limits
         return PeerLimits(
             admitted_max=admitted_max,
             pending_handshakes_max=limits.pending_handshakes_max,
             partial_bytes_max=limits.partial_bytes_max,
             idle_timeout_ms=int(limits.idle_timeout_s * 1000),
-            room=room,
+            connection=connection,
         )
 
     def core_limits(self) -> Limits:

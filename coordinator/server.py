@@ -123,10 +123,10 @@ class Server:
         self._signals = self._signals_taken = 0
         self._reread_config, self._hung_up = reread, False
         try:
-            self._open_doors()
+            self._open_sockets()
             life = self._life = Life(config, lambda: self._signals > 0, discard)
         except KvforgeError:
-            self._close_doors()
+            self._close_sockets()
             self._lock.release()
             raise
         self.machine, self.boot, self._now_us = life.machine, life.machine.boot, life.now_us
@@ -165,7 +165,7 @@ class Server:
         if life.again:
             self._turns.restarted(self._now_us())
 
-    def _open_doors(self) -> None:
+    def _open_sockets(self) -> None:
         """Open the sockets, or raise InvalidConfiguration.
 
         This precedes the recovery, which may take seconds, so that returning peers wait instead of retrying.
@@ -174,11 +174,13 @@ class Server:
         self._sides: list[RouterSocket] = []
         config, runtime = self.config, self.runtime
         gate = self._gate = access.Gate("", config.access)
-        doors = access.client_doors(runtime, config.tcp, gate)
-        self.clients = RouterSocket(doors, self._next_number, config.client_limits(), together=True, rates=gate.rate)
+        endpoints = access.client_endpoints(runtime, config.tcp, gate)
+        self.clients = RouterSocket(
+            endpoints, self._next_number, config.client_limits(), together=True, rates=gate.rate
+        )
         self._sides.append(self.clients)
-        doors = access.worker_doors(runtime, config.tcp, gate)
-        self.workers = RouterSocket(doors, self._next_number, config.worker_limits(), WORKER, self._silent)
+        endpoints = access.worker_endpoints(runtime, config.tcp, gate)
+        self.workers = RouterSocket(endpoints, self._next_number, config.worker_limits(), WORKER, self._silent)
         self._sides.append(self.workers)
 
         self._telling = Sockets(config.kv_events) if config.kv_events.publish else None
@@ -196,7 +198,7 @@ class Server:
     def _next_number(self) -> int:
         return self._life.next_number()
 
-    def _close_doors(self) -> None:
+    def _close_sockets(self) -> None:
         if self._telling is not None:
             self._telling.close()
         for peers in self._sides:
@@ -220,7 +222,7 @@ class Server:
         publish(self.machine, tables, self._now_us())
 
     def _release(self) -> None:
-        self._close_doors()
+        self._close_sockets()
         self._life.close(ended=not self._life.again)
         self._lock.release()
 
@@ -405,7 +407,7 @@ class Server:
         signal.set_wakeup_fd(-1)
         self._replacer.close()
         self._epoll.close()
-        self._close_doors()
+        self._close_sockets()
         self.tables.close()
         self._read_wakeup.close()
         self._write_wakeup.close()

@@ -439,7 +439,7 @@ class TurnLoop:
         version = negotiate(message.version_min, message.version_max)
         if message.boot not in ("", self.machine.boot):
             raise StateLost(message.boot, self.machine.boot)
-        access = self._gate.client(self.clients.who(identity))
+        access = self._gate.client(self.clients.peer_identity(identity))
         # Sessions are scoped to the access entry: another entry with the same name has another session.
         session = f"{access.name}{OWNER_END}{message.session}" if message.session else ""
         if session and number is None:
@@ -511,7 +511,7 @@ class TurnLoop:
 
     def _greet_worker(self, identity: bytes, descriptor: int, message: WorkerHello, frames: Frames) -> None:
         version = negotiate(message.version_min, message.version_max)
-        self._gate.check_worker(self.workers.who(identity), message.token)
+        self._gate.check_worker(self.workers.peer_identity(identity), message.token)
         self._note_ends_early()  # a successor of the same name may arrive before the end is noticed
         if len(self.workers) >= self._limits.pools_max:
             raise CapacityExceeded("workers", 1, 0, "raise limits.pools_max")

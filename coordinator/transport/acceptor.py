@@ -6,10 +6,10 @@ import logging
 import socket as sockets
 from collections.abc import Sequence
 
-from .connection import Connection, Room
+from .connection import Connection, ConnectionLimits
 from .connections import ConnectionTable
 from .fairness import AbuseBackoff
-from .listener import ACCEPTS_MAX, Door, Listener
+from .listener import ACCEPTS_MAX, Endpoint, Listener
 from .poll_set import PollSet
 
 SPEAK_S = 0.1  # a new connection does not count as silent before
@@ -27,28 +27,33 @@ class Acceptor:
     """
 
     def __init__(
-        self, table: ConnectionTable, poll_set: PollSet, backoff: AbuseBackoff, room: Room, pending_max: int
+        self,
+        table: ConnectionTable,
+        poll_set: PollSet,
+        backoff: AbuseBackoff,
+        limits: ConnectionLimits,
+        pending_max: int,
     ) -> None:
         self._table, self._poll_set, self._backoff = table, poll_set, backoff
-        self._room, self.pending_max = room, pending_max
+        self._limits, self.pending_max = limits, pending_max
         self._listeners: dict[int, Listener] = {}
         self.paused, self.accepted = False, 0
 
-    def listen(self, doors: Sequence[Door]) -> None:
+    def listen(self, endpoints: Sequence[Endpoint]) -> None:
         """Bind each endpoint.
 
         Raises:
             InvalidConfiguration: An endpoint cannot be used.
             CoordinatorInUse: Another process listens there.
         """
-        for door in doors:
-            listener = Listener(door, self._poll_set.inner)
+        for endpoint in endpoints:
+            listener = Listener(endpoint, self._poll_set.inner)
             self._listeners[listener.fileno()] = listener
 
     @property
     def endpoints(self) -> list[str]:
-        """The endpoints."""
-        return [listener.endpoint for listener in self._listeners.values()]
+        """The addresses of the endpoints."""
+        return [listener.address for listener in self._listeners.values()]
 
     def accept(self, descriptor: int) -> bool:
         """Accept waiting connections. Return whether the descriptor is that of an endpoint."""
@@ -56,7 +61,7 @@ class Acceptor:
         if listener is None:
             return False
         for socket in listener.accept(self._table.now_ns, BACKOFF_ACCEPTS_MAX if self._backoff.active else ACCEPTS_MAX):
-            self._welcome(socket, listener.door)
+            self._welcome(socket, listener.endpoint)
         self.paused = self.paused or listener.again_ns > 0
         return True
 
@@ -73,10 +78,10 @@ class Acceptor:
         for listener in listeners.values():
             listener.close()
 
-    def _welcome(self, socket: sockets.socket, door: Door) -> None:
+    def _welcome(self, socket: sockets.socket, endpoint: Endpoint) -> None:
         """Add a connection, as untrusted until it is admitted."""
         table = self._table
-        if door.users is not None and (problem := door.users.problem(socket)):
+        if endpoint.users is not None and (problem := endpoint.users.problem(socket)):
             log.warning("%s connection refused: %s", table.kind, problem)
             self._backoff.note_trouble(table.now_ns)
             socket.close()
@@ -85,7 +90,7 @@ class Acceptor:
             table.drop(self._least_promising(), "evicted: too many pending handshakes")
         socket.setblocking(False)
         self.accepted += 1
-        connection = Connection(socket, b"%d" % self.accepted, door, self._room, table.now_ns)
+        connection = Connection(socket, b"%d" % self.accepted, endpoint, self._limits, table.now_ns)
         table.add(connection)
         connection.command(connection.reader.greeting, table.now_ns)
         if connection.ended:

@@ -8,7 +8,7 @@ import termios
 from collections import deque
 
 from . import zmtp
-from .listener import Door
+from .listener import Endpoint
 from .outbox import Frames, Sent
 from .peer_credentials import credentials
 from .rate_limit import Rate
@@ -23,7 +23,7 @@ WRITE_BYTES = 128 << 10
 UNREAD_PONGS_BYTES = 64 << 10  # no heartbeats are answered beyond this, for a peer that does not read
 
 
-class Room(zmtp.Bounds, frozen=True, kw_only=True):
+class ConnectionLimits(zmtp.Bounds, frozen=True, kw_only=True):
     """Limits of one connection: the size of a message (zmtp.Bounds), and its send queue.
 
     At the limit of the send queue, the peer's messages are not read until half of the queue has drained. Replies to
@@ -51,8 +51,8 @@ class Connection:
     """
 
     __slots__ = (
+        "_limits",
         "_queue",
-        "_room",
         "begun_ns",
         "counted",
         "deaf",
@@ -82,11 +82,13 @@ class Connection:
         "user",
     )
 
-    def __init__(self, socket: sockets.socket, identity: bytes, door: Door, room: Room, now_ns: int) -> None:
+    def __init__(
+        self, socket: sockets.socket, identity: bytes, endpoint: Endpoint, limits: ConnectionLimits, now_ns: int
+    ) -> None:
         self.socket, self.descriptor, self.identity = socket, socket.fileno(), identity
-        self.user = -1 if door.users is None else credentials(socket)[1]
+        self.user = -1 if endpoint.users is None else credentials(socket)[1]
         self.number = 0
-        self.reader = door.reader(room)
+        self.reader = endpoint.reader(limits)
         self.head: list[zmtp.Frame] | None = None
         self.ended = self.full = self.deaf = self.removed = False
         self.opened_ns = self.heard_ns = self.moved_ns = now_ns
@@ -96,7 +98,7 @@ class Connection:
         self.listed = self.trusted = self.slowed = False
         self.rate: Rate | None = None
         self.queued_bytes = self.queued_messages = 0
-        self._room = room
+        self._limits = limits
         # Pieces to write, each with whether a message ends there.
         self._queue: deque[tuple[zmtp.Frame, bool]] = deque()
 
@@ -158,8 +160,8 @@ class Connection:
             self._queue.append((piece, i == last))
             self.queued_bytes += len(piece)
         self.queued_messages += 1
-        room = self._room
-        if self.queued_bytes >= room.queue_bytes_max or self.queued_messages >= room.queue_messages_max:
+        limits = self._limits
+        if self.queued_bytes >= limits.queue_bytes_max or self.queued_messages >= limits.queue_messages_max:
             self.full = True
             self.flush(now_ns)  # the socket may accept data now
         return Sent.GONE if self.deaf else Sent.DONE
@@ -193,10 +195,10 @@ class Connection:
                 break
         if not self.full:
             return False
-        room = self._room
-        if self.queued_bytes > room.queue_bytes_max // 2:
+        limits = self._limits
+        if self.queued_bytes > limits.queue_bytes_max // 2:
             return False
-        if self.queued_messages > room.queue_messages_max // 2:
+        if self.queued_messages > limits.queue_messages_max // 2:
             return False
         self.full = False
         return True

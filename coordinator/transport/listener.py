@@ -26,15 +26,16 @@ NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 log = logging.getLogger("coordinator")
 
 
-class Door(NamedTuple):
-    """An endpoint, `ipc://PATH` or `tcp://HOST:PORT`, and how its input is parsed.
+class Endpoint(NamedTuple):
+    """Where to listen, and how the input is parsed.
 
     Attributes:
+        address: `ipc://PATH` or `tcp://HOST:PORT`.
         setting: The setting that configured it, for error messages.
         users: Checks local users; None accepts any peer.
     """
 
-    endpoint: str
+    address: str
     reader: Callable[[zmtp.Bounds], zmtp.Reader] = zmtp.Reader
     setting: str = "runtime_dir"
     users: LocalUsers | None = None
@@ -47,7 +48,7 @@ class Listener:
         again_ns: When to try to accept again; 0 if accepting works.
     """
 
-    def __init__(self, door: Door, epoll: select.epoll) -> None:
+    def __init__(self, endpoint: Endpoint, epoll: select.epoll) -> None:
         """Bind the endpoint.
 
         Raises:
@@ -55,11 +56,11 @@ class Listener:
             InvalidConfiguration: The endpoint cannot be used.
             CoordinatorInUse: Another process listens there.
         """
-        self.door = door
-        self._socket, self._epoll = _listen(door), epoll
+        self.endpoint = endpoint
+        self._socket, self._epoll = _listen(endpoint), epoll
         self._own = OwnFiles()
-        if door.endpoint.startswith("ipc://"):
-            self._own.note(Path(door.endpoint.removeprefix("ipc://")))
+        if endpoint.address.startswith("ipc://"):
+            self._own.note(Path(endpoint.address.removeprefix("ipc://")))
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self.again_ns = 0
         epoll.register(self._socket, select.EPOLLIN)
@@ -69,10 +70,10 @@ class Listener:
         return self._socket.fileno()
 
     @property
-    def endpoint(self) -> str:
-        """The endpoint, with the actual port if the system chose it."""
-        endpoint = self.door.endpoint
-        return f"{endpoint[:-2]}:{self._socket.getsockname()[1]}" if endpoint.endswith(":0") else endpoint
+    def address(self) -> str:
+        """The address, with the actual port if the system chose it."""
+        address = self.endpoint.address
+        return f"{address[:-2]}:{self._socket.getsockname()[1]}" if address.endswith(":0") else address
 
     def look_again(self, now_ns: int) -> None:
         """Resume accepting if it is time."""
@@ -115,21 +116,21 @@ class Listener:
         return True
 
 
-def _listen(door: Door) -> sockets.socket:
+def _listen(endpoint: Endpoint) -> sockets.socket:
     """Open a listening socket. Raise InvalidConfiguration or CoordinatorInUse."""
-    scheme, _, where = door.endpoint.partition("://")
+    scheme, _, where = endpoint.address.partition("://")
     try:
         if scheme == "ipc" and where:
             listener = _bound(sockets.AF_UNIX, _free(where))
-            if door.users is not None:
-                door.users.own_socket(where)
+            if endpoint.users is not None:
+                endpoint.users.own_socket(where)
             return listener
-        host, port = host_and_port(door.endpoint, door.setting)
+        host, port = host_and_port(endpoint.address, endpoint.setting)
         found = sockets.getaddrinfo(host or None, port, type=sockets.SOCK_STREAM, flags=sockets.AI_PASSIVE)
         family, *_, address = found[0]
         return _bound(family, address)
     except OSError as error:
-        raise InvalidConfiguration(door.setting, f"{door.endpoint} cannot be used: {error}") from None
+        raise InvalidConfiguration(endpoint.setting, f"{endpoint.address} cannot be used: {error}") from None
 
 
 def _free(path: str) -> str:

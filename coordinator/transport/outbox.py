@@ -20,7 +20,7 @@ class Sent(Enum):
     GONE = "gone"  # the peer is not connected any more
 
 
-class Who(NamedTuple):
+class PeerIdentity(NamedTuple):
     """The identity of a peer, as verified by the system or by a key.
 
     Attributes:
@@ -50,7 +50,7 @@ class Transport(Protocol):
     def number(self, identity: bytes) -> int | None:
         """Return the number of an admitted connection."""
 
-    def who(self, identity: bytes) -> Who:
+    def peer_identity(self, identity: bytes) -> PeerIdentity:
         """Return the identity of the peer."""
 
     def admit(self, identity: bytes, descriptor: int, number: int | None = None) -> int | None:

@@ -32,12 +32,12 @@ from kvforge.protocol import transport
 from kvforge.protocol.steady_clock import monotonic_ns
 
 from .acceptor import Acceptor
-from .connection import Room
+from .connection import ConnectionLimits
 from .connections import LINGERING_MAX, ConnectionTable
 from .fairness import AbuseBackoff
 from .heartbeats import Heartbeats
-from .listener import Door
-from .outbox import Frames, Sent, Who
+from .listener import Endpoint
+from .outbox import Frames, PeerIdentity, Sent
 from .poll_set import PollSet
 from .rate_limit import Rate
 from .receive_queue import ReceiveQueue
@@ -59,7 +59,7 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
         turn_us: Time for receiving messages in one turn; one message is always received.
         share_us: Share of that time for one connection, while others have messages.
         idle_timeout_ms: A peer that sends nothing for this long, not even heartbeats, counts as gone.
-        room: Limits of each connection.
+        connection: Limits of each connection.
     """
 
     admitted_max: int = 256
@@ -68,7 +68,7 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
     turn_us: int = 2_000
     share_us: int = 1_000_000
     idle_timeout_ms: int = transport.HEARTBEAT_TIMEOUT_MS
-    room: Room = Room()
+    connection: ConnectionLimits = ConnectionLimits()
 
     @property
     def descriptors(self) -> int:
@@ -79,7 +79,7 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
 def _nothing(_number: int) -> None: ...
 
 
-def _unlimited(_who: Who) -> Rate | None:
+def _unlimited(_peer: PeerIdentity) -> Rate | None:
     return None
 
 
@@ -90,24 +90,24 @@ class RouterSocket:
         kind: The kind of the peers, for the log.
         offset_us: The core's time minus the steady clock.
         receive: Returns the next message as (identity, descriptor, frames), or None.
-        flush: Writes messages that were queued for sending together. Like `receive`, it is the method of a part, because
-            a turn has a limited number of calls.
+        flush: Writes messages that were queued for sending together. Like `receive`, it is the method of a part,
+            because a turn has a limited number of calls.
     """
 
     def __init__(
         self,
-        doors: Sequence[Door],
+        endpoints: Sequence[Endpoint],
         numbers: Callable[[], int],
         limits: PeerLimits | None = None,
         kind: str = CLIENT,
         on_silent: Callable[[int], None] = _nothing,
         together: bool = False,
-        rates: Callable[[Who], Rate | None] = _unlimited,
+        rates: Callable[[PeerIdentity], Rate | None] = _unlimited,
     ) -> None:
         """Bind each endpoint.
 
         Args:
-            doors: The endpoints.
+            endpoints: The endpoints.
             numbers: Returns the next connection number.
             limits: The limits.
             kind: The kind of the peers, for the log.
@@ -127,7 +127,7 @@ class RouterSocket:
         backoff, self._poll_set = AbuseBackoff(), PollSet()
         table = self._table = ConnectionTable(kind, self._poll_set, backoff, now_ns)
         queue = self._queue = ReceiveQueue(limits.share_us, backoff)
-        self._acceptor = Acceptor(table, self._poll_set, backoff, limits.room, limits.pending_handshakes_max)
+        self._acceptor = Acceptor(table, self._poll_set, backoff, limits.connection, limits.pending_handshakes_max)
         self._sender = Sender(table, self._poll_set, queue, together)
         self.flush = self._sender.flush
         reader = InputReader(table, self._poll_set, queue, self._sender, self._acceptor, limits.partial_bytes_max)
@@ -136,7 +136,7 @@ class RouterSocket:
         self.receive = self._receiver.receive
         self._heartbeats = Heartbeats(table, self._sender, limits.idle_timeout_ms, on_silent, now_ns)
         try:
-            self._acceptor.listen(doors)
+            self._acceptor.listen(endpoints)
         except BaseException:  # close the endpoints opened so far
             self.close()
             raise
@@ -146,7 +146,7 @@ class RouterSocket:
 
     @property
     def endpoints(self) -> list[str]:
-        """The endpoints."""
+        """The addresses of the endpoints."""
         return self._acceptor.endpoints
 
     # ------------------------------------------------------------------------------------------------- for the loop
@@ -189,10 +189,10 @@ class RouterSocket:
         connection = self._table.by_identity.get(identity)
         return connection.number or None if connection is not None else None
 
-    def who(self, identity: bytes) -> Who:
+    def peer_identity(self, identity: bytes) -> PeerIdentity:
         """Return the identity of the peer; an empty one if it is gone."""
         connection = self._table.by_identity.get(identity)
-        return Who(connection.user, connection.reader.key) if connection is not None else Who()
+        return PeerIdentity(connection.user, connection.reader.key) if connection is not None else PeerIdentity()
 
     def admit(self, identity: bytes, descriptor: int, number: int | None = None) -> int | None:
         """Give a connection its number, which may be that of a connection it replaces; None if it has ended."""
@@ -203,7 +203,7 @@ class RouterSocket:
         assert connection.descriptor == descriptor, "a connection has one descriptor"
         if not connection.number:
             self._reader.set_trusted(connection, not connection.faults)
-            connection.rate = self._rates(Who(connection.user, connection.reader.key))
+            connection.rate = self._rates(PeerIdentity(connection.user, connection.reader.key))
             self._table.admit(connection, self._numbers() if number is None else number)
         return connection.number
 
@@ -237,10 +237,10 @@ class RouterSocket:
         if connection is not None:
             self._table.linger(connection)
 
-    def end_where(self, problem: Callable[[Who], str]) -> None:
+    def end_where(self, problem: Callable[[PeerIdentity], str]) -> None:
         """End the connections for which `problem` returns a reason. `take_gone` reports the admitted ones."""
         for connection in list(self._table.by_identity.values()):
-            if words := problem(Who(connection.user, connection.reader.key)):
+            if words := problem(PeerIdentity(connection.user, connection.reader.key)):
                 log.warning("%s connection %s ended: %s", self.kind, connection.number or "(new)", words)
                 self._table.end(connection)
 

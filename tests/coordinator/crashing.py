@@ -25,7 +25,7 @@ from kvforge.coordinator.journal.identity import Origin
 from kvforge.coordinator.journal.log import Journal, remove_before, segments
 from kvforge.coordinator.journal.recovery import cut_torn, recover
 from kvforge.coordinator.publish import publish
-from kvforge.coordinator.transport.outbox import Frames, Sent, Who
+from kvforge.coordinator.transport.outbox import Frames, PeerIdentity, Sent
 from kvforge.coordinator.turn import TurnLimits, TurnLoop
 from kvforge.protocol import codec
 from kvforge.protocol.layout import Geometry
@@ -117,8 +117,8 @@ class Wire:
     def number(self, identity: bytes) -> int | None:
         return self._numbers.get(identity)
 
-    def who(self, _identity: bytes) -> Who:
-        return Who()
+    def peer_identity(self, _identity: bytes) -> PeerIdentity:
+        return PeerIdentity()
 
     def admit(self, identity: bytes, _descriptor: int, number: int | None = None) -> int | None:
         self._numbers[identity] = self._world.next_number() if number is None else number

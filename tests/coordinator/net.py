@@ -15,8 +15,8 @@ import pytest
 import zmq
 
 from kvforge.coordinator.transport import poll_set, receiver, router_socket
-from kvforge.coordinator.transport.connection import Room
-from kvforge.coordinator.transport.listener import Door
+from kvforge.coordinator.transport.connection import ConnectionLimits
+from kvforge.coordinator.transport.listener import Endpoint
 from kvforge.coordinator.transport.outbox import Frames, Sent
 from kvforge.coordinator.transport.router_socket import PeerLimits, RouterSocket
 from kvforge.protocol import transport
@@ -61,9 +61,11 @@ class Net:
         self._dealers: list[zmq.Socket[bytes]] = []
         numbers = itertools.count(1)
         idle_timeout_ms = transport.HEARTBEAT_TIMEOUT_MS  # read now, because a test may have shortened it
-        limits = PeerLimits(room=Room(queue_messages_max=QUEUE), idle_timeout_ms=idle_timeout_ms)
+        limits = PeerLimits(connection=ConnectionLimits(queue_messages_max=QUEUE), idle_timeout_ms=idle_timeout_ms)
         self.silent: list[int] = []
-        self.peers = RouterSocket((Door(self.endpoint),), lambda: next(numbers), limits, on_silent=self.silent.append)
+        self.peers = RouterSocket(
+            (Endpoint(self.endpoint),), lambda: next(numbers), limits, on_silent=self.silent.append
+        )
 
     def connect(self) -> tuple[zmq.Socket[bytes], int]:
         """Connect a peer with a short queue; return its socket and its number."""

@@ -13,7 +13,7 @@ import pytest
 from kvforge.coordinator import access
 from kvforge.coordinator.config import CoordinatorConfig
 from kvforge.coordinator.core.rights import Access
-from kvforge.coordinator.transport.outbox import Who
+from kvforge.coordinator.transport.outbox import PeerIdentity
 from kvforge.process.installation import install_command
 from kvforge.protocol import keys
 from kvforge.protocol.configuration import convert
@@ -82,8 +82,8 @@ def test_without_pynacl_only_this_machines_sockets_are_served(tmp_path: Path, mo
     with pytest.raises(
         InvalidConfiguration, match=rf"^tcp\.listen: needs PyNaCl .*{re.escape(install_command('tcp'))}"
     ):
-        access.client_doors(tmp_path, config.tcp, access.Gate("", config.access))
-    assert len(access.client_doors(tmp_path, access.TcpSection(), access.Gate())) == 1
+        access.client_endpoints(tmp_path, config.tcp, access.Gate("", config.access))
+    assert len(access.client_endpoints(tmp_path, access.TcpSection(), access.Gate())) == 1
 
 
 def test_who_may_do_what() -> None:
@@ -93,30 +93,30 @@ def test_who_may_do_what() -> None:
     }
     config = convert({"access": {"clients": clients, "local": {"tenant": "l"}}}, CoordinatorConfig)
     gate = access.Gate("", config.access)
-    assert gate.client(Who(key=keys.bytes_of(A, "key"))) == Access("alice", "a", ("submit", "read"), 9)
-    assert gate.client(Who(user=77)) == Access("bob", "*", ("admin",))
-    assert gate.client(Who(user=78)) == Access("", "l", ("submit", "read", "admin"))
-    assert access.Gate().client(Who(user=0)).unlimited, "without a configuration, local users have every right"
+    assert gate.client(PeerIdentity(key=keys.bytes_of(A, "key"))) == Access("alice", "a", ("submit", "read"), 9)
+    assert gate.client(PeerIdentity(user=77)) == Access("bob", "*", ("admin",))
+    assert gate.client(PeerIdentity(user=78)) == Access("", "l", ("submit", "read", "admin"))
+    assert access.Gate().client(PeerIdentity(user=0)).unlimited, "without a configuration, local users have every right"
 
 
 def test_a_worker_brings_the_token_or_has_a_key() -> None:
     section = convert({"workers": {"w0": {"key": A}}}, access.AccessSection)
     gate = access.Gate("secret", section, own_user=1000)
-    gate.check_worker(Who(user=0), "secret")
-    gate.check_worker(Who(user=1000), "secret")
-    gate.check_worker(Who(key=keys.bytes_of(A, "key")), "")
+    gate.check_worker(PeerIdentity(user=0), "secret")
+    gate.check_worker(PeerIdentity(user=1000), "secret")
+    gate.check_worker(PeerIdentity(key=keys.bytes_of(A, "key")), "")
     with pytest.raises(NotAllowed, match="not in \\[access\\] any more"):
-        gate.check_worker(Who(key=keys.bytes_of(B, "key")), "")
+        gate.check_worker(PeerIdentity(key=keys.bytes_of(B, "key")), "")
     for user in (0, 1000):
         for token in ("secre", "secret ", "\u00e9"):
             with pytest.raises(NotAllowed, match="another token"):
-                gate.check_worker(Who(user=user), token)
+                gate.check_worker(PeerIdentity(user=user), token)
 
 
 def test_a_worker_that_knows_no_token_has_to_be_of_the_coordinators_own_user() -> None:
     gate = access.Gate("secret", own_user=1000)
-    gate.check_worker(Who(user=1000), "")
+    gate.check_worker(PeerIdentity(user=1000), "")
     for user in (0, 1001, -1):
         with pytest.raises(NotAllowed, match="no token"):
-            gate.check_worker(Who(user=user), "")
+            gate.check_worker(PeerIdentity(user=user), "")
     assert access.Gate("secret")._own_user == os.geteuid()

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvforge.coordinator.transport import curve, zmtp
-from kvforge.coordinator.transport.connection import Room
+from kvforge.coordinator.transport.connection import ConnectionLimits
 from kvforge.coordinator.transport.curve import SealedReader
-from kvforge.coordinator.transport.listener import Door
+from kvforge.coordinator.transport.listener import Endpoint
 from kvforge.coordinator.transport.outbox import Sent
 from kvforge.coordinator.transport.router_socket import PeerLimits, RouterSocket
 from kvforge.coordinator.transport.zmtp import Bounds, Violation
@@ -249,10 +249,10 @@ class CurveNet:
     """A coordinator's TCP socket, and clients of libzmq."""
 
     def __init__(self) -> None:
-        door = Door("tcp://127.0.0.1:0", partial(SealedReader, keys=server_keys()), "tcp.listen")
+        endpoint = Endpoint("tcp://127.0.0.1:0", partial(SealedReader, keys=server_keys()), "tcp.listen")
         numbers = itertools.count(1)
-        limits = PeerLimits(pending_handshakes_max=3, room=Room(queue_messages_max=1000))
-        self.peers = RouterSocket((door,), lambda: next(numbers), limits)
+        limits = PeerLimits(pending_handshakes_max=3, connection=ConnectionLimits(queue_messages_max=1000))
+        self.peers = RouterSocket((endpoint,), lambda: next(numbers), limits)
         (self.endpoint,) = self.peers.endpoints
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []

@@ -15,7 +15,7 @@ import pytest
 
 from kvforge.coordinator.transport import zmtp
 from kvforge.coordinator.transport.curve import SealedReader
-from kvforge.coordinator.transport.listener import Door
+from kvforge.coordinator.transport.listener import Endpoint
 from kvforge.coordinator.transport.router_socket import PeerLimits, RouterSocket
 from tests.coordinator.curve_client import CLIENT, CurveClient, raw, server_keys
 from tests.coordinator.net import set_clock, until
@@ -33,8 +33,8 @@ class Flood:
         self._now_ns, self._says = 1_000_000_000, says
         set_clock(monkeypatch, lambda: self._now_ns)
         numbers = itertools.count(1)
-        door = Door("tcp://127.0.0.1:0", partial(SealedReader, keys=server_keys()))
-        self.peers = RouterSocket((door,), lambda: next(numbers), PeerLimits())
+        endpoint = Endpoint("tcp://127.0.0.1:0", partial(SealedReader, keys=server_keys()))
+        self.peers = RouterSocket((endpoint,), lambda: next(numbers), PeerLimits())
         host, port = self.peers.endpoints[0].removeprefix("tcp://").split(":")
         self._address = host, int(port)
         self._strangers: deque[socket.socket] = deque()
@@ -116,7 +116,7 @@ def test_one_that_proves_a_key_is_heard_beside_two_hundred_strangers_a_second(fl
                 step = 2
         identity, descriptor, frames = flood.heard[0]
         assert [bytes(frame) for frame in frames] == [b"hello"]
-        assert flood.peers.who(identity).key == raw(CLIENT.public)
+        assert flood.peers.peer_identity(identity).key == raw(CLIENT.public)
         for _ in range(KEPT):  # pending handshakes of others do not evict a slow newcomer
             flood.turn()
         assert flood.peers.admit(identity, descriptor) == 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvforge.coordinator.config import CoordinatorConfig, LimitsSection
 from kvforge.coordinator.core.events import FromClient
 from kvforge.coordinator.transport import zmtp
-from kvforge.coordinator.transport.connection import Room
+from kvforge.coordinator.transport.connection import ConnectionLimits
 from kvforge.coordinator.transport.curve import SEALED_MESSAGE_BYTES_MAX, SealedReader
 from kvforge.coordinator.transport.oversized import Oversized, Skipped, check_size
 from kvforge.coordinator.transport.router_socket import PeerLimits
@@ -43,8 +43,8 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.fixture
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hostile]:
-    room = Room(message_bytes_max=100_000, skipped_bytes_max=64 << 20)
-    made = Hostile(str(tmp_path_factory.mktemp("s")), PeerLimits(partial_bytes_max=1 << 20, room=room))
+    limits = ConnectionLimits(message_bytes_max=100_000, skipped_bytes_max=64 << 20)
+    made = Hostile(str(tmp_path_factory.mktemp("s")), PeerLimits(partial_bytes_max=1 << 20, connection=limits))
     yield made
     made.close()
 
@@ -112,7 +112,7 @@ def test_a_stranger_and_a_worker_are_disconnected() -> None:
     data = HELLO + b"\x02" + (70_000).to_bytes(8, "big")
     with pytest.raises(Violation, match="during the handshake is at most 65536 bytes"):
         take(Reader(BOUNDS), data, [1 << 20], admitted=False)
-    workers = CoordinatorConfig().worker_limits().room
+    workers = CoordinatorConfig().worker_limits().connection
     both = HELLO + part(bytes(1 << 20)) + b"\x02" + (64 << 20).to_bytes(8, "big")
     assert take(Reader(workers), both, [1 << 20]) == []
     with pytest.raises(Violation, match=f"at most {65 << 20} bytes"):
@@ -213,9 +213,9 @@ def test_a_message_that_is_too_large_is_not_noted_as_in_hand(bench: Bench) -> No
 
 def test_the_limit_is_that_of_the_clients_connections() -> None:
     config = CoordinatorConfig(limits=LimitsSection(message_bytes_max=3 << 20))
-    room = config.client_limits().room
-    assert (room.message_bytes_max, room.skipped_bytes_max) == (3 << 20, zmtp.MESSAGE_BYTES_MAX)
-    assert config.worker_limits().room.message_bytes_max == zmtp.MESSAGE_BYTES_MAX == 65 << 20
+    limits = config.client_limits().connection
+    assert (limits.message_bytes_max, limits.skipped_bytes_max) == (3 << 20, zmtp.MESSAGE_BYTES_MAX)
+    assert config.worker_limits().connection.message_bytes_max == zmtp.MESSAGE_BYTES_MAX == 65 << 20
 
 
 @pytest.mark.parametrize("value", [0, (1 << 20) - 1, (65 << 20) + 1])

@@ -15,9 +15,9 @@ import pytest
 import zmq
 
 from kvforge.coordinator.transport import connections, zmtp
-from kvforge.coordinator.transport.connection import UNREAD_PONGS_BYTES, Room
+from kvforge.coordinator.transport.connection import UNREAD_PONGS_BYTES, ConnectionLimits
 from kvforge.coordinator.transport.fairness import MESSAGES_MAX, PACE_US, TROUBLED_S
-from kvforge.coordinator.transport.listener import Door
+from kvforge.coordinator.transport.listener import Endpoint
 from kvforge.coordinator.transport.outbox import Sent
 from kvforge.coordinator.transport.router_socket import PeerLimits, RouterSocket
 from kvforge.protocol import transport
@@ -143,7 +143,7 @@ class Hostile:
     def __init__(self, folder: str, limits: PeerLimits) -> None:
         self.path = f"{folder}/s"
         numbers = itertools.count(1)
-        self.peers = RouterSocket((Door(f"ipc://{self.path}"),), lambda: next(numbers), limits)
+        self.peers = RouterSocket((Endpoint(f"ipc://{self.path}"),), lambda: next(numbers), limits)
         self._raw: list[RawPeer] = []
 
     def connect(self, hello: bool = True) -> RawPeer:
@@ -185,7 +185,7 @@ def hostile() -> Iterator[Hostile]:
         admitted_max=8,
         pending_handshakes_max=3,
         partial_bytes_max=1 << 20,
-        room=Room(message_bytes_max=800_000, queue_messages_max=QUEUE, queue_bytes_max=1 << 20),
+        connection=ConnectionLimits(message_bytes_max=800_000, queue_messages_max=QUEUE, queue_bytes_max=1 << 20),
     )
     with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:
         made = Hostile(folder, limits)

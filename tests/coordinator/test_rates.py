@@ -8,7 +8,7 @@ import pytest
 from kvforge.coordinator import access
 from kvforge.coordinator.config import CoordinatorConfig
 from kvforge.coordinator.core.rights import ADMIN, READ, SUBMIT, Access
-from kvforge.coordinator.transport.outbox import Who
+from kvforge.coordinator.transport.outbox import PeerIdentity
 from kvforge.coordinator.transport.rate_limit import BURST_S, Rate
 from kvforge.protocol import keys
 from kvforge.protocol.configuration import convert
@@ -117,10 +117,10 @@ def test_rates_are_an_entrys_own() -> None:
         "bob": {**entry, "key": b},
     }
     gate = access.Gate("", convert({"access": {"clients": clients}}, CoordinatorConfig).access)
-    alice, bob = (Who(key=keys.bytes_of(key, "key")) for key in (a, b))
+    alice, bob = (PeerIdentity(key=keys.bytes_of(key, "key")) for key in (a, b))
     assert gate.client(alice) == Access("alice", "a", ("submit",), 0, 100.5, 5)
     assert gate.rate(alice) is gate.rate(alice) is not None
-    assert gate.rate(bob) is gate.rate(Who(user=0)) is None
+    assert gate.rate(bob) is gate.rate(PeerIdentity(user=0)) is None
     for name, value in (("messages_per_s", 1e10), ("tokens_per_s", 1e-9)):
         with pytest.raises(InvalidConfiguration) as caught:
             convert({"access": {"local": {name: value}}}, CoordinatorConfig)
@@ -144,19 +144,22 @@ def test_a_list_that_is_read_again_says_who_must_go() -> None:
         "local": {"rights": ["read"]},
     }
     of_client, of_worker = gate.reread(convert(after, access.AccessSection))
-    by_key = [of_client(Who(key=keys.bytes_of(key, "key"))) for key in (a, b, c)]
+    by_key = [of_client(PeerIdentity(key=keys.bytes_of(key, "key"))) for key in (a, b, c)]
     assert [words.partition(" ")[2] for words in by_key[:2]] == [
         "entry in [access] has changed",
         "key is not in [access] any more",
     ]
-    assert "has changed" in of_client(Who(user=1000)), "local users have fewer rights now"
-    assert of_worker(Who(key=keys.bytes_of(w, "key"))) == access.NOT_LISTED and of_worker(Who(user=1000)) == ""
+    assert "has changed" in of_client(PeerIdentity(user=1000)), "local users have fewer rights now"
+    assert (
+        of_worker(PeerIdentity(key=keys.bytes_of(w, "key"))) == access.NOT_LISTED
+        and of_worker(PeerIdentity(user=1000)) == ""
+    )
     assert doors[0] is gate.client_keys == {keys.bytes_of(key, "key") for key in (a, c)} and doors[1] == set()
-    assert rate(Who(key=keys.bytes_of(c, "key"))) is not None
+    assert rate(PeerIdentity(key=keys.bytes_of(c, "key"))) is not None
     with pytest.raises(NotAllowed):
-        gate.client(Who(key=keys.bytes_of(b, "key")))
+        gate.client(PeerIdentity(key=keys.bytes_of(b, "key")))
     of_client, of_worker = gate.reread(convert(after, access.AccessSection))
-    assert [of_client(Who(user=1000)), of_client(Who(key=keys.bytes_of(a, "key")))] == ["", ""], (
+    assert [of_client(PeerIdentity(user=1000)), of_client(PeerIdentity(key=keys.bytes_of(a, "key")))] == ["", ""], (
         "these entries are unchanged"
     )
 

@@ -35,7 +35,7 @@ from kvforge.coordinator.core.workers.reports import Worker
 from kvforge.coordinator.journal.entries import Reader
 from kvforge.coordinator.journal.log import Journal, segments
 from kvforge.coordinator.server import PROGRESS_US, Ending
-from kvforge.coordinator.transport.outbox import BACKLOG_BYTES_MAX, Sent, Who
+from kvforge.coordinator.transport.outbox import BACKLOG_BYTES_MAX, PeerIdentity, Sent
 from kvforge.coordinator.turn import BEAT_US, RETRY_US, TurnLimits, TurnLoop
 from kvforge.protocol import codec
 from kvforge.protocol.layout import Geometry
@@ -128,8 +128,8 @@ class Wire:
         number = self.numbers.get(int(identity), int(identity))
         return number if number in self.known else None
 
-    def who(self, _identity: bytes) -> Who:
-        return Who()
+    def peer_identity(self, _identity: bytes) -> PeerIdentity:
+        return PeerIdentity()
 
     def admit(self, identity: bytes, _descriptor: int, number: int | None = None) -> int | None:
         if int(identity) in self.dead:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvforge.coordinator.transport.listener import Door
+from kvforge.coordinator.transport.listener import Endpoint
 from kvforge.coordinator.transport.peer_credentials import SO_PEERGROUPS, LocalUsers, credentials
 from kvforge.coordinator.transport.router_socket import RouterSocket
 from tests.coordinator.net import until
@@ -85,7 +85,7 @@ def test_workers_are_of_the_own_user(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_socket_has_the_permissions_of_its_folder(short_folder: Path, mode: int, wanted: int) -> None:
     short_folder.chmod(mode)
     path = short_folder / "s"
-    peers = RouterSocket((Door(f"ipc://{path}", users=LocalUsers(short_folder, with_group=True)),), lambda: 1)
+    peers = RouterSocket((Endpoint(f"ipc://{path}", users=LocalUsers(short_folder, with_group=True)),), lambda: 1)
     assert path.stat().st_mode & 0o777 == wanted
     peers.close()
 
@@ -101,7 +101,7 @@ def test_another_user_is_shut_out_whatever_the_permissions_say(
     short_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = short_folder / "s"
-    peers = RouterSocket((Door(f"ipc://{path}", users=LocalUsers(short_folder, with_group=True)),), lambda: 1)
+    peers = RouterSocket((Endpoint(f"ipc://{path}", users=LocalUsers(short_folder, with_group=True)),), lambda: 1)
     short_folder.chmod(0o755)
     path.chmod(0o777)
     command = (

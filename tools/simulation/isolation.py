@@ -15,7 +15,7 @@ from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.reporting.explain import Explainer
 from kvforge.coordinator.core.requests.request import Request
 from kvforge.coordinator.core.rights import READ, SUBMIT, Access
-from kvforge.coordinator.transport.outbox import Who
+from kvforge.coordinator.transport.outbox import PeerIdentity
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import (
     Accepted,
@@ -61,13 +61,13 @@ class Isolation:
 
     # --------------------------------------------------------------------------------------------- the access gate
 
-    def client(self, who: Who) -> Access:
+    def client(self, who: PeerIdentity) -> Access:
         """Return the rights of a client, identified by its user number."""
         name = f"c{who.user}"
         tenant = self._tenants.get(name)
         return Access(name) if tenant is None else Access(name, tenant, (SUBMIT, READ), REQUESTS_MAX)
 
-    def check_worker(self, who: Who, token: str) -> None:
+    def check_worker(self, who: PeerIdentity, token: str) -> None:
         """Accept every worker."""
 
     # ---------------------------------------------------------------------------------------------------------- checks

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from kvforge.coordinator.transport.outbox import Sent, Who
+from kvforge.coordinator.transport.outbox import PeerIdentity, Sent
 from kvforge.protocol.codec import Decoder
 from kvforge.protocol.messages import Message
 
@@ -276,9 +276,9 @@ class SimulatedPeers:
         """Return the number of an admitted connection."""
         return self._number_of.get(identity)
 
-    def who(self, identity: bytes) -> Who:
+    def peer_identity(self, identity: bytes) -> PeerIdentity:
         """Return the credentials of a peer."""
-        return Who(self._users[identity])
+        return PeerIdentity(self._users[identity])
 
     def admit(self, identity: bytes, _descriptor: int, number: int | None = None) -> int | None:
         """Admit a connection, optionally under a given number; return None if it has ended."""

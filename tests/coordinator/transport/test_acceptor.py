@@ -116,5 +116,5 @@ def test_an_endpoint_that_fails_is_paused_and_resumed(
 
 def test_an_endpoint_that_cannot_be_used_is_an_error(parts: Parts) -> None:
     with pytest.raises(InvalidConfiguration, match="cannot be used"):
-        parts.acceptor.listen((listener.Door("ipc:///nowhere/at/all"),))
+        parts.acceptor.listen((listener.Endpoint("ipc:///nowhere/at/all"),))
     assert parts.acceptor.endpoints == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 
-from kvforge.coordinator.transport.connection import Room
+from kvforge.coordinator.transport.connection import ConnectionLimits
 from kvforge.coordinator.transport.outbox import Sent
 from kvforge.coordinator.transport.sender import BATCH_MAX
 from tests.coordinator.transport.parts import Parts
@@ -41,7 +41,7 @@ def test_a_batch_is_written_when_it_is_large_or_flushed() -> None:
 
 
 def test_a_full_connection_is_resumed_with_its_pending_input(parts: Parts) -> None:
-    connection = parts.connect(1, Room(queue_messages_max=2, queue_bytes_max=1 << 20))
+    connection = parts.connect(1, ConnectionLimits(queue_messages_max=2, queue_bytes_max=1 << 20))
     peer = parts.peers[connection.identity]
     parts.reader.read_available(1)
     peer.send(part(b"asked", more=False) * 2)
