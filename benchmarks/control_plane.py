@@ -177,7 +177,7 @@ class Shell:
         self.clients = RouterSocket((Endpoint(f"ipc://{folder}/c"),), self._number)
         self.workers = RouterSocket((Endpoint(f"ipc://{folder}/w"),), self._number)
         self._epoll = select.epoll()
-        self._stirs = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
+        self._on_input = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
         turn_limits, sides = TurnLimits(messages_per_turn_max=1 << 16), (self.clients, self.workers)
         self.loop = TurnLoop(
             self.machine,
@@ -225,7 +225,7 @@ class Shell:
     def waiting(self, timeout_s: float) -> bool:
         """Return whether a message arrives within that time, polling as the server does."""
         for descriptor, _ in self._epoll.poll(timeout_s):
-            self._stirs[descriptor]()
+            self._on_input[descriptor]()
         return self.clients.waiting or self.workers.waiting
 
     def close(self) -> None:

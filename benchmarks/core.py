@@ -31,7 +31,7 @@ from kvforge.coordinator.core.limits import Bounds, Limits
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.waits import Waits
 from kvforge.coordinator.kv_events.settings import KvEventsSection
-from kvforge.coordinator.kv_events.stream import Asked, EventStream
+from kvforge.coordinator.kv_events.stream import EventStream, ReplayRequest
 from kvforge.protocol.messages import (
     Accepted,
     Cancel,
@@ -162,7 +162,7 @@ class Nobody:
     def publish(self, number: bytes, payload: bytes) -> None:
         """Forgets it."""
 
-    def asked(self) -> list[Asked]:
+    def pop_requests(self) -> list[ReplayRequest]:
         """Nothing."""
         return []
 

@@ -3,9 +3,9 @@
     python -m benchmarks.snapshots [--blocks 131072 1500000] [--sequences 256 1000] [--json FILE]
 
 A machine of the default size with sequences of the maximum length, and a larger one. All blocks hold indexed prompts:
-half belong to decoding requests, half are cached from finished requests. The snapshot is made as a coordinator makes it
-(`kvforge.coordinator.journal.keeping`): a forked child writes it while this process continues to decode, and the first
-write to each page copies the page. Then it is read, as the next process does.
+half belong to decoding requests, half are cached from finished requests. The snapshot is made as a coordinator makes
+it (`kvforge.coordinator.journal.state_folder`): a forked child writes it while this process continues to decode, and
+the first write to each page copies the page. Then it is read, as the next process does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import numpy as np
 from kvforge.coordinator.core.events import Boot, ClientCame, FromClient, FromWorker, ToWorker, Turn
 from kvforge.coordinator.core.limits import Bounds, Limits, ScheduleLimits
 from kvforge.coordinator.core.machine import Machine
-from kvforge.coordinator.journal.keeping import Keeper
 from kvforge.coordinator.journal.recovery import recover
+from kvforge.coordinator.journal.state_folder import StateFolder
 from kvforge.protocol.messages import SamplingParams, Step, Submit, WorkerHello, WorkerReady
 
 from .control_plane import BLOCK_SIZE, MODEL, VOCABULARY, Answerer
@@ -100,7 +100,7 @@ def measure(blocks: int, sequences: int) -> dict[str, Any]:
     gc.disable()
     before = [filled.turn() for _ in range(TURNS)]
     with tempfile.TemporaryDirectory(prefix="kvf-bench-") as folder:
-        keeper = Keeper(Path(folder), "process", 1 << 40, 1)
+        keeper = StateFolder(Path(folder), "process", 1 << 40, 1)
         journal = keeper.begin(None, lambda: False)
         journal.note(filled.boot, 0)
         journal.commit()

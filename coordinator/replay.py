@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        lines, damage = told(options.journal, options.until, options.events, options.explain)
+        lines, damage = replay_report(options.journal, options.until, options.events, options.explain)
         print("\n".join(lines), flush=True)
         if damage is not None:
             raise damage
@@ -61,7 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
     return OK
 
 
-def told(folder: Path, until: int | None, events: int, subjects: list[str]) -> tuple[list[str], JournalCorrupt | None]:
+def replay_report(
+    folder: Path, until: int | None, events: int, subjects: list[str]
+) -> tuple[list[str], JournalCorrupt | None]:
     """Return the lines to print, and the damage behind the point they describe, if any.
 
     Raises:

@@ -41,7 +41,7 @@ from .host.replacing import Replacer
 from .host.resources import check_descriptors, return_large_blocks
 from .kv_events.sockets import Sockets
 from .kv_events.stream import EventStream
-from .life import Life
+from .machine_store import MachineStore
 from .publish import publish
 from .transport.router_socket import WORKER, RouterSocket
 from .transport.runtime_folder import RuntimeLock
@@ -53,7 +53,7 @@ CLIENTS_LEAVE_NS, WORKERS_LEAVE_NS = 200_000_000, 500_000_000
 log = logging.getLogger("coordinator")
 
 
-class Ending:
+class GracefulStop:
     """A requested stop: requests may run until the deadline, and are then handed back. Times in microseconds."""
 
     def __init__(self, now_us: int, drain_us: int) -> None:
@@ -117,21 +117,21 @@ class Server:
         check_descriptors(config.descriptors)
         return_large_blocks()
         prepare_runtime_dir(self.runtime)
-        # If both are the same folder, the journal's keeper locks it.
+        # If both are the same folder, `StateFolder` locks it.
         elsewhere = config.durability == "none" or not _same(self.runtime, config.state_path)
         self._lock = RuntimeLock(self.runtime, lock_folder=elsewhere)
         self._signals = self._signals_taken = 0
         self._reread_config, self._hung_up = reread, False
         try:
             self._open_sockets()
-            life = self._life = Life(config, lambda: self._signals > 0, discard)
+            store = self._store = MachineStore(config, lambda: self._signals > 0, discard)
         except KvforgeError:
             self._close_sockets()
             self._lock.release()
             raise
-        self.machine, self.boot, self._now_us = life.machine, life.machine.boot, life.now_us
+        self.machine, self.boot, self._now_us = store.machine, store.machine.boot, store.now_us
         self._ended = False
-        self._ending: Ending | None = None
+        self._graceful_stop: GracefulStop | None = None
         self._turned_us = self._due_us = 0
         self._left_out_ns = steady_clock.left_out_ns()
         self._replacer, self._watchdog = Replacer(), Watchdog()
@@ -145,11 +145,11 @@ class Server:
             self._release()
             raise InvalidConfiguration("runtime_dir", f"{self.runtime} cannot be used: {error}") from None
         for peers in self._sides:
-            peers.offset_us = life.offset_us
+            peers.offset_us = store.offset_us
         self._epoll = select.epoll()
         self._epoll.register(self._read_wakeup, select.EPOLLIN)
-        self._stirs = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
-        entropy, kept = partial(secrets.randbits, 64), (self._replacer, life.journal)
+        self._on_input = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
+        entropy, kept = partial(secrets.randbits, 64), (self._replacer, store.journal)
         self._turns = TurnLoop(
             self.machine,
             self.tables,
@@ -160,9 +160,9 @@ class Server:
             config.limits,
             *kept,
             self._gate,
-            self._listeners(),
+            self._make_event_stream(),
         )
-        if life.again:
+        if store.again:
             self._turns.restarted(self._now_us())
 
     def _open_sockets(self) -> None:
@@ -170,7 +170,7 @@ class Server:
 
         This precedes the recovery, which may take seconds, so that returning peers wait instead of retrying.
         """
-        self._telling: Sockets | None = None
+        self._event_sockets: Sockets | None = None
         self._sides: list[RouterSocket] = []
         config, runtime = self.config, self.runtime
         gate = self._gate = access.Gate("", config.access)
@@ -183,24 +183,24 @@ class Server:
         self.workers = RouterSocket(endpoints, self._next_number, config.worker_limits(), WORKER, self._silent)
         self._sides.append(self.workers)
 
-        self._telling = Sockets(config.kv_events) if config.kv_events.publish else None
+        self._event_sockets = Sockets(config.kv_events) if config.kv_events.publish else None
 
-    def _listeners(self) -> EventStream | None:
+    def _make_event_stream(self) -> EventStream | None:
         """Create the KV event stream, if configured."""
-        telling = self._telling
-        if telling is None:
+        event_sockets = self._event_sockets
+        if event_sockets is None:
             return None
-        if (descriptor := telling.watched()) is not None:
+        if (descriptor := event_sockets.request_descriptor()) is not None:
             self._epoll.register(descriptor, select.EPOLLIN)
-            self._stirs[descriptor] = telling.stir
-        return EventStream(self.machine, telling, self.config.kv_events, time.time)
+            self._on_input[descriptor] = event_sockets.note_input
+        return EventStream(self.machine, event_sockets, self.config.kv_events, time.time)
 
     def _next_number(self) -> int:
-        return self._life.next_number()
+        return self._store.next_number()
 
     def _close_sockets(self) -> None:
-        if self._telling is not None:
-            self._telling.close()
+        if self._event_sockets is not None:
+            self._event_sockets.close()
         for peers in self._sides:
             peers.close()
 
@@ -223,7 +223,7 @@ class Server:
 
     def _release(self) -> None:
         self._close_sockets()
-        self._life.close(ended=not self._life.again)
+        self._store.close(ended=not self._store.again)
         self._lock.release()
 
     def _silent(self, worker: int) -> None:
@@ -254,7 +254,7 @@ class Server:
             self._serve()
         except StateRemoved as error:
             log.error("%s", error)
-            raise StateRemoved(str(self.config.state_path), self._life.rebuild()) from error
+            raise StateRemoved(str(self.config.state_path), self._store.rebuild()) from error
         finally:
             self.garbage.stop()
         if self._keeps:
@@ -300,11 +300,11 @@ class Server:
     def _look(self, wait_ms: int) -> bool:
         """Poll for at most `wait_ms`. Return whether input arrived; heartbeats alone do not count."""
         for descriptor, _ in self._epoll.poll(wait_ms / 1000):
-            stir = self._stirs.get(descriptor)
-            if stir is not None:
-                stir()
-        asked = self._telling is not None and self._telling.waiting
-        return asked or self.clients.waiting or self.workers.waiting
+            note_input = self._on_input.get(descriptor)
+            if note_input is not None:
+                note_input()
+        requested = self._event_sockets is not None and self._event_sockets.waiting
+        return requested or self.clients.waiting or self.workers.waiting
 
     def _let_leave(self, peers: RouterSocket, wait_ns: int) -> None:
         """Give peers a moment to read the last messages and disconnect."""
@@ -324,20 +324,20 @@ class Server:
             self._turns.stood_still(self._turned_us)
         self._watchdog.feed(time.monotonic_ns() // 1000)  # systemd's clock continues during a suspension
         self._due_us = self._turns.turn(self._turned_us)
-        self._life.turned(self._turned_us)
+        self._store.turned(self._turned_us)
         self._flush_log()
 
     def _wait_ms(self) -> int:
         """Return how long to sleep without input, rounded up because an early turn would find no work."""
-        due_us = self._due_us if self._ending is None else min(self._due_us, self._ending.due_us)
+        due_us = self._due_us if self._graceful_stop is None else min(self._due_us, self._graceful_stop.due_us)
         return max(0, -(-(due_us - self._now_us()) // 1000))
 
     def _finished(self) -> bool:
-        if self._ending is None:
+        if self._graceful_stop is None:
             return False
         if self._keeps:
             return True
-        return self._signals > 1 or self._ending.over(self._turned_us, len(self.machine.requests.live))
+        return self._signals > 1 or self._graceful_stop.over(self._turned_us, len(self.machine.requests.live))
 
     # ----------------------------------------------------------------------------------------------------- termination
 
@@ -365,14 +365,14 @@ class Server:
             self._reread_access()
         if self._signals > self._signals_taken:
             self._signals_taken = self._signals
-            if self._ending is None:
-                self._ending = Ending(now_us, int(self.config.drain_s * 1e6))
+            if self._graceful_stop is None:
+                self._graceful_stop = GracefulStop(now_us, int(self.config.drain_s * 1e6))
                 if not self._keeps:
-                    self._turns.begin_drain(now_us, self._ending.deadline_us)
+                    self._turns.begin_drain(now_us, self._graceful_stop.deadline_us)
                 notify("STOPPING=1", "STATUS=draining")
-        if self._ending is None or self._keeps:
+        if self._graceful_stop is None or self._keeps:
             return
-        if words := self._ending.progress(now_us, len(self.machine.requests.live)):
+        if words := self._graceful_stop.progress(now_us, len(self.machine.requests.live)):
             log.info("%s", words)
             notify(f"STATUS={words}")
 
@@ -399,8 +399,8 @@ class Server:
             self.workers.send(number, codec.encode(Stop(reason="the coordinator is stopping")))
         self._let_leave(self.workers, WORKERS_LEAVE_NS)
         log.info("stopped; %d requests were left unfinished", len(self.machine.requests.live))
-        told = (self.garbage.collections, self.garbage.longest_us, self.garbage.total_us)
-        log.debug("%d garbage collections, the longest %.0f us, %.0f us together", *told)
+        collected = (self.garbage.collections, self.garbage.longest_us, self.garbage.total_us)
+        log.debug("%d garbage collections, the longest %.0f us, %.0f us together", *collected)
 
     def close(self) -> None:
         """Remove sockets, tables and lock. Idempotent."""
@@ -413,7 +413,7 @@ class Server:
         self._write_wakeup.close()
         if self._lock.covers(self.runtime):
             (self.runtime / token.TOKEN_FILE).unlink(missing_ok=True)
-        self._life.close(self._ended)
+        self._store.close(self._ended)
         self._lock.release()
 
 

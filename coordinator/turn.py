@@ -140,7 +140,7 @@ class Writer(Protocol):
         """Write the events added since the last call."""
 
 
-class Listeners(Protocol):
+class EventSubscribers(Protocol):
     """Subscribers to the prefix indexes: implemented by `kvforge.coordinator.kv_events.stream.EventStream`."""
 
     def turned(self) -> bool:
@@ -194,7 +194,7 @@ class TurnLoop:
         processes: Ends worker processes that hang; None for no replacement.
         journal: Records events; None for no persistence.
         gate: Decides who may connect; None admits all.
-        listeners: Subscribers to the prefix indexes, if any.
+        subscribers: Subscribers to the prefix indexes, if any.
     """
 
     def __init__(
@@ -209,13 +209,13 @@ class TurnLoop:
         processes: Processes | None = None,
         journal: Writer | None = None,
         gate: Gate | None = None,
-        listeners: Listeners | None = None,
+        subscribers: EventSubscribers | None = None,
     ) -> None:
         self.machine, self.tables = machine, tables
         self.clients, self.workers = clients, workers
         self._entropy, self._clock_us, self._limits, self._processes = entropy, clock_us, limits, processes
         self._journal, self._unwritten = journal, False
-        self._gate, self._listeners = gate or Gate(), listeners
+        self._gate, self._subscribers = gate or Gate(), subscribers
         self._outbox = Outbox(clients, limits.client_backlog_max)
         self._watching: set[int] = set()  # workers that also look for steps in shared memory
         self._mail: dict[int, Mail] = {}
@@ -272,7 +272,7 @@ class TurnLoop:
         self._carry_out()
         self.clients.flush()
         due_us = now_us + BEAT_US
-        if self._listeners is not None and self._listeners.turned():
+        if self._subscribers is not None and self._subscribers.turned():
             due_us = now_us + RETRY_US
         if self._core_due_us is not None:
             due_us = min(due_us, self._core_due_us)

@@ -2,5 +2,5 @@
 
 Every event is written before any of its effects leaves the process (`TurnLoop` calls `commit`). Replaying the journal
 gives the same state in any interpreter. A journal is a folder with segments of records, and at most one snapshot, which
-precedes a segment. Entry points: `keeping.Keeper` (used by the server), `log.Journal`, `recovery.recover`.
+precedes a segment. Entry points: `state_folder.StateFolder` (used by the server), `log.Journal`, `recovery.recover`.
 """

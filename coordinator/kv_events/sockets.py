@@ -16,7 +16,7 @@ from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration
 from kvforge.protocol.network import is_network
 
 from .settings import IPC, KvEventsSection
-from .stream import Asked
+from .stream import ReplayRequest
 
 REPLAY_QUEUE_MAX = 64  # batches queued for one replay
 REQUEST_BYTES_MAX = 1024
@@ -36,7 +36,7 @@ class Sockets:
         self._topic = settings.topic.encode()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._own = OwnFiles()
-        self._stirred = self._answered = False
+        self._input_due = self._answered = False
         self._replay: zmq.Socket[bytes] | None = None
         try:
             self._pub = self._context.socket(zmq.PUB)
@@ -72,47 +72,47 @@ class Sockets:
             self._own.note(Path(endpoint.removeprefix(IPC)))
         log.info("publishing KV events at %s" if field.endswith("publish") else "replaying KV events at %s", endpoint)
 
-    def watched(self) -> int | None:
+    def request_descriptor(self) -> int | None:
         """Return the descriptor that signals replay requests, or None."""
         return None if self._replay is None else int(self._replay.fd)
 
-    def stir(self) -> None:
+    def note_input(self) -> None:
         """Record that the descriptor was signalled."""
-        self._stirred = True
+        self._input_due = True
 
     @property
     def waiting(self) -> bool:
         """Whether a signal has not been handled yet."""
-        return self._stirred
+        return self._input_due
 
     def publish(self, number: bytes, payload: bytes) -> None:
         """Send a batch to every subscriber with room in its queue. PUB never blocks."""
         self._pub.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
 
-    def asked(self) -> list[Asked]:
+    def pop_requests(self) -> list[ReplayRequest]:
         """Return new replay requests, at most `REQUESTS_A_TURN`. Malformed ones are logged and dropped."""
-        found: list[Asked] = []
-        if self._replay is None or not (self._stirred or self._answered):
+        found: list[ReplayRequest] = []
+        if self._replay is None or not (self._input_due or self._answered):
             return found
         self._answered = False
         for _ in range(REQUESTS_A_TURN):
             try:
                 frames = self._replay.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                self._stirred = False
+                self._input_due = False
                 break
             if len(frames) == 3 and not frames[1] and len(frames[2]) == 8:
-                found.append(Asked(frames[0], int.from_bytes(frames[2], "big")))
+                found.append(ReplayRequest(frames[0], int.from_bytes(frames[2], "big")))
             else:
                 log.warning("invalid replay request: expected a sequence number, got %d frames", len(frames))
         return found
 
-    def answer(self, who: bytes, number: bytes, payload: bytes) -> bool | None:
+    def answer(self, peer: bytes, number: bytes, payload: bytes) -> bool | None:
         """Send one batch of a replay. Return False if the peer's queue is full, None if the peer is gone."""
         assert self._replay is not None
         self._answered = True  # sending may consume the edge-triggered signal of new input
         try:
-            self._replay.send_multipart((who, b"", number, payload), zmq.NOBLOCK)
+            self._replay.send_multipart((peer, b"", number, payload), zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError:

@@ -28,48 +28,50 @@ END = (-1).to_bytes(8, "big", signed=True)
 REQUESTS_MAX = 16
 ANSWERS_A_TURN = 64
 STUCK_S = 5.0  # a replay that makes no progress for this long is dropped
-ANEW_S = 10.0  # minimum interval between full resends on request
+RESEND_S = 10.0  # minimum interval between full resends on request
 log = logging.getLogger("coordinator")
 
 
-class Asked(NamedTuple):
+class ReplayRequest(NamedTuple):
     """A request to replay all batches from a number on."""
 
-    who: bytes
+    peer: bytes
     first: int
 
 
-class Post(Protocol):
+class BatchTransport(Protocol):
     """The transport of batches, which never blocks: `kvforge.coordinator.kv_events.sockets.Sockets`."""
 
     def publish(self, number: bytes, payload: bytes) -> None:
         """Send a batch to every subscriber with room in its queue."""
 
-    def asked(self) -> list[Asked]:
+    def pop_requests(self) -> list[ReplayRequest]:
         """Return new replay requests, a bounded number."""
 
-    def answer(self, who: bytes, number: bytes, payload: bytes) -> bool | None:
+    def answer(self, peer: bytes, number: bytes, payload: bytes) -> bool | None:
         """Send one batch of a replay. Return False if the peer's queue is full, None if the peer is gone."""
 
 
 class _Answer:
     """A replay in progress: the number of its next batch, and when the peer last accepted one."""
 
-    def __init__(self, who: bytes, first: int, now_s: float) -> None:
-        self.who, self.next, self.took_s = who, first, now_s
+    def __init__(self, peer: bytes, first: int, now_s: float) -> None:
+        self.peer, self.next, self.took_s = peer, first, now_s
 
 
 class EventStream:
     """Publishes the content of a machine's prefix indexes. `now_s` returns the Unix time for batches."""
 
-    def __init__(self, machine: Machine, post: Post, settings: KvEventsSection, now_s: Callable[[], float]) -> None:
-        self._machine, self._post, self._now_s = machine, post, now_s
+    def __init__(
+        self, machine: Machine, transport: BatchTransport, settings: KvEventsSection, now_s: Callable[[], float]
+    ) -> None:
+        self._machine, self._transport, self._now_s = machine, transport, now_s
         self._batches_max, self._bytes_max = settings.replay_batches_max, settings.replay_bytes_max
         self._format = Format(settings.encoding, machine.cache.hasher.salt(salt_text(settings.tenant, "")))
         self._changed: IndexChanges | None = None
         self._next = int(now_s() * 1e6)
         self._whole = self._next
-        self._told_s = 0.0
+        self._resent_s = 0.0
         self._kept: deque[bytes] = deque()
         self._kept_bytes = 0
         self._answers: list[_Answer] = []
@@ -78,18 +80,18 @@ class EventStream:
         """Publish the changes of a turn, and continue replays. Return whether a replay is unfinished."""
         changes = None if self._changed is None else self._changed.take()
         if changes is None:
-            self._tell_anew()
+            self._resend_all()
         elif changes:
             self._send(changes)
-        self._hear()
+        self._accept_requests()
         if self._answers:
             self._serve()
-            self._hear()
+            self._accept_requests()
         return bool(self._answers)
 
-    def _tell_anew(self) -> None:
+    def _resend_all(self) -> None:
         """Resend everything. All possible ranks are cleared, since a subscriber may have older state of any."""
-        self._whole, self._told_s = self._next, self._now_s()
+        self._whole, self._resent_s = self._next, self._now_s()
         for pool in range(self._machine.limits.bounds.pools_max):
             self._send([Cleared(pool)])
         self._changed = self._machine.cache.tell_changes()
@@ -100,7 +102,7 @@ class EventStream:
 
     def _send(self, changes: Iterable[Change]) -> None:
         for payload in self._format.batches(changes, self._now_s()):
-            self._post.publish(self._next.to_bytes(8, "big"), payload)
+            self._transport.publish(self._next.to_bytes(8, "big"), payload)
             self._next += 1
             self._kept.append(payload)
             self._kept_bytes += len(payload)
@@ -113,19 +115,19 @@ class EventStream:
     def _oldest(self) -> int:
         return self._next - len(self._kept)
 
-    def _hear(self) -> None:
-        for asked in self._post.asked():
-            self._ask(asked)
+    def _accept_requests(self) -> None:
+        for request in self._transport.pop_requests():
+            self._begin_replay(request)
 
-    def _ask(self, asked: Asked) -> None:
+    def _begin_replay(self, request: ReplayRequest) -> None:
         """Start a replay, at the latest full resend or later. Excess requests are dropped; the peers must retry."""
         if len(self._answers) >= REQUESTS_MAX:
             return
-        first = max(asked.first, self._whole)
-        if first < self._oldest and self._now_s() - self._told_s >= ANEW_S:
-            self._tell_anew()
+        first = max(request.first, self._whole)
+        if first < self._oldest and self._now_s() - self._resent_s >= RESEND_S:
+            self._resend_all()
             first = self._whole
-        self._answers.append(_Answer(asked.who, first, self._now_s()))
+        self._answers.append(_Answer(request.peer, first, self._now_s()))
 
     def _serve(self) -> None:
         """Continue all replays, with a bounded number of batches in total."""
@@ -139,7 +141,7 @@ class EventStream:
             over = answer.next >= self._next
             number = END if over else answer.next.to_bytes(8, "big")
             payload = b"" if over else self._kept[answer.next - self._oldest]
-            taken = self._post.answer(answer.who, number, payload)
+            taken = self._transport.answer(answer.peer, number, payload)
             if taken is None or (taken and over):
                 return False
             if not taken:

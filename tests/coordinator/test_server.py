@@ -23,7 +23,7 @@ import pytest
 import zmq
 
 from kvforge.coordinator.config import CoordinatorConfig, LimitsSection
-from kvforge.coordinator.life import Life
+from kvforge.coordinator.machine_store import MachineStore
 from kvforge.coordinator.server import RuntimeLock, Server
 from kvforge.coordinator.turn import BEAT_US
 from kvforge.protocol import codec, token, transport
@@ -282,13 +282,13 @@ def test_who_comes_back_waits_at_the_door_while_the_journal_is_read(monkeypatch:
     with TemporaryDirectory(prefix="kvf-", dir="/tmp") as name:
         folder, early = Path(name), []
 
-        def read_slowly(*arguments: Any) -> Life:
+        def read_slowly(*arguments: Any) -> MachineStore:
             for endpoint in (transport.client_endpoint(folder), transport.worker_endpoint(folder)):
                 early.append(sockets.socket(sockets.AF_UNIX))
                 early[-1].connect(endpoint.removeprefix("ipc://"))
-            return Life(*arguments)
+            return MachineStore(*arguments)
 
-        monkeypatch.setattr("kvforge.coordinator.server.Life", read_slowly)
+        monkeypatch.setattr("kvforge.coordinator.server.MachineStore", read_slowly)
         bench = Bench(folder)
         while not all(select.select([peer], [], [], 0)[0] for peer in early):
             bench.turn()  # each gets a ZMTP greeting

@@ -34,7 +34,7 @@ from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.workers.reports import Worker
 from kvforge.coordinator.journal.entries import Reader
 from kvforge.coordinator.journal.log import Journal, segments
-from kvforge.coordinator.server import PROGRESS_US, Ending
+from kvforge.coordinator.server import PROGRESS_US, GracefulStop
 from kvforge.coordinator.transport.outbox import BACKLOG_BYTES_MAX, PeerIdentity, Sent
 from kvforge.coordinator.turn import BEAT_US, RETRY_US, TurnLimits, TurnLoop
 from kvforge.protocol import codec
@@ -708,19 +708,19 @@ def test_what_a_drain_by_signal_brings_is_sent_by_the_next_turn(bench: Bench) ->
 
 
 def test_an_end_waits_for_what_runs_and_for_the_turn_that_hands_the_rest_back() -> None:
-    ending = Ending(now_us=5_000_000, drain_us=10_000_000)
+    ending = GracefulStop(now_us=5_000_000, drain_us=10_000_000)
     assert ending.deadline_us == 15_000_000
     assert not ending.over(turned_us=5_000_000, live=2)
     assert not ending.over(turned_us=14_999_999, live=2)
     assert ending.over(turned_us=15_000_000, live=2)
     assert ending.over(turned_us=5_000_000, live=0)
-    at_once = Ending(now_us=5_000_000, drain_us=0)
+    at_once = GracefulStop(now_us=5_000_000, drain_us=0)
     assert not at_once.over(turned_us=4_999_999, live=1)  # the turn before the signal
     assert at_once.over(turned_us=5_000_000, live=1)
 
 
 def test_an_end_says_now_and_then_how_far_it_is() -> None:
-    ending = Ending(now_us=0, drain_us=12_000_000)
+    ending = GracefulStop(now_us=0, drain_us=12_000_000)
     assert ending.progress(0, 3) == "draining: 3 requests left, 12.0 s until the rest is handed back"
     assert ending.due_us == PROGRESS_US
     assert ending.progress(PROGRESS_US - 1, 3) is None

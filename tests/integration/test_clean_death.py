@@ -24,14 +24,14 @@ SNAPSHOT = """
 import os, signal, sys
 from pathlib import Path
 from kvforge.coordinator.journal import snapshot
-from kvforge.coordinator.journal.keeping import Keeper
+from kvforge.coordinator.journal.state_folder import StateFolder
 def write(*_):
     print(os.getpid(), flush=True)
     signal.pause()
 snapshot.write = write
-keeper = Keeper(Path(sys.argv[1]), "process", 1 << 30, 1)
-keeper.begin(None, lambda: False)
-keeper.turned(None, 1_000_000, 1_000_000_000, 1)
+state_folder = StateFolder(Path(sys.argv[1]), "process", 1 << 30, 1)
+state_folder.begin(None, lambda: False)
+state_folder.turned(None, 1_000_000, 1_000_000_000, 1)
 signal.pause()
 """
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 SECOND = 1_000_000_000
 # Files that read the plain clock, with the reason why it decides about no peer, lease or deadline.
 PLAIN = {
-    "coordinator/journal/keeping.py": "measures snapshots",
+    "coordinator/journal/state_folder.py": "measures snapshots",
     "coordinator/journal/log.py": "spaces out a line of the log",
     "coordinator/journal/recovery.py": "measures recovery",
     "coordinator/server.py": "measures spinning; feeds systemd's watchdog, which counts by this clock",
@@ -38,8 +38,8 @@ PLAIN = {
 }
 # Files that read the wall clock for a date shown to users or other programs.
 WALL = {
-    "coordinator/host/away.py",
-    "coordinator/life.py",
+    "coordinator/host/downtime.py",
+    "coordinator/machine_store.py",
 }
 PLAIN_CLOCKS = {"monotonic", "monotonic_ns", "time", "time_ns", "perf_counter", "perf_counter_ns"}
 CLOCKS_OF = {

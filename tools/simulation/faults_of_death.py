@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvforge.coordinator import life
+from kvforge.coordinator import machine_store
 from kvforge.coordinator import publish as publishing
 from kvforge.coordinator.core.cache.changes import Change, Cleared
 from kvforge.coordinator.core.commands.requests import RequestCommands
@@ -20,7 +20,7 @@ from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.workers import reports
 from kvforge.coordinator.core.workers.reports import WorkerReports
 from kvforge.coordinator.core.workers.worker import Worker
-from kvforge.coordinator.host.away import HostTime
+from kvforge.coordinator.host.downtime import HostTime
 from kvforge.coordinator.journal import entries, log, memory, records, recovery
 from kvforge.coordinator.journal.log import Journal
 from kvforge.coordinator.kv_events.stream import EventStream
@@ -296,7 +296,7 @@ def mirrors_go_on_over_a_restart() -> list[Patch]:
 def time_away_by_the_wall_clock() -> list[Patch]:
     """The downtime is computed from the wall clock, which may have been set."""
 
-    def away_us(_anchor: object, _last_us: int, written_s: float, now: HostTime, _most: float) -> int:
+    def downtime_us(_anchor: object, _last_us: int, written_s: float, now: HostTime, _most: float) -> int:
         return max(0, int((now.wall_s - written_s) * 1e6))
 
-    return [(life, "away_us", away_us)]
+    return [(machine_store, "downtime_us", downtime_us)]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.kv_events.settings import KvEventsSection
-from kvforge.coordinator.kv_events.stream import Asked, EventStream
+from kvforge.coordinator.kv_events.stream import EventStream, ReplayRequest
 from tools.simulation.mirror import Mirror
 
 TENANT = "ant"
@@ -30,7 +30,7 @@ class Router:
         self._mirror.apply(payload)
         self._compared = []
 
-    def asked(self) -> list[Asked]:
+    def pop_requests(self) -> list[ReplayRequest]:
         """Return no replay requests: the router misses nothing."""
         return []
 
@@ -56,7 +56,7 @@ def _indexed(machine: Machine) -> list[bytes]:
 
 
 class Mirrored:
-    """One life of the event stream (kvforge.coordinator.turn.Listeners)."""
+    """The event stream of one process (kvforge.coordinator.turn.EventSubscribers)."""
 
     def __init__(self, machine: Machine, router: Router, now_us: Callable[[], int]) -> None:
         """Create the stream; one simulated microsecond counts as a millisecond, because everything is faster here."""

@@ -14,10 +14,10 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from kvforge.coordinator import life as lives
+from kvforge.coordinator import machine_store
 from kvforge.coordinator.core.events import Boot
 from kvforge.coordinator.core.requests.request import Request
-from kvforge.coordinator.host.away import Anchor, HostTime
+from kvforge.coordinator.host.downtime import Anchor, HostTime
 from kvforge.coordinator.transport.outbox import Sent
 from kvforge.protocol import codec
 from kvforge.protocol.messages import CLIENT_REPLIES, WORKER_REPLIES, Message, Welcome, WorkerWelcome
@@ -194,7 +194,7 @@ class World:
         """Start the next process; it computes its time like the real one and must not notice the wall clock's jump."""
         wall_s = self.clock.now_us / 1e6 + wall_jump_s
         now = HostTime(HOST_BOOT, self.clock.now_us, wall_s)
-        steady_us = last_us + vars(lives)["away_us"](anchor, last_us, written_us / 1e6, now, AWAY_S_MAX)
+        steady_us = last_us + vars(machine_store)["downtime_us"](anchor, last_us, written_us / 1e6, now, AWAY_S_MAX)
         self.left_out_us = self.clock.now_us - steady_us
         self._pools = dict.fromkeys(self._pools, steady_us + self.settings.reattach_us)
         for side in (self.client_side, self.worker_side):

@@ -254,7 +254,7 @@ def test_arrays_of_huge_shapes_are_refused_before_anything_is_made(good: bytes, 
 def test_reading_never_imports_calls_or_finds_what_a_file_names() -> None:
     """The code that reads a folder neither imports pickle nor resolves names."""
     code = (
-        "import sys, kvforge.coordinator.replay, kvforge.coordinator.journal.keeping\n"
+        "import sys, kvforge.coordinator.replay, kvforge.coordinator.journal.state_folder\n"
         "sys.exit([name for name in sys.modules if name in ('dill', 'cloudpickle')] != [])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False, timeout=60)

@@ -11,9 +11,9 @@ import pytest
 from kvforge.coordinator.core.events import ClientCame, CommandRefused, FromClient, ToClient
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.journal.in_hand import FILE, SUSPECTS_MAX, InHand, fingerprint
-from kvforge.coordinator.journal.keeping import DEATHS_MAX, Keeper
 from kvforge.coordinator.journal.log import Journal, segments
 from kvforge.coordinator.journal.recovery import recover
+from kvforge.coordinator.journal.state_folder import DEATHS_MAX, StateFolder
 from kvforge.coordinator.turn import _refused
 from kvforge.protocol import codec
 from kvforge.protocol.errors import JournalCorrupt, MessageRefused
@@ -118,17 +118,17 @@ def dies_of_it(self: Machine, event: Any, now_us: int) -> Any:
 apply = Machine.apply
 
 
-def keeper_of(folder: Path) -> Keeper:
-    return Keeper(folder, "process", 1 << 20, 1 << 20)
+def open_folder(folder: Path) -> StateFolder:
+    return StateFolder(folder, "process", 1 << 20, 1 << 20)
 
 
 def die_of_recovery(folder: Path, times: int) -> None:
     for _ in range(times):
-        keeper = keeper_of(folder)
+        state_folder = open_folder(folder)
         with pytest.raises(Dead):
-            keeper.recover()
-        keeper._in_hand.close()
-        keeper.close(keep=True)
+            state_folder.recover()
+        state_folder._in_hand.close()
+        state_folder.close(keep=True)
 
 
 def test_a_last_record_that_ends_recoveries_is_set_aside_and_its_message_refused(
@@ -142,16 +142,16 @@ def test_a_last_record_that_ends_recoveries_is_set_aside_and_its_message_refused
     data = path.read_bytes()[record.start : record.end]
     monkeypatch.setattr(Machine, "apply", dies_of_it)
     die_of_recovery(folder, DEATHS_MAX)
-    keeper = keeper_of(folder)
-    found = keeper.recover()
+    state_folder = open_folder(folder)
+    found = state_folder.recover()
     assert found is not None and found.number == record.number and list(found.machine.clients) == [1]
     assert (folder / f"set-aside-{record.number:016d}").read_bytes() == data
     assert "was set aside in" in caplog.text
-    journal = keeper.begin(found, lambda: True)
+    journal = state_folder.begin(found, lambda: True)
     assert journal.in_hand is not None
     with pytest.raises(MessageRefused):
         journal.in_hand.take(frames_of(POISON))
-    keeper.close(keep=True)
+    state_folder.close(keep=True)
     assert recover(folder) is not None
 
 
@@ -163,10 +163,10 @@ def test_a_record_that_others_follow_from_is_named_and_kept(tmp_path: Path, monk
     with monkeypatch.context() as patched:
         patched.setattr(Machine, "apply", dies_of_it)
         die_of_recovery(folder, DEATHS_MAX)
-        keeper = keeper_of(folder)
+        state_folder = open_folder(folder)
         with pytest.raises(JournalCorrupt, match=r"in a row ended .* record 2, and later ones"):
-            keeper.recover()
-        keeper.close(keep=True)
+            state_folder.recover()
+        state_folder.close(keep=True)
     assert {path: path.read_bytes() for path in segments(folder).values()} == before
     assert recover(folder) is not None
 
@@ -221,8 +221,8 @@ def test_damage_that_is_named_is_no_death(tmp_path: Path) -> None:
     data[last.end - 1] ^= 1
     path.write_bytes(data)
     for _ in range(2 * DEATHS_MAX):
-        keeper = keeper_of(folder)
+        state_folder = open_folder(folder)
         with pytest.raises(JournalCorrupt, match=f"record {last.number} to {last.number} were acknowledged"):
-            keeper.recover()
-        keeper.close(keep=True)
+            state_folder.recover()
+        state_folder.close(keep=True)
     assert path.read_bytes() == data

@@ -10,9 +10,9 @@ import pytest
 from kvforge.coordinator.core.events import Boot, ClientCame
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.journal import snapshot
-from kvforge.coordinator.journal.keeping import Keeper
 from kvforge.coordinator.journal.log import Journal, remove_before
 from kvforge.coordinator.journal.recovery import Recovered
+from kvforge.coordinator.journal.state_folder import StateFolder
 from tests.coordinator.journal.power import LOST, NAMES_KEPT, Disk, PowerCut
 from tools.simulation.limits import make_limits
 
@@ -26,13 +26,13 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "made" / "state"
         self.acknowledged = self.tried = 0
-        self.keeper: Keeper | None = None
+        self.state_folder: StateFolder | None = None
 
     def start(self) -> Recovered | None:
         """Start a process, which recovers what is on the disk."""
-        self.keeper = keeper = Keeper(self.folder, "power", 1 << 30, 1 << 30)
-        found = keeper.recover()
-        journal = keeper.begin(found, lambda: True)
+        self.state_folder = state_folder = StateFolder(self.folder, "power", 1 << 30, 1 << 30)
+        found = state_folder.recover()
+        journal = state_folder.begin(found, lambda: True)
         if found is None:
             self.machine = Machine(BOOT, 0)
             journal.note(BOOT, 0)
@@ -44,8 +44,8 @@ class Host:
 
     @property
     def journal(self) -> Journal:
-        assert self.keeper is not None and self.keeper.journal is not None
-        return self.keeper.journal
+        assert self.state_folder is not None and self.state_folder.journal is not None
+        return self.state_folder.journal
 
     def accept(self) -> None:
         """Accept a client and acknowledge it."""
@@ -65,9 +65,9 @@ class Host:
 
     def die(self) -> None:
         """Kill the process; the host stays up."""
-        if self.keeper is not None:
-            self.keeper.close(keep=True)
-            self.keeper = None
+        if self.state_folder is not None:
+            self.state_folder.close(keep=True)
+            self.state_folder = None
 
     def live(self) -> None:
         """Run every writing code path twice: start, records, segment, snapshot, death, recovery."""

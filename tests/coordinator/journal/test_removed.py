@@ -12,8 +12,8 @@ import pytest
 
 from kvforge.coordinator.config import CoordinatorConfig
 from kvforge.coordinator.core.events import ClientCame
-from kvforge.coordinator.journal.keeping import LOOK_US, Keeper
-from kvforge.coordinator.life import Life
+from kvforge.coordinator.journal.state_folder import LOOK_US, StateFolder
+from kvforge.coordinator.machine_store import MachineStore
 from kvforge.protocol.errors import JournalFailed, KvforgeError, StateRemoved
 from kvforge.protocol.exits import FAILED, UNAVAILABLE, status_of
 from kvforge.protocol.transport import default_state_dir
@@ -24,7 +24,7 @@ class Lived:
 
     def __init__(self, folder: Path) -> None:
         config = CoordinatorConfig(runtime_dir=str(folder / "r"), state_dir=str(folder / "s"))
-        self.life = Life(config, lambda: True)
+        self.life = MachineStore(config, lambda: True)
         self.folder = folder / "s"
         self.clients = len(self.life.machine.clients)
 
@@ -38,9 +38,9 @@ class Lived:
 
     def look(self) -> None:
         """Finish a turn, some time later."""
-        keeper = self.life._keeper
-        assert keeper is not None
-        keeper._look_us -= 2 * LOOK_US
+        state_folder = self.life._state_folder
+        assert state_folder is not None
+        state_folder._look_us -= 2 * LOOK_US
         self.life.turned(self.life.now_us())
 
 
@@ -105,9 +105,9 @@ def test_an_old_file_that_a_cleaner_takes_is_noticed(lived: Lived) -> None:
     """A cleaner deletes files by their last write, so the last segment must always be recent."""
     assert lived.life.journal is not None
     lived.life.journal.rotate()
-    keeper = lived.life._keeper
-    assert keeper is not None
-    keeper._files = keeper._names()
+    state_folder = lived.life._state_folder
+    assert state_folder is not None
+    state_folder._files = state_folder._names()
     lived.accept()
     lived.look()
     min(lived.folder.glob("records-*")).unlink()
@@ -148,8 +148,8 @@ def test_a_disk_that_refuses_a_start_is_named(call: str, tmp_path: Path, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr(os, call, refuse)
         with pytest.raises(KvforgeError, match=r"Read-only file system.*state_dir"):
-            keeper = Keeper(tmp_path / "s", "power", 1 << 20, 1 << 20)
-            keeper.begin(None, lambda: True)
+            state_folder = StateFolder(tmp_path / "s", "power", 1 << 20, 1 << 20)
+            state_folder.begin(None, lambda: True)
     assert getattr(os, call) is real
 
 
@@ -160,10 +160,10 @@ def test_a_disk_that_cannot_be_read_is_named(lived: Lived, monkeypatch: pytest.M
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(_path))
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    keeper = Keeper(lived.folder, "process", 1 << 20, 1 << 20)
+    state_folder = StateFolder(lived.folder, "process", 1 << 20, 1 << 20)
     with pytest.raises(JournalFailed, match=rf"{lived.folder}/.*Input/output error"):
-        keeper.recover()
-    keeper.close(keep=True)
+        state_folder.recover()
+    state_folder.close(keep=True)
 
 
 def test_the_default_folder_is_not_in_one_that_is_cleaned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,15 @@ import msgspec
 import pytest
 
 from kvforge.coordinator.kv_events.settings import KvEventsSection
-from kvforge.coordinator.kv_events.stream import ANEW_S, ANSWERS_A_TURN, END, REQUESTS_MAX, STUCK_S, Asked, EventStream
+from kvforge.coordinator.kv_events.stream import (
+    ANSWERS_A_TURN,
+    END,
+    REQUESTS_MAX,
+    RESEND_S,
+    STUCK_S,
+    EventStream,
+    ReplayRequest,
+)
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver
 from tools.simulation.mirror import Mirror
@@ -21,14 +29,14 @@ class FakePost:
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, bytes]] = []
-        self.questions: list[Asked] = []
+        self.questions: list[ReplayRequest] = []
         self.answers: dict[bytes, list[tuple[bytes, bytes]]] = {}
         self.room, self.gone = 1 << 30, False
 
     def publish(self, number: bytes, payload: bytes) -> None:
         self.sent.append((int.from_bytes(number, "big"), payload))
 
-    def asked(self) -> list[Asked]:
+    def pop_requests(self) -> list[ReplayRequest]:
         questions, self.questions = self.questions, []
         return questions
 
@@ -59,7 +67,7 @@ class Told:
 
     def ask(self, first: int) -> list[tuple[bytes, bytes]]:
         """Return all answers to a replay request."""
-        self.post.questions.append(Asked(b"r", first))
+        self.post.questions.append(ReplayRequest(b"r", first))
         while self.stream.turned():
             pass
         return self.post.answers.pop(b"r", [])
@@ -110,7 +118,7 @@ def test_who_asks_for_what_is_not_kept_gets_everything_and_so_does_everybody_els
     for _, payload in told.post.sent:
         everybody.apply(payload)
     assert told.ask(0)[-1] == (END, b"")  # announced a moment ago: only what is kept
-    told.now_s += ANEW_S
+    told.now_s += RESEND_S
     sent = len(told.post.sent)
     told.check([payload for _, payload in told.ask(0)[:-1]])
     told.check([payload for _, payload in told.post.sent[sent:]], everybody)
@@ -146,7 +154,7 @@ def test_changes_that_were_too_many_to_keep_are_told_anew(told: Told) -> None:
 def test_who_takes_nothing_is_given_up_and_holds_up_nobody(told: Told) -> None:
     told.serve(PROMPT)
     told.post.room = 3
-    told.post.questions.append(Asked(b"slow", 0))
+    told.post.questions.append(ReplayRequest(b"slow", 0))
     assert all(told.stream.turned() for _ in range(1000))
     told.now_s += STUCK_S
     assert not told.stream.turned()
@@ -157,7 +165,7 @@ def test_who_takes_nothing_is_given_up_and_holds_up_nobody(told: Told) -> None:
 
 def test_a_turn_answers_so_much_and_so_many_at_most(told: Told) -> None:
     told.serve(PROMPT)
-    told.post.questions = [Asked(bytes([i]), 0) for i in range(REQUESTS_MAX + 4)]
+    told.post.questions = [ReplayRequest(bytes([i]), 0) for i in range(REQUESTS_MAX + 4)]
     assert told.stream.turned()
     assert sum(map(len, told.post.answers.values())) <= ANSWERS_A_TURN
     while told.stream.turned():

@@ -11,9 +11,9 @@ import pytest
 
 from kvforge.coordinator.config import CoordinatorConfig, LimitsSection
 from kvforge.coordinator.core.events import ClientCame, FromClient
-from kvforge.coordinator.host import away
-from kvforge.coordinator.host.away import CHECK_US, CLOCK_FILE, Anchor, ClockFile, HostTime, away_us
-from kvforge.coordinator.life import Life
+from kvforge.coordinator.host import downtime
+from kvforge.coordinator.host.downtime import CHECK_US, CLOCK_FILE, Anchor, ClockFile, HostTime, downtime_us
+from kvforge.coordinator.machine_store import MachineStore
 from kvforge.protocol import codec
 from kvforge.protocol.messages import CreateSequence, Int32Array
 from tests.coordinator.driver import PROMPT
@@ -29,7 +29,7 @@ LAST_US, WRITTEN_S = 1_000 * SECOND, 1_800_000_000.0
 def test_in_one_boot_of_the_host_it_is_known_exactly(jump_s: float, gone_s: int) -> None:
     uptime_us = LAST_US + ANCHOR.difference_us + gone_s * SECOND
     now = HostTime("this boot", uptime_us, WRITTEN_S + gone_s + jump_s)
-    assert away_us(ANCHOR, LAST_US, WRITTEN_S, now, MAX_S) == gone_s * SECOND
+    assert downtime_us(ANCHOR, LAST_US, WRITTEN_S, now, MAX_S) == gone_s * SECOND
 
 
 @pytest.mark.parametrize(
@@ -39,14 +39,14 @@ def test_in_one_boot_of_the_host_it_is_known_exactly(jump_s: float, gone_s: int)
 def test_after_a_restart_of_the_host_the_wall_clock_is_believed_within_bounds(wall_s: float, counted_s: float) -> None:
     """The host has been up for 20 s."""
     now = HostTime("the next boot", 20 * SECOND, WRITTEN_S + wall_s)
-    assert away_us(ANCHOR, LAST_US, WRITTEN_S, now, MAX_S) == counted_s * SECOND
+    assert downtime_us(ANCHOR, LAST_US, WRITTEN_S, now, MAX_S) == counted_s * SECOND
 
 
 @pytest.mark.parametrize("anchor", [None, Anchor("", 40 * SECOND)])
 @pytest.mark.parametrize(("wall_s", "counted_s"), [(100.0, 100.0), (-YEAR_S, 0.0), (YEAR_S, MAX_S)])
 def test_where_the_boot_is_not_known_too(anchor: Anchor | None, wall_s: float, counted_s: float) -> None:
     now = HostTime("" if anchor else "a boot", 50_000 * SECOND, WRITTEN_S + wall_s)
-    assert away_us(anchor, LAST_US, WRITTEN_S, now, MAX_S) == counted_s * SECOND
+    assert downtime_us(anchor, LAST_US, WRITTEN_S, now, MAX_S) == counted_s * SECOND
 
 
 class Host:
@@ -59,24 +59,24 @@ class Host:
             clock_gettime_ns=lambda _clock: time.monotonic_ns() - self._began_ns + self.booted_ns,
             CLOCK_BOOTTIME=7,
         )
-        monkeypatch.setattr(away, "time", clocks)
-        monkeypatch.setattr(away, "boot_id", lambda: self.boot)
+        monkeypatch.setattr(downtime, "time", clocks)
+        monkeypatch.setattr(downtime, "boot_id", lambda: self.boot)
 
     def restart(self) -> None:
         """Restart the host: its uptime begins anew."""
         self.boot, self._began_ns, self.booted_ns = "two", time.monotonic_ns(), 0
 
 
-def life(folder: Path) -> Life:
+def life(folder: Path) -> MachineStore:
     limits = LimitsSection(sequences_max=4, blocks_max=64, blocks_per_sequence_max=8)
-    return Life(CoordinatorConfig(runtime_dir=str(folder), durability="process", limits=limits), lambda: False)
+    return MachineStore(CoordinatorConfig(runtime_dir=str(folder), durability="process", limits=limits), lambda: False)
 
 
 def tokens() -> Int32Array:
     return int32(PROMPT)
 
 
-def begun(folder: Path) -> Life:
+def begun(folder: Path) -> MachineStore:
     """A life with a sequence that has an idle time to live of two minutes."""
     made = life(folder)
     create = CreateSequence(rid=1, tokens=tokens(), idle_ttl_ms=120_000)
@@ -148,5 +148,5 @@ def test_a_file_that_cannot_be_read_is_no_reason_not_to_start(tmp_path: Path, ca
 
 
 def test_this_host_names_its_boot() -> None:
-    here = away.host_time()
+    here = downtime.host_time()
     assert here.uptime_us > 0 and here == (here.boot_id, here.uptime_us, here.wall_s)

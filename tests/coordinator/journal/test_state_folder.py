@@ -23,10 +23,10 @@ from kvforge.coordinator.config import CoordinatorConfig
 from kvforge.coordinator.core.events import ClientCame, Event, FromClient, FromWorker, Turn
 from kvforge.coordinator.core.limits import Bounds, CacheLimits, ScheduleLimits
 from kvforge.coordinator.journal import snapshot
-from kvforge.coordinator.journal.keeping import Keeper
 from kvforge.coordinator.journal.log import Journal, segments, states
 from kvforge.coordinator.journal.recovery import Recovered, recover
-from kvforge.coordinator.life import Life
+from kvforge.coordinator.journal.state_folder import StateFolder
+from kvforge.coordinator.machine_store import MachineStore
 from kvforge.protocol import codec
 from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, JournalFull
 from kvforge.protocol.messages import CreateSequence, Message, Submit, WorkerHello, WorkerReady
@@ -56,7 +56,7 @@ class Lived:
     """A life that sends, writes and applies its events."""
 
     def __init__(self, config: CoordinatorConfig, discard: bool = False) -> None:
-        self.life = Life(config, never, discard)
+        self.life = MachineStore(config, never, discard)
         self.machine = self.life.machine
 
     def tell(self, event: Event, message: Message | None = None) -> None:
@@ -115,14 +115,14 @@ def test_another_life_goes_on_with_the_same_machine_and_numbers_and_a_later_time
 def test_a_child_writes_a_snapshot_and_what_it_holds_is_removed(folder: Path) -> None:
     lived = Lived(_journal(folder, bytes_max=1 << 16))
     lived.busy()
-    keeper = lived.life._keeper
-    assert keeper is not None
+    state_folder = lived.life._state_folder
+    assert state_folder is not None
     prompt = np.arange(2000, dtype=np.int32) % 1000
 
     def snapshots_made() -> bool:
         lived.client(CreateSequence(rid=5, tokens=prompt))
         lived.turn()
-        return keeper.snapshots >= 3
+        return state_folder.snapshots >= 3
 
     until(snapshots_made)
     state = folder / "s"
@@ -139,12 +139,12 @@ def test_a_child_writes_a_snapshot_and_what_it_holds_is_removed(folder: Path) ->
 def test_a_snapshot_is_made_too_where_applying_it_all_again_would_take_too_long(folder: Path) -> None:
     lived = Lived(_journal(folder, replay_ms_max=1.0))
     lived.busy()
-    keeper = lived.life._keeper
-    assert keeper is not None
+    state_folder = lived.life._state_folder
+    assert state_folder is not None
 
     def made() -> bool:
         lived.turn()
-        return keeper.snapshots >= 1
+        return state_folder.snapshots >= 1
 
     until(made)
     written = sum(path.stat().st_size for path in segments(folder / "s").values())
@@ -160,25 +160,25 @@ def test_the_loop_does_not_remove_what_a_snapshot_replaces(folder: Path, durabil
     """Removing large files takes as long as many turns."""
     lived = Lived(msgspec.structs.replace(_journal(folder, replay_ms_max=1.0), durability=durability))
     lived.busy()
-    keeper = lived.life._keeper
-    assert keeper is not None
+    state_folder = lived.life._state_folder
+    assert state_folder is not None
     for _ in range(2):
         until(lambda: _turned_into_a_snapshot(lived))
-        os.waitid(os.P_PID, keeper._child, os.WEXITED | os.WNOWAIT)
+        os.waitid(os.P_PID, state_folder._child, os.WEXITED | os.WNOWAIT)
         (number,) = states(folder / "s")
-        assert number == keeper._child_number and list(segments(folder / "s")) == [number]
+        assert number == state_folder._child_number and list(segments(folder / "s")) == [number]
         lived.turn()
-    assert keeper.snapshots >= 1
+    assert state_folder.snapshots >= 1
     lived.life.close(ended=False)
 
 
 def _turned_into_a_snapshot(lived: Lived) -> bool:
     """Run a turn; return whether it began a snapshot."""
-    keeper = lived.life._keeper
-    assert keeper is not None
-    before = keeper._child_number
+    state_folder = lived.life._state_folder
+    assert state_folder is not None
+    before = state_folder._child_number
     lived.turn()
-    return keeper._child_number > before
+    return state_folder._child_number > before
 
 
 def test_what_it_takes_to_read_a_snapshot_is_not_to_be_cut_by_another(folder: Path) -> None:
@@ -187,10 +187,10 @@ def test_what_it_takes_to_read_a_snapshot_is_not_to_be_cut_by_another(folder: Pa
     first.life.close(ended=False)
     found = recover(folder / "s")
     assert found is not None
-    keeper = Keeper(folder / "s", "process", 1 << 20, 500_000)
-    keeper.begin(found._replace(snapshot_us=10_000_000, took_us=10_000_001), never)
-    assert not _begins_a_snapshot(keeper, found, took_us=1, rested_us=1000)
-    keeper.close(keep=True)
+    state_folder = StateFolder(folder / "s", "process", 1 << 20, 500_000)
+    state_folder.begin(found._replace(snapshot_us=10_000_000, took_us=10_000_001), never)
+    assert not _begins_a_snapshot(state_folder, found, took_us=1, rested_us=1000)
+    state_folder.close(keep=True)
 
 
 @pytest.mark.parametrize(
@@ -206,45 +206,45 @@ def test_a_snapshot_waits_for_a_loop_without_rest_but_not_for_ever(
     first.life.close(ended=False)
     found = recover(folder / "s")
     assert found is not None
-    keeper = Keeper(folder / "s", "process", 1 << 20, 500_000)
-    keeper.begin(found._replace(snapshot_us=0, took_us=0), never)
-    begun = [_begins_a_snapshot(keeper, found, took_us, rested_us) for _ in range(turns)]
+    state_folder = StateFolder(folder / "s", "process", 1 << 20, 500_000)
+    state_folder.begin(found._replace(snapshot_us=0, took_us=0), never)
+    begun = [_begins_a_snapshot(state_folder, found, took_us, rested_us) for _ in range(turns)]
     assert begun == [False] * (turns - 1) + [True]
-    keeper.close(keep=True)
+    state_folder.close(keep=True)
 
 
-def _begins_a_snapshot(keeper: Keeper, found: Recovered, took_us: int, rested_us: int) -> bool:
+def _begins_a_snapshot(state_folder: StateFolder, found: Recovered, took_us: int, rested_us: int) -> bool:
     """Return whether a snapshot begins after one more turn, this long after the last one."""
-    assert keeper.journal is not None
-    keeper.journal.note(Turn(), found.now_us)
-    keeper.journal.commit()
-    keeper.turned(found.machine, took_us, keeper._turned_us + rested_us + took_us, found.numbers)
-    return keeper._child > 0
+    assert state_folder.journal is not None
+    state_folder.journal.note(Turn(), found.now_us)
+    state_folder.journal.commit()
+    state_folder.turned(found.machine, took_us, state_folder._turned_us + rested_us + took_us, found.numbers)
+    return state_folder._child > 0
 
 
 def test_a_snapshot_that_fails_loses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvforge.coordinator.journal.snapshot.write", _fails)
     lived = Lived(_journal(folder, replay_ms_max=1.0))
     lived.busy()
-    keeper = lived.life._keeper
-    assert keeper is not None
+    state_folder = lived.life._state_folder
+    assert state_folder is not None
     ends: list[int] = []
-    collect = keeper._collect
+    collect = state_folder._collect
 
     def collected(options: int) -> None:
-        child = keeper._child
+        child = state_folder._child
         collect(options)
-        if child and not keeper._child:
+        if child and not state_folder._child:
             ends.append(child)
 
-    monkeypatch.setattr(keeper, "_collect", collected)
+    monkeypatch.setattr(state_folder, "_collect", collected)
 
     def failed() -> bool:
         lived.turn()
         return len(ends) >= 2
 
     until(failed)
-    assert keeper.snapshots == 0 and states(folder / "s") == {} and len(segments(folder / "s")) >= 3
+    assert state_folder.snapshots == 0 and states(folder / "s") == {} and len(segments(folder / "s")) >= 3
     digest = state_digest(lived.machine)
     lived.life.close(ended=False)
     found = recover(folder / "s")
@@ -484,9 +484,9 @@ def test_a_snapshot_that_is_whole_makes_room_while_the_journal_waits_for_it(
 ) -> None:
     lived = Lived(_journal(folder, replay_ms_max=1.0))
     lived.busy()
-    keeper, journal = lived.life._keeper, lived.life.journal
-    assert keeper is not None and journal is not None
-    until(lambda: (lived.turn(), keeper._child > 0)[1])  # type: ignore[func-returns-value]
+    state_folder, journal = lived.life._state_folder, lived.life.journal
+    assert state_folder is not None and journal is not None
+    until(lambda: (lived.turn(), state_folder._child > 0)[1])  # type: ignore[func-returns-value]
     assert len(segments(folder / "s")) == 2
     real, tries = os.write, [0]
 
@@ -510,14 +510,14 @@ def test_the_child_of_a_coordinator_that_dies_dies_with_it_and_holds_nothing(fol
     """Otherwise the next coordinator would find the folder in use."""
     code = (
         "import os, sys, time\n"
-        "import kvforge.coordinator.journal.keeping as keeping, kvforge.coordinator.journal.snapshot as snapshot\n"
+        "import kvforge.coordinator.journal.snapshot as snapshot\n"
         "snapshot.write = lambda *_: time.sleep(600)\n"
-        "from tests.coordinator.journal.test_keeping import Lived, _journal\n"
+        "from tests.coordinator.journal.test_state_folder import Lived, _journal\n"
         "from pathlib import Path\n"
         "lived = Lived(_journal(Path(sys.argv[1]), replay_ms_max=1.0))\n"
         "lived.busy()\n"
-        "while not lived.life._keeper._child: lived.turn()\n"
-        "print(lived.life._keeper._child, flush=True)\n"
+        "while not lived.life._state_folder._child: lived.turn()\n"
+        "print(lived.life._state_folder._child, flush=True)\n"
         "time.sleep(600)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)

@@ -20,9 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from kvforge.coordinator.core.machine import Machine
 from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, KvforgeError, StateRemoved
 
-from ..core.machine import Machine
 from . import snapshot
 from .disk import failed, make_folder, sync_file, sync_folder, unusable
 from .identity import ACKNOWLEDGED, Origin
@@ -41,7 +41,7 @@ RETRY_RECORDS = 1000  # before another attempt after a snapshot could not be sta
 log = logging.getLogger("coordinator")
 
 
-class Keeper:
+class StateFolder:
     """One state folder. `journal` is None until `begin`.
 
     A snapshot is written once the segments exceed `bytes_max`, or the loop time of their records `replay_us_max`. It

@@ -61,7 +61,7 @@ def host_time() -> HostTime:
     return HostTime(boot_id(), uptime_us(), time.time())
 
 
-def away_us(anchor: Anchor | None, last_us: int, written_s: float, now: HostTime, away_s_max: float) -> int:
+def downtime_us(anchor: Anchor | None, last_us: int, written_s: float, now: HostTime, away_s_max: float) -> int:
     """Compute for how long no coordinator was running.
 
     Args:

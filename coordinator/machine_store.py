@@ -1,8 +1,8 @@
 """Creation or recovery of a server's machine, and persistence of its state.
 
 The loop's clock is the core's: it continues from the last event of the journal plus the time without a coordinator
-(`away`). Deadlines therefore stay correct after a reboot, which resets the monotonic clock, or a change of the wall
-clock.
+(`host.downtime`). Deadlines therefore stay correct after a reboot, which resets the monotonic clock, or a change of the
+wall clock.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .config import CoordinatorConfig
 from .core.events import Boot
 from .core.limits import Limits
 from .core.machine import Machine
-from .host.away import ClockFile, away_us, host_time
+from .host.downtime import ClockFile, downtime_us, host_time
 from .host.ids import first_id
-from .journal.keeping import Keeper
 from .journal.log import Journal
 from .journal.recovery import Recovered
+from .journal.state_folder import StateFolder
 
 GENERATION_BITS = 30  # of 31: leaves room to count
 log = logging.getLogger("coordinator")
 
 
-class Life:
+class MachineStore:
     """A machine with its journal, for the lifetime of one process.
 
     Attributes:
@@ -58,31 +58,31 @@ class Life:
         self._config = config
         self._offset_us = self.numbers = 0
         self.again = False
-        self._keeper: Keeper | None = None
+        self._state_folder: StateFolder | None = None
         self._clock_file: ClockFile | None = None
         self.journal: Journal | None = None
         limits = config.core_limits()
         if config.durability == "none":
-            self.machine = self._birth(limits)
+            self.machine = self._create(limits)
             return
         journal = config.journal
-        keeper = self._keeper = Keeper(
+        state_folder = self._state_folder = StateFolder(
             config.state_path,
             config.durability,
             journal.bytes_max,
             int(journal.replay_ms_max * 1e3),
             journal.message_deaths_max,
         )
-        clock_file = self._clock_file = ClockFile(keeper.folder)
+        clock_file = self._clock_file = ClockFile(state_folder.folder)
         try:
-            found = self._found(keeper, limits, discard)
-            self.machine = self._go_on(found) if found is not None else self._birth(limits)
-            self.journal = keeper.begin(found, stopping, self.machine.boot)
+            found = self._recover(state_folder, limits, discard)
+            self.machine = self._continue_from(found) if found is not None else self._create(limits)
+            self.journal = state_folder.begin(found, stopping, self.machine.boot)
             if found is None:
-                self.journal.note(self._born, self.machine.start_us)
+                self.journal.note(self._boot, self.machine.start_us)
                 self.journal.commit()
         except KvforgeError:
-            keeper.close(keep=True)
+            state_folder.close(keep=True)
             raise
         self.again = found is not None
         clock_file.keep(self.now_us())
@@ -103,10 +103,10 @@ class Life:
 
     def turned(self, began_us: int) -> None:
         """Persist the clock and write a snapshot if due, after a turn that began at `began_us`."""
-        if self._keeper is not None:
+        if self._state_folder is not None:
             assert self._clock_file is not None
             self._clock_file.keep(now_us := self.now_us())
-            self._keeper.turned(self.machine, now_us - began_us, now_us, self.numbers)
+            self._state_folder.turned(self.machine, now_us - began_us, now_us, self.numbers)
 
     def rebuild(self) -> str:
         """Write the state to a new journal folder after the old one was removed. Return what was done.
@@ -114,9 +114,9 @@ class Life:
         Raises:
             KvforgeError: The folder cannot be created or written.
         """
-        assert self._keeper is not None
-        done = self._keeper.rebuild(self.machine, self.now_us(), self.numbers)
-        self._clock_file = ClockFile(self._keeper.folder)
+        assert self._state_folder is not None
+        done = self._state_folder.rebuild(self.machine, self.now_us(), self.numbers)
+        self._clock_file = ClockFile(self._state_folder.folder)
         self._clock_file.keep(self.now_us())
         return done
 
@@ -126,34 +126,34 @@ class Life:
         Args:
             ended: The process ended regularly; state that no client can ask for is then discarded.
         """
-        if self._keeper is not None:
+        if self._state_folder is not None:
             goes_on = self._config.on_stop == "keep" and bool(self.machine.requests.live)
             keep = not ended or goes_on or self.machine.kept > 0
             if ended and keep:
-                self._keeper.leave_snapshot(self.machine, self.now_us(), self.numbers)
+                self._state_folder.leave_snapshot(self.machine, self.now_us(), self.numbers)
             if not keep and self._clock_file is not None:
                 self._clock_file.remove()
                 self._clock_file = None
-            self._keeper.close(keep=keep)
+            self._state_folder.close(keep=keep)
 
     # ------------------------------------------------------------------------------------------------------- recovery
 
-    def _found(self, keeper: Keeper, limits: Limits, discard: bool) -> Recovered | None:
+    def _recover(self, state_folder: StateFolder, limits: Limits, discard: bool) -> Recovered | None:
         if discard:
-            keeper.discard()
+            state_folder.discard()
             return None
-        found = keeper.recover()
+        found = state_folder.recover()
         if found is None or found.machine.limits == limits:
             return found
         if not found.machine.kept and not found.machine.requests.live:
-            keeper.discard()  # the limits changed, and no state depends on the old ones
+            state_folder.discard()  # the limits changed, and no state depends on the old ones
             return None
-        raise _fixed(found.machine, limits, keeper.folder)
+        raise _fixed(found.machine, limits, state_folder.folder)
 
-    def _go_on(self, found: Recovered) -> Machine:
+    def _continue_from(self, found: Recovered) -> Machine:
         assert self._clock_file is not None, "recovered state has a folder"
         anchor, away_s_max = self._clock_file.read(), self._config.journal.away_s_max
-        gone_us = away_us(anchor, found.now_us, found.written_s, host_time(), away_s_max)
+        gone_us = downtime_us(anchor, found.now_us, found.written_s, host_time(), away_s_max)
         self._offset_us = found.now_us + gone_us - monotonic_ns() // 1000
         self.numbers = found.numbers
         facts: dict[str, Field] = {
@@ -166,11 +166,11 @@ class Life:
         tell(log, "info", f"recovered from {self._config.state_path}", "went_on", facts)
         return found.machine
 
-    def _birth(self, limits: Limits) -> Machine:
+    def _create(self, limits: Limits) -> Machine:
         """Create a new machine with a unique boot id."""
         first, generation = first_id(time.time_ns() // 1_000_000), secrets.randbits(GENERATION_BITS)
-        self._born = Boot(secrets.token_hex(16), secrets.token_bytes(32), limits, first, generation)
-        return Machine(self._born, self.now_us())
+        self._boot = Boot(secrets.token_hex(16), secrets.token_bytes(32), limits, first, generation)
+        return Machine(self._boot, self.now_us())
 
 
 def _fixed(machine: Machine, wanted: Limits, folder: Path) -> InvalidConfiguration:
