@@ -24,7 +24,7 @@ from kvforge.protocol.messages import CreateSequence, Done, GetStats, Refused
 from tests.coordinator.curve_client import CurveClient, server_keys
 from tests.coordinator.net import until
 from tests.coordinator.test_curve import GREETING
-from tests.coordinator.test_peers import Hostile, ends
+from tests.coordinator.test_router_socket import Hostile, ends
 from tests.coordinator.test_turn import Bench
 from tests.coordinator.test_zmtp import HELLO, take
 from tests.hostile.raw import part
