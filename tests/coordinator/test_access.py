@@ -72,7 +72,7 @@ def test_without_pynacl_only_this_machines_sockets_are_served(tmp_path: Path, mo
     real = builtins.__import__
 
     def without(name: str, *rest: Any, **more: Any) -> Any:
-        if name.partition(".")[0] == "nacl" or name == "curve":
+        if name.partition(".")[0] == "nacl" or name.rpartition(".")[2] == "curve":
             raise ImportError("No module named 'nacl'")
         return real(name, *rest, **more)
 
