@@ -8,6 +8,7 @@ coordinator that dies meanwhile; it dies with its parent. It also removes the fi
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import logging
 import os
@@ -246,18 +247,22 @@ class StateFolder:
                 (self.folder / snapshot.STATE.format(self._child_number)).with_suffix(".part").unlink(missing_ok=True)
             return
         self.snapshots += 1
-        remove_before(self.folder, self._child_number, self._durable)  # files that the child could not remove
-        self._files = self._names()
+        self._files = set()  # none to look for, where no descriptor is left to list them
+        with suppress(OSError):
+            remove_before(self.folder, self._child_number, self._durable)  # files that the child could not remove
+            self._files = self._names()
 
     def _removed(self) -> bool:
         """Return whether the folder, or a file that the next process needs, was removed."""
         assert self.journal is not None
         try:
-            same = os.path.samestat(self.folder.stat(), os.fstat(self._lock))
-        except OSError:
-            return True
-        # A child removes what its snapshot replaces.
-        return not same or self.journal.missing or not (self._child or self._files <= self._names())
+            if not os.path.samestat(self.folder.stat(), os.fstat(self._lock)) or self.journal.missing:
+                return True
+            # A child removes what its snapshot replaces.
+            return not (self._child or self._files <= self._names())
+        except OSError as error:
+            # Without a free descriptor nothing can be listed: the next look finds what is gone.
+            return error.errno not in (errno.EMFILE, errno.ENFILE)
 
     def _names(self) -> set[str]:
         """Return the names of the files that the next process will read."""

@@ -179,3 +179,18 @@ def test_the_default_folder_is_not_in_one_that_is_cleaned(tmp_path: Path, monkey
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_state_dir(tmp_path / "chosen") == tmp_path / "chosen" / "state"
     assert CoordinatorConfig(state_dir=str(tmp_path / "named")).state_path == tmp_path / "named"
+
+
+def test_a_look_without_a_free_descriptor_finds_nothing_gone(lived: Lived, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crowd may use up the descriptors of the process; that must not end it."""
+
+    def refuse(_path: object) -> object:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr("kvforge.coordinator.journal.log.os.scandir", refuse)
+        lived.look()
+    lived.look()
+    shutil.rmtree(lived.folder)
+    with pytest.raises(StateRemoved):
+        lived.look()
