@@ -84,7 +84,7 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise InvalidConfiguration(f"{field}.{name}", f"must be 0 or {RATE_MIN} to {RATE_MAX:g}, not {value}")
         if not 0 < len(self.tenant) <= NAME_LENGTH_MAX or not self.tenant.isprintable():
             raise InvalidConfiguration(
-                f"{field}.tenant", f"1 to {NAME_LENGTH_MAX} printable characters; * for all tenants"
+                f"{field}.tenant", f"must be 1 to {NAME_LENGTH_MAX} printable characters; * for all tenants"
             )
 
 

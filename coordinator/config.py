@@ -119,7 +119,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def __post_init__(self) -> None:
         logs.check(self.log_level, self.log_format)
         if not 0 <= self.drain_s <= 86_400:
-            raise InvalidConfiguration("drain_s", "must be 0 to 86400 seconds")
+            raise InvalidConfiguration("drain_s", f"must be 0 to 86400 seconds, not {self.drain_s:g}")
         for name, value, choices in (
             ("durability", self.durability, DURABILITIES),
             ("on_stop", self.on_stop, ("drain", "keep")),
@@ -127,7 +127,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             if value not in choices:
                 raise InvalidConfiguration(name, f"must be one of {', '.join(choices)}, not {value!r}")
         if self.on_stop == "keep" and self.durability == "none":
-            raise InvalidConfiguration("on_stop", '"keep" is impossible with durability = "none"')
+            problem = '"keep" needs a journal: set durability to "process" or "power", or on_stop to "drain"'
+            raise InvalidConfiguration("on_stop", problem)
         self.journal.check("journal")
         self.limits.check("limits")
         self.schedule.check("schedule")

@@ -170,7 +170,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise InvalidConfiguration("text_waiting_max", problem)
         for name in SECONDS:
             if not 0 < getattr(self, name) <= 86_400:
-                raise InvalidConfiguration(name, "must be more than 0 and at most 86400 seconds")
+                problem = f"must be more than 0 and at most 86400 seconds, not {getattr(self, name):g}"
+                raise InvalidConfiguration(name, problem)
         for name in ("strip", "move"):
             for at, pattern in enumerate(getattr(self, name)):
                 try:

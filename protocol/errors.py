@@ -18,8 +18,8 @@ KvforgeError
  │   ├─ SequenceBusy          sequence_busy          a request is running on the sequence
  │   ├─ KeyReused             key_reused             this idempotency key named another command; carries key
  │   ├─ AlreadyHolder         already_holder         this holder already holds the block
- │   ├─ NotAHolder            not_a_holder           this holder does not hold the block
- │   ├─ StateLost             state_lost             the coordinator restarted without its journal; carries boot
+ │   ├─ NotAHolder            not_a_holder           no holder of this name and tenant holds the block
+ │   ├─ StateLost             state_lost             the coordinator lost its state; carries boot, its new id
  │   ├─ BlockNotHeld          block_not_held         the block has no holder: it cannot be freed again
  │   └─ StaleGeneration       stale_generation       the block was recycled since its id was read
  ├─ CapacityExceeded          capacity_exceeded      a pool, table or limit is full; carries resource
@@ -28,7 +28,7 @@ KvforgeError
  │   └─ QuotaExceeded         quota_exceeded         the tenant's ceiling; carries tenant
  ├─ Unavailable               unavailable            cannot be served now
  │   ├─ CoordinatorUnavailable coordinator_unavailable
- │   ├─ CoordinatorInUse      coordinator_in_use     another coordinator uses this runtime folder
+ │   ├─ CoordinatorInUse      coordinator_in_use     another coordinator uses this runtime or state folder
  │   ├─ Draining              draining               admission has stopped
  │   ├─ JournalFailed         journal_failed         the disk refuses to read or write the journal; carries path, reason
  │   ├─ StateRemoved          state_removed          the folder of the journal was removed under a coordinator
@@ -260,7 +260,7 @@ class StateLost(Conflict):
 
     def __init__(self, named: str, boot: str) -> None:
         problem = f"the coordinator started without its earlier state: boot is {boot[:8]!r}, not {named[:8]!r}"
-        super().__init__(f"{problem}; earlier requests, sequences and blocks are lost", boot=boot)
+        super().__init__(f"{problem}; earlier requests, sequences and blocks are lost: submit again", boot=boot)
 
 
 class StaleGeneration(Conflict):
@@ -349,7 +349,7 @@ class CoordinatorUnavailable(Unavailable):
 
 
 class CoordinatorInUse(Unavailable):
-    """Another coordinator uses this runtime folder."""
+    """Another coordinator uses this runtime or state folder."""
 
     code = "coordinator_in_use"
 

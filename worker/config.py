@@ -111,7 +111,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         if not 0 < len(self.name) <= 64 or not self.name.isprintable() or " " in self.name:
-            raise InvalidConfiguration("name", "1 to 64 printable characters without spaces")
+            raise InvalidConfiguration("name", "must be 1 to 64 printable characters without spaces")
         if self.endpoint:
             host_and_port(self.endpoint, "endpoint")
         if not self.model:
@@ -142,7 +142,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if len(given) > 1:
             raise InvalidConfiguration(given[0], f"give either {given[0]} or {given[1]}, not both")
         if self.memory_share and self.device == "cpu":
-            raise InvalidConfiguration("memory_share", "is of a GPU's memory; for a CPU use kv_bytes")
+            raise InvalidConfiguration("memory_share", "only applies to GPUs: set kv_bytes for a CPU")
         if not 0 < self.grammar_s <= 60:
             problem = f"must be more than 0 and at most 60 seconds, not {self.grammar_s:g}"
             raise InvalidConfiguration("grammar_s", problem)
@@ -152,7 +152,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not 1 <= self.grammars_waiting_max <= 10_000:
             raise InvalidConfiguration("grammars_waiting_max", f"must be 1 to 10000, not {self.grammars_waiting_max}")
         if not 0 < self.coordinator_wait_s <= 86_400:
-            raise InvalidConfiguration("coordinator_wait_s", "must be more than 0 and at most 86400 seconds")
+            problem = f"must be more than 0 and at most 86400 seconds, not {self.coordinator_wait_s:g}"
+            raise InvalidConfiguration("coordinator_wait_s", problem)
 
     @property
     def grammar_trials(self) -> TrialLimits:

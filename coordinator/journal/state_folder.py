@@ -98,7 +98,7 @@ class StateFolder:
             os.close(self._lock)
             self._lock = -1
             raise CoordinatorInUse(
-                f"another coordinator keeps its state in {self.folder}: choose another one"
+                f"another coordinator uses the state folder {self.folder}: stop it, or choose another state_dir"
             ) from None
 
     def recover(self) -> Recovered | None:

@@ -54,9 +54,9 @@ class KvEventsSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=
             problem = f"must be one of {', '.join(ENCODINGS)}, not {self.encoding!r}"
             raise InvalidConfiguration(f"{section}.encoding", problem)
         if not 0 < len(self.tenant) <= NAME_LENGTH_MAX or not self.tenant.isprintable():
-            raise InvalidConfiguration(f"{section}.tenant", f"1 to {NAME_LENGTH_MAX} printable characters")
+            raise InvalidConfiguration(f"{section}.tenant", f"must be 1 to {NAME_LENGTH_MAX} printable characters")
         if len(self.topic) > TOPIC_LENGTH_MAX:
-            raise InvalidConfiguration(f"{section}.topic", f"at most {TOPIC_LENGTH_MAX} characters")
+            raise InvalidConfiguration(f"{section}.topic", f"must be at most {TOPIC_LENGTH_MAX} characters")
         for name in ("publish", "replay"):
             if getattr(self, name):
                 self._check_endpoint(f"{section}.{name}", getattr(self, name))

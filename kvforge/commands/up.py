@@ -161,8 +161,10 @@ def check(options: argparse.Namespace, file: UpFile) -> None:
     if not 1 <= options.tensor_parallel <= WORKERS_MAX // options.workers:
         problem = f"is {options.tensor_parallel}; it must be 1 to {WORKERS_MAX}, all workers' processes together"
         raise InvalidConfiguration("--tensor-parallel", problem)
-    if any(device < 0 for device in options.devices or ()):
-        raise InvalidConfiguration("--devices", "must be indices from 0")
+    negative = [device for device in options.devices or () if device < 0]
+    if negative:
+        problem = f"must be indices from 0, such as 0,1, not {negative[0]}"
+        raise InvalidConfiguration("--devices", problem)
     if options.threads is not None:
         check_threads("--threads", options.threads)
     if options.model is not None and options.model_config is not None:

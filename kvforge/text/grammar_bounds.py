@@ -99,7 +99,7 @@ def _height(node: Any, field: str) -> int:
         level = [inner for each in level for inner in _inner(each)]
         height += 1
         if height > NESTING_MAX:
-            raise InvalidRequest(field, f"nests more than {NESTING_MAX} levels deep")
+            raise InvalidRequest(field, f"nests more than {NESTING_MAX} levels deep: flatten it, or use $ref")
     return height
 
 

@@ -38,13 +38,20 @@ PLACES: Mapping[type[msgspec.Struct], tuple[str, str]] = {
     messages.Tool: ("messages", "tools[]."),
 }
 HEADS = (
-    ("Accepted with any value, and without effect:", "| field | API | why |\n|---|---|---|\n"),
     (
-        "Refused by name, unless the value asks for what happens anyway (`null` always does):",
+        "### Fields without effect\n\n"
+        "These fields are accepted and have no effect; the last column names the few values that are refused:",
+        "| field | API | why |\n|---|---|---|\n",
+    ),
+    (
+        "### Refused fields\n\n"
+        "These fields get a 400 that names them, unless the value is `null` or in the column `accepted`:",
         "| field | API | accepted | why |\n|---|---|---|---|\n",
     ),
     (
-        "Left out and named in `x-kvforge-ignored`, unless the value asks for nothing:",
+        "### Fields left out\n\n"
+        "These fields are ignored and named in `x-kvforge-ignored`, unless the value is `null` or in the column "
+        "`accepted`:",
         "| field | API | accepted | why |\n|---|---|---|---|\n",
     ),
 )

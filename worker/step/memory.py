@@ -119,7 +119,8 @@ def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome
             raise InvalidConfiguration("blocks", f"{problem}: give fewer, or leave it out")
         return config.blocks
     if config.memory_share and not device.owns_memory:
-        raise InvalidConfiguration("memory_share", f"is of a GPU's memory, and {device.name} is a CPU: use kv_bytes")
+        problem = f"only applies to GPUs, and {device.name} is a CPU: set kv_bytes instead"
+        raise InvalidConfiguration("memory_share", problem)
     if config.kv_bytes or not device.owns_memory:
         return model.geometry.blocks_for(config.kv_bytes or CPU_KV_BYTES)
     needed = _trial_bytes(model, welcome, graph_rows_max)

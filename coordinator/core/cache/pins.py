@@ -63,7 +63,7 @@ class Pins:
         """
         blocks = self._blocks
         if not 0 < len(holder) <= NAME_LENGTH_MAX or not holder.isprintable():
-            raise InvalidRequest("holder", f"1 to {NAME_LENGTH_MAX} printable characters")
+            raise InvalidRequest("holder", f"must be 1 to {NAME_LENGTH_MAX} printable characters")
         self.check_generation(block, generation)
         state = int(blocks.state[block])
         if state == FREE or (state == QUARANTINED and not blocks.indexed[block]):

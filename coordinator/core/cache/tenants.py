@@ -60,7 +60,7 @@ class Tenants:
             InvalidRequest: The name is empty, too long, or not printable.
         """
         if name not in self._index and (not 0 < len(name) <= NAME_LENGTH_MAX or not name.isprintable()):
-            raise InvalidRequest("tenant", f"a tenant's name is 1 to {NAME_LENGTH_MAX} printable characters")
+            raise InvalidRequest("tenant", f"must be 1 to {NAME_LENGTH_MAX} printable characters")
 
     def has_place_for(self, name: str) -> bool:
         """Return whether the name has an index, or can get one without replacing another tenant."""

@@ -88,9 +88,9 @@ class SequenceCommands:
         cache.check_tenant(message.tenant)
         validate.tokens("tokens", message.tokens, self._cache.vocab_size)
         if not 0 <= message.idle_ttl_ms <= IDLE_TTL_MS_MAX:
-            raise InvalidRequest("idle_ttl_ms", f"must be 0 to {IDLE_TTL_MS_MAX} ms")
+            raise InvalidRequest("idle_ttl_ms", f"must be 0 to {IDLE_TTL_MS_MAX} ms, not {message.idle_ttl_ms}")
         if message.tokens.size > s.context_tokens_max:
-            raise CapacityExceeded("context", message.tokens.size, s.context_tokens_max, "split the sequence")
+            raise CapacityExceeded("context", message.tokens.size, s.context_tokens_max, "use fewer tokens")
         s.need_slots(1)
         salt = cache.hasher.salt(validate.salt_text(message.tenant, message.salt))
         placement, forgotten = self._place(message, salt), cache.tenants.forgotten_total
@@ -144,7 +144,7 @@ class SequenceCommands:
         if not message.sequence_ids.size == counts.size:
             raise InvalidRequest("counts", f"{counts.size} counts for {message.sequence_ids.size} sequences")
         if counts.size and counts.min() < 1:
-            raise InvalidRequest("counts", "each sequence gets at least one token")
+            raise InvalidRequest("counts", f"must be at least 1 token for each sequence, not {counts.min()}")
         if int(counts.sum()) != message.tokens.size:
             raise InvalidRequest("tokens", f"{message.tokens.size} tokens, but counts of {int(counts.sum())}")
         validate.tokens("tokens", message.tokens, self._cache.vocab_size)
@@ -152,7 +152,7 @@ class SequenceCommands:
         for slot in slots[s.request[slots] != 0].tolist():
             raise SequenceBusy(int(s.id[slot]), int(s.request[slot]))
         if slots.size and not (s.tenant[slots] == s.tenant[slots[0]]).all():
-            raise InvalidRequest("sequence_ids", "one command appends to sequences of one tenant")
+            raise InvalidRequest("sequence_ids", "belong to several tenants: append to each tenant's separately")
         if slots.size:
             self._cache.tables.append(slots, message.tokens, counts)
             if counts.size == message.tokens.size:

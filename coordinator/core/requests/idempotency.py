@@ -49,7 +49,7 @@ class IdempotencyKeys:
         if not message.key:
             return None
         if len(message.key) > KEY_LENGTH_MAX or not message.key.isprintable():
-            raise InvalidRequest("key", f"at most {KEY_LENGTH_MAX} printable characters")
+            raise InvalidRequest("key", f"must be at most {KEY_LENGTH_MAX} printable characters")
         entry = self._entries.get((tenant, message.key))
         if entry is not None and entry.command != _digest(message):
             raise KeyReused(message.key, entry.request_id)
