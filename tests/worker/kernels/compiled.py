@@ -5,7 +5,8 @@
 
 Compiling all kernels takes a core three minutes for each target. Each result is therefore stored under a *fingerprint*,
 which covers all its inputs: Triton's version, the target, the launcher's specialisation of the arguments, the code of
-the kernel and of every function it calls (without comments), and the code that reads the assembly. A missing
+the kernel and of every function it calls (without comments, docstrings and imports, wherever they lie), and the code
+that reads the assembly. A missing
 fingerprint is compiled on the spot: an outdated file makes the tests slow, never wrong. Each run verifies the stored
 results by recompiling a share (`anew`), and another share after every change.
 """
@@ -27,6 +28,7 @@ from importlib import import_module
 from math import ceil
 from pathlib import Path
 from random import Random
+from types import ModuleType
 from typing import Any
 
 import triton
@@ -97,7 +99,35 @@ def _modules(function: Any) -> str:
         found.add(name := waiting.pop())
         used = {getattr(getattr(each, "fn", each), "__module__", None) for each in vars(import_module(name)).values()}
         waiting |= {each for each in used if each and each.startswith(GLUON)} - found
-    return repr([_code(ast.parse(inspect.getsource(import_module(name)))) for name in sorted(found)])
+    return repr(sorted(map(module_code, found)))
+
+
+def module_code(name: str) -> str:
+    """Return a module's code without comments, docstrings and imports, with what its global names stand for.
+
+    Where the module lies, and how it spells an import, does not matter. What an imported name stands for does.
+    """
+    module = import_module(name)
+    tree = ast.parse(inspect.getsource(module))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [each for each in node.body if not isinstance(each, ast.Import | ast.ImportFrom)]
+    meanings = {name: _meaning(value) for name, value in vars(module).items() if not name.startswith("__")}
+    return repr((_code(tree), sorted(meanings.items())))
+
+
+def _meaning(value: Any) -> str:
+    """Return a constant's value; of everything else the name, with its module if that is not ours."""
+    value = getattr(value, "fn", value)
+    if isinstance(value, tl.constexpr):
+        value = value.value
+    if isinstance(value, int | float | str):
+        return repr(value)
+    if isinstance(value, ModuleType):
+        return value.__name__
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    ours = kind.__module__.partition(".")[0] not in ("triton", "torch", "numpy")
+    return kind.__qualname__ if ours else f"{kind.__module__}.{kind.__qualname__}"
 
 
 @cache

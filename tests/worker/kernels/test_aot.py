@@ -30,7 +30,7 @@ from kvforge.worker.device.device import Device
 from kvforge.worker.device.target import HEAD_CLASSES, Target, TileKey
 from kvforge.worker.device.targets import TARGETS, current_target
 from kvforge.worker.kernels.registry import KERNELS
-from tests.worker.kernels.compiled import VERSION, _code, code_of, every, fingerprint, kept
+from tests.worker.kernels.compiled import VERSION, _code, code_of, every, fingerprint, kept, module_code
 from tests.worker.kernels.launches import compiler_environment
 from tools.aot import compilation
 from tools.aot.attention import DTYPES
@@ -158,6 +158,43 @@ def test_documentation_does_not_change_a_fingerprint() -> None:
         '"""Module."""\nclass A:\n    """Class."""\n    x = 1\ndef f():\n    """Function."""\n    return "text"\n'
     )
     assert _code(ast.parse(documented)) == "class A:\n    x = 1\n\ndef f():\n    return 'text'"
+
+
+GLUON_MODULE = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from sample_constants import WIDTH
+
+STEPS = gl.constexpr(2 * WIDTH)
+
+@gluon.jit
+def kernel(at):
+    gl.store(at, STEPS)
+"""
+
+
+def test_a_gluon_modules_docstrings_imports_and_place_do_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    package = tmp_path / "sample_package"
+    package.mkdir()
+    (tmp_path / "sample_constants.py").write_text("WIDTH = 8\n")
+    (package / "other_constants.py").write_text("WIDTH = 16\n")
+    respelt = GLUON_MODULE.replace("from sample_constants import WIDTH", "from sample_constants import (WIDTH,)")
+    documented = respelt.replace("def kernel(at):", 'def kernel(at):\n    """Store a number."""')
+    variants = {
+        "sample_kernel": GLUON_MODULE,
+        "sample_package.moved": f'"""Documented."""\n{documented}',
+        "sample_package.wider": GLUON_MODULE.replace("sample_constants", "sample_package.other_constants"),
+        "sample_package.longer": GLUON_MODULE.replace("2 *", "3 *"),
+    }
+    for name, text in variants.items():
+        (tmp_path / f"{name.replace('.', '/')}.py").write_text(text)
+    first, moved, *changed = map(module_code, variants)
+    assert first == moved
+    assert len({first, *changed}) == 3
 
 
 @pytest.mark.parametrize("wait", ["s_waitcnt vmcnt(0)", "s_waitcnt_vscnt null, 0x0", "s_wait_storecnt 0x0"])
