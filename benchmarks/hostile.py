@@ -147,7 +147,7 @@ def network(folder: Path) -> dict[str, dict[str, Any]]:
 
 def key_of(installation: Installation, name: str) -> Key:
     """Return the named client's credentials for a running coordinator."""
-    found = re.search(r"serving clients that \[access\] names at (tcp://\S+)", installation.log_of("coordinator"))
+    found = re.search(r"serving clients listed in \[access\] at (tcp://\S+)", installation.log_of("coordinator"))
     assert found is not None, "no listening address in the coordinator's log"
     return Key(found[1], keys.read(installation.folder / "server.key").public, installation.folder / f"{name}.key")
 

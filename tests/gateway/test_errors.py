@@ -286,7 +286,7 @@ def test_a_thread_is_refused_so_that_clients_send_all_messages() -> None:
         assert response.status_code == 400
         error = response.json()["error"]
         assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-        assert error["message"].startswith("thread: conversations are not stored here")
+        assert error["message"].startswith("thread: conversations are not stored: send all messages")
     assert (
         "details" not in ask(application(Script()), MESSAGES, {**body, "thread": None, "messages": 1}).json()["error"]
     )

@@ -285,7 +285,7 @@ def test_what_nobody_can_ask_for_any_more_is_not_kept(folder: Path, on_stop: str
 
 def test_two_coordinators_do_not_keep_their_state_in_one_folder(folder: Path) -> None:
     lived = Lived(config(folder))
-    with pytest.raises(CoordinatorInUse, match="another coordinator keeps its state"):
+    with pytest.raises(CoordinatorInUse, match="another coordinator uses the state folder"):
         Lived(config(folder))
     lived.life.close(ended=False)
     Lived(config(folder)).life.close(ended=True)

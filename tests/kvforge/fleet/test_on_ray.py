@@ -194,7 +194,7 @@ def nothing_secret_is_logged(story: Story) -> None:
     secrets = {str(tomllib.loads(key.read_text())["secret"]) for key in keys}
     assert len(keys) == 3 and len(secrets) == 2, "a replica's own, and one for both gateways"
     logs = [path for path in story.cluster.ray.glob("session_*/logs/**/*") if path.is_file()]
-    assert any("serving clients that [access] names" in path.read_text(errors="replace") for path in logs)
+    assert any("serving clients listed in [access]" in path.read_text(errors="replace") for path in logs)
     assert not [path for path in logs if any(secret in path.read_text(errors="replace") for secret in secrets)]
 
 
