@@ -235,14 +235,16 @@ class StateFolder:
             log.warning("no snapshot could be begun: %s", error)
         self.longest_us = max(self.longest_us, (time.monotonic_ns() - began_ns) // 1000)
 
-    def _collect(self, options: int) -> None:
-        """Reap the child if it has ended, and remove what its snapshot replaces."""
+    def _collect(self, options: int, killed: bool = False) -> None:
+        """Reap the child if it has ended, and remove what its snapshot replaces. killed: this process killed it."""
         ended, status = os.waitpid(self._child, options)
         if not ended:
             return
         self._child = 0
         if status:
-            log.warning("a snapshot failed (status %d): the journal is kept whole", os.waitstatus_to_exitcode(status))
+            if not killed:
+                code = os.waitstatus_to_exitcode(status)
+                log.warning("a snapshot failed (status %d): the journal is kept whole", code)
             with suppress(OSError):
                 (self.folder / snapshot.STATE.format(self._child_number)).with_suffix(".part").unlink(missing_ok=True)
             return
@@ -277,7 +279,7 @@ class StateFolder:
         assert self.journal is not None
         if self._child:
             os.kill(self._child, signal.SIGKILL)
-            self._collect(0)
+            self._collect(0, killed=True)
         self._in_hand.close()
         os.close(self._lock)
         self._lock = -1
@@ -321,7 +323,7 @@ class StateFolder:
         if self._child:
             if not keep:
                 os.kill(self._child, signal.SIGKILL)
-            self._collect(0)
+            self._collect(0, killed=not keep)
         if self.journal is not None:
             self.journal.close()
             self.journal = None

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -194,3 +197,13 @@ def test_a_look_without_a_free_descriptor_finds_nothing_gone(lived: Lived, monke
     shutil.rmtree(lived.folder)
     with pytest.raises(StateRemoved):
         lived.look()
+
+
+def test_a_snapshot_that_its_coordinator_ends_has_not_failed(lived: Lived, caplog: pytest.LogCaptureFixture) -> None:
+    state_folder = lived.life._state_folder
+    assert state_folder is not None
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    state_folder._child = child.pid
+    state_folder.close(keep=False)
+    child.returncode = -signal.SIGKILL  # reaped by the folder
+    assert "a snapshot failed" not in caplog.text
