@@ -173,6 +173,8 @@ class FailoverRequest:
             return
         at.guests.pop(self, None)
         self._at = None
+        if isinstance(error, (Draining, NotReady)):
+            at.refused(error.message)
         for stream in self.streams:
             stream.part(kept=self._options.kept)
         # An accepted request is never refused later: if all queues are full, it waits as long as its reader does.

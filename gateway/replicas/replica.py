@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
@@ -59,6 +60,7 @@ class Replica:
         self.guests: dict[RoutedRequest, None] = {}
         self.answered = asyncio.Event()
         self._silent_since: float | None = None
+        self._refused_at = -math.inf  # monotonic clock
 
     @property
     def streams(self) -> AsyncStreams:
@@ -74,6 +76,11 @@ class Replica:
     def silent(self) -> None:
         """Skip it until it answers again: it was too slow."""
         self._say("does not answer")
+
+    def refused(self, reason: str) -> None:
+        """Skip it until a later poll finds it ready: it refused a request because it drains or cannot serve."""
+        self._refused_at = monotonic()
+        self._say(reason)
 
     def leave(self) -> None:
         """Accept no new requests; running ones stay until they end or the replica drains."""
@@ -111,7 +118,10 @@ class Replica:
                 self._evict(error.message)
             return
         self.health, self._silent_since = health, None
-        self._say("" if health.ready else health.reason)
+        if not health.ready:
+            self._say(health.reason)
+        elif began >= self._refused_at:  # otherwise the answer may be older than the refusal
+            self._say("")
 
     def _evict(self, reason: str) -> None:
         for guest in tuple(self.guests):

@@ -231,9 +231,9 @@ def test_a_snapshot_that_fails_loses_nothing(folder: Path, monkeypatch: pytest.M
     ends: list[int] = []
     collect = state_folder._collect
 
-    def collected(options: int) -> None:
+    def collected(options: int, killed: bool = False) -> None:
         child = state_folder._child
-        collect(options)
+        collect(options, killed)
         if child and not state_folder._child:
             ends.append(child)
 

@@ -89,6 +89,10 @@ class Played:
         self.streams = self
         self.given: list[list[Inner]] = []
         self.options: list[RequestOptions] = []
+        self.refusals: list[str] = []
+
+    def refused(self, reason: str) -> None:
+        self.refusals.append(reason)
 
     def submit_samples(
         self, prompt: Any, count: int, options: RequestOptions, changed: Callable[[], None]
@@ -144,6 +148,7 @@ def test_it_goes_on_elsewhere_and_gives_no_token_twice(error: KvforgeError) -> N
         both.a.inner.fails(error)
         await settle()
         assert list(stream.tokens) == [5, 6] and not stream.done and not both.a.guests
+        assert both.a.refusals == (["it drains"] if isinstance(error, Draining) else [])
         both.b.inner.gives(5)
         await settle()
         assert list(stream.tokens) == [5, 6]

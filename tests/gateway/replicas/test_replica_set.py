@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -96,5 +96,34 @@ def test_it_is_patient_as_long_as_nobody_is_given_up(monkeypatch: pytest.MonkeyP
         assert fleet.patient_until >= back + LOST_S, "it serves now"
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
+
+    asyncio.run(test())
+
+
+def test_a_refusal_outweighs_an_older_answer_and_yields_to_a_later_one() -> None:
+    """A replica that drains refuses at once; the poll of its health comes up to half a second later."""
+
+    async def test() -> None:
+        replica = Replica("a", Place(endpoint="ipc:///nowhere"), LOST_S)
+        ready: Any = SimpleNamespace(ready=True, reason="")
+
+        async def answered_before_the_refusal() -> Any:
+            replica.refused("it drains")
+            return ready
+
+        async def answered() -> Any:
+            return ready
+
+        client: Any = SimpleNamespace(health=answered_before_the_refusal, close=replica.client.close)
+        real, replica.client = replica.client, client
+        replica._streams = cast(Any, SimpleNamespace(connected=True))
+        replica.reason = ""
+        assert replica.ready
+        await replica._look()
+        assert not replica.ready and replica.reason == "it drains"
+        client.health = answered
+        await replica._look()
+        assert replica.ready
+        await real.close()
 
     asyncio.run(test())
