@@ -11,9 +11,10 @@ import os
 import resource
 import signal
 import socket
+import sys
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 
 from kvforge.process.leash import PR_SET_PDEATHSIG
 from kvforge.protocol.errors import InternalError, InvalidRequest, KvforgeError
@@ -60,11 +61,18 @@ def main(descriptor: int) -> None:
         descriptor: The descriptor of a socket of whole messages (SOCK_SEQPACKET) to the gateway.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads do not survive a fork
+    _hide_torch()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the gateway closes the socket after its streams have ended
     # A killed gateway has closed its end of the socket.
     with suppress(BrokenPipeError, ConnectionResetError):
         _serve(descriptor)
+
+
+def _hide_torch() -> None:
+    """Let transformers find no torch: tokenizers need none, and its import takes seconds and 200 MB."""
+    hidden: dict[str, ModuleType | None] = {"torch": None}
+    sys.modules.update(hidden)  # type: ignore[arg-type]  # None is how the import system marks an absent module
 
 
 def _serve(descriptor: int) -> None:

@@ -117,6 +117,21 @@ def test_what_it_gives_is_what_the_tokenizer_gives(folder: Path) -> None:
     run(check())
 
 
+def test_a_helper_loads_no_torch(folder: Path) -> None:
+    async def check() -> None:
+        pool = TextPool(str(folder), TextLimits())
+        try:
+            await pool.start()
+            assert pool._first is not None
+            mapped = Path(f"/proc/{pool._first._process.pid}/maps").read_text()
+            assert "/tokenizers" in mapped
+            assert "libtorch" not in mapped
+        finally:
+            await pool.close()
+
+    run(check())
+
+
 def test_a_table_of_many_messages_arrives_whole(tmp_path: Path) -> None:
     vocabulary = {f"{'x' * 60}{number}": number for number in range(3000)}
     backend = Backend(models.BPE(vocabulary, []))
