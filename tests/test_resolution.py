@@ -1,5 +1,8 @@
 """The extras resolve for every supported Python, with the package index's build of torch.
 
+uv resolves from metadata alone, in seconds, and needs no interpreter of the version. pip, which the Makefile uses,
+reads every distribution, which takes minutes: soak tests. `make test` itself runs pip after a change of pyproject.toml.
+
 pip resolves without installing (`--dry-run --report`) for an interpreter of each version. Missing Python versions, and
 machines without a package index, are skipped by name.
 """
@@ -25,7 +28,66 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-
 TORCH = re.search(r"^TORCH\s+\?= (torch==\S+)$", MAKEFILE, re.MULTILINE)[1]  # type: ignore[index]
 PYTHONS = ("3.11", "3.12", "3.13")
 UNREACHABLE = ("NewConnectionError", "Temporary failure in name resolution", "No matching distribution found for torch")
+UNREACHABLE_BY_UV = re.compile(r"error sending request|dns error|Failed to fetch")
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+
+
+Solutions = dict[tuple[str, str], dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def solutions(tmp_path_factory: pytest.TempPathFactory) -> Solutions:
+    """Return name -> version of what uv would install into an empty environment, by Python and extras.
+
+    All run at once, because they mostly wait for the package index.
+    """
+    uv = pytest.importorskip("uv", reason="resolves; it is in the extra dev").find_uv_bin()
+    torch = tmp_path_factory.mktemp("torch") / "torch.txt"
+    torch.write_text(TORCH)
+    command = [uv, "pip", "compile", "--quiet", "--no-config", "--no-header", "--no-annotate"]
+    command += ["--python", sys.executable, "--no-python-downloads", "--python-platform", "linux"]
+    command += ["--default-index", _index(), str(REPOSITORY / "pyproject.toml"), str(torch)]
+    running: dict[tuple[str, str], subprocess.Popen[str]] = {}
+    for version in PYTHONS:
+        for extras in ("worker", _makes("ALL_EXTRAS")):
+            wanted = [part for extra in extras.split(",") for part in ("--extra", extra)]
+            running[version, extras] = subprocess.Popen(
+                [*command, "--python-version", version, *wanted],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+    found: Solutions = {}
+    for key, process in running.items():
+        printed, problem = process.communicate(timeout=900)
+        if process.returncode and UNREACHABLE_BY_UV.search(problem):
+            pytest.skip("no package index can be reached")
+        assert process.returncode == 0, problem
+        found[key] = dict(re.findall(r"^([\w.-]+)==([\w.!+-]+)", printed, re.MULTILINE))
+    return found
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+def test_a_worker_has_a_solution(version: str, solutions: Solutions) -> None:
+    found = solutions[version, "worker"]
+    assert {"torch", "transformers", "safetensors", "pyzmq"} <= set(found)
+    assert not {"ray", "mkdocs-material", "starlette", "pytest"} & set(found)
+    assert found["torch"] == TORCH.removeprefix("torch==")
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+def test_all_extras_have_a_solution(version: str, solutions: Solutions) -> None:
+    found = solutions[version, _makes("ALL_EXTRAS")]
+    assert {"torch", "ray", "starlette", "pytest", "mypy", "openai"} <= set(found)
+    assert found["torch"] == TORCH.removeprefix("torch==")
+
+
+@functools.cache
+def _index() -> str:
+    """Return the address of pip's package index."""
+    command = [*PIP, "config", "get", "global.index-url"]
+    configured = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
+    return os.environ.get("PIP_INDEX_URL") or configured or "https://pypi.org/simple"
 
 
 def interpreter(version: str) -> Path:

@@ -87,6 +87,8 @@ EXCEPTIONS = {
     "tests/loadtest/report/test_browser.py": "process",
     "tests/simulation/test_bites.py": "soak",
     "tests/simulation/test_fresh.py": "soak",
+    "tests/test_resolution.py::test_a_worker_resolves": "soak",
+    "tests/test_resolution.py::test_all_extras_resolve": "soak",
     "tests/worker/kernels/test_aot.py::test_every_configuration_compiles_within_bounds": "soak",
 }
 TIERS = tuple(FOLDERS)
