@@ -66,7 +66,7 @@ def cases(fused: FusedDecoder, batch: int) -> list[Case]:
 
     x, residual = random(batch, hidden), random(batch, hidden)
     attended = random(batch, first.output.weight.shape[1])
-    inner = random(batch, first.down.weight.shape[1])
+    inner = random(batch, first.feed.down.weight.shape[1])
 
     def every_layer(call: Callable[[LayerOperations, Any], Any]) -> Callable[[LayerOperations], None]:
         def run(operations: LayerOperations) -> None:
@@ -79,8 +79,11 @@ def cases(fused: FusedDecoder, batch: int) -> list[Case]:
         size = weight.numel()
         return Case(name, every_layer(call), len(layers), size * weight.element_size(), 2 * batch * size)
 
+    norm = fused.final_norm
+
     def norm_of(operations: LayerOperations, layer: Any) -> None:
-        operations.add_norm(operations.linear_parts(attended, layer.output.weight), residual, first.inner_norm, 1e-5)
+        parts = operations.linear_parts(attended, layer.output.weight)
+        operations.add_norm(parts, residual, norm.weight, norm.epsilon)
 
     logits = torch.empty((batch, len(fused.head.weight)), device=fused.table.device)
 
@@ -92,8 +95,8 @@ def cases(fused: FusedDecoder, batch: int) -> list[Case]:
         product("qkv", lambda o, w: o.linear(x, w.projected.weight, w.projected.bias), first.projected.weight),
         product("output", lambda o, w: o.linear_parts(attended, w.output.weight), first.output.weight),
         product("output, sum, norm", norm_of, first.output.weight),
-        product("gate, up, silu", lambda o, w: o.gated(x, w.gate_up.weight), first.gate_up.weight),
-        product("down", lambda o, w: o.linear_parts(inner, w.down.weight), first.down.weight),
+        product("gate, up, silu", lambda o, w: o.gated(x, w.feed.gate_up.weight), first.feed.gate_up.weight),
+        product("down", lambda o, w: o.linear_parts(inner, w.feed.down.weight), first.feed.down.weight),
         Case("head", head, 1, head_size * fused.head.weight.element_size(), 2 * batch * head_size),
     ]
 

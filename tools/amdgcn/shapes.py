@@ -15,6 +15,14 @@ from kvforge.worker.attention.interface import AttentionOptions
 from kvforge.worker.attention.triton_attention import TritonAttention
 from kvforge.worker.kernels import selftest as layers_selftest
 from kvforge.worker.kernels.fused import FusedOperations
+from kvforge.worker.kernels.layer_weights import (
+    FeedForward,
+    FusedLayer,
+    HeadNorms,
+    Norm,
+    Projection,
+    RotaryTable,
+)
 from kvforge.worker.sampling import selftest as sampling_selftest
 
 from .driver import Emulated
@@ -108,30 +116,32 @@ def _decoder(operations: Any, dtype: torch.dtype, inner: int, biased: bool, norm
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
-    def projection(n: int, k: int) -> Any:
-        return SimpleNamespace(weight=random(n, k, scale=k**-0.5), bias=random(n) if biased else None)
+    def projection(n: int, k: int) -> Projection:
+        return Projection(random(n, k, scale=k**-0.5), random(n) if biased else None)
 
-    layer = SimpleNamespace(
-        rotates=True,
+    def norm(size: int) -> Norm:
+        return Norm(random(size), 1e-5)
+
+    layer = FusedLayer(
+        options=AttentionOptions(HEAD_SIZE**-0.5),
+        rotary=0,
         heads=HEADS,
         kv_heads=KV_HEADS,
         head_size=HEAD_SIZE,
-        input_norm=random(HIDDEN),
-        inner_norm=random(HIDDEN),
+        input_norm=norm(HIDDEN),
+        inner_norm=norm(HIDDEN),
         projected=projection((HEADS + 2 * KV_HEADS) * HEAD_SIZE, HIDDEN),
         output=projection(HIDDEN, HEADS * HEAD_SIZE),
-        gate_up=projection(2 * inner, HIDDEN),
-        down=projection(HIDDEN, inner),
-        head_norms=(random(HEAD_SIZE), random(HEAD_SIZE)) if normed else None,
+        feed=FeedForward(projection(2 * inner, HIDDEN), projection(HIDDEN, inner)),
+        head_norms=HeadNorms(norm(HEAD_SIZE), norm(HEAD_SIZE)) if normed else None,
     )
     return SimpleNamespace(
         operations=operations,
         table=random(VOCAB, HIDDEN),
         layers=(layer,),
         head=SimpleNamespace(weight=random(VOCAB, HIDDEN, scale=HIDDEN**-0.5), bias=None),
-        frequencies=1.0 / 500000.0 ** (torch.arange(0, HEAD_SIZE, 2).float() / HEAD_SIZE),
-        rotary_scaling=1.0,
-        epsilon=1e-5,
+        rotary=(RotaryTable(1.0 / 500000.0 ** (torch.arange(0, HEAD_SIZE, 2).float() / HEAD_SIZE), 1.0),),
+        final_norm=norm(HIDDEN),
     )
 
 

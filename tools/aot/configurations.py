@@ -21,6 +21,8 @@ DECLARED: dict[tuple[str, str], Declared] = {
     ("kernels.norm", "embed_norm_kernel"): layers.embed_configurations,
     ("kernels.norm", "add_norm_kernel"): layers.sum_configurations,
     ("kernels.norm", "head_norm_kernel"): layers.head_norm_configurations,
+    ("kernels.combine", "norm_kernel"): layers.norm_configurations,
+    ("kernels.combine", "combine_kernel"): layers.combine_configurations,
     ("kernels.exchange", "add_norm_of_ranks_kernel"): layers.exchange_configurations,
     ("kernels.exchange", "join_of_ranks_kernel"): layers.join_configurations,
     ("kernels.rotary", "rotary_kernel"): layers.rotary_configurations,

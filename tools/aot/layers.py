@@ -13,7 +13,8 @@ from kvforge.worker.attention import KvLayer
 from kvforge.worker.device.copies import copy_numbers
 from kvforge.worker.device.exchange import RankBuffers
 from kvforge.worker.device.target import HEAD_CLASSES, Target
-from kvforge.worker.kernels import HIDDEN_MAX, activation, exchange, norm, rotary
+from kvforge.worker.kernels import HIDDEN_MAX, activation, combine, exchange, norm, rotary
+from kvforge.worker.kernels.layer_weights import Norm
 from kvforge.worker.kernels.linear import OTHER_PARTS_MAX, choose_tiles, linear_parts
 from kvforge.worker.kernels.project import HEAD_SIZES, project
 from kvforge.worker.sampling.kernels import PIECE, choose_tokens, feed_tokens
@@ -76,10 +77,29 @@ def embed_configurations(target: Target) -> list[Configuration]:
 
 def sum_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `add_norm_kernel` on `target`."""
-    made = [_sum(target, dtype, hidden, dtype, 1) for dtype, hidden in product(FLOATS, HIDDEN)]
-    made += [_sum(target, dtype, hidden, F32, parts) for dtype, hidden, parts in product(NARROW, HIDDEN, PARTS)]
-    made += [_sum(target, dtype, hidden, F32, parts) for dtype, (hidden, parts) in product(NARROW, _many_parts(target))]
+    return distinct(_sum(target, *each) for each in _sums(target))
+
+
+def combine_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `combine_kernel` on `target`: kinds of norms are not compiled apart."""
+    return distinct(_combined(target, *each) for each in _sums(target))
+
+
+def norm_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `norm_kernel`: of rows, and of heads as part of all projections."""
+    made = [_normed(target, dtype, hidden) for dtype, hidden in product(FLOATS, HIDDEN)]
+    made += [_normed(target, dtype, head) for dtype, head in product(FLOATS, HEADS)]
     return distinct(made)
+
+
+def _sums(target: Target) -> Iterator[tuple[torch.dtype, int, torch.dtype, int]]:
+    """Yield dtype, hidden size, dtype of the parts and their number."""
+    for dtype, hidden in product(FLOATS, HIDDEN):
+        yield dtype, hidden, dtype, 1
+    for dtype, hidden, parts in product(NARROW, HIDDEN, PARTS):
+        yield dtype, hidden, F32, parts
+    for dtype, (hidden, parts) in product(NARROW, _many_parts(target)):
+        yield dtype, hidden, F32, parts
 
 
 def _many_parts(target: Target) -> Iterator[tuple[int, int]]:
@@ -220,6 +240,25 @@ def _sum(target: Target, dtype: torch.dtype, hidden: int, added: torch.dtype, pa
         target,
         f"sum of {parts} {DTYPE_NAMES[added]}, norm {DTYPE_NAMES[dtype]} {hidden}",
         lambda: norm.add_norm(addend, residual, weight, 1e-5, target.chained, target.warp_size),
+    )
+
+
+def _combined(target: Target, dtype: torch.dtype, hidden: int, added: torch.dtype, parts: int) -> Configuration:
+    addend = meta_tensor(parts, 1, hidden, dtype=added)
+    residual, norm_ = meta_tensor(1, hidden, dtype=dtype), Norm(meta_tensor(hidden, dtype=dtype), 1e-5)
+    return _configuration(
+        target,
+        f"norm of the sum of {parts} {DTYPE_NAMES[added]}, norm {DTYPE_NAMES[dtype]} {hidden}",
+        lambda: combine.combined(addend, residual, norm_, 1.0, norm_, target.chained, target.warp_size),
+    )
+
+
+def _normed(target: Target, dtype: torch.dtype, size: int) -> Configuration:
+    x, weight = meta_tensor(1, size, dtype=dtype), Norm(meta_tensor(size, dtype=dtype), 1e-5)
+    return _configuration(
+        target,
+        f"norm {DTYPE_NAMES[dtype]} {size}",
+        lambda: combine.normed(x, weight, None, target.chained, target.warp_size),
     )
 
 

@@ -21,7 +21,7 @@ from kvforge.worker.cpu.layer_kernels import NUMBERS_PER_US, add_norm, embed_nor
 from kvforge.worker.cpu.vector import CODES
 
 from .interface import DecoderParts
-from .layer_weights import FusedLayer
+from .layer_weights import FusedLayer, Norm
 from .packed import Product
 from .packed_table import PackedTable
 from .row_counts import row_count
@@ -35,17 +35,17 @@ class CpuDecoder:
     def __init__(self, decoder: DecoderParts, pool: KvPool) -> None:
         assert isinstance(decoder.attention, CpuAttention), "can_decode is false"
         self._pool = weakref.ref(pool)  # the owner decides its lifetime
-        self._decoder, self._memory = decoder, RowBuffers(decoder.final_norm)
+        self._decoder, self._memory = decoder, RowBuffers(decoder.final_norm.weight)
         self._order = torch.arange(ROWS_MAX)
         self._residual, self._normed = (self._memory.of(decoder.table.shape[1], use) for use in ("residual", "normed"))
-        layers, hidden, epsilon = decoder.layers, decoder.table.shape[1], decoder.epsilon
-        rotated = 2 * len(decoder.frequencies)
+        layers, hidden, epsilon = decoder.layers, decoder.table.shape[1], decoder.final_norm.epsilon
+        rotated = 2 * len(decoder.rotary[0].frequencies)
         attended = [self._memory.of(layer.output.weight.shape[1], "attended") for layer in layers]
-        gated = [self._memory.of(layer.down.weight.shape[1], "gated") for layer in layers]
+        gated = [self._memory.of(layer.feed.down.weight.shape[1], "gated") for layer in layers]
         self._attention = DecodeAttention(
             decoder.attention,
             [
-                DecodeLayer(cache, layer.options, layer.heads, rotated if layer.rotates else 0, output)
+                DecodeLayer(cache, layer.options, layer.heads, 0 if layer.rotary is None else rotated, output)
                 for layer, cache, output in zip(layers, pool.layers, attended, strict=True)
             ],
         )
@@ -56,8 +56,8 @@ class CpuDecoder:
             shared = {**sums, "code": code, "epsilon": epsilon}
             return Calls(add_norm, [{**shared, "weight": weight.data_ptr()} for weight in weights])
 
-        self._add_attended = adding([layer.inner_norm for layer in layers])
-        self._add_inner = adding([*(layer.input_norm for layer in layers[1:]), decoder.final_norm])
+        self._add_attended = adding([_weight(layer.inner_norm) for layer in layers])
+        self._add_inner = adding([*(_weight(layer.input_norm) for layer in layers[1:]), decoder.final_norm.weight])
         self._gate = Calls(gate, [_gating(each, code) for each in gated])
         normed_heads = [layer for layer in layers if layer.head_norms is not None]
         self._norm_heads = Calls(head_norm, [_normed_heads(layer, code, epsilon) for layer in normed_heads])
@@ -66,7 +66,7 @@ class CpuDecoder:
             (
                 [
                     Product(each.weight, each.bias)
-                    for each in (layer.projected, layer.output, layer.gate_up, layer.down)
+                    for each in (layer.projected, layer.output, layer.feed.gate_up, layer.feed.down)
                 ],
                 None if layer.head_norms is None else next(numbers),
                 into,
@@ -102,16 +102,16 @@ class CpuDecoder:
             threads,
             tokens=token_ids.data_ptr(),
             table=table.data_ptr(),
-            weight=decoder.layers[0].input_norm.data_ptr(),
+            weight=_weight(decoder.layers[0].input_norm).data_ptr(),
             residual=self._residual.data_ptr(),
             normed=normed.data_ptr(),
             rows=rows,
             count=hidden,
             code=code,
-            epsilon=decoder.epsilon,
+            epsilon=decoder.final_norm.epsilon,
         )
-        operations = decoder.operations
-        cos, sin = operations.rotary(positions, decoder.frequencies, decoder.rotary_scaling, table.dtype)
+        operations, rotary = decoder.operations, decoder.rotary[0]
+        cos, sin = operations.rotary(positions, rotary.frequencies, rotary.scaling, table.dtype)
         self._attention.begin(batch, cos, sin)
         for calls in (self._add_attended, self._add_inner, self._gate, self._norm_heads):
             calls.renew(rows=rows)
@@ -147,11 +147,11 @@ class RowBuffers:
 def can_decode(decoder: DecoderParts, pool: KvPool) -> bool:
     """Return whether `CpuDecoder` supports a decoder and a pool."""
     dtype = decoder.table.dtype
-    norms = [decoder.final_norm, *(norm for layer in decoder.layers for norm in (layer.input_norm, layer.inner_norm))]
     return (
-        isinstance(decoder.attention, CpuAttention)
+        decoder.is_plain
+        and isinstance(decoder.attention, CpuAttention)
         and (isinstance(decoder.table, PackedTable) or decoder.table.is_contiguous())
-        and all(norm.dtype == dtype for norm in norms)
+        and all(norm.weight.dtype == dtype for norm in decoder.norms())
         and all(cache.keys.dtype == dtype for cache in pool.layers)
     )
 
@@ -160,6 +160,11 @@ def is_decodes(batch: PagedBatch, token_ids: torch.Tensor) -> bool:
     """Return whether `CpuDecoder.run` supports a step."""
     rows = len(batch.counts)
     return 0 < rows <= ROWS_MAX and batch.tokens == rows and bool(batch.lengths.all()) and token_ids.is_contiguous()
+
+
+def _weight(norm: Norm | None) -> torch.Tensor:
+    assert norm is not None, "can_decode is false"
+    return norm.weight
 
 
 def _gating(gated: torch.Tensor, code: int) -> dict[str, float]:
@@ -171,7 +176,7 @@ def _gating(gated: torch.Tensor, code: int) -> dict[str, float]:
 def _normed_heads(layer: FusedLayer, code: int, epsilon: float) -> dict[str, float]:
     """Return the arguments of `head_norm` that no step changes."""
     assert layer.head_norms is not None
-    query, key = layer.head_norms
+    query, key = layer.head_norms.query.weight, layer.head_norms.key.weight
     return {
         "stride": (layer.heads + 2 * layer.kv_heads) * layer.head_size * query.itemsize,
         "query_weight": query.data_ptr(),

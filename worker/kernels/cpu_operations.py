@@ -11,6 +11,7 @@ from kvforge.worker.cpu.layer_kernels import NUMBERS_PER_US, add_norm, embed_nor
 from kvforge.worker.cpu.vector import CODES
 from kvforge.worker.device.device import Device
 
+from .activations import SILU, Activation
 from .cpu_decoder import CpuDecoder, can_decode, is_decodes
 from .interface import DecoderParts
 from .packed import PackedOperations
@@ -119,8 +120,16 @@ class CpuOperations(PackedOperations):
             epsilon=epsilon,
         )
 
-    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def gated(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: Activation = SILU,
+    ) -> torch.Tensor:
         """Implement `LayerOperations.gated`."""
+        if activation != SILU:
+            return super().gated(x, weight, bias, activation)
         both = self.product(x, weight, bias)
         if not _same(both):
             both = both.contiguous()

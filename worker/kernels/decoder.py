@@ -1,4 +1,4 @@
-"""A whole decoder of fused layers: its weights, and its forward pass in terms of `LayerOperations`."""
+"""A whole decoder of described layers: its weights, and its forward pass in terms of `LayerOperations`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import torch
 
 from kvforge.worker.attention import KvLayer, PagedAttention, PagedBatch
 from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.attention.reference import rotate
 from kvforge.worker.device.exchange import ATTENTION, INNER, LOGITS
 from kvforge.worker.device.ranks import Ranks
 
 from .interface import LayerOperations
-from .layer_weights import FusedLayer, Projection
+from .layer_weights import FeedForward, FusedLayer, HeadNorms, Norm, Projection, RotaryTable
+from .packed_table import look_up
+
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin, each [tokens, rotated]
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,12 @@ class FusedDecoder:
         attention: Paged attention.
         table: [vocab, hidden].
         layers: The layers.
-        final_norm: [hidden].
+        final_norm: The norm before the head.
         head: [vocab, hidden], or this rank's share of the vocabulary.
-        frequencies: [head_size / 2] float32.
-        rotary_scaling: Factor of cos and sin.
-        epsilon: Epsilon of every norm.
+        rotary: The tables of rotary embeddings.
+        embedding_scale: Factor of embeddings.
+        logit_scale: Factor of logits.
+        logit_softcap: Logits become softcap x tanh(logits / softcap); 0: unchanged.
         ranks: The ranks that hold the other heads and the other inner columns; this rank then computes one part of each
             sum.
         head_is_split: Whether the head has only this rank's share of the vocabulary.
@@ -40,18 +45,36 @@ class FusedDecoder:
     attention: PagedAttention
     table: torch.Tensor
     layers: tuple[FusedLayer, ...]
-    final_norm: torch.Tensor
+    final_norm: Norm
     head: Projection
-    frequencies: torch.Tensor
-    rotary_scaling: float
-    epsilon: float
+    rotary: tuple[RotaryTable, ...]
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
     ranks: Ranks | None = None
     head_is_split: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every layer is one of Llama's, so that devices may run a step in one call."""
+        return (
+            all(layer.is_plain for layer in self.layers)
+            and self.final_norm.is_plain
+            and len({norm.epsilon for norm in self.norms()}) == 1
+            and len(self.rotary) == 1
+            and self.embedding_scale == 1.0
+        )
+
+    def norms(self) -> Iterator[Norm]:
+        """Yield the norms of the residual, the final one last."""
+        for layer in self.layers:
+            yield from filter(None, (layer.input_norm, layer.attended_norm, layer.inner_norm, layer.fed_norm))
+        yield self.final_norm
 
     def product_weights(self) -> Iterator[torch.Tensor]:
         """Yield every weight of a product, the head last."""
         for layer in self.layers:
-            for projection in (layer.projected, layer.output, layer.gate_up, layer.down):
+            for projection in (layer.projected, layer.output, layer.feed.gate_up, layer.feed.down):
                 yield projection.weight
         yield self.head.weight
 
@@ -93,75 +116,152 @@ class FusedDecoder:
         if len(normed) == 0:  # all rows are prefill chunks in the middle of a prompt
             return logits
         if self.ranks is None or shares == 1:
-            return ops.linear(normed, self.head.weight, self.head.bias, logits)
-        return self._joined(self.ranks, normed, logits)
+            ops.linear(normed, self.head.weight, self.head.bias, logits)
+        else:
+            self._join(self.ranks, normed, logits)
+        if self.logit_scale != 1.0:
+            logits.mul_(self.logit_scale)
+        if self.logit_softcap:
+            logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
+        return logits
 
-    def _joined(self, ranks: Ranks, normed: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def _join(self, ranks: Ranks, normed: torch.Tensor, logits: torch.Tensor) -> None:
         """Concatenate the logits of all ranks' shares of the vocabulary."""
         shape, head = (len(normed), len(self.head.weight)), self.head
         place = ranks.shared.place(LOGITS, shape, torch.float32) if ranks.shared is not None else None
         share = torch.empty(shape, dtype=torch.float32, device=normed.device) if place is None else place
         self.operations.linear(normed, head.weight, head.bias, share)
         if place is not None and ranks.shared is not None:
-            return ranks.shared.join(LOGITS, logits)
-        logits.view(len(normed), ranks.count, -1).copy_(ranks.gather(share).transpose(0, 1))
-        return logits
+            ranks.shared.join(LOGITS, logits)
+        else:
+            logits.view(len(normed), ranks.count, -1).copy_(ranks.gather(share).transpose(0, 1))
 
     def _layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool
     ) -> torch.Tensor:
         """Return the final norm of each token, [tokens, hidden]."""
         ops = self.operations
-        residual, normed = ops.embed(token_ids, self.table, self.layers[0].input_norm, self.epsilon)
-        cos, sin = ops.rotary(positions, self.frequencies, self.rotary_scaling, self.table.dtype)
+        residual, normed = self._embed(token_ids)
+        rotary = [ops.rotary(positions, each.frequencies, each.scaling, self.table.dtype) for each in self.rotary]
         following = (*(layer.input_norm for layer in self.layers[1:]), self.final_norm)
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             cache = pool.layers[index]
-            query = self.project(layer, normed, (cos, sin), cache, batch)
+            query = self.project(layer, normed, None if layer.rotary is None else rotary[layer.rotary], cache, batch)
             attended = self.attention.attend(query, cache, batch, layer.options).flatten(1)
-            normed = self._add(ATTENTION, attended, layer.output, residual, layer.inner_norm)
-            inner = ops.gated(normed, layer.gate_up.weight, layer.gate_up.bias)
-            normed = self._add(INNER, inner, layer.down, residual, next_norm)
+            before, scale = normed, layer.residual_scale
+            normed = self.add(ATTENTION, attended, layer.output, residual, layer.attended_norm, scale, layer.inner_norm)
+            inner = self.feed(layer.feed, before if layer.is_parallel else normed)
+            normed = self.add(INNER, inner, layer.feed.down, residual, layer.fed_norm, scale, next_norm)
         return normed
 
-    def _add(
-        self, which: int, x: torch.Tensor, projection: Projection, residual: torch.Tensor, norm: torch.Tensor
+    def _embed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the embeddings and their norms, [tokens, hidden] each."""
+        ops, norm = self.operations, self.layers[0].input_norm
+        if norm is not None and norm.is_plain and self.embedding_scale == 1.0:
+            return ops.embed(token_ids, self.table, norm.weight, norm.epsilon)
+        residual = look_up(token_ids, self.table)
+        if self.embedding_scale != 1.0:
+            residual = residual * self.embedding_scale
+        return residual, residual if norm is None else ops.norm(residual, norm)
+
+    def feed(self, feed: FeedForward, normed: torch.Tensor) -> torch.Tensor:
+        """Return the input of the last projection of a feed-forward block, [tokens, inner]."""
+        ops, weight, bias = self.operations, feed.gate_up.weight, feed.gate_up.bias
+        if feed.is_gated:
+            return ops.gated(normed, weight, bias, feed.activation)
+        return ops.activated(normed, weight, bias, feed.activation)
+
+    def add(
+        self,
+        which: int,
+        x: torch.Tensor,
+        projection: Projection,
+        residual: torch.Tensor,
+        after: Norm | None,
+        scale: float,
+        following: Norm | None,
     ) -> torch.Tensor:
-        """Add x weight^T to the residual, and return the norm of the sum [tokens, hidden].
+        """Add the norm of x weight^T to the residual, and return the next norm of the sum.
 
         With several ranks, each rank's product is one part of the sum. It is always rounded, so the bits do not depend
-        on the number of tokens. which: the buffer that ranks exchange it in.
+        on the number of tokens.
+
+        Args:
+            which: The buffer that ranks exchange the product in.
+            x: [tokens, k].
+            projection: [hidden, k].
+            residual: [tokens, hidden]; changed.
+            after: Norm of the product; None: none.
+            scale: Factor of the product after its norm.
+            following: Norm of the sum; None: return the residual.
+
+        Returns:
+            [tokens, hidden].
         """
         ops, ranks, weight, bias = self.operations, self.ranks, projection.weight, projection.bias
         if ranks is None:
-            return ops.add_norm(ops.linear_parts(x, weight, bias), residual, norm, self.epsilon)
-        shape = (len(residual), residual.shape[1])
-        place = ranks.shared.place(which, shape, residual.dtype) if ranks.shared is not None else None
-        part = ops.linear(x, weight, bias, place)
-        if place is not None and ranks.shared is not None:
-            return ranks.shared.add_norm(which, residual, norm, self.epsilon)
-        return ops.add_norm(ranks.gather(part), residual, norm, self.epsilon)
+            parts = ops.linear_parts(x, weight, bias)
+        else:
+            shape = (len(residual), residual.shape[1])
+            place = ranks.shared.place(which, shape, residual.dtype) if ranks.shared is not None else None
+            part = ops.linear(x, weight, bias, place)
+            if place is not None and ranks.shared is not None:
+                assert self.is_plain and following is not None, "ranks share memory for plain layers only"
+                return ranks.shared.add_norm(which, residual, following.weight, following.epsilon)
+            parts = ranks.gather(part)
+        return combine(ops, parts, residual, after, scale, following)
 
     def project(
-        self,
-        layer: FusedLayer,
-        normed: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        cache: KvLayer,
-        batch: PagedBatch,
+        self, layer: FusedLayer, normed: torch.Tensor, rotary: Rotary | None, cache: KvLayer, batch: PagedBatch
     ) -> torch.Tensor:
         """Project the new tokens to Q [tokens, heads, head_size], and store their K and V in the cache."""
         ops, weight, bias = self.operations, layer.projected.weight, layer.projected.bias
-        if layer.rotates and layer.head_norms is None:
+        if rotary is not None and layer.head_norms is None:
             query = ops.project(normed, weight, bias, *rotary, cache, partial(self.attention.kv_slots, batch))
             if query is not None:
                 return query
         projected = ops.linear(normed, weight, bias)
-        if layer.head_norms is not None:
-            ops.head_norm(projected, *layer.head_norms, layer.heads, layer.kv_heads, self.epsilon)
+        norms = layer.head_norms
+        if norms is not None and not norms.after_rotation:
+            norm_heads(ops, layer, norms, projected)
         by_head = projected.view(len(projected), -1, layer.head_size)
         query, key, value = by_head.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
-        if layer.rotates:
+        if norms is not None and norms.after_rotation:
+            if rotary is not None:
+                by_head[:, : layer.heads + layer.kv_heads] = rotate(by_head[:, : layer.heads + layer.kv_heads], *rotary)
+            norm_heads(ops, layer, norms, projected)
+        elif rotary is not None:
             return self.attention.write_rotated(query, key, value, *rotary, cache, batch)
         self.attention.write(key, value, cache, batch)
         return query
+
+
+def combine(
+    ops: LayerOperations,
+    parts: torch.Tensor,
+    residual: torch.Tensor,
+    after: Norm | None,
+    scale: float,
+    following: Norm | None,
+) -> torch.Tensor:
+    """Run `LayerOperations.combine`, or its faster case `add_norm`."""
+    if after is None and scale == 1.0 and following is not None and following.is_plain:
+        return ops.add_norm(parts, residual, following.weight, following.epsilon)
+    return ops.combine(parts, residual, after, scale, following)
+
+
+def norm_heads(ops: LayerOperations, layer: FusedLayer, norms: HeadNorms, projected: torch.Tensor) -> None:
+    """Normalise Q and K in place. projected: [tokens, (heads + 2 x kv_heads) x head_size], contiguous."""
+    query, key = norms.query, norms.key
+    if layer.norms_each_head and query.is_plain:
+        ops.head_norm(projected, query.weight, key.weight, layer.heads, layer.kv_heads, query.epsilon)
+        return
+    if layer.norms_each_head and query.bias is None:
+        ops.norm_heads(projected, query, key, layer.heads, layer.kv_heads)
+        return
+    first = 0
+    for norm, heads in ((query, layer.heads), (key, layer.kv_heads)):
+        columns = projected[:, first : first + heads * layer.head_size]
+        first += heads * layer.head_size
+        rows = columns.unflatten(1, (-1, len(norm.weight)))
+        ops.norm(rows, norm, rows)

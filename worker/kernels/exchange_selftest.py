@@ -55,7 +55,7 @@ def exchange_test(fused: FusedDecoder, device: Device, ranks: int) -> None:
 
 
 def _compare_sum(fused: FusedDecoder, device: Device, count: int, tokens: int) -> str:
-    table, weight, epsilon = fused.table, fused.final_norm, fused.epsilon
+    table, weight, epsilon = fused.table, fused.final_norm.weight, fused.final_norm.epsilon
     hidden, target, plain = table.shape[1], current_target(device), PlainOperations()
     generator = torch.Generator(table.device).manual_seed(0)
     parts = [_random((tokens, hidden), table, generator) for _ in range(count)]

@@ -12,8 +12,11 @@ from kvforge.worker.attention import KvLayer
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.targets import current_target
 
-from . import activation, norm, rotary
+from . import combine, norm, rotary
+from .activation import silu_mul
+from .activations import SILU, Activation
 from .interface import SLAB
+from .layer_weights import Norm
 from .linear import FEW, LinearTiles, choose_tiles, linear_parts
 from .plain import PlainOperations
 from .project import can_project, project
@@ -62,11 +65,46 @@ class FusedOperations:
         warp_size = self._target.warp_size
         norm.head_norm(projected, query_weight, key_weight, heads, kv_heads, epsilon, self.overlap, warp_size)
 
-    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, norm: Norm, output: torch.Tensor | None = None) -> torch.Tensor:
+        """Implement `LayerOperations.norm`."""
+        return combine.normed(x, norm, output, self.overlap, self._target.warp_size)
+
+    def norm_heads(self, projected: torch.Tensor, query: Norm, key: Norm, heads: int, kv_heads: int) -> None:
+        """Implement `LayerOperations.norm_heads`."""
+        combine.normed_heads(projected, query, key, heads, kv_heads, self.overlap, self._target.warp_size)
+
+    def combine(
+        self,
+        addend: torch.Tensor,
+        residual: torch.Tensor,
+        after: Norm | None,
+        scale: float,
+        following: Norm | None,
+    ) -> torch.Tensor:
+        """Implement `LayerOperations.combine`."""
+        warp_size = self._target.warp_size
+        return combine.combined(addend, residual, after, scale, following, self.overlap, warp_size)
+
+    def activated(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> torch.Tensor:
+        """Implement `LayerOperations.activated`."""
+        return activation.apply(self.linear(x, weight, bias))
+
+    def gated(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: Activation = SILU,
+    ) -> torch.Tensor:
         """Implement `LayerOperations.gated`."""
+        if activation != SILU:
+            gate, up = self.linear(x, weight, bias).chunk(2, dim=-1)
+            return activation.gate(gate, up)
         tiles = self._tiles(x, weight, gated=True)
         if tiles is None:
-            return activation.silu_mul(self._product(x, weight, bias), self.overlap)
+            return silu_mul(self._product(x, weight, bias), self.overlap)
         return linear_parts(x, weight, bias, tiles, x.dtype, gated=True, overlap=self.overlap)[0]
 
     def rotary(

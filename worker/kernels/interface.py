@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -10,7 +10,8 @@ import torch
 from kvforge.worker.attention import KvLayer, PagedAttention, PagedBatch
 from kvforge.worker.attention.pool import KvPool
 
-from .layer_weights import FusedLayer
+from .activations import SILU, Activation
+from .layer_weights import FusedLayer, Norm, RotaryTable
 
 SLAB = 32  # rows per product where products must not depend on the row count, but ours and torch's differ
 HIDDEN_MAX, HEAD_SIZE_MAX = 16384, 256  # longest rows of a norm among the tested configurations
@@ -72,17 +73,73 @@ class LayerOperations(Protocol):
             epsilon: Epsilon of the norm.
         """
 
-    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute silu(gate) x up of x [tokens, k].
+    def norm(self, x: torch.Tensor, norm: Norm, output: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalise rows.
+
+        Args:
+            x: [tokens, n] or [tokens, heads, n], the last dimension contiguous.
+            norm: The norm, of n numbers.
+            output: Receives the result, of the shape of x; may be x. None: allocate it.
+
+        Returns:
+            The normalised rows, in the shape and the dtype of x.
+        """
+
+    def norm_heads(self, projected: torch.Tensor, query: Norm, key: Norm, heads: int, kv_heads: int) -> None:
+        """Normalise each head of Q and K in place, as `head_norm` does, with norms that differ only in their weights.
+
+        Args:
+            projected: [tokens, (heads + 2 x kv_heads) x head_size], contiguous; changed.
+            query: Of [head_size].
+            key: Of [head_size].
+            heads: Query heads.
+            kv_heads: KV heads.
+        """
+
+    def combine(
+        self,
+        addend: torch.Tensor,
+        residual: torch.Tensor,
+        after: Norm | None,
+        scale: float,
+        following: Norm | None,
+    ) -> torch.Tensor:
+        """Add `scale` times the norm of a sum to the residual in place, and normalise the result.
+
+        Args:
+            addend: [parts, tokens, hidden].
+            residual: [tokens, hidden], contiguous; changed.
+            after: Norm of the sum of parts; None: none.
+            scale: Factor.
+            following: Norm of the new residual; None: none.
+
+        Returns:
+            The normalised rows, a new tensor [tokens, hidden]; `residual` itself without `following`.
+        """
+
+    def gated(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: Activation = SILU,
+    ) -> torch.Tensor:
+        """Compute activation(gate) x up of x [tokens, k].
 
         Args:
             x: [tokens, k].
             weight: [2n, k], the gate first.
             bias: [2n], the gate first.
+            activation: The activation.
 
         Returns:
             [tokens, n].
         """
+
+    def activated(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> torch.Tensor:
+        """Compute activation(x weight^T + bias). x: [tokens, k]. weight: [n, k]. Returns [tokens, n]."""
 
     def rotary(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
@@ -183,17 +240,16 @@ class DecoderParts(Protocol):
         """The layers."""
 
     @property
-    def final_norm(self) -> torch.Tensor:
-        """Weight of the last norm, [hidden]."""
+    def final_norm(self) -> Norm:
+        """The last norm."""
 
     @property
-    def frequencies(self) -> torch.Tensor:
-        """Frequencies of the rotary embedding, [head_size / 2] float32."""
+    def rotary(self) -> tuple[RotaryTable, ...]:
+        """The tables of rotary embeddings."""
+
+    def norms(self) -> Iterator[Norm]:
+        """Yield the norms of the residual."""
 
     @property
-    def rotary_scaling(self) -> float:
-        """Factor of cos and sin."""
-
-    @property
-    def epsilon(self) -> float:
-        """Epsilon of every norm."""
+    def is_plain(self) -> bool:
+        """Whether every layer is one of Llama's."""

@@ -1,4 +1,8 @@
-"""The weights of one decoder layer, as few and large matrices."""
+"""The weights of one decoder layer, as few and large matrices, and the parts that a decoder is described by.
+
+`kvforge.worker.loading.families` names where transformers keeps these parts. An attribute at
+its default leaves the operation out.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from kvforge.worker.attention import AttentionOptions
+
+from .activations import SILU, Activation
 
 
 @dataclass(frozen=True)
@@ -18,18 +24,140 @@ class Projection:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """A norm of rows, computed in float32.
+
+    Attributes:
+        weight: [n].
+        epsilon: Added to the mean of squares.
+        bias: [n], or None.
+        offset: Added to the weight (Gemma: 1).
+        centred: Subtract the mean first: a layer norm.
+        rounds_first: Round the normalised row to the dtype of the result before the weight is applied (Llama), not only
+            after it (Gemma, OLMo 2).
+    """
+
+    weight: torch.Tensor
+    epsilon: float
+    bias: torch.Tensor | None = None
+    offset: float = 0.0
+    centred: bool = False
+    rounds_first: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the norm of Llama, for which every device has kernels."""
+        return self.bias is None and not self.offset and not self.centred and self.rounds_first
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """Norms of Q and K.
+
+    Attributes:
+        query: With [head_size] numbers for each head, or [heads x head_size] for all heads of a token together.
+        key: As `query`, for the KV heads.
+        after_rotation: Whether they follow the rotary embedding (Hunyuan), not precede it.
+    """
+
+    query: Norm
+    key: Norm
+    after_rotation: bool = False
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """Frequencies of a rotary embedding.
+
+    Attributes:
+        frequencies: [rotated / 2] float32; the first `rotated` numbers of each head are rotated.
+        scaling: Factor of cos and sin.
+    """
+
+    frequencies: torch.Tensor
+    scaling: float
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """A dense feed-forward block.
+
+    Attributes:
+        gate_up: [2 x inner, hidden], the gate first; without a gate [inner, hidden].
+        down: [hidden, inner].
+        activation: Applied to the gate, or to the only projection.
+        is_gated: Whether `gate_up` has a gate.
+    """
+
+    gate_up: Projection
+    down: Projection
+    activation: Activation = SILU
+    is_gated: bool = True
+
+
+@dataclass(frozen=True)
 class FusedLayer:
-    """The weights of one decoder layer. head_norms: [head_size] for Q and K. rotates: uses rotary embedding."""
+    """The weights of one decoder layer.
+
+    With the residual x, and q, k and v projected from input_norm(x):
+
+        x += residual_scale * attended_norm(output(attend(q, k, v)))
+        x += residual_scale * fed_norm(feed(inner_norm(x)))
+
+    In parallel, `feed` reads the same input_norm(x) as attention.
+
+    Attributes:
+        options: Attention options.
+        rotary: Index of the decoder's rotary table; None: no rotation.
+        heads: Query heads.
+        kv_heads: KV heads.
+        head_size: Numbers of a head.
+        input_norm: Norm before attention.
+        projected: Q, then K, then V.
+        head_norms: Norms of Q and K.
+        output: Projection of the heads' results.
+        attended_norm: Norm of the result of attention.
+        inner_norm: Norm before the feed-forward block.
+        feed: The feed-forward block.
+        fed_norm: Norm of its result.
+        residual_scale: Factor of both results.
+        is_parallel: Whether attention and feed-forward read the same norm.
+    """
 
     options: AttentionOptions
-    rotates: bool
+    rotary: int | None
     heads: int
     kv_heads: int
     head_size: int
-    input_norm: torch.Tensor
+    input_norm: Norm | None
     projected: Projection
-    head_norms: tuple[torch.Tensor, torch.Tensor] | None
+    head_norms: HeadNorms | None
     output: Projection
-    inner_norm: torch.Tensor
-    gate_up: Projection
-    down: Projection
+    inner_norm: Norm | None
+    feed: FeedForward
+    attended_norm: Norm | None = None
+    fed_norm: Norm | None = None
+    residual_scale: float = 1.0
+    is_parallel: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a layer of Llama, Mistral, Qwen2 or Qwen3."""
+        norms = (self.input_norm, self.inner_norm)
+        if not all(norm is not None and norm.is_plain for norm in norms):
+            return False
+        if self.attended_norm is not None or self.fed_norm is not None or self.residual_scale != 1.0:
+            return False
+        return not self.is_parallel and self.has_plain_heads and self.feed.is_gated and self.feed.activation == SILU
+
+    @property
+    def has_plain_heads(self) -> bool:
+        """Whether Q and K have no norms, or those of Qwen3."""
+        return self.head_norms is None or (
+            not self.head_norms.after_rotation and self.norms_each_head and self.head_norms.query.is_plain
+        )
+
+    @property
+    def norms_each_head(self) -> bool:
+        """Whether the norms of Q and K apply to each head by itself."""
+        return self.head_norms is not None and len(self.head_norms.query.weight) == self.head_size

@@ -148,19 +148,31 @@ class PackedRows(torch.nn.Module):
 
     Each access unpacks the weight, and nothing keeps the copy: the model computes the same results, slowly, and its
     state keeps its names.
+
+    Args:
+        packed: The packed weight [rows of all parts, k].
+        rows: The part's rows.
+        bias: [n] in the order of these rows, or None.
+        order: [n] int64: the part's rows are the original weight's rows of these numbers. None: in order.
     """
 
-    def __init__(self, packed: torch.Tensor, rows: slice, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, packed: torch.Tensor, rows: slice, bias: torch.Tensor | None, order: torch.Tensor | None = None
+    ) -> None:
         super().__init__()
         self._packed, self._rows = packed, rows
-        self.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
+        self._inverse = None if order is None else order.argsort()
+        self.bias = None if bias is None else torch.nn.Parameter(self._in_order(bias), requires_grad=False)
+
+    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._inverse is None else rows[self._inverse]
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight [n, k], a new tensor."""
         if isinstance(self._packed, QuantisedWeight):
-            return self._packed.widened()[self._rows].clone()
-        return self._packed.to_dense()[self._rows].clone()
+            return self._in_order(self._packed.widened()[self._rows]).clone()
+        return self._in_order(self._packed.to_dense()[self._rows]).clone()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute as Linear does, in the dtype of x."""

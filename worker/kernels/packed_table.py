@@ -58,11 +58,11 @@ class PackedTable(torch.Tensor):
 
 
 class PackedEmbedding(torch.nn.Module):
-    """Replaces the embedding of a transformers model."""
+    """Replaces the embedding of a transformers model. scale: factor of the rows (Gemma)."""
 
-    def __init__(self, table: PackedTable) -> None:
+    def __init__(self, table: PackedTable, scale: float = 1.0) -> None:
         super().__init__()
-        self._table = table
+        self._table, self._scale = table, scale
         self.num_embeddings, self.embedding_dim = table.shape
 
     @property
@@ -72,7 +72,8 @@ class PackedEmbedding(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Look up ids as Embedding does."""
-        return self._table.rows(ids.flatten()).view(*ids.shape, -1)
+        rows = self._table.rows(ids.flatten()).view(*ids.shape, -1)
+        return rows if self._scale == 1.0 else rows * self._scale
 
     def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.weight

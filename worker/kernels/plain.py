@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, pad, silu
+from torch.nn.functional import linear, pad
 
+from .activations import SILU, Activation
+from .layer_weights import Norm
 from .packed_table import look_up
 from .partition import apply_aligned
 from .row_counts import padded
@@ -52,10 +54,50 @@ class PlainOperations:
         query.copy_(rms_norm(query, query_weight, epsilon))
         key.copy_(rms_norm(key, key_weight, epsilon))
 
-    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, norm: Norm, output: torch.Tensor | None = None) -> torch.Tensor:
+        """Implement `LayerOperations.norm`."""
+        normed = normalise(x, norm)
+        return normed if output is None else output.copy_(normed)
+
+    def norm_heads(self, projected: torch.Tensor, query: Norm, key: Norm, heads: int, kv_heads: int) -> None:
+        """Implement `LayerOperations.norm_heads`."""
+        by_head = projected.view(len(projected), -1, len(query.weight))
+        for norm, part in ((query, by_head[:, :heads]), (key, by_head[:, heads : heads + kv_heads])):
+            part.copy_(normalise(part, norm))
+
+    def combine(
+        self,
+        addend: torch.Tensor,
+        residual: torch.Tensor,
+        after: Norm | None,
+        scale: float,
+        following: Norm | None,
+    ) -> torch.Tensor:
+        """Implement `LayerOperations.combine`."""
+        total = sum_parts(addend, residual.dtype)
+        if after is not None:
+            total = normalise(total, after)
+        if scale != 1.0:
+            total = total * scale
+        residual += total
+        return residual if following is None else normalise(residual, following)
+
+    def gated(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: Activation = SILU,
+    ) -> torch.Tensor:
         """Implement `LayerOperations.gated`."""
         gate, up = self.product(x, weight, bias).chunk(2, dim=-1)
-        return apply_aligned(silu, gate) * up
+        return activation.gate(gate, up)
+
+    def activated(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> torch.Tensor:
+        """Implement `LayerOperations.activated`."""
+        return activation.apply(self.product(x, weight, bias))
 
     def rotary(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
@@ -118,6 +160,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return weight * wide.to(x.dtype)
+
+
+def normalise(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """Normalise the last dimension of x [..., n]. Keeps the dtype."""
+    if norm.is_plain:
+        return rms_norm(x, norm.weight, norm.epsilon)
+    wide = x.float()
+    if norm.centred:
+        wide = wide - wide.mean(-1, keepdim=True)
+    wide = wide * apply_aligned(torch.rsqrt, wide.square().mean(-1, keepdim=True) + norm.epsilon)
+    if norm.rounds_first:
+        wide = wide.to(x.dtype).float()
+    wide = wide * (norm.weight.float() + norm.offset)
+    return (wide if norm.bias is None else wide + norm.bias.float()).to(x.dtype)
 
 
 def sum_parts(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

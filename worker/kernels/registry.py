@@ -172,6 +172,8 @@ KERNELS = (
     Kernel("kvforge.worker.kernels.norm", "embed_norm_kernel", PlainOperations.embed, _layers),
     Kernel("kvforge.worker.kernels.norm", "add_norm_kernel", PlainOperations.add_norm, _layers),
     Kernel("kvforge.worker.kernels.norm", "head_norm_kernel", PlainOperations.head_norm, _layers),
+    Kernel("kvforge.worker.kernels.combine", "norm_kernel", PlainOperations.norm, _layers),
+    Kernel("kvforge.worker.kernels.combine", "combine_kernel", PlainOperations.combine, _layers),
     Kernel("kvforge.worker.kernels.exchange", "add_norm_of_ranks_kernel", PlainOperations.add_norm, _exchange),
     Kernel("kvforge.worker.kernels.exchange", "join_of_ranks_kernel", torch.cat, _exchange),
     Kernel("kvforge.worker.kernels.rotary", "rotary_kernel", PlainOperations.rotary, _layers),

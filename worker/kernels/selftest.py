@@ -18,7 +18,7 @@ from kvforge.worker.attention.reference import rotate
 from kvforge.worker.device.check import require_right
 from kvforge.worker.device.device import WAY_OUT, Device
 
-from .decoder import FusedDecoder
+from .decoder import FusedDecoder, combine, norm_heads
 from .interface import LayerOperations
 from .plain import PlainOperations
 from .quantised import PlainInputQuantiser, choose_input_quantiser, rotation_of
@@ -54,7 +54,8 @@ def self_test(fused: FusedDecoder, device: Device) -> None:
 def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
     """Yield the operations by name; both sides run each on the same inputs."""
     layer, table = fused.layers[0], fused.table
-    hidden, inner, attended = table.shape[1], layer.down.weight.shape[1], layer.output.weight.shape[1]
+    rotary = None if layer.rotary is None else fused.rotary[layer.rotary]
+    hidden, inner, attended = table.shape[1], layer.feed.down.weight.shape[1], layer.output.weight.shape[1]
     generator = torch.Generator(table.device).manual_seed(0)
 
     def random(width: int, dtype: torch.dtype = table.dtype) -> torch.Tensor:
@@ -66,23 +67,37 @@ def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
     positions = torch.randint(1 << 17, (tokens,), generator=generator, device=table.device)
     x, wide, residual = random(hidden), random(inner), random(hidden)
     heads_out, projected = random(attended), random(len(layer.projected.weight))
-    epsilon = fused.epsilon
+    norm, feed, scale = layer.input_norm, layer.feed, layer.residual_scale
+
+    def embedded(ops: LayerOperations) -> Any:
+        if norm is None or not norm.is_plain:
+            return ops.norm(x, fused.final_norm if norm is None else norm)
+        return ops.embed(ids, table, norm.weight, norm.epsilon)
 
     def summed(ops: LayerOperations) -> Any:
         total = residual.clone()
-        addend = ops.linear_parts(wide, layer.down.weight, layer.down.bias)
-        return ops.add_norm(addend, total, layer.inner_norm, epsilon), total
+        addend = ops.linear_parts(wide, feed.down.weight, feed.down.bias)
+        return combine(ops, addend, total, layer.fed_norm, scale, fused.final_norm), total
+
+    def joined(ops: LayerOperations) -> Any:
+        total = residual.clone()
+        return combine(ops, x[None], total, layer.attended_norm, scale, layer.inner_norm), total
 
     def normed_heads(ops: LayerOperations) -> torch.Tensor:
         assert layer.head_norms is not None
         numbers = projected.clone()
-        ops.head_norm(numbers, *layer.head_norms, layer.heads, layer.kv_heads, epsilon)
+        norm_heads(ops, layer, layer.head_norms, numbers)
         return numbers
+
+    def fed(ops: LayerOperations) -> torch.Tensor:
+        weight, bias = feed.gate_up.weight, feed.gate_up.bias
+        return (ops.gated if feed.is_gated else ops.activated)(x, weight, bias, feed.activation)
 
     def stored(ops: LayerOperations) -> Any:
         """Return Q, K and V as they are used and stored without quantisation."""
         layer_heads = (layer.heads, layer.kv_heads, layer.kv_heads)
-        cos, sin = PlainOperations().rotary(positions, fused.frequencies, fused.rotary_scaling, table.dtype)
+        assert rotary is not None
+        cos, sin = PlainOperations().rotary(positions, rotary.frequencies, rotary.scaling, table.dtype)
         shape = (tokens, 1, layer.kv_heads, layer.head_size)
         cache = KvLayer(*(torch.full(shape, float("nan"), dtype=table.dtype, device=table.device) for _ in range(2)))
         places = torch.arange(tokens, dtype=torch.int32, device=table.device)
@@ -98,16 +113,19 @@ def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
         found = torch.full((tokens, len(fused.head.weight)), float("nan"), device=table.device)
         return ops.linear(x, fused.head.weight, fused.head.bias, found)
 
-    yield "embedding norm", lambda ops: ops.embed(ids, table, layer.input_norm, epsilon)
-    yield "rotary", lambda ops: ops.rotary(positions, fused.frequencies, fused.rotary_scaling, table.dtype)
+    yield "embedding norm", embedded
+    if rotary is not None:
+        yield "rotary", lambda ops: ops.rotary(positions, rotary.frequencies, rotary.scaling, table.dtype)
     yield "projection", lambda ops: ops.linear(x, layer.projected.weight, layer.projected.bias)
     if layer.head_norms is not None:
         yield "head norm", normed_heads
-    elif layer.rotates:
+    elif rotary is not None:
         yield "projection into the cache", stored
     yield "output", lambda ops: ops.linear_parts(heads_out, layer.output.weight, layer.output.bias).float().sum(0)
-    yield "gate", lambda ops: ops.gated(x, layer.gate_up.weight, layer.gate_up.bias)
+    yield "gate", fed
     yield "sum and norm", summed
+    if not layer.is_plain:
+        yield "sum and norm of attention", joined
     yield "vocabulary head", logits
 
 

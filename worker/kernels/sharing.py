@@ -76,7 +76,7 @@ def _share(ranks: Ranks, fused: FusedDecoder | None, device: Device, tokens_max:
     from .exchange import DirectExchange
     from .fused import FusedOperations
 
-    operations = fused.operations if fused is not None else None
+    operations = fused.operations if fused is not None and fused.is_plain else None
     if fused is None or not isinstance(operations, FusedOperations):
         raise RuntimeError("this model's layers do not run on kvforge's kernels")
     if ranks.count > RANKS_MAX:
@@ -108,7 +108,8 @@ def _difference(fused: FusedDecoder, ranks: Ranks, shared: DirectExchange, token
 
 
 def _same_sums(fused: FusedDecoder, ranks: Ranks, shared: DirectExchange, count: int) -> bool:
-    table, norm = fused.table, fused.final_norm
+    table, norm = fused.table, fused.final_norm.weight
+    epsilon = fused.final_norm.epsilon
     hidden, rounds = table.shape[1], range(ROUNDS if count <= 64 else 2)
     generator = torch.Generator(table.device).manual_seed(1000 * count + ranks.rank)
     parts = [
@@ -116,14 +117,14 @@ def _same_sums(fused: FusedDecoder, ranks: Ranks, shared: DirectExchange, count:
         for _ in rounds
     ]
     residuals = [torch.zeros_like(part) for part in (parts[0], parts[0])]
-    wanted = [fused.operations.add_norm(ranks.gather(part), residuals[0], norm, fused.epsilon) for part in parts]
+    wanted = [fused.operations.add_norm(ranks.gather(part), residuals[0], norm, epsilon) for part in parts]
     found = []
     for number, part in enumerate(parts):
         which = (ATTENTION, INNER)[number % 2]
         place = shared.place(which, (count, hidden), table.dtype)
         assert place is not None, "the buffer was allocated for this size"
         place.copy_(part)
-        found.append(shared.add_norm(which, residuals[1], norm, fused.epsilon, POLLS_MAX))
+        found.append(shared.add_norm(which, residuals[1], norm, epsilon, POLLS_MAX))
     return all(map(same_bits, (*found, residuals[1]), (*wanted, residuals[0])))
 
 
@@ -141,5 +142,5 @@ def _same_logits(fused: FusedDecoder, ranks: Ranks, shared: DirectExchange, coun
     assert meeting is not None
     meeting.zero_()  # synchronise: the logits may be overwritten only after all ranks have read them
     residual = torch.zeros_like(meeting)
-    shared.add_norm(ATTENTION, residual, fused.final_norm, fused.epsilon, POLLS_MAX)
+    shared.add_norm(ATTENTION, residual, fused.final_norm.weight, fused.final_norm.epsilon, POLLS_MAX)
     return same_bits(found, wanted)

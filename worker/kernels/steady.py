@@ -16,8 +16,8 @@ import torch
 from kvforge.worker.attention import KvLayer, PagedBatch
 from kvforge.worker.device.device import Device
 
-from .decoder import FusedDecoder
-from .layer_weights import Projection
+from .decoder import FusedDecoder, combine
+from .layer_weights import Norm, Projection
 
 # One token; counts around the tiles of the worker's kernels; and counts with special kernels in torch's library.
 CORES_LADDER = (1, 2, 3, 7, 16, 33, 65, 129)  # for CPUs, where each row costs time
@@ -54,7 +54,7 @@ def unsteady_products(fused: FusedDecoder, device: Device) -> str:
 def _products(fused: FusedDecoder, device: Device) -> Iterator[tuple[str, int, tuple[int, ...], _Product]]:
     ops, layer = fused.operations, fused.layers[0]
     table = fused.table
-    hidden, attended, inner = table.shape[1], layer.heads * layer.head_size, layer.down.weight.shape[1]
+    hidden, attended, inner = table.shape[1], layer.heads * layer.head_size, layer.feed.down.weight.shape[1]
 
     def projected(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return Q, K and V as they are used and stored without quantisation, with each token in its own block."""
@@ -62,18 +62,19 @@ def _products(fused: FusedDecoder, device: Device) -> Iterator[tuple[str, int, t
         tables, ones = np.arange(count, dtype=np.int32)[:, None], np.ones(count, np.int32)
         batch = PagedBatch.build(tables, 0 * ones, ones, BLOCK_SIZE, device)
         positions = (x[:, 0].float().abs() * 1000).long()  # positions derived from the rows
-        rotary = ops.rotary(positions, fused.frequencies, fused.rotary_scaling, table.dtype)
+        each = None if layer.rotary is None else fused.rotary[layer.rotary]
+        rotary = None if each is None else ops.rotary(positions, each.frequencies, each.scaling, table.dtype)
         shape = (count, BLOCK_SIZE, layer.kv_heads, layer.head_size)
         cache = KvLayer(*(torch.zeros(shape, dtype=table.dtype, device=table.device) for _ in range(2)))
         query = fused.project(layer, x, rotary, cache, batch)
         return query, cache.keys[:, 0], cache.values[:, 0]
 
-    def summed(projection: Projection) -> _Product:
+    def summed(projection: Projection, after: Norm | None, following: Norm | None) -> _Product:
         def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             residual = torch.ones((len(x), hidden), dtype=table.dtype, device=table.device)
             weight, bias = projection.weight, projection.bias
             addend = ops.linear_parts(x, weight, bias) if fused.ranks is None else ops.linear(x, weight, bias)[None]
-            return ops.add_norm(addend, residual, layer.inner_norm, fused.epsilon), residual
+            return combine(ops, addend, residual, after, layer.residual_scale, following), residual
 
         return run
 
@@ -82,9 +83,9 @@ def _products(fused: FusedDecoder, device: Device) -> Iterator[tuple[str, int, t
         return (ops.linear(x, fused.head.weight, fused.head.bias, found),)
 
     yield "the projection to Q, K and V", hidden, LADDER, projected
-    yield "the projection from attention", attended, LADDER, summed(layer.output)
-    yield "the gated product", hidden, LADDER, lambda x: (ops.gated(x, layer.gate_up.weight, layer.gate_up.bias),)
-    yield "the product behind it", inner, LADDER, summed(layer.down)
+    yield "the projection from attention", attended, LADDER, summed(layer.output, layer.attended_norm, layer.inner_norm)
+    yield "the gated product", hidden, LADDER, lambda x: (fused.feed(layer.feed, x),)
+    yield "the product behind it", inner, LADDER, summed(layer.feed.down, layer.fed_norm, fused.final_norm)
     yield "the head's product", hidden, HEAD_LADDER, logits
 
 

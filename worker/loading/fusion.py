@@ -1,18 +1,17 @@
-"""Fused decoder layers: fewer and larger operations, for architectures with exactly known layers.
+"""Builds a decoder from its parts: fewer and larger operations than transformers' own layers.
 
-Q, K and V are one matrix product, and so are gate and up. A norm includes the residual sum before it. The rotary
-embedding is part of the KV write, and both are part of the product for few tokens. An explicit table lists the
-transformers classes that are fused, with layers that compute exactly
+`families` declares where transformers keeps the parts. Q, K and V are one matrix product, and so are gate and up. A
+norm includes the residual sum before it. The rotary embedding is part of the KV write, and both are part of the product
+for few tokens. Models of undeclared classes run through transformers. `verification` compares both paths with
+transformers' own attention before a model is served.
 
-    x += output(attention(rotate(q_norm(q)), rotate(k_norm(k)), v));  x += down(silu(gate(norm x)) * up(norm x))
+No weight is stored twice: the parts of a joined matrix become views, layer by layer, of the joined or packed matrix
+(see `kernels.packed`). The transformers module stays whole: it computes the same results, and its state keeps its
+names. An embedding that is tied to the head is read from the packed head (see `kernels.packed_table`). If that is
+impossible, a packed head that is a small part of the model is kept beside the embedding; a quantised one always is.
 
-with q, k and v projected from norm x, with or without biases, q and k norms, and rotation. Any other class runs through
-transformers. `verification` compares both paths with transformers' own attention before a model is served.
-
-No weight is stored twice: the parts of a fused matrix become views, layer by layer, of the fused or packed matrix (see
-`kernels.packed`). The transformers module stays whole: it computes the same results, and its state keeps its names. An
-embedding that is tied to the head is read from the packed head (see `kernels.packed_table`). If that is impossible, a
-packed head that is a small part of the model is kept beside the embedding; a quantised one always is.
+A rotary embedding that pairs neighbours becomes one that pairs halves: the rows of Q and K are reordered alike, which
+changes no product of a query and a key.
 """
 
 from __future__ import annotations
@@ -24,29 +23,20 @@ import torch
 
 from kvforge.worker.attention import AttentionOptions, PagedAttention
 from kvforge.worker.device.ranks import Ranks
-from kvforge.worker.device.target import HEAD_UNIT
-from kvforge.worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, LayerOperations
+from kvforge.worker.kernels import LayerOperations
 from kvforge.worker.kernels.decoder import FusedDecoder
-from kvforge.worker.kernels.layer_weights import FusedLayer, Projection
+from kvforge.worker.kernels.layer_weights import FeedForward, FusedLayer, Projection
 from kvforge.worker.kernels.packed import PackedRows
 from kvforge.worker.kernels.packed_table import PackedEmbedding, PackedTable, table_of
 
+from .families import Family
+from .parts import DecoderParts, LayerParts, parts_of
 from .quantisation import Packer
-from .rope import STATIC_ROPE
+from .reordered import ReorderedRows, halves_of_pairs, in_every_head
 
 # Share of all weights' bytes: 0.21 for SmolLM2-135M and Llama-3.2-1B, 0.28 for Qwen2.5-0.5B. A worker may hold 1.3
 # times its weights.
 TIED_HEAD_SHARE_MAX = 0.29
-
-FUSIBLE = frozenset(
-    {
-        "transformers.models.llama.modeling_llama.LlamaForCausalLM",
-        "transformers.models.mistral.modeling_mistral.MistralForCausalLM",
-        "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM",
-        "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM",
-        "transformers.models.smollm3.modeling_smollm3.SmolLM3ForCausalLM",
-    }
-)
 
 
 def fuse(
@@ -74,22 +64,28 @@ def fuse(
     Raises:
         KvforgeError: As raised by `packer`.
     """
-    if not is_known(module):
+    parts = parts_of(module)
+    if parts is None or (ranks is not None and not parts.can_be_split):
         return None
-    decoder, config = module.model, module.config
+    family, config = parts.family, module.config
     split = len(module.lm_head.weight) < module.get_input_embeddings().num_embeddings
-    head, table = _head(module, packer)  # first: later the module's original size is unknown
-    layers = tuple(_fuse_layer(layer, each, packer) for layer, each in zip(decoder.layers, options, strict=True))
+    embedding_scale = _embedding_scale(module, family)
+    head, table = _head(module, packer)  # before the layers: later the module's original size is unknown
+    layers = tuple(
+        _fuse_layer(layer, each, found, parts, packer)
+        for layer, each, found in zip(module.model.layers, options, parts.layers, strict=True)
+    )
     return FusedDecoder(
         operations=operations,
         attention=attention,
-        table=decoder.embed_tokens.weight if table is None else table,
+        table=module.model.embed_tokens.weight if table is None else table,
         layers=layers,
-        final_norm=decoder.norm.weight,
+        final_norm=parts.final_norm,
         head=head,
-        frequencies=decoder.rotary_emb.inv_freq.float(),
-        rotary_scaling=float(decoder.rotary_emb.attention_scaling),
-        epsilon=float(config.rms_norm_eps),
+        rotary=parts.rotary,
+        embedding_scale=embedding_scale,
+        logit_scale=_setting(config, family.logit_scale, 1.0) / _setting(config, family.logit_divisor, 1.0),
+        logit_softcap=_setting(config, family.logit_softcap, 0.0),
         ranks=ranks,
         head_is_split=split,
     )
@@ -97,21 +93,21 @@ def fuse(
 
 def is_known(module: Any) -> bool:
     """Return whether `fuse` supports a transformers model."""
-    kind, config = type(module), module.config
-    if f"{kind.__module__}.{kind.__qualname__}" not in FUSIBLE or config.hidden_act not in ("silu", "swish"):
-        return False
-    if module.model.rotary_emb.rope_type not in STATIC_ROPE:
-        return False
-    head_sizes = {layer.self_attn.head_dim for layer in module.model.layers}
-    if config.hidden_size > HIDDEN_MAX or config.hidden_size % HEAD_UNIT or max(head_sizes) > HEAD_SIZE_MAX:
-        return False
-    norms = [part for part in module.modules() if type(part).__name__.endswith("RMSNorm")]
-    linears = [part for part in module.modules() if hasattr(part, "in_features")]
-    return (
-        all(type(part) is torch.nn.Linear for part in linears)  # not replaced, for example by a quantised one
-        and all(part.variance_epsilon == config.rms_norm_eps for part in norms)
-        and len({weight.dtype for weight in module.parameters()}) == 1
-    )
+    return parts_of(module) is not None
+
+
+def _setting(config: Any, name: str, otherwise: float) -> float:
+    value = getattr(config, name, None) if name else None
+    return otherwise if value is None else float(value)
+
+
+def _embedding_scale(module: Any, family: Family) -> float:
+    """Return the factor of embeddings, rounded as transformers rounds it."""
+    if family.embedding_scale:
+        return _setting(module.config, family.embedding_scale, 1.0)
+    table = module.model.embed_tokens
+    scale = getattr(table, "embed_scale", None)
+    return 1.0 if scale is None else float(scale.to(table.weight.dtype))
 
 
 @torch.no_grad()
@@ -123,7 +119,8 @@ def _head(module: Any, packer: Packer | None) -> tuple[Projection, PackedTable |
     packed = packer.pack(weight, [module.lm_head])
     if (table := table_of(packed, weight)) is not None:
         module.lm_head = in_place_of(module.lm_head, PackedRows(packed, slice(0, len(weight)), bias))
-        module.model.embed_tokens = PackedEmbedding(table)
+        scale = getattr(module.model.embed_tokens, "embed_scale", None)
+        module.model.embed_tokens = PackedEmbedding(table, 1.0 if scale is None else float(scale.to(weight.dtype)))
         return Projection(packed, bias), table
     whole = sum(each.nbytes for each in module.parameters())
     if weight.nbytes > TIED_HEAD_SHARE_MAX * whole and not packer.quantises:
@@ -131,46 +128,77 @@ def _head(module: Any, packer: Packer | None) -> tuple[Projection, PackedTable |
     return Projection(packed, bias), None
 
 
-def _fuse_layer(layer: Any, options: AttentionOptions, packer: Packer | None) -> FusedLayer:
-    attention, mlp = layer.self_attn, layer.mlp
+def _fuse_layer(
+    layer: Any, options: AttentionOptions, found: LayerParts, parts: DecoderParts, packer: Packer | None
+) -> FusedLayer:
+    family, attention, feed = parts.family, layer.self_attn, getattr(layer, parts.family.feed)
     head_size = attention.head_dim
-    has_norms = hasattr(attention, "q_norm")
+    heads = getattr(attention, family.output).in_features // head_size
+    projected = sum(getattr(attention, name).out_features for name in family.projected) // head_size
+    rotary = found.rotary
+    order = None
+    if family.interleaved and rotary is not None:
+        order = halves_of_pairs(2 * len(parts.rotary[rotary].frequencies), head_size)
     return FusedLayer(
         options=options,
-        rotates=bool(getattr(attention, "use_rope", True)),
-        heads=attention.q_proj.out_features // head_size,
-        kv_heads=attention.k_proj.out_features // head_size,
+        rotary=rotary,
+        heads=heads,
+        kv_heads=(projected - heads) // 2,
         head_size=head_size,
-        input_norm=layer.input_layernorm.weight,
-        projected=_join(attention, ("q_proj", "k_proj", "v_proj"), packer),
-        head_norms=(attention.q_norm.weight, attention.k_norm.weight) if has_norms else None,
-        output=_join(attention, ("o_proj",), packer),
-        inner_norm=layer.post_attention_layernorm.weight,
-        gate_up=_join(mlp, ("gate_proj", "up_proj"), packer),
-        down=_join(mlp, ("down_proj",), packer),
+        input_norm=found.input_norm,
+        projected=_join(attention, family.projected, packer, order),
+        head_norms=found.head_norms,
+        output=_join(attention, (family.output,), packer),
+        inner_norm=found.inner_norm,
+        feed=FeedForward(
+            gate_up=_join(feed, family.gate_up, packer),
+            down=_join(feed, (family.down,), packer),
+            activation=parts.activation,
+            is_gated=family.is_gated,
+        ),
+        attended_norm=found.attended_norm,
+        fed_norm=found.fed_norm,
+        residual_scale=parts.residual_scale,
+        is_parallel=family.is_parallel,
     )
 
 
 @torch.no_grad()
-def _join(owner: Any, names: Sequence[str], packer: Packer | None) -> Projection:
-    """Join the projections of these names into one; the parts become views of its rows."""
+def _join(owner: Any, names: Sequence[str], packer: Packer | None, order: torch.Tensor | None = None) -> Projection:
+    """Join the projections of these names into one; the parts become views of its rows.
+
+    order: the order of each head's rows in all but the last part.
+    """
     parts = [getattr(owner, name) for name in names]
+    reordered = [order is not None and part is not parts[-1] for part in parts]
+    rows_of = [
+        in_every_head(order, part.out_features) if order is not None and moved else None
+        for part, moved in zip(parts, reordered, strict=True)
+    ]
     weight, bias = parts[0].weight, parts[0].bias
     if len(parts) > 1:
-        weight = torch.cat([part.weight for part in parts])
-        bias = None if bias is None else torch.cat([part.bias for part in parts])
-    packed = None if packer is None else packer.pack(weight, parts)
+        weight = torch.cat([_in_order(part.weight, rows) for part, rows in zip(parts, rows_of, strict=True)])
+        if bias is not None:
+            bias = torch.cat([_in_order(part.bias, rows) for part, rows in zip(parts, rows_of, strict=True)])
+    packed = None if packer is None else packer.pack(weight, parts, is_reordered=any(reordered))
     first = 0
-    for name, part in zip(names, parts, strict=True):
+    for name, part, moved in zip(names, parts, rows_of, strict=True):
         rows = slice(first, first + part.out_features)
         first = rows.stop
+        part_bias = None if bias is None else bias[rows]
         if packed is not None:
-            setattr(owner, name, in_place_of(part, PackedRows(packed, rows, None if bias is None else bias[rows])))
+            setattr(owner, name, in_place_of(part, PackedRows(packed, rows, part_bias, moved)))
+        elif moved is not None:
+            setattr(owner, name, in_place_of(part, ReorderedRows(weight[rows], part_bias, moved)))
         elif len(parts) > 1:
             part.weight = torch.nn.Parameter(weight[rows], requires_grad=False)
             if bias is not None:
                 part.bias = torch.nn.Parameter(bias[rows], requires_grad=False)
     return Projection(weight if packed is None else packed, bias)
+
+
+def _in_order(tensor: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    return tensor if order is None else tensor[order.to(tensor.device)]
 
 
 def in_place_of(part: Any, other: torch.nn.Module) -> torch.nn.Module:

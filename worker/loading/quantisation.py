@@ -93,12 +93,13 @@ class Packer:
         """Whether packed weights have fewer bits."""
         return self._quantisation is not None
 
-    def pack(self, weight: torch.Tensor, parts: Sequence[Any]) -> torch.Tensor:
+    def pack(self, weight: torch.Tensor, parts: Sequence[Any], is_reordered: bool = False) -> torch.Tensor:
         """Pack a weight.
 
         Args:
             weight: The joined weight [n, k].
             parts: The Linears that it was joined from.
+            is_reordered: Whether the rows are in another order than those of the parts in the file.
 
         Returns:
             The packed weight.
@@ -111,9 +112,9 @@ class Packer:
             return operations.pack(weight)
         if quantisation.kind == "int8" or id(parts[0]) == self._head:
             return operations.quantise(weight, "int8")
-        found = [] if self._stored is None else [self._stored.of(part) for part in parts]
+        found = [] if self._stored is None or is_reordered else [self._stored.of(part) for part in parts]
         joined = [groups for groups in found if groups is not None]
-        if len(joined) == len(parts):
+        if joined and len(joined) == len(parts):
             return operations.quantise(weight, "int4", _joined(joined))
         return operations.quantise(weight, "int8" if quantisation.as_stored else "int4")
 

@@ -18,6 +18,7 @@ from kvforge.worker.device.targets import TARGETS
 from kvforge.worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, fused
 from kvforge.worker.kernels.exchange import DirectExchange
 from kvforge.worker.kernels.fused import FusedOperations
+from kvforge.worker.kernels.layer_weights import Norm
 from kvforge.worker.kernels.registry import KERNELS
 from tools.aot.compilation import Configuration
 from tools.aot.configurations import configurations_of
@@ -78,8 +79,14 @@ def operate(operations: FusedOperations, random: Random) -> None:
     places = torch.zeros(tokens, dtype=torch.int32)
     operations.project(normed, made(width, hidden), bias(width), angles, angles, cache, lambda: places)
     operations.head_norm(projected, made(head_size), made(head_size), heads, kv_heads, 1e-5)
+    plain, biased = Norm(weight, 1e-5), Norm(weight, 1e-5, bias=weight, offset=1.0, centred=True, rounds_first=False)
+    operations.norm(residual, random.choice((plain, biased)))
+    each = Norm(made(head_size), 1e-5, offset=1.0)
+    operations.norm_heads(projected, each, each, heads, kv_heads)
     addend = operations.linear_parts(made(tokens, heads * head_size), made(hidden, heads * head_size), bias(hidden))
     operations.add_norm(addend, residual, weight, 1e-5)
+    norms = [random.choice((plain, biased, None)) for _ in range(2)]
+    operations.combine(addend, residual, norms[0], random.choice((1.0, 0.5)), norms[1])
     gated = operations.gated(normed, made(2 * inner, hidden), bias(2 * inner))
     operations.add_norm(operations.linear_parts(gated, made(hidden, inner), bias(hidden)), residual, weight, 1e-5)
     operations.linear(normed, made(500, hidden), bias(500), torch.empty((tokens, 500)))

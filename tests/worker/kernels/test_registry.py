@@ -189,6 +189,8 @@ def serving(
 
 
 def model_of(kernel: Kernel) -> str:
+    if kernel.module == "kvforge.worker.kernels.combine":
+        return "gemma2"
     return "qwen3" if kernel.name == "head_norm_kernel" else "llama"
 
 

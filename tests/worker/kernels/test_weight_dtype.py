@@ -183,7 +183,7 @@ def test_groups_that_are_not_the_weight_are_not_taken(
         ("is not one of dtype, auto, int8, int4", {"weight_dtype": "int5"}),
         ("kernels = 'reference'", {"weight_dtype": "int8", "kernels": False}),
         ("float16 is not packed", {"weight_dtype": "int4", "dtype": "float16"}),
-        ("Gemma2ForCausalLM runs transformers' own", {"weight_dtype": "int8", "model_type": "gemma2", "head_dim": 16}),
+        ("StableLmForCausalLM runs transformers' own", {"weight_dtype": "int8", "model_type": "stablelm"}),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(

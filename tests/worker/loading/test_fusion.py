@@ -17,6 +17,7 @@ from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels import LayerOperations, PlainOperations
+from kvforge.worker.kernels.activations import SILU
 from kvforge.worker.loading import MODEL_CONFIGS, find_source, known_configs, read_config
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
@@ -45,8 +46,8 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3 without positions": ("smollm3", {"no_rope_layers": [1, 0]}),
 }
 NOT_FUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "another class": ("gemma", {"head_dim": 16}),
-    "another activation": ("llama", {"hidden_act": "gelu"}),
+    "another class": ("stablelm", {}),
+    "another activation": ("llama", {"hidden_act": "gelu_new"}),
     "frequencies that change": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, **ROTARY}}),
 }
 SCHEDULE = [[5, 1, 2], [30, 0, 7], [1, 0, 1], [5, 0, 13]]
@@ -107,8 +108,8 @@ def test_no_weight_is_held_twice(tiny: Callable[..., LoadedModel]) -> None:
     assert [each.weight.data_ptr() - start for each in (q, k, v)] == [0, 64 * size, 96 * size]
     assert layer.projected.bias is not None and q.bias.data_ptr() == layer.projected.bias.data_ptr()
     assert torch.equal(torch.cat((q.weight, k.weight, v.weight)), layer.projected.weight)
-    assert parts.mlp.gate_proj.weight.data_ptr() == layer.gate_up.weight.data_ptr()
-    assert parts.mlp.down_proj.weight.data_ptr() == layer.down.weight.data_ptr()
+    assert parts.mlp.gate_proj.weight.data_ptr() == layer.feed.gate_up.weight.data_ptr()
+    assert parts.mlp.down_proj.weight.data_ptr() == layer.feed.down.weight.data_ptr()
     assert "model.layers.1.self_attn.k_proj.bias" in model.module.state_dict()
 
 
@@ -165,8 +166,8 @@ def test_layers_that_differ_are_left_alone(
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_self_test_names_the_kernel(model_type: str, tiny: Callable[..., LoadedModel]) -> None:
     class Wrong(FusedOperations):
-        def gated(self, x: Any, weight: Any, bias: Any = None) -> torch.Tensor:
-            output = super().gated(x, weight, bias)
+        def gated(self, x: Any, weight: Any, bias: Any = None, activation: Any = SILU) -> torch.Tensor:
+            output = super().gated(x, weight, bias, activation)
             output[-1, -1] += 0.01 * output.abs().max()
             return output
 

@@ -28,6 +28,12 @@ from tests.worker.loading.test_architectures import ARCHITECTURES
 FUSED = ("llama", "llama MQA", "llama yarn", "qwen2", "qwen2 windows", "qwen3", "mistral", "smollm3 without positions")
 
 
+@pytest.fixture(autouse=True)
+def _undescribed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run every family through transformers, as those without a description are."""
+    monkeypatch.setattr("kvforge.worker.loading.parts.family_of", lambda _module: None)
+
+
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in FUSED])
 def test_every_architecture_is_steady(name: str, tiny: Callable[..., LoadedModel]) -> None:
     """All architectures that transformers runs."""

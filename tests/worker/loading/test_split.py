@@ -41,7 +41,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2": {},  # norms over all heads
     "odd": {"vocab_size": 255},  # a head that two ranks cannot divide
 }
-FUSED = ("llama", "qwen2", "qwen3", "odd")
+FUSED = ("llama", "qwen2", "qwen3", "gemma2", "odd")  # by several ranks
+FUSED_ALONE = (*FUSED, "phi3", "olmo2")
 NO_INT8 = quantising_problem(open_device("cpu"), torch.float32, "int8")
 ON_GPUS = ("llama", "qwen2", "phi3", "mixtral", "odd")  # where GPUs differ from CPUs: each way to exchange
 
@@ -103,7 +104,8 @@ def test_two_ranks_say_what_one_says(
     assert [[token for token, _ in each] for each in first["said"]] == [
         [token for token, _ in each] for each in alone["said"]
     ]
-    assert first["fused"] == second["fused"] == alone["fused"] == (kind in FUSED)
+    assert first["fused"] == second["fused"] == (kind in FUSED)
+    assert alone["fused"] == (kind in FUSED_ALONE)
     assert first["determinism"] == alone["determinism"]
     assert first["fingerprint"] == second["fingerprint"] != alone["fingerprint"]
 
@@ -128,7 +130,8 @@ def test_two_gpus_say_what_one_says(
     assert [[token for token, _ in each] for each in first["said"]] == [
         [token for token, _ in each] for each in alone["said"]
     ]
-    assert first["fused"] == second["fused"] == alone["fused"] == (kind in FUSED)
+    assert first["fused"] == second["fused"] == (kind in FUSED)
+    assert alone["fused"] == (kind in FUSED_ALONE)
     assert ("each other's memory" in first["ranks"]) == (kind in FUSED), first["ranks"]
 
 

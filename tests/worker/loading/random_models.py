@@ -1,0 +1,86 @@
+"""Random checkpoints of tiny models: every weight, norm and bias matters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.worker.conftest import TINY
+
+LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6}
+HEADS = {"head_dim": 16}
+
+# Configurations of every described family, with each of its features on.
+DESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
+    "apertus": ("apertus", {"hidden_act": "relu2"}),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+    "cohere2": ("cohere2", {**HEADS, **LAYERS, "logit_scale": 0.25}),
+    "ernie4_5": ("ernie4_5", {**HEADS, "use_bias": True}),
+    "exaone4": ("exaone4", {**HEADS, **LAYERS}),
+    "gemma": ("gemma", {**HEADS, "hidden_activation": "gelu_pytorch_tanh"}),
+    "gemma2": (
+        "gemma2",
+        {
+            **HEADS,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": ("gemma3_text", {**HEADS, **LAYERS, "query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0}),
+    "glm": ("glm", {**HEADS, "partial_rotary_factor": 0.5, "attention_bias": True}),
+    "glm4": ("glm4", {**HEADS, "partial_rotary_factor": 0.5, "attention_bias": True}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 4.0,
+            "attention_multiplier": 0.3,
+            "attention_bias": True,
+        },
+    ),
+    "hunyuan": ("hunyuan_v1_dense", HEADS),
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama with gelu": ("llama", {"hidden_act": "gelu"}),
+    "mistral": ("mistral", {"sliding_window": 6}),
+    "nemotron": ("nemotron", {"partial_rotary_factor": 0.5}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", LAYERS),
+    "phi3": ("phi3", {"partial_rotary_factor": 0.5}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", HEADS),
+    "seed_oss": ("seed_oss", {**HEADS, "attention_bias": True, "attention_out_bias": True}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "starcoder2": ("starcoder2", {"use_bias": True}),
+}
+
+
+@torch.no_grad()
+def save(folder: Path, model_type: str, fields: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
+    """Write a checkpoint of three layers with random weights.
+
+    Args:
+        folder: Where to write; created.
+        model_type: transformers' name of the family.
+        fields: Settings that differ from `TINY`.
+        dtype: Dtype of the weights.
+
+    Returns:
+        The folder.
+    """
+    config = transformers.AutoConfig.for_model(model_type, **{**TINY, "num_hidden_layers": 3, **fields})
+    module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in module.named_parameters():
+        numbers = torch.empty(weight.shape).normal_(generator=generator)
+        if "norm" in name:
+            weight.add_(0.3 * numbers)
+        else:
+            weight.copy_(numbers * (0.5 if weight.dim() == 1 else 1.3 * weight.shape[-1] ** -0.5))
+    module.save_pretrained(folder)
+    return folder

@@ -1,0 +1,169 @@
+"""Declared families: the described decoder computes transformers' layers, and a wrong declaration is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvforge.worker.device.device import Device
+from kvforge.worker.kernels.activations import Activation
+from kvforge.worker.loading import families, fusion, parts
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
+
+from .random_models import DESCRIBED, save
+
+triton = pytest.importorskip("triton")
+
+from triton import knobs  # noqa: E402
+
+from kvforge.worker.kernels.fused import FusedOperations  # noqa: E402 - it imports triton
+from kvforge.worker.kernels.selftest import self_test  # noqa: E402
+
+SCHEDULE = [[5, 1, 2], [20, 0, 7], [1, 0, 1], [2, 0, 3]]
+LENGTHS = (28, 1, 13)
+ROUNDING = 2e-5  # of the largest logit, in float32
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, cpu: Device) -> Callable[..., LoadedModel]:
+    """loaded(name, kernels=False, dtype="float32") -> a described model with random weights."""
+
+    def load(name: str, kernels: bool = False, dtype: str = "float32") -> LoadedModel:
+        folder = tmp_path / name.replace(" ", "_")
+        if not folder.exists():
+            save(folder, *DESCRIBED[name], getattr(torch, dtype))
+        return load_model(folder, device=replace(cpu, kernels=kernels), block_size=4, dtype=dtype)
+
+    return load
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+@torch.inference_mode()
+def test_a_described_decoder_computes_transformers_layers(
+    name: str, loaded: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
+) -> None:
+    model, packed = loaded(name), loaded(name, kernels=True)
+    assert model.fused is not None and packed.fused is not None
+    others = [model, packed, replace(packed, fused=None)]
+    if knobs.runtime.interpret:
+        triton_operations = FusedOperations(model.device)
+        others.append(replace(model, fused=replace(model.fused, operations=triton_operations)))
+        self_test(others[-1].fused, model.device)  # type: ignore[arg-type]
+    rng = np.random.default_rng(3)
+    sequences = [rng.integers(0, model.vocab_size, count) for count in LENGTHS]
+    wanted = paged_logits(replace(model, fused=None), sequences, SCHEDULE)
+    scale = max(float(want.abs().max()) for want in wanted)
+    for other in others:
+        for got, want in zip(paged_logits(other, sequences, SCHEDULE), wanted, strict=True):
+            assert float((got - want).abs().max()) <= ROUNDING * scale
+    assert packed.info.determinism == "batch-invariant"
+
+
+def _other_activation(found: parts.DecoderParts) -> parts.DecoderParts:
+    return replace(found, activation=Activation("relu"))
+
+
+def _unscaled(found: parts.DecoderParts) -> parts.DecoderParts:
+    return replace(found, residual_scale=1.0)
+
+
+def _norms(**changes: Any) -> Callable[[parts.DecoderParts], parts.DecoderParts]:
+    def change(found: parts.DecoderParts) -> parts.DecoderParts:
+        changed = [
+            replace(layer, input_norm=None if layer.input_norm is None else replace(layer.input_norm, **changes))
+            for layer in found.layers
+        ]
+        return replace(found, layers=tuple(changed))
+
+    return change
+
+
+def _unrotated(found: parts.DecoderParts) -> parts.DecoderParts:
+    return replace(found, layers=tuple(replace(layer, rotary=None) for layer in found.layers))
+
+
+def _one_table(found: parts.DecoderParts) -> parts.DecoderParts:
+    return replace(found, layers=tuple(replace(layer, rotary=0) for layer in found.layers))
+
+
+def _family(**changes: Any) -> Callable[[parts.DecoderParts], parts.DecoderParts]:
+    def change(found: parts.DecoderParts) -> parts.DecoderParts:
+        return replace(found, family=replace(found.family, **changes))
+
+    return change
+
+
+def _without(name: str) -> Callable[[parts.DecoderParts], parts.DecoderParts]:
+    def change(found: parts.DecoderParts) -> parts.DecoderParts:
+        return replace(found, layers=tuple(replace(layer, **{name: None}) for layer in found.layers))
+
+    return change
+
+
+# One changed part of each kind: family, change.
+PLANTED: dict[str, tuple[str, Callable[[parts.DecoderParts], parts.DecoderParts]]] = {
+    "another activation": ("llama", _other_activation),
+    "no factor of residuals": ("granite", _unscaled),
+    "no factor of embeddings": ("granite", _family(embedding_scale="")),
+    "no divisor of logits": ("granite", _family(logit_divisor="")),
+    "no factor of logits": ("cohere2", _family(logit_scale="")),
+    "no cap of logits": ("gemma2", _family(logit_softcap="")),
+    "no offset of a norm": ("gemma2", _norms(offset=0.0)),
+    "a norm that is not centred": ("cohere2", _norms(centred=False)),
+    "no bias of a norm": ("starcoder2", _norms(bias=None)),
+    "no norm of attention's result": ("gemma2", _without("attended_norm")),
+    "no norm of the feed-forward block's result": ("olmo2", _without("fed_norm")),
+    "no norm before the feed-forward block": ("llama", _without("inner_norm")),
+    "no norms of heads": ("qwen3", _without("head_norms")),
+    "norms of heads before the rotation": ("hunyuan", _family(norms_after_rotation=False)),
+    "no rotation": ("llama", _unrotated),
+    "rotation in every layer": ("cohere2", _one_table),
+    "one rotary table": ("gemma3", _one_table),
+    "halves for neighbours": ("glm4", _family(interleaved=False)),
+    "blocks in series": ("cohere2", _family(is_parallel=False)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_wrong_part_is_caught_at_load(
+    what: str,
+    dtype: str,
+    loaded: Callable[..., LoadedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name, change = PLANTED[what]
+    find = parts.parts_of
+
+    def planted(module: Any) -> parts.DecoderParts | None:
+        found = find(module)
+        assert found is not None
+        changed = change(found)
+        if changed.family.norms_after_rotation != found.family.norms_after_rotation:
+            layers = [replace(each, head_norms=replace(each.head_norms, after_rotation=False)) for each in found.layers]  # type: ignore[type-var]
+            changed = replace(changed, layers=tuple(layers))
+        assert changed != found
+        return changed
+
+    assert loaded(name, dtype=dtype).fused is not None
+    monkeypatch.setattr(fusion, "parts_of", planted)
+    assert loaded(name, dtype=dtype).fused is None
+    assert "running its layers one operation at a time" in caplog.text
+
+
+def test_a_name_that_is_missing_leaves_the_model_to_transformers(
+    loaded: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "worker")
+    changed = replace(families.FAMILIES["qwen3.Qwen3ForCausalLM"], inner_norm="second_norm")
+    monkeypatch.setitem(families.FAMILIES, "qwen3.Qwen3ForCausalLM", changed)
+    assert loaded("qwen3").fused is None
+    assert "Qwen3ForCausalLM runs through transformers" in caplog.text and "second_norm" in caplog.text

@@ -1,0 +1,145 @@
+"""Where transformers keeps the parts of a decoder: one declaration for each family.
+
+A declaration names modules and settings; `fusion` builds the decoder from it. Norms and biases are found by themselves.
+A wrong or incomplete declaration is caught at load: the logits are compared with those of transformers' own layers
+(`verification`), and the model then runs through these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+def _always(_attention: Any) -> bool:
+    return True
+
+
+def _used(attention: Any) -> bool:
+    return bool(attention.use_rope)
+
+
+def _in_windows(attention: Any) -> bool:
+    return attention.sliding_window is not None
+
+
+def _in_windows_of_hybrids(attention: Any) -> bool:
+    return attention.sliding_window is None or bool(attention.is_sliding)
+
+
+@dataclass(frozen=True)
+class Family:
+    """The names of one family's parts. The defaults are Llama's.
+
+    Attributes:
+        input_norm: Norm before attention; "": none.
+        attended_norm: Norm of the result of attention; "": none.
+        inner_norm: Norm before the feed-forward block; "": none.
+        fed_norm: Norm of its result; "": none.
+        projected: Projections to Q, K and V in order, or the joined one.
+        output: Projection of the heads' results.
+        head_norms: Norms of Q and K; both may be missing in a model.
+        norms_after_rotation: Whether these follow the rotary embedding.
+        rotates: Whether an attention module rotates Q and K.
+        interleaved: Whether the rotary embedding pairs neighbours (numbers 2i and 2i + 1), not halves.
+        feed: The feed-forward module of a layer.
+        gate_up: Its projections to gate and up in order, or the joined one; without a gate, one name.
+        is_gated: Whether there is a gate.
+        down: Its last projection.
+        activation: Setting that names the activation.
+        is_parallel: Whether attention and feed-forward read the same norm.
+        embedding_scale: Setting with the factor of embeddings; "": that of the embedding module, or none.
+        residual_scale: Setting with the factor of both results; "": none.
+        logit_scale: Setting with the factor of logits; "": none.
+        logit_divisor: Setting with the divisor of logits; "": none.
+        logit_softcap: Setting with the cap of logits; "": none.
+    """
+
+    input_norm: str = "input_layernorm"
+    attended_norm: str = ""
+    inner_norm: str = "post_attention_layernorm"
+    fed_norm: str = ""
+    projected: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    output: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    norms_after_rotation: bool = False
+    rotates: Callable[[Any], bool] = _always
+    interleaved: bool = False
+    feed: str = "mlp"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    is_gated: bool = True
+    down: str = "down_proj"
+    activation: str = "hidden_act"
+    is_parallel: bool = False
+    embedding_scale: str = ""
+    residual_scale: str = ""
+    logit_scale: str = ""
+    logit_divisor: str = ""
+    logit_softcap: str = ""
+
+
+LLAMA = Family()
+_OLMO2 = Family(
+    input_norm="",
+    attended_norm="post_attention_layernorm",
+    inner_norm="",
+    fed_norm="post_feedforward_layernorm",
+)
+_GEMMA2 = Family(
+    attended_norm="post_attention_layernorm",
+    inner_norm="pre_feedforward_layernorm",
+    fed_norm="post_feedforward_layernorm",
+    activation="hidden_activation",
+    logit_softcap="final_logit_softcapping",
+)
+_PHI3 = Family(projected=("qkv_proj",), gate_up=("gate_up_proj",))
+_HUNYUAN = Family(head_norms=("query_layernorm", "key_layernorm"), norms_after_rotation=True)
+
+# By the folder in transformers.models and the class of the model.
+FAMILIES = {
+    "apertus.ApertusForCausalLM": Family(
+        input_norm="attention_layernorm", inner_norm="feedforward_layernorm", gate_up=("up_proj",), is_gated=False
+    ),
+    "cohere.CohereForCausalLM": Family(inner_norm="", interleaved=True, is_parallel=True, logit_scale="logit_scale"),
+    "cohere2.Cohere2ForCausalLM": Family(
+        inner_norm="", rotates=_in_windows, interleaved=True, is_parallel=True, logit_scale="logit_scale"
+    ),
+    "ernie4_5.Ernie4_5ForCausalLM": Family(interleaved=True),
+    "exaone4.Exaone4ForCausalLM": replace(_OLMO2, rotates=_in_windows_of_hybrids),
+    "gemma.GemmaForCausalLM": Family(),
+    "gemma2.Gemma2ForCausalLM": _GEMMA2,
+    "gemma3.Gemma3ForCausalLM": _GEMMA2,
+    "glm.GlmForCausalLM": Family(gate_up=("gate_up_proj",), interleaved=True),
+    "glm4.Glm4ForCausalLM": Family(
+        attended_norm="post_self_attn_layernorm",
+        fed_norm="post_mlp_layernorm",
+        gate_up=("gate_up_proj",),
+        interleaved=True,
+    ),
+    "granite.GraniteForCausalLM": Family(
+        embedding_scale="embedding_multiplier", residual_scale="residual_multiplier", logit_divisor="logits_scaling"
+    ),
+    "hunyuan_v1_dense.HunYuanDenseV1ForCausalLM": _HUNYUAN,
+    "llama.LlamaForCausalLM": LLAMA,
+    "mistral.MistralForCausalLM": LLAMA,
+    "nemotron.NemotronForCausalLM": Family(gate_up=("up_proj",), is_gated=False),
+    "olmo2.Olmo2ForCausalLM": _OLMO2,
+    "olmo3.Olmo3ForCausalLM": _OLMO2,
+    "phi3.Phi3ForCausalLM": _PHI3,
+    "qwen2.Qwen2ForCausalLM": LLAMA,
+    "qwen3.Qwen3ForCausalLM": LLAMA,
+    "qwen3_vl.Qwen3VLTextForCausalLM": LLAMA,
+    "seed_oss.SeedOssForCausalLM": LLAMA,
+    "smollm3.SmolLM3ForCausalLM": Family(rotates=_used),
+    "starcoder2.Starcoder2ForCausalLM": Family(gate_up=("c_fc",), is_gated=False, down="c_proj"),
+}
+
+
+def family_of(module: Any) -> Family | None:
+    """Return the declaration of a transformers model's class; None if there is none."""
+    kind = type(module)
+    parts = kind.__module__.split(".")
+    if parts[:2] != ["transformers", "models"]:
+        return None
+    return FAMILIES.get(f"{parts[2]}.{kind.__qualname__}")

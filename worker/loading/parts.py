@@ -1,0 +1,158 @@
+"""Finds the parts of a transformers model that `fusion` builds a decoder from, or why it has none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvforge.worker.device.target import HEAD_UNIT
+from kvforge.worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX
+from kvforge.worker.kernels.activations import NAMES, Activation
+from kvforge.worker.kernels.layer_weights import HeadNorms, Norm, RotaryTable
+
+from .families import Family, family_of
+from .norms import norm_of
+from .reordered import ReorderedRows
+from .rope import STATIC_ROPE
+
+log = logging.getLogger("worker")
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """The small parts of one layer; see `FusedLayer`. The projections are in its modules."""
+
+    rotary: int | None
+    input_norm: Norm | None
+    head_norms: HeadNorms | None
+    attended_norm: Norm | None
+    inner_norm: Norm | None
+    fed_norm: Norm | None
+
+
+@dataclass(frozen=True)
+class DecoderParts:
+    """The small parts of a decoder; see `FusedDecoder`."""
+
+    family: Family
+    layers: tuple[LayerParts, ...]
+    final_norm: Norm
+    rotary: tuple[RotaryTable, ...]
+    activation: Activation
+    residual_scale: float
+    head_size: int
+
+    @property
+    def can_be_split(self) -> bool:
+        """Whether ranks share layers by heads and inner columns: no projection or norm covers those of several ranks.
+
+        transformers cuts a joined projection elsewhere, and gathers its output.
+        """
+        family = self.family
+        norms = [layer.head_norms.query for layer in self.layers if layer.head_norms is not None]
+        is_joined = len(family.projected) < 3 or len(family.gate_up) < 1 + family.is_gated
+        return not is_joined and all(len(norm.weight) == self.head_size for norm in norms)
+
+
+class _NotDescribedError(Exception):
+    """A part that no description covers; the message names it."""
+
+
+def parts_of(module: Any) -> DecoderParts | None:
+    """Find the parts of a transformers model.
+
+    Args:
+        module: The model, with its weights.
+
+    Returns:
+        Its parts; None if its class is not declared, or a part cannot be described.
+    """
+    family = family_of(module)
+    if family is None:
+        return None
+    try:
+        return _parts(module, family)
+    except (_NotDescribedError, AttributeError) as error:
+        log.info("%s runs through transformers: %s", type(module).__name__, error)
+        return None
+
+
+def _parts(module: Any, family: Family) -> DecoderParts:
+    decoder, config = module.model, module.config
+    name = getattr(config, family.activation, None) or getattr(config, "hidden_act", None)
+    if name not in NAMES:
+        raise _NotDescribedError(f"its activation is {name!r}")
+    if config.hidden_size > HIDDEN_MAX or config.hidden_size % HEAD_UNIT:
+        raise _NotDescribedError(f"its hidden size is {config.hidden_size}")
+    _check_linears(module)
+    tables, of_kind = _rotary_tables(decoder.rotary_emb)
+    return DecoderParts(
+        family=family,
+        layers=tuple(_layer(layer, family, of_kind) for layer in decoder.layers),
+        final_norm=_norm(decoder, "norm"),
+        rotary=tables,
+        activation=Activation(NAMES[name]),
+        head_size=int(decoder.layers[0].self_attn.head_dim),
+        residual_scale=float(getattr(config, family.residual_scale)) if family.residual_scale else 1.0,
+    )
+
+
+def _check_linears(module: Any) -> None:
+    """Check that the module's products are plain, not replaced by quantised ones for example."""
+    linears = [part for part in module.modules() if hasattr(part, "in_features")]
+    if odd := next((part for part in linears if type(part) not in (torch.nn.Linear, ReorderedRows)), None):
+        raise _NotDescribedError(f"it has a {type(odd).__name__}")
+    dtypes = {weight.dtype for weight in module.parameters()}
+    if len(dtypes) > 1:
+        raise _NotDescribedError(f"its weights have several dtypes: {', '.join(sorted(map(str, dtypes)))}")
+
+
+def _rotary_tables(rotary: Any) -> tuple[tuple[RotaryTable, ...], dict[str, int]]:
+    """Return the tables, and the index of the table for each kind of layer ("": all layers)."""
+    tables: list[RotaryTable] = []
+    of_kind: dict[str, int] = {}
+    for kind, rope_type in _rope_types(rotary):
+        if rope_type not in STATIC_ROPE:
+            raise _NotDescribedError(f"its rotary embedding ({rope_type}) changes with the length")
+        prefix = f"{kind}_" if kind else ""
+        frequencies = getattr(rotary, f"{prefix}inv_freq")
+        of_kind[kind] = len(tables)
+        tables.append(RotaryTable(frequencies.float(), float(getattr(rotary, f"{prefix}attention_scaling"))))
+    return tuple(tables), of_kind
+
+
+def _rope_types(rotary: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(rotary.rope_type, dict):
+        yield from rotary.rope_type.items()
+    else:
+        yield "", rotary.rope_type
+
+
+def _layer(layer: Any, family: Family, of_kind: dict[str, int]) -> LayerParts:
+    attention = layer.self_attn
+    if attention.head_dim > HEAD_SIZE_MAX or attention.head_dim % 2:
+        raise _NotDescribedError(f"its head size is {attention.head_dim}")
+    kind = "" if "" in of_kind else str(getattr(attention, "layer_type", None) or attention.attention_type)
+    query, key = family.head_norms
+    norms = None
+    if getattr(attention, query, None) is not None:
+        norms = HeadNorms(_norm(attention, query), _norm(attention, key), family.norms_after_rotation)
+    return LayerParts(
+        rotary=of_kind[kind] if family.rotates(attention) else None,
+        head_norms=norms,
+        **{
+            name: _norm(layer, getattr(family, name)) if getattr(family, name) else None
+            for name in ("input_norm", "attended_norm", "inner_norm", "fed_norm")
+        },
+    )
+
+
+def _norm(owner: Any, name: str) -> Norm:
+    norm = norm_of(getattr(owner, name))
+    if norm is None:
+        raise _NotDescribedError(f"its {name} is a norm of another kind")
+    return norm
