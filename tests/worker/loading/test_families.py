@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvforge.worker.device.device import Device
+from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels.activations import Activation
 from kvforge.worker.loading import families, fusion, parts
 from kvforge.worker.loading.load import load_model
@@ -167,3 +167,15 @@ def test_a_name_that_is_missing_leaves_the_model_to_transformers(
     monkeypatch.setitem(families.FAMILIES, "qwen3.Qwen3ForCausalLM", changed)
     assert loaded("qwen3").fused is None
     assert "Qwen3ForCausalLM runs through transformers" in caplog.text and "second_norm" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_a_described_decoder_serves_on_a_gpu(name: str, dtype: str, tmp_path: Path) -> None:
+    """Loading compares its logits with transformers' own, and its rows with other numbers of rows."""
+    folder = save(tmp_path / "model", *DESCRIBED[name], getattr(torch, dtype))
+    model = load_model(folder, device=open_device("cuda"), block_size=16, dtype=dtype)
+    assert model.fused is not None
+    assert model.info.determinism == "batch-invariant"

@@ -1,0 +1,107 @@
+"""Decode steps of described families on a GPU, beside the floor of the memory.
+
+    python -m benchmarks.gpu_families [--models llama-3.1-8b,granite-3.3-8b,...] [--batches 1,16,64,256]
+        [--context 1024] [--json FILE]
+
+Dummy weights of known shapes in bfloat16; each time is of a replay of the step's graph in one process, without
+coordinator and sampling (`gpu_step` has these). floor = the larger of weight bytes over the read bandwidth and weight
+operations over the matrix rate, plus K and V over the read bandwidth. Both rates are measured in the same run. Weights
+are those of products; an embedding that is not the head is not read. A mixture of experts reads the distinct experts
+that its tokens choose, counted as they are for even chances. Layers with windows read their windows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from typing import Any
+
+import torch
+
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.probe import bound_options
+
+from .gpu_layers import BLOCK_SIZE, measure_step
+from .gpu_roof import Roof, measure_roof
+from .report import report
+
+MODELS = "llama-3.1-8b,granite-3.3-8b,olmo-2-7b,phi-3-mini,gemma-3-12b"
+
+
+def weights_read(model: LoadedModel, rows: int) -> tuple[float, float]:
+    """Return the numbers of weights that a step reads, and those that each row multiplies with."""
+    config = model.module.config.get_text_config(decoder=True)
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
+    chosen = getattr(config, "num_experts_per_tok", 0) or 0
+    table = model.module.get_input_embeddings().weight
+    is_tied = table is model.module.get_output_embeddings().weight
+    read = used = 0.0
+    for name, weight in model.module.named_parameters():
+        if weight is table and not is_tied:
+            continue
+        if ".experts." in name and weight.dim() >= 2:
+            read += weight.numel() * (1 - (1 - chosen / experts) ** rows)
+            used += weight.numel() * chosen / experts
+        else:
+            read += weight.numel()
+            used += weight.numel()
+    return read, used
+
+
+def floor_us(model: LoadedModel, roof: Roof, rows: int, context: int) -> float:
+    """Return the least time of a step."""
+    read, used = weights_read(model, rows)
+    kv = 0.0
+    for layer, options in zip(model.geometry.layers, bound_options(model.module), strict=True):
+        seen = min(context, options.window) if options.window else context
+        kv += rows * seen * 2 * layer.kv_heads * layer.head_size * model.dtype.itemsize
+    weights_s = max(read * model.dtype.itemsize / roof.read_bytes, 2 * rows * used / roof.flops)
+    return (weights_s + kv / roof.read_bytes) * 1e6
+
+
+def measure(name: str, device: Device, roof: Roof, batches: list[int], context: int) -> list[dict[str, Any]]:
+    """Measure one model."""
+    began = time.monotonic()
+    model = load_model(name, load_format="dummy", dtype="bfloat16", device=device, block_size=BLOCK_SIZE)
+    loaded_s = time.monotonic() - began
+    found = []
+    for rows in batches if model.fused is not None else []:
+        assert model.fused is not None
+        with torch.inference_mode():
+            us, least_us = measure_step(model, model.fused, rows, context), floor_us(model, roof, rows, context)
+        found.append({"model": name, "batch": rows, "us": us, "floor_us": least_us, "load_s": loaded_s})
+    determinism = model.info.determinism
+    print(f"{name}: loaded in {loaded_s:.1f} s, fused: {model.fused is not None}, {determinism}", flush=True)
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=MODELS)
+    parser.add_argument("--batches", default="1,16,64,256")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    device = open_device(arguments.device)
+    roof = measure_roof(device)
+    results: list[dict[str, Any]] = []
+    for name in arguments.models.split(","):
+        results += measure(name, device, roof, [int(each) for each in arguments.batches.split(",")], arguments.context)
+        gc.collect()
+        device.release_cached()
+    rows = [
+        [f"{each['model']} {each['batch']}", f"{each['us'] / 1e3:.2f}", f"{each['floor_us'] / each['us']:.0%}"]
+        for each in results
+    ]
+    title = f"context {arguments.context}, {device.name}: {roof}; ms of a graph's replay"
+    document = {"device": device.name, "read_bytes_s": roof.read_bytes, "flops_s": roof.flops, "measured": results}
+    report(title, ["model, batch", "ms", "share of the floor"], rows, document, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
