@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
@@ -70,8 +71,12 @@ def measure(name: str, device: Device, roof: Roof, batches: list[int], context: 
     found = []
     for rows in batches if model.fused is not None else []:
         assert model.fused is not None
-        with torch.inference_mode():
-            us, least_us = measure_step(model, model.fused, rows, context), floor_us(model, roof, rows, context)
+        try:
+            with torch.inference_mode():
+                us, least_us = measure_step(model, model.fused, rows, context), floor_us(model, roof, rows, context)
+        except InvalidConfiguration as error:  # its K and V do not fit
+            print(f"{name}, {rows} rows: {error.message}", flush=True)
+            continue
         found.append({"model": name, "batch": rows, "us": us, "floor_us": least_us, "load_s": loaded_s})
     determinism = model.info.determinism
     print(f"{name}: loaded in {loaded_s:.1f} s, fused: {model.fused is not None}, {determinism}", flush=True)

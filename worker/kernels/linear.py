@@ -22,6 +22,7 @@ from kvforge.worker.device.target import Target
 MEASURED = "sm_90"  # tuned on an H200 with the shapes of Llama-3.1-8B: see benchmarks/gpu_layers.py
 MEASURED_TOKENS_MAX = 64  # for more, torch's library is as fast or faster there
 OTHER_TOKENS_MAX = 16  # on devices that were not measured
+ALIGNED = 8  # numbers of 16 bits that the library loads or stores at a time
 FEW = 64  # up to this many results per token, the library's order of sums varies with the token count
 PARTS_MAX, OTHER_PARTS_MAX = 64, 4  # each number of parts compiles the norm that adds them
 STEPS_MIN = 8  # steps of a part, to amortise its start and end
@@ -252,8 +253,9 @@ def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool
     measured = target.name == MEASURED
     if target.backend == "cuda" and not target.matrix:
         return None  # the library has matrix instructions there, the compiler does not
-    if target.steady and n <= FEW and not gated:
-        tokens = min(tokens, MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX)  # one block: never use the library
+    # The library has other kernels for few results and for rows that are not aligned, by the number of tokens.
+    if target.steady and not gated and (n <= FEW or n % ALIGNED or k % ALIGNED):
+        tokens = min(tokens, MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX)
     if tokens > (MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX):
         return None
     if gated and (n % 64 or k % 128):

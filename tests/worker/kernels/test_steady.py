@@ -59,7 +59,7 @@ def test_few_results_of_a_token_are_never_the_librarys(name: str) -> None:
     """The library has another kernel for each row count there, and a gate of one number gives a trial too little
     data."""
     target = replace(TARGETS[name], steady=True)
-    for n in (1, 8, FEW):
+    for n in (1, 8, FEW, 49159):
         tiles = [choose_tiles(rows, n, 1024, target, divisible=False, gated=False) for rows in (1, 17, 431, 4096)]
         assert all(tiles) == bool(target.matrix or target.backend != "cuda")
         assert choose_tiles(4096, n, 1024, TARGETS[name], divisible=False, gated=False) is None
@@ -87,11 +87,11 @@ def test_where_no_kernel_is_ours_few_results_are_made_of_as_many_rows_each(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("n", [1, 8, 60])
+@pytest.mark.parametrize("n", [1, 8, 60, 4999])
 def test_few_results_have_the_same_bits_among_any_number_of_rows_on_a_gpu(n: int, dtype: torch.dtype) -> None:
     operations = choose_operations(open_device("auto"), dtype)
     torch.manual_seed(n)
-    for _ in range(300 // n):
+    for _ in range(300 // n + 1):
         x, weight = torch.randn((700, 1024), device="cuda").to(dtype), torch.randn((n, 1024), device="cuda").to(dtype)
         whole = operations.linear(x, weight)
         for count in range(1, 700, 31):
