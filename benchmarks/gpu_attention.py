@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import importlib.metadata
+from dataclasses import dataclass
 
 import torch
 
 from kvforge.worker.attention.quantised import is_quantised, quantise
 
-HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16  # of Llama-3.1-8B
-SCALING = HEAD_SIZE**-0.5
+BLOCK_SIZE = 16
 SPLIT = 4096  # blocks quantised at a time: float32 copies of all blocks would be large
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Query heads, K and V heads, and numbers of a head of one layer."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+
+    @property
+    def scaling(self) -> float:
+        """Factor of q.k."""
+        return float(self.head_size**-0.5)
+
+
+LLAMA = Shape(32, 8, 128)  # Llama-3.1-8B
 
 
 def stored(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -17,6 +17,7 @@ a few rows, relative to the greatest number of the result.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.target import Target
 from kvforge.worker.device.targets import current_target
 
-from .gpu_attention import BLOCK_SIZE, HEAD_SIZE, HEADS, KV_HEADS, SCALING, flashinfer_version, stored
+from .gpu_attention import BLOCK_SIZE, LLAMA, Shape, flashinfer_version, stored
 from .gpu_roof import read_bandwidth
 from .gpu_timing import Call, captured_in_turn, medians_us
 from .report import report
@@ -66,34 +67,37 @@ class Setup:
     query: torch.Tensor
     tables: torch.Tensor
     indices: torch.Tensor
+    shape: Shape = LLAMA
 
     @property
     def bytes_read(self) -> int:
         layer = self.pools[0]
         scales = 0 if layer.key_scales is None else 4
-        return int(self.lengths.sum()) * KV_HEADS * 2 * (HEAD_SIZE * layer.keys.itemsize + scales)
+        return int(self.lengths.sum()) * self.shape.kv_heads * 2 * (self.shape.head_size * layer.keys.itemsize + scales)
 
     @classmethod
-    def make(cls, lengths: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device) -> Setup:
+    def make(
+        cls, lengths: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device, shape: Shape = LLAMA
+    ) -> Setup:
         needed = -(-lengths // BLOCK_SIZE)
         blocks = int(needed.sum())
         generator = torch.Generator(device).manual_seed(blocks)
         indices = torch.randperm(blocks, generator=generator, device=device, dtype=torch.int32)
         tables = np.zeros((len(lengths), int(needed.max())), np.int32)
         tables[np.arange(tables.shape[1]) < needed[:, None]] = indices.cpu().numpy()
-        shape = (blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
-        bytes_of_pool = 2 * blocks * BLOCK_SIZE * KV_HEADS * HEAD_SIZE * dtype.itemsize
+        pool_shape = (blocks, BLOCK_SIZE, shape.kv_heads, shape.head_size)
+        bytes_of_pool = 2 * math.prod(pool_shape) * dtype.itemsize
         pools = []
         for _ in range(max(2, -(-POOLS_BYTES_MIN // bytes_of_pool))):
             halves = []
             for _ in "kv":
-                numbers = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+                numbers = torch.empty(pool_shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
                 halves.append(stored(numbers, dtype))
             (keys, key_scales), (values, value_scales) = halves
             pools.append(KvLayer(keys, values, key_scales, value_scales))
-        query = torch.empty((len(lengths), HEADS, HEAD_SIZE), dtype=torch.bfloat16, device=device)
+        query = torch.empty((len(lengths), shape.heads, shape.head_size), dtype=torch.bfloat16, device=device)
         query.normal_(generator=generator)
-        return cls(lengths, pools, query, torch.from_numpy(tables).to(device), indices)
+        return cls(lengths, pools, query, torch.from_numpy(tables).to(device), indices, shape)
 
     def error(self, output: torch.Tensor, pool: KvLayer) -> float:
         """Return the error of a few rows of output [rows, heads, head_size], as the module's docstring defines it."""
@@ -106,10 +110,10 @@ class Setup:
                 dequantise(cache[blocks], None if scales is None else scales[blocks])
                 .flatten(0, 1)[:length]
                 .double()
-                .repeat_interleave(HEADS // KV_HEADS, dim=1)
+                .repeat_interleave(self.shape.heads // self.shape.kv_heads, dim=1)
                 for cache, scales in ((pool.keys, pool.key_scales), (pool.values, pool.value_scales))
             )
-            weights = (torch.einsum("hd,khd->hk", self.query[row].double(), k) * SCALING).softmax(-1)
+            weights = (torch.einsum("hd,khd->hk", self.query[row].double(), k) * self.shape.scaling).softmax(-1)
             want = torch.einsum("hk,khd->hd", weights, v)
             worst = max(worst, float((output[row].double() - want).abs().max() / want.abs().max()))
         return worst
@@ -120,10 +124,11 @@ class Ours:
 
     def __init__(self, setup: Setup, target: Target, planner: DecodePlanner | None = None) -> None:
         self.setup, self.target = setup, target
-        layer, rows = setup.pools[0], len(setup.lengths)
-        self.planner = planner or decode_planner(rows, HEADS, KV_HEADS, HEAD_SIZE, layer.keys.dtype, 0, target)
+        layer, rows, shape = setup.pools[0], len(setup.lengths), setup.shape
+        sizes = shape.heads, shape.kv_heads, shape.head_size
+        self.planner = planner or decode_planner(rows, *sizes, layer.keys.dtype, 0, target)
         self.plan = torch.from_numpy(self.planner.plan(setup.lengths)).to(setup.query.device)
-        self.workspace = DecodeWorkspace.allocate(self.planner, HEADS, HEAD_SIZE, setup.query.device)
+        self.workspace = DecodeWorkspace.allocate(self.planner, shape.heads, shape.head_size, setup.query.device)
         self.output = torch.empty_like(setup.query)
 
     def __call__(self, pool: int) -> torch.Tensor:
@@ -134,7 +139,7 @@ class Ours:
             self.plan,
             self.output,
             self.workspace,
-            AttentionOptions(SCALING),
+            AttentionOptions(self.setup.shape.scaling),
             self.target,
         )
         return self.output
@@ -161,8 +166,9 @@ class FlashInfer:
             paged_kv_last_page_len_buffer=torch.empty(rows, dtype=torch.int32, device=device),
         )
         dtypes = {"q_data_type": setup.query.dtype, "kv_data_type": setup.pools[0].keys.dtype}
-        shape = (HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE)
-        self.wrapper.plan(starts, setup.indices, last, *shape, sm_scale=SCALING, **dtypes)
+        shape = setup.shape
+        sizes = (shape.heads, shape.kv_heads, shape.head_size, BLOCK_SIZE)
+        self.wrapper.plan(starts, setup.indices, last, *sizes, sm_scale=shape.scaling, **dtypes)
         self.output = torch.empty_like(setup.query)
 
     def __call__(self, pool: int) -> torch.Tensor:

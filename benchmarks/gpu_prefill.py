@@ -35,11 +35,10 @@ from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.target import Target
 from kvforge.worker.device.targets import current_target
 
-from .gpu_attention import BLOCK_SIZE, HEAD_SIZE, HEADS, KV_HEADS, SCALING, flashinfer_version, stored
+from .gpu_attention import BLOCK_SIZE, LLAMA, Shape, flashinfer_version, stored
 from .gpu_timing import Call, captured_in_turn, medians_us
 from .report import report
 
-OPTIONS = AttentionOptions(SCALING)
 SETS = 2
 ROUNDS_MIN = 2  # rounds over all sets in a graph, at least
 # (rows, new tokens, cached tokens before them)
@@ -58,24 +57,33 @@ class Setup:
     layers: list[KvLayer]
     tables: torch.Tensor
     outputs: list[torch.Tensor]
+    shape: Shape = LLAMA
 
     @classmethod
-    def make(cls, rows: int, new: int, cached: int, kv_dtype: torch.dtype, device: torch.device) -> Setup:
+    def make(
+        cls, rows: int, new: int, cached: int, kv_dtype: torch.dtype, device: torch.device, shape: Shape = LLAMA
+    ) -> Setup:
         blocks = (new + cached) // BLOCK_SIZE
-        shape = (rows * blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
+        pool_shape = (rows * blocks, BLOCK_SIZE, shape.kv_heads, shape.head_size)
         queries, layers = [], []
         for _ in range(SETS):
-            queries.append(torch.randn(rows * new, HEADS, HEAD_SIZE, device=device, dtype=torch.bfloat16))
-            (k, k_scales), (v, v_scales) = (stored(torch.randn(shape, device=device), kv_dtype) for _ in range(2))
+            size = (rows * new, shape.heads, shape.head_size)
+            queries.append(torch.randn(size, device=device, dtype=torch.bfloat16))
+            (k, k_scales), (v, v_scales) = (stored(torch.randn(pool_shape, device=device), kv_dtype) for _ in range(2))
             layers.append(KvLayer(k, v, k_scales, v_scales))
         tables = torch.randperm(rows * blocks, device=device).to(torch.int32).view(rows, blocks)
         outputs = [torch.empty_like(query) for query in queries]
-        return cls(np.full(rows, cached), np.full(rows, new), queries, layers, tables, outputs)
+        return cls(np.full(rows, cached), np.full(rows, new), queries, layers, tables, outputs, shape)
+
+    @property
+    def options(self) -> AttentionOptions:
+        """Options of the layers."""
+        return AttentionOptions(self.shape.scaling)
 
     @property
     def operations(self) -> int:
         pairs = self.counts * self.starts + self.counts * (self.counts + 1) // 2
-        return 4 * HEAD_SIZE * HEADS * int(pairs.sum())
+        return 4 * self.shape.head_size * self.shape.heads * int(pairs.sum())
 
     @property
     def query_starts(self) -> npt.NDArray[np.int64]:
@@ -93,9 +101,9 @@ class Setup:
             for token in np.linspace(0, self.counts[row] - 1, 8).astype(int):
                 place = int(self.query_starts[row]) + int(token)
                 seen = int(self.starts[row]) + int(token) + 1
-                q = self.queries[0][place].double().view(KV_HEADS, -1, HEAD_SIZE)
-                scores = torch.einsum("hgd,nhd->hgn", q, k[:seen]) * OPTIONS.scaling
-                want = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v[:seen]).reshape(HEADS, HEAD_SIZE)
+                q = self.queries[0][place].double().view(self.shape.kv_heads, -1, self.shape.head_size)
+                scores = torch.einsum("hgd,nhd->hgn", q, k[:seen]) * self.shape.scaling
+                want = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v[:seen]).flatten(0, 1)
                 worst = max(worst, float((self.outputs[0][place].double() - want).abs().max()))
                 largest = max(largest, float(want.abs().max()))
         return worst / largest
@@ -104,7 +112,8 @@ class Setup:
 def ours(setup: Setup, target: Target, copied: bool = False) -> Call:
     """Return a call of `paged_prefill`. copied: dequantise rows into a workspace first."""
     layer = setup.layers[0]
-    shape = prefill_shape(HEADS, torch.bfloat16, layer, OPTIONS, target, copied)
+    options = setup.options
+    shape = prefill_shape(setup.shape.heads, torch.bfloat16, layer, options, target, copied)
     items = plan_prefill(setup.starts, setup.counts, setup.query_starts, shape.tokens)
     on_device = torch.from_numpy(items).to(layer.keys.device)
     copies = workspace = None
@@ -115,7 +124,7 @@ def ours(setup: Setup, target: Target, copied: bool = False) -> Call:
 
     def call(number: int) -> None:
         one = (setup.queries[number], setup.layers[number], setup.tables, on_device, setup.outputs[number])
-        paged_prefill(*one, OPTIONS, target, copies, workspace)
+        paged_prefill(*one, options, target, copies, workspace)
 
     return call
 
@@ -135,9 +144,9 @@ def flashinfers(setup: Setup) -> Call:
         numbers * blocks,
         setup.tables.flatten(),
         torch.full((rows,), BLOCK_SIZE, dtype=torch.int32, device=device),
-        HEADS,
-        KV_HEADS,
-        HEAD_SIZE,
+        setup.shape.heads,
+        setup.shape.kv_heads,
+        setup.shape.head_size,
         BLOCK_SIZE,
         causal=True,
         q_data_type=torch.bfloat16,
@@ -161,7 +170,8 @@ def measure(
     calls: dict[str, Call] = {}
     if is_quantised(kv_dtype):
         calls["portable"] = ours(setup, portable)
-        if prefill_shape(HEADS, torch.bfloat16, setup.layers[0], OPTIONS, target, copied=True).hopper:
+        heads = setup.shape.heads
+        if prefill_shape(heads, torch.bfloat16, setup.layers[0], setup.options, target, copied=True).hopper:
             calls["copied"] = ours(setup, target, copied=True)
     else:
         calls["ours"] = ours(setup, target)
