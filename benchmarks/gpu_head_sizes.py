@@ -77,10 +77,10 @@ def main() -> int:
             rows.append([size, "decode", f"{count} x {tokens}", f"{found['us']:.1f}", rate, f"{found['error']:.1e}"])
         for case in PREFILLS:
             for name, kernel in kernels.items():
-                found, where = prefill(case, size, device, kernel, arguments.repeats), f"{case[0]} x {case[1]}"
+                found, name_of_case = prefill(case, size, device, kernel, arguments.repeats), f"{case[0]} x {case[1]}"
                 rate = f"{found['tflops']:.0f} TFLOP/s"
-                results.append({"what": name, "head_size": size, "case": where, **found})
-                rows.append([size, name, where, f"{found['us']:.1f}", rate, f"{found['error']:.1e}"])
+                results.append({"what": name, "head_size": size, "case": name_of_case, **found})
+                rows.append([size, name, name_of_case, f"{found['us']:.1f}", rate, f"{found['error']:.1e}"])
         torch.cuda.empty_cache()
     where = {"gpu": device.name, "read_tb_per_s": round(bandwidth / 1e12, 3), "triton": triton.__version__}
     header = ["head size", "kernel", "rows x tokens", "us", "share of bandwidth, or rate", "error"]
