@@ -32,7 +32,7 @@ def publish(machine: Machine, tables: TablesWriter, now_us: int, journal: tuple[
     if s.changed_rows or s.changed_cells:
         _publish_rows(s, tables)
     for slots in s.changed_lengths:  # after the rows: a length never runs ahead of the rest of its row
-        tables.row_length[slots] = s.length[slots]
+        tables.row_length[slots] = s.length[slots].astype(np.int32)
     s.changed_lengths.clear()
     blocks = machine.cache.blocks
     if blocks.changed:
@@ -92,10 +92,11 @@ def all_changed(machine: Machine) -> None:
 
 def _publish_rows(s: Sequences, tables: TablesWriter) -> None:
     """Write rows with any change besides a new length, between two markers for readers."""
-    slots = np.concatenate(s.changed_rows + [rows for rows, _ in s.changed_cells])
+    parts = s.changed_rows + [rows for rows, _ in s.changed_cells]
+    slots = np.concatenate(parts) if len(parts) > 1 else parts[0]
     tables.begin_rows(slots)
-    tables.row_length[slots] = s.length[slots]
-    tables.row_blocks[slots] = s.used[slots]
+    tables.row_length[slots] = s.length[slots].astype(np.int32)  # takes less time than a conversion by the assignment
+    tables.row_blocks[slots] = s.used[slots].astype(np.int32)
     tables.row_sequence[slots] = s.id[slots]
     for rows, columns in s.changed_cells:
         tables.block_table[rows, columns] = s.table[rows, columns]

@@ -61,11 +61,14 @@ def encode(message: Message) -> list[bytes | memoryview]:
             sent = len(sizes)
             # Usually the very same object; comparing two dtypes takes longer.
             same = array.dtype is dtype or array.dtype == dtype
-            parts.append(array.tobytes() if same else array.astype(dtype).tobytes())
+            parts.append(array if same else array.astype(dtype))
     if not parts:
         return [_pack(body)]
     body["n"] = sizes[:sent]  # an older peer does not know the last arrays
-    return [_pack(body), parts[0] if len(parts) == 1 else b"".join(parts)]
+    try:
+        return [_pack(body), b"".join(parts)]
+    except TypeError:  # an array is not contiguous
+        return [_pack(body), b"".join([part.tobytes() for part in parts])]
 
 
 def is_step(frames: Sequence[bytes | memoryview]) -> bool:

@@ -83,6 +83,7 @@ from .requests.table import RequestTable
 from .rights import Access
 from .scheduling.admission import Admission
 from .scheduling.finisher import RequestFinisher
+from .scheduling.invariants import check_pending, check_sampled_rows
 from .scheduling.scheduler import Scheduler
 from .workers.reports import WorkerReports
 from .workers.results import StepResults
@@ -452,3 +453,6 @@ class Machine:
         check_cache(self.cache)
         self.requests.check_invariants()
         self.admission.check_invariants()
+        for group in self.cache.groups.values():
+            check_pending(group, self.cache.sequences, self.admission.rows)
+            check_sampled_rows(group, self.cache.sequences, self.admission.rows)

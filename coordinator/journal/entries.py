@@ -39,6 +39,7 @@ SNAPSHOTS_SINCE = 12  # before that, snapshots were objects of the interpreter
 Frame = bytes | memoryview
 HEAD = struct.Struct("<BBHQqQ")  # kind, flag, frames, peer, time in microseconds, one more number
 _LENGTH = struct.Struct("<I")
+_HEADS = [struct.Struct(f"{HEAD.format}{count}I") for count in range(codec.FRAMES_MAX + 1)]  # and lengths of frames
 FROM_CLIENT, FROM_WORKER, CLIENT_GONE, CLIENT_FULL, WORKER_GONE, BEGIN_DRAIN, TURN, BOOT, RESTARTED, CAME, REFUSED = (
     range(1, 12)
 )
@@ -79,10 +80,8 @@ def pack(event: Event | Boot, now_us: int, frames: Sequence[Frame] = ()) -> list
         frames = (event.session.encode(), msgspec.msgpack.encode(event.access))
     else:
         kind, more, frames = BOOT, STATE_VERSION, (msgspec.msgpack.encode(event),)
-    head = HEAD.pack(kind, flag, len(frames), peer, now_us, more)
-    if not frames:
-        return [head]
-    return [head, b"".join([_LENGTH.pack(len(frame)) for frame in frames]), *frames]
+    head = _HEADS[len(frames)].pack(kind, flag, len(frames), peer, now_us, more, *map(len, frames))
+    return [head, *frames]
 
 
 def raw_entries(payload: memoryview) -> Iterator[tuple[int, list[bytes]]]:

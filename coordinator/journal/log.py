@@ -178,7 +178,7 @@ class Journal:
         """Mark everything written so far as acknowledged: its effects may leave from now on."""
         self._mark.write(self.number, self._before)
 
-    def _put(self, data: bytes) -> None:
+    def _put(self, data: bytearray) -> None:
         told_s = 0.0
         while True:
             try:

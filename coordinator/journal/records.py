@@ -21,6 +21,7 @@ MAGIC = b"kvfR"
 HEADER = struct.Struct("<4sIIIQ")  # magic, bytes of the payload, CRC-32, that of the record before, number
 RECORD_BYTES_MAX = 1 << 30
 _PLACE = struct.Struct("<IQ")
+_ROOM = bytes(HEADER.size)
 
 
 class Record(NamedTuple):
@@ -42,17 +43,17 @@ class Record(NamedTuple):
     end: int
 
 
-def record(number: int, parts: Sequence[bytes | memoryview], before: int = 0) -> bytes:
+def record(number: int, parts: Sequence[bytes | memoryview], before: int = 0) -> bytearray:
     """Encode a record with the payload joined from `parts`. `before` is the CRC-32 of the previous record."""
-    crc, size = zlib.crc32(_PLACE.pack(before, number)), 0
-    for part in parts:
-        crc = zlib.crc32(part, crc)
-        size += len(part)
+    data = bytearray().join((_ROOM, *parts))
+    size = len(data) - len(_ROOM)
     assert size < RECORD_BYTES_MAX, "a turn receives less"
-    return b"".join((HEADER.pack(MAGIC, size, crc, before, number), *parts))
+    crc = zlib.crc32(memoryview(data)[len(_ROOM) :], zlib.crc32(_PLACE.pack(before, number)))
+    HEADER.pack_into(data, 0, MAGIC, size, crc, before, number)
+    return data
 
 
-def crc_of(record: bytes) -> int:
+def crc_of(record: bytes | bytearray) -> int:
     """Return the CRC-32 of a record, which the next one refers to."""
     crc: int = HEADER.unpack_from(record)[2]
     return crc

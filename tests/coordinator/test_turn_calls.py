@@ -10,7 +10,7 @@ from benchmarks.turn_calls import Call, files_of, steady_turn
 
 ROOT = Path(__file__).parents[2]
 CALLS_MAX, FILES_MAX = 100, 25
-WITH_JOURNAL_CALLS_MAX = 120
+WITH_JOURNAL_CALLS_MAX = 110
 
 
 @pytest.fixture(scope="module")

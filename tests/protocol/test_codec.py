@@ -128,6 +128,17 @@ def test_arrays_travel_as_little_endian_frames_whatever_the_sender_had() -> None
     assert bytes(frames[1]) == b"\x01\x00\x00\x00\x00\x01\x00\x00"
 
 
+def test_an_array_that_is_not_contiguous_travels_like_any_other() -> None:
+    tokens = np.arange(8, dtype=np.int32)
+    views = messages.StepResult(
+        step_id=1, epoch=1, slots=tokens[::2], tokens=tokens[1::2], logprobs=np.zeros(4, np.float32)
+    )
+    copies = messages.StepResult(
+        step_id=1, epoch=1, slots=tokens[::2].copy(), tokens=tokens[1::2].copy(), logprobs=np.zeros(4, np.float32)
+    )
+    assert list(map(bytes, codec.encode(views))) == list(map(bytes, codec.encode(copies)))
+
+
 def test_a_missing_new_field_takes_its_default_and_an_unknown_one_is_skipped() -> None:
     frames = packed(submit(), stream=..., salt=..., from_the_future=[1, 2])
     back = CLIENT.decode(frames)

@@ -26,6 +26,7 @@ EVENTS_MAX = 1500
 NO_STATE = SimulatedCoordinator | FunctionType | BuiltinFunctionType | type
 # A refusal is counted, makes its sender known, and takes time; snapshots leave these out.
 NOT_SAID = {("RequestTable", "refused_total"), ("Clock", "now_us")}
+DERIVED = {("RunningRows", "readers_changed")}  # missing after a recovery, and left out of a likeness
 
 
 class Enough(Exception):
@@ -105,7 +106,7 @@ def test_a_snapshot_shows_every_change_of_a_number(busy: tuple[Machine, Snapshot
 def test_a_likeness_shows_every_change_of_a_number(busy: tuple[Machine, Snapshots]) -> None:
     machine, _ = busy
     machine.cache.store.changed = None  # events not yet sent to mirrors are not part of the state
-    every_change_shows(machine, lambda: likeness(machine), set())
+    every_change_shows(machine, lambda: likeness(machine), DERIVED)
 
 
 def test_the_order_of_a_set_is_no_difference(busy: tuple[Machine, Snapshots]) -> None:

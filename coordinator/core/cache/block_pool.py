@@ -172,9 +172,10 @@ class BlockPool:
         self._to_free(np.array([block], np.int64))
 
     def _charge(self, tenant: int, count: int) -> None:
-        self._usage_block_us[tenant] += self.usage[tenant] * (self._clock.now_us - self._usage_since_us[tenant])
-        self._usage_since_us[tenant] = self._clock.now_us
-        self.usage[tenant] += count
+        usage, now_us = self.usage.item(tenant), self._clock.now_us
+        self._usage_block_us[tenant] += usage * (now_us - self._usage_since_us.item(tenant))
+        self._usage_since_us[tenant] = now_us
+        self.usage[tenant] = usage + count
 
     def block_us_each(self) -> npt.NDArray[np.int64]:
         """Return the blocks x microseconds that each tenant has occupied so far: [tenants] int64."""

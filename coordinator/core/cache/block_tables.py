@@ -14,7 +14,7 @@ from kvforge.protocol.errors import CapacityExceeded
 from .blocks import NO_BLOCKS, BlockIds, Blocks
 from .groups import Group
 from .residency import Residency
-from .sequences import NO_POOL, Sequences, Slots, Tokens
+from .sequences import NO_POOL, ONE, Sequences, Slots, Tokens
 from .tenants import Tenants
 
 
@@ -155,14 +155,19 @@ class BlockTables:
         copies = self.unwritable(np.array([slot]), np.array([start]), np.array([end]))[0].size
         return self._sequences.blocks_for(length) - int(self._sequences.used[slot]) + int(copies)
 
-    def grow(self, group: Group, slots: Slots) -> bool:
+    def grow(self, group: Group, slots: Slots, tenant: int = -1) -> bool:
         """Give one more block to each of `slots`, all of the group, if no eviction or preemption is needed.
+
+        Args:
+            group: The group.
+            slots: Distinct slots, [n].
+            tenant: The tenant of all, or -1 if they differ.
 
         Returns:
             False, with nothing changed, if the free blocks or the quota do not suffice.
         """
         s, pool = self._sequences, group.pool
-        owners = s.tenant[slots].tolist()
+        owners = [tenant] if tenant >= 0 else s.tenant[slots].tolist()
         tenants = set(owners)
         if len(tenants) > 1 and (self._tenants.has_quotas or pool.free < slots.size):
             return False
@@ -172,7 +177,7 @@ class BlockTables:
             rows = slots if len(tenants) == 1 else slots[s.tenant[slots] == tenant]
             columns = s.used[rows]
             s.table[rows, columns] = pool.allocate(tenant, rows.size)
-            s.used[rows] = columns + 1
+            s.used[rows] = columns + ONE
             s.changed_cells.append((rows, columns))
         return True
 

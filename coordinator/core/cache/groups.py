@@ -15,7 +15,7 @@ from kvforge.protocol.meters import POOL_CELLS, STEP_TIME
 from .block_pool import BlockPool
 from .blocks import BlockIds
 from .costs import DURATION_US_MAX, StepCosts
-from .sequences import Slots
+from .sequences import NextCells, Slots
 
 
 class SentStep(msgspec.Struct, frozen=True, eq=False):
@@ -72,6 +72,40 @@ class SteadyDecodeBatch:
             array.setflags(write=False)
 
 
+class SampledRows:
+    """The rows of the last result, with what the next result of the same rows needs to know about them.
+
+    Results name the rows by an array. It is the same object while the steady decode batch lasts, in which no row joins
+    or leaves; any other result has another one. Arrays are [rows].
+
+    Attributes:
+        requests: Their requests.
+        length: Their lengths: positions of the next tokens.
+        offsets: Positions of the next tokens in the answers, int32.
+        cells: Where the next tokens are written.
+        left: Results until the first row has all its tokens.
+        tops: A request wants top log-probabilities.
+        reader: The client that reads all rows, 0 for none; -1 if they differ.
+        readers_changed: `RunningRows.readers_changed` when `reader` was read.
+    """
+
+    __slots__ = ("cells", "left", "length", "offsets", "reader", "readers_changed", "requests", "rows", "tops")
+
+    def __init__(
+        self,
+        rows: Slots,
+        requests: npt.NDArray[np.int64],
+        length: Slots,
+        offsets: npt.NDArray[np.int32],
+        cells: NextCells,
+        left: int,
+        tops: bool,
+    ) -> None:
+        self.rows, self.requests, self.length, self.offsets = rows, requests, length, offsets
+        self.cells, self.left, self.tops = cells, left, tops
+        self.reader = self.readers_changed = -1
+
+
 class Group:
     """One worker and its pool, from its WorkerReady to its death.
 
@@ -92,6 +126,7 @@ class Group:
         costs: The cost model of its steps.
         step_times: The cells of STEP_TIME, as a list because counting in a list is faster.
         told_us: Time at which the rows in `told` got the most recent tokens.
+        sampled_rows: The rows in `told`, with values derived from other parts; None after a recovery.
     """
 
     def __init__(self, number: int, worker: int, name: str, epoch: int, pool: BlockPool, ready: WorkerReady) -> None:
@@ -116,6 +151,7 @@ class Group:
         self.step_times = [0] * (POOL_CELLS - STEP_TIME.start)
         self.told: Slots | None = None
         self.told_us = 0
+        self.sampled_rows: SampledRows | None = None
 
     @property
     def next_step(self) -> int:

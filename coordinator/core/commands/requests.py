@@ -202,7 +202,7 @@ class RequestCommands:
         request.phases.resume(self._clock.now_us)
         self._streams.restart(client, request.id)
         if request.slot != NO_SLOT:
-            self._admission.rows.reader[request.slot] = client
+            self._admission.rows.set_reader(request.slot, client)
         self._finisher.stream_from(request, offset)
         if request.ended:
             cut = max(0, offset - request.generated)
@@ -255,7 +255,7 @@ class RequestCommands:
         request.paused = True
         request.phases.pause(self._clock.now_us)
         if request.slot != NO_SLOT:
-            self._admission.rows.reader[request.slot] = 0
+            self._admission.rows.set_reader(request.slot, 0)
 
     def client_gone(self, client: int, goodbye: bool) -> None:
         """End the requests of a client: at once after a goodbye, else after its lease. Detached requests stay."""
@@ -267,7 +267,7 @@ class RequestCommands:
             request.client, request.paused = 0, False
             request.phases.resume(self._clock.now_us)
             if request.slot != NO_SLOT:
-                self._admission.rows.reader[request.slot] = 0
+                self._admission.rows.set_reader(request.slot, 0)
             if not request.detached:
                 request.orphan_us = self._clock.now_us
                 self.deadlines.set(self._clock.now_us + lease_us, request.id, LEASE)

@@ -64,21 +64,12 @@ class Streams:
         self._taken: dict[int, list[int]] = {}
         self._retry_us = 0
 
-    def add_step(
-        self,
-        clients: npt.NDArray[np.int64],
-        requests: npt.NDArray[np.int64],
-        offsets: npt.NDArray[np.int64],
-        tokens: npt.NDArray[np.int32],
-        logprobs: npt.NDArray[np.float32],
-        tops: Tops | None = None,
-    ) -> None:
-        """Add one token for each of n requests, of any clients. Arrays are [n]; client 0 means that none reads."""
-        first, rows = int(clients[0]), StreamRows(requests, offsets.astype(np.int32), tokens, logprobs, tops)
-        if np.count_nonzero(clients == first) == clients.size:
-            if first:
-                self._rows.setdefault(first, []).append(rows)
-            return
+    def add_step(self, client: int, rows: StreamRows) -> None:
+        """Add one token for each of n requests of one client."""
+        self._rows.setdefault(client, []).append(rows)
+
+    def add_step_of_clients(self, clients: npt.NDArray[np.int64], rows: StreamRows) -> None:
+        """Add one token for each of n requests of any clients, [n]; client 0 means that none reads."""
         for client in sorted(set(clients.tolist())):
             if client:
                 self._rows.setdefault(client, []).append(rows.pick(np.flatnonzero(clients == client)))

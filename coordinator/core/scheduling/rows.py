@@ -20,6 +20,7 @@ class RunningRows:
         fresh: The row has no token of this run yet.
         fresh_count: Number of such rows, mostly 0.
         token_us: Arrival time of the request's latest token, -1 before the first.
+        readers_changed: How often the reader of a running row has changed.
         stops_most: The most stop tokens that any row has had, mostly few.
     """
 
@@ -36,6 +37,7 @@ class RunningRows:
         self.fresh_count = 0
         self.stops = np.full((slots, bounds.stop_tokens_max + EOS_TOKENS_MAX), -1, np.int32)
         self._runs = self.stops_most = 0
+        self.readers_changed = 0
 
     def start(self, slot: int, request: Request, eos: tuple[int, ...]) -> None:
         """Start a run of the request in the slot."""
@@ -57,6 +59,11 @@ class RunningRows:
         """End the run in the slot."""
         self.run[slot] = 0
         self.set_fresh(slot, False)
+
+    def set_reader(self, slot: int, client: int) -> None:
+        """Set the client that the tokens of a running row are streamed to, 0 for none."""
+        self.reader[slot] = client
+        self.readers_changed += 1
 
     def set_fresh(self, slot: int, fresh: bool) -> None:
         """Set whether the row's next token is the first of its run."""

@@ -19,7 +19,7 @@ from ..cache.block_pool import short_of
 from ..cache.groups import Group, SentStep, SteadyDecodeBatch
 from ..cache.holders import who_holds
 from ..cache.kv_cache_manager import KVCacheManager
-from ..cache.sequences import NO_SLOTS, Slots, Tokens, unmarked
+from ..cache.sequences import NO_SLOTS, ONE, ZERO, Slots, Tokens, unmarked
 from ..cache.supply import NO_SPARE
 from ..events import Effect, ToWorker
 from ..limits import microseconds
@@ -120,10 +120,10 @@ class Scheduler:
         s = self._cache.sequences
         if steady.left <= 0:
             return None
-        (full,) = (steady.room <= 0).nonzero()
+        (full,) = (steady.room <= ZERO).nonzero()
         zeros = NO_INT32
         if full.size:
-            if not self._cache.tables.grow(group, steady.slots[full]):
+            if not self._cache.tables.grow(group, steady.slots[full], steady.tenant):
                 return None
             steady.room[full] += s.block_size
             if group.pool.zeroing is not None:
@@ -132,11 +132,14 @@ class Scheduler:
         # All rows' input tokens are known if no step is in flight, and unknown otherwise.
         tokens = steady.unknown if group.sent else self._fed(group, s.tokens[slots, steady.starts])
         starts = steady.starts.astype(np.int32)
-        steady.starts += 1
-        steady.room -= 1
+        np.add(steady.starts, ONE, steady.starts)
+        np.subtract(steady.room, ONE, steady.room)
         steady.left -= 1
         s.scheduled[slots] = steady.starts
-        s.pending[slots] += 1
+        if not group.sent or group.sent[0].slots is slots:
+            s.pending[slots] = len(group.sent) + 1  # every step in flight repeats these rows
+        else:
+            s.pending[slots] += 1
         step_id = group.last_step = group.last_step + 1
         s.last_step[slots] = step_id
         step = Step(

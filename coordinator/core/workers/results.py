@@ -9,11 +9,11 @@ from kvforge.protocol.errors import KvforgeError, ProtocolError, WorkerError, re
 from kvforge.protocol.messages import ERROR_TEXT_MAX, ErrorInfo, StepResult
 from kvforge.protocol.meters import FIRST_TOKEN, GAP, PREFILLED
 
-from ..cache.groups import Group
+from ..cache.groups import Group, SampledRows, SentStep
 from ..cache.kv_cache_manager import KVCacheManager
-from ..cache.sequences import GENERATED_MARK, Slots
+from ..cache.sequences import GENERATED_MARK, ONE, ONE_32, Slots
 from ..requests.deadlines import TRIAL, Deadlines
-from ..requests.streams import Streams
+from ..requests.streams import StreamRows, Streams
 from ..requests.table import RequestTable
 from ..requests.top_logprobs import Tops
 from ..scheduling.admission import Admission
@@ -50,7 +50,7 @@ class StepResults:
             ProtocolError: The result does not fit the step.
         """
         sent = group.sent[0]
-        tokens, logprobs, tops, errors = self._aligned(group, sent.sampled, result)
+        tokens, logprobs, tops, errors = self._aligned(group, sent, result)
         s, running = self._cache.sequences, self._admission.rows
         group.sent.popleft()
         slots, rows, counts = sent.slots, sent.sampled, sent.counts
@@ -69,8 +69,9 @@ class StepResults:
             slots, rows, counts = slots[good], rows[sampled], counts[good]
             tokens, logprobs = tokens[sampled], logprobs[sampled]
             tops = None if tops is None else tops.pick(np.flatnonzero(sampled))
-        s.computed[slots] += counts
-        self._append(group, rows, tokens, logprobs, tops, sent.tenant)
+        if rows is not slots:  # otherwise each row samples, and `_append` writes what was computed
+            s.computed[slots] += counts
+        self._append(group, sent, rows, tokens, logprobs, tops)
         if group.suspect:
             self._admission.look_at_suspect(group)
         # Blocks filled by decodes are indexed for several steps at once, which is cheaper.
@@ -79,7 +80,7 @@ class StepResults:
         group.pool.step_done(sent.step_id)
         if s.quarantine:
             s.step_done(group.number, sent.step_id)
-        self._finish(rows, tokens)
+        self._finish(group, rows, tokens)
         for slot in failing:
             request = self._requests.live[int(s.request[slot])]
             if slot in again:
@@ -104,11 +105,13 @@ class StepResults:
             if request.siblings:
                 self._admission.prompt_is_known(request)
 
-    def _finish(self, rows: Slots, tokens: npt.NDArray[np.int32]) -> None:
+    def _finish(self, group: Group, rows: Slots, tokens: npt.NDArray[np.int32]) -> None:
         """End requests that got a stop token or their last token."""
         s, running = self._cache.sequences, self._admission.rows
-        done = s.length[rows] >= running.limit[rows]
         stopped = running.stopped(rows, tokens) if running.stops_most else None
+        if stopped is None and (not rows.size or (group.sampled_rows is not None and group.sampled_rows.left > 0)):
+            return
+        done = s.length[rows] >= running.limit[rows]
         if stopped is not None:
             done |= stopped
         for i in np.flatnonzero(done).tolist() if np.count_nonzero(done) else ():
@@ -116,7 +119,7 @@ class StepResults:
             self._finisher.end(request, "finish", "stop" if stopped is not None and stopped[i] else "length", None)
 
     def _aligned(
-        self, group: Group, sampled: Slots, result: StepResult
+        self, group: Group, sent: SentStep, result: StepResult
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], Tops | None, dict[int, KvforgeError]]:
         """Align the result with the sampled rows of the step.
 
@@ -127,9 +130,10 @@ class StepResults:
         tokens, logprobs, vocabulary = result.tokens, result.logprobs, group.model.vocab_size
         if not result.slots.size == tokens.size == logprobs.size:
             raise ProtocolError("step_result: slots, tokens and logprobs differ in length")
-        places = None
+        places, sampled, before = None, sent.sampled, group.sampled_rows
+        expected = sent.message.slots if sampled is sent.slots else sampled.astype(np.int32)
         # For few items, comparing bytes is several times faster than numpy's comparison.
-        if result.slots.tobytes() != sampled.astype(np.int32).tobytes():
+        if result.slots.tobytes() != expected.tobytes():
             places = _places(result.slots, sampled)
             # Index -1 selects the appended item, for rows without a token.
             tokens, logprobs = np.append(tokens, np.int32(0))[places], np.append(logprobs, np.float32(0))[places]
@@ -143,9 +147,13 @@ class StepResults:
             tops = Tops(result.top_counts, result.top_tokens, result.top_logprobs)
             tops.check(result.slots.size, vocabulary)
             tops = tops if places is None else tops.pick(places)
-        elif np.count_nonzero(self._admission.rows.tops[sampled]):
+        elif before.tops if before is not None and before.rows is sampled else self._wants_tops(sampled):
             tops = Tops.none(sampled.size)
         return tokens, logprobs, tops, errors
+
+    def _wants_tops(self, rows: Slots) -> bool:
+        """Return whether a request in these rows wants top log-probabilities."""
+        return bool(np.count_nonzero(self._admission.rows.tops[rows]))
 
     def _record_tops(self, rows: Slots, tops: Tops) -> Tops:
         """Record the top log-probabilities of requests that asked for them. Return those to stream."""
@@ -166,32 +174,65 @@ class StepResults:
     def _append(
         self,
         group: Group,
+        sent: SentStep,
         rows: Slots,
         tokens: npt.NDArray[np.int32],
         logprobs: npt.NDArray[np.float32],
         tops: Tops | None,
-        tenant: int,
     ) -> None:
-        """Append the sampled tokens [n] to their sequences and stream them. `tenant` is that of all rows, or -1."""
+        """Append the sampled tokens [n] to their sequences and stream them."""
         if not rows.size:
             return
-        s, running, tenants = self._cache.sequences, self._admission.rows, self._cache.tenants
-        at = s.length[rows]
-        s.append(rows, at, tokens | GENERATED_MARK)
-        s.logprobs[rows, at] = logprobs
-        s.pending[rows] -= 1
-        offsets = at - running.base[rows]
+        s, running, tenants, tenant = self._cache.sequences, self._admission.rows, self._cache.tenants, sent.tenant
+        sampled = group.sampled_rows
+        if sampled is None or sampled.rows is not rows:
+            sampled = group.sampled_rows = self._sampled(rows)
+        before, offsets = sampled.length, sampled.offsets
+        length = sampled.length = before + ONE
+        s.append_sampled(rows, length, sampled.cells, tokens | GENERATED_MARK, logprobs)
+        if rows is sent.slots:
+            s.computed[rows] = before  # a row samples when all its tokens are computed
+        if rows is sent.slots and (not group.sent or group.sent[-1].slots is rows):
+            s.pending[rows] = len(group.sent)  # every step in flight repeats these rows
+        else:
+            s.pending[rows] -= 1
         for slot in rows[running.fresh[rows]].tolist() if running.fresh_count else ():
             self._first_token(slot)
         self._requests.generated_tokens_total += rows.size
         if tenant >= 0:
-            tenants.service[tenant] += rows.size / tenants.weight[tenant]
+            tenants.service[tenant] += rows.size / tenants.weight.item(tenant)
         else:
             self._admission.waiting.charge_each(s.tenant[rows])
         self._count(group, rows, tenant)
         if tops is not None:
             tops = self._record_tops(rows, tops)
-        self._streams.add_step(running.reader[rows], s.request[rows], offsets, tokens, logprobs, tops)
+        streamed = StreamRows(sampled.requests, offsets, tokens, logprobs, tops)
+        if sampled.readers_changed != running.readers_changed:
+            self._read_readers(sampled)
+        if sampled.reader > 0:
+            self._streams.add_step(sampled.reader, streamed)
+        elif sampled.reader < 0:
+            self._streams.add_step_of_clients(running.reader[rows], streamed)
+        sampled.offsets = offsets + ONE_32
+        np.add(sampled.cells.where, ONE, sampled.cells.where)
+        sampled.left -= 1
+
+    def _sampled(self, rows: Slots) -> SampledRows:
+        """Return rows with what their results need, before the next token of each is appended."""
+        s, running = self._cache.sequences, self._admission.rows
+        length = s.length[rows]
+        offsets = (length - running.base[rows]).astype(np.int32)
+        left = int(np.minimum.reduce(running.limit[rows] - length))
+        cells = s.next_cells(rows, length)
+        return SampledRows(rows, s.request[rows], length, offsets, cells, left, self._wants_tops(rows))
+
+    def _read_readers(self, sampled: SampledRows) -> None:
+        """Find out which client reads the rows."""
+        running = self._admission.rows
+        readers = running.reader[sampled.rows]
+        first = int(readers[0])
+        sampled.reader = first if np.count_nonzero(readers == first) == readers.size else -1
+        sampled.readers_changed = running.readers_changed
 
     def _count(self, group: Group, rows: Slots, tenant: int) -> None:
         """Record the time between tokens. Most steps repeat the rows of the step before, and share one gap."""
