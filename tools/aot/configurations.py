@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from kvforge.worker.device.target import Target
 from kvforge.worker.kernels.registry import KERNELS, Kernel
 
-from . import attention, layers
+from . import attention, experts, layers
 from .compilation import Configuration
 
 Declared = Callable[[Target], list[Configuration]]
@@ -26,9 +26,14 @@ DECLARED: dict[tuple[str, str], Declared] = {
     ("kernels.exchange", "add_norm_of_ranks_kernel"): layers.exchange_configurations,
     ("kernels.exchange", "join_of_ranks_kernel"): layers.join_configurations,
     ("kernels.rotary", "rotary_kernel"): layers.rotary_configurations,
-    ("kernels.activation", "silu_mul_kernel"): layers.silu_configurations,
+    ("kernels.activation", "activation_kernel"): layers.activation_configurations,
     ("kernels.linear", "linear_kernel"): layers.linear_configurations,
     ("kernels.project", "project_kernel"): layers.project_configurations,
+    ("kernels.router_kernel", "route_kernel"): experts.route_configurations,
+    ("kernels.expert_sort", "rank_kernel"): experts.rank_configurations,
+    ("kernels.expert_sort", "divide_kernel"): experts.divide_configurations,
+    ("kernels.grouped", "grouped_kernel"): experts.grouped_configurations,
+    ("kernels.grouped", "sum_kernel"): experts.sum_configurations,
     ("sampling.kernels", "scan_kernel"): layers.scan_configurations,
     ("sampling.kernels", "merge_kernel"): layers.merge_configurations,
     ("sampling.kernels", "feed_kernel"): layers.feed_configurations,

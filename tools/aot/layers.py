@@ -13,7 +13,10 @@ from kvforge.worker.attention import KvLayer
 from kvforge.worker.device.copies import copy_numbers
 from kvforge.worker.device.exchange import RankBuffers
 from kvforge.worker.device.target import HEAD_CLASSES, Target
-from kvforge.worker.kernels import HIDDEN_MAX, activation, combine, exchange, norm, rotary
+from kvforge.worker.kernels import HIDDEN_MAX, combine, exchange, norm, rotary
+from kvforge.worker.kernels.activation import apply_activation
+from kvforge.worker.kernels.activations import KINDS as EVERY_KIND
+from kvforge.worker.kernels.activations import Activation
 from kvforge.worker.kernels.layer_weights import Norm
 from kvforge.worker.kernels.linear import OTHER_PARTS_MAX, choose_tiles, linear_parts
 from kvforge.worker.kernels.project import HEAD_SIZES, project
@@ -23,6 +26,7 @@ from kvforge.worker.sampling.sampler import COLUMNS, WORD_BITS
 from .compilation import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, distinct, meta_tensor
 from .specialise import recorded
 
+KINDS = tuple(EVERY_KIND)
 NARROW = (BF16, F16)
 FLOATS = (*NARROW, F32)
 # Factors of the dispatcher's choice. Each size occurs with a multiple of 16 and with another number.
@@ -34,6 +38,8 @@ SIZES = (
 # Inner sizes of one or two steps, for which less is prefetched. (Only Hopper prefetches.)
 SHORT = tuple(product((4096, 16384, 1008, 1000, 16392), (64, 120, 128, 256)))
 SINGLE = ((1, 4096), (1, 1008), (1, 1000))  # gates of one number, a constant for Triton
+# Uses with other activations than SiLU; in other sizes they are compiled on first use.
+ACTIVATED = (*(f"{kind} gated" for kind in (*KINDS[1:], "clamped_swiglu")), *KINDS)
 USES = ("whole", "wide", "parts", "gated")  # use of a product: as it is, float32, parts of a sum, or gated
 BLOCKS = tuple(1 << exponent for exponent in range(norm.BLOCK_MIN.bit_length() - 1, HIDDEN_MAX.bit_length()))
 HIDDEN = BLOCKS
@@ -53,7 +59,8 @@ def linear_configurations(target: Target) -> list[Configuration]:
         *product(both, NARROW, TOKENS, sizes, USES, (False, True), FAR),
         *product(both, NARROW, TOKENS, SINGLE, ("whole",), (False, True), (False,)),
     )
-    made = (_product(*each) for each in every)
+    made = [_product(*each) for each in every]
+    made += [_product(target, BF16, 1, SIZES[0], kind, False, False) for kind in ACTIVATED]
     return distinct(each for each in made if each is not None)
 
 
@@ -136,9 +143,11 @@ def rotary_configurations(target: Target) -> list[Configuration]:
     return distinct(_rotary(target, *each) for each in product(FLOATS, HEADS))
 
 
-def silu_configurations(target: Target) -> list[Configuration]:
-    """Return the configurations of `silu_mul_kernel` on `target`."""
-    return distinct(_silu(target, *each) for each in product(FLOATS, (14336, 1000)))
+def activation_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `activation_kernel` on `target`."""
+    gated = (*KINDS, "clamped_swiglu")
+    every = (*product(FLOATS, (14336, 1000), gated, (True,)), *product(FLOATS, (14336, 1000), KINDS, (False,)))
+    return distinct(_activation(target, *each) for each in every)
 
 
 def scan_configurations(target: Target) -> list[Configuration]:
@@ -184,7 +193,8 @@ def _choose(vocab: int, far: bool, overlap: bool, masked: bool) -> None:
 def _product(
     target: Target, dtype: torch.dtype, tokens: int, sizes: tuple[int, int], use: str, biased: bool, far: bool
 ) -> Configuration | None:
-    (n, k), gated = sizes, use == "gated"
+    (n, k), gated = sizes, "gated" in use
+    activation = Activation(use.removesuffix(" gated")) if use in ACTIVATED else None
     tiles = choose_tiles(tokens, n, k, target, divisible=use == "parts", gated=gated)
     if tiles is None:
         return None
@@ -194,7 +204,9 @@ def _product(
     return _configuration(
         target,
         f"linear {DTYPE_NAMES[dtype]} {tokens} x {k} x {n} {use}{' biased' * biased}{' far' * far}",
-        lambda: linear_parts(x, weight, bias, tiles, result, gated=gated, overlap=target.chained),
+        lambda: linear_parts(
+            x, weight, bias, tiles, result, activation=activation, gated=gated, overlap=target.chained
+        ),
         matrix=True,
     )
 
@@ -302,10 +314,11 @@ def _rotary(target: Target, dtype: torch.dtype, head: int) -> Configuration:
     )
 
 
-def _silu(target: Target, dtype: torch.dtype, size: int) -> Configuration:
-    gate_up = meta_tensor(1, 2 * size, dtype=dtype)
-    label = f"silu {DTYPE_NAMES[dtype]} {size}"
-    return _configuration(target, label, lambda: activation.silu_mul(gate_up, target.chained))
+def _activation(target: Target, dtype: torch.dtype, size: int, kind: str, gated: bool) -> Configuration:
+    x = meta_tensor(1, 2 * size if gated else size, dtype=dtype)
+    label = f"{kind} {DTYPE_NAMES[dtype]} {size}{' gated' * gated}"
+    launch = partial(apply_activation, x, Activation(kind), gated, target.chained)
+    return _configuration(target, label, launch)
 
 
 def _configuration(target: Target, label: str, launch: Callable[[], object], matrix: bool = False) -> Configuration:

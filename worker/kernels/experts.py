@@ -1,25 +1,25 @@
-"""A mixture of experts in which a token's result does not depend on other tokens.
-
-Each expert has its own product of its tokens. The results of a token's experts are added in the order of the router.
-"""
+"""A mixture of experts of transformers, in which a token's result does not depend on other tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 
+from . import torch_functions
+from .activations import KINDS, Activation
+from .expert_loop import Matrices, run_one_by_one
 from .interface import LayerOperations
-from .torch_functions import product
 
-Matrices = torch.Tensor | Sequence[torch.Tensor]  # one [n, k] per expert
+TRIED = (4, 32)  # numbers that activations are compared with
+TRIED_SCALE = 6.0  # beyond the limit of gpt-oss, 7
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The forward pass of a transformers module of experts, which still provides its gate and activation.
+    """The forward pass of a transformers module of experts.
 
     Attributes:
         part: The transformers module.
@@ -28,6 +28,8 @@ class Experts:
         up_bias: [experts, rows of `up`].
         down: Matrices [hidden, inner].
         down_bias: [experts, hidden].
+        activation: The module's activation; None: the module computes it, and experts run one after the other.
+        interleaved: Whether rows of gate and up alternate.
     """
 
     part: Any
@@ -36,6 +38,8 @@ class Experts:
     up_bias: torch.Tensor | None
     down: Matrices
     down_bias: torch.Tensor | None
+    activation: Activation | None = None
+    interleaved: bool = False
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Compute the experts of each token.
@@ -52,31 +56,62 @@ class Experts:
             return self._all(x, chosen, weights)
 
     def _all(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        tokens, width = chosen.shape
-        if tokens == 1:
-            given = torch.cat([self._run(expert, x) for expert in chosen[0].tolist()])
-        else:
-            given = self._by_expert(x, chosen.reshape(-1), width)
-        weighted = given.view(tokens, width, -1) * weights[..., None]
-        total = weighted[:, 0].float()
-        for place in range(1, width):
-            total = total + weighted[:, place]
-        return total.to(x.dtype)
-
-    def _by_expert(self, x: torch.Tensor, by_place: torch.Tensor, width: int) -> torch.Tensor:
-        """Return the result of each chosen expert, [tokens x width, hidden]."""
-        order = by_place.argsort(stable=True)
-        given = x.new_empty((len(by_place), x.shape[1]))
-        first = 0
-        for expert, count in enumerate(by_place.bincount().tolist()):
-            if count:
-                places = order[first : first + count]
-                given[places] = self._run(expert, x[places // width])
-                first += count
-        return given
+        if self.activation is None or not isinstance(self.up, torch.Tensor) or x.dtype != self.up.dtype:
+            return run_one_by_one(self._run, x, chosen, weights)
+        matrices = (self.up, self.up_bias, self.down, self.down_bias)
+        return self.operations.experts(x, chosen, weights, *matrices, self.activation, self.interleaved)
 
     def _run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        up = product(self.operations, x, self.up[expert], None if self.up_bias is None else self.up_bias[expert])
+        up = torch_functions.product(
+            self.operations, x, self.up[expert], None if self.up_bias is None else self.up_bias[expert]
+        )
         inner = self.part._apply_gate(up) if self.part.has_gate else self.part.act_fn(up)
         bias = None if self.down_bias is None else self.down_bias[expert]
-        return product(self.operations, inner, self.down[expert], bias)
+        return torch_functions.product(self.operations, inner, self.down[expert], bias)
+
+
+def is_experts(part: Any) -> bool:
+    """Return whether a module is one of transformers' experts, of the kind that its implementations can replace."""
+    return hasattr(part, "is_transposed") and hasattr(part, "_apply_gate")
+
+
+def grouped_experts(part: Any, operations: LayerOperations) -> Experts | None:
+    """Return a module's experts for one grouped product of all; None if its activation or layout is another one."""
+    if getattr(part, "has_post_expert_norm", False):  # from transformers 5.24 on; not in 5.17
+        return None
+    up = "gate_up_proj" if part.has_gate else "up_proj"
+    weights = [getattr(part, name).detach() for name in (up, "down_proj")]
+    if not all(each.is_contiguous() for each in weights):
+        return None
+    activation, interleaved = find_activation(part)
+    if activation is None:
+        return None
+    first, second = (each.transpose(1, 2) if part.is_transposed else each for each in weights)
+    biases = [getattr(part, f"{name}_bias").detach() if part.has_bias else None for name in (up, "down_proj")]
+    return Experts(part, operations, first, biases[0], second, biases[1], activation, interleaved)
+
+
+@torch.no_grad()
+def find_activation(part: Any) -> tuple[Activation | None, bool]:
+    """Return the activation that computes what a transformers module of experts does, and whether it is interleaved.
+
+    The activation is None if there is none.
+    """
+    x = torch.randn(TRIED, generator=torch.Generator().manual_seed(0)) * TRIED_SCALE
+    x = x.to(part.down_proj.device)
+    if not part.has_gate:
+        wanted = part.act_fn(x)
+        return next((each for each in map(Activation, KINDS) if _alike(each.apply(x), wanted)), None), False
+    wanted = part._apply_gate(x)
+    tried = list(map(Activation, KINDS))
+    if hasattr(part, "alpha") and hasattr(part, "limit"):
+        tried.append(Activation("clamped_swiglu", float(part.alpha), float(part.limit)))
+    for activation, interleaved in product(tried, (False, True)):
+        halves = (x[:, ::2], x[:, 1::2]) if interleaved else x.chunk(2, dim=-1)
+        if _alike(activation.gate(*halves), wanted):
+            return activation, interleaved
+    return None, False
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-4)

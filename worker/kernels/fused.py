@@ -12,14 +12,19 @@ from kvforge.worker.attention import KvLayer
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.targets import current_target
 
-from . import combine, norm, rotary
-from .activation import silu_mul
+from . import combine, norm, rotary, router_kernel
+from .activation import apply_activation
 from .activations import SILU, Activation
+from .expert_loop import Matrices
+from .expert_sort import sort_by_expert
+from .grouped import Gating, multiply_down, multiply_up, sum_places
+from .grouped_tiles import is_even, tiles_for, tokens_per_block
 from .interface import SLAB
 from .layer_weights import Norm
 from .linear import FEW, LinearTiles, choose_tiles, linear_parts
 from .plain import PlainOperations
 from .project import can_project, project
+from .router import Router
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -85,12 +90,6 @@ class FusedOperations:
         warp_size = self._target.warp_size
         return combine.combined(addend, residual, after, scale, following, self.overlap, warp_size)
 
-    def activated(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
-    ) -> torch.Tensor:
-        """Implement `LayerOperations.activated`."""
-        return activation.apply(self.linear(x, weight, bias))
-
     def gated(
         self,
         x: torch.Tensor,
@@ -99,13 +98,59 @@ class FusedOperations:
         activation: Activation = SILU,
     ) -> torch.Tensor:
         """Implement `LayerOperations.gated`."""
-        if activation != SILU:
-            gate, up = self.linear(x, weight, bias).chunk(2, dim=-1)
-            return activation.gate(gate, up)
-        tiles = self._tiles(x, weight, gated=True)
+        return self._activated(x, weight, bias, activation, gated=True)
+
+    def activated(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> torch.Tensor:
+        """Implement `LayerOperations.activated`."""
+        return self._activated(x, weight, bias, activation, gated=False)
+
+    def _activated(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, *, gated: bool
+    ) -> torch.Tensor:
+        tiles = self._tiles(x, weight, gated=gated)
         if tiles is None:
-            return silu_mul(self._product(x, weight, bias), self.overlap)
-        return linear_parts(x, weight, bias, tiles, x.dtype, gated=True, overlap=self.overlap)[0]
+            return apply_activation(self._product(x, weight, bias), activation, gated, self.overlap)
+        found = linear_parts(x, weight, bias, tiles, x.dtype, activation=activation, gated=gated, overlap=self.overlap)
+        return found[0]
+
+    def route(
+        self,
+        logits: torch.Tensor,
+        router: Router,
+        bias: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Implement `LayerOperations.route`."""
+        return router_kernel.route(logits, router, bias, factors, self.overlap)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        up: Matrices,
+        up_bias: torch.Tensor | None,
+        down: Matrices,
+        down_bias: torch.Tensor | None,
+        activation: Activation,
+        interleaved: bool = False,
+    ) -> torch.Tensor:
+        """Implement `LayerOperations.experts`."""
+        if not len(x):
+            return torch.empty_like(x)
+        assert isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor), "experts in one tensor"
+        chosen, weights = chosen.int().contiguous(), weights.float().contiguous()
+        experts, width = len(up), chosen.shape[1]
+        target, overlap = self._target, self.overlap
+        even = is_even(*up.shape[1:]) and is_even(*down.shape[1:])
+        tokens = tokens_per_block(chosen.numel(), experts, x.dtype, target, even=even)
+        first, second = (tiles_for(tokens, each.shape[1], each.shape[2], x.dtype, target) for each in (up, down))
+        pairs = sort_by_expert(chosen, experts, tokens, overlap)
+        gating = Gating(activation, gated=up.shape[1] == 2 * down.shape[2], interleaved=interleaved)
+        inner = multiply_up(x, up, up_bias, gating, pairs, width, first, target, overlap)
+        return sum_places(multiply_down(inner, down, down_bias, weights, pairs, second, target, overlap), overlap)
 
     def rotary(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype

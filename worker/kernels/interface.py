@@ -11,7 +11,9 @@ from kvforge.worker.attention import KvLayer, PagedAttention, PagedBatch
 from kvforge.worker.attention.pool import KvPool
 
 from .activations import SILU, Activation
+from .expert_loop import Matrices
 from .layer_weights import FusedLayer, Norm, RotaryTable
+from .router import Router
 
 SLAB = 32  # rows per product where products must not depend on the row count, but ours and torch's differ
 HIDDEN_MAX, HEAD_SIZE_MAX = 16384, 256  # longest rows of a norm among the tested configurations
@@ -139,7 +141,66 @@ class LayerOperations(Protocol):
     def activated(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
     ) -> torch.Tensor:
-        """Compute activation(x weight^T + bias). x: [tokens, k]. weight: [n, k]. Returns [tokens, n]."""
+        """Compute activation(x weight^T + bias): a feed-forward layer without a gate.
+
+        Args:
+            x: [tokens, k].
+            weight: [n, k].
+            bias: [n].
+            activation: The activation.
+
+        Returns:
+            [tokens, n].
+        """
+
+    def route(
+        self,
+        logits: torch.Tensor,
+        router: Router,
+        bias: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose the experts of each token, independently of other tokens.
+
+        Args:
+            logits: [tokens, experts], contiguous.
+            router: The router.
+            bias: [experts] float32, added to the scores for the choice only.
+            factors: [experts] float32, factors of the weights.
+
+        Returns:
+            The experts [tokens, chosen] int32, in falling order of their scores, and their weights [tokens, chosen]
+            float32.
+        """
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        up: Matrices,
+        up_bias: torch.Tensor | None,
+        down: Matrices,
+        down_bias: torch.Tensor | None,
+        activation: Activation,
+        interleaved: bool = False,
+    ) -> torch.Tensor:
+        """Compute the experts of each token, weight their results, and add them in the order of the router.
+
+        Args:
+            x: [tokens, hidden].
+            chosen: [tokens, experts per token] int32 or int64; each expert at most once per token.
+            weights: [tokens, experts per token] float.
+            up: [experts, 2n, hidden], or [experts, n, hidden] if not gated; also a view of [experts, hidden, 2n].
+            up_bias: [experts, rows of `up`].
+            down: [experts, hidden, n]; also a view of [experts, n, hidden].
+            down_bias: [experts, hidden].
+            activation: The activation.
+            interleaved: Whether rows of gate and up alternate, as gpt-oss stores them; else the gate comes first.
+
+        Returns:
+            [tokens, hidden].
+        """
 
     def rotary(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype

@@ -19,6 +19,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 from kvforge.worker.device.target import Target
 
+from .activation import activate, activated
+from .activations import SILU, Activation
+
 MEASURED = "sm_90"  # tuned on an H200 with the shapes of Llama-3.1-8B: see benchmarks/gpu_layers.py
 MEASURED_TOKENS_MAX = 64  # for more, torch's library is as fast or faster there
 OTHER_TOKENS_MAX = 16  # on devices that were not measured
@@ -97,9 +100,12 @@ def linear_kernel(
     n,
     k,
     x_stride,
+    alpha,
+    limit,
     STEPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    KIND: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -114,7 +120,8 @@ def linear_kernel(
     descriptors with tiles of TOKENS x DEPTH and ROWS x DEPTH; None: load by pointer. bias: [n], added to part 0.
     output: [parts, tokens, n], contiguous. STEPS: steps of DEPTH in one part; a constant, so that the loop's length is
     known.
-    GATED: weight is [2n, k] and bias [2n], the gate first, and the output is silu(gate) x up, with one part.
+    KIND: kind of the activation of the output, with one part; "": none. alpha, limit: see Activation.
+    GATED: weight is [2n, k] and bias [2n], the gate first, and the output is activation(gate) x up.
     EVEN: ROWS divides n, and the parts' steps divide k.
     """
     first_row, first_column = tl.program_id(0) * ROWS, tl.program_id(2) * TOKENS
@@ -151,9 +158,10 @@ def linear_kernel(
             up_total += tl.load(bias + n + rows, mask=inside_bias, other=0.0).to(tl.float32)[:, None]
     narrow = output.dtype.element_ty
     if GATED:
-        gate = total.to(narrow).to(tl.float32)
-        silu = (gate / (1.0 + tl.exp(-gate))).to(narrow).to(tl.float32)
-        total = silu * up_total.to(narrow).to(tl.float32)
+        gate, up = total.to(narrow).to(tl.float32), up_total.to(narrow).to(tl.float32)
+        total = activated(gate, up, alpha, limit, KIND, narrow)
+    elif KIND != "":
+        total = activate(total.to(narrow).to(tl.float32), KIND)
     place = (tl.program_id(1) * tokens + columns).to(tl.int64)[None, :] * n + rows[:, None]
     tl.store(output + place, total.to(narrow), mask=inside_rows[:, None] & inside_columns[None, :])
 
@@ -166,6 +174,7 @@ def linear_parts(
     dtype: torch.dtype,
     *,
     output: torch.Tensor | None = None,
+    activation: Activation | None = None,
     gated: bool = False,
     overlap: bool = False,
 ) -> torch.Tensor:
@@ -178,7 +187,8 @@ def linear_parts(
         tiles: Tile sizes.
         dtype: Dtype of the result.
         output: Receives the parts in its own dtype; contiguous.
-        gated: Whether weight and bias are [2n], gate and up; the result is then silu(gate) x up [1, tokens, n].
+        activation: Activation of the result, which then has one part. None: none, or SiLU if `gated`.
+        gated: Whether weight and bias are [2n], the gate first: the result is activation(gate) x up.
         overlap: See `kvforge.worker.device.overlap`.
 
     Returns:
@@ -186,7 +196,8 @@ def linear_parts(
     """
     tokens, k = x.shape
     n = len(weight) // 2 if gated else len(weight)
-    assert tiles.parts == 1 or not gated, "parts of a gate cannot be added up later"
+    activation = SILU if gated and activation is None else activation
+    assert tiles.parts == 1 or activation is None, "no activation of a sum that is added up later"
     parts = split_depth(k, tiles)[0]
     if output is None:
         output = torch.empty((parts, tokens, n), dtype=dtype, device=x.device)
@@ -202,7 +213,11 @@ def linear_parts(
         n,
         k,
         x.stride(0),
-        **linear_constants(n, k, tiles, biased=bias is not None, gated=gated, overlap=overlap),
+        0.0 if activation is None else activation.alpha,
+        0.0 if activation is None else activation.limit,
+        GATED=gated,
+        KIND="" if activation is None else activation.kind,
+        **linear_constants(n, k, tiles, biased=bias is not None, overlap=overlap),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **launch_options(overlap),
@@ -210,16 +225,13 @@ def linear_parts(
     return output
 
 
-def linear_constants(
-    n: int, k: int, tiles: LinearTiles, *, biased: bool, gated: bool, overlap: bool
-) -> dict[str, int | bool]:
-    """Return the compile-time constants of `linear_kernel`, except OVERLAP."""
+def linear_constants(n: int, k: int, tiles: LinearTiles, *, biased: bool, overlap: bool) -> dict[str, int | bool]:
+    """Return the compile-time constants of `linear_kernel` that follow from its tiles."""
     parts, steps = split_depth(k, tiles)
     even = n % tiles.rows == 0 and k == parts * steps * tiles.depth
     return {
         "STEPS": steps,
         "HAS_BIAS": biased,
-        "GATED": gated,
         "EVEN": even,
         "ROWS": tiles.rows,
         "DEPTH": tiles.depth,

@@ -12,9 +12,11 @@ import torch
 from torch.nn.functional import linear, pad
 
 from .activations import SILU, Activation
+from .expert_loop import Matrices, run_one_by_one
 from .layer_weights import Norm
 from .packed_table import look_up
 from .partition import apply_aligned
+from .router import Router, route
 from .row_counts import padded
 
 MKL_ROWS = 16  # fewer rows take as long: see `Device.product_rows`
@@ -98,6 +100,42 @@ class PlainOperations:
     ) -> torch.Tensor:
         """Implement `LayerOperations.activated`."""
         return activation.apply(self.product(x, weight, bias))
+
+    def route(
+        self,
+        logits: torch.Tensor,
+        router: Router,
+        bias: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Implement `LayerOperations.route`."""
+        return route(logits, router, bias, factors)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        up: Matrices,
+        up_bias: torch.Tensor | None,
+        down: Matrices,
+        down_bias: torch.Tensor | None,
+        activation: Activation,
+        interleaved: bool = False,
+    ) -> torch.Tensor:
+        """Implement `LayerOperations.experts`."""
+
+        def run(expert: int, tokens: torch.Tensor) -> torch.Tensor:
+            first = None if up_bias is None else up_bias[expert]
+            inner = self.product(tokens, up[expert], first)
+            if inner.shape[1] == down[expert].shape[1]:
+                inner = activation.apply(inner)
+            else:
+                halves = (inner[:, ::2], inner[:, 1::2]) if interleaved else inner.chunk(2, dim=-1)
+                inner = activation.gate(*halves)
+            return self.product(inner, down[expert], None if down_bias is None else down_bias[expert])
+
+        return run_one_by_one(run, x, chosen, weights)
 
     def rotary(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype

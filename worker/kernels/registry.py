@@ -22,9 +22,11 @@ from kvforge.worker.device.device import Device
 from kvforge.worker.sampling.sampler import SamplingState
 
 from .decoder import FusedDecoder
+from .experts import Experts
 from .packed import packing_problem, weight_kind
 from .plain import PlainOperations
 from .quantised import PlainInputQuantiser
+from .router import route
 from .selftest import quantising_test
 from .selftest import self_test as layer_test
 
@@ -44,6 +46,7 @@ class Serving:
         fused: The fused form; None if transformers runs the layers.
         remembered_in: See `attention.selftest.self_test`.
         ranks: Processes that compute the model together.
+        experts: A layer's experts; None if the model has none, or runs them without kernels.
     """
 
     device: Device
@@ -56,6 +59,7 @@ class Serving:
     fused: FusedDecoder | None
     remembered_in: Path | None = None
     ranks: int = 1
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,13 @@ def _layers(serving: Serving) -> None:
         layer_test(serving.fused, serving.device)
 
 
+def _experts(serving: Serving) -> None:
+    if serving.experts is not None and serving.device.runs_kernels:
+        from .experts_selftest import experts_test
+
+        experts_test(serving.experts, serving.device)
+
+
 def _exchange(serving: Serving) -> None:
     if serving.fused is not None and serving.ranks > 1 and serving.device.runs_kernels:
         from .exchange_selftest import exchange_test
@@ -177,9 +188,14 @@ KERNELS = (
     Kernel("kvforge.worker.kernels.exchange", "add_norm_of_ranks_kernel", PlainOperations.add_norm, _exchange),
     Kernel("kvforge.worker.kernels.exchange", "join_of_ranks_kernel", torch.cat, _exchange),
     Kernel("kvforge.worker.kernels.rotary", "rotary_kernel", PlainOperations.rotary, _layers),
-    Kernel("kvforge.worker.kernels.activation", "silu_mul_kernel", PlainOperations.gated, _layers),
+    Kernel("kvforge.worker.kernels.activation", "activation_kernel", PlainOperations.gated, _layers),
     Kernel("kvforge.worker.kernels.linear", "linear_kernel", PlainOperations.linear, _layers),
     Kernel("kvforge.worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers),
+    Kernel("kvforge.worker.kernels.router_kernel", "route_kernel", route, _experts),
+    Kernel("kvforge.worker.kernels.expert_sort", "rank_kernel", torch.sort, _experts),
+    Kernel("kvforge.worker.kernels.expert_sort", "divide_kernel", torch.sort, _experts),
+    Kernel("kvforge.worker.kernels.grouped", "grouped_kernel", PlainOperations.experts, _experts),
+    Kernel("kvforge.worker.kernels.grouped", "sum_kernel", PlainOperations.experts, _experts),
     Kernel("kvforge.worker.sampling.kernels", "scan_kernel", SamplingState.sample, _sampling),
     Kernel("kvforge.worker.sampling.kernels", "merge_kernel", SamplingState.sample, _sampling),
     Kernel("kvforge.worker.sampling.kernels", "feed_kernel", SamplingState.feed, _sampling),

@@ -35,7 +35,7 @@ from .probe import bind_layers, bound_options, bound_shapes
 from .progress import Progress, gguf_read_once
 from .quantisation import Packer, choose_quantisation
 from .rope import context_tokens
-from .row_independence import make_rows_steady
+from .row_independence import first_experts, make_rows_steady
 from .sampling_defaults import model_sampling
 from .source import find_source
 from .verification import Reference, verify
@@ -165,8 +165,12 @@ def load_model(
     vocab_size = int(module.get_input_embeddings().num_embeddings)
     checked = replace(fused, operations=operations) if fused is not None else None  # plain until it is packed
     count = ranks.count if ranks is not None else 1
-    check_kernels(Serving(device, chosen, kinds, torch_dtype, stored, block_size, vocab_size, checked, ranks=count))
-    del checked
+    experts = first_experts(module, operations) if device.runs_kernels else None
+    serving = Serving(
+        *(device, chosen, kinds, torch_dtype, stored, block_size, vocab_size, checked), ranks=count, experts=experts
+    )
+    check_kernels(serving)
+    del checked, experts, serving
     device.release_cached()
     architecture = type(module).__name__
     info = ModelInfo(

@@ -2,9 +2,9 @@
 
 - Linear, and the Conv1D of GPT-2, multiply through `LayerOperations.linear`, with packed weights where available.
 - Activations round the same at every index (see `kernels.partition`).
-- Experts are computed one after the other (see `kernels.experts`), except in bfloat16 on NVIDIA compute capabilities 9
-  and 10, where one torch kernel computes all experts with sums that depend on nothing else. Elsewhere torch computes
-  them one after the other too, with a kernel that it selects by each expert's number of tokens.
+- Experts run as grouped products on a GPU with kernels, and one after the other elsewhere (see `kernels.experts`). The
+  exception is bfloat16 without kernels on NVIDIA compute capabilities 9 and 10, where one torch kernel computes all
+  experts with sums that depend on nothing else.
 - Routers, and other modules that multiply by their own weights, run with torch's functions replaced the same way.
 - On a GPU, norms written in torch compute the mean of each row separately.
 
@@ -23,7 +23,8 @@ from transformers.pytorch_utils import Conv1D
 
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels import LayerOperations
-from kvforge.worker.kernels.experts import Experts, Matrices
+from kvforge.worker.kernels.expert_loop import Matrices
+from kvforge.worker.kernels.experts import Experts, grouped_experts, is_experts
 from kvforge.worker.kernels.packed import PackedOperations, PackedRows, Product, is_packed
 from kvforge.worker.kernels.packed_table import read_from, table_of
 from kvforge.worker.kernels.partition import apply_aligned
@@ -100,6 +101,12 @@ def make_rows_steady(module: Any, operations: LayerOperations, device: Device) -
         part.forward = _inside(SteadyFunctions(operations), part.forward)
 
 
+def first_experts(module: Any, operations: LayerOperations) -> Experts | None:
+    """Return the first experts of a model that run as grouped products."""
+    found = (grouped_experts(part, operations) for part in module.modules() if is_experts(part))
+    return next(filter(None, found), None)
+
+
 def packed_weights(module: Any) -> Iterator[torch.Tensor]:
     """Yield the weights that `make_rows_steady` has packed."""
     for part in module.modules():
@@ -154,9 +161,12 @@ def _separate_experts(
 ) -> None:
     """Replace experts that transformers computes together, in sums that depend on each expert's number of tokens."""
     for part in module.modules():
-        if getattr(part, "is_transposed", True) or not hasattr(part, "_apply_gate"):
+        if not is_experts(part):
             continue
-        if getattr(part, "has_post_expert_norm", False):  # from transformers 5.24 on; not in 5.17
+        if device.runs_kernels and (grouped := grouped_experts(part, operations)) is not None:
+            part.forward = grouped
+            continue
+        if part.is_transposed or getattr(part, "has_post_expert_norm", False):
             continue
         up = "gate_up_proj" if part.has_gate else "up_proj"
         if getattr(part, up).dtype == torch.bfloat16 and device.architecture[0].startswith(GROUPED):

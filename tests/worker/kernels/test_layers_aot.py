@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -16,17 +17,23 @@ from kvforge.worker.device.device import Device
 from kvforge.worker.device.exchange import ATTENTION, LOGITS, PROGRAMS_MAX, RankBuffers
 from kvforge.worker.device.targets import TARGETS
 from kvforge.worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, fused
+from kvforge.worker.kernels.activation import apply_activation
+from kvforge.worker.kernels.activations import KINDS, SILU, Activation
 from kvforge.worker.kernels.exchange import DirectExchange
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.layer_weights import Norm
 from kvforge.worker.kernels.registry import KERNELS
 from tools.aot.compilation import Configuration
 from tools.aot.configurations import configurations_of
+from tools.aot.experts import OSS_GATING, ROUTERS, Layout
 from tools.aot.layers import RANKS
 from tools.aot.specialise import recorded
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GATED = ("clamped_swiglu", *KINDS)
+EXPERTS = ("router_kernel", "expert_sort", "grouped")
 LAYERS = [kernel for kernel in KERNELS if kernel.module.startswith("kvforge.worker.kernels.")]
+OF_EXPERTS = [kernel for kernel in LAYERS if kernel.module.endswith(EXPERTS)]
 # The other targets launch the same kernels as one of these.
 COMPILED = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx1100", "gfx1201")
 
@@ -34,7 +41,8 @@ COMPILED = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx1100", 
 @pytest.mark.parametrize("name", COMPILED)
 def test_whatever_is_launched_was_compiled(name: str, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations of random shapes. Some compiled sums of many parts occur only on GPUs of another size."""
-    declared = [configuration for kernel in LAYERS for configuration in configurations_of(kernel, TARGETS[name])]
+    layers = [kernel for kernel in LAYERS if kernel not in OF_EXPERTS]
+    declared = [configuration for kernel in layers for configuration in configurations_of(kernel, TARGETS[name])]
     compiled = {each.kind(): each.label for each in declared}
     both = []
     for steady in (False, True):
@@ -89,12 +97,61 @@ def operate(operations: FusedOperations, random: Random) -> None:
     operations.combine(addend, residual, norms[0], random.choice((1.0, 0.5)), norms[1])
     gated = operations.gated(normed, made(2 * inner, hidden), bias(2 * inner))
     operations.add_norm(operations.linear_parts(gated, made(hidden, inner), bias(hidden)), residual, weight, 1e-5)
+    apply_activation(made(tokens, 2 * inner), Activation(random.choice(GATED)), True, operations.overlap)
+    apply_activation(made(tokens, inner), Activation(random.choice(GATED[1:])), False, operations.overlap)
     operations.linear(normed, made(500, hidden), bias(500), torch.empty((tokens, 500)))
     operations.linear(normed, made(1, hidden), bias(1))
     places: Any = _Places(random.choice(RANKS) if dtype == torch.bfloat16 and hidden == 4096 else 2)
     shared = DirectExchange(places, operations._target, operations.overlap)
     shared.add_norm(ATTENTION, residual, weight, 1e-5)
     shared.join(LOGITS, torch.empty((tokens, 2 * random.randint(1, 70000))))
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_whatever_experts_launch_was_compiled(name: str, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers like those that are declared, with other sizes, and any number of tokens."""
+    target = replace(TARGETS[name], steady=True)
+    declared = [configuration for kernel in OF_EXPERTS for configuration in configurations_of(kernel, target)]
+    compiled = {each.kind(): each.label for each in declared}
+    monkeypatch.setattr(fused, "current_target", lambda _device: target)
+    operations, random = FusedOperations(cpu, overlap=target.chained), Random(5)
+    with recorded(target) as made, torch.device("meta"):
+        for tokens in (1, 2, 20, 100, 300, 1000, 5000):
+            for layout, dtype in layouts(random):
+                run_experts(operations, layout, dtype, tokens, random)
+    launched = {Configuration("", each, False).kind(): each for each in made}
+    assert not [str(each) for kind, each in launched.items() if kind not in compiled]
+    assert {each.kernel.__name__ for each in made} == {kernel.name for kernel in OF_EXPERTS}
+    assert len(launched) > len(compiled) / 2, "shapes too much alike"
+
+
+def layouts(random: Random) -> Iterator[tuple[Layout, torch.dtype]]:
+    for _ in range(3):
+        hidden, inner = 256 * random.randint(1, 4), 128 * random.randint(2, 6)  # weights below 2 GiB
+        yield from ((Layout(hidden, inner), dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))
+        yield Layout(8 * random.randrange(1, 99, 2), 8 * random.randrange(1, 99, 2)), torch.bfloat16
+        yield Layout(64 * random.randrange(5, 15, 2), 64 * random.randrange(5, 15, 2), oss=True), torch.bfloat16
+
+
+def run_experts(operations: FusedOperations, layout: Layout, dtype: torch.dtype, tokens: int, random: Random) -> None:
+    """Launch the operations of one layer on the default device."""
+    experts, width = random.choice((8, 32, 128, 256)), random.choice((2, 4, 8))
+    hidden, inner, activation = layout.hidden, layout.inner, OSS_GATING.activation if layout.oss else SILU
+    up, down = (
+        torch.empty((experts, 2 * inner, hidden), dtype=dtype),
+        torch.empty((experts, hidden, inner), dtype=dtype),
+    )
+    up_bias, down_bias = None, None
+    if layout.oss:
+        up = torch.empty((experts, hidden, 2 * inner), dtype=dtype).transpose(1, 2)
+        down = torch.empty((experts, inner, hidden), dtype=dtype).transpose(1, 2)
+        up_bias, down_bias = torch.empty((experts, 2 * inner), dtype=dtype), torch.empty((experts, hidden), dtype=dtype)
+    for router, count, logits_dtype, biased in ROUTERS.values():
+        bias = torch.empty(count) if biased else None
+        operations.route(torch.empty((tokens, count), dtype=logits_dtype), router, bias)
+    chosen, weights = torch.empty((tokens, width), dtype=torch.int32), torch.empty((tokens, width))
+    x = torch.empty((tokens, hidden), dtype=dtype)
+    operations.experts(x, chosen, weights, up, up_bias, down, down_bias, activation, layout.oss)
 
 
 class _Places:

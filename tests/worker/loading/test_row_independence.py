@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
 
 from kvforge.worker.device.device import open_device
 from kvforge.worker.kernels import choose_operations
-from kvforge.worker.kernels.experts import Experts
+from kvforge.worker.kernels.activations import Activation
+from kvforge.worker.kernels.experts import Experts, find_activation, grouped_experts
 from kvforge.worker.kernels.packed import PackedOperations
 from kvforge.worker.kernels.packed_table import read_from, table_of
 from kvforge.worker.kernels.plain import PlainOperations
@@ -117,8 +119,9 @@ def test_experts_give_what_transformers_do(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_experts_are_separate_where_nothing_else_is_steady(
-    dtype: torch.dtype, architecture: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kernels", [False, True])
+def test_experts_are_replaced_where_nothing_else_is_steady(
+    dtype: torch.dtype, architecture: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU without a grouped torch kernel. Modules of transformers 5.17 lack the last field that is read."""
     config = MixtralConfig(hidden_size=64, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2)
@@ -126,7 +129,7 @@ def test_experts_are_separate_where_nothing_else_is_steady(
     part = MixtralExperts(config).to(dtype)
     del part.has_post_expert_norm
     module = torch.nn.Sequential(part)
-    gpu: Any = SimpleNamespace(computes_on_cores=False, architecture=(architecture, 1))
+    gpu: Any = SimpleNamespace(computes_on_cores=False, architecture=(architecture, 1), runs_kernels=kernels)
     make_rows_steady(module, PlainOperations(), gpu)
     part.has_post_expert_norm = False  # the installed transformers reads it
     weights, chosen = torch.full((3, 2), 0.5).to(dtype), torch.tensor([[0, 1], [1, 2], [3, 0]])
@@ -135,8 +138,42 @@ def test_experts_are_separate_where_nothing_else_is_steady(
     monkeypatch.setattr(Experts, "_all", lambda self, x, *_: ran.append(x) or x)
     with torch.no_grad():
         module[0].forward(x, chosen, weights)
-    grouped = dtype == torch.bfloat16 and architecture in ("sm_90", "sm_100")
-    assert bool(ran) != grouped
+    by_torch = dtype == torch.bfloat16 and architecture in ("sm_90", "sm_100") and not kernels
+    assert bool(ran) != by_torch
+
+
+@pytest.mark.parametrize(("act", "kind"), [("silu", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh")])
+def test_the_activation_of_experts_is_found_by_its_results(act: str, kind: str) -> None:
+    config = MixtralConfig(hidden_size=64, intermediate_size=96, num_local_experts=4, hidden_act=act)
+    assert find_activation(MixtralExperts(config)) == (Activation(kind), False)
+
+
+def test_an_unknown_activation_is_not_guessed() -> None:
+    config = MixtralConfig(hidden_size=64, intermediate_size=96, num_local_experts=4, hidden_act="quick_gelu")
+    part = MixtralExperts(config)
+    assert find_activation(part) == (None, False)
+    assert grouped_experts(part, PlainOperations()) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_experts_of_gpt_oss_give_what_transformers_do(dtype: torch.dtype) -> None:
+    """Transposed weights, biases, and gate and up in turn."""
+    config = GptOssConfig(hidden_size=64, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    part = GptOssExperts(config).to(dtype)
+    for parameter in part.parameters():
+        parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(2)
+    x = 4 * torch.randn(29, 64, generator=generator).to(dtype)
+    weights, chosen = torch.topk(torch.randn(29, 4, generator=generator).softmax(-1), 2)
+    wanted = part(x, chosen, weights.to(dtype))
+    ours = grouped_experts(part, PlainOperations())
+    assert ours is not None and ours.activation is not None
+    assert (ours.activation.kind, ours.activation.limit, ours.interleaved) == ("clamped_swiglu", 7.0, True)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    got = ours(x, chosen, weights.to(dtype))
+    assert float((got - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
 
 
 @torch.inference_mode()

@@ -1,0 +1,60 @@
+"""Pairs are sorted by expert without a host read, and blocks cover each pair once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton import knobs
+
+from kvforge.worker.kernels.expert_sort import RANKED_MAX, Blocks, blocks_max, sort_by_expert
+
+pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="only under Triton's interpreter")
+
+
+def covered(found: Blocks, experts: torch.Tensor, size: int) -> None:
+    """Check the order and the blocks of pairs of these experts."""
+    assert torch.equal(found.order.long(), experts.sort(stable=True).indices)
+    places: list[int] = []
+    for expert, begin, end, _ in found.blocks.tolist():
+        if expert < 0:
+            continue
+        assert 0 < end - begin <= size
+        assert set(experts[found.order[begin:end].long()].tolist()) == {expert}
+        places += range(begin, end)
+    assert places == list(range(len(experts)))
+
+
+@pytest.mark.parametrize(("tokens", "width", "experts"), [(2, 1, 1), (2, 8, 8), (70, 3, 5), (65, 1, 128), (9, 2, 200)])
+@pytest.mark.parametrize("size", [16, 64])
+def test_pairs_are_sorted(tokens: int, width: int, experts: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    chosen = torch.rand(tokens, experts, generator=generator).topk(width).indices.int()
+    covered(sort_by_expert(chosen, experts, size), chosen.flatten().long(), size)
+
+
+@pytest.mark.parametrize("experts", [[3] * 40, [0] * 17 + [7] * 3, [7, 0] * 20])
+def test_crowded_experts(experts: list[int]) -> None:
+    chosen = torch.tensor(experts, dtype=torch.int32)[:, None]
+    covered(sort_by_expert(chosen, 8, 16), chosen.flatten().long(), 16)
+
+
+def test_many_pairs_are_sorted_by_torch() -> None:
+    chosen = torch.randint(0, 5, (RANKED_MAX + 1, 1), generator=torch.Generator().manual_seed(0)).int()
+    covered(sort_by_expert(chosen, 5, 64), chosen.flatten().long(), 64)
+
+
+def test_a_single_token_needs_no_sort() -> None:
+    chosen = torch.tensor([[5, 2, 9]], dtype=torch.int32)
+    found = sort_by_expert(chosen, 16, 16)
+    assert found.alone and found.count == 3 and found.blocks is chosen
+
+
+def test_blocks_suffice_for_any_choice() -> None:
+    for pairs in range(1, 80):
+        for experts in (1, 2, 7, 100):
+            used = min(pairs, experts)
+            worst = (pairs - used) // 16 + used  # one pair each, and the rest in blocks that are full
+            assert worst <= blocks_max(pairs, experts, 16) <= pairs

@@ -1,0 +1,182 @@
+"""Routers choose what transformers' modules choose, in plain torch and as a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
+from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from kvforge.worker.kernels.plain import PlainOperations
+from kvforge.worker.kernels.router import Router
+
+pytest.importorskip("triton")
+
+from triton import knobs
+
+from kvforge.worker.kernels import router_kernel
+
+interpreted = pytest.mark.skipif(not knobs.runtime.interpret, reason="only under Triton's interpreter")
+BF16 = torch.bfloat16
+HIDDEN, TOKENS = 32, 20
+FLOAT32 = ("deepseek_v3", "ernie4_5_moe")  # multiply by float32 weights
+# Name: router of transformers, its configuration, ours, and whether a bias corrects the choice.
+FAMILIES: dict[str, tuple[Any, str, dict[str, Any], Router, bool]] = {
+    "qwen3_moe": (
+        Qwen3MoeTopKRouter,
+        "qwen3_moe",
+        {"num_experts": 24, "num_experts_per_tok": 5, "norm_topk_prob": True},
+        Router(5, normalises=True, dtype=BF16),
+        False,
+    ),
+    "not normalised": (
+        Qwen3MoeTopKRouter,
+        "qwen3_moe",
+        {"num_experts": 24, "num_experts_per_tok": 5, "norm_topk_prob": False},
+        Router(5, dtype=BF16),
+        False,
+    ),
+    "mixtral": (
+        MixtralTopKRouter,
+        "mixtral",
+        {"num_local_experts": 8, "num_experts_per_tok": 2},
+        Router(2, normalises=True),
+        False,
+    ),
+    "gpt_oss": (
+        GptOssTopKRouter,
+        "gpt_oss",
+        {"num_local_experts": 32, "num_experts_per_tok": 4},
+        Router(4, scores="", weights="softmax", dtype=BF16),
+        False,
+    ),
+    "granitemoe": (
+        GraniteMoeTopKRouter,
+        "granitemoe",
+        {"num_local_experts": 40, "num_experts_per_tok": 8},
+        Router(8, scores="", weights="softmax", dtype=BF16),
+        False,
+    ),
+    "deepseek_v3": (
+        DeepseekV3TopkRouter,
+        "deepseek_v3",
+        {"n_routed_experts": 24, "num_experts_per_tok": 4, "n_group": 6, "topk_group": 2, "norm_topk_prob": True},
+        Router(4, "sigmoid", groups=6, groups_chosen=2, normalises=True, sum_added=1e-20, scaling=2.5),
+        True,
+    ),
+    "minimax_m2": (
+        MiniMaxM2TopKRouter,
+        "minimax_m2",
+        {"num_local_experts": 16, "num_experts_per_tok": 3},
+        Router(3, "sigmoid", normalises=True),
+        True,
+    ),
+    "ernie4_5_moe": (
+        Ernie4_5_MoeTopKRouter,
+        "ernie4_5_moe",
+        {"moe_num_experts": 64, "moe_k": 6},
+        Router(6, normalises=True, sum_min=1e-12, dtype=BF16),
+        True,
+    ),
+}
+
+
+def bias_of(part: Any) -> Any:
+    if hasattr(part, "moe_statics"):
+        return part.moe_statics.e_score_correction_bias.data.flatten()
+    return part.e_score_correction_bias
+
+
+@torch.no_grad()
+def theirs(name: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Return logits and bias of transformers' router, and the weight of each chosen expert."""
+    kind, model_type, fields, _router, biased = FAMILIES[name]
+    part = kind(AutoConfig.for_model(model_type, hidden_size=HIDDEN, **fields))
+    generator = torch.Generator().manual_seed(3)
+    for parameter in part.parameters():
+        parameter.normal_(generator=generator)
+    if name not in FLOAT32:
+        part = part.to(BF16)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator).to(BF16)
+    if not biased:
+        logits, weights, chosen = part(x)
+        return logits, None, chosen, weights
+    bias = torch.randn(len(part.weight), generator=generator) * 0.1
+    if name == "minimax_m2":
+        logits, weights, chosen = part(x, bias)
+        return logits, bias, chosen, weights
+    bias_of(part).copy_(bias)
+    logits, weights, chosen = part(x)
+    return logits, bias, chosen, weights
+
+
+def by_expert(chosen: torch.Tensor, weights: torch.Tensor, experts: int) -> torch.Tensor:
+    return torch.zeros(len(chosen), experts).scatter_(1, chosen.long(), weights.float())
+
+
+def same(got: tuple[torch.Tensor, torch.Tensor], chosen: torch.Tensor, weights: torch.Tensor, experts: int) -> bool:
+    """Whether the same experts have the same weights, up to one rounding to bfloat16."""
+    return torch.allclose(by_expert(*got, experts), by_expert(chosen, weights, experts), rtol=1e-2, atol=1e-6)
+
+
+Route = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+ROUTES = [
+    pytest.param(PlainOperations().route, id="plain"),
+    pytest.param(router_kernel.route, id="kernel", marks=interpreted),
+]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_router_is_that_of_transformers(name: str, route: Route) -> None:
+    logits, bias, chosen, weights = theirs(name)
+    got = route(logits, FAMILIES[name][3], bias)
+    assert got[0].dtype == torch.int32 and got[1].dtype == torch.float32
+    assert same(got, chosen, weights, logits.shape[1])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_equal_scores_choose_the_lowest_index(route: Route) -> None:
+    logits = torch.zeros(3, 12)
+    logits[1, 7] = logits[1, 4] = 1.0
+    logits[2, :] = torch.tensor([0.0, -0.0] * 6)
+    for router in (Router(3), Router(3, scores="", weights="softmax"), Router(3, "sigmoid")):
+        assert route(logits, router)[0].tolist() == [[0, 1, 2], [4, 7, 0], [0, 1, 2]]
+    grouped = route(logits, Router(3, "sigmoid", groups=3, groups_chosen=1))[0]
+    assert grouped.tolist() == [[0, 1, 2], [4, 7, 5], [0, 1, 2]]
+
+
+@interpreted
+def test_company_does_not_matter() -> None:
+    logits = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
+    for router in (each[3] for each in FAMILIES.values()):
+        whole = router_kernel.route(logits, router)
+        one = router_kernel.route(logits[13:14], router)
+        assert all(torch.equal(part[13:14], alone) for part, alone in zip(whole, one, strict=True))
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*")
+def test_nan_chooses_existing_experts_once() -> None:
+    """Padding rows of a graph may hold NaN."""
+    logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(0))
+    logits[0], logits[1, 3], logits[2, 5:] = float("nan"), float("nan"), -torch.inf
+    for router in (Router(4, normalises=True), Router(4, "sigmoid", groups=2, groups_chosen=1)):
+        chosen = router_kernel.route(logits, router)[0]
+        assert all(len(set(row)) == 4 and set(row) <= set(range(10)) for row in chosen.tolist())
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_factors_of_experts(route: Route) -> None:
+    logits, factors = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([2.0, 0.5, 4.0])
+    chosen, weights = route(logits, Router(2, scores="", scaling=10.0), None, factors)
+    assert chosen.tolist() == [[1, 2]] and weights.tolist() == [[15.0, 80.0]]

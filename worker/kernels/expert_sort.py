@@ -1,0 +1,163 @@
+"""Pairs of a token and one of its experts, sorted by expert on the device, and divided into blocks for products.
+
+A pair is numbered token x (experts per token) + place. A block holds pairs of one expert, and a product gives each
+block its own programs. No count is read by the host: shapes follow from the numbers of tokens and experts alone, and
+blocks that are not needed hold no pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
+
+RANKED_MAX = 8192  # more pairs are sorted by torch: ranking takes time in proportion to their square
+RANKED = 64  # pairs that one program ranks
+COMPARED = 128  # pairs that they are compared with at a time
+COUNTED = 32  # the same for experts
+FIELDS = tl.constexpr(4)  # of a block: expert (-1: empty), begin, end, unused
+EMPTIED = tl.constexpr(128)  # blocks marked as empty at a time
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of pairs.
+
+    Attributes:
+        order: [pairs] int32, the pairs by expert. For one token: the experts in order of the router.
+        blocks: [count, FIELDS] int32: expert, and the range of the block in `order`. For one token: as `order`.
+        count: Number of blocks, of which the last ones may be empty.
+        alone: Whether each block holds one pair, with its own number: the case of one token.
+    """
+
+    order: torch.Tensor
+    blocks: torch.Tensor
+    count: int
+    alone: bool
+
+
+@triton.jit
+def _write_blocks(blocks, count, begin, sizes, expert, TOKENS: tl.constexpr):
+    """Write the blocks of all experts. begin, sizes: each expert's first place in the order, and its pairs."""
+    needed = (sizes + (TOKENS - 1)) // TOKENS
+    until = tl.cumsum(needed, 0)
+    first = until - needed
+    for index in range(tl.max(needed, 0)):
+        mask = index < needed
+        at = blocks + (first + index) * FIELDS
+        start = begin + index * TOKENS
+        tl.store(at, expert, mask=mask)
+        tl.store(at + 1, start, mask=mask)
+        tl.store(at + 2, tl.minimum(start + TOKENS, begin + sizes), mask=mask)
+    used = tl.max(until, 0)
+    for start in range(used, count, EMPTIED):
+        places = start + tl.arange(0, EMPTIED)
+        tl.store(blocks + places * FIELDS, -1, mask=places < count)
+
+
+@triton.jit(do_not_specialize=["pairs", "count"])
+def rank_kernel(
+    chosen,
+    order,
+    blocks,
+    pairs,
+    count,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    RANKED: tl.constexpr,
+    COMPARED: tl.constexpr,
+    COUNTED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Sort pairs by expert, then by number, and write the blocks. Grid: [1 + blocks of RANKED pairs].
+
+    The first program writes the blocks. chosen: [pairs] int32, the pairs' experts. order: [pairs] int32. blocks:
+    [count, 4] int32. TOKENS: pairs of a block. EXPERTS: a power of two that holds all experts.
+    """
+    let_next_start(OVERLAP)
+    wait_for_inputs(OVERLAP)
+    if tl.program_id(0) == 0:
+        expert = tl.arange(0, EXPERTS)
+        begin = tl.zeros([EXPERTS], tl.int32)
+        sizes = tl.zeros([EXPERTS], tl.int32)
+        for start in range(0, pairs, COUNTED):
+            places = start + tl.arange(0, COUNTED)
+            others = tl.load(chosen + places, mask=places < pairs, other=EXPERTS)
+            begin += tl.sum((others[None, :] < expert[:, None]).to(tl.int32), 1)
+            sizes += tl.sum((others[None, :] == expert[:, None]).to(tl.int32), 1)
+        _write_blocks(blocks, count, begin, sizes, expert, TOKENS)
+    else:
+        mine = (tl.program_id(0) - 1) * RANKED + tl.arange(0, RANKED)
+        wanted = tl.load(chosen + mine, mask=mine < pairs, other=0)
+        place = tl.zeros([RANKED], tl.int32)
+        for start in range(0, pairs, COMPARED):
+            places = start + tl.arange(0, COMPARED)
+            others = tl.load(chosen + places, mask=places < pairs, other=EXPERTS)
+            less = others[None, :] < wanted[:, None]
+            before = (others[None, :] == wanted[:, None]) & (places[None, :] < mine[:, None])
+            place += tl.sum((less | before).to(tl.int32), 1)
+        tl.store(order + place, mine, mask=mine < pairs)
+
+
+@triton.jit(do_not_specialize=["count", "experts"])
+def divide_kernel(bounds, blocks, count, experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, OVERLAP: tl.constexpr):
+    """Write the blocks of pairs that are sorted already. Grid: [1]. bounds: [experts + 1] int32, ends of experts."""
+    let_next_start(OVERLAP)
+    wait_for_inputs(OVERLAP)
+    expert = tl.arange(0, EXPERTS)
+    inside = expert < experts
+    begin = tl.load(bounds + expert, mask=inside, other=0)
+    end = tl.load(bounds + expert + 1, mask=inside, other=0)
+    _write_blocks(blocks, count, begin, end - begin, expert, TOKENS)
+
+
+def sort_by_expert(chosen: torch.Tensor, experts: int, tokens_per_block: int, overlap: bool = False) -> Blocks:
+    """Sort pairs by expert, and divide them into blocks.
+
+    Args:
+        chosen: [tokens, experts per token] int32, contiguous, each expert at most once per token.
+        experts: Number of experts.
+        tokens_per_block: Most pairs of a block.
+        overlap: See `kvforge.worker.device.overlap`.
+
+    Returns:
+        The blocks.
+    """
+    pairs = chosen.numel()
+    if len(chosen) == 1:
+        return Blocks(chosen, chosen, pairs, alone=True)
+    count = blocks_max(pairs, experts, tokens_per_block)
+    blocks = torch.empty((count, FIELDS.value), dtype=torch.int32, device=chosen.device)
+    sizes = {"TOKENS": tokens_per_block, "EXPERTS": triton.next_power_of_2(experts)}
+    if pairs > RANKED_MAX:
+        by_expert, places = chosen.flatten().sort(stable=True)
+        bounds = torch.searchsorted(
+            by_expert, torch.arange(experts + 1, dtype=torch.int32, device=chosen.device), out_int32=True
+        )
+        divide_kernel[(1,)](bounds, blocks, count, experts, **sizes, num_warps=4, **launch_options(overlap))
+        return Blocks(places.int(), blocks, count, alone=False)
+    order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
+    rank_kernel[(1 + triton.cdiv(pairs, RANKED),)](
+        chosen,
+        order,
+        blocks,
+        pairs,
+        count,
+        **sizes,
+        RANKED=RANKED,
+        COMPARED=COMPARED,
+        COUNTED=COUNTED,
+        num_warps=4,
+        **launch_options(overlap),
+    )
+    return Blocks(order, blocks, count, alone=False)
+
+
+def blocks_max(pairs: int, experts: int, tokens_per_block: int) -> int:
+    """Return the largest number of blocks that pairs can need, whichever experts are chosen."""
+    used = min(pairs, experts)
+    return min(pairs, (pairs + used * (tokens_per_block - 1)) // tokens_per_block)

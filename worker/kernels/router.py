@@ -1,0 +1,82 @@
+"""Routers of mixtures of experts: the choice of a token's experts and their weights, in plain torch.
+
+Equal scores choose the expert with the lower index, so that the choice is defined and no other token matters to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+GROUP_BEST = 2  # a group's score is the sum of its best two
+
+
+@dataclass(frozen=True)
+class Router:
+    """A router. The order of its steps is that of the attributes.
+
+    Attributes:
+        chosen: Experts per token.
+        scores: Function of the logits of all experts, before the choice: one of SCORES.
+        groups: Groups of experts. Only experts of the best groups can be chosen (DeepSeek V3).
+        groups_chosen: Groups that a token's experts may come from.
+        weights: Function of the scores of the chosen experts, after the choice: one of SCORES.
+        normalises: Whether the weights are then divided by their sum.
+        sum_added: Added to that sum.
+        sum_min: Smallest divisor.
+        scaling: Factor of the weights.
+        dtype: Dtype that the weights are rounded to at last; None: float32.
+    """
+
+    chosen: int
+    scores: str = "softmax"
+    groups: int = 1
+    groups_chosen: int = 1
+    weights: str = ""
+    normalises: bool = False
+    sum_added: float = 0.0
+    sum_min: float = 0.0
+    scaling: float = 1.0
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        assert self.scores in SCORES and self.weights in SCORES, (self.scores, self.weights)
+        assert 1 <= self.groups_chosen <= self.groups, self.groups_chosen
+
+
+SCORES = ("", "softmax", "sigmoid")
+
+
+def route(
+    logits: torch.Tensor, router: Router, bias: torch.Tensor | None = None, factors: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Implement `LayerOperations.route` in plain torch."""
+    scores = _function(router.scores, logits.float())
+    ranked = scores if bias is None else scores + bias.float()
+    if router.groups > 1:
+        by_group = ranked.unflatten(-1, (router.groups, -1))
+        best = by_group.sort(dim=-1, descending=True, stable=True).values[..., :GROUP_BEST].sum(-1)
+        away = _order(best)[:, router.groups_chosen :]
+        ranked = by_group.clone().scatter_(1, away[..., None].expand(-1, -1, by_group.shape[-1]), -torch.inf).flatten(1)
+    chosen = _order(ranked)[:, : router.chosen]
+    weights = _function(router.weights, scores.gather(-1, chosen))
+    if router.normalises:
+        total = weights.sum(-1, keepdim=True) + router.sum_added
+        weights = weights / (total.clamp_min(router.sum_min) if router.sum_min else total)
+    if factors is not None:
+        weights = weights * factors.float()[chosen]
+    weights = weights * router.scaling
+    rounded = weights if router.dtype is None else weights.to(router.dtype).float()
+    return chosen.int(), rounded
+
+
+def _order(scores: torch.Tensor) -> torch.Tensor:
+    """Return the indices from the largest score to the smallest, equal ones by index."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices
+
+
+def _function(kind: str, numbers: torch.Tensor) -> torch.Tensor:
+    if kind == "softmax":
+        return numbers.softmax(-1)
+    return numbers.sigmoid() if kind == "sigmoid" else numbers

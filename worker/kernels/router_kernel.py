@@ -1,0 +1,170 @@
+"""Routers of mixtures of experts as one Triton kernel: scores, the choice of experts, and their weights.
+
+One program computes one token, so the choice cannot depend on other tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
+
+from .router import Router
+
+LOWEST = tl.constexpr(-(2**63))  # below the key of every score, NaN included
+
+
+@triton.jit
+def _keys(scores, places):
+    """Return int64 keys in the order of the scores. Of equal scores, the one at the lower place has the larger key.
+
+    The bits of a negative number are inverted below its sign, so that the larger number has the larger integer.
+    """
+    scores = scores + 0.0  # -0.0 and 0.0 are equal
+    bits = scores.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - places).to(tl.int64)
+
+
+@triton.jit
+def _place_of(key):
+    return (0x7FFFFFFF - (key & 0x7FFFFFFF)).to(tl.int32)
+
+
+@triton.jit
+def _function(numbers, inside, axis: tl.constexpr, KIND: tl.constexpr):
+    """Apply softmax, sigmoid or nothing to the numbers inside."""
+    if KIND == "softmax":
+        numbers = tl.where(inside, numbers, -float("inf"))
+        grown = tl.exp(numbers - tl.max(numbers, axis))
+        return grown / tl.sum(grown, axis)
+    elif KIND == "sigmoid":
+        return 1.0 / (1.0 + tl.exp(-numbers))
+    else:
+        return numbers
+
+
+@triton.jit(do_not_specialize=["experts"])
+def route_kernel(
+    logits,
+    bias,
+    factors,
+    chosen,
+    weights,
+    experts,
+    sum_added,
+    sum_min,
+    scaling,
+    CHOSEN: tl.constexpr,
+    CHOSEN_BLOCK: tl.constexpr,
+    SCORES: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    NORMALISES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr,
+    GROUPS_CHOSEN: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Choose the experts of one token. Grid: [tokens].
+
+    logits: [tokens, experts], contiguous. bias, factors: [experts] float32. chosen: [tokens, CHOSEN] int32. weights:
+    [tokens, CHOSEN] float32. GROUP_BLOCK: a power of two that holds the experts of a group. CHOSEN_BLOCK, GROUPS_BLOCK:
+    likewise for the choices and the groups. ROUNDED: the dtype that the weights are rounded to. Others: see Router.
+    """
+    let_next_start(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    size = experts // GROUPS
+    group = tl.arange(0, GROUPS_BLOCK * GROUP_BLOCK) // GROUP_BLOCK
+    within = tl.arange(0, GROUPS_BLOCK * GROUP_BLOCK) % GROUP_BLOCK
+    inside = (within < size) & (group < GROUPS)
+    places = tl.where(inside, group * size + within, experts)
+    wait_for_inputs(OVERLAP)
+    numbers = tl.load(logits + token * experts + places, mask=inside, other=0.0).to(tl.float32)
+    scores = _function(numbers, inside, 0, SCORES)
+    ranked = scores
+    if HAS_BIAS:
+        ranked += tl.load(bias + places, mask=inside, other=0.0)
+    keys = tl.where(inside, _keys(ranked, places), LOWEST)
+    if GROUPS > 1:
+        by_group = tl.reshape(keys, [GROUPS_BLOCK, GROUP_BLOCK])
+        numbers_by_group = tl.reshape(ranked, [GROUPS_BLOCK, GROUP_BLOCK])
+        first = tl.max(by_group, 1)
+        is_first = by_group == first[:, None]
+        second = tl.max(tl.where(is_first, LOWEST, by_group), 1)
+        is_second = (by_group == second[:, None]) & (by_group != LOWEST)
+        best = tl.sum(tl.where(is_first | is_second, numbers_by_group, 0.0), 1)
+        group_places = tl.arange(0, GROUPS_BLOCK)
+        group_keys = tl.where(group_places < GROUPS, _keys(best, group_places), LOWEST)
+        kept = group_places < 0
+        for _ in tl.static_range(GROUPS_CHOSEN):
+            largest = tl.max(group_keys, 0)
+            kept = kept | (group_keys == largest)
+            group_keys = tl.where(group_keys == largest, LOWEST, group_keys)
+        keys = tl.reshape(tl.where(kept[:, None], by_group, LOWEST), [GROUPS_BLOCK * GROUP_BLOCK])
+    order = tl.arange(0, CHOSEN_BLOCK)
+    found_places = tl.zeros([CHOSEN_BLOCK], tl.int32)
+    found = tl.zeros([CHOSEN_BLOCK], tl.float32)
+    for place in tl.static_range(CHOSEN):
+        largest = tl.max(keys, 0)
+        score = tl.sum(tl.where(keys == largest, scores, 0.0), 0)
+        found_places = tl.where(order == place, _place_of(largest), found_places)
+        found = tl.where(order == place, score, found)
+        keys = tl.where(keys == largest, LOWEST, keys)
+    counted = order < CHOSEN
+    found = _function(found, counted, 0, WEIGHTS)
+    if NORMALISES:
+        total = tl.sum(tl.where(counted, found, 0.0), 0) + sum_added
+        found = found / tl.where(total < sum_min, sum_min, total)
+    if HAS_FACTORS:
+        found = found * tl.load(factors + found_places, mask=counted, other=0.0)
+    found = (found * scaling).to(ROUNDED).to(tl.float32)
+    tl.store(chosen + token * CHOSEN + order, found_places, mask=counted)
+    tl.store(weights + token * CHOSEN + order, found, mask=counted)
+
+
+ROUNDED = {None: tl.float32, torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def route(
+    logits: torch.Tensor,
+    router: Router,
+    bias: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
+    overlap: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Implement `LayerOperations.route`; see `overlap` for the last argument."""
+    tokens, experts = logits.shape
+    chosen = torch.empty((tokens, router.chosen), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, router.chosen), dtype=torch.float32, device=logits.device)
+    route_kernel[(tokens,)](
+        logits,
+        logits if bias is None else bias,
+        logits if factors is None else factors,
+        chosen,
+        weights,
+        experts,
+        router.sum_added,
+        router.sum_min,
+        router.scaling,
+        CHOSEN=router.chosen,
+        CHOSEN_BLOCK=triton.next_power_of_2(router.chosen),
+        SCORES=router.scores,
+        WEIGHTS=router.weights,
+        NORMALISES=router.normalises,
+        HAS_BIAS=bias is not None,
+        HAS_FACTORS=factors is not None,
+        GROUPS=router.groups,
+        GROUPS_BLOCK=triton.next_power_of_2(router.groups),
+        GROUPS_CHOSEN=router.groups_chosen,
+        GROUP_BLOCK=triton.next_power_of_2(experts // router.groups),
+        ROUNDED=ROUNDED[router.dtype],
+        num_warps=1 if experts <= 256 else 4,
+        **launch_options(overlap),
+    )
+    return chosen, weights
