@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -59,7 +60,10 @@ class Calls(Operations):
             poller.register(link.monitor, zmq.POLLIN)
         if (due := link.reconnector.due()) is not None:
             wait_s = max(0.0, min(wait_s, due - monotonic()))
-        poller.poll(math.ceil(wait_s * 1000))
+        if poller.sockets:
+            poller.poll(math.ceil(wait_s * 1000))
+        else:  # between two attempts to connect; pyzmq's poll of nothing returns at once
+            time.sleep(wait_s)
         link.pump()
 
 

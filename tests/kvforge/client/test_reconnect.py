@@ -6,10 +6,12 @@ import asyncio
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
 from kvforge import AsyncClient, Client, Conflict, CoordinatorUnavailable, DeadlineExceeded, InvalidRequest
+from kvforge.client.link import CoordinatorLink
 from tests.kvforge.fake_coordinator import Running
 
 ANEW, FORGETFUL, AWAY = signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP
@@ -155,6 +157,22 @@ def test_ctrl_c_in_the_middle_of_a_message_costs_nothing(
     with pytest.raises(KeyboardInterrupt):
         request.result()
     assert request.result().tokens == tuple(range(4, 304))
+
+
+def test_the_wait_for_a_coordinator_does_not_spin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two attempts there is no socket to poll."""
+    turns: list[CoordinatorLink] = []
+    pump = CoordinatorLink.pump
+
+    def counted(self: CoordinatorLink) -> bool:
+        turns.append(self)
+        return pump(self)
+
+    monkeypatch.setattr(CoordinatorLink, "pump", counted)
+    absent = f"ipc://{tmp_path}/absent.sock"
+    with Client(absent, connect_timeout_s=0.5) as kv, pytest.raises(CoordinatorUnavailable):
+        kv.health()
+    assert 3 < len(turns) < 100
 
 
 def test_a_wrong_reconnect_s_is_named() -> None:
