@@ -66,7 +66,8 @@ def cases(fused: FusedDecoder, batch: int) -> list[Case]:
 
     x, residual = random(batch, hidden), random(batch, hidden)
     attended = random(batch, first.output.weight.shape[1])
-    inner = random(batch, first.feed.down.weight.shape[1])
+    assert first.dense is not None, "its layers are dense"
+    inner = random(batch, first.dense.down.weight.shape[1])
 
     def every_layer(call: Callable[[LayerOperations, Any], Any]) -> Callable[[LayerOperations], None]:
         def run(operations: LayerOperations) -> None:
@@ -95,8 +96,8 @@ def cases(fused: FusedDecoder, batch: int) -> list[Case]:
         product("qkv", lambda o, w: o.linear(x, w.projected.weight, w.projected.bias), first.projected.weight),
         product("output", lambda o, w: o.linear_parts(attended, w.output.weight), first.output.weight),
         product("output, sum, norm", norm_of, first.output.weight),
-        product("gate, up, silu", lambda o, w: o.gated(x, w.feed.gate_up.weight), first.feed.gate_up.weight),
-        product("down", lambda o, w: o.linear_parts(inner, w.feed.down.weight), first.feed.down.weight),
+        product("gate, up, silu", lambda o, w: o.gated(x, w.dense.gate_up.weight), first.dense.gate_up.weight),
+        product("down", lambda o, w: o.linear_parts(inner, w.dense.down.weight), first.dense.down.weight),
         Case("head", head, 1, head_size * fused.head.weight.element_size(), 2 * batch * head_size),
     ]
 

@@ -21,7 +21,7 @@ from kvforge.worker.cpu.layer_kernels import NUMBERS_PER_US, add_norm, embed_nor
 from kvforge.worker.cpu.vector import CODES
 
 from .interface import DecoderParts
-from .layer_weights import FusedLayer, Norm
+from .layer_weights import FeedForward, FusedLayer, Norm
 from .packed import Product
 from .packed_table import PackedTable
 from .row_counts import row_count
@@ -41,7 +41,7 @@ class CpuDecoder:
         layers, hidden, epsilon = decoder.layers, decoder.table.shape[1], decoder.final_norm.epsilon
         rotated = 2 * len(decoder.rotary[0].frequencies)
         attended = [self._memory.of(layer.output.weight.shape[1], "attended") for layer in layers]
-        gated = [self._memory.of(layer.feed.down.weight.shape[1], "gated") for layer in layers]
+        gated = [self._memory.of(_dense(layer).down.weight.shape[1], "gated") for layer in layers]
         self._attention = DecodeAttention(
             decoder.attention,
             [
@@ -66,7 +66,7 @@ class CpuDecoder:
             (
                 [
                     Product(each.weight, each.bias)
-                    for each in (layer.projected, layer.output, layer.feed.gate_up, layer.feed.down)
+                    for each in (layer.projected, layer.output, _dense(layer).gate_up, _dense(layer).down)
                 ],
                 None if layer.head_norms is None else next(numbers),
                 into,
@@ -160,6 +160,11 @@ def is_decodes(batch: PagedBatch, token_ids: torch.Tensor) -> bool:
     """Return whether `CpuDecoder.run` supports a step."""
     rows = len(batch.counts)
     return 0 < rows <= ROWS_MAX and batch.tokens == rows and bool(batch.lengths.all()) and token_ids.is_contiguous()
+
+
+def _dense(layer: FusedLayer) -> FeedForward:
+    assert layer.dense is not None, "can_decode is false"
+    return layer.dense
 
 
 def _weight(norm: Norm | None) -> torch.Tensor:

@@ -15,8 +15,9 @@ from kvforge.worker.device.exchange import ATTENTION, INNER, LOGITS
 from kvforge.worker.device.ranks import Ranks
 
 from .interface import LayerOperations
-from .layer_weights import FeedForward, FusedLayer, HeadNorms, Norm, Projection, RotaryTable
+from .layer_weights import FeedForward, FusedLayer, HeadNorms, MixtureOfExperts, Norm, Projection, RotaryTable
 from .packed_table import look_up
+from .partition import apply_aligned
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin, each [tokens, rotated]
 
@@ -74,8 +75,9 @@ class FusedDecoder:
     def product_weights(self) -> Iterator[torch.Tensor]:
         """Yield every weight of a product, the head last."""
         for layer in self.layers:
-            for projection in (layer.projected, layer.output, layer.feed.gate_up, layer.feed.down):
-                yield projection.weight
+            yield layer.projected.weight
+            yield layer.output.weight
+            yield from layer.feed.product_weights()
         yield self.head.weight
 
     def forward(
@@ -150,8 +152,13 @@ class FusedDecoder:
             attended = self.attention.attend(query, cache, batch, layer.options).flatten(1)
             before, scale = normed, layer.residual_scale
             normed = self.add(ATTENTION, attended, layer.output, residual, layer.attended_norm, scale, layer.inner_norm)
-            inner = self.feed(layer.feed, before if layer.is_parallel else normed)
-            normed = self.add(INNER, inner, layer.feed.down, residual, layer.fed_norm, scale, next_norm)
+            feed, x = layer.feed, before if layer.is_parallel else normed
+            if isinstance(feed, MixtureOfExperts):
+                mixed = self.mix(feed, x)[None] if self.ranks is None else self.ranks.gather(self.mix(feed, x))
+                normed = combine(ops, mixed, residual, layer.fed_norm, scale, next_norm)
+            else:
+                inner = self.feed(feed, x)
+                normed = self.add(INNER, inner, feed.down, residual, layer.fed_norm, scale, next_norm)
         return normed
 
     def _embed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,6 +177,25 @@ class FusedDecoder:
         if feed.is_gated:
             return ops.gated(normed, weight, bias, feed.activation)
         return ops.activated(normed, weight, bias, feed.activation)
+
+    def mix(self, experts: MixtureOfExperts, normed: torch.Tensor) -> torch.Tensor:
+        """Return the result of a mixture of experts, [tokens, hidden]. With several ranks: this rank's part of it."""
+        ops, gate = self.operations, experts.gate
+        if gate.weight.dtype != normed.dtype:  # a router in float32
+            logits = ops.wide_linear(normed, gate.weight, gate.bias)
+        else:
+            logits = ops.linear(normed, gate.weight, gate.bias)
+        chosen, weights = ops.route(logits, experts.router, experts.choice_bias)
+        matrices = experts.up, experts.up_bias, experts.down, experts.down_bias
+        mixed = ops.experts(normed, chosen, weights, *matrices, experts.activation, experts.interleaved)
+        if experts.shared is None:
+            return mixed
+        shared = experts.shared
+        found = ops.linear(self.feed(shared, normed), shared.down.weight, shared.down.bias)
+        if experts.shared_gate is not None:
+            factor = ops.linear(normed, experts.shared_gate.weight, experts.shared_gate.bias)
+            found = apply_aligned(torch.sigmoid, factor) * found
+        return mixed.add_(found)
 
     def add(
         self,

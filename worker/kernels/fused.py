@@ -178,6 +178,10 @@ class FusedOperations:
         into = None if output is None else output[None]
         return linear_parts(x, weight, bias, tiles, x.dtype, output=into, overlap=self.overlap)[0]
 
+    def wide_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Implement `LayerOperations.wide_linear`."""
+        return self._in_slabs(x.float(), weight, bias, SLAB if self._target.steady else 0)
+
     def project(
         self,
         x: torch.Tensor,
@@ -203,7 +207,10 @@ class FusedOperations:
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute torch's product, in slabs padded with zeros where it must not depend on the number of rows."""
-        slab = self._slab(weight)
+        return self._in_slabs(x, weight, bias, self._slab(weight))
+
+    def _in_slabs(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slab: int) -> torch.Tensor:
+        """Compute torch's product of `slab` rows at a time; 0: of all rows."""
         if not slab:
             return linear(x, weight, bias)
         count = len(x)

@@ -237,6 +237,18 @@ class LayerOperations(Protocol):
             [tokens, n].
         """
 
+    def wide_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Compute x weight^T + bias in float32.
+
+        Args:
+            x: [tokens, k].
+            weight: [n, k] float32, of few rows.
+            bias: [n] float32, or None.
+
+        Returns:
+            [tokens, n] float32.
+        """
+
     def project(
         self,
         x: torch.Tensor,

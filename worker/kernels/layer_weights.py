@@ -6,6 +6,7 @@ its default leaves the operation out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ import torch
 from kvforge.worker.attention import AttentionOptions
 
 from .activations import SILU, Activation
+from .expert_loop import Matrices
+from .router import Router
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,49 @@ class FeedForward:
     activation: Activation = SILU
     is_gated: bool = True
 
+    def product_weights(self) -> Iterator[torch.Tensor]:
+        """Yield both weights."""
+        yield self.gate_up.weight
+        yield self.down.weight
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts:
+    """A feed-forward block of experts.
+
+    Attributes:
+        gate: The router's weight [experts, hidden].
+        router: The choice from its logits.
+        choice_bias: [experts] float32, added to scores for the choice only; None: none.
+        up: [experts, 2 x inner, hidden], also as a view or a list of packed matrices.
+        up_bias: [experts, 2 x inner], or None.
+        down: [experts, hidden, inner], as `up`.
+        down_bias: [experts, hidden], or None.
+        activation: Applied to the gate of each expert.
+        interleaved: Whether rows of gate and up alternate.
+        shared: Experts that every token uses, as one dense block; None: none.
+        shared_gate: Projection to one number, whose sigmoid is the factor of `shared`; None: 1.
+    """
+
+    gate: Projection
+    router: Router
+    choice_bias: torch.Tensor | None
+    up: Matrices
+    up_bias: torch.Tensor | None
+    down: Matrices
+    down_bias: torch.Tensor | None
+    activation: Activation
+    interleaved: bool = False
+    shared: FeedForward | None = None
+    shared_gate: Projection | None = None
+
+    def product_weights(self) -> Iterator[torch.Tensor]:
+        """Yield every weight of a product but the router's."""
+        for matrices in (self.up, self.down):
+            yield from (matrices,) if isinstance(matrices, torch.Tensor) else matrices
+        if self.shared is not None:
+            yield from self.shared.product_weights()
+
 
 @dataclass(frozen=True)
 class FusedLayer:
@@ -134,11 +180,16 @@ class FusedLayer:
     head_norms: HeadNorms | None
     output: Projection
     inner_norm: Norm | None
-    feed: FeedForward
+    feed: FeedForward | MixtureOfExperts
     attended_norm: Norm | None = None
     fed_norm: Norm | None = None
     residual_scale: float = 1.0
     is_parallel: bool = False
+
+    @property
+    def dense(self) -> FeedForward | None:
+        """The dense feed-forward block, or the shared experts; None: neither."""
+        return self.feed if isinstance(self.feed, FeedForward) else self.feed.shared
 
     @property
     def is_plain(self) -> bool:
@@ -148,7 +199,9 @@ class FusedLayer:
             return False
         if self.attended_norm is not None or self.fed_norm is not None or self.residual_scale != 1.0:
             return False
-        return not self.is_parallel and self.has_plain_heads and self.feed.is_gated and self.feed.activation == SILU
+        feed = self.feed
+        has_plain_feed = isinstance(feed, FeedForward) and feed.is_gated and feed.activation == SILU
+        return not self.is_parallel and self.has_plain_heads and has_plain_feed
 
     @property
     def has_plain_heads(self) -> bool:

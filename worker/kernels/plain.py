@@ -159,6 +159,10 @@ class PlainOperations:
             return torch.mm(x, weight.t(), out=output)
         return output.copy_(self.product(x, weight, bias))
 
+    def wide_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Implement `LayerOperations.wide_linear`."""
+        return self.product(x.float(), weight, bias)
+
     def project(self, *_: Any) -> None:
         """Return None: product, rotation and storing are separate operations here."""
 

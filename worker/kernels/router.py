@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .partition import apply_aligned
+
 GROUP_BEST = 2  # a group's score is the sum of its best two
 
 
@@ -79,4 +81,4 @@ def _order(scores: torch.Tensor) -> torch.Tensor:
 def _function(kind: str, numbers: torch.Tensor) -> torch.Tensor:
     if kind == "softmax":
         return numbers.softmax(-1)
-    return numbers.sigmoid() if kind == "sigmoid" else numbers
+    return apply_aligned(torch.sigmoid, numbers) if kind == "sigmoid" else numbers

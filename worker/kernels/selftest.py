@@ -55,7 +55,9 @@ def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
     """Yield the operations by name; both sides run each on the same inputs."""
     layer, table = fused.layers[0], fused.table
     rotary = None if layer.rotary is None else fused.rotary[layer.rotary]
-    hidden, inner, attended = table.shape[1], layer.feed.down.weight.shape[1], layer.output.weight.shape[1]
+    feed = next(filter(None, (each.dense for each in fused.layers)), None)
+    hidden, attended = table.shape[1], layer.output.weight.shape[1]
+    inner = hidden if feed is None else feed.down.weight.shape[1]
     generator = torch.Generator(table.device).manual_seed(0)
 
     def random(width: int, dtype: torch.dtype = table.dtype) -> torch.Tensor:
@@ -67,7 +69,7 @@ def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
     positions = torch.randint(1 << 17, (tokens,), generator=generator, device=table.device)
     x, wide, residual = random(hidden), random(inner), random(hidden)
     heads_out, projected = random(attended), random(len(layer.projected.weight))
-    norm, feed, scale = layer.input_norm, layer.feed, layer.residual_scale
+    norm, scale = layer.input_norm, layer.residual_scale
 
     def embedded(ops: LayerOperations) -> Any:
         if norm is None or not norm.is_plain:
@@ -76,7 +78,7 @@ def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
 
     def summed(ops: LayerOperations) -> Any:
         total = residual.clone()
-        addend = ops.linear_parts(wide, feed.down.weight, feed.down.bias)
+        addend = wide[None] if feed is None else ops.linear_parts(wide, feed.down.weight, feed.down.bias)
         return combine(ops, addend, total, layer.fed_norm, scale, fused.final_norm), total
 
     def joined(ops: LayerOperations) -> Any:
@@ -90,6 +92,7 @@ def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
         return numbers
 
     def fed(ops: LayerOperations) -> torch.Tensor:
+        assert feed is not None
         weight, bias = feed.gate_up.weight, feed.gate_up.bias
         return (ops.gated if feed.is_gated else ops.activated)(x, weight, bias, feed.activation)
 
@@ -122,7 +125,8 @@ def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
     elif rotary is not None:
         yield "projection into the cache", stored
     yield "output", lambda ops: ops.linear_parts(heads_out, layer.output.weight, layer.output.bias).float().sum(0)
-    yield "gate", fed
+    if feed is not None:
+        yield "gate", fed
     yield "sum and norm", summed
     if not layer.is_plain:
         yield "sum and norm of attention", joined

@@ -17,7 +17,7 @@ from kvforge.worker.attention import KvLayer, PagedBatch
 from kvforge.worker.device.device import Device
 
 from .decoder import FusedDecoder, combine
-from .layer_weights import Norm, Projection
+from .layer_weights import MixtureOfExperts, Norm, Projection
 
 # One token; counts around the tiles of the worker's kernels; and counts with special kernels in torch's library.
 CORES_LADDER = (1, 2, 3, 7, 16, 33, 65, 129)  # for CPUs, where each row costs time
@@ -54,7 +54,7 @@ def unsteady_products(fused: FusedDecoder, device: Device) -> str:
 def _products(fused: FusedDecoder, device: Device) -> Iterator[tuple[str, int, tuple[int, ...], _Product]]:
     ops, layer = fused.operations, fused.layers[0]
     table = fused.table
-    hidden, attended, inner = table.shape[1], layer.heads * layer.head_size, layer.feed.down.weight.shape[1]
+    hidden, attended = table.shape[1], layer.heads * layer.head_size
 
     def projected(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return Q, K and V as they are used and stored without quantisation, with each token in its own block."""
@@ -84,8 +84,14 @@ def _products(fused: FusedDecoder, device: Device) -> Iterator[tuple[str, int, t
 
     yield "the projection to Q, K and V", hidden, LADDER, projected
     yield "the projection from attention", attended, LADDER, summed(layer.output, layer.attended_norm, layer.inner_norm)
-    yield "the gated product", hidden, LADDER, lambda x: (fused.feed(layer.feed, x),)
-    yield "the product behind it", inner, LADDER, summed(layer.feed.down, layer.fed_norm, fused.final_norm)
+    dense = next(filter(None, (each.dense for each in fused.layers)), None)
+    if dense is not None:
+        inner = dense.down.weight.shape[1]
+        yield "the gated product", hidden, LADDER, lambda x: (fused.feed(dense, x),)
+        yield "the product behind it", inner, LADDER, summed(dense.down, layer.fed_norm, fused.final_norm)
+    experts = next((each.feed for each in fused.layers if isinstance(each.feed, MixtureOfExperts)), None)
+    if experts is not None:
+        yield "the mixture of experts", hidden, LADDER, lambda x: (fused.mix(experts, x),)
     yield "the head's product", hidden, HEAD_LADDER, logits
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvforge.worker.kernels.router import Router
+
 
 def _always(_attention: Any) -> bool:
     return True
@@ -26,6 +28,65 @@ def _in_windows(attention: Any) -> bool:
 
 def _in_windows_of_hybrids(attention: Any) -> bool:
     return attention.sliding_window is None or bool(attention.is_sliding)
+
+
+def _softmax(config: Any) -> Router:
+    """All experts compete; the weights of the chosen ones may be divided by their sum."""
+    return Router(config.num_experts_per_tok, normalises=bool(getattr(config, "norm_topk_prob", True)))
+
+
+def _softmax_of_chosen(config: Any) -> Router:
+    return Router(config.num_experts_per_tok, scores="", weights="softmax")
+
+
+def _sigmoid(config: Any) -> Router:
+    return Router(config.num_experts_per_tok, scores="sigmoid", normalises=True)
+
+
+def _sigmoid_in_groups(config: Any) -> Router:
+    """DeepSeek V3's router."""
+    return Router(
+        config.num_experts_per_tok,
+        scores="sigmoid",
+        groups=config.n_group,
+        groups_chosen=config.topk_group,
+        normalises=config.norm_topk_prob,
+        sum_added=1e-20,
+        scaling=config.routed_scaling_factor,
+    )
+
+
+def _softmax_with_least_sum(config: Any) -> Router:
+    return Router(config.num_experts_per_tok, normalises=True, sum_min=config.moe_norm_min)
+
+
+def _softmax_of_hunyuan(config: Any) -> Router:
+    return Router(config.moe_topk if isinstance(config.moe_topk, int) else config.moe_topk[0], normalises=True)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The names of the parts of a mixture of experts, in the feed-forward module of a layer.
+
+    Attributes:
+        router: Settings to the router; the dtype that weights are rounded to is that of the model, unless `wide`.
+        gate: The module with the router's weight.
+        weight: Its weight, or the module inside that has it.
+        choice_bias: Tensor that is added to scores for the choice, by its path; "": none.
+        wide: Whether the weights of experts stay in float32.
+        experts: transformers' module of experts.
+        shared: The module of shared experts, whose projections are those of the family; "": none.
+        shared_gate: Projection whose sigmoid is their factor; "": none.
+    """
+
+    router: Callable[[Any], Router]
+    gate: str = "gate"
+    weight: str = ""
+    choice_bias: str = ""
+    wide: bool = False
+    experts: str = "experts"
+    shared: str = ""
+    shared_gate: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,6 +109,7 @@ class Family:
         is_gated: Whether there is a gate.
         down: Its last projection.
         activation: Setting that names the activation.
+        mixture: The mixture of experts, in layers that have one.
         is_parallel: Whether attention and feed-forward read the same norm.
         embedding_scale: Setting with the factor of embeddings; "": that of the embedding module, or none.
         residual_scale: Setting with the factor of both results; "": none.
@@ -71,6 +133,7 @@ class Family:
     is_gated: bool = True
     down: str = "down_proj"
     activation: str = "hidden_act"
+    mixture: Mixture | None = None
     is_parallel: bool = False
     embedding_scale: str = ""
     residual_scale: str = ""
@@ -94,6 +157,9 @@ _GEMMA2 = Family(
     logit_softcap="final_logit_softcapping",
 )
 _PHI3 = Family(projected=("qkv_proj",), gate_up=("gate_up_proj",))
+_GRANITE = Family(
+    embedding_scale="embedding_multiplier", residual_scale="residual_multiplier", logit_divisor="logits_scaling"
+)
 _HUNYUAN = Family(head_norms=("query_layernorm", "key_layernorm"), norms_after_rotation=True)
 
 # By the folder in transformers.models and the class of the model.
@@ -107,6 +173,12 @@ FAMILIES = {
     ),
     "ernie4_5.Ernie4_5ForCausalLM": Family(interleaved=True),
     "exaone4.Exaone4ForCausalLM": replace(_OLMO2, rotates=_in_windows_of_hybrids),
+    "ernie4_5_moe.Ernie4_5_MoeForCausalLM": Family(
+        interleaved=True,
+        mixture=Mixture(
+            _softmax_with_least_sum, choice_bias="gate.moe_statics.e_score_correction_bias", shared="shared_experts"
+        ),
+    ),
     "gemma.GemmaForCausalLM": Family(),
     "gemma2.Gemma2ForCausalLM": _GEMMA2,
     "gemma3.Gemma3ForCausalLM": _GEMMA2,
@@ -117,18 +189,37 @@ FAMILIES = {
         gate_up=("gate_up_proj",),
         interleaved=True,
     ),
-    "granite.GraniteForCausalLM": Family(
-        embedding_scale="embedding_multiplier", residual_scale="residual_multiplier", logit_divisor="logits_scaling"
+    "glm4_moe.Glm4MoeForCausalLM": Family(
+        mixture=Mixture(
+            _sigmoid_in_groups, choice_bias="gate.e_score_correction_bias", wide=True, shared="shared_experts"
+        )
+    ),
+    "gpt_oss.GptOssForCausalLM": Family(mixture=Mixture(_softmax_of_chosen, gate="router")),
+    "granite.GraniteForCausalLM": _GRANITE,
+    "granitemoe.GraniteMoeForCausalLM": replace(
+        _GRANITE, feed="block_sparse_moe", mixture=Mixture(_softmax_of_chosen, gate="router")
     ),
     "hunyuan_v1_dense.HunYuanDenseV1ForCausalLM": _HUNYUAN,
+    "hunyuan_v1_moe.HunYuanMoEV1ForCausalLM": replace(
+        _HUNYUAN, mixture=Mixture(_softmax_of_hunyuan, weight="wg", wide=True, shared="shared_mlp")
+    ),
     "llama.LlamaForCausalLM": LLAMA,
+    "minimax_m2.MiniMaxM2ForCausalLM": Family(
+        mixture=Mixture(_sigmoid, choice_bias="e_score_correction_bias", wide=True)
+    ),
     "mistral.MistralForCausalLM": LLAMA,
+    "mixtral.MixtralForCausalLM": Family(mixture=Mixture(_softmax, wide=True)),
     "nemotron.NemotronForCausalLM": Family(gate_up=("up_proj",), is_gated=False),
     "olmo2.Olmo2ForCausalLM": _OLMO2,
     "olmo3.Olmo3ForCausalLM": _OLMO2,
+    "olmoe.OlmoeForCausalLM": Family(mixture=Mixture(_softmax)),
     "phi3.Phi3ForCausalLM": _PHI3,
     "qwen2.Qwen2ForCausalLM": LLAMA,
+    "qwen2_moe.Qwen2MoeForCausalLM": Family(
+        mixture=Mixture(_softmax, shared="shared_expert", shared_gate="shared_expert_gate")
+    ),
     "qwen3.Qwen3ForCausalLM": LLAMA,
+    "qwen3_moe.Qwen3MoeForCausalLM": Family(mixture=Mixture(_softmax)),
     "qwen3_vl.Qwen3VLTextForCausalLM": LLAMA,
     "seed_oss.SeedOssForCausalLM": LLAMA,
     "smollm3.SmolLM3ForCausalLM": Family(rotates=_used),

@@ -25,11 +25,12 @@ from kvforge.worker.attention import AttentionOptions, PagedAttention
 from kvforge.worker.device.ranks import Ranks
 from kvforge.worker.kernels import LayerOperations
 from kvforge.worker.kernels.decoder import FusedDecoder
-from kvforge.worker.kernels.layer_weights import FeedForward, FusedLayer, Projection
+from kvforge.worker.kernels.layer_weights import FeedForward, FusedLayer, MixtureOfExperts, Projection
 from kvforge.worker.kernels.packed import PackedRows
 from kvforge.worker.kernels.packed_table import PackedEmbedding, PackedTable, table_of
 
 from .families import Family
+from .mixtures import MixtureParts, packed_experts
 from .parts import DecoderParts, LayerParts, parts_of
 from .quantisation import Packer
 from .reordered import ReorderedRows, halves_of_pairs, in_every_head
@@ -150,16 +151,50 @@ def _fuse_layer(
         head_norms=found.head_norms,
         output=_join(attention, (family.output,), packer),
         inner_norm=found.inner_norm,
-        feed=FeedForward(
-            gate_up=_join(feed, family.gate_up, packer),
-            down=_join(feed, (family.down,), packer),
-            activation=parts.activation,
-            is_gated=family.is_gated,
-        ),
+        feed=_feed_forward(feed, parts, packer)
+        if found.mixture is None
+        else _mixture(feed, found.mixture, parts, packer),
         attended_norm=found.attended_norm,
         fed_norm=found.fed_norm,
         residual_scale=parts.residual_scale,
         is_parallel=family.is_parallel,
+    )
+
+
+def _feed(feed: Any, found: LayerParts, parts: DecoderParts, packer: Packer | None) -> FeedForward | MixtureOfExperts:
+    if found.mixture is None:
+        return _feed_forward(feed, parts, packer)
+    return _mixture(feed, found.mixture, parts, packer)
+
+
+def _feed_forward(feed: Any, parts: DecoderParts, packer: Packer | None) -> FeedForward:
+    family = parts.family
+    return FeedForward(
+        gate_up=_join(feed, family.gate_up, packer),
+        down=_join(feed, (family.down,), packer),
+        activation=parts.activation,
+        is_gated=family.is_gated,
+    )
+
+
+def _mixture(feed: Any, found: MixtureParts, parts: DecoderParts, packer: Packer | None) -> MixtureOfExperts:
+    mixture = found.mixture
+    experts = found.experts
+    up, down = experts.up, experts.down
+    if packer is not None:
+        up, down = packed_experts(experts, packer)
+    return MixtureOfExperts(
+        gate=found.gate,
+        router=found.router,
+        choice_bias=found.choice_bias,
+        up=up,
+        up_bias=experts.up_bias,
+        down=down,
+        down_bias=experts.down_bias,
+        activation=found.activation,
+        interleaved=experts.interleaved,
+        shared=_feed_forward(getattr(feed, mixture.shared), parts, packer) if found.is_shared else None,
+        shared_gate=_join(feed, (mixture.shared_gate,), packer) if mixture.shared_gate else None,
     )
 
 

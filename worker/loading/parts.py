@@ -15,6 +15,7 @@ from kvforge.worker.kernels.activations import NAMES, Activation
 from kvforge.worker.kernels.layer_weights import HeadNorms, Norm, RotaryTable
 
 from .families import Family, family_of
+from .mixtures import MixtureParts, mixture_of
 from .norms import norm_of
 from .reordered import ReorderedRows
 from .rope import STATIC_ROPE
@@ -32,6 +33,7 @@ class LayerParts:
     attended_norm: Norm | None
     inner_norm: Norm | None
     fed_norm: Norm | None
+    mixture: MixtureParts | None = None
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,13 @@ def _parts(module: Any, family: Family) -> DecoderParts:
         raise _NotDescribedError(f"its activation is {name!r}")
     if config.hidden_size > HIDDEN_MAX or config.hidden_size % HEAD_UNIT:
         raise _NotDescribedError(f"its hidden size is {config.hidden_size}")
-    _check_linears(module)
+    if getattr(config, "clip_qkv", None) is not None:
+        raise _NotDescribedError("it clips Q, K and V")
+    _check_linears(module, family)
     tables, of_kind = _rotary_tables(decoder.rotary_emb)
     return DecoderParts(
         family=family,
-        layers=tuple(_layer(layer, family, of_kind) for layer in decoder.layers),
+        layers=tuple(_layer(layer, family, of_kind, config) for layer in decoder.layers),
         final_norm=_norm(decoder, "norm"),
         rotary=tables,
         activation=Activation(NAMES[name]),
@@ -101,12 +105,19 @@ def _parts(module: Any, family: Family) -> DecoderParts:
     )
 
 
-def _check_linears(module: Any) -> None:
+def _check_linears(module: Any, family: Family) -> None:
     """Check that the module's products are plain, not replaced by quantised ones for example."""
-    linears = [part for part in module.modules() if hasattr(part, "in_features")]
+    mixture = family.mixture
+    routers = (
+        []
+        if mixture is None
+        else [getattr(getattr(layer, family.feed), mixture.gate, None) for layer in module.model.layers]
+    )
+    apart = {id(part) for router in routers if router is not None for part in router.modules()}
+    linears = [part for part in module.modules() if hasattr(part, "in_features") and id(part) not in apart]
     if odd := next((part for part in linears if type(part) not in (torch.nn.Linear, ReorderedRows)), None):
         raise _NotDescribedError(f"it has a {type(odd).__name__}")
-    dtypes = {weight.dtype for weight in module.parameters()}
+    dtypes = {w.dtype for part in module.modules() if id(part) not in apart for w in part.parameters(recurse=False)}
     if len(dtypes) > 1:
         raise _NotDescribedError(f"its weights have several dtypes: {', '.join(sorted(map(str, dtypes)))}")
 
@@ -132,7 +143,7 @@ def _rope_types(rotary: Any) -> Iterator[tuple[str, str]]:
         yield "", rotary.rope_type
 
 
-def _layer(layer: Any, family: Family, of_kind: dict[str, int]) -> LayerParts:
+def _layer(layer: Any, family: Family, of_kind: dict[str, int], config: Any) -> LayerParts:
     attention = layer.self_attn
     if attention.head_dim > HEAD_SIZE_MAX or attention.head_dim % 2:
         raise _NotDescribedError(f"its head size is {attention.head_dim}")
@@ -144,11 +155,21 @@ def _layer(layer: Any, family: Family, of_kind: dict[str, int]) -> LayerParts:
     return LayerParts(
         rotary=of_kind[kind] if family.rotates(attention) else None,
         head_norms=norms,
+        mixture=_mixture(getattr(layer, family.feed), family, config),
         **{
             name: _norm(layer, getattr(family, name)) if getattr(family, name) else None
             for name in ("input_norm", "attended_norm", "inner_norm", "fed_norm")
         },
     )
+
+
+def _mixture(feed: Any, family: Family, config: Any) -> MixtureParts | None:
+    if family.mixture is None or not hasattr(feed, family.mixture.experts):
+        return None  # a dense layer
+    found = mixture_of(feed, family.mixture, config)
+    if found is None:
+        raise _NotDescribedError("its experts compute in another way")
+    return found
 
 
 def _norm(owner: Any, name: str) -> Norm:

@@ -89,6 +89,11 @@ class Packer:
         self._stored = StoredGroups(source, module) if wanted else None
 
     @property
+    def operations(self) -> PackedOperations:
+        """The operations that multiply by packed weights."""
+        return self._operations
+
+    @property
     def quantises(self) -> bool:
         """Whether packed weights have fewer bits."""
         return self._quantisation is not None

@@ -59,6 +59,49 @@ DESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {"use_bias": True}),
 }
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3}
+SHARED_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 2}
+DESCRIBED |= {
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            **HEADS,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 48,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 2,
+            "moe_layer_interval": 1,
+        },
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            **HEADS,
+            **SHARED_EXPERTS,
+            "n_group": 2,
+            "topk_group": 1,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 1,
+            "partial_rotary_factor": 0.5,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+        },
+    ),
+    "granitemoe": (
+        "granitemoe",
+        {**LOCAL_EXPERTS, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 4.0},
+    ),
+    "hunyuan_moe": ("hunyuan_v1_moe", {**HEADS, "num_experts": 8, "moe_topk": 3}),
+    "minimax_m2": ("minimax_m2", {**HEADS, **LOCAL_EXPERTS, "rotary_dim": 8}),
+    "mixtral": ("mixtral", LOCAL_EXPERTS),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "qwen2_moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 64, "norm_topk_prob": False}),
+    "qwen3_moe": ("qwen3_moe", {**HEADS, **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+}
+
 
 @torch.no_grad()
 def save(folder: Path, model_type: str, fields: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
@@ -82,5 +125,8 @@ def save(folder: Path, model_type: str, fields: dict[str, Any], dtype: torch.dty
             weight.add_(0.3 * numbers)
         else:
             weight.copy_(numbers * (0.5 if weight.dim() == 1 else 1.3 * weight.shape[-1] ** -0.5))
+    for name, buffer in module.named_buffers():
+        if "correction_bias" in name:
+            buffer.copy_(0.2 * torch.empty(buffer.shape).normal_(generator=generator))
     module.save_pretrained(folder)
     return folder

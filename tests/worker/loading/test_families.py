@@ -107,6 +107,24 @@ def _without(name: str) -> Callable[[parts.DecoderParts], parts.DecoderParts]:
     return change
 
 
+def _mixtures(**changes: Any) -> Callable[[parts.DecoderParts], parts.DecoderParts]:
+    return _of_mixtures(lambda mixture: replace(mixture, **changes))
+
+
+def _routers(**changes: Any) -> Callable[[parts.DecoderParts], parts.DecoderParts]:
+    return _of_mixtures(lambda mixture: replace(mixture, router=replace(mixture.router, **changes)))
+
+
+def _of_mixtures(change: Callable[[Any], Any]) -> Callable[[parts.DecoderParts], parts.DecoderParts]:
+    def changed(found: parts.DecoderParts) -> parts.DecoderParts:
+        layers = [
+            layer if layer.mixture is None else replace(layer, mixture=change(layer.mixture)) for layer in found.layers
+        ]
+        return replace(found, layers=tuple(layers))
+
+    return changed
+
+
 # One changed part of each kind: family, change.
 PLANTED: dict[str, tuple[str, Callable[[parts.DecoderParts], parts.DecoderParts]]] = {
     "another activation": ("llama", _other_activation),
@@ -128,6 +146,15 @@ PLANTED: dict[str, tuple[str, Callable[[parts.DecoderParts], parts.DecoderParts]
     "one rotary table": ("gemma3", _one_table),
     "halves for neighbours": ("glm4", _family(interleaved=False)),
     "blocks in series": ("cohere2", _family(is_parallel=False)),
+    "another activation of experts": ("mixtral", _mixtures(activation=Activation("relu"))),
+    "no shared experts": ("glm4_moe", _mixtures(is_shared=False)),
+    "no bias of the choice": ("minimax_m2", _mixtures(choice_bias=None)),
+    "fewer experts": ("qwen3_moe", _routers(chosen=2)),
+    "weights that are not normalised": ("qwen3_moe", _routers(normalises=False)),
+    "weights that are normalised": ("qwen2_moe", _routers(normalises=True)),
+    "another function of scores": ("minimax_m2", _routers(scores="softmax")),
+    "no factor of a router": ("glm4_moe", _routers(scaling=1.0)),
+    "no groups of experts": ("glm4_moe", _routers(groups=1)),
 }
 
 

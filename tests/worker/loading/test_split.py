@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2": {},  # norms over all heads
     "odd": {"vocab_size": 255},  # a head that two ranks cannot divide
 }
-FUSED = ("llama", "qwen2", "qwen3", "gemma2", "odd")  # by several ranks
+FUSED = ("llama", "qwen2", "qwen3", "gemma2", "mixtral", "qwen3_moe", "odd")  # by several ranks
 FUSED_ALONE = (*FUSED, "phi3", "olmo2")
 NO_INT8 = quantising_problem(open_device("cpu"), torch.float32, "int8")
 ON_GPUS = ("llama", "qwen2", "phi3", "mixtral", "odd")  # where GPUs differ from CPUs: each way to exchange

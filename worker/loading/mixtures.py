@@ -1,0 +1,98 @@
+"""Finds the parts of a mixture of experts in a transformers model, and packs its experts for a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+
+from kvforge.worker.kernels.activations import Activation
+from kvforge.worker.kernels.experts import Experts, grouped_experts, is_experts
+from kvforge.worker.kernels.layer_weights import Projection
+from kvforge.worker.kernels.plain import PlainOperations
+from kvforge.worker.kernels.router import Router
+
+from .families import Mixture
+from .quantisation import Packer
+
+
+@dataclass(frozen=True)
+class MixtureParts:
+    """The parts of one layer's mixture of experts; see `MixtureOfExperts`.
+
+    Attributes:
+        mixture: The declaration.
+        gate: The router's weight and bias.
+        router: The router.
+        choice_bias: [experts] float32; None: none.
+        experts: The experts, with the weights of their module.
+        activation: Their activation.
+        is_shared: Whether there are shared experts.
+    """
+
+    mixture: Mixture
+    gate: Projection
+    router: Router
+    choice_bias: torch.Tensor | None
+    experts: Experts
+    activation: Activation
+    is_shared: bool
+
+
+def mixture_of(feed: Any, mixture: Mixture, config: Any) -> MixtureParts | None:
+    """Find the parts of a mixture of experts.
+
+    Args:
+        feed: The feed-forward module of a layer.
+        mixture: The family's declaration.
+        config: The model's configuration.
+
+    Returns:
+        The parts; None if the experts cannot be described.
+
+    Raises:
+        AttributeError: A declared name is missing.
+    """
+    gate, part = getattr(feed, mixture.gate), getattr(feed, mixture.experts)
+    holder = getattr(gate, mixture.weight) if mixture.weight else gate
+    experts = grouped_experts(part, PlainOperations()) if is_experts(part) else None
+    if experts is None or experts.activation is None:
+        return None
+    assert isinstance(experts.up, torch.Tensor)
+    router = mixture.router(config)
+    choice_bias = reduce(getattr, mixture.choice_bias.split("."), feed).flatten() if mixture.choice_bias else None
+    return MixtureParts(
+        mixture=mixture,
+        gate=Projection(holder.weight, getattr(holder, "bias", None)),
+        router=router if mixture.wide else replace(router, dtype=experts.up.dtype),
+        choice_bias=choice_bias,
+        experts=experts,
+        activation=experts.activation,
+        is_shared=bool(mixture.shared) and getattr(feed, mixture.shared, None) is not None,
+    )
+
+
+@torch.no_grad()
+def packed_experts(experts: Experts, packer: Packer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Pack each expert's matrices, which are no longer parameters of the module: it computes with the packed ones.
+
+    Args:
+        experts: The experts, with the weights of their module.
+        packer: Packs a matrix.
+
+    Returns:
+        The packed matrices of `up` and of `down`.
+
+    Raises:
+        KvforgeError: As raised by `packer`.
+    """
+    part = experts.part
+    up, down = (
+        [packer.pack(each.contiguous(), [part], is_reordered=True) for each in m] for m in (experts.up, experts.down)
+    )
+    for name in ("gate_up_proj" if part.has_gate else "up_proj", "down_proj"):
+        delattr(part, name)
+    part.forward = replace(experts, operations=packer.operations, up=up, down=down, activation=None)
+    return up, down
