@@ -3,14 +3,15 @@
 `interface.LayerOperations` defines the operations, and choice.py chooses the implementation for a device:
 
 - `plain.py`: in plain torch.
-- `fused.py`: one Triton kernel per operation (norm.py, rotary.py, activation.py, linear.py, project.py).
+- `fused.py`: one Triton kernel per operation (norm.py, rotary.py, activation.py, linear.py, project.py,
+  router_kernel.py), and for experts a sort (expert_sort.py) and grouped products (grouped.py).
 - `packed.py`: as plain.py, with oneDNN's packed products where a CPU gains by them (quantised.py: with fewer bits;
   row_counts.py: allowed row counts; packed_table.py: an embedding read from the packed head).
 - `cpu_operations.py`: as packed.py, with one Numba kernel of `kvforge.worker.cpu` per operation between products, one
   for float32 products (tiles.py), and prepared steps of a few decodes (cpu_decoder.py).
 
 decoder.py is a whole model made of these operations. For layers that transformers runs, torch_functions.py replaces
-torch's functions and experts.py computes experts one by one.
+torch's functions and experts.py computes experts, as grouped products or one by one (expert_loop.py).
 
 registry.py     every Triton kernel of the worker, including those of attention, sampling and copies
 selftest.py     compares the kernels of this package with plain torch, at a worker's start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +175,29 @@ def test_experts_of_gpt_oss_give_what_transformers_do(dtype: torch.dtype) -> Non
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     got = ours(x, chosen, weights.to(dtype))
     assert float((got - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3 MoE"])
+@torch.inference_mode()
+def test_a_models_experts_run_as_grouped_products(
+    name: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
+) -> None:
+    """The logits stay those of transformers, through the kernels that a GPU would run."""
+    knobs = pytest.importorskip("triton").knobs
+    if not knobs.runtime.interpret:
+        pytest.skip("only under Triton's interpreter")
+    from kvforge.worker.kernels.fused import FusedOperations  # imports triton
+
+    model_type, fields = ARCHITECTURES[name]
+    model = replace(tiny(model_type, kernels=False, **fields), fused=None)
+    sequences, schedule = [torch.arange(3, 24).numpy(), torch.arange(7, 12).numpy()], [[20, 4], [1, 1]]
+    wanted = paged_logits(model, sequences, schedule)
+    gpu: Any = SimpleNamespace(computes_on_cores=False, runs_kernels=True, architecture=("sm_90", 132))
+    make_rows_steady(model.module, FusedOperations(model.device), gpu)
+    ran = [part for part in model.module.modules() if isinstance(part.__dict__.get("forward"), Experts)]
+    assert ran and all(part.forward.activation is not None for part in ran)
+    for got, want in zip(paged_logits(model, sequences, schedule), wanted, strict=True):
+        assert float((got - want).abs().max()) <= 1e-4 * float(want.abs().max())
 
 
 @torch.inference_mode()
