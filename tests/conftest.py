@@ -41,7 +41,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
-    """Refuse files whose folder has no tier."""
+    """Refuse files in folders without a tier."""
     folder = module_path.parent.relative_to(ROOT).as_posix()
     if tiers.tier_of(f"{folder}/{module_path.name}::") is None:
         raise pytest.Collector.CollectError(f"no tier: {folder} (add it to FOLDERS in tests/tiers.py)")

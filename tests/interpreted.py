@@ -22,3 +22,6 @@ if not torch.cuda.is_available():
         from tests.worker import interpreting
 
         interpreting.prepare()
+
+# Now, before another test imports transformers with all of torch's compiler, which takes seconds of each process.
+import kvforge.worker.loading.lazy_compiler  # noqa: F401

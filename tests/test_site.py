@@ -19,15 +19,22 @@ SOURCES = "https://github.com/kvforge/kvforge/blob/main/"
 FETCHED = re.compile(r'<(?:script[^>]*\bsrc|link[^>]*rel="stylesheet"[^>]*\bhref)="?https?:')
 
 
-def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the built site."""
+    folder = tmp_path_factory.mktemp("built") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
     assert built.returncode == 0, built.stderr
-    pages = list((tmp_path / "site").rglob("*.html"))
+    return folder
+
+
+def test_the_site_builds_strictly_and_needs_no_network(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
     assert len(pages) > 8
     assert not [page.name for page in pages if FETCHED.search(page.read_text(encoding="utf-8"))]
-    assert not list((tmp_path / "site").rglob("*.py"))
-    assert [link for page in pages if page.name != "404.html" for link in dead_links(page, tmp_path / "site")] == []
+    assert not list(site.rglob("*.py"))
+    assert [link for page in pages if page.name != "404.html" for link in dead_links(page, site)] == []
 
 
 def dead_links(page: Path, site: Path) -> list[str]:
@@ -55,17 +62,16 @@ WIDER = "document.documentElement.scrollWidth - innerWidth"
 
 
 @pytest.mark.skipif(browser() is None, reason="needs Chromium")
-def test_names_in_tables_are_not_broken(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--no-directory-urls", "--site-dir"]
-    subprocess.run([*command, str(tmp_path / "site")], cwd=REPOSITORY, timeout=120, check=True, capture_output=True)
-
+def test_names_in_tables_are_not_broken(site: Path) -> None:
     async def look() -> None:
         async with Browser() as page:
             for name in ("settings", "metrics", "http", "tuning", "models", "coming-from", "benchmarks"):
                 for width in (1280, 400):
                     await page.look(width, 800)
-                    await page.go(f"file://{tmp_path}/site/{name}.html")
-                    await page.until(f"location.href.endsWith('{name}.html') && document.readyState === 'complete'")
+                    await page.go(f"file://{site}/{name}/index.html")
+                    await page.until(
+                        f"location.href.endsWith('{name}/index.html') && document.readyState === 'complete'"
+                    )
                     assert await page.run("document.querySelectorAll('article table code').length") > 3
                     assert await page.run(BROKEN) == [], (name, width)
                     assert await page.run(WIDER) <= 0, (name, width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,11 +23,16 @@ def submit(kv: Client, number: int) -> Request:
 
 
 @pytest.fixture(scope="module")
-def whole() -> list[tuple[int, ...]]:
+def striking() -> Iterator[tuple[Cluster, Client]]:
+    """Return the cluster for strikes at its ranks; each test leaves both running."""
+    with Cluster(ranks=2, coordinator="[limits]\nidle_timeout_s = 2\n") as cluster:
+        yield cluster, cluster.start(*NAMES)
+
+
+@pytest.fixture(scope="module")
+def whole(striking: tuple[Cluster, Client]) -> list[tuple[int, ...]]:
     """Return the tokens of two undisturbed ranks."""
-    with Cluster(ranks=2) as cluster:
-        kv = cluster.start(*NAMES)
-        return [submit(kv, i).result(60).tokens for i in range(REQUESTS)]
+    return [submit(striking[1], i).result(60).tokens for i in range(REQUESTS)]
 
 
 def test_each_rank_is_shown_and_their_pool_is_one() -> None:
@@ -49,21 +55,20 @@ def test_each_rank_is_shown_and_their_pool_is_one() -> None:
 @pytest.mark.parametrize("struck", NAMES)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 def test_with_one_rank_all_end_and_no_token_changes(
-    struck: str, number: signal.Signals, whole: list[tuple[int, ...]]
+    struck: str, number: signal.Signals, striking: tuple[Cluster, Client], whole: list[tuple[int, ...]]
 ) -> None:
     other = NAMES[1 - NAMES.index(struck)]
-    with Cluster(ranks=2, coordinator="[limits]\nidle_timeout_s = 2\n") as cluster:
-        kv = cluster.start(*NAMES)
-        running = [submit(kv, i) for i in range(REQUESTS)]
-        for request in running:
-            next(iter(request))
-        cluster.signal(struck, number)
-        assert cluster.end(struck) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
-        assert cluster.end(other) != 0, "its supervisor must start it again"
-        for name in NAMES:
-            cluster.start_worker(name)
-        assert [request.result(60).tokens for request in running] == whole
-        assert wait_empty(kv).requests.failed_total == 0
+    cluster, kv = striking
+    running = [submit(kv, i) for i in range(REQUESTS)]
+    for request in running:
+        next(iter(request))
+    cluster.signal(struck, number)
+    assert cluster.end(struck) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+    assert cluster.end(other) != 0, "its supervisor must start it again"
+    for name in NAMES:
+        cluster.start_worker(name)
+    assert [request.result(60).tokens for request in running] == whole
+    assert wait_empty(kv).requests.failed_total == 0
 
 
 def test_a_coordinator_that_dies_finds_them_as_they_were(whole: list[tuple[int, ...]]) -> None:

@@ -127,7 +127,7 @@ def body(prompt: list[int], **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
-    """Return replicas and a gateway, whose start takes most of the time of these tests."""
+    """Return replicas and a gateway; their start takes most of the time of these tests."""
     with ExitStack() as stack:
         yield Replicas(stack, tmp_path_factory.mktemp("gateway"))
 

@@ -39,7 +39,7 @@ class Served:
             await self.may.wait()
 
     async def __aenter__(self) -> Self:
-        settings = Settings(head_bytes_max=HEAD_BYTES_MAX)
+        settings = Settings(head_bytes_max=HEAD_BYTES_MAX, head_s=1.0)
         config = uvicorn.Config(
             self.app, http=protocol_of(settings), lifespan="off", interface="asgi3", log_config=None
         )
