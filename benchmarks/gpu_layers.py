@@ -115,7 +115,7 @@ def measure_step(model: LoadedModel, fused: FusedDecoder, rows: int, context: in
     device = model.device
     pool = KvPool(model.geometry, rows * -(-context // BLOCK_SIZE), device)
     for tensor in pool.tensors():
-        tensor.fill_(0.5) if tensor.is_floating_point() else tensor.fill_(1)
+        tensor.normal_() if tensor.is_floating_point() else tensor.fill_(1)
     batch = decode_batch(rows, context, device)
     tokens = torch.arange(rows, device=device.torch_device) % model.vocab_size
     positions = torch.full((rows,), context - 1, device=device.torch_device)

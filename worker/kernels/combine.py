@@ -21,7 +21,7 @@ _UNIT, _PARTS_EXACT = tl.constexpr(HEAD_UNIT), tl.constexpr(PARTS_EXACT)
 
 @triton.jit
 def _normalised(x, weight, bias, columns, inside, size, epsilon, offset, kind, dtype: tl.constexpr):
-    """Normalise x [BLOCK] float32, which is zero outside. weight, bias: [size], by pointer.
+    """Normalise x [BLOCK] float32, which is zero outside. weight: [BLOCK]. bias: [size], by pointer.
 
     kind: at run time, so that one compilation serves all kinds; the kernel waits for memory anyway.
     """
@@ -30,7 +30,7 @@ def _normalised(x, weight, bias, columns, inside, size, epsilon, offset, kind, d
     x = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + epsilon)
     if kind & 4 != 0:  # ROUNDED
         x = x.to(dtype).to(tl.float32)
-    x = x * (tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + offset)
+    x = x * (weight.to(tl.float32) + offset)
     if kind & 8 != 0:  # BIASED
         x += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     return x.to(dtype)
@@ -69,10 +69,11 @@ def norm_kernel(
         weight = key_weight
     columns = tl.arange(0, BLOCK)
     inside = columns < size
+    w = tl.load(weight + columns, mask=inside, other=0.0)
     wait_for_inputs(OVERLAP)
     place = (token * source_stride + head * source_head_stride) * _UNIT + columns
     x = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
-    y = _normalised(x, weight, bias, columns, inside, size, epsilon, offset, kind, target.dtype.element_ty)
+    y = _normalised(x, w, bias, columns, inside, size, epsilon, offset, kind, target.dtype.element_ty)
     place = (token * target_stride + head * target_head_stride) * _UNIT + columns
     tl.store(target + place, y, mask=inside)
 
@@ -109,6 +110,8 @@ def combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
+    past = tl.load(past_weight + columns, mask=inside & (past_kind != 0), other=0.0)
+    following = tl.load(next_weight + columns, mask=inside & (next_kind != 0), other=0.0)
     wait_for_inputs(OVERLAP)
     place = row * hidden + columns
     before = tl.load(residual + place, mask=inside, other=0.0)
@@ -121,7 +124,7 @@ def combine_kernel(
     total = total.to(dtype).to(tl.float32)
     if past_kind != 0:
         normed = _normalised(
-            total, past_weight, past_bias, columns, inside, hidden, past_epsilon, past_offset, past_kind, dtype
+            total, past, past_bias, columns, inside, hidden, past_epsilon, past_offset, past_kind, dtype
         )
         total = normed.to(tl.float32)
     total = (total * scale).to(dtype).to(tl.float32)  # exact for 1
@@ -130,7 +133,7 @@ def combine_kernel(
     if next_kind != 0:
         wide = after.to(tl.float32)
         normed = _normalised(
-            wide, next_weight, next_bias, columns, inside, hidden, next_epsilon, next_offset, next_kind, dtype
+            wide, following, next_bias, columns, inside, hidden, next_epsilon, next_offset, next_kind, dtype
         )
         tl.store(output + place, normed, mask=inside)
 

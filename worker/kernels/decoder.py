@@ -16,7 +16,6 @@ from kvforge.worker.device.ranks import Ranks
 
 from .interface import LayerOperations
 from .layer_weights import FeedForward, FusedLayer, HeadNorms, MixtureOfExperts, Norm, Projection, RotaryTable
-from .packed_table import look_up
 from .partition import apply_aligned
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin, each [tokens, rotated]
@@ -166,7 +165,7 @@ class FusedDecoder:
         ops, norm = self.operations, self.layers[0].input_norm
         if norm is not None and norm.is_plain and self.embedding_scale == 1.0:
             return ops.embed(token_ids, self.table, norm.weight, norm.epsilon)
-        residual = look_up(token_ids, self.table)
+        residual = ops.look_up(token_ids, self.table)
         if self.embedding_scale != 1.0:
             residual = residual * self.embedding_scale
         return residual, residual if norm is None else ops.norm(residual, norm)

@@ -51,6 +51,10 @@ class FusedOperations:
         """Implement `LayerOperations.embed`."""
         return norm.embed_norm(tokens, table, weight, epsilon, self.overlap, self._target.warp_size)
 
+    def look_up(self, tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Implement `LayerOperations.look_up`."""
+        return self._plain.look_up(tokens, table)
+
     def add_norm(
         self, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:

@@ -22,6 +22,7 @@ from .expert_sort import FIELDS, Blocks
 from .grouped_tiles import GroupedTiles, backend_options
 from .linear import prefetch
 
+LINE = 64  # numbers of 16 bits in a cache line
 SUM_BLOCK, SUM_WARPS = 1024, 4
 
 
@@ -32,6 +33,9 @@ class Gating:
     activation: Activation
     gated: bool = True
     interleaved: bool = False
+
+
+_LINE = tl.constexpr(LINE)
 
 
 @triton.jit
@@ -122,7 +126,7 @@ def grouped_kernel(
         expert = tl.load(blocks + block * (1 if ALONE else FIELDS))
         if expert >= 0:
             at_expert = at_rows + expert.to(tl.int64) * all_rows * k
-            lines = tl.arange(0, DEPTH // 64) * 64
+            lines = tl.arange(0, DEPTH // _LINE) * _LINE
             for step in tl.static_range(PREFETCH):
                 prefetch(at_expert + (lines + step * DEPTH)[None, :])
     wait_for_inputs(OVERLAP)
@@ -261,6 +265,7 @@ def _launch(
     gated = gating is not None and gating.gated
     numbers = tiles.rows // 2 if gated else tiles.rows
     steps = triton.cdiv(k, tiles.depth)
+    prefetches = overlap and scales is not None and not transposed and tiles.depth >= LINE
     even = n % numbers == 0 and k % tiles.depth == 0
     grouped_kernel[(sorted_pairs.count * triton.cdiv(n, numbers),)](
         x,
@@ -290,7 +295,7 @@ def _launch(
         ROWS=tiles.rows,
         DEPTH=tiles.depth,
         TOKENS=tiles.tokens,
-        PREFETCH=min(tiles.prefetch, steps) if overlap and even and scales is not None and not transposed else 0,
+        PREFETCH=min(tiles.prefetch, steps) if prefetches and even else 0,
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -40,6 +40,9 @@ class LayerOperations(Protocol):
             The rows and their norms, two new tensors [tokens, hidden].
         """
 
+    def look_up(self, tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Look up tokens [tokens] int in a table [vocab, hidden], without a norm: new rows [tokens, hidden]."""
+
     def add_norm(
         self, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:

@@ -143,6 +143,13 @@ class PackedOperations(PlainOperations):
         return found if output is None else output.copy_(found)
 
 
+def dense(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight [n, k] that may be packed or quantised as an ordinary tensor."""
+    if isinstance(weight, QuantisedWeight):
+        return weight.widened()
+    return weight.to_dense() if is_packed(weight) else weight
+
+
 class PackedRows(torch.nn.Module):
     """Replaces a Linear of a transformers model by some rows of a packed weight.
 
@@ -170,9 +177,7 @@ class PackedRows(torch.nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The weight [n, k], a new tensor."""
-        if isinstance(self._packed, QuantisedWeight):
-            return self._in_order(self._packed.widened()[self._rows]).clone()
-        return self._in_order(self._packed.to_dense()[self._rows]).clone()
+        return self._in_order(dense(self._packed)[self._rows]).clone()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute as Linear does, in the dtype of x."""

@@ -34,6 +34,10 @@ class PlainOperations:
         residual = look_up(tokens, table)
         return residual, rms_norm(residual, weight, epsilon)
 
+    def look_up(self, tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Implement `LayerOperations.look_up`."""
+        return look_up(tokens, table)
+
     def add_norm(
         self, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:

@@ -10,8 +10,8 @@ biases of K: 11 % of the largest logit, against 2 % here). If the two differ by 
 both are compared with the same weights in float32, and ours must not be the further one.
 
 A router with close scores may choose other experts after another rounding, and then chance decides which one is
-further. Layers that transformers runs can run in float32 as a whole: if both agree in float32, and are about equally
-far from it in 16 bits, ours may be the further one.
+further. Layers can run in float32 as a whole, transformers' own and described ones: if both agree in float32, and are
+about equally far from it in 16 bits, ours may be the further one.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.attention.reference import ReferenceAttention
+from kvforge.worker.kernels.wide import WideOperations
 
 from .model import ATTENTION_NAME, LoadedModel, use_attention
 
@@ -184,13 +185,14 @@ def _exact_logits(model: LoadedModel, sequences: Sequences) -> Logits:
 
 
 def _right_in_float32(model: LoadedModel, sequences: Sequences, exact: Logits) -> bool:
-    """Return whether the model's own layers with plain paged attention match eager attention in float32.
+    """Return whether the model with plain paged attention matches eager attention in float32.
 
     Then only rounding differs. Kernels are compared with the reference separately.
     """
-    if model.fused is not None:
-        return False
     wide = replace(model, dtype=torch.float32, geometry=replace(model.geometry, kv_dtype="float32"))
+    if model.fused is not None:
+        plain = replace(model.fused, operations=WideOperations(), attention=ReferenceAttention())
+        return distance(_paged_logits(replace(wide, fused=plain), sequences), exact) <= TOLERANCE[torch.float32]
     context, attention = model.context, model.context.attention
     context.attention = ReferenceAttention()
     try:

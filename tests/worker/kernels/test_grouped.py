@@ -17,8 +17,11 @@ triton = pytest.importorskip("triton")
 from triton import knobs  # noqa: E402
 
 from kvforge.worker.device.targets import TARGETS  # noqa: E402
+from kvforge.worker.kernels.expert_sort import Blocks  # noqa: E402
 from kvforge.worker.kernels.fused import FusedOperations  # noqa: E402 - it imports triton
+from kvforge.worker.kernels.grouped import multiply_down  # noqa: E402
 from kvforge.worker.kernels.grouped_tiles import is_even, tiles_for, tokens_per_block  # noqa: E402
+from tools.aot.specialise import recorded  # noqa: E402
 
 interpreted = pytest.mark.skipif(not knobs.runtime.interpret, reason="only under Triton's interpreter")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -182,3 +185,19 @@ def test_depth_depends_on_the_weight_alone(dtype: torch.dtype, name: str) -> Non
             assert not is_even(rows, k) or (rows % tiles.rows == 0 and k % tiles.depth == 0)
             shared = (tiles.rows + tiles.tokens) * tiles.depth * dtype.itemsize * tiles.stages
             assert shared <= target.shared_bytes, (k, tiles)
+
+
+def test_short_steps_are_not_prefetched() -> None:
+    """A step of 32 numbers has no whole line of the cache: the kernel did not compile for an inner size of 96."""
+    target = TARGETS["sm_90"]
+    for inner, prefetched in ((96, 0), (768, 2)):
+        weight, weights = torch.empty((8, 128, inner), dtype=torch.bfloat16, device="meta"), torch.empty((1, 2))
+        tiles, pairs = tiles_for(16, 128, inner, torch.bfloat16, target), torch.empty((1, 2), dtype=torch.int32)
+        x = torch.empty((2, inner), dtype=torch.bfloat16, device="meta")
+        with recorded(target) as made:
+            blocks = Blocks(pairs.to("meta"), pairs.to("meta"), 2, alone=True)
+            multiply_down(x, weight, None, weights.to("meta"), blocks, tiles, target, overlap=True)
+        (found,) = made
+        names = found.kernel.arg_names
+        constants = {names[place[0]]: value for place, value in found.constants.items()}
+        assert constants["PREFETCH"] == prefetched and (tiles.depth >= 64) == bool(prefetched)

@@ -13,7 +13,7 @@ import torch
 
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels.activations import Activation
-from kvforge.worker.loading import families, fusion, parts
+from kvforge.worker.loading import families, fusion, parts, verification
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 
@@ -184,6 +184,22 @@ def test_a_wrong_part_is_caught_at_load(
     monkeypatch.setattr(fusion, "parts_of", planted)
     assert loaded(name, dtype=dtype).fused is None
     assert "running its layers one operation at a time" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "gemma3", "cohere2"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_in_float32_a_description_of_16_bits_is_exact(
+    name: str, dtype: str, loaded: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router with close scores may choose other experts in 16 bits: then only float32 tells right from wrong."""
+    model = loaded(name, dtype=dtype)
+    assert model.fused is not None
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, model.vocab_size, count) for count in verification.LENGTHS]
+    exact = verification._exact_logits(model, sequences)
+    assert verification._right_in_float32(model, sequences, exact)
+    wrong = replace(model, fused=replace(model.fused, embedding_scale=1.05 * model.fused.embedding_scale))
+    assert not verification._right_in_float32(wrong, sequences, exact)
 
 
 def test_a_name_that_is_missing_leaves_the_model_to_transformers(
