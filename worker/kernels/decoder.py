@@ -153,8 +153,9 @@ class FusedDecoder:
             normed = self.add(ATTENTION, attended, layer.output, residual, layer.attended_norm, scale, layer.inner_norm)
             feed, x = layer.feed, before if layer.is_parallel else normed
             if isinstance(feed, MixtureOfExperts):
-                mixed = self.mix(feed, x)[None] if self.ranks is None else self.ranks.gather(self.mix(feed, x))
-                normed = combine(ops, mixed, residual, layer.fed_norm, scale, next_norm)
+                mixed = self.mix(feed, x)
+                parts = mixed if self.ranks is None else self.ranks.gather(mixed[0])
+                normed = combine(ops, parts, residual, layer.fed_norm, scale, next_norm)
             else:
                 inner = self.feed(feed, x)
                 normed = self.add(INNER, inner, feed.down, residual, layer.fed_norm, scale, next_norm)
@@ -178,7 +179,10 @@ class FusedDecoder:
         return ops.activated(normed, weight, bias, feed.activation)
 
     def mix(self, experts: MixtureOfExperts, normed: torch.Tensor) -> torch.Tensor:
-        """Return the result of a mixture of experts, [tokens, hidden]. With several ranks: this rank's part of it."""
+        """Return the result of a mixture of experts as a sum [parts, tokens, hidden].
+
+        With several ranks: one part, which is this rank's.
+        """
         ops, gate = self.operations, experts.gate
         if gate.weight.dtype != normed.dtype:  # a router in float32
             logits = ops.wide_linear(normed, gate.weight, gate.bias)
@@ -186,15 +190,16 @@ class FusedDecoder:
             logits = ops.linear(normed, gate.weight, gate.bias)
         chosen, weights = ops.route(logits, experts.router, experts.choice_bias)
         matrices = experts.up, experts.up_bias, experts.down, experts.down_bias
-        mixed = ops.experts(normed, chosen, weights, *matrices, experts.activation, experts.interleaved)
+        run = ops.expert_parts if experts.shared is None and self.ranks is None else ops.experts
+        mixed = run(normed, chosen, weights, *matrices, experts.activation, experts.interleaved)
         if experts.shared is None:
-            return mixed
+            return mixed if self.ranks is None else mixed[None]
         shared = experts.shared
         found = ops.linear(self.feed(shared, normed), shared.down.weight, shared.down.bias)
         if experts.shared_gate is not None:
             factor = ops.linear(normed, experts.shared_gate.weight, experts.shared_gate.bias)
             found = apply_aligned(torch.sigmoid, factor) * found
-        return mixed.add_(found)
+        return mixed.add_(found)[None]
 
     def add(
         self,

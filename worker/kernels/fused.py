@@ -129,7 +129,12 @@ class FusedOperations:
         """Implement `LayerOperations.route`."""
         return router_kernel.route(logits, router, bias, factors, self.overlap)
 
-    def experts(
+    def experts(self, *arguments: Any) -> torch.Tensor:
+        """Implement `LayerOperations.experts`."""
+        parts = self.expert_parts(*arguments)
+        return sum_places(parts, self.overlap) if parts.numel() else parts[0]
+
+    def expert_parts(
         self,
         x: torch.Tensor,
         chosen: torch.Tensor,
@@ -141,10 +146,10 @@ class FusedOperations:
         activation: Activation,
         interleaved: bool = False,
     ) -> torch.Tensor:
-        """Implement `LayerOperations.experts`."""
-        if not len(x):
-            return torch.empty_like(x)
+        """Implement `LayerOperations.expert_parts`."""
         assert isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor), "experts in one tensor"
+        if not len(x):
+            return torch.empty_like(x)[None]
         chosen, weights = chosen.int().contiguous(), weights.float().contiguous()
         experts, width = len(up), chosen.shape[1]
         target, overlap = self._target, self.overlap
@@ -154,7 +159,7 @@ class FusedOperations:
         pairs = sort_by_expert(chosen, experts, tokens, overlap)
         gating = Gating(activation, gated=up.shape[1] == 2 * down.shape[2], interleaved=interleaved)
         inner = multiply_up(x, up, up_bias, gating, pairs, width, first, target, overlap)
-        return sum_places(multiply_down(inner, down, down_bias, weights, pairs, second, target, overlap), overlap)
+        return multiply_down(inner, down, down_bias, weights, pairs, second, target, overlap)
 
     def rotary(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype

@@ -205,6 +205,20 @@ class LayerOperations(Protocol):
             [tokens, hidden].
         """
 
+    def expert_parts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        up: Matrices,
+        up_bias: torch.Tensor | None,
+        down: Matrices,
+        down_bias: torch.Tensor | None,
+        activation: Activation,
+        interleaved: bool = False,
+    ) -> torch.Tensor:
+        """Compute `experts` as a sum [parts, tokens, hidden] for the next operation to add."""
+
     def rotary(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:

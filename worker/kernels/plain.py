@@ -141,6 +141,10 @@ class PlainOperations:
 
         return run_one_by_one(run, x, chosen, weights)
 
+    def expert_parts(self, *arguments: Any) -> torch.Tensor:
+        """Implement `LayerOperations.expert_parts`."""
+        return self.experts(*arguments)[None]
+
     def rotary(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -91,7 +91,7 @@ def _products(fused: FusedDecoder, device: Device) -> Iterator[tuple[str, int, t
         yield "the product behind it", inner, LADDER, summed(dense.down, layer.fed_norm, fused.final_norm)
     experts = next((each.feed for each in fused.layers if isinstance(each.feed, MixtureOfExperts)), None)
     if experts is not None:
-        yield "the mixture of experts", hidden, LADDER, lambda x: (fused.mix(experts, x),)
+        yield "the mixture of experts", hidden, LADDER, lambda x: tuple(fused.mix(experts, x))
     yield "the head's product", hidden, HEAD_LADDER, logits
 
 
