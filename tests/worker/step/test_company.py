@@ -36,9 +36,10 @@ ON_CPU = [
     ("qwen2", "float32", "auto", "auto"),
     ("mistral", "float32", "auto", "auto"),
 ]
-# Layers that transformers runs: fused products, scaled embeddings, Conv1D, experts, a gate of one number, layer norms;
-# and inner sizes that are no multiple of a vector.
-BY_TRANSFORMERS = [
+UNDESCRIBED = ("gpt2",)
+# By their descriptions and through transformers: joined products, scaled embeddings, Conv1D, experts, a gate of one
+# number, layer norms, norms of whole rows; and inner sizes that are no multiple of a vector.
+OTHERS = [
     ("phi3", "float32", "auto", "auto"),
     ("gemma3_text", "bfloat16", "int8", "auto"),
     ("gpt2", "float32", "fp8", "auto"),
@@ -46,6 +47,8 @@ BY_TRANSFORMERS = [
     ("mixtral", "bfloat16", "auto", "auto"),
     ("qwen2_moe", "float32", "float16", "auto"),
     ("cohere", "float32", "bfloat16", "auto"),
+    ("olmo2", "float32", "auto", "auto"),
+    ("granite", "float32", "auto", "int8"),
 ]
 ON_GPU = [
     (kind, dtype, kv_dtype, "auto")
@@ -54,9 +57,9 @@ ON_GPU = [
     for kv_dtype in ("auto", "int8", "fp8")
 ] + [("mistral", dtype, kv_dtype, "auto") for dtype in ("bfloat16", "float32") for kv_dtype in ("auto", "int8")]
 
-BY_TRANSFORMERS_ON_GPU = [
+OTHERS_ON_GPU = [
     (kind, dtype, kv_dtype, "auto")
-    for kind in ("phi3", "gemma3_text", "gpt2", "mixtral", "qwen2_moe", "cohere")
+    for kind in ("phi3", "gemma3_text", "gpt2", "mixtral", "qwen2_moe", "cohere", "olmo2", "glm4")
     for dtype, kv_dtype in (("bfloat16", "auto"), ("float16", "int8"), ("float32", "fp8"))
 ]
 
@@ -105,14 +108,22 @@ def test_company_changes_no_bit(tmp_path: Path, case: tuple[str, str, str, str])
     assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.told()
 
 
-@pytest.mark.parametrize("case", BY_TRANSFORMERS, ids="-".join)
-def test_company_changes_no_bit_of_layers_that_transformers_runs(
-    tmp_path: Path, case: tuple[str, str, str, str]
+@pytest.fixture(params=["described", "by transformers"])
+def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a described family runs by its description, or through transformers as others do."""
+    if request.param == "by transformers":
+        monkeypatch.setattr("kvforge.worker.loading.parts.family_of", lambda _module: None)
+    return bool(request.param == "described")
+
+
+@pytest.mark.parametrize("case", OTHERS, ids="-".join)
+def test_company_changes_no_bit_of_other_families(
+    tmp_path: Path, case: tuple[str, str, str, str], described: bool
 ) -> None:
-    """The replaced modules are deterministic, or the worker claims no determinism."""
+    """The layers and the replaced modules are deterministic, or the worker claims no determinism."""
     fields = NARROW | {"intermediate_size": 700, "num_key_value_heads": 2, "max_position_embeddings": 1024}
     model = served(tmp_path, open_device("cpu"), case, **fields | FIELDS.get(case[0], {}))
-    assert model.fused is None
+    assert (model.fused is not None) == (described and case[0] not in UNDESCRIBED)
     if model.unsteady:
         pytest.skip(f"not promised here: {model.unsteady}")
     problem, company = difference(model, 8, seed=1, rows_max=8, longest=80)
@@ -143,12 +154,12 @@ def test_company_changes_no_bit_on_a_gpu(tmp_path: Path, case: tuple[str, str, s
 
 
 @on_a_gpu
-@pytest.mark.parametrize("case", BY_TRANSFORMERS_ON_GPU, ids="-".join)
-def test_company_changes_no_bit_of_layers_that_transformers_runs_on_a_gpu(
-    tmp_path: Path, case: tuple[str, str, str, str]
+@pytest.mark.parametrize("case", OTHERS_ON_GPU, ids="-".join)
+def test_company_changes_no_bit_of_other_families_on_a_gpu(
+    tmp_path: Path, case: tuple[str, str, str, str], described: bool
 ) -> None:
     model = served(tmp_path, open_device("auto"), case)
-    assert model.fused is None
+    assert (model.fused is not None) == (described and case[0] not in UNDESCRIBED)
     assert not model.unsteady, "the promise is made for this model"
     problem, company = difference(model, 50, seed=4, rows_max=40, longest=500)
     assert not problem, problem
