@@ -5,8 +5,8 @@
 
 Each run is a process of its own, with the benchmark that its checkout has (`benchmarks.control_plane`). The order of
 the checkouts is reversed in every second round. Printed are the least and the middle of the runs' medians: of the core
-alone, of the whole turn, of the turn with a journal written for the process, and of the difference between the last
-two, which is the journal's part.
+alone, of the whole turn, of the turn with a journal kept for the process, of the difference between the last two,
+which is the journal's part, and of the write that follows the turn.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from typing import Any
 
 from .report import report
 
-PARTS = ("core", "turn", "process")
+PARTS = ("core", "turn", "process", "journal", "written")
 RUN = """
 import inspect, json, statistics
 from benchmarks import control_plane as benchmark
 spent = {"core": benchmark.core(SEQUENCES, STEPS), "turn": benchmark.whole(SEQUENCES, STEPS)}
 if "durability" in inspect.signature(benchmark.whole).parameters:
     spent["process"] = benchmark.whole(SEQUENCES, STEPS, durability="process")
+if len(spent.get("process", ())) == 3:
+    spent["written"] = spent["process"][2:]
 spent = {part: each[0] if isinstance(each, tuple) else each for part, each in spent.items()}
 print(json.dumps({part: statistics.median(each) for part, each in spent.items()}))
 """
@@ -64,12 +66,20 @@ def main() -> int:
             for name in reversed(checkouts) if number % 2 else checkouts:
                 found[name].append(run(checkouts[name], sequences, options.steps))
         for name, runs in found.items():
-            medians = {part: [each[part] for each in runs] for part in (*PARTS, "journal") if part in runs[0]}
+            medians = {part: [each[part] for each in runs] for part in PARTS if part in runs[0]}
             shown = {part: (min(each), statistics.median(each)) for part, each in medians.items()}
             results.append({"sequences": sequences, "checkout": name, "medians_us": medians})
-            texts = (f"{shown[p][0]:.0f} / {shown[p][1]:.0f}" if p in shown else "-" for p in (*PARTS, "journal"))
+            texts = (f"{shown[p][0]:.0f} / {shown[p][1]:.0f}" if p in shown else "-" for p in PARTS)
             rows.append([sequences, name, *texts])
-    header = ["sequences", "checkout", "core, us", "turn, us", "turn with journal, us", "the journal's part, us"]
+    header = [
+        "sequences",
+        "checkout",
+        "core, us",
+        "turn, us",
+        "turn with journal, us",
+        "the journal's part, us",
+        "written after it, us",
+    ]
     report("control plane in alternation: least / middle of the runs' medians", header, rows, results, options.json)
     return 0
 

@@ -6,7 +6,8 @@
 Core: apply(step result) and apply(turn) of a machine with N decoding requests, steps of all N rows, one in flight while
 the other is applied. Turn: the same through real ZeroMQ sockets in one process: the result is received and decoded, the
 step planned, tables published, the next step and every client's stream encoded and sent; without a journal, and with
-one in the temporary folder, written for the process ("process") and through to the disk ("power"). Medians and p99.9 of
+one in the temporary folder, stored for the process ("process", written after the turn: the time of this is printed
+apart) and written through to the disk ("power"). Medians and p99.9 of
 many steps; nothing else runs in the process. The garbage collector is frozen as in the coordinator, which collects when
 it is idle; the time of such a collection after the measured steps is printed too.
 """
@@ -30,7 +31,9 @@ from kvforge.coordinator.core.events import Boot, ClientCame, FromClient, FromWo
 from kvforge.coordinator.core.limits import Bounds, Limits, ScheduleLimits
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.host.garbage import TURNS_MIN, GarbageCollector
+from kvforge.coordinator.journal.identity import Origin
 from kvforge.coordinator.journal.log import Journal
+from kvforge.coordinator.journal.unwritten import UnwrittenRecords
 from kvforge.coordinator.transport.listener import Endpoint
 from kvforge.coordinator.transport.router_socket import RouterSocket
 from kvforge.coordinator.turn import TurnLimits, TurnLoop
@@ -58,7 +61,7 @@ PROMPT_TOKENS = 48  # fixed for vLLM
 BLOCK_SIZE = 16
 WARM_STEPS = 40
 SHOWN = ("p50_us", "mean_us", "p999_us")
-MEASURED = ("core", "turn", "process", "power", "vllm")
+MEASURED = ("core", "turn", "process", "written", "power", "vllm")
 MODEL = ModelInfo(
     name="m", source="", architecture="any", fingerprint="1", vocab_size=VOCABULARY, context_tokens_max=1 << 20
 )
@@ -170,7 +173,9 @@ class Shell:
         )
         boot, self.journal = Boot("benchmark", b"key", limits), None
         if durability != "none":
-            self.journal = Journal(folder, 1, durable=durability == "power")
+            origin, power = Origin.new(boot.boot), durability == "power"
+            unwritten = None if power else UnwrittenRecords(folder, origin.journal, 1)
+            self.journal = Journal(folder, 1, durable=power, origin=origin, unwritten=unwritten)
             self.journal.note(boot, 0)
         self.machine = Machine(boot, 0)
         self.tables = TablesWriter(folder / "tables", geometry, "benchmark")
@@ -194,18 +199,26 @@ class Shell:
         while not (self.client.poll(1, zmq.POLLOUT) and self.worker.poll(1, zmq.POLLOUT)):
             assert not self.waiting(0), "unexpected message before the first request"  # answers the handshakes
         self.now_us = self._due_us = 0
+        self.flushed_us: list[float] = []
 
     def _number(self) -> int:
         return next(self._numbers)
 
     def turn(self) -> float:
-        """Run one turn when a message has arrived or a timer is due; return its microseconds."""
+        """Run one turn when a message has arrived or a timer is due; return its microseconds.
+
+        The journal's records are written afterwards, as in the server: `flushed_us` has the time that this takes.
+        """
         self.now_us += 1000
         while not self.waiting(10 if self._due_us > self.now_us else 0) and self._due_us > self.now_us:
             pass
         started = perf_counter_ns()
         self._due_us = self.loop.turn(self.now_us)
-        return (perf_counter_ns() - started) / 1e3
+        ended = perf_counter_ns()
+        if self.journal is not None:
+            self.journal.flush()
+            self.flushed_us.append((perf_counter_ns() - ended) / 1e3)
+        return (ended - started) / 1e3
 
     def turn_until_settled(self) -> float:
         """Run turns until one applies the worker's answer; return the microseconds of that turn.
@@ -243,9 +256,9 @@ class Shell:
 
 def whole(
     sequences: int, steps: int, prompt: int = PROMPT_TOKENS, durability: str = "none"
-) -> tuple[list[float], float]:
-    """Return the microseconds of each turn that applies and plans a step of all sequences, and of a collection after
-    them."""
+) -> tuple[list[float], float, list[float]]:
+    """Return microseconds: of each turn that applies and plans a step of all sequences, of a collection after them, and
+    of each write of the journal after a turn."""
     bounds, answerer = limits(sequences, steps, prompt), Answerer()
     decoder = codec.Decoder(WORKER_REPLIES)
     with tempfile.TemporaryDirectory(prefix="kvf-bench-") as folder:
@@ -278,7 +291,7 @@ def whole(
             for _ in range(TURNS_MIN):
                 pauses.turn(idle=True)
             pauses.stop()
-            return taken, pauses.longest_us
+            return taken, pauses.longest_us, shell.flushed_us[-len(taken) :]
         finally:
             shell.close()
 
@@ -302,15 +315,18 @@ def main() -> int:
     rows: list[list[object]] = []
     results: list[dict[str, Any]] = []
     for sequences in options.sequences:
-        spent: dict[str, list[float]] = {"core": [], "turn": [], "process": [], "power": []}
+        spent: dict[str, list[float]] = {"core": [], "turn": [], "process": [], "written": [], "power": []}
         collections = []
         for _ in range(options.rounds):
             spent["core"] += core(sequences, options.steps, options.prompt)
-            turns, collection_us = whole(sequences, options.steps, options.prompt)
+            turns, collection_us, _ = whole(sequences, options.steps, options.prompt)
             spent["turn"] += turns
             collections.append(collection_us)
             for durability in ("process", "power"):
-                spent[durability] += whole(sequences, options.steps, options.prompt, durability)[0]
+                turns, _, written = whole(sequences, options.steps, options.prompt, durability)
+                spent[durability] += turns
+                if durability == "process":
+                    spent["written"] += written
         pooled: dict[str, Any] = {name: summary(each) for name, each in spent.items()}
         results.append({"sequences": sequences, "collection_us": statistics.median(collections)} | pooled)
     if missing := vllm_scheduler.reason():  # vLLM comes last, so that its imports do not affect the others
@@ -324,7 +340,14 @@ def main() -> int:
         shown = [f"{found[n][p]:.0f}" if n in found else "-" for n in MEASURED for p in SHOWN]
         rows.append([found["sequences"], f"{found['collection_us']:.0f}", *shown])
     header = ["sequences", "collection, us"]
-    for name in ("core", "turn", "turn, journal for the process", "for power", "vLLM scheduler"):
+    for name in (
+        "core",
+        "turn",
+        "turn, journal for the process",
+        "written after it",
+        "turn, journal for power",
+        "vLLM scheduler",
+    ):
         header += [f"{name} p50, us", "mean", "p99.9"]
     report("control plane: a decode step of N sequences", header, rows, results, options.json)
     return 0

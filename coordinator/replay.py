@@ -33,6 +33,8 @@ from .journal.identity import unpack_head
 from .journal.log import segments
 from .journal.records import read
 from .journal.recovery import Replay
+from .journal.unwritten import FILE as UNWRITTEN
+from .journal.unwritten import read_unwritten
 
 OPEN_TRIES = 10
 SUBJECTS = ("request", "sequence", "block", "tenant")
@@ -96,6 +98,9 @@ def replay_report(
         path, end, more = replay.torn
         lines.append(f"{path.name} ends with {more} bytes after byte {end} that are not a complete record:")
         lines.append("  a coordinator died while it wrote them, or is writing them now")
+    if (unwritten := read_unwritten(folder)) is not None:
+        first, count = unwritten.first, len(unwritten.payloads)
+        lines.append(f"{UNWRITTEN} holds {count} of the last turn, from record {first} on: the next start adds them")
     for name, message in zip(subjects, asked, strict=True):
         reply = machine.explainer.explain("", message)
         assert isinstance(reply, Explanation)

@@ -1,4 +1,7 @@
-"""The journal writer: the events of one turn become one record, which is written before any effect leaves.
+"""The journal writer: the events of one turn become one record, which is kept before any effect leaves.
+
+With durability "power" the record is then on the disk. With "process" it is in the memory of a file (`unwritten.py`),
+and in its segment after the turn.
 
 A plain file is used rather than SQLite, because SQLite silently ends its write-ahead log at the first damaged frame,
 even in the middle. Appending to a file is also the cheapest (benchmarks/journal.py).
@@ -11,16 +14,18 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from kvforge.protocol.errors import JournalFull, StateRemoved
+from kvforge.protocol.errors import JournalFull, KvforgeError, StateRemoved
 
 from ..core.events import Boot, Event
 from .disk import failed, sync_folder
 from .entries import STATE_VERSION, Frame, pack
 from .identity import ACKNOWLEDGED, MarkWriter, Origin, SegmentHead, host_boot, pack_head
-from .records import crc_of, record
+from .records import HEADER, crc_of, record
+from .unwritten import UnwrittenRecords
 
 DURABILITIES = ("process", "power", "none")
 SEGMENT = "records-{:016d}"
@@ -89,6 +94,7 @@ class Journal:
         bytes_before: int = 0,
         stopping: Callable[[], bool] = lambda: False,
         origin: Origin | None = None,
+        unwritten: UnwrittenRecords | None = None,
     ) -> None:
         """Begin a segment.
 
@@ -99,6 +105,7 @@ class Journal:
             bytes_before: The size of the segments before this one.
             stopping: Returns whether to stop waiting for space on the disk.
             origin: The position at which the journal continues; None starts a new one.
+            unwritten: Where records are stored until `flush`; None writes each at once. Not with `durable`.
 
         Raises:
             OSError: A file cannot be created.
@@ -107,7 +114,7 @@ class Journal:
         self._origin = origin or Origin.new()
         self._before = self._origin.before  # the CRC-32 of the last record
         self.bytes = bytes_before
-        self._durable, self._stopping = durable, stopping
+        self._durable, self._stopping, self._unwritten = durable, stopping, unwritten
         self._noted: list[Frame] = []
         self.in_hand: MessageInHand | None = None
         self._end = self._first = 0
@@ -149,7 +156,7 @@ class Journal:
         self._noted += pack(event, now_us, frames)
 
     def commit(self) -> None:
-        """Write the events added since the last call. If this raises, none of their effects may leave.
+        """Keep the events added since the last call. If this raises, none of their effects may leave.
 
         Raises:
             JournalFull: The disk is full, and the process was asked to stop.
@@ -158,17 +165,58 @@ class Journal:
         """
         if not self._noted:
             return
+        unwritten = self._unwritten
+        if unwritten is not None:
+            self._check_named()
+            if size := unwritten.add(self._noted):
+                self.bytes += HEADER.size + size
+                self._noted.clear()
+                self.number += 1
+                return
+            self.flush()
         data = record(self.number, self._noted, self._before)
-        try:
-            self._put(data)
-            if not os.fstat(self._descriptor).st_nlink:
-                raise StateRemoved(str(self.folder), "new events could not be kept there")
-        except OSError as error:
-            raise failed(self.folder / SEGMENT.format(self._first), error) from None
+        self._append(data)
         self.bytes += len(data)
         self._noted.clear()
         self.number += 1
         self._before = crc_of(data)
+        self._acknowledge_or_fail()
+        if unwritten is not None:
+            unwritten.clear(self.number)
+
+    def flush(self) -> None:
+        """Write the stored records to the segment. If this raises, they stay stored.
+
+        Raises:
+            KvforgeError: As `commit`.
+        """
+        unwritten = self._unwritten
+        if unwritten is None or not (payloads := unwritten.payloads()):
+            return
+        number, before, data = self.number - len(payloads), self._before, bytearray()
+        for payload in payloads:
+            made = record(number, [payload], before)
+            data += made
+            number, before = number + 1, crc_of(made)
+        self._append(data)
+        self._before = before
+        self._acknowledge_or_fail()
+        unwritten.clear(number)
+
+    def _append(self, data: bytearray) -> None:
+        """Write records to the segment, which must have a name."""
+        try:
+            self._put(data)
+        except OSError as error:
+            raise failed(self.folder / SEGMENT.format(self._first), error) from None
+        self._check_named()
+
+    def _check_named(self) -> None:
+        """Raise StateRemoved if the segment was removed."""
+        if not os.fstat(self._descriptor).st_nlink:
+            raise StateRemoved(str(self.folder), "new events could not be kept there")
+
+    def _acknowledge_or_fail(self) -> None:
         try:
             self._acknowledge()
         except OSError as error:
@@ -209,13 +257,20 @@ class Journal:
             return not (
                 os.path.samestat(path.stat(), os.fstat(self._descriptor))
                 and os.path.samestat(mark.stat(), self._mark.stat())
+                and (self._unwritten is None or self._unwritten.is_in(self.folder))
             )
         except OSError:
             return True
 
     def rotate(self) -> int:
-        """Begin the next segment. Return the number of its first record. Raise OSError."""
+        """Begin the next segment. Return the number of its first record.
+
+        Raises:
+            OSError: It cannot be created.
+            KvforgeError: As `flush`.
+        """
         assert not self._noted, "a segment ends between two turns"
+        self.flush()
         if self.number == self._first:  # the segment has no records
             return self.number
         self._begin()
@@ -223,8 +278,12 @@ class Journal:
         return self.number
 
     def close(self) -> None:
-        """Close the files. Idempotent."""
+        """Close the files. Idempotent. Stored records that cannot be written stay stored."""
         if self._descriptor >= 0:
+            if self._unwritten is not None:
+                with suppress(KvforgeError):
+                    self.flush()
+                self._unwritten.close()
             os.close(self._descriptor)
             self._descriptor = -1
         self._mark.close()

@@ -25,12 +25,15 @@ from kvforge.coordinator.core.machine import Machine
 from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, KvforgeError, StateRemoved
 
 from . import snapshot
+from .absorb import absorb
 from .disk import failed, make_folder, sync_file, sync_folder, unusable
 from .identity import ACKNOWLEDGED, Origin
 from .in_hand import FILE, InHand
 from .log import Journal, remove_before, segments, states
 from .recovery import Recovered, cut_torn, recover
 from .set_aside import set_aside
+from .unwritten import FILE as UNWRITTEN
+from .unwritten import UnwrittenRecords
 
 PR_SET_PDEATHSIG = 1
 NICE = 10
@@ -113,6 +116,7 @@ class StateFolder:
             JournalFailed: The disk refuses to read or write it.
         """
         try:
+            absorb(self.folder)
             if self._in_hand.record_deaths >= self._deaths_max:
                 set_aside(self.folder, self._in_hand)
             try:
@@ -155,7 +159,7 @@ class StateFolder:
     def _discard(self) -> None:
         for path in (*segments(self.folder).values(), *states(self.folder).values()):
             path.unlink()
-        for name in (ACKNOWLEDGED, *(path.name for path in self.folder.glob("set-aside-*"))):
+        for name in (ACKNOWLEDGED, UNWRITTEN, *(path.name for path in self.folder.glob("set-aside-*"))):
             (self.folder / name).unlink(missing_ok=True)
         if self._durable:
             sync_folder(self.folder)
@@ -175,8 +179,15 @@ class StateFolder:
         number, before = (found.number, found.bytes) if found is not None else (1, 0)
         self._spent_us = found.took_us - found.snapshot_us if found is not None else 0
         try:
+            unwritten = None if self._durable else UnwrittenRecords(self.folder, origin.journal, number)
             self.journal = Journal(
-                self.folder, number, durable=self._durable, bytes_before=before, stopping=stopping, origin=origin
+                self.folder,
+                number,
+                durable=self._durable,
+                bytes_before=before,
+                stopping=stopping,
+                origin=origin,
+                unwritten=unwritten,
             )
         except OSError as error:
             raise unusable(self.folder, error) from None
@@ -187,7 +198,7 @@ class StateFolder:
     # ------------------------------------------------------------------------------------------------------ snapshots
 
     def turned(self, machine: Machine, took_us: int, now_us: int, numbers: int) -> None:
-        """Check the folder after a turn, and write a snapshot if due.
+        """Write the records of a turn after its effects have left, check the folder, and write a snapshot if due.
 
         Args:
             machine: The machine.
@@ -197,8 +208,10 @@ class StateFolder:
 
         Raises:
             StateRemoved: The folder or a file was removed.
+            KvforgeError: The records cannot be written; they stay stored.
         """
         assert self.journal is not None
+        self.journal.flush()
         if now_us >= self._look_us:
             self._look_us = now_us + LOOK_US
             if self._removed():
@@ -311,7 +324,7 @@ class StateFolder:
                 self.folder / snapshot.STATE.format(number), machine, snapshot.Head.of(self.journal, now_us, numbers)
             )
             remove_before(self.folder, number, self._durable)
-        except OSError as error:
+        except (OSError, KvforgeError) as error:
             log.warning("no snapshot could be written to %s: %s; the journal is kept whole", self.folder, error)
 
     def close(self, keep: bool) -> None:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvforge import AsyncClient, Client, KvforgeError
+from kvforge.coordinator.journal.absorb import absorb
 from kvforge.coordinator.journal.recovery import recover
 from kvforge.protocol.messages import Stats
 from tools.cluster.cluster import READY_S, Cluster
@@ -261,6 +262,7 @@ class Driver:
         """Recover the journal and check the machine, then end all processes and check that nothing is left."""
         cluster = self._cluster
         cluster.kill(COORDINATOR)
+        absorb(cluster.runtime / "state")
         found = recover(cluster.runtime / "state")
         if found is None or found.torn is not None:
             self.faults.append(f"the journal does not recover cleanly: {found}")

@@ -459,7 +459,10 @@ class SimulatedCoordinator:
     def _loop_turn(self, now_us: int) -> int:
         """Run one turn of the loop; raise Crash if the process dies in it or at its end."""
         if self.death is None or self.journal is None:
-            return self.loop.turn(now_us)
+            due_us = self.loop.turn(now_us)
+            if self.journal is not None:
+                self.journal.flush()
+            return due_us
         if self.journal.unwritten:  # events of the previous turn: the ledger's copy no longer covers them
             self.death = Death(AFTER, 0, self.death.back_us, self.death.wall_jump_s)
         death = self.journal.death = self.death
@@ -485,7 +488,7 @@ class SimulatedCoordinator:
 
     def _die(self) -> None:
         assert self.death is not None and self.journal is not None
-        self.dead = True
+        self.dead = self.journal.dead = True
         self.close()
         now = self._books or Books(self._ledger, self._progress, self.checker, likeness(self.machine))
         self._world.died(now, self.death.back_us, self.death.wall_jump_s)

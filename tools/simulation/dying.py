@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.journal import snapshot
+from kvforge.coordinator.journal.absorb import absorb
 from kvforge.coordinator.journal.log import Journal, remove_before, segments
 from kvforge.coordinator.journal.recovery import Recovered, cut_torn, recover
+from kvforge.coordinator.journal.unwritten import END_AT, START
+from kvforge.protocol.errors import StateRemoved
 from tools.simulation.likeness import likeness
 from tools.simulation.workers import Violation
 
@@ -81,9 +84,15 @@ def copied(ledger: Ledger, progress: Progress, checker: Checker, machine: Machin
 
 
 class DyingJournal(Journal):
-    """The real journal; `death` is how the turn that is written next ends, or None."""
+    """The real journal.
+
+    Attributes:
+        death: How the turn that is written next ends, or None.
+        dead: The process has died: stored records reach the segment in part.
+    """
 
     death: Death | None = None
+    dead = False
 
     @property
     def unwritten(self) -> bool:
@@ -95,12 +104,24 @@ class DyingJournal(Journal):
         death = self.death if self.unwritten else None
         if death is not None and death.how == BEFORE:
             raise Crash
-        start = self._end
+        start, stored = self._end, self._unwritten.end if self._unwritten is not None else 0
         super().commit()
         if death is not None and death.how == TORN:
-            (*_, path) = segments(self.folder).values()
-            os.truncate(path, start + (self._end - start) * death.part // WHOLE)
+            if self._unwritten is not None and self._end == start:
+                self._unwritten._map[END_AT:START] = stored.to_bytes(8, "little")  # its end was not stored
+                self._unwritten._end = stored
+            else:
+                (*_, path) = segments(self.folder).values()
+                os.truncate(path, start + (self._end - start) * death.part // WHOLE)
             raise Crash
+
+    def _append(self, data: bytearray) -> None:
+        """Write records, or a part when the process has died."""
+        if self.dead:
+            part = self.death.part if self.death is not None else 0
+            os.write(self._descriptor, data[: len(data) * (part % WHOLE) // WHOLE])
+            raise StateRemoved(str(self.folder), "the process died")
+        super()._append(data)
 
     def _acknowledge(self) -> None:
         """Acknowledge, unless the process dies in the middle of the record."""
@@ -110,6 +131,7 @@ class DyingJournal(Journal):
 
 def next_life(folder: Path, before: Books) -> Recovered:
     """Recover from the journal; raise Violation unless the state equals the ledger's copy."""
+    absorb(folder)
     found = recover(folder)
     assert found is not None, "the journal is missing"
     cut_torn(found)

@@ -26,6 +26,7 @@ from kvforge.coordinator.journal.log import Journal
 from kvforge.coordinator.kv_events.stream import EventStream
 from kvforge.coordinator.turn import TurnLoop
 from kvforge.protocol.messages import PoolRegistered
+from tools.simulation import dying
 from tools.simulation.faults import Patch
 
 FAULTS_OF_DEATH: dict[str, Callable[[], list[Patch]]] = {}
@@ -47,6 +48,12 @@ def effects_before_the_journal() -> list[Patch]:
         write(self)
 
     return [(TurnLoop, "_write", lambda _self: None), (TurnLoop, "_carry_out", carry_out_first)]
+
+
+@fault
+def stored_records_not_added() -> list[Patch]:
+    """A start does not add the records that the process before had not written to their segment."""
+    return [(dying, "absorb", lambda _folder: 0)]
 
 
 @fault

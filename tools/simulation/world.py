@@ -11,6 +11,7 @@ them.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from kvforge.coordinator import machine_store
 from kvforge.coordinator.core.events import Boot
 from kvforge.coordinator.core.requests.request import Request
 from kvforge.coordinator.host.downtime import Anchor, HostTime
+from kvforge.coordinator.journal.identity import Origin
+from kvforge.coordinator.journal.unwritten import UnwrittenRecords
 from kvforge.coordinator.transport.outbox import Sent
 from kvforge.protocol import codec
 from kvforge.protocol.messages import CLIENT_REPLIES, WORKER_REPLIES, Message, Welcome, WorkerWelcome
@@ -71,6 +74,7 @@ class World:
         self._pools: dict[tuple[str, int], int] = {}
         self._given_up: set[tuple[str, int]] = set()  # pools of workers that disconnected during the standstill
         self.router = Router()
+        self._stores = zlib.crc32(seed.encode()) % 2 == 0
         journal = self._first_journal() if settings.crash_gap_us else None
         self.coordinator = SimulatedCoordinator(
             self, WatchedMachine(self.boot, self.clock.now_us), folder, self._entropy, journal
@@ -100,10 +104,16 @@ class World:
     def _first_journal(self) -> DyingJournal:
         state = self._folder / "state"
         state.mkdir()
-        journal = DyingJournal(state, 1)
+        journal = self._journal(1, Origin.new())
         journal.note(self.boot, self.steady_us)
         journal.commit()
         return journal
+
+    def _journal(self, number: int, origin: Origin) -> DyingJournal:
+        """Return a journal; in every second world, it stores the records of a turn until the turn is over."""
+        state = self._folder / "state"
+        stored = UnwrittenRecords(state, origin.journal, number) if self._stores else None
+        return DyingJournal(state, number, origin=origin, unwritten=stored)
 
     def crash(self, how: str, part: int, back_us: int, wall_jump_s: float = 0.0) -> None:
         """Let the coordinator's process die in its next turn, and set the wall clock before the next one starts."""
@@ -165,7 +175,7 @@ class World:
         self._given_up.clear()
         for side in (self.client_side, self.worker_side):
             side.die()
-        journal = DyingJournal(self._folder / "state", found.number, origin=found.origin)
+        journal = self._journal(found.number, found.origin)
         self.coordinator = SimulatedCoordinator(self, found.machine, self._folder, self._entropy, journal)
         self.coordinator.goes_on(before)
         if found.records > REPLAYED_MAX:

@@ -498,6 +498,7 @@ def test_a_snapshot_that_is_whole_makes_room_while_the_journal_waits_for_it(
     monkeypatch.setattr("kvforge.coordinator.journal.log.os.write", write)
     lived.tell(Turn())
     journal.commit()
+    journal.flush()
     monkeypatch.undo()
     assert tries[0] > 1
     digest = state_digest(lived.machine)

@@ -1,0 +1,137 @@
+"""The records of the last turn: a mapped file that survives the process.
+
+A write to a segment takes the system 5 to 25 us, mostly for new memory of its cache. With durability "process", a turn
+stores its record here before its effects leave, and the record is written to its segment after them. The file keeps its
+memory, so storing a record takes a copy. If the process dies in between, the next one appends the record to the last
+segment (`absorb`).
+
+The file has a head and the payloads of consecutive records, each after its length. A payload counts once the head names
+its end, by a single store of 8 bytes. There is no checksum: the file is valid for the boot of the host that wrote it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from .entries import Frame
+from .identity import host_boot
+
+FILE = "unwritten"
+SIZE = 1 << 20
+MAGIC = b"kvfU"
+_HEAD = struct.Struct("<4s4x16s40sQQ")  # magic, journal, the host's boot, number of the first record, end of the last
+_U64, _LENGTH = struct.Struct("<Q"), struct.Struct("<I")
+FIRST_AT, END_AT = 64, 72
+START = _HEAD.size
+
+
+class Unwritten(NamedTuple):
+    """What a file holds: its journal, the number of the first record, and the payload of each."""
+
+    journal: bytes
+    first: int
+    payloads: list[bytes]
+
+
+class UnwrittenRecords:
+    """The writer's side."""
+
+    def __init__(self, folder: Path, journal: bytes, number: int) -> None:
+        """Create the file, or empty it.
+
+        Args:
+            folder: The state folder.
+            journal: As in `identity.Origin`.
+            number: The number of the next record.
+
+        Raises:
+            OSError: The file cannot be created.
+        """
+        descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._file = os.fstat(descriptor)
+            os.posix_fallocate(descriptor, 0, SIZE)  # so that no store can fail
+            self._map = mmap.mmap(descriptor, SIZE)
+        finally:
+            os.close(descriptor)
+        self._map[END_AT:START] = _U64.pack(START)
+        self._map[:START] = _HEAD.pack(MAGIC, journal, host_boot().encode(), number, START)
+        self._end = START
+
+    def add(self, parts: Sequence[Frame]) -> int:
+        """Store a record with the payload joined from `parts`. Return its size, or 0 if there is no room for it."""
+        size = sum(map(len, parts))
+        at = self._end + _LENGTH.size
+        end = at + size
+        if end > SIZE:
+            return 0
+        room = self._map
+        room[self._end : at] = _LENGTH.pack(size)
+        for part in parts:
+            start, at = at, at + len(part)
+            room[start:at] = part
+        room[END_AT:START] = _U64.pack(end)  # from here on, the record counts
+        self._end = end
+        return size
+
+    def payloads(self) -> list[bytes]:
+        """Return the payload of each record."""
+        return _payloads(self._map, self._end)
+
+    @property
+    def end(self) -> int:
+        """The end of the last record in the file."""
+        return self._end
+
+    def clear(self, number: int) -> None:
+        """Forget the records, which are written. `number` is that of the next one."""
+        self._map[END_AT:START] = _U64.pack(START)
+        self._map[FIRST_AT:END_AT] = _U64.pack(number)
+        self._end = START
+
+    def is_in(self, folder: Path) -> bool:
+        """Return whether the file is in the folder under its name. Raise OSError."""
+        return os.path.samestat((folder / FILE).stat(), self._file)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if not self._map.closed:
+            self._map.close()
+
+
+def read_unwritten(folder: Path) -> Unwritten | None:
+    """Return the records that a dead process left; None if there are none, or the host was rebooted. Raise OSError."""
+    try:
+        data = (folder / FILE).read_bytes()
+    except FileNotFoundError:
+        return None
+    if len(data) != SIZE:
+        return None  # its writer died before it was complete
+    magic, journal, boot, first, end = _HEAD.unpack_from(data)
+    valid = magic == MAGIC and boot.rstrip(b"\0") == host_boot().encode()
+    payloads = _payloads(data, end) if valid and START <= end <= SIZE else []
+    return Unwritten(journal, first, payloads) if payloads else None
+
+
+def forget_unwritten(folder: Path) -> None:
+    """Forget the records, which are written. Raise OSError."""
+    descriptor = os.open(folder / FILE, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(descriptor, _U64.pack(START), END_AT)
+    finally:
+        os.close(descriptor)
+
+
+def _payloads(data: bytes | mmap.mmap, end: int) -> list[bytes]:
+    """Return the payloads in front of `end`."""
+    at, found = START, []
+    while at < end:
+        start = at + _LENGTH.size
+        at = start + _LENGTH.unpack_from(data, at)[0]
+        found.append(bytes(data[start:at]))
+    return found
