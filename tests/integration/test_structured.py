@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,11 +112,10 @@ PERSON = {
 
 
 @pytest.mark.model
-def test_a_real_model_answers_as_a_schema_says(smollm2_path: Path) -> None:
+def test_a_real_model_answers_as_a_schema_says(smollm2: Cluster) -> None:
     import jsonschema
 
-    with Cluster(model=smollm2_path) as cluster:
-        kv = cluster.start("w0")
+    with smollm2.client() as kv:
         question = "Describe a programmer in one JSON object."
         for more in (
             {"temperature": 0.0},
