@@ -1,12 +1,12 @@
 """Times of one layer of experts on a GPU: the router, the sort, both grouped products and the sum.
 
-    python -m benchmarks.gpu_experts [--tokens 1,16,64,256] [--shapes qwen3-30b-a3b,gpt-oss-20b] [--sweep] [--json FILE]
+    python -m benchmarks.gpu_experts [--tokens 1,16,64,256] [--shapes NAME,...] [--sweep | --chain] [--json FILE]
 
 Dummy weights of a known shape, in bfloat16. Every time is of a graph's replay over many random choices of experts in
 turn, so that an expert's weights are rarely in the cache when they are read. The floor is the time that reading the
 weights of the distinct chosen experts takes at the measured read bandwidth; the share is that over the time. "experts"
 is the whole operation as a layer calls it; "torch" is the same through torch's grouped product, sorted by torch.
---sweep times each product with many tile sizes, the fastest first.
+--sweep times each product with many tile sizes, the fastest first; --chain both together, with more or less overlap.
 """
 
 from __future__ import annotations
@@ -183,6 +183,33 @@ def sweep(layer: Layer, operations: FusedOperations, device: Device, target: Tar
             yield f"{name} k={k} {tiles}", us
 
 
+def chain(layer: Layer, operations: FusedOperations, device: Device, target: Target) -> Iterator[tuple[str, float]]:
+    """Yield the fastest ways to overlap both products."""
+    shape, overlap, width = layer.shape, operations.overlap, layer.shape.chosen
+    gating = Gating(layer.activation, interleaved=shape.oss)
+    tokens = tokens_per_block(layer.chosen[0].numel(), shape.experts, DTYPE, target)
+    sorted_pairs = [sort_by_expert(each, shape.experts, tokens, overlap) for each in layer.chosen]
+    up_tiles, down_tiles = (
+        tiles_for(tokens, each.shape[1], each.shape[2], DTYPE, target) for each in (layer.up, layer.down)
+    )
+    times: list[tuple[float, str]] = []
+    for early_up, early_down, ahead, stages in itertools.product((False, True), (False, True), (0, 2, 4, 6), (3, 4)):
+        first = replace(up_tiles, early=early_up, stages=stages)
+        second = replace(down_tiles, early=early_down, prefetch=ahead, stages=stages)
+
+        def call(turn: int) -> object:
+            pairs = sorted_pairs[turn]
+            inner = multiply_up(layer.x, layer.up, layer.up_bias, gating, pairs, width, first, target, overlap)  # noqa: B023
+            weights = layer.weights[turn]
+            return multiply_down(inner, layer.down, layer.down_bias, weights, pairs, second, target, overlap)  # noqa: B023
+
+        graph = captured_in_turn(device, call, CHOICES)
+        what = f"chain early={early_up:d}{early_down:d} prefetch={ahead} stages={stages}"
+        times.append((medians_us(device, {"": graph}, 5)[""], what))
+    for us, what in sorted(times)[: 2 * SHOWN]:
+        yield what, us
+
+
 def _tiles(tokens: int) -> Iterator[GroupedTiles]:
     for rows, depth, stages, warps in itertools.product((64, 128), (64, 128), (3, 4, 6), (4, 8)):
         stage = (rows + tokens) * depth * 2
@@ -196,6 +223,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,16,64,256")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--chain", action="store_true")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json")
     arguments = parser.parse_args()
@@ -210,6 +238,8 @@ def main() -> None:
             layer = make(SHAPES[name], tokens, operations, device)
             if arguments.sweep:
                 times = dict(sweep(layer, operations, device, target))
+            elif arguments.chain:
+                times = dict(chain(layer, operations, device, target))
             else:
                 graphs = {
                     what: captured_in_turn(device, call, CHOICES)
@@ -218,7 +248,7 @@ def main() -> None:
                 times = medians_us(device, graphs, REPEATS)
             distinct = layer.distinct()
         size = distinct * layer.shape.expert_bytes
-        shares = {"experts": 1.0, "torch": 1.0, "up": 2 / 3, "down": 1 / 3}
+        shares = {"experts": 1.0, "chain": 1.0, "torch": 1.0, "up": 2 / 3, "down": 1 / 3}
         for what, us in times.items():
             part = size * shares.get(what.partition(" ")[0], 0.0)
             share = part / read_bytes * 1e6 / us

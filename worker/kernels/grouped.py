@@ -94,6 +94,7 @@ def grouped_kernel(
     DEPTH: tl.constexpr,
     TOKENS: tl.constexpr,
     PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -130,6 +131,8 @@ def grouped_kernel(
             for step in tl.static_range(PREFETCH):
                 prefetch(at_expert + (lines + step * DEPTH)[None, :])
     wait_for_inputs(OVERLAP)
+    if EARLY:
+        let_next_start(OVERLAP)
     expert, pairs, inside = _pairs_of(order, blocks, block, TOKENS, ALONE)
     if expert < 0:
         return
@@ -146,7 +149,8 @@ def grouped_kernel(
             w = tl.load(at, mask=inside_rows[:, None] & (places < k)[None, :], other=0.0)
             xs = tl.load(x_rows + places[None, :], mask=inside[:, None] & (places < k)[None, :], other=0.0)
         total = tl.dot(w, tl.trans(xs), total, input_precision="ieee")
-    let_next_start(OVERLAP)
+    if not EARLY:
+        let_next_start(OVERLAP)
     narrow = output.dtype.element_ty
     if HAS_BIAS:
         of_expert = bias + expert.to(tl.int64) * all_rows
@@ -296,6 +300,7 @@ def _launch(
         DEPTH=tiles.depth,
         TOKENS=tiles.tokens,
         PREFETCH=min(tiles.prefetch, steps) if prefetches and even else 0,
+        EARLY=tiles.early,
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -25,6 +25,7 @@ class GroupedTiles:
         warps: Triton's num_warps.
         stages: Triton's num_stages.
         prefetch: Steps of the weight that are fetched into the L2 cache before the inputs are ready.
+        early: Whether the next kernel may start before this one's loop.
     """
 
     rows: int
@@ -33,6 +34,7 @@ class GroupedTiles:
     warps: int
     stages: int
     prefetch: int = 0
+    early: bool = False
 
 
 ROWS, DEPTH = 64, 32  # the smallest tile that larger ones are multiples of

@@ -34,6 +34,12 @@ def _place_of(key):
 
 
 @triton.jit
+def _score_of(key):
+    ordered = (key >> 32).to(tl.int32)
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _function(numbers, inside, axis: tl.constexpr, KIND: tl.constexpr):
     """Apply softmax, sigmoid or nothing to the numbers inside."""
     if KIND == "softmax":
@@ -112,7 +118,10 @@ def route_kernel(
     found = tl.zeros([CHOSEN_BLOCK], tl.float32)
     for place in tl.static_range(CHOSEN):
         largest = tl.max(keys, 0)
-        score = tl.sum(tl.where(keys == largest, scores, 0.0), 0)
+        if HAS_BIAS:  # the key is of the biased score
+            score = tl.sum(tl.where(keys == largest, scores, 0.0), 0)
+        else:
+            score = _score_of(largest)
         found_places = tl.where(order == place, _place_of(largest), found_places)
         found = tl.where(order == place, score, found)
         keys = tl.where(keys == largest, LOWEST, keys)
