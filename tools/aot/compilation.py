@@ -20,7 +20,7 @@ import triton
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kvforge.worker.device.target import Target, head_class
+from kvforge.worker.device.target import Target
 
 from .specialise import Specialisation, gpu_target
 
@@ -60,7 +60,8 @@ class Configuration:
         names = self.specialisation.kernel.arg_names
         constants = {names[place[0]]: value for place, value in self.specialisation.constants.items()}
         head_size = constants.get("HEAD_SIZE", constants.get("HEAD"))
-        return head_size is not None and head_size != head_class(head_size)
+        tile = constants.get("HEAD_TILE", constants.get("HEAD_PAD", head_size))
+        return bool(head_size != tile + constants.get("REST", 0)) if head_size is not None else False
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The paged KV cache, and attention over it: an interface, a plain-torch reference, kernels, and their choice.
 
-interface.py    the interface of every implementation; batch.py: the structure of a step's rows
+interface.py    the interface of every implementation; batch.py: the structure of a step's rows; sinks.py: sinks
 pool.py         the KV pool: geometry, byte counts, tensors
 reference.py    plain torch; quantised.py: int8 and fp8 with their scales
 triton_attention.py   Triton's kernels: decode (decode*.py), prefill (prefill*.py), KV write (write.py)

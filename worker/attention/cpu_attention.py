@@ -132,7 +132,7 @@ class CpuAttention:
 
     def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
         """Implement `PagedAttention.attend`."""
-        check_attend(query, layer, batch)
+        check_attend(query, layer, batch, options)
         _, heads, size = query.shape
         kv_heads, keys = layer.keys.shape[2], layer.keys
         plan = plan_of(batch, heads, kv_heads, size, options.window)
@@ -168,6 +168,7 @@ class CpuAttention:
             window=options.window,
             partials=workspace.partials.data_ptr(),
             counters=workspace.counters.data_ptr(),
+            sinks=0 if options.sinks is None else options.sinks.data_ptr(),
         )
         return output
 

@@ -173,4 +173,5 @@ def _attending(layer: DecodeLayer) -> dict[str, float]:
         "scaling": layer.options.scaling,
         "softcap": layer.options.softcap,
         "window": window,
+        "sinks": 0 if layer.options.sinks is None else layer.options.sinks.data_ptr(),
     }

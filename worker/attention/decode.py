@@ -17,6 +17,7 @@ from .decode_kernel import decode_kernel
 from .decode_plan import DecodePlanner
 from .interface import AttentionOptions, KvLayer
 from .plan_items import FIELDS
+from .sinks import sinks_of
 
 ROWS_MIN = 16  # query heads of a program: rows of a matrix instruction
 # Numbers in a program's tiles of outputs and scores; more would not fit its registers. Half as many outputs if K and V
@@ -173,6 +174,7 @@ def paged_decode(
         values,
         layer.key_scales,
         layer.value_scales,
+        sinks_of(options, heads, query.device),
         tables,
         plan,
         output,

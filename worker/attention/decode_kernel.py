@@ -7,7 +7,8 @@ merges its parts in order, so the result does not depend on which program is las
 Sizov, 2023).
 
 Keys beyond the ends of a part are replaced by its nearest key with weight 0, so unreachable slots, which may hold NaN,
-are never read. Scores are in units of log2, so that exp2 needs no factor.
+are never read. Scores are in units of log2, so that exp2 needs no factor. The first part of a row adds the sinks (-inf
+in layers without: exactly nothing), so that the merge counts them once.
 
 int8 and fp8 (e4m3fn) are read as pairs in an int16, because matrix instructions need pairs of adjacent *keys* in V, and
 shared memory can transpose 16-bit numbers, not bytes. The even and the odd dimensions of a head are therefore two
@@ -25,6 +26,7 @@ from kvforge.worker.device.target import HEAD_UNIT
 
 from .plan_items import DECODE_HEAD, DECODE_PART, FIELDS, place
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _UNIT = tl.constexpr(HEAD_UNIT)
 _FIELDS = tl.constexpr(FIELDS)
 _ITEMS = tl.constexpr(place(DECODE_HEAD, "items"))
@@ -87,9 +89,8 @@ def _unpack(pairs, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
 @triton.jit
 def _capped(scores, softcap):
     """Compute softcap x tanh(scores), in units of log2."""
-    LOG2_E: tl.constexpr = 1.4426950408889634
     # tanh(x) = 1 - 2 / (e^2x + 1), which is also correct at both infinities
-    return (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E)) + 1.0)) * (softcap * LOG2_E)
+    return (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2_E)) + 1.0)) * (softcap * _LOG2_E)
 
 
 @triton.jit
@@ -144,7 +145,7 @@ def _merge(
 # specialisation would be one more kernel to compile, possibly while requests wait.
 @triton.jit(
     do_not_specialize=["key_scales", "value_scales", "query_stride", "table_stride"],
-    do_not_specialize_on_alignment=["tables"],
+    do_not_specialize_on_alignment=["tables", "sinks"],
 )
 def decode_kernel(
     query,
@@ -152,6 +153,7 @@ def decode_kernel(
     values,
     key_scales,
     value_scales,
+    sinks,
     tables,
     plan,
     output,
@@ -184,6 +186,7 @@ def decode_kernel(
 
     query, output: [rows, HEADS, HEAD_SIZE]. tables: [rows, table_stride] int32. plan: see DecodePlanner.plan.
     keys, values: [blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE], or int16 [..., HEAD_SIZE / 2] if KIND is a quantised dtype.
+    sinks: [HEADS] float32, -inf: none.
     partials: [items, HEADS, HEAD_SIZE] float32, the result of each part; sizes: [items, HEADS] float32, log2 of the
     sum of its exponentials; counters: [rows x KV_HEADS x slices] int32, finished parts, 0 before and after.
 
@@ -237,6 +240,7 @@ def decode_kernel(
                 q = q.to(tl.float32)
             q_high = q
             factor = tl.full([ROWS], 1.0, tl.float32) * scale
+        sink = tl.load(sinks + head, mask=(g < GROUP) & (part == 0), other=float("-inf")) * _LOG2_E
 
         table = tables + row * table_stride
         key_columns = (keys + kv_head * WIDTH + d)[None, :]
@@ -305,8 +309,12 @@ def decode_kernel(
         if CHAINED:  # noqa: SIM102 - a compile-time condition
             if unit + tl.num_programs(0) >= n_units:
                 tl.extra.cuda.gdc_launch_dependents()
-        weight = tl.sum(total, 1)
-        result = sums / weight[:, None]
+        # Not before the loop: float16 weights of quantised keys need the maximum of these keys alone.
+        new_greatest = tl.maximum(greatest, sink)
+        shrink = tl.exp2(greatest - new_greatest)
+        weight = tl.sum(total, 1) * shrink + tl.exp2(sink - new_greatest)
+        greatest = new_greatest
+        result = sums * (shrink / weight)[:, None]
         e = tl.arange(0, HEAD_TILE)
         mask = in_group & (e < HEAD_SIZE)[None, :]
         output_row = output + row * (HEADS * HEAD_SIZE)

@@ -11,7 +11,7 @@ Paged attention: Kwon et al., "Efficient Memory Management for Large Language Mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -32,11 +32,14 @@ class AttentionOptions:
         scaling: Factor of q.k.
         window: Keys that a query sees, with its own (0: all before it).
         softcap: Scores become softcap x tanh(scores / softcap) (0: off; Gemma 2, arXiv 2408.00118).
+        sinks: [heads] float32 on the device, contiguous: for each query head one more score, neither scaled nor capped,
+            whose key has no value (None: off; "attention sinks" of gpt-oss, arXiv 2508.10925). Equality ignores them.
     """
 
     scaling: float
     window: int = 0
     softcap: float = 0.0
+    sinks: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ def check_rotary(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, laye
             raise InvalidRequest(name, f"is on {tensor.device} with strides {tensor.stride()}")
 
 
-def check_attend(query: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
+def check_attend(query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> None:
     """Check the arguments of `attend`.
 
     Raises:
@@ -161,6 +164,16 @@ def check_attend(query: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None
     """
     _check_layer(layer, batch)
     _check_query(query, layer.keys, batch)
+    if options.sinks is not None:
+        _check_sinks(options.sinks, query)
+
+
+def _check_sinks(sinks: torch.Tensor, query: torch.Tensor) -> None:
+    if sinks.shape != query.shape[1:2] or sinks.dtype != torch.float32:
+        heads = query.shape[1]
+        raise InvalidRequest("sinks", f"is {tuple(sinks.shape)} {sinks.dtype}, not [{heads}] float32, one of each head")
+    if sinks.device != query.device or not sinks.is_contiguous():
+        raise InvalidRequest("sinks", f"is on {sinks.device} with strides {sinks.stride()}")
 
 
 def _check_query(query: torch.Tensor, keys: torch.Tensor, batch: PagedBatch) -> None:

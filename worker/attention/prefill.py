@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from kvforge.worker.device.target import Target, head_class, in_units
+from kvforge.worker.device.target import Target, head_tiles, in_units
 
 from .interface import AttentionOptions, KvLayer
 from .prefill_copy import copy_rows
 from .prefill_plan import PrefillShape, prefill_shape
 from .prefill_portable import NO_WINDOW, prefill_portable
 from .quantised import as_bytes, is_quantised
+from .sinks import sinks_of
 
 LOG2_E = 1.4426950408889634
 
@@ -80,6 +81,7 @@ def paged_prefill(
         values,
         layer.keys if layer.key_scales is None else layer.key_scales,
         layer.values if layer.value_scales is None else layer.value_scales,
+        sinks_of(options, query.shape[1], query.device),
         output,
         *in_units(output.stride(0), output.stride(1)),
         tables,
@@ -103,13 +105,15 @@ def portable_constants(
 ) -> dict[str, Any]:
     """Return the compile-time constants of `prefill_portable`."""
     _, block_size, kv_heads, head_size = layer.keys.shape
+    head_tile, rest = head_tiles(head_size)
     return {
         "KV_HEADS": kv_heads,
         "PACKS": heads // shape.pack,
         "PACK": shape.pack,
         "POOL_BLOCK": block_size,
         "HEAD": head_size,
-        "HEAD_PAD": head_class(head_size),
+        "HEAD_TILE": head_tile,
+        "REST": rest,
         "QUERIES": shape.tiles.queries,
         "KEYS": shape.tiles.keys,
         "QUANTISED": is_quantised(layer.keys.dtype),

@@ -67,7 +67,8 @@ def prefill_shape(
     tiles = target.prefill[TileKey(head_class(head_size), itemsize)]
     stored = query_dtype if copied and is_quantised(layer.keys.dtype) else layer.keys.dtype
     block_size = PAGE if copied else block_size
-    hopper = not hopper_problem(query_dtype, stored, head_size, block_size, options.window, target)
+    problem = hopper_problem(query_dtype, stored, head_size, block_size, options.window, target)
+    hopper = not problem and options.sinks is None  # that kernel has no sinks yet
     if hopper:
         return PrefillShape(True, HOPPER_QUERIES // pack, pack, tiles)
     queries = max(tiles.queries, pack)

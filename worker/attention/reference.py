@@ -91,7 +91,7 @@ class ReferenceAttention:
 
     def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
         """Implement `PagedAttention.attend`."""
-        check_attend(query, layer, batch)
+        check_attend(query, layer, batch, options)
         batch.device.refuse_capture("a plan that the host makes for each step")
         kv_heads = layer.keys.shape[2]
         plan_key = ("reference", kv_heads, options.window)
@@ -157,7 +157,8 @@ def _decode(query: torch.Tensor, layer: KvLayer, group: _Decodes, options: Atten
     q = query.float().reshape(count, kv_heads, heads // kv_heads, head_size)
     k, v = (numbers.view(shape) for numbers in _read(layer, group.gather))
     mask = None if group.mask is None else group.mask.expand(-1, 1, heads // kv_heads, -1)
-    return _dense(q, k, v, mask, options).reshape(count, heads, head_size).to(query.dtype)
+    sinks = None if options.sinks is None else options.sinks.view(1, kv_heads, -1, 1)
+    return _dense(q, k, v, mask, sinks, options).reshape(count, heads, head_size).to(query.dtype)
 
 
 def _prefill(query: torch.Tensor, layer: KvLayer, tile: _Tile, options: AttentionOptions) -> torch.Tensor:
@@ -169,7 +170,8 @@ def _prefill(query: torch.Tensor, layer: KvLayer, tile: _Tile, options: Attentio
     shape = (kv_heads, 1, tile.keys, head_size)
     k, v = (numbers.view(shape).expand(-1, group, -1, -1) for numbers in _read(layer, tile.gather))
     mask = tile.mask.expand(1, 1, -1, -1)
-    return _dense(q, k, v, mask, options).permute(2, 0, 1, 3).reshape(count, heads, head_size).to(query.dtype)
+    sinks = None if options.sinks is None else options.sinks.view(kv_heads, -1, 1, 1)
+    return _dense(q, k, v, mask, sinks, options).permute(2, 0, 1, 3).reshape(count, heads, head_size).to(query.dtype)
 
 
 def _read(layer: KvLayer, gather: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,19 +188,33 @@ def _read(layer: KvLayer, gather: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def _dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Compute softmax(scaling q k^T + mask) v over the last two dimensions; q, k, v: [a, b, n, head_size] float32.
 
-    torch's fused attention cannot cap scores, so a soft cap takes the unfused path.
+    torch's fused attention has neither soft caps nor sinks, which take the unfused path. sinks: float32, broadcast to
+    [a, b, n, 1].
     """
-    if not options.softcap:
+    if not options.softcap and sinks is None:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scaling)
-    scores = torch.matmul(q, k.transpose(-1, -2)) * (options.scaling / options.softcap)
-    scores = torch.tanh(scores) * options.softcap
+    scores = torch.matmul(q, k.transpose(-1, -2))
+    if options.softcap:
+        scores = torch.tanh(scores * (options.scaling / options.softcap)) * options.softcap
+    else:
+        scores = scores * options.scaling
     if mask is not None:
         scores = scores + mask
-    return torch.matmul(torch.softmax(scores, dim=-1), v)
+    if sinks is None:
+        return torch.matmul(torch.softmax(scores, dim=-1), v)
+    largest = torch.maximum(scores.amax(dim=-1, keepdim=True), sinks)
+    weights = torch.exp(scores - largest)
+    total = weights.sum(dim=-1, keepdim=True) + torch.exp(sinks - largest)
+    return torch.matmul(weights / total, v)
 
 
 def _plan_decodes(batch: PagedBatch, kv_heads: int, window: int) -> list[_Decodes]:

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -38,17 +38,19 @@ log = logging.getLogger("worker")
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One kind of layer. options: attention options of its layers."""
+    """One kind of layer. options: attention options of its layers, but their sinks. sinks: whether they have any."""
 
     heads: int
     kv_heads: int
     head_size: int
     options: AttentionOptions
+    sinks: bool = False
 
     def __str__(self) -> str:
         window = f", window {self.options.window}" if self.options.window else ""
         softcap = f", soft cap {self.options.softcap:g}" if self.options.softcap else ""
-        return f"{self.heads} query heads, {self.kv_heads} KV heads of {self.head_size}{window}{softcap}"
+        sinks = ", sinks" if self.sinks else ""
+        return f"{self.heads} query heads, {self.kv_heads} KV heads of {self.head_size}{window}{softcap}{sinks}"
 
 
 def self_test(
@@ -150,7 +152,7 @@ class _Bench:
         """Test attention of the rows' new tokens."""
         query, layer = self._written(rows)
         results = [
-            attention.attend(query, layer, self._batch(rows), self.shape.options)
+            attention.attend(query, layer, self._batch(rows), self._options)
             for attention in (self.attention, ReferenceAttention())
         ]
         return _difference("attention", results[0], results[1], self._tolerance)
@@ -173,9 +175,15 @@ class _Bench:
             old_bytes, new_bytes = (cache.view(torch.uint8).flatten(0, 1)[others] for cache in (old, new))
             if not torch.equal(old_bytes, new_bytes):
                 return f"padding changes {name}"
-        got = self.attention.attend(padded_query, layer, batch, self.shape.options)[: len(rows)]
-        want = ReferenceAttention().attend(query, layer, self._batch(rows), self.shape.options)
+        got = self.attention.attend(padded_query, layer, batch, self._options)[: len(rows)]
+        want = ReferenceAttention().attend(query, layer, self._batch(rows), self._options)
         return _difference("attention", got, want, self._tolerance)
+
+    @property
+    def _options(self) -> AttentionOptions:
+        """The layer's options, with sinks from far below to far above the scores."""
+        options = self.shape.options
+        return replace(options, sinks=self._random(self.shape.heads, seed=2) * 5) if self.shape.sinks else options
 
     @property
     def _tolerance(self) -> float:

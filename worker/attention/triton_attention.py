@@ -135,7 +135,7 @@ class TritonAttention:
 
     def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
         """Implement `PagedAttention.attend`."""
-        check_attend(query, layer, batch)
+        check_attend(query, layer, batch, options)
         if not supports(query.shape[2]):
             return self._reference.attend(query, layer, batch, options)
         self._preload(batch)

@@ -238,6 +238,14 @@ def join(queries, padded, sums, peaks, summed, part_sums, part_peaks, part_summe
 
 
 @part
+def factor_with_sink(sink, peak, summed):
+    """Return the factor of a query's sums that makes them its result, with one more score that has no value."""
+    top = max(peak, sink)
+    shrunk = first_lane(exp(spread_one(peak - top)))
+    return shrunk / (summed * shrunk + first_lane(exp(spread_one(sink - top))))
+
+
+@part
 def bring_chunk(
     table, block_size, low, first, count, end, kv_heads, head, size, keys, values, scales, code, scratch, padded
 ):
@@ -320,13 +328,13 @@ def attend_chunk(queries, group, position, low, first, count, window, softcap, s
 ARGUMENTS = """
     items item_count scratch_memory scratch_stride query token_stride head_stride query_code output
     keys values key_scales value_scales code tables table_width block_size heads kv_heads size
-    scaling:d softcap:d window partials counters
+    scaling:d softcap:d window partials counters sinks
 """
 
 
 @cpu_kernel(ARGUMENTS)
 def attend(arguments):
-    """Compute attention; see `CpuAttention.attend`, which makes the arguments and the items.
+    """Compute attention; see `CpuAttention.attend`, which makes the arguments and the items. sinks: 0 without them.
 
     An item holds: the row of the batch; its first token, counted over the batch, and that token's position; the number
     of tokens; the first part and the one after the last; the index of its stored parts, -1 if no other thread has one;
@@ -339,7 +347,7 @@ def attend(arguments):
     tables, table_width, block_size, heads, kv_heads, size = sizes[16:22]
     scaling, softcap = F(read_double(arguments + 176)), F(read_double(arguments + 184))
     window, partials = read_integer(arguments + 192), read_integer(arguments + 200)
-    counters = read_integer(arguments + 208)
+    counters, sinks = read_integer(arguments + 208), read_integer(arguments + 216)
 
     group, padded, output_size = heads // kv_heads, (size + LANES - 1) // LANES * LANES, item_bytes(query_code)
     scratch = scratch_memory + take_ticket(arguments + 8) * scratch_stride
@@ -411,5 +419,10 @@ def attend(arguments):
                 )
         for index in range(queries):
             place = ((token + index // group) * heads + head * group + index % group) * size * output_size
-            factor = F(1) / read_float(joined_summed + 4 * index)
+            weight = read_float(joined_summed + 4 * index)
+            if sinks == 0:
+                factor = F(1) / weight
+            else:
+                sink = read_float(sinks + 4 * (head * group + index % group))
+                factor = factor_with_sink(sink, read_float(joined_peaks + 4 * index), weight)
             narrow(joined + 4 * padded * index, output + place, query_code, size, factor)

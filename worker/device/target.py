@@ -128,6 +128,14 @@ def head_class(head_size: int) -> int:
     return 1 << (head_size - 1).bit_length()
 
 
+def head_tiles(head_size: int) -> tuple[int, int]:
+    """Return the sizes of the tiles that hold a head; the second is 0 if there is one.
+
+    Triton's tiles are powers of two: a head of 96 numbers takes one of 64 and one of 32.
+    """
+    return (64, 32) if 64 < head_size <= 96 else (head_class(head_size), 0)
+
+
 def in_units(*strides: int) -> list[int]:
     """Convert strides and head sizes to units of HEAD_UNIT numbers; kernels multiply them again.
 

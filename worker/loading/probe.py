@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ MASK_POSITIONS_MAX = 1 << 18
 # Keywords without effect on attention; all others must be absent, None or False.
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
 log = logging.getLogger("worker")
-HONOURED = frozenset({"scaling", "sliding_window", "softcap", "dropout", "is_causal"})
+SINKS = ("s_aux", "sinks")
+HONOURED = frozenset({"scaling", "sliding_window", "softcap", "dropout", "is_causal", *SINKS})
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,16 @@ def _attends_alone(config: Any) -> bool:
 def bound_shapes(module: Any, shapes: tuple[LayerShape, ...]) -> tuple[AttentionShape, ...]:
     """Return each layer's attention shape in order, after `bind_layers` has returned `shapes`."""
     found = zip(_bindings(module), shapes, strict=True)
-    return tuple(AttentionShape(b.heads, shape.kv_heads, shape.head_size, b.options) for b, shape in found)
+    return tuple(
+        AttentionShape(
+            binding.heads,
+            shape.kv_heads,
+            shape.head_size,
+            replace(binding.options, sinks=None),
+            sinks=binding.options.sinks is not None,
+        )
+        for binding, shape in found
+    )
 
 
 def bound_options(module: Any) -> tuple[AttentionOptions, ...]:
@@ -201,8 +211,8 @@ def _read_call(call: _Call, name: str) -> tuple[AttentionOptions, LayerShape]:
     """
     for keyword, value in call.keywords.items():
         if keyword not in HONOURED | HARMLESS and value is not None and value is not False:
-            what = "attention sinks" if keyword in ("s_aux", "sinks") else "a keyword kvforge does not support"
-            raise UnsupportedModel(name, f"its layers pass {keyword!r} to attention ({what})")
+            problem = f"its layers pass {keyword!r} to attention (a keyword kvforge does not support)"
+            raise UnsupportedModel(name, problem)
     if call.keywords.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
         raise UnsupportedModel(name, "its attention is not causal")
     if call.keywords.get("dropout"):
@@ -216,8 +226,20 @@ def _read_call(call: _Call, name: str) -> tuple[AttentionOptions, LayerShape]:
         raise UnsupportedModel(name, f"its Q and K do not fit: {tuple(call.query)} and {tuple(call.key)}")
     scaling = call.keywords.get("scaling")
     scaling = call.query[3] ** -0.5 if scaling is None else scaling
-    options = AttentionOptions(float(scaling), _window(call, name), float(call.keywords.get("softcap") or 0.0))
+    softcap = float(call.keywords.get("softcap") or 0.0)
+    options = AttentionOptions(float(scaling), _window(call, name), softcap, _sinks(call, name))
     return options, LayerShape(kv_heads=call.key[1], head_size=call.key[3])
+
+
+def _sinks(call: _Call, name: str) -> torch.Tensor | None:
+    """Return the sinks in memory of their own: packing may release the model's weights."""
+    given = [each for each in map(call.keywords.get, SINKS) if each is not None]
+    if not given:
+        return None
+    (sinks, *others), heads = given, call.query[1]
+    if others or not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point() or sinks.shape != (heads,):
+        raise UnsupportedModel(name, f"its attention sinks are not one number for each of its {heads} heads")
+    return sinks.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def _window(call: _Call, name: str) -> int:

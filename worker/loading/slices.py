@@ -25,7 +25,8 @@ PACKED_COLUMNS, PACKED_ROWS = "packed_colwise", "packed_rowwise"  # the same for
 EXPERTS = "moe_tp_experts"  # each rank has a slice of all experts; the results are summed
 # Modules that every rank has whole, and computes unchanged.
 WHOLE = ("replicate", "replicated_with_grad_allreduce", "sequence_parallel")
-QUERIES, KEYS = ("q_proj", "o_proj"), ("k_proj", "v_proj")
+LOCAL = "local_params"  # a module whose own parameters are in the plan, if they are cut
+QUERIES, KEYS = ("q_proj", "o_proj", "sinks"), ("k_proj", "v_proj")
 
 
 @dataclass(frozen=True)
@@ -142,10 +143,10 @@ def _cut(module: Any, path: str, which: str, shape: tuple[int, ...], style: str,
         UnsupportedModel: The style is unknown or the shape indivisible.
     """
     last = len(shape) - 1
-    if style in WHOLE or style == EXPERTS:
+    if style in WHOLE or style in (LOCAL, EXPERTS):
         return Cut()
     if style == COLUMNS or style in GATHERED:
-        dimension = 0 if which else last - 1
+        dimension = 0 if which else max(last - 1, 0)
         return Cut(dimension, (_range(module, path, shape[dimension], rank, count),))
     if style == ROWS or style in SPLIT:
         if which == "bias":

@@ -97,7 +97,11 @@ class Case:
             scores = torch.einsum("qhd,khd->hqk", self.query[place : place + count].double(), k) * options.scaling
             if options.softcap:
                 scores = options.softcap * torch.tanh(scores / options.softcap)
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if options.sinks is not None:
+                sinks = options.sinks.double()[:, None, None].expand(-1, count, 1)
+                scores = torch.cat((scores, sinks), -1)
+            weights = scores.softmax(-1)[..., : len(keys)]
             outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
             place += count
         return torch.cat(outputs)
@@ -113,6 +117,13 @@ def broken_layer(shape: tuple[int, int, int, int], dtype: torch.dtype, device: D
     keys, values = (torch.full(shape, fill, device=device.torch_device).to(dtype) for _ in range(2))
     key_scales, value_scales = (torch.full(shape[:3], nan, device=device.torch_device) for _ in range(2))
     return KvLayer(keys, values, key_scales, value_scales)
+
+
+def sinks(heads: int, device: Device) -> torch.Tensor:
+    """Return [heads] sinks, of which the first outweighs all scores, the last has no weight, and the others differ."""
+    found = torch.linspace(2.0, -1.0, heads)
+    found[0], found[-1] = 200.0, -200.0
+    return found.to(device.torch_device)
 
 
 def compare(case: Case, options: AttentionOptions, attention: PagedAttention) -> None:

@@ -13,7 +13,7 @@ import torch
 from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest
 from kvforge.worker.attention import AttentionOptions, KvLayer, PagedBatch, ReferenceAttention, choose_attention
 from kvforge.worker.device.device import Device
-from tests.worker.attention.cases import HEADS, STEPS, Case, compare
+from tests.worker.attention.cases import HEADS, STEPS, Case, compare, sinks
 
 REFERENCE = ReferenceAttention()
 QUANTISED = (torch.int8, torch.float8_e4m3fn)
@@ -35,6 +35,14 @@ def test_paged_equals_dense(head_size: int, block_size: int, cpu: Device) -> Non
 def test_window_and_softcap(heads: tuple[int, int], softcap: float, window: int, cpu: Device) -> None:
     for rows in STEPS.values():
         compare(Case(rows, heads, 64, 16, cpu), AttentionOptions(0.3, window=window, softcap=softcap), REFERENCE)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (5, 0.0), (0, 5.0), (16, 5.0)])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_sinks(heads: tuple[int, int], window: int, softcap: float, cpu: Device) -> None:
+    for rows in STEPS.values():
+        options = AttentionOptions(0.3, window, softcap, sinks(heads[0], cpu))
+        compare(Case(rows, heads, 64, 16, cpu), options, REFERENCE)
 
 
 # behaviour 37
@@ -142,6 +150,18 @@ def test_attend_refuses_by_name(named: str, change: dict[str, torch.Tensor], cpu
     with pytest.raises(InvalidRequest) as caught:
         REFERENCE.attend(query, layer, case.batch, AttentionOptions(1.0))
     assert caught.value.field == named
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.zeros(3), torch.zeros(4, 1), torch.zeros(4).half(), torch.zeros(8)[::2], torch.zeros(4, device="meta")],
+    ids=["heads", "dimensions", "dtype", "strides", "device"],
+)
+def test_attend_refuses_sinks_that_do_not_fit(wrong: torch.Tensor, cpu: Device) -> None:
+    case = Case([(0, 2), (4, 1)], (4, 2), 64, 8, cpu)
+    with pytest.raises(InvalidRequest) as caught:
+        REFERENCE.attend(case.query, case.layer, case.batch, AttentionOptions(1.0, sinks=wrong))
+    assert caught.value.field == "sinks"
 
 
 # behaviour 38

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from kvforge.worker.attention.cpu_attention import CpuAttention
 from kvforge.worker.cpu.attention_kernel import PART
 from kvforge.worker.cpu.kernel import cpu_kernels_problem
 from kvforge.worker.device.device import Device
-from tests.worker.attention.cases import HEADS, STEPS, Case, compare
+from tests.worker.attention.cases import HEADS, STEPS, Case, compare, sinks
 
 pytestmark = pytest.mark.skipif(bool(cpu_kernels_problem()), reason=cpu_kernels_problem())
 
@@ -38,6 +39,17 @@ def test_host_equals_dense(head_size: int, cpu: Device) -> None:
 def test_window_and_softcap(softcap: float, window: int, cpu: Device) -> None:
     for rows in (*STEPS.values(), LONG):
         compare(Case(rows, (6, 2), 64, 16, cpu), AttentionOptions(0.3, window=window, softcap=softcap), CpuAttention())
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (64, 0.0), (0, 5.0), (5, 5.0)])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_sinks(heads: tuple[int, int], window: int, softcap: float, cpu: Device) -> None:
+    options = AttentionOptions(0.3, window, softcap, sinks(heads[0], cpu))
+    for rows in (*STEPS.values(), LONG):
+        compare(Case(rows, heads, 64, 16, cpu), options, CpuAttention())
+    for dtype, kv_dtype in ((BF16, BF16), (F16, F16), (F32, I8), (BF16, FP8)):
+        case = Case(STEPS["mixed"], heads, 80, 16, cpu, dtype, kv_dtype)
+        compare(case, replace(options, scaling=0.1), CpuAttention())
 
 
 # behaviour 37
@@ -81,7 +93,13 @@ def test_a_broken_number_shows_in_its_row_alone(cpu: Device) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [AttentionOptions(0.125), AttentionOptions(0.125, window=100, softcap=9.0)], ids=str
+    "options",
+    [
+        AttentionOptions(0.125),
+        AttentionOptions(0.125, window=100, softcap=9.0),
+        AttentionOptions(0.125, sinks=torch.linspace(-3.0, 3.0, 6)),
+    ],
+    ids=["plain", "window and soft cap", "sinks"],
 )
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_bits_depend_on_the_row_alone(

@@ -19,6 +19,7 @@ from kvforge.worker.attention.quantised import dequantise, is_quantised, quantis
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.target import Target
 from kvforge.worker.device.targets import current_target
+from tests.worker.attention.cases import sinks
 
 # Against dense attention over the stored numbers; the error of quantisation has its own tests.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -134,7 +135,9 @@ class Case:
             scores = torch.einsum("hd,khd->hk", query, k) * options.scaling
             if options.softcap:
                 scores = options.softcap * torch.tanh(scores / options.softcap)
-            outputs.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v))
+            if options.sinks is not None:
+                scores = torch.cat((scores, options.sinks.double()[:, None]), -1)
+            outputs.append(torch.einsum("hk,khd->hd", scores.softmax(-1)[:, : len(k)], v))
         return torch.stack(outputs)
 
 
@@ -173,6 +176,22 @@ def test_window_and_softcap(window: int, softcap: float, dtype: torch.dtype, dev
     compare(case, AttentionOptions(0.2, window, softcap))
 
 
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (40, 5.0)])
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+def test_sinks(window: int, softcap: float, dtype: torch.dtype, device: Device) -> None:
+    """Rows of one part and of several: a sink counts once."""
+    case = Case.make(device, [1, 0, 130, 700], HEADS["GQA"], 64, 16, dtype)
+    planner = replace(case.planner(window), programs=11, steady=False)
+    assert window or parts_of(planner.plan(case.lengths))["parts"].max() > 2
+    compare(case, AttentionOptions(0.2, window, softcap, sinks(6, device)), planner)
+
+
+def test_sinks_without_weight_change_no_bit(device: Device) -> None:
+    case = Case.make(device, LENGTHS, HEADS["GQA"], 64, 16, torch.float32)
+    none = torch.full((6,), -torch.inf, device=device.torch_device)
+    assert torch.equal(case.paged(AttentionOptions(0.2, sinks=none)), case.paged(AttentionOptions(0.2)))
+
+
 # behaviour 37
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -187,6 +206,7 @@ def test_full_grid(head_size: int, dtype: torch.dtype, device: Device) -> None:
             case.target = replace(case.target, multiprocessors=7)
         for window, softcap in [(0, 0.0), (100, 0.0), *([(0, 30.0), (64, 5.0)] if block_size == 16 else [])]:
             compare(case, AttentionOptions(head_size**-0.5, window, softcap))
+            compare(case, AttentionOptions(head_size**-0.5, window, softcap, sinks(heads[0], device)))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -195,8 +215,9 @@ def test_scales_of_any_size(dtype: torch.dtype, size: float, device: Device) -> 
     """Values far outside float16's range keep their precision, because their scales are never float16."""
     case = Case.make(device, [70, 200], (4, 2), 64, 16, dtype, size)
     case.query = case.query.to(torch.float32) / size
-    got, want = case.paged(AttentionOptions(0.125)).double(), case.dense(AttentionOptions(0.125))
-    assert float((got - want).abs().max()) <= 2e-3 * size
+    for options in (AttentionOptions(0.125), AttentionOptions(0.125, sinks=torch.ones(4, device=device.torch_device))):
+        got, want = case.paged(options).double(), case.dense(options)
+        assert float((got - want).abs().max()) <= 2e-3 * size
 
 
 def test_rows_of_zeros_and_broken_rows(device: Device) -> None:

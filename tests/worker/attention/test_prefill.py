@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,14 +54,19 @@ class Case:
     stored: torch.dtype = F32
     window: int = 0
     softcap: float = 0.0
+    sinks: bool = False
 
     @property
     def options(self) -> AttentionOptions:
         return AttentionOptions(self.head_size**-0.5, window=self.window, softcap=self.softcap)
 
+    def options_on(self, device: torch.device) -> AttentionOptions:
+        heads, _ = HEADS[self.heads]
+        return replace(self.options, sinks=torch.linspace(3.0, -4.0, heads, device=device) if self.sinks else None)
+
     def __str__(self) -> str:
         names = (str(d).removeprefix("torch.") for d in (self.query, self.stored))
-        extra = f"-window{self.window}" * (self.window > 0) + "-cap" * (self.softcap > 0)
+        extra = f"-window{self.window}" * (self.window > 0) + "-cap" * (self.softcap > 0) + "-sinks" * self.sinks
         return f"{self.rows}-{self.heads}-{self.head_size}-block{self.block_size}-{'-'.join(names)}{extra}"
 
 
@@ -117,12 +123,25 @@ class Made:
             hidden = keys > queries
             if self.case.window:
                 hidden |= keys <= queries - self.case.window
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            sinks = self.case.options_on(torch.device("cpu")).sinks
+            if sinks is not None:
+                each = sinks.double().view(self.kv_heads, -1, 1, 1).expand(-1, -1, int(count), 1)
+                scores = torch.cat((scores, each), -1)
+            weights = scores.softmax(-1)[..., : length - low]
             outputs.append(torch.einsum("hgqn,nhd->qhgd", weights, v).reshape(query.shape))
         return torch.cat(outputs)
 
+    def alone(self, row: int) -> Made:
+        """Return a step of this row alone, over the same memory."""
+        one, mine = copy(self), slice(row, row + 1)
+        one.starts, one.counts, one.lengths = self.starts[mine], self.counts[mine], self.lengths[mine]
+        one.query_starts, one.tables = np.array([0, self.counts[row]]), self.tables[mine]
+        one.query = self.query[self.query_starts[row] : self.query_starts[row + 1]]
+        return one
+
     def paged(self, target: Target, copied: bool = False) -> torch.Tensor:
-        layer, options = self.layer, self.case.options
+        layer, options = self.layer, self.case.options_on(self.device)
         tokens = prefill_shape(self.query.shape[1], self.query.dtype, layer, options, target, copied).tokens
         items = plan_prefill(self.starts, self.counts, self.query_starts, tokens)
         output = torch.full(self.query.shape, torch.nan, dtype=self.query.dtype, device=self.device)
@@ -152,7 +171,7 @@ def pairwise() -> list[Case]:
     """Every two values of different factors meet in some case."""
     dtypes = [(F32, F32), (F16, F16), (BF16, BF16), (F16, I8), (BF16, FP8), (F32, I8), (F16, FP8), (BF16, I8)]
     factors = [list(ROWS)[:3], list(HEADS), [64, 80, 96, 128, 256], [8, 16, 32, 64, 128], dtypes]
-    extras = [(0, 0.0), (1, 0.0), (9, 20.0), (24, 0.0), (0, 20.0)]
+    extras = [(0, 0.0, False), (1, 0.0, False), (9, 20.0, True), (24, 0.0, True), (0, 20.0, False), (0, 0.0, True)]
     product = [(*values, extra) for *values, extra in itertools.product(*factors, extras)]
     np.random.default_rng(1).shuffle(product)  # type: ignore[arg-type]
     missing = {pair for values in product for pair in _pairs(values)}
@@ -164,8 +183,8 @@ def pairwise() -> list[Case]:
             product = product[2000:]
             continue
         missing -= found
-        rows, heads, head_size, block_size, (query, stored), (window, softcap) = best
-        chosen.append(Case(rows, heads, head_size, block_size, query, stored, window, softcap))
+        rows, heads, head_size, block_size, (query, stored), (window, softcap, sinks) = best
+        chosen.append(Case(rows, heads, head_size, block_size, query, stored, window, softcap, sinks))
     return chosen
 
 
@@ -202,13 +221,27 @@ def whole_grid() -> list[Case]:
     for window, softcap in [(1, 0.0), (40, 0.0), (200, 0.0), (200, 20.0), (0, 20.0)]:
         for head_size, block_size in [(64, 8), (80, 16), (128, 16), (128, 128), (256, 32), (256, 128)]:
             cases.append(Case("long", "gqa", head_size, block_size, BF16, BF16, window, softcap))
+    for head_size, window, softcap in [(64, 0, 0.0), (96, 0, 0.0), (128, 200, 0.0), (256, 40, 20.0)]:
+        cases += [Case("long", heads, head_size, 16, BF16, BF16, window, softcap, sinks=True) for heads in HEADS]
     others = [(F32, F32), (F16, I8), (BF16, I8), (F32, I8), (F16, FP8), (BF16, FP8), (F32, FP8), (F32, F16)]
     for query, stored in others:
         for number, head_size in enumerate([64, 80, 96, 128, 256]):
             for heads, window in [("gqa", 0), ("mqa", 200)]:
                 block_size = [8, 16, 32, 64, 128][(number + (window > 0)) % 5]
-                cases.append(Case("long", heads, head_size, block_size, query, stored, window, 20.0 * (number == 3)))
+                cap, sinks = 20.0 * (number == 3), number % 2 == 0
+                cases.append(Case("long", heads, head_size, block_size, query, stored, window, cap, sinks))
     return cases
+
+
+def test_a_row_has_the_same_bits_in_company() -> None:
+    """With sinks, in tiles that other rows do not share."""
+    device = open_device("auto")
+    target = replace(current_target(device), steady=True)
+    for window in (0, 24):
+        made = Made(Case("ragged", window=window, sinks=True), device.torch_device)
+        together = made.paged(target)
+        for row, (first, last) in enumerate(itertools.pairwise(made.query_starts.tolist())):
+            assert torch.equal(made.alone(row).paged(target), together[first:last])
 
 
 # behaviour 37

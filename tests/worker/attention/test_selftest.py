@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not DEVICE.runs_kernels and not is_interpreted(), reason="needs a GPU or the interpreter"),
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*"),
 ]
-SHAPE = AttentionShape(4, 2, 64, AttentionOptions(0.125, window=20, softcap=9.0))
+SHAPE = AttentionShape(4, 2, 64, AttentionOptions(0.125, window=20, softcap=9.0), sinks=True)
 F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
 
 
@@ -44,7 +45,7 @@ def test_right_kernels_pass_and_are_remembered(
 ) -> None:
     run(tmp_path / "new", None, dtype, kv_dtype)
     (kept,) = (tmp_path / "new").iterdir()
-    assert "4 query heads, 2 KV heads of 64, window 20, soft cap 9" in kept.read_text()
+    assert "4 query heads, 2 KV heads of 64, window 20, soft cap 9, sinks" in kept.read_text()
     monkeypatch.setattr(selftest, "_checks", lambda *_: pytest.fail("a passed check ran again"))
     run(tmp_path / "new", None, dtype, kv_dtype)
 
@@ -59,6 +60,13 @@ class Scaled(TritonAttention):
 
     def attend(self, query: torch.Tensor, *arguments: Any) -> torch.Tensor:
         return super().attend(query * 1.01, *arguments)
+
+
+class Sinkless(TritonAttention):
+    """Attention without sinks."""
+
+    def attend(self, query: Any, layer: Any, batch: Any, options: AttentionOptions) -> torch.Tensor:
+        return super().attend(query, layer, batch, replace(options, sinks=None))
 
 
 class Leaking(TritonAttention):
@@ -82,7 +90,7 @@ class Careless(TritonAttention):
 
 @pytest.mark.parametrize(
     ("wrong", "kernel"),
-    [(Scaled, "decode"), (Leaking, "decode"), (Careless, "padded decode")],
+    [(Scaled, "decode"), (Sinkless, "decode"), (Leaking, "decode"), (Careless, "padded decode")],
 )
 def test_a_wrong_kernel_is_refused_by_name(wrong: type[TritonAttention], kernel: str, tmp_path: Path) -> None:
     with pytest.raises(WorkerError) as caught:

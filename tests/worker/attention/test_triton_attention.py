@@ -18,6 +18,7 @@ from kvforge.worker.attention import (
     KvLayer,
     PagedBatch,
     choose_attention,
+    decode_plan,
     prefill_copy,
     triton_attention,
 )
@@ -29,7 +30,7 @@ from kvforge.worker.attention.triton_attention import TritonAttention, is_interp
 from kvforge.worker.device.device import open_device
 from kvforge.worker.device.target import Target
 from kvforge.worker.device.targets import TARGETS
-from tests.worker.attention.cases import HEADS, STEPS, Case, broken_layer, compare
+from tests.worker.attention.cases import HEADS, STEPS, Case, broken_layer, compare, sinks
 
 DEVICE = open_device("auto")
 pytestmark = [
@@ -54,6 +55,11 @@ def options(number: int, head_size: int) -> AttentionOptions:
     return replace(chosen, scaling=chosen.scaling * head_size**-0.5)
 
 
+def with_sinks(number: int, head_size: int, heads: int) -> AttentionOptions:
+    """Every other number has sinks too."""
+    return replace(options(number, head_size), sinks=sinks(heads, DEVICE) if number // 4 % 2 else None)
+
+
 # behaviour 37
 @pytest.mark.skipif(DEVICE.runs_kernels, reason="the whole grid is run instead")
 @pytest.mark.parametrize("number", range(25))
@@ -62,7 +68,7 @@ def test_selection_of_the_grid(number: int) -> None:
     heads = list(HEADS.values())[number % 3]
     dtype, kv_dtype = DTYPES[number % 9]
     case = Case(SMALL[number // 3 % 3], heads, head_size, block_size, DEVICE, dtype, kv_dtype)
-    compare(case, options(number, head_size), TritonAttention(DEVICE))
+    compare(case, with_sinks(number, head_size, heads[0]), TritonAttention(DEVICE))
 
 
 # behaviour 37
@@ -77,7 +83,30 @@ def test_whole_grid(heads: tuple[int, int], head_size: int, block_size: int) -> 
     for number, rows in enumerate([*STEPS.values(), *SMALL]):
         dtype, kv_dtype = DTYPES[(shape + 2 * number) % 9]
         case = Case(rows, heads, head_size, block_size, DEVICE, dtype, kv_dtype)
-        compare(case, options(shape + number, head_size), TritonAttention(DEVICE))
+        compare(case, with_sinks(shape + number, head_size, heads[0]), TritonAttention(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("window", [0, 16])
+def test_bits_with_sinks_depend_on_the_row_alone(
+    window: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of decodes in several parts, and of prompts, in a mixed step."""
+    monkeypatch.setattr(decode_plan, "STEADY_MIN", 32)
+    rows = [(150, 1), (0, 9), (20, 3), (3, 1), (70, 1)]
+    case = Case(rows, (6, 2), 64, 16, DEVICE, dtype)
+    attention, with_sinks = TritonAttention(DEVICE), AttentionOptions(0.125, window, sinks=sinks(6, DEVICE))
+    attention._target = replace(attention._target, steady=True)
+    compare(case, with_sinks, attention)
+    together = attention.attend(case.query, case.layer, case.batch, with_sinks)
+    first = 0
+    for row, (start, count) in enumerate(rows):
+        batch = PagedBatch.build(
+            case.tables[row : row + 1], np.array([start], np.int32), np.array([count], np.int32), 16, DEVICE
+        )
+        alone = attention.attend(case.query[first : first + count], case.layer, batch, with_sinks)
+        assert torch.equal(alone, together[first : first + count])
+        first += count
 
 
 def test_heads_may_begin_anywhere() -> None:
@@ -197,7 +226,7 @@ def test_static_batch_is_filled_again_and_again(kv_dtype: torch.dtype) -> None:
                 key, value = (torch.cat((new, nothing[:, :2])) for new in (case.new_k, case.new_v))
                 batch.fill(case.tables[:, : 1 + int(case.lengths.max()) // 16], case.lengths)
                 attention.write(key, value, case.layer, batch)
-                wanted = AttentionOptions(0.125, window)
+                wanted = AttentionOptions(0.125, window, sinks=sinks(4, DEVICE) if window else None)
                 got = attention.attend(query, case.layer, batch, wanted)[: len(rows)].double()
                 assert float((got - case.dense(wanted)).abs().max()) <= (1e-5 if kv_dtype == F32 else 5e-2)
         held = {key: tensor.data_ptr() for key, tensor in large._device_arrays.items()}

@@ -146,12 +146,13 @@ def test_what_other_chips_run_is_right_on_this_one(
     monkeypatch.setattr(triton_attention, "current_target", lambda _: target)
     attention = TritonAttention(device)
     shapes = [
-        AttentionShape(heads, 2, head_size, AttentionOptions(head_size**-0.5, window=window, softcap=softcap))
-        for heads, head_size, window, softcap in (
-            (8, 64, 0, 0.0),
-            (8, 128, 20, 0.0),
-            (40, 80, 0, 20.0),
-            (8, 256, 0, 0.0),
+        AttentionShape(heads, 2, head_size, AttentionOptions(head_size**-0.5, window=window, softcap=softcap), sinks)
+        for heads, head_size, window, softcap, sinks in (
+            (8, 64, 0, 0.0, True),
+            (8, 96, 0, 0.0, False),
+            (8, 128, 20, 0.0, True),
+            (40, 80, 0, 20.0, False),
+            (8, 256, 0, 0.0, False),
         )
     ]
     self_test(attention, device, shapes, dtype=dtypes[0], kv_dtype=dtypes[1], block_size=16, remembered_in=tmp_path)

@@ -229,10 +229,14 @@ def test_whatever_is_launched_was_compiled(name: str) -> None:
     assert not unused or (target.hopper and len(unused) < len(compiled) / 3)
 
 
+def _head_size(random: Random) -> int:
+    return random.choice((56, 64, 80, 96, 120, 128, 192, 256, 8 * random.randint(1, 32)))
+
+
 def launch(target: Target, random: Random) -> None:
     """Launch a write and an attention of every kind as TritonAttention does, for a supported model."""
     model, stored = random.choice(DTYPES)
-    head_size, kv_heads = random.choice((64, 128, 256, 8 * random.randint(1, 32))), random.choice((1, 2, 8, 10))
+    head_size, kv_heads = _head_size(random), random.choice((1, 2, 8, 10))
     heads = kv_heads * random.choice((1, 2, 3, 4, 7, 8, 12, 16, 32, 71))
     rows, block_size = random.choice((1, 3, 64, 500)), random.choice((8, 16, 32, 128))
     options = AttentionOptions(0.1, window=random.choice((0, 1, 16, 1000)), softcap=random.choice((0.0, 50.0)))
@@ -241,6 +245,7 @@ def launch(target: Target, random: Random) -> None:
         cache = torch.empty((max(1, blocks), block_size, kv_heads, head_size), dtype=stored)
         scales = torch.empty(cache.shape[:3]) if is_quantised(stored) else None
         layer = KvLayer(cache, cache, scales, scales)
+        options = replace(options, sinks=random.choice((None, torch.empty(heads + 1)[1:])))
         packed = torch.empty((rows, heads + 2 * kv_heads, head_size), dtype=model)
         query = random.choice((packed[:, :heads], packed[:, :heads].clone()))
         output = torch.empty((rows, heads, head_size), dtype=model)
@@ -265,7 +270,7 @@ def launch_on_hopper(target: Target, random: Random) -> None:
     """Launch a prompt of a 16-bit model, with K and V in place, or quantised and copied to a workspace first."""
     model = random.choice((torch.bfloat16, torch.float16))
     stored = random.choice((model, torch.int8, torch.float8_e4m3fn))
-    kv_heads, head_size = random.choice((1, 2, 8)), random.choice((64, 128, 256, 8 * random.randint(1, 32)))
+    kv_heads, head_size = random.choice((1, 2, 8)), _head_size(random)
     heads, rows = kv_heads * random.choice((1, 2, 3, 4, 8, 12, 71)), random.choice((1, 3, 500))
     options = AttentionOptions(0.1, window=random.choice((0, 48, 1000)), softcap=random.choice((0.0, 50.0)))
     with torch.device("meta"):
@@ -274,6 +279,7 @@ def launch_on_hopper(target: Target, random: Random) -> None:
         )
         scales = torch.empty(cache.shape[:3]) if is_quantised(stored) else None
         layer = KvLayer(cache, cache, scales, scales)
+        options = replace(options, sinks=random.choice((None, torch.empty(heads))))
         query = torch.empty((rows, heads + 2 * kv_heads, head_size), dtype=model)[:, :heads]
         output = torch.empty((rows, heads, head_size), dtype=model)
         table = torch.empty((rows + 1, random.choice((1, 7, 8, 16))), dtype=torch.int32)

@@ -97,6 +97,27 @@ def test_decodes_have_the_bits_of_the_operations_one_by_one(
 
 
 @torch.inference_mode()
+def test_decodes_with_sinks_have_the_bits_of_the_operations_one_by_one(
+    tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, beside = tiny("llama"), Beside(monkeypatch)
+    assert model.fused is not None
+    options = [
+        replace(layer.options, sinks=torch.linspace(2.0, -2.0 - number, layer.heads))
+        for number, layer in enumerate(model.fused.layers)
+    ]
+    layers = tuple(replace(layer, options=each) for layer, each in zip(model.fused.layers, options, strict=True))
+    with_sinks = replace(model, fused=replace(model.fused, layers=layers))
+    found = []
+    for each in (model, with_sinks):
+        pool = pool_of(each)
+        step(each, pool, [0] * 3, [4] * 3)
+        found.append(step(each, pool, [4] * 3, [1] * 3))
+    assert beside.rows == [3, 3]
+    assert float((found[0] - found[1]).abs().max()) > 1e-3
+
+
+@torch.inference_mode()
 def test_a_row_that_is_not_finite_spoils_no_later_step(tiny: Callable[..., LoadedModel]) -> None:
     model = tiny("llama")
     pool = pool_of(model)

@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16, **EXPERTS},
     "gemma2": {"head_dim": 16},
     "olmo2": {},  # norms over all heads
+    "granite_swa": {},  # sinks, one of each head
     "odd": {"vocab_size": 255},  # a head that two ranks cannot divide
 }
 FUSED = ("llama", "qwen2", "qwen3", "gemma2", "mixtral", "qwen3_moe", "odd")  # by several ranks
@@ -54,8 +55,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         torch.manual_seed(1)
         module = transformers.AutoModelForCausalLM.from_config(config)
         for name, parameter in module.named_parameters():
-            if name.endswith("bias"):
-                torch.nn.init.normal_(parameter, std=0.2)
+            if name.endswith(("bias", "sinks")):
+                torch.nn.init.normal_(parameter, std=0.2 if name.endswith("bias") else 2.0)
         made[kind] = tmp_path_factory.mktemp(kind)
         module.save_pretrained(made[kind])
     return made

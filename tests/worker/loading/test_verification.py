@@ -13,9 +13,10 @@ import transformers
 
 from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.device.device import Device
-from kvforge.worker.loading import verification
+from kvforge.worker.loading import probe, verification
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
+from kvforge.worker.loading.probe import bound_shapes
 from kvforge.worker.loading.verification import TOLERANCE, distance, in_float32
 from tests.worker.conftest import TINY
 
@@ -153,3 +154,15 @@ def test_the_model_is_left_with_paged_attention(tiny: Callable[..., LoadedModel]
     model = tiny("llama")
     assert model.module.config._attn_implementation == ATTENTION_NAME
     use_attention(model.module, ATTENTION_NAME)
+
+
+def test_a_model_without_its_sinks_is_refused(
+    write_config: Callable[..., Path], cpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_config("gpt_oss", head_dim=16, num_local_experts=4, num_experts_per_tok=2)
+    settings: dict[str, Any] = {"load_format": "dummy", "dtype": "float32"}
+    model = load(folder, cpu, **settings)
+    assert all(shape.sinks for shape in bound_shapes(model.module, model.geometry.layers)), "checked at a start"
+    monkeypatch.setattr(probe, "_sinks", lambda *_: None)
+    with pytest.raises(UnsupportedModel, match="paged attention differs from transformers' own"):
+        load(folder, cpu, **settings)
