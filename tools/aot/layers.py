@@ -31,12 +31,20 @@ NARROW = (BF16, F16)
 FLOATS = (*NARROW, F32)
 # Factors of the dispatcher's choice. Each size occurs with a multiple of 16 and with another number.
 TOKENS = (1, 32, 64)
+MANY = 300  # tokens that only routers have a kernel for
 SIZES = (
     *((6144, 4096), (4096, 14336), (14336, 4096), (128256, 4096)),  # n, k: multiples of every tile, and of none
     *((1008, 1008), (1000, 1008), (1008, 1000), (1000, 1000)),
 )
 # Inner sizes of one or two steps, for which less is prefetched. (Only Hopper prefetches.)
 SHORT = tuple(product((4096, 16384, 1008, 1000, 16392), (64, 120, 128, 256)))
+ROUTERS = (
+    (128, 4096),
+    (128, 512),
+    (128, 4160),
+    (128, 320),
+    (48, 4096),
+)  # depths of 128 and 64, with and without prefetch
 SINGLE = ((1, 4096), (1, 1008), (1, 1000))  # gates of one number, a constant for Triton
 # Uses with other activations than SiLU; in other sizes they are compiled on first use.
 ACTIVATED = (*(f"{kind} gated" for kind in (*KINDS[1:], "clamped_swiglu")), *KINDS)
@@ -53,13 +61,14 @@ COPIED = (1, 16, 17)  # numbers
 
 def linear_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `linear_kernel` that can be launched on `target`."""
-    sizes = SIZES + SHORT if target.hopper else SIZES
+    sizes = SIZES + SHORT + ROUTERS if target.hopper else SIZES
     both = _both(target)
     every = (
         *product(both, NARROW, TOKENS, sizes, USES, (False, True), FAR),
         *product(both, NARROW, TOKENS, SINGLE, ("whole",), (False, True), (False,)),
     )
     made = [_product(*each) for each in every]
+    made += [_product(*each, False) for each in product(both, NARROW, (MANY,), ROUTERS, USES[:3], (False, True))]
     made += [_product(target, BF16, 1, SIZES[0], kind, False, False) for kind in ACTIVATED]
     return distinct(each for each in made if each is not None)
 

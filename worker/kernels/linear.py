@@ -27,6 +27,7 @@ MEASURED_TOKENS_MAX = 64  # for more, torch's library is as fast or faster there
 OTHER_TOKENS_MAX = 16  # on devices that were not measured
 ALIGNED = 8  # numbers of 16 bits that the library loads or stores at a time
 FEW = 64  # up to this many results per token, the library's order of sums varies with the token count
+ROUTER_MAX = 256  # results per token of routers
 PARTS_MAX, OTHER_PARTS_MAX = 64, 4  # each number of parts compiles the norm that adds them
 STEPS_MIN = 8  # steps of a part, to amortise its start and end
 
@@ -265,6 +266,8 @@ def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool
     measured = target.name == MEASURED
     if target.backend == "cuda" and not target.matrix:
         return None  # the library has matrix instructions there, the compiler does not
+    if measured and target.steady and not gated and 16 <= n <= ROUTER_MAX and n % 16 == 0 and k % 64 == 0:
+        return _router_tiles(tokens, n, k)
     # The library has other kernels for few results and for rows that are not aligned, by the number of tokens.
     if target.steady and not gated and (n <= FEW or n % ALIGNED or k % ALIGNED):
         tokens = min(tokens, MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX)
@@ -289,6 +292,19 @@ def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool
     alone = columns == 16 and blocks * parts <= target.multiprocessors
     stages = 6 if alone else 5 if columns == rows == 64 else 4
     return LinearTiles(rows, 128, columns, parts, warps, stages, prefetch=2, described=described)
+
+
+def _router_tiles(tokens: int, n: int, k: int) -> LinearTiles:
+    """Return the tiles for so few results that taller ones would leave the weight to a few multiprocessors.
+
+    With two warps the matrix instruction is the same for any number of rows and tokens, so the library is never used.
+    """
+    depth = 128 if k % 128 == 0 else 64
+    ahead = 8 if k >= 8 * depth else 0
+    if tokens > MEASURED_TOKENS_MAX and n % 64 == 0:
+        return LinearTiles(64, depth, 32, 1, 2, 3, prefetch=ahead)
+    columns = min(64, max(16, triton.next_power_of_2(tokens)))
+    return LinearTiles(16, depth, columns, 1, 2, 8 if columns <= 32 else 4, prefetch=ahead)
 
 
 def _parts(programs: int, steps: int, target: Target) -> int:
