@@ -90,6 +90,7 @@ DESCRIBED |= {
             "norm_topk_prob": True,
         },
     ),
+    "gpt_oss": ("gpt_oss", {**HEADS, **LAYERS, **LOCAL_EXPERTS, "attention_bias": True}),  # and sinks
     "granitemoe": (
         "granitemoe",
         {**LOCAL_EXPERTS, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 4.0},
