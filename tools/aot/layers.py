@@ -68,7 +68,8 @@ def linear_configurations(target: Target) -> list[Configuration]:
         *product(both, NARROW, TOKENS, SINGLE, ("whole",), (False, True), (False,)),
     )
     made = [_product(*each) for each in every]
-    made += [_product(*each, False) for each in product(both, NARROW, (MANY,), ROUTERS, USES[:3], (False, True))]
+    many = product(both, NARROW, (MANY,), ROUTERS, USES[:3], (False, True), (False,))
+    made += [_product(*each) for each in many]
     made += [_product(target, BF16, 1, SIZES[0], kind, False, False) for kind in ACTIVATED]
     return distinct(each for each in made if each is not None)
 
