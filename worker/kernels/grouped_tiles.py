@@ -50,8 +50,11 @@ def is_even(rows: int, k: int) -> bool:
 
 
 def tokens_per_block(pairs: int, experts: int, dtype: torch.dtype, target: Target, *, even: bool = True) -> int:
-    """Return the pairs of a block. even: whether tiles divide both weights; masks of others exceed the registers."""
-    if not even:
+    """Return the pairs of a block. even: whether tiles divide both weights.
+
+    Masks of tiles that do not, and products without matrix instructions, exceed the registers with more pairs.
+    """
+    if not even or (target.backend == "cuda" and not target.matrix):
         return 16
     table = OTHER_TOKENS
     if target.hopper and dtype != torch.float32:

@@ -58,6 +58,7 @@ NVIDIA_LOCAL_BYTES_MAX = {
     "sum of 4": {"sm_120": 16},  # 16 numbers of 16,384 a thread
     "exchange": {"": 40},  # the same in float32, with the flags for the other ranks
     "linear": {"": 16},
+    "experts": {"sm_120": 8},
     "choice: scan": {"": 8},
 }
 SCALAR_SPILLS_MAX = 320  # into lanes of vector registers: the masks of tiles that are padded and windowed
