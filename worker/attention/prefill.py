@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvforge.worker.device.target import Target, head_tiles, in_units
+from kvforge.worker.device.target import Target, head_class, head_tiles, in_units
 
 from .interface import AttentionOptions, KvLayer
 from .prefill_copy import copy_rows
@@ -105,7 +105,9 @@ def portable_constants(
 ) -> dict[str, Any]:
     """Return the compile-time constants of `prefill_portable`."""
     _, block_size, kv_heads, head_size = layer.keys.shape
-    head_tile, rest = head_tiles(head_size)
+    quantised = is_quantised(layer.keys.dtype)
+    # Two tiles of a quantised head gave wrong numbers on an H100: see benchmarks/NOTES.md.
+    head_tile, rest = (head_class(head_size), 0) if quantised else head_tiles(head_size)
     return {
         "KV_HEADS": kv_heads,
         "PACKS": heads // shape.pack,
@@ -116,7 +118,7 @@ def portable_constants(
         "REST": rest,
         "QUERIES": shape.tiles.queries,
         "KEYS": shape.tiles.keys,
-        "QUANTISED": is_quantised(layer.keys.dtype),
+        "QUANTISED": quantised,
         "BITWISE": layer.keys.dtype in target.bitwise,
         "E4M3": layer.keys.dtype == torch.float8_e4m3fn,
         "UPCAST": target.widens and query_dtype == torch.bfloat16,

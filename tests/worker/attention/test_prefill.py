@@ -263,7 +263,8 @@ def test_portable_kernel_on_a_gpu(case: Case) -> None:
 def test_copied_rows_on_a_gpu(case: Case) -> None:
     device = open_device("auto")
     target, made = current_target(device), Made(case, device.torch_device)
-    shape = prefill_shape(made.query.shape[1], case.query, made.layer, case.options, target, copied=True)
+    options = case.options_on(device.torch_device)
+    shape = prefill_shape(made.query.shape[1], case.query, made.layer, options, target, copied=True)
     if not shape.hopper:
         pytest.skip("the portable kernel uses no workspace")
     check(case, target, device.torch_device, copied=True)
