@@ -64,7 +64,7 @@ class PagedAttention(Protocol):
     """An implementation of paged attention. In a step `write` precedes `attend`; both check their arguments first."""
 
     def describe(
-        self, head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int, window: int
+        self, head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int, options: AttentionOptions
     ) -> tuple[str, str]:
         """Describe how such a layer is decoded and prefilled, with reasons, for people."""
 

@@ -67,8 +67,7 @@ def prefill_shape(
     tiles = target.prefill[TileKey(head_class(head_size), itemsize)]
     stored = query_dtype if copied and is_quantised(layer.keys.dtype) else layer.keys.dtype
     block_size = PAGE if copied else block_size
-    problem = hopper_problem(query_dtype, stored, head_size, block_size, options.window, target)
-    hopper = not problem and options.sinks is None  # that kernel has no sinks yet
+    hopper = not hopper_problem(query_dtype, stored, head_size, block_size, options, target)
     if hopper:
         return PrefillShape(True, HOPPER_QUERIES // pack, pack, tiles)
     queries = max(tiles.queries, pack)
@@ -76,11 +75,19 @@ def prefill_shape(
 
 
 def hopper_problem(
-    query_dtype: torch.dtype, stored: torch.dtype, head_size: int, block_size: int, window: int, target: Target
+    query_dtype: torch.dtype,
+    stored: torch.dtype,
+    head_size: int,
+    block_size: int,
+    options: AttentionOptions,
+    target: Target,
 ) -> str:
     """Return why `prefill_hopper` cannot serve a layer; "" if it can. stored: dtype of K and V as it reads them."""
+    window = options.window
     if not target.hopper:
         return "this device is not a Hopper GPU"
+    if options.sinks is not None:
+        return "the Hopper kernel has no attention sinks"
     if problem := gluon_problem():
         return problem
     if stored != query_dtype or query_dtype not in (torch.float16, torch.bfloat16):

@@ -81,15 +81,15 @@ class TritonAttention:
         self._copies: dict[tuple[int | torch.dtype, ...], torch.Tensor] = {}
 
     def describe(
-        self, head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int, window: int
+        self, head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int, options: AttentionOptions
     ) -> tuple[str, str]:
         """Implement `PagedAttention.describe`."""
         if not supports(head_size):
             reason = f"{PLAIN}: no kernel supports heads of {head_size}"
             return reason, reason
         decode = f"Triton, tiles for {self._target.name}"
-        copied = is_quantised(kv_dtype) and not hopper_problem(dtype, dtype, head_size, PAGE, window, self._target)
-        problem = hopper_problem(dtype, kv_dtype, head_size, block_size, window, self._target)
+        copied = is_quantised(kv_dtype) and not hopper_problem(dtype, dtype, head_size, PAGE, options, self._target)
+        problem = hopper_problem(dtype, kv_dtype, head_size, block_size, options, self._target)
         if copied:
             return decode, "Triton for Hopper after a copy, portable for few new tokens"
         return decode, f"Triton, portable: {problem}" if problem else "Triton for Hopper"

@@ -45,10 +45,11 @@ def test_other_versions_of_triton_do_without_the_kernel_for_hopper(version: str)
 )
 def test_what_is_said_is_what_is_chosen(arguments: Any, reason: str) -> None:
     query, stored, head_size, block_size, window, target = arguments
-    assert hopper_problem(*arguments) == reason
+    options = AttentionOptions(1.0, window=window)
+    assert hopper_problem(query, stored, head_size, block_size, options, target) == reason
     if head_size <= 256:
         cache = torch.empty((3, block_size, 2, head_size), dtype=stored, device="meta")
-        layer, options = KvLayer(cache, cache), AttentionOptions(1.0, window=window)
+        layer = KvLayer(cache, cache)
         assert prefill_shape(8, query, layer, options, target).hopper == (not reason)
 
 
@@ -57,12 +58,15 @@ def test_a_triton_attention_tells_its_kernels(cpu: Device, monkeypatch: pytest.M
         monkeypatch.setattr(triton_attention, "current_target", lambda _: TARGETS[target])
         return TritonAttention(cpu).describe(*arguments)
 
-    assert told("sm_90", 128, BF16, BF16, 16, 0) == ("Triton, tiles for sm_90", "Triton for Hopper")
-    assert told("sm_90", 128, BF16, I8, 16, 0)[1] == "Triton for Hopper after a copy, portable for few new tokens"
-    assert told("sm_86", 128, BF16, BF16, 16, 0)[1] == "Triton, portable: this device is not a Hopper GPU"
-    assert told("sm_90", 300, BF16, BF16, 16, 0) == ("plain torch: no kernel supports heads of 300",) * 2
+    plain, sinks = AttentionOptions(1.0), AttentionOptions(1.0, sinks=torch.zeros(2))
+
+    assert told("sm_90", 128, BF16, BF16, 16, plain) == ("Triton, tiles for sm_90", "Triton for Hopper")
+    assert told("sm_90", 128, BF16, I8, 16, plain)[1] == "Triton for Hopper after a copy, portable for few new tokens"
+    assert told("sm_86", 128, BF16, BF16, 16, plain)[1] == "Triton, portable: this device is not a Hopper GPU"
+    assert told("sm_90", 128, BF16, BF16, 16, sinks)[1] == "Triton, portable: the Hopper kernel has no attention sinks"
+    assert told("sm_90", 300, BF16, BF16, 16, plain) == ("plain torch: no kernel supports heads of 300",) * 2
     monkeypatch.setattr(prefill_plan, "gluon_problem", lambda: "Triton is too old")
-    assert told("sm_90", 128, BF16, BF16, 16, 0)[1] == "Triton, portable: Triton is too old"
+    assert told("sm_90", 128, BF16, BF16, 16, plain)[1] == "Triton, portable: Triton is too old"
 
 
 def test_a_model_tells_what_serves_it(tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch) -> None:
