@@ -74,15 +74,17 @@ class MachineStore:
             journal.message_deaths_max,
         )
         clock_file = self._clock_file = ClockFile(state_folder.folder)
+        keep = True
         try:
             found = self._recover(state_folder, limits, discard)
+            keep = found is not None
             self.machine = self._continue_from(found) if found is not None else self._create(limits)
             self.journal = state_folder.begin(found, stopping, self.machine.boot)
             if found is None:
                 self.journal.note(self._boot, self.machine.start_us)
                 self.journal.commit()
         except KvforgeError:
-            state_folder.close(keep=True)
+            state_folder.close(keep=keep)
             raise
         self.again = found is not None
         clock_file.keep(self.now_us())

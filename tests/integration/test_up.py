@@ -335,7 +335,11 @@ def test_interrupted_while_pulling(folder: Path, not_installed: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["--model-config", "nothing-known"], 2, "no known shape of that name (llama-3.1-70b, llama-3.1-8b,"),
+        (
+            ["--model-config", "nothing-known"],
+            2,
+            "no known shape of that name (gemma-3-12b, gpt-oss-20b,",
+        ),
         (["--attention", "triton"], 2, "kvforge: worker-0 cannot serve (exit status 2): attention: Triton's kernels"),
     ],
 )

@@ -41,7 +41,7 @@ ADDRESSING = (
     "SHARE",
 )  # constants of address arithmetic, which are not factors
 # Waits for all stores on gfx9, gfx11 and gfx12.
-_WAIT = r"s_waitcnt vmcnt\(0\)|s_waitcnt_vscnt null, 0x0|s_wait_storecnt 0x0"
+_WAIT = r"s_waitcnt vmcnt\(0\)|s_waitcnt_vscnt null, 0x0|s_wait_storecnt(_dscnt)? 0x0"
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def _separate_experts(
     for part in module.modules():
         if not is_experts(part):
             continue
-        if device.runs_kernels and (grouped := grouped_experts(part, operations)) is not None:
+        if (device.runs_kernels or part.is_transposed) and (grouped := grouped_experts(part, operations)) is not None:
             part.forward = grouped
             continue
         if part.is_transposed or getattr(part, "has_post_expert_norm", False):
