@@ -21,7 +21,7 @@ def absorb(folder: Path) -> int:
     """Append the unwritten records of a dead process to the last segment.
 
     A process that dies here leaves an incomplete last record, as one that dies while it writes; the next one starts
-    again. Damage is left to the recovery, which reports it.
+    again. Damage of the segment is left to the recovery, which reports it.
 
     Args:
         folder: The state folder, which no other process uses.
@@ -30,6 +30,7 @@ def absorb(folder: Path) -> int:
         How many records were missing in the segment.
 
     Raises:
+        JournalCorrupt: The stored records are damaged.
         OSError: A file cannot be read or written.
     """
     unwritten, paths = read_unwritten(folder), list(segments(folder).values())

@@ -5,8 +5,9 @@ stores its record here before its effects leave, and the record is written to it
 memory, so storing a record takes a copy. If the process dies in between, the next one appends the record to the last
 segment (`absorb`).
 
-The file has a head and the payloads of consecutive records, each after its length. A payload counts once the head names
-its end, by a single store of 8 bytes. There is no checksum: the file is valid for the boot of the host that wrote it.
+The file has a head and the payloads of consecutive records, each after its length and CRC-32. A payload counts once the
+head names its end, by a single store of 8 bytes. The file is valid for the boot of the host that wrote it. In that
+boot, damage is refused: the effects of a record that counts may have left.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from kvforge.protocol.errors import JournalCorrupt
 
 from .entries import Frame
 from .identity import host_boot
@@ -25,9 +29,10 @@ FILE = "unwritten"
 SIZE = 1 << 20
 MAGIC = b"kvfU"
 _HEAD = struct.Struct("<4s4x16s40sQQ")  # magic, journal, the host's boot, number of the first record, end of the last
-_U64, _LENGTH = struct.Struct("<Q"), struct.Struct("<I")
+_U64, _ENTRY = struct.Struct("<Q"), struct.Struct("<II")  # _ENTRY: length and CRC-32 of a payload
 FIRST_AT, END_AT = 64, 72
 START = _HEAD.size
+_LOW = 0xFFFF_FFFF
 
 
 class Unwritten(NamedTuple):
@@ -59,29 +64,31 @@ class UnwrittenRecords:
             self._map = mmap.mmap(descriptor, SIZE)
         finally:
             os.close(descriptor)
-        self._map[END_AT:START] = _U64.pack(START)
-        self._map[:START] = _HEAD.pack(MAGIC, journal, host_boot().encode(), number, START)
-        self._end = START
+        self._map[END_AT:START] = _packed(START)
+        self._map[:END_AT] = _HEAD.pack(MAGIC, journal, host_boot().encode(), number, 0)[:END_AT]
+        self._end, self._first, self._number = START, number, number
 
     def add(self, parts: Sequence[Frame]) -> int:
         """Store a record with the payload joined from `parts`. Return its size, or 0 if there is no room for it."""
         size = sum(map(len, parts))
-        at = self._end + _LENGTH.size
+        at = self._end + _ENTRY.size
         end = at + size
         if end > SIZE:
             return 0
-        room = self._map
-        room[self._end : at] = _LENGTH.pack(size)
+        room, entry, crc = self._map, self._end, zlib.crc32(_U64.pack(self._number))
         for part in parts:
             start, at = at, at + len(part)
             room[start:at] = part
-        room[END_AT:START] = _U64.pack(end)  # from here on, the record counts
+            crc = zlib.crc32(part, crc)
+        room[entry : entry + _ENTRY.size] = _ENTRY.pack(size, crc)
+        room[END_AT:START] = _packed(end)  # from here on, the record counts
         self._end = end
+        self._number += 1
         return size
 
     def payloads(self) -> list[bytes]:
         """Return the payload of each record."""
-        return _payloads(self._map, self._end)
+        return _payloads(self._map, self._end, self._first)
 
     @property
     def end(self) -> int:
@@ -90,9 +97,9 @@ class UnwrittenRecords:
 
     def clear(self, number: int) -> None:
         """Forget the records, which are written. `number` is that of the next one."""
-        self._map[END_AT:START] = _U64.pack(START)
+        self._map[END_AT:START] = _packed(START)
         self._map[FIRST_AT:END_AT] = _U64.pack(number)
-        self._end = START
+        self._end, self._first, self._number = START, number, number
 
     def is_in(self, folder: Path) -> bool:
         """Return whether the file is in the folder under its name. Raise OSError."""
@@ -105,16 +112,30 @@ class UnwrittenRecords:
 
 
 def read_unwritten(folder: Path) -> Unwritten | None:
-    """Return the records that a dead process left; None if there are none, or the host was rebooted. Raise OSError."""
+    """Return the records that a dead process left.
+
+    Returns:
+        The records; None if there are none, or the host was rebooted.
+
+    Raises:
+        JournalCorrupt: The file is damaged.
+        OSError: It cannot be read.
+    """
     try:
         data = (folder / FILE).read_bytes()
     except FileNotFoundError:
         return None
-    if len(data) != SIZE:
+    if not any(data[:START]):
         return None  # its writer died before it was complete
-    magic, journal, boot, first, end = _HEAD.unpack_from(data)
-    valid = magic == MAGIC and boot.rstrip(b"\0") == host_boot().encode()
-    payloads = _payloads(data, end) if valid and START <= end <= SIZE else []
+    if len(data) != SIZE or not data.startswith(MAGIC):
+        raise JournalCorrupt(FILE, 0, problem="its head or its size is wrong")
+    _magic, journal, boot, first, end = _HEAD.unpack_from(data)
+    if boot.rstrip(b"\0") != host_boot().encode():
+        return None
+    end, complement = end & _LOW, end >> 32
+    if end ^ complement != _LOW:
+        raise JournalCorrupt(FILE, END_AT, problem="its end is wrong")
+    payloads = _payloads(data, end, first)
     return Unwritten(journal, first, payloads) if payloads else None
 
 
@@ -122,16 +143,27 @@ def forget_unwritten(folder: Path) -> None:
     """Forget the records, which are written. Raise OSError."""
     descriptor = os.open(folder / FILE, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        os.pwrite(descriptor, _U64.pack(START), END_AT)
+        os.pwrite(descriptor, _packed(START), END_AT)
     finally:
         os.close(descriptor)
 
 
-def _payloads(data: bytes | mmap.mmap, end: int) -> list[bytes]:
-    """Return the payloads in front of `end`."""
+def _packed(end: int) -> bytes:
+    """Return an end and its complement, so that damage does not make another one."""
+    return _U64.pack(end | (end ^ _LOW) << 32)
+
+
+def _payloads(data: bytes | mmap.mmap, end: int, number: int) -> list[bytes]:
+    """Return the payloads in front of `end`, from record `number` on. Raise JournalCorrupt where they are damaged."""
     at, found = START, []
+    if not START <= end <= SIZE:
+        raise JournalCorrupt(FILE, END_AT, problem=f"it names {end} as its end")
     while at < end:
-        start = at + _LENGTH.size
-        at = start + _LENGTH.unpack_from(data, at)[0]
-        found.append(bytes(data[start:at]))
+        start = at + _ENTRY.size
+        size, crc = _ENTRY.unpack_from(data, at) if start <= end else (SIZE, 0)
+        payload = bytes(data[start : start + size])
+        if start + size > end or zlib.crc32(payload, zlib.crc32(_U64.pack(number))) != crc:
+            raise JournalCorrupt(FILE, at, problem="its checksum is wrong")
+        at, number = start + size, number + 1
+        found.append(payload)
     return found
