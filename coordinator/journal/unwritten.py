@@ -64,7 +64,7 @@ class UnwrittenRecords:
             self._map = mmap.mmap(descriptor, SIZE)
         finally:
             os.close(descriptor)
-        self._map[END_AT:START] = _packed(START)
+        self._map[END_AT:START] = packed_end(START)
         self._map[:END_AT] = _HEAD.pack(MAGIC, journal, host_boot().encode(), number, 0)[:END_AT]
         self._end, self._first, self._number = START, number, number
 
@@ -81,7 +81,7 @@ class UnwrittenRecords:
             room[start:at] = part
             crc = zlib.crc32(part, crc)
         room[entry : entry + _ENTRY.size] = _ENTRY.pack(size, crc)
-        room[END_AT:START] = _packed(end)  # from here on, the record counts
+        room[END_AT:START] = packed_end(end)  # from here on, the record counts
         self._end = end
         self._number += 1
         return size
@@ -97,7 +97,7 @@ class UnwrittenRecords:
 
     def clear(self, number: int) -> None:
         """Forget the records, which are written. `number` is that of the next one."""
-        self._map[END_AT:START] = _packed(START)
+        self._map[END_AT:START] = packed_end(START)
         self._map[FIRST_AT:END_AT] = _U64.pack(number)
         self._end, self._first, self._number = START, number, number
 
@@ -143,12 +143,12 @@ def forget_unwritten(folder: Path) -> None:
     """Forget the records, which are written. Raise OSError."""
     descriptor = os.open(folder / FILE, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        os.pwrite(descriptor, _packed(START), END_AT)
+        os.pwrite(descriptor, packed_end(START), END_AT)
     finally:
         os.close(descriptor)
 
 
-def _packed(end: int) -> bytes:
+def packed_end(end: int) -> bytes:
     """Return an end and its complement, so that damage does not make another one."""
     return _U64.pack(end | (end ^ _LOW) << 32)
 

@@ -19,7 +19,7 @@ from kvforge.coordinator.journal import snapshot
 from kvforge.coordinator.journal.absorb import absorb
 from kvforge.coordinator.journal.log import Journal, remove_before, segments
 from kvforge.coordinator.journal.recovery import Recovered, cut_torn, recover
-from kvforge.coordinator.journal.unwritten import END_AT, START
+from kvforge.coordinator.journal.unwritten import END_AT, START, packed_end
 from kvforge.protocol.errors import StateRemoved
 from tools.simulation.likeness import likeness
 from tools.simulation.workers import Violation
@@ -108,8 +108,9 @@ class DyingJournal(Journal):
         super().commit()
         if death is not None and death.how == TORN:
             if self._unwritten is not None and self._end == start:
-                self._unwritten._map[END_AT:START] = stored.to_bytes(8, "little")  # its end was not stored
+                self._unwritten._map[END_AT:START] = packed_end(stored)  # its end was not stored
                 self._unwritten._end = stored
+                self._unwritten._number -= 1
             else:
                 (*_, path) = segments(self.folder).values()
                 os.truncate(path, start + (self._end - start) * death.part // WHOLE)
