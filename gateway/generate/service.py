@@ -181,16 +181,18 @@ class Service:
 
     async def _take(self, health: Health) -> None:
         self.health = health
-        if health.model is not None and (self._model is None or health.model != self._model.info):
+        new = health.model is not None and (self._model is None or health.model != self._model.info)
+        if health.model is not None and new:
             names = tuple(dict.fromkeys((*self._names, health.model.name)))
             prompts, format_ = await self._make_prompts(health.model)
             former = self._model
             self._model = Model(health.model, names, prompts, int(time.time()), format_)
             self._known.set()
             self._settled()
-            log.info("serving %s", names[0])
             if former is not None:
                 await former.prompts.close()
+        if health.ready and self._model is not None and (new or self._not_ready):
+            log.info("ready: serving %s", self._model.names[0])
         self._say("" if health.ready else health.reason)
 
     def _say(self, reason: str) -> None:
@@ -198,7 +200,5 @@ class Service:
             # One warning per outage; the progress of loading is logged at debug.
             level = logging.DEBUG if self._not_ready else logging.WARNING
             log.log(level, "not ready: %s", reason)
-        elif not reason and self._not_ready:
-            log.info("ready")
         self._not_ready = bool(reason)
         self._reason = reason

@@ -29,6 +29,12 @@ from tools.cluster.running import Process, processes_of, tiny_model, wait_gone
 
 READY_S = 90.0
 PIPE_BYTES, LINE_BYTES_MAX = 4096, 400
+# The last line of a start that each process logs; gateway, coordinator and worker write in no common order.
+LAST_LINES = (
+    "gateway INFO ready: serving model",
+    "INFO worker ready worker=worker-0",
+    "INFO registered: blocks 0 to 255",
+)
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -88,6 +94,7 @@ def test_it_serves_heals_and_drains(folder: Path) -> None:
 def test_an_option_that_the_kept_state_fixes_is_refused_with_the_remedy_which_works(folder: Path) -> None:
     with up(folder, "--block-size", "16", "--port", "0") as running:
         running.expect("ready: 1 worker")
+        running.expect_anywhere(*LAST_LINES)
         logged = [line for line in running.text.splitlines() if line.startswith("[")]
         assert len(logged) <= 10, logged
         with client(folder) as kv:

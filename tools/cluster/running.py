@@ -74,6 +74,13 @@ class Process:
                 assert self._read(deadline), f"it ended without {word!r}:\n{self.text}"
             self._from = at + len(word)
 
+    def expect_anywhere(self, *words: str) -> None:
+        """Wait until each of the words has been printed, in any order: lines of several processes have none."""
+        deadline = monotonic() + DEADLINE_S
+        for word in words:
+            while word not in self.text:
+                assert self._read(deadline), f"it ended without {word!r}:\n{self.text}"
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process."""
         self.process.send_signal(number)
