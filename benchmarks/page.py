@@ -149,18 +149,18 @@ async def pictures(folder: Path) -> None:
         await page.run(f"{ONE_WAITING}.click()")
         await page.until("document.querySelector('.detail .why')?.textContent.includes('ceiling')")
         await page.run("scrollTo(0, 0)")
-        await taken(page, folder / "page-light.png")
+        await save_picture(page, folder / "page-light.png")
         await page.run("document.querySelector('[value=tenant]').click()")
         await page.look(1440, 1060, dark=True)
         await asyncio.sleep(1)
-        await taken(page, folder / "page-dark.png")
+        await save_picture(page, folder / "page-dark.png")
         await page.run("document.querySelector('[value=state]').click()")
         await page.look(375, 812, ratio=2)
         await asyncio.sleep(1)
-        await taken(page, folder / "page-phone.png")
+        await save_picture(page, folder / "page-phone.png")
 
 
-async def taken(page: Browser, path: Path) -> None:
+async def save_picture(page: Browser, path: Path) -> None:
     """Save a small picture of the window."""
     from PIL import Image
 

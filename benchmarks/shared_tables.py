@@ -71,7 +71,7 @@ class Steps:
 
 def write_steps(path: Path, slots: Int64Array, pipe: Connection) -> None:
     """The writer process: sends "ready", writes until something arrives, and sends steps and seconds."""
-    take_core(1)
+    pin_to_core(1)
     tables = TablesWriter(path, GEOMETRY, "benchmark")
     steps = Steps(tables, slots)
     steps.step()
@@ -82,7 +82,7 @@ def write_steps(path: Path, slots: Int64Array, pipe: Connection) -> None:
     pipe.send((steps.done, (perf_counter_ns() - started) / 1e9))
 
 
-def take_core(number: int) -> None:
+def pin_to_core(number: int) -> None:
     """Pin this process to one of its allowed cores."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[number % len(cores)]})
@@ -95,7 +95,7 @@ def busy_writer(path: Path, slots: Int64Array) -> Iterator[Connection]:
     process = multiprocessing.get_context("spawn").Process(target=write_steps, args=(path, slots, theirs), daemon=True)
     process.start()
     whole = os.sched_getaffinity(0)
-    take_core(0)
+    pin_to_core(0)
     try:
         assert ours.recv() == "ready"
         yield ours

@@ -120,7 +120,7 @@ class Server:
         # If both are the same folder, `StateFolder` locks it.
         elsewhere = config.durability == "none" or not _same(self.runtime, config.state_path)
         self._lock = RuntimeLock(self.runtime, lock_folder=elsewhere)
-        self._signals = self._signals_taken = 0
+        self._signals = self._signals_handled = 0
         self._reread_config, self._hung_up = reread, False
         try:
             self._open_sockets()
@@ -266,7 +266,7 @@ class Server:
     def _serve(self) -> None:
         while not self._finished():
             arrived = self._wait()
-            self._take_signals()
+            self._handle_signals()
             self.turn()
             self.garbage.turn(idle=not arrived)
         if not self._keeps:
@@ -293,7 +293,7 @@ class Server:
             if self._look(wait_ms):
                 self._arrived_ns = time.monotonic_ns()
                 return True
-            if self._signals > self._signals_taken or self._hung_up:
+            if self._signals > self._signals_handled or self._hung_up:
                 return False
         return False
 
@@ -311,7 +311,7 @@ class Server:
         end_ns = steady_clock.monotonic_ns() + wait_ns
         while len(peers) and (left_ns := end_ns - steady_clock.monotonic_ns()) > 0:
             self._look(-(-left_ns // 1_000_000))
-            self._take_signals()
+            self._handle_signals()
             self.turn()
 
     def turn(self) -> None:
@@ -355,16 +355,16 @@ class Server:
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._signals += 1  # nothing else: a turn may be running
 
-    def _take_signals(self) -> None:
+    def _handle_signals(self) -> None:
         now_us = self._now_us()
-        if self._hung_up or self._signals > self._signals_taken:
+        if self._hung_up or self._signals > self._signals_handled:
             with suppress(BlockingIOError):
                 self._read_wakeup.recv(1024)
         if self._hung_up:
             self._hung_up = False
             self._reread_access()
-        if self._signals > self._signals_taken:
-            self._signals_taken = self._signals
+        if self._signals > self._signals_handled:
+            self._signals_handled = self._signals
             if self._graceful_stop is None:
                 self._graceful_stop = GracefulStop(now_us, int(self.config.drain_s * 1e6))
                 if not self._keeps:

@@ -107,7 +107,7 @@ class Processes(Protocol):
 class MessageInHand(Protocol):
     """Records the message being processed: implemented by `kvforge.coordinator.journal.in_hand.InHand`."""
 
-    def take(self, frames: Frames) -> None:
+    def begin(self, frames: Frames) -> None:
         """Begin processing a message.
 
         Raises:
@@ -359,9 +359,9 @@ class TurnLoop:
 
     def _end_gone(self, clients: bool, workers: bool) -> None:
         """End the connections that are gone, of either side that has any."""
-        for number in self.clients.take_gone() if clients else ():
+        for number in self.clients.pop_disconnected() if clients else ():
             self._client_gone(number, goodbye=False)
-        for number in self.workers.take_gone() if workers else ():
+        for number in self.workers.pop_disconnected() if workers else ():
             self._worker_gone(number, goodbye=False)
 
     def _client_gone(self, number: int, *, goodbye: bool) -> None:
@@ -406,7 +406,7 @@ class TurnLoop:
         try:
             check_size(frames, self._limits.message_bytes_max)
             if in_hand is not None:
-                in_hand.take(frames)
+                in_hand.begin(frames)
             message = self._client_decoder.decode(frames)
             number = self.clients.number(identity)
             if isinstance(message, Hello):
@@ -447,7 +447,7 @@ class TurnLoop:
         before = self.machine.sessions.number(session) if session else None
         if number is None:
             if before is not None:
-                self._take_place(before)
+                self._drop_replaced(before)
             if len(self.clients) >= self._limits.clients_max:
                 raise CapacityExceeded("clients", 1, 0, "raise limits.clients_max")
             number = self.clients.admit(identity, descriptor, before)
@@ -468,7 +468,7 @@ class TurnLoop:
         if number == before:
             tell(log, "debug", "client is back", "client_back", {"client": number})
 
-    def _take_place(self, number: int) -> None:
+    def _drop_replaced(self, number: int) -> None:
         """Drop a connection that another one replaces, with the messages queued for it."""
         self.clients.forget(number)
         self._outbox.forget(number)

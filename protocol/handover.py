@@ -68,16 +68,16 @@ class StepRingReader:
         epoch: The registration.
 
     Attributes:
-        taken: The number of the last step taken, from the ring or from the socket.
+        last_step: The number of the last step read, from the ring or from the socket.
     """
 
     def __init__(self, head: Int64Array, mail: npt.NDArray[np.uint8], epoch: int) -> None:
         self._head, self._mail, self._epoch = head.data, mail.data, epoch
-        self.taken = 0
+        self.last_step = 0
 
-    def take(self) -> list[bytes] | None:
+    def read_step(self) -> list[bytes] | None:
         """Return the frames of the next step if it is there and complete, else None."""
-        head, number = self._head, self.taken + 1
+        head, number = self._head, self.last_step + 1
         place = number % MAIL_RING
         at = HEAD * place
         if head[at] != number or head[at + 1] != self._epoch:
@@ -92,5 +92,5 @@ class StepRingReader:
             frames.append(bytes(self._mail[middle:end]))
         if head[at] != number:
             return None
-        self.taken = number
+        self.last_step = number
         return frames

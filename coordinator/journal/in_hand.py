@@ -81,7 +81,7 @@ class InHand:
         data += b"".join(_SUSPECT.pack(suspect, count) for suspect, count in self._suspects.items())
         self._map[:] = data.ljust(_SIZE, b"\0")
 
-    def take(self, frames: Sequence[Frame]) -> None:
+    def begin(self, frames: Sequence[Frame]) -> None:
         """Begin processing a client's message.
 
         Raises:

@@ -68,7 +68,7 @@ def _numbered(folder: Path, prefix: str) -> dict[int, Path]:
 class MessageInHand(Protocol):
     """The interface of `in_hand.InHand` that the journal uses."""
 
-    def take(self, frames: Sequence[Frame]) -> None:
+    def begin(self, frames: Sequence[Frame]) -> None:
         """Begin processing a message.
 
         Raises:

@@ -67,7 +67,7 @@ class Bytes:
     def __init__(self, data: memoryview) -> None:
         self._data, self.at = data, 0
 
-    def take(self, size: int) -> memoryview:
+    def read(self, size: int) -> memoryview:
         """Return the next `size` bytes.
 
         Raises:
@@ -80,7 +80,7 @@ class Bytes:
 
     def number(self) -> int:
         """Return the next number."""
-        value: int = struct.unpack("<Q", self.take(8))[0]
+        value: int = struct.unpack("<Q", self.read(8))[0]
         return value
 
     @property
@@ -107,7 +107,7 @@ def read_arrays(data: Bytes, bytes_max: int) -> list[AnyArray]:
 
 def _read_arrays(data: Bytes, count: int, bytes_max: int) -> Iterator[AnyArray]:
     for _ in range(count):
-        code, axes, first, second, used = _HEAD.unpack(data.take(_HEAD.size))
+        code, axes, first, second, used = _HEAD.unpack(data.read(_HEAD.size))
         if code >= len(DTYPES) or not 1 <= axes <= AXES_MAX or (axes == 1 and second != 1):
             raise ValueError(f"invalid array: dtype {code} with {axes} axes")
         dtype, shape = DTYPES[code], (first, second)[:axes]
@@ -122,10 +122,10 @@ def _memory(data: Bytes, size: int, used: int) -> npt.NDArray[np.uint8]:
     """Read the memory of one array: pages in use, then the rest after the last whole page; all other bytes are 0."""
     pages = size // PAGE_BYTES
     if not pages:
-        return np.frombuffer(bytearray(data.take(size)), np.uint8)
-    numbers = np.frombuffer(data.take(used * 4), np.uint32)
-    contents = np.frombuffer(data.take(used * PAGE_BYTES), np.uint8).reshape(used, PAGE_BYTES)
-    rest = data.take(size - pages * PAGE_BYTES)
+        return np.frombuffer(bytearray(data.read(size)), np.uint8)
+    numbers = np.frombuffer(data.read(used * 4), np.uint32)
+    contents = np.frombuffer(data.read(used * PAGE_BYTES), np.uint8).reshape(used, PAGE_BYTES)
+    rest = data.read(size - pages * PAGE_BYTES)
     memory = np.zeros(size, np.uint8)
     memory[: pages * PAGE_BYTES].reshape(pages, PAGE_BYTES)[numbers] = contents
     memory[pages * PAGE_BYTES :] = np.frombuffer(rest, np.uint8)

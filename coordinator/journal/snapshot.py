@@ -144,7 +144,7 @@ class Snapshot:
             raise JournalCorrupt(path.name, len(data))
         self._rest = Bytes(data[len(MAGIC) : -_CRC.size])
         with self._meant():
-            self.head = msgspec.msgpack.decode(self._rest.take(self._rest.number()), type=Head)
+            self.head = msgspec.msgpack.decode(self._rest.read(self._rest.number()), type=Head)
 
     def machine(self) -> Machine:
         """Restore the machine; call it once.
@@ -153,7 +153,7 @@ class Snapshot:
             JournalCorrupt: The content is inconsistent.
         """
         with self._meant():
-            state = msgspec.msgpack.decode(self._rest.take(self._rest.number()), type=SavedMachine)
+            state = msgspec.msgpack.decode(self._rest.read(self._rest.number()), type=SavedMachine)
             limits = limits_of(state.limits)
             bytes_max = memory_bytes()
             if (needed := bytes_needed(limits)) > bytes_max:

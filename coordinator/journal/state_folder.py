@@ -84,7 +84,7 @@ class StateFolder:
                 problem = f"{folder} must be owned and writable by this user alone, because its content is trusted"
                 raise InvalidConfiguration("state_dir", problem)
             self._lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._take_lock()
+            self._acquire_lock()
             self._in_hand = InHand(folder, self._deaths_max)
             for path in folder.glob("*.part"):
                 path.unlink()
@@ -94,7 +94,7 @@ class StateFolder:
                 self._lock = -1
             raise unusable(folder, error) from None
 
-    def _take_lock(self) -> None:
+    def _acquire_lock(self) -> None:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

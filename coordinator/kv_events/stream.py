@@ -78,7 +78,7 @@ class EventStream:
 
     def turned(self) -> bool:
         """Publish the changes of a turn, and continue replays. Return whether a replay is unfinished."""
-        changes = None if self._changed is None else self._changed.take()
+        changes = None if self._changed is None else self._changed.pop_changes()
         if changes is None:
             self._resend_all()
         elif changes:
@@ -95,7 +95,7 @@ class EventStream:
         for pool in range(self._machine.limits.bounds.pools_max):
             self._send([Cleared(pool)])
         self._changed = self._machine.cache.tell_changes()
-        self._send(self._changed.take() or ())
+        self._send(self._changed.pop_changes() or ())
         tell(log, "debug", "KV events restarted", "kv_events_anew", {"batches": self._next - self._whole})
         if self._oldest > self._whole:
             log.warning("the content of all pools exceeds the replay buffer: raise kv_events.replay_bytes_max")

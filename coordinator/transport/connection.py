@@ -191,7 +191,7 @@ class Connection:
             if sent == self.queued_bytes:  # the common case
                 queue.clear()
                 self.queued_bytes = self.queued_messages = 0
-            elif not self._taken(sent):
+            elif not self._dequeue_sent(sent):
                 break
         if not self.full:
             return False
@@ -214,7 +214,7 @@ class Connection:
             pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _taken(self, sent: int) -> bool:
+    def _dequeue_sent(self, sent: int) -> bool:
         """Remove written bytes from the queue. Return whether more may be written."""
         queue = self._queue
         self.queued_bytes -= sent

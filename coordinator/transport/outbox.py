@@ -57,20 +57,20 @@ class Transport(Protocol):
         """Give a connection its number, which may be that of a connection it replaces; None if it has ended."""
 
     def note_ends(self, turn_over: bool = True) -> bool:
-        """Look for connections that ended. Return whether `take_gone` has any.
+        """Look for connections that ended. Return whether `pop_disconnected` has any.
 
         Args:
             turn_over: Nothing more is received in this turn.
         """
 
-    def take_gone(self) -> list[int]:
+    def pop_disconnected(self) -> list[int]:
         """Return the numbers of the connections that ended since the last call."""
 
     def forget(self, number: int) -> None:
-        """Disconnect without reporting it in `take_gone`. Idempotent."""
+        """Disconnect without reporting it in `pop_disconnected`. Idempotent."""
 
     def send(self, number: int, frames: Frames) -> Sent:
-        """Send without waiting. A peer found to be gone is removed and reported by `take_gone`."""
+        """Send without waiting. A peer found to be gone is removed and reported by `pop_disconnected`."""
 
     def send_to(self, identity: bytes, frames: Frames) -> Sent:
         """Send without waiting to a connection that may have no number."""

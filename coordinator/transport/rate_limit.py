@@ -24,7 +24,7 @@ class Rate:
         """When the next message may be received."""
         return self._paid_ns - self._burst_ns
 
-    def take(self, now_ns: int) -> bool:
+    def consume(self, now_ns: int) -> bool:
         """Count a message. Return False, without counting it, if it must wait."""
         if now_ns < self.ready_ns:
             return False

@@ -179,7 +179,7 @@ class Receiver:
                 continue  # a full connection is listed again when its queue has drained
             if queue is fair.ready and not fair.has_share(connection):
                 continue
-            if connection.rate is not None and not connection.rate.take(now_ns):
+            if connection.rate is not None and not connection.rate.consume(now_ns):
                 self._queue.throttled.add(connection)
                 self._poll_set.update(connection)
                 continue

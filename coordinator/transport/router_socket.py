@@ -111,8 +111,8 @@ class RouterSocket:
             numbers: Returns the next connection number.
             limits: The limits.
             kind: The kind of the peers, for the log.
-            on_silent: Called with the number of an admitted connection that is dropped for silence, before `take_gone`
-                reports it; its process may still be alive.
+            on_silent: Called with the number of an admitted connection that is dropped for silence, before
+                `pop_disconnected` reports it; its process may still be alive.
             together: Batch messages until `flush`.
             rates: Returns the rate limiter of a peer, None for no limit.
 
@@ -208,7 +208,7 @@ class RouterSocket:
         return connection.number
 
     def note_ends(self, turn_over: bool = True) -> bool:
-        """Remove connections that ended, and send heartbeats that are due. Return whether `take_gone` has any."""
+        """Remove ended connections, and send heartbeats that are due. Return whether `pop_disconnected` has any."""
         table, reader, heartbeats = self._table, self._reader, self._heartbeats
         table.now_ns = now_ns = monotonic_ns()
         if self._queue.fair.serving is not None:
@@ -226,7 +226,7 @@ class RouterSocket:
             heartbeats.beat(now_ns)
         return bool(table.gone)
 
-    def take_gone(self) -> list[int]:
+    def pop_disconnected(self) -> list[int]:
         """Return the numbers of the connections that ended since the last call."""
         gone, self._table.gone = self._table.gone, []
         return gone
@@ -238,14 +238,14 @@ class RouterSocket:
             self._table.linger(connection)
 
     def end_where(self, problem: Callable[[PeerIdentity], str]) -> None:
-        """End the connections for which `problem` returns a reason. `take_gone` reports the admitted ones."""
+        """End the connections for which `problem` returns a reason. `pop_disconnected` reports the admitted ones."""
         for connection in list(self._table.by_identity.values()):
             if words := problem(PeerIdentity(connection.user, connection.reader.key)):
                 log.warning("%s connection %s ended: %s", self.kind, connection.number or "(new)", words)
                 self._table.end(connection)
 
     def send(self, number: int, frames: Frames) -> Sent:
-        """Send without waiting. A peer found to be gone is removed and reported by `take_gone`."""
+        """Send without waiting. A peer found to be gone is removed and reported by `pop_disconnected`."""
         connection = self._table.by_number.get(number)
         return self._sender.send(connection, frames) if connection is not None else Sent.GONE
 

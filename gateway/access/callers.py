@@ -77,7 +77,7 @@ class Caller:
     def used(self, tokens: int) -> None:
         """Charge tokens to the caller's budget, which may become negative."""
         if self.tokens_per_minute:
-            self.rates.take(f"{self.name}\ntokens", tokens, self.tokens_per_minute, must=True)
+            self.rates.consume(f"{self.name}\ntokens", tokens, self.tokens_per_minute, must=True)
 
 
 class Access:
@@ -120,7 +120,7 @@ class Access:
             raise Unauthenticated(f"the API key {name!r} has expired")
         caller = Caller(name, key.tenant, frozenset(key.rights), key.priority_max, key.tokens_per_minute, self._rates)
         caller.need(right)
-        self._take(name, key)
+        self._consume_rates(name, key)
         return caller
 
     def _key(self, headers: Mapping[str, str]) -> tuple[str, Key]:
@@ -133,12 +133,12 @@ class Access:
             raise Unauthenticated("unknown API key")
         return found
 
-    def _take(self, name: str, key: Key) -> None:
+    def _consume_rates(self, name: str, key: Key) -> None:
         for what, per_minute, amount in (
             ("requests", key.requests_per_minute, 1),
             ("tokens", key.tokens_per_minute, 0),
         ):
-            if per_minute and (wait_s := self._rates.take(f"{name}\n{what}", amount, per_minute)):
+            if per_minute and (wait_s := self._rates.consume(f"{name}\n{what}", amount, per_minute)):
                 error = RateExceeded(per_minute / 60, round(wait_s * 1000), f"the API key {name!r}")
                 text = f"the API key {name!r} has used its {per_minute} {what} per minute; retry in {wait_s:.1f} s"
                 error.message, error.args = text, (text,)

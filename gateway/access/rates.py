@@ -25,7 +25,7 @@ MINUTE_S = 60.0
 class Rates(Protocol):
     """Token buckets by name."""
 
-    def take(self, name: str, amount: float, per_minute: int, *, must: bool = False) -> float:
+    def consume(self, name: str, amount: float, per_minute: int, *, must: bool = False) -> float:
         """Take tokens from a bucket.
 
         Args:
@@ -40,7 +40,7 @@ class Rates(Protocol):
 
 
 class _NoRates:
-    def take(self, name: str, amount: float, per_minute: int, *, must: bool = False) -> float:  # noqa: ARG002
+    def consume(self, name: str, amount: float, per_minute: int, *, must: bool = False) -> float:  # noqa: ARG002
         return 0.0
 
 
@@ -60,7 +60,7 @@ class SharedRates:
         self._map.close()
         os.close(self._file)
 
-    def take(self, name: str, amount: float, per_minute: int, *, must: bool = False) -> float:
+    def consume(self, name: str, amount: float, per_minute: int, *, must: bool = False) -> float:
         """Take tokens from a bucket; see `Rates`."""
         number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") or 1
         fcntl.flock(self._file, fcntl.LOCK_EX)

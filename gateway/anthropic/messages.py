@@ -177,13 +177,13 @@ class MessageEvents:
         """Whether nothing more will come."""
         return self._generation.over
 
-    def take(self) -> bytes:
+    def pop_events(self) -> bytes:
         """Return the events since the last call."""
         written: list[bytes] = []
         if not self._begun:
             self._begun = True
             written.append(self._start())
-        for piece in self._generation.take():
+        for piece in self._generation.pop_pieces():
             self._piece(piece, written)
         return written[0] if len(written) == 1 else b"".join(written)
 

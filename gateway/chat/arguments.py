@@ -137,7 +137,7 @@ class ObjectText:
             case _At.FIRST_KEY | _At.KEY if first == '"':
                 self._begin_string(written, is_key=True)
             case _At.COLON if first == ":":
-                self._take(":", _At.VALUE)
+                self._read_mark(":", _At.VALUE)
             case _At.FIRST_VALUE | _At.VALUE if first in _CLOSES and len(self._open) < DEPTH_MAX:
                 self._enter(first, written)
             case _At.FIRST_VALUE | _At.VALUE if first == '"':
@@ -145,7 +145,7 @@ class ObjectText:
             case _At.FIRST_VALUE | _At.VALUE if first not in "]}[{":
                 return self._read_word(written)
             case _At.AFTER if first == ",":
-                self._take(",", _At.KEY if self._open[-1] == "{" else _At.VALUE)
+                self._read_mark(",", _At.KEY if self._open[-1] == "{" else _At.VALUE)
             case _At.AFTER | _At.FIRST_KEY | _At.FIRST_VALUE if first == _CLOSES[self._open[-1]]:
                 self._leave(written)
             case _:
@@ -167,7 +167,7 @@ class ObjectText:
         self._write(_CLOSES[self._open.pop()], written)
         self._state = _At.AFTER
 
-    def _take(self, mark: str, state: _At) -> None:
+    def _read_mark(self, mark: str, state: _At) -> None:
         self._hold(mark, mark)
         self._at += 1
         self._state = state

@@ -106,7 +106,7 @@ class Answer:
             self._read_to(reach)
         return reach == tokens or self.stream.done
 
-    def take(self) -> Piece | None:
+    def pop_piece(self) -> Piece | None:
         """Return the next piece; None if there is nothing new.
 
         Raises:

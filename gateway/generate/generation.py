@@ -179,7 +179,7 @@ class Generation:
         """Whether all answers have ended and their last pieces were taken."""
         return not self._left
 
-    def take(self) -> list[Piece]:
+    def pop_pieces(self) -> list[Piece]:
         """Return the pieces since the last call.
 
         Raises:
@@ -188,7 +188,7 @@ class Generation:
         if self._resume and not self.answers[0].skip(self._resume):
             return []
         self._resume = 0
-        came = [piece for answer in self.answers if (piece := answer.take()) is not None]
+        came = [piece for answer in self.answers if (piece := answer.pop_piece()) is not None]
         for piece in came:
             if piece.reason:
                 self._left -= 1
@@ -203,7 +203,7 @@ class Generation:
         self._each_token = any(answer.waits_for_tokens for answer in self.answers)
         answers = [CompleteAnswer(answer.index, [], "", answer.stream) for answer in self.answers]
         while True:
-            for piece in self.take():
+            for piece in self.pop_pieces():
                 answers[piece.index].events += piece.events
                 answers[piece.index].reason = piece.reason
             if self.over:

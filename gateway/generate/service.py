@@ -158,7 +158,7 @@ class Service:
                 await fleet.news.wait()
                 fleet.news.clear()
                 if (health := fleet.health) is not None:
-                    await self._take_or_say(health)
+                    await self._apply_health_or_report(health)
                 else:
                     self._say(fleet.reason)
         finally:
@@ -171,15 +171,15 @@ class Service:
         health = await self._client.health()
         if self._streams is None:
             self._streams = AsyncStreams(self._client)
-        await self._take(health)
+        await self._apply_health(health)
 
-    async def _take_or_say(self, health: Health) -> None:
+    async def _apply_health_or_report(self, health: Health) -> None:
         try:
-            await self._take(health)
+            await self._apply_health(health)
         except KvforgeError as error:
             self._say(error.message)
 
-    async def _take(self, health: Health) -> None:
+    async def _apply_health(self, health: Health) -> None:
         self.health = health
         new = health.model is not None and (self._model is None or health.model != self._model.info)
         if health.model is not None and new:

@@ -38,7 +38,7 @@ class EventSource(Protocol):
     def over(self) -> bool:
         """Whether nothing more will come."""
 
-    def take(self) -> bytes:
+    def pop_events(self) -> bytes:
         """Return the events since the last call, or b""."""
 
 
@@ -46,21 +46,21 @@ class ErrorEventSource:
     """A source that turns an error after the response has begun into its last event.
 
     Args:
-        taken: The source.
-        more: Returns when there may be something to take.
+        source: The source.
+        more: Returns when there may be new events.
         shape: Encodes an error as an event.
     """
 
     def __init__(
-        self, taken: EventSource, more: Callable[[], Awaitable[None]], shape: Callable[[KvforgeError], bytes]
+        self, source: EventSource, more: Callable[[], Awaitable[None]], shape: Callable[[KvforgeError], bytes]
     ) -> None:
-        self._taken, self.more, self._shape = taken, more, shape
+        self._source, self.more, self._shape = source, more, shape
         self._failed = False
 
     @property
     def over(self) -> bool:
         """Whether nothing more will come."""
-        return self._failed or self._taken.over
+        return self._failed or self._source.over
 
     def cut(self) -> bytes:
         """Return the last event of a stream that the server cuts off; b"" if it has ended."""
@@ -69,10 +69,10 @@ class ErrorEventSource:
         self._failed = True
         return self._shape(Draining(CUT))
 
-    def take(self) -> bytes:
+    def pop_events(self) -> bytes:
         """Return the events since the last call."""
         try:
-            return self._taken.take()
+            return self._source.pop_events()
         except KvforgeError as error:
             self._failed = True
             return self._shape(error)
@@ -106,8 +106,8 @@ class Pings:
         self._due = False
         self._spoke_at = asyncio.get_running_loop().time()
 
-    def take(self) -> bytes:
-        """Return what is to be sent now, or b""."""
+    def due_event(self) -> bytes:
+        """Return the event if it is due, or b""."""
         return self._event if self._due else b""
 
     def stop(self) -> None:
@@ -152,7 +152,7 @@ class EventStream(Response):
 
         async def write() -> None:
             while True:
-                if piece := source.take() or pings.take():
+                if piece := source.pop_events() or pings.due_event():
                     pings.spoke()
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 if source.over:

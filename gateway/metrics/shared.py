@@ -60,12 +60,12 @@ class Counts:
         os.ftruncate(self._file, ROWS * cells * 8)
         self._map = mmap.mmap(self._file, ROWS * cells * 8)
         self._rows = np.frombuffer(self._map, np.int64).reshape(ROWS, cells)
-        self._row = self._rows[self._take_row()]
+        self._row = self._rows[self._lock_row()]
         self._row[OPEN] = 0
 
     _width = len(STATUSES) + 1 + _BUCKETS + 1 + 1
 
-    def _take_row(self) -> int:
+    def _lock_row(self) -> int:
         for row in range(ROWS):
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)

@@ -258,7 +258,7 @@ class ChatEvents:
         """Whether nothing more will come."""
         return self._generation.over
 
-    def take(self) -> bytes:
+    def pop_events(self) -> bytes:
         """Return the events since the last call."""
         events, written = self._events, []
         if not self._begun:
@@ -267,7 +267,7 @@ class ChatEvents:
             prompt = self._chat.wanted[0].prompt.tolist() if self._chat.asked.return_token_ids else None
             choices = [_delta(index, roles) for index in range(len(self._called))]
             written += [events.choice(choice, prompt_ids=None if at else prompt) for at, choice in enumerate(choices)]
-        for piece in self._generation.take():
+        for piece in self._generation.pop_pieces():
             if self._plain and not piece.reason and len(piece.events) == 1 and isinstance(piece.events[0], Content):
                 written.append(events.text(piece.index, piece.events[0].text, piece.end))
             else:

@@ -211,7 +211,7 @@ class CompletionEvents:
         """Whether nothing more will come."""
         return all(generation.over for generation in self._generations)
 
-    def take(self) -> bytes:
+    def pop_events(self) -> bytes:
         """Return the events since the last call."""
         written, n = [], self._work.n
         if self._echo:
@@ -219,7 +219,7 @@ class CompletionEvents:
             for at, prompt in enumerate(self._work.prompts):
                 written += [self._events.completion_text(at * n + place, prompt.text) for place in range(n)]
         for at, generation in enumerate(self._generations):
-            for piece in generation.take():
+            for piece in generation.pop_pieces():
                 index = at * n + piece.index
                 if not self._plain or piece.reason:
                     written.append(self._events.choice(self._choice(index, piece, generation), piece.end))

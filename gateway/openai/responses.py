@@ -225,7 +225,7 @@ class ResponseEvents:
         """Whether nothing more will come."""
         return self._generation.over
 
-    def take(self) -> bytes:
+    def pop_events(self) -> bytes:
         """Return the events since the last call."""
         written: list[bytes] = []
         if not self._begun:
@@ -233,7 +233,7 @@ class ResponseEvents:
             begun = self._work.body(self._generation, [])
             written.append(self._event("response.created", response=begun))
             written.append(self._event("response.in_progress", response=begun))
-        for piece in self._generation.take():
+        for piece in self._generation.pop_pieces():
             self._piece(piece, written)
         return b"".join(written)
 

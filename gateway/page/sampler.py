@@ -66,14 +66,14 @@ class Viewer:
         """Whether the stream has ended."""
         return not self._sampler.works(self._work) or self._sampler.ending()
 
-    def take(self) -> bytes:
+    def pop_events(self) -> bytes:
         """Return the events that are new to this viewer."""
         hello, self._hello = self._hello, b""
         return hello + self._sampler.news(self._seen)
 
     async def more(self) -> None:
         """Wait for the next sample."""
-        await self._sampler.look_taken()
+        await self._sampler.sampled()
 
 
 class Sampler:
@@ -128,7 +128,7 @@ class Sampler:
         """Return whether `work` is still the sampling task."""
         return self._work is work
 
-    async def look_taken(self) -> None:
+    async def sampled(self) -> None:
         """Wait for the next sample."""
         await self._looked.wait()
 

@@ -55,7 +55,7 @@ def json_call(close: str, *, known: bool = False, several: str = "") -> Body:
             reader.keep()
             after = yield from reader.space()
             while after and after in several:
-                reader.take(reader.at + 1)
+                reader.read_to(reader.at + 1)
                 after = yield from reader.space()
             opened = reader.kept()
             if after != "{":
@@ -74,21 +74,21 @@ def json_object(writer: Writer, known: bool, close: str = "") -> Any:
     astray = False
     if (yield from reader.space()) != "{":
         return False
-    reader.take(reader.at + 1)
+    reader.read_to(reader.at + 1)
     while True:
         following = yield from reader.space()
         if following == "}":
-            reader.take(reader.at + 1)
+            reader.read_to(reader.at + 1)
             break
         if following == ",":
-            reader.take(reader.at + 1)
+            reader.read_to(reader.at + 1)
             continue
         key = yield from json_text.string(reader)
         if key is None:
             return opened
         if (yield from reader.space()) != ":":
             return opened
-        reader.take(reader.at + 1)
+        reader.read_to(reader.at + 1)
         if key in NAMES and name is None:
             yield from reader.space()
             name = yield from json_text.string(reader)
@@ -167,10 +167,10 @@ def mistral(writer: Writer, opened: str) -> Reading:
     reader = writer.reader
     reader.keep()
     if (yield from reader.space()) == "[":
-        reader.take(reader.at + 1)
+        reader.read_to(reader.at + 1)
         while (following := (yield from reader.space())) and following in "{,":
             if following == ",":
-                reader.take(reader.at + 1)
+                reader.read_to(reader.at + 1)
                 continue
             if not (yield from json_object(writer, known=False)):
                 writer.content(opened + reader.kept())
@@ -183,7 +183,7 @@ def mistral(writer: Writer, opened: str) -> Reading:
             writer.content(opened + read)
             return
         if (yield from reader.peek()) == "]":
-            reader.take(reader.at + 1)
+            reader.read_to(reader.at + 1)
         return
     read = reader.kept()
     reader.keep()
@@ -370,7 +370,7 @@ def pythonic(close: str, *, listed: bool, known: bool = True) -> Body:
             if quote:
                 if stop == "\\":
                     if (yield from reader.peek()):
-                        parts.append(reader.take(reader.at + 1))
+                        parts.append(reader.read_to(reader.at + 1))
                 elif stop == quote:
                     quote = ""
             elif stop in "\"'":

@@ -54,7 +54,7 @@ def _several(reader: Reader, emit: Emit, fence: str, opening: str, depth: int) -
         if not following or depth == DEPTH:
             return False
         if following == ",":
-            reader.take(reader.at + 1)
+            reader.read_to(reader.at + 1)
             continue
         if not first:
             emit(", ")
@@ -63,7 +63,7 @@ def _several(reader: Reader, emit: Emit, fence: str, opening: str, depth: int) -
             return False
         if not (yield from _value(reader, emit, fence, depth)):
             return False
-    reader.take(reader.at + 1)
+    reader.read_to(reader.at + 1)
     emit(_BRACKETS[opening])
     return True
 
@@ -81,7 +81,7 @@ def _key(reader: Reader, emit: Emit, fence: str) -> Whole:
     if (yield from reader.space()) != ":":
         emit(json.dumps(key, ensure_ascii=False))
         return False
-    reader.take(reader.at + 1)
+    reader.read_to(reader.at + 1)
     emit(json.dumps(key, ensure_ascii=False) + ": ")
     return True
 
@@ -97,7 +97,7 @@ def _value(reader: Reader, emit: Emit, fence: str, depth: int) -> Whole:
     if following == '"':
         return (yield from json_text.value(reader, emit))
     if following in _BRACKETS:
-        reader.take(reader.at + 1)
+        reader.read_to(reader.at + 1)
         return (yield from _several(reader, emit, fence, following, depth + 1))
     word = yield from _word(reader)
     if not word:
@@ -115,7 +115,7 @@ def _word(reader: Reader) -> Generator[None, None, str]:
     while True:
         found = _WORD.match(reader.text, reader.at)
         assert found is not None, "matches whatever is there"
-        parts.append(reader.take(found.end()))
+        parts.append(reader.read_to(found.end()))
         if reader.at < len(reader.text) or reader.ended:
             return "".join(parts)
         yield

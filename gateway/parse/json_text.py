@@ -40,7 +40,7 @@ def value(reader: Reader, emit: Emit, stop: str = "") -> Generator[None, None, b
     """
     first = yield from reader.space()
     if first == '"':
-        emit(reader.take(reader.at + 1))
+        emit(reader.read_to(reader.at + 1))
         return (yield from _string_rest(reader, emit))
     if first in ("{", "["):
         return (yield from _nested(reader, emit, stop))
@@ -53,7 +53,7 @@ def _scalar(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
     while True:
         found = _SCALAR.match(reader.text, reader.at)
         assert found is not None, "matches whatever is there"
-        parts.append(reader.take(found.end()))
+        parts.append(reader.read_to(found.end()))
         if reader.at < len(reader.text) or reader.ended:
             break
         yield
@@ -72,20 +72,20 @@ def _string_rest(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
         found = _IN_STRING.search(reader.text, reader.at)
         if found is None:
             if reader.at < len(reader.text):
-                emit(reader.take(len(reader.text)))
+                emit(reader.read_to(len(reader.text)))
         elif found.group() == '"':
-            emit(reader.take(found.end()))
+            emit(reader.read_to(found.end()))
             return True
         elif found.group() != "\\":
             if found.start() > reader.at:
-                emit(reader.take(found.start()))
-            emit(json.dumps(reader.take(found.end()))[1:-1])
+                emit(reader.read_to(found.start()))
+            emit(json.dumps(reader.read_to(found.end()))[1:-1])
             continue
         elif found.end() < len(reader.text):
-            emit(reader.take(found.end() + 1))
+            emit(reader.read_to(found.end() + 1))
             continue
         elif found.start() > reader.at:
-            emit(reader.take(found.start()))
+            emit(reader.read_to(found.start()))
         if reader.ended:
             return False
         yield
@@ -98,7 +98,7 @@ def _nested(reader: Reader, emit: Emit, stop: str) -> Generator[None, None, bool
         found = _OUTSIDE.search(reader.text, reader.at)
         if found is None:
             if reader.at < len(reader.text):
-                emit(reader.take(len(reader.text)))
+                emit(reader.read_to(len(reader.text)))
             if reader.ended:
                 return False
             yield
@@ -106,12 +106,12 @@ def _nested(reader: Reader, emit: Emit, stop: str) -> Generator[None, None, bool
         bracket = found.group()
         if bracket == "<":
             if found.start() > reader.at:
-                emit(reader.take(found.start()))
+                emit(reader.read_to(found.start()))
             if stop and (yield from reader.starts_with(stop)):
                 return False
-            emit(reader.take(reader.at + 1))
+            emit(reader.read_to(reader.at + 1))
             continue
-        emit(reader.take(found.end()))
+        emit(reader.read_to(found.end()))
         if bracket == '"':
             if not (yield from _string_rest(reader, emit)):
                 return False

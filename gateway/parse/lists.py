@@ -25,10 +25,10 @@ def json_list(close: str) -> Body:
         called = False
         listed = (yield from reader.space()) == "["
         if listed:
-            reader.take(reader.at + 1)
+            reader.read_to(reader.at + 1)
         while following := (yield from reader.space()):
             if following == "," and called:
-                reader.take(reader.at + 1)
+                reader.read_to(reader.at + 1)
                 continue
             if following != "{" or not (yield from json_object(writer, known=False, close=close)):
                 break
@@ -36,7 +36,7 @@ def json_list(close: str) -> Body:
             reader.keep()
             called = True
         if listed and called and (yield from reader.peek()) == "]":
-            reader.take(reader.at + 1)
+            reader.read_to(reader.at + 1)
         read = reader.kept()
         if not called:
             writer.content(opened + read)

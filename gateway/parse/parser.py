@@ -32,14 +32,14 @@ class Parser(Writer):
         """Return the events that further text completes."""
         self.reader.feed(text)
         self._go()
-        return self.taken()
+        return self.pop_events()
 
     def finish(self) -> list[Event]:
         """Return the remaining events at the end of the answer."""
         self.reader.ended = True
         self._go()
         self.end()
-        return self.taken()
+        return self.pop_events()
 
     def _answer(self, in_reasoning: bool) -> Reading:
         """Read content with reasoning and calls between markers."""
@@ -82,4 +82,4 @@ class Parser(Writer):
             except StopIteration:
                 self._over = True
         if self._over and self.reader.at < len(self.reader.text):
-            self.content(self.reader.take(len(self.reader.text)))
+            self.content(self.reader.read_to(len(self.reader.text)))

@@ -61,7 +61,7 @@ class Reader:
         kept, self._kept = "".join(self._kept or ()), None
         return kept
 
-    def take(self, end: int) -> str:
+    def read_to(self, end: int) -> str:
         """Read up to `end`."""
         piece = self.text[self.at : end]
         self.at = end
@@ -83,7 +83,7 @@ class Reader:
             end = self.at
             while end < len(self.text) and self.text[end].isspace():
                 end += 1
-            self.take(end)
+            self.read_to(end)
             if end < len(self.text) or self.ended:
                 return self.text[end : end + 1]
             yield
@@ -100,7 +100,7 @@ class Reader:
         """Read `string` if it comes next. Return whether it did."""
         found = yield from self.starts_with(string)
         if found:
-            self.take(self.at + len(string))
+            self.read_to(self.at + len(string))
         return found
 
     def until(self, stops: Markers, emit: Emit) -> Generator[None, None, str]:
@@ -108,13 +108,13 @@ class Reader:
         while True:
             found = stops.find(self.text, self.at)
             if found is not None:
-                if before := self.take(found.start()):
+                if before := self.read_to(found.start()):
                     emit(before)
-                self.take(found.end())
+                self.read_to(found.end())
                 return found.group()
             certain = len(self.text) if self.ended else stops.held(self.text, self.at)
             if certain > self.at:
-                emit(self.take(certain))
+                emit(self.read_to(certain))
             if self.ended:
                 return ""
             yield

@@ -121,10 +121,10 @@ class Writer:
         elif held.strip():
             self._events.append(Content(held.strip()))
 
-    def taken(self) -> list[Event]:
+    def pop_events(self) -> list[Event]:
         """Return the events since the last call."""
-        taken, self._events = self._events, []
-        return taken
+        events, self._events = self._events, []
+        return events
 
 
 def _types(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> set[str]:

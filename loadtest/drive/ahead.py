@@ -68,7 +68,7 @@ class SessionPrefetcher:
             return self._made[0].due_s
         return self._next[1] if self._next is not None else None
 
-    def take(self) -> PreparedSession:
+    def pop_session(self) -> PreparedSession:
         """Return the next session, which must exist."""
         if not self._made:
             self._make()

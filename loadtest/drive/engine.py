@@ -169,7 +169,7 @@ class Engine:
     def _arrive(self) -> None:
         """Start the session that arrives, and others that are due by now."""
         while True:
-            play = self._new_play(self._ahead.take())
+            play = self._new_play(self._ahead.pop_session())
             if self._places is None or len(self._plays) - len(self._arrived) <= self._places:
                 self._due(play, play.coming.due_s)
             else:
@@ -185,7 +185,7 @@ class Engine:
         """Start the next session of a closed loop without arrivals."""
         if self._ahead.over or self._too_late(free_s):
             return
-        self._due(self._new_play(self._ahead.take()), free_s)
+        self._due(self._new_play(self._ahead.pop_session()), free_s)
 
     def _too_late(self, due_s: float) -> bool:
         """Return whether the load has ended by then."""

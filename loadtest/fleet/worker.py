@@ -104,7 +104,7 @@ class Worker:
                 while self._link.connected and not self._stopping:
                     message = self._link.receive(self._wait_s())
                     if message is not None:
-                        self._take(message)
+                        self._handle(message)
                     self._answer()
                     self._stopping |= self._leaving and not self._under_way
         finally:
@@ -120,7 +120,7 @@ class Worker:
             WorkerHello(rid=1, name=self._config.name, pid=os.getpid(), boot=self._boot, epoch=self._epoch, token=proof)
         )
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         if isinstance(message, Step):
             if message.step_id > self._last_step:  # otherwise the previous coordinator already sent it
                 self._begin(message)

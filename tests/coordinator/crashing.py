@@ -127,7 +127,7 @@ class Wire:
     def note_ends(self, turn_over: bool = True) -> bool:
         return bool(self._ended)
 
-    def take_gone(self) -> list[int]:
+    def pop_disconnected(self) -> list[int]:
         gone = [self._numbers.pop(identity) for identity in self._ended if identity in self._numbers]
         self._ended.clear()
         return gone

@@ -158,7 +158,7 @@ def test_a_connection_goes_on_and_holds_nothing_of_what_was_too_large(hostile: H
     assert max(held) < 200_000
     other.send(part(b"other", more=False))
     assert hostile.texts(1) == [b"other"]
-    assert hostile.peers.take_gone() == []
+    assert hostile.peers.pop_disconnected() == []
 
 
 def test_one_that_announces_more_than_any_message_is_disconnected(hostile: Hostile) -> None:

@@ -29,17 +29,17 @@ ALICE, OTHER, BOB = 21, 22, 23
 def test_a_rate_allows_a_second_of_messages_at_once_and_then_one_after_the_other() -> None:
     rate = Rate(10)
     now_ns = 5 * S_NS
-    assert [rate.take(now_ns) for _ in range(12)] == [True] * 10 + [False] * 2
+    assert [rate.consume(now_ns) for _ in range(12)] == [True] * 10 + [False] * 2
     assert rate.ready_ns == now_ns + S_NS // 10
-    assert not rate.take(rate.ready_ns - 1)
-    assert rate.take(rate.ready_ns)
+    assert not rate.consume(rate.ready_ns - 1)
+    assert rate.consume(rate.ready_ns)
     later_ns = now_ns + int(100 * BURST_S * S_NS)
-    assert sum(rate.take(later_ns) for _ in range(99)) == 10, "unused allowance expires"
+    assert sum(rate.consume(later_ns) for _ in range(99)) == 10, "unused allowance expires"
 
 
 def test_less_than_one_a_second_is_one_at_a_time() -> None:
     rate = Rate(0.5)
-    assert [rate.take(S_NS), rate.take(S_NS), rate.take(3 * S_NS - 1), rate.take(3 * S_NS)] == [
+    assert [rate.consume(S_NS), rate.consume(S_NS), rate.consume(3 * S_NS - 1), rate.consume(3 * S_NS)] == [
         True,
         False,
         False,
@@ -73,7 +73,7 @@ def test_who_sends_more_is_read_later_with_all_its_connections_and_nobody_else_i
         assert [message for message in heard if message in of_others] == of_others
         (first,) = (message for message in heard if message not in of_others)
         assert first.startswith(b"0 of ")
-        assert net.peers.take_gone() == []
+        assert net.peers.pop_disconnected() == []
         assert not net.peers.waiting, "a throttled message must not make a turn due at once"
         assert net.peers.again_us is not None and abs(net.peers.again_us - rate.ready_ns // 1000) <= 1
         rate._paid_ns = 0  # a quarter of an hour later
@@ -99,7 +99,7 @@ def test_who_waits_and_goes_is_noticed_when_its_time_has_come() -> None:
         def over() -> bool:
             rate._paid_ns = 0
             heard.extend(taken(net, 1))
-            gone.extend(net.peers.take_gone())
+            gone.extend(net.peers.pop_disconnected())
             return bool(gone)
 
         until(over)
@@ -240,5 +240,5 @@ def test_a_connection_that_is_taken_off_the_list_ends_and_is_reported() -> None:
         (_, first), (_, second) = net.connect(), net.connect()
         first_asked = iter(["it is not in the list", ""])
         net.peers.end_where(lambda who: next(first_asked))
-        assert net.peers.take_gone() == [first]
+        assert net.peers.pop_disconnected() == [first]
         assert net.peers.number(net.peers._table.by_number[second].identity) == second

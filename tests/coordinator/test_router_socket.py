@@ -48,7 +48,7 @@ def test_one_that_does_not_read_is_full_and_nobody_else_notices(net: Net) -> Non
         assert net.read(reader)[0] == b"%d" % i
         assert net.peers.send(slow_number, [b"more"]) is Sent.FULL
     net.peers.note_ends()
-    assert net.peers.take_gone() == []
+    assert net.peers.pop_disconnected() == []
     assert len(net.peers) == 2
 
 
@@ -65,8 +65,8 @@ def test_one_that_is_gone_is_told_apart_and_reported_once(net: Net) -> None:
     dealer.close()
     until(lambda: net.peers.send(number, [b"x"]) is Sent.GONE)
     net.peers.note_ends()
-    assert net.peers.take_gone() == [number]
-    assert net.peers.take_gone() == []
+    assert net.peers.pop_disconnected() == [number]
+    assert net.peers.pop_disconnected() == []
     assert len(net.peers) == 0
     assert net.peers.send(number, [b"x"]) is Sent.GONE
     assert net.peers.send_to(b"nobody", [b"x"]) is Sent.GONE
@@ -104,7 +104,7 @@ def test_a_reader_that_stalls_keeps_its_connection_beyond_the_heartbeats(short_h
     count = net.fill(number)
     select.select([], [], [], 3.0)  # long enough for an unanswered heartbeat to end the connection
     net.peers.note_ends()
-    assert net.peers.take_gone() == []
+    assert net.peers.pop_disconnected() == []
     assert [net.read(slow)[0] for _ in range(count)] == [b"%d" % i for i in range(count)]
 
 
@@ -123,7 +123,7 @@ def test_a_peer_whose_process_stands_still_is_noticed(short_heartbeats: None, ne
 
     def noticed() -> bool:
         net.peers.note_ends()
-        gone.extend(net.peers.take_gone())
+        gone.extend(net.peers.pop_disconnected())
         return bool(gone)
 
     with subprocess.Popen([sys.executable, "-c", SILENT, net.endpoint]) as process:
@@ -196,7 +196,7 @@ def hostile() -> Iterator[Hostile]:
 def ends(hostile: Hostile, peer: RawPeer) -> list[int]:
     """Wait until a peer's connection ends; return the peers reported as gone by then."""
     until(lambda: (hostile.peers.note_ends(), peer.ended())[1])  # type: ignore[func-returns-value]
-    return hostile.peers.take_gone()
+    return hostile.peers.pop_disconnected()
 
 
 def test_messages_are_taken_from_each_connection_in_turn(hostile: Hostile) -> None:
@@ -303,7 +303,7 @@ def test_an_end_is_seen_before_another_is_admitted_also_beside_those_that_are_pa
     assert hostile.peers.receive() is not None
     killed.close()
     hostile.peers.note_ends(turn_over=False)
-    assert hostile.peers.take_gone() == [1]
+    assert hostile.peers.pop_disconnected() == [1]
 
 
 def test_admitting_another_gives_a_turn_no_more_time(hostile: Hostile) -> None:
@@ -425,7 +425,7 @@ def test_what_all_unfinished_messages_hold_is_bounded_and_the_oldest_goes(hostil
             hostile.peers.note_ends()
             peer.send(b"")
         hostile.peers.note_ends()
-    assert hostile.peers.take_gone() == []
+    assert hostile.peers.pop_disconnected() == []
     peers[2].send(part(b"x" * 600_000)[:100_000])
     assert ends(hostile, peers[0]) == [1]
     peers[1].send(bytes([1]) * 100_009 + part(b"", more=False))
@@ -471,7 +471,7 @@ def test_what_was_said_before_the_end_is_heard(hostile: Hostile) -> None:
     assert hostile.texts(3) == [b"last"] * 3
     assert hostile.peers.receive() is None
     until(lambda: (hostile.peers.note_ends(), len(hostile.peers) == 0)[1])  # type: ignore[func-returns-value]
-    assert hostile.peers.take_gone() == [1]
+    assert hostile.peers.pop_disconnected() == [1]
 
 
 def test_what_was_said_before_the_end_is_heard_also_where_we_write_first(hostile: Hostile) -> None:
@@ -484,5 +484,5 @@ def test_what_was_said_before_the_end_is_heard_also_where_we_write_first(hostile
     assert hostile.texts(3) == [b"last"] * 3
     assert hostile.peers.receive() is None
     until(lambda: (hostile.peers.note_ends(), len(hostile.peers) == 0)[1])  # type: ignore[func-returns-value]
-    assert hostile.peers.take_gone() == [1]
+    assert hostile.peers.pop_disconnected() == [1]
     assert hostile.peers.send(1, [b"another"]) is Sent.GONE

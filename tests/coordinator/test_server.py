@@ -159,12 +159,12 @@ def test_a_drain_by_signal_is_taken_up_at_once_and_ends_when_it_was_said(bench: 
     bench.ask(client, Submit(rid=2, max_tokens=1, prompt=np.array([1], np.int32)))  # no worker ever connects
     bench.server._on_signal(15, None)
     bench.server._write_wakeup.send(b"\x0f")
-    bench.server._take_signals()
+    bench.server._handle_signals()
     assert bench.server.machine.draining
     turns = 0
     while not bench.server._finished():
         bench.turn()
-        bench.server._take_signals()
+        bench.server._handle_signals()
         turns += 1
     assert turns <= 3
     assert not bench.server.machine.requests.live

@@ -150,7 +150,7 @@ class Wire:
     def again_us(self) -> None:
         return None
 
-    def take_gone(self) -> list[int]:
+    def pop_disconnected(self) -> list[int]:
         ended, self._ended = self._ended, []
         return ended
 

@@ -95,9 +95,9 @@ def test_what_was_given_back_unused_is_still_zeroed() -> None:
     owed.given(int32([10, 11]), 1)
     owed.given(int32([11]), 2)
     owed.given(int32([11]), 1)
-    assert owed.take().tolist() == [10, 11]
+    assert owed.pop_blocks().tolist() == [10, 11]
     owed.given(int32([10]), 1)
-    assert owed.take().tolist() == []
+    assert owed.pop_blocks().tolist() == []
 
 
 def test_a_tenants_number_that_becomes_anothers_brings_it_nothing() -> None:

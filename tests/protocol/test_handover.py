@@ -43,44 +43,44 @@ def put(writer: TablesWriter, *numbers: int, epoch: int = EPOCH) -> None:
 
 def test_steps_are_taken_once_and_in_their_order(writer: TablesWriter) -> None:
     steps = watch(writer)
-    assert steps.take() is None
+    assert steps.read_step() is None
     put(writer, 1, 2)
-    assert [steps.take(), steps.take(), steps.take()] == [frames_of(1), frames_of(2), None]
+    assert [steps.read_step(), steps.read_step(), steps.read_step()] == [frames_of(1), frames_of(2), None]
     for number in range(3, 3 * MAIL_RING):
         put(writer, number)
-        assert steps.take() == frames_of(number)
-    assert steps.taken == 3 * MAIL_RING - 1
+        assert steps.read_step() == frames_of(number)
+    assert steps.last_step == 3 * MAIL_RING - 1
 
 
 def test_another_pool_and_an_earlier_registration_are_not_mine(writer: TablesWriter) -> None:
     put(writer, 1, epoch=EPOCH - 1)
-    assert watch(writer, pool=POOL - 1).take() is None
+    assert watch(writer, pool=POOL - 1).read_step() is None
     steps = watch(writer)
-    assert steps.take() is None
+    assert steps.read_step() is None
     put(writer, 1)
-    assert steps.take() == frames_of(1)
-    assert steps.take() is None
+    assert steps.read_step() == frames_of(1)
+    assert steps.read_step() is None
 
 
 def test_a_step_that_is_too_long_is_left_to_the_socket(writer: TablesWriter) -> None:
     steps = watch(writer)
     writer.mail.put(POOL, EPOCH, 1, [b"b", bytes(MAIL_BYTES)])
-    assert steps.take() is None
+    assert steps.read_step() is None
     put(writer, 2)
-    assert steps.take() is None, "the second before the first"
-    steps.taken = 1  # the first arrived over the socket
-    assert steps.take() == frames_of(2)
+    assert steps.read_step() is None, "the second before the first"
+    steps.last_step = 1  # the first arrived over the socket
+    assert steps.read_step() == frames_of(2)
     writer.mail.put(POOL, EPOCH, 3, [b"b" * 10, bytes(MAIL_BYTES - 10)])
-    assert steps.take() == [b"b" * 10, bytes(MAIL_BYTES - 10)]
+    assert steps.read_step() == [b"b" * 10, bytes(MAIL_BYTES - 10)]
 
 
 def test_one_that_was_overwritten_is_left_to_the_socket(writer: TablesWriter) -> None:
     steps = watch(writer)
     put(writer, *range(1, MAIL_RING + 3))
-    assert steps.take() is None
-    steps.taken = 2
-    assert [steps.take() for _ in range(MAIL_RING)] == [frames_of(n) for n in range(3, MAIL_RING + 3)]
-    assert steps.take() is None
+    assert steps.read_step() is None
+    steps.last_step = 2
+    assert [steps.read_step() for _ in range(MAIL_RING)] == [frames_of(n) for n in range(3, MAIL_RING + 3)]
+    assert steps.read_step() is None
 
 
 def test_a_step_is_known_by_its_first_bytes() -> None:
@@ -117,9 +117,9 @@ def test_a_step_that_is_overwritten_while_it_is_read_is_never_taken_torn(tmp_pat
             steps = reader.watch(POOL, EPOCH)
             taken, last, deadline = 0, 0, monotonic() + 3.0
             while monotonic() < deadline:
-                frames = steps.take()
+                frames = steps.read_step()
                 if frames is None:  # the reader lags: it catches up with the ring, as with messages
-                    steps.taken = max(steps.taken, int(reader._mail_head[POOL, ::4].max()) - 1)
+                    steps.last_step = max(steps.last_step, int(reader._mail_head[POOL, ::4].max()) - 1)
                     continue
                 number = int(frames[0])
                 body = frames[1] if len(frames) > 1 else b""

@@ -40,7 +40,7 @@ def busy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Machi
     world = World(settings, str(request.param), tmp_path)
     machine = world.coordinator.machine
     snapshots = Snapshots(machine)
-    snapshots.take()
+    snapshots.capture()
 
     def note(*_: object) -> None:
         running = any(group.running and group.sent for group in machine.cache.groups.values())
@@ -100,7 +100,7 @@ def test_a_snapshot_shows_every_change_of_a_number(busy: tuple[Machine, Snapshot
     machine, snapshots = busy
     if renewed:
         snapshots.renew()
-    every_change_shows(machine, snapshots.take, NOT_SAID)
+    every_change_shows(machine, snapshots.capture, NOT_SAID)
 
 
 def test_a_likeness_shows_every_change_of_a_number(busy: tuple[Machine, Snapshots]) -> None:
@@ -145,10 +145,10 @@ def every_change_shows(machine: Machine, said: Callable[[], Any], not_said: set[
 
 def test_a_snapshot_shows_an_array_that_takes_anothers_place(busy: tuple[Machine, Snapshots]) -> None:
     machine, snapshots = busy
-    before = snapshots.take()
+    before = snapshots.capture()
     blocks = machine.cache.blocks
     refcount = blocks.refcount
     blocks.refcount = refcount.copy()
-    assert snapshots.take() != before
+    assert snapshots.capture() != before
     blocks.refcount = refcount
-    assert snapshots.take() == before
+    assert snapshots.capture() == before

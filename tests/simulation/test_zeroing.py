@@ -13,7 +13,7 @@ from tools.simulation.runner import run_seed
 
 EVENTS = 600
 SEEDS = 12
-real_take = Zeroing.take
+real_pop_blocks = Zeroing.pop_blocks
 
 
 def none_owed(_self: Zeroing, _ids: Any, _tenant: int) -> None:
@@ -22,7 +22,7 @@ def none_owed(_self: Zeroing, _ids: Any, _tenant: int) -> None:
 
 def last_one_lost(self: Zeroing) -> Any:
     """A fault: a step omits one of the blocks to zero."""
-    return real_take(self)[:-1]
+    return real_pop_blocks(self)[:-1]
 
 
 def owed_for_ever(self: Zeroing) -> Any:
@@ -34,8 +34,8 @@ def owed_for_ever(self: Zeroing) -> Any:
     ("name", "fault", "seen"),
     [
         ("given", none_owed, "with another's KV"),
-        ("take", last_one_lost, "with another's KV"),
-        ("take", owed_for_ever, "garbage"),
+        ("pop_blocks", last_one_lost, "with another's KV"),
+        ("pop_blocks", owed_for_ever, "garbage"),
     ],
 )
 def test_the_simulator_sees_a_block_that_changes_tenant(

@@ -48,7 +48,7 @@ class Process:
             for number in range(self._options["clients"]):
                 kv = await stack.enter_async_context(self._client())
                 doers.append(Doer(kv, self._notes, self._known, f"{self._options['name']}-{number}"))
-            await doers[0].take_up(self._options["before"])
+            await doers[0].resume_intents(self._options["before"])
             await asyncio.gather(*(doer.run(lambda: self._over) for doer in doers))
 
     def _client(self) -> AsyncClient:

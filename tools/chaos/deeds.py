@@ -53,7 +53,7 @@ class Doer:
                 self._notes.write(BROKEN, what=deed.__name__, code=error.code, message=error.message)
             await asyncio.sleep(self._rng.expovariate(1 / THINK_S))
 
-    async def take_up(self, before: Sequence[dict[str, Any]]) -> None:
+    async def resume_intents(self, before: Sequence[dict[str, Any]]) -> None:
         """Resume the intents of a killed client: repeat those with a key, attach to the detached ones."""
         for intent in before:
             known = self._known[intent["case"]]
@@ -64,7 +64,7 @@ class Doer:
                     requests = tuple([await self._kv.attach(request_id) for request_id in intent["ids"]])
                 await self._all(requests, known.answers)
             except KvforgeError as error:
-                self._notes.write(BROKEN, what="take_up", code=error.code, message=error.message)
+                self._notes.write(BROKEN, what="resume_intents", code=error.code, message=error.message)
 
     # --------------------------------------------------------------------------------------------------- operations
 

@@ -82,10 +82,10 @@ class Story:
         """Read the notes of a process."""
         story = cls(process)
         for note in read(path):
-            story._take(note)
+            story._add(note)
         return story
 
-    def _take(self, note: dict[str, Any]) -> None:
+    def _add(self, note: dict[str, Any]) -> None:
         kind = note["kind"]
         if kind == ASKED:
             facts = {name: note[name] for name in ("name", "case", "turn", "count", "how")}

@@ -75,7 +75,7 @@ class Web:
                 await self._with_key(known, name, stream=self._rng.random() < 0.8)
             await asyncio.sleep(self._rng.expovariate(1 / THINK_S))
 
-    async def take_up(self, before: Sequence[dict[str, Any]]) -> None:
+    async def resume_intents(self, before: Sequence[dict[str, Any]]) -> None:
         """Repeat the unfinished requests of a killed process from their start, because its received tokens are lost."""
         for intent in before:
             known = self._known[intent["case"]]
@@ -139,7 +139,7 @@ class Web:
             came.request_id = int(response.headers["x-request-id"])
             self._notes.write(ACCEPTED, name=name, ids=[came.request_id])
             if not stream:
-                self._take(known, name, came, json.loads(await response.aread()))
+                self._receive(known, name, came, json.loads(await response.aread()))
                 return
             async for at, event in _events(response):
                 if "error" in event:
@@ -147,10 +147,10 @@ class Web:
                         self._notes.write(BROKEN, id=came.request_id, **_told(event["error"]))
                         came.broken = True
                     return
-                self._take(known, name, came, event)
+                self._receive(known, name, came, event)
                 came.at = at
 
-    def _take(self, known: Known, name: str, came: Came, document: dict[str, Any]) -> None:
+    def _receive(self, known: Known, name: str, came: Came, document: dict[str, Any]) -> None:
         for choice in document["choices"]:
             came.tokens += choice["token_ids"]
             came.text += choice["text"]
@@ -204,7 +204,7 @@ async def run(options: dict[str, Any]) -> None:
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _end, over)
     async with httpx.AsyncClient(base_url=options["url"], timeout=options["wait_s"]) as http:
         clients = [Web(http, options, known, f"{options['name']}-{at}") for at in range(options["clients"])]
-        await clients[0].take_up(options["before"])
+        await clients[0].resume_intents(options["before"])
         await asyncio.gather(*(client.run(over.is_set) for client in clients))
 
 

@@ -84,7 +84,7 @@ class WatchedMachine(Machine):
     def apply(self, event: Event, now_us: int) -> Applied:
         """Apply an event, then check; a refusal must leave the state unchanged."""
         watcher = self.watcher
-        before = watcher.snapshots.take() if watcher.compares(event) else NOTHING
+        before = watcher.snapshots.capture() if watcher.compares(event) else NOTHING
         watcher.begins(event)
         applied = super().apply(event, now_us)
         watcher.applied(event, now_us, applied, before)
@@ -267,7 +267,7 @@ class SimulatedCoordinator:
         answer, ledger, now_us = effects[-1], self._ledger, self._world.steady_us
         assert isinstance(answer, ToClient)
         reply = self._world.client_side.foresee(codec.encode(answer.message))
-        if isinstance(reply, Refused) and before is not NOTHING and before != self.snapshots.take():
+        if isinstance(reply, Refused) and before is not NOTHING and before != self.snapshots.capture():
             raise Violation(f"a refused command changed the state: {event.message!r} -> {reply.error}")
         if isinstance(reply, Accepted) and not reply.repeated:
             ledger.prompt_sizes[reply.request_id] = self.machine.requests.live[reply.request_id].prompt.size
@@ -501,13 +501,13 @@ class SimulatedCoordinator:
         machine, snapshots = self.machine, self.snapshots
         if (self._core_due_us is not None and self._core_due_us <= at_us) or machine.streams.due_us is not None:
             return  # the next turn handles what sending the last turn's messages caused
-        before = snapshots.take()
+        before = snapshots.capture()
         self._probes += 1
         in_between = self._probes % ASK_EVERY == 0
-        if machine.due_us() != machine.due_us() or (in_between and before != snapshots.take()):
+        if machine.due_us() != machine.due_us() or (in_between and before != snapshots.capture()):
             raise Violation("asking for the due time changed the state")
         turns, clock_us = machine.turns, machine._clock.now_us
         effects = Machine.apply(machine, Turn(), at_us).effects
         machine.turns, machine._clock.now_us = turns, clock_us
-        if effects or before != snapshots.take():
+        if effects or before != snapshots.capture():
             raise Violation(f"nothing was due at {at_us} us, but a probe changed the state: {effects}")

@@ -289,7 +289,7 @@ class SimulatedPeers:
         return number
 
     def note_ends(self, turn_over: bool = True) -> bool:
-        """Collect the connections that have ended. Return whether `take_gone` has any."""
+        """Collect the connections that have ended. Return whether `pop_disconnected` has any."""
         ended, self._ended = self._ended, []
         for identity in ended:
             number = self._number_of.get(identity)
@@ -303,7 +303,7 @@ class SimulatedPeers:
         """Return the time of the next retry; there is none."""
         return None
 
-    def take_gone(self) -> list[int]:
+    def pop_disconnected(self) -> list[int]:
         """Return the connections that have ended since the last call."""
         gone, self._gone = self._gone, []
         return gone

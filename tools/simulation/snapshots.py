@@ -128,7 +128,7 @@ class Snapshots:
         self._values = [*lasting.values, *passing.values]
         self._arrays = [*lasting.arrays, *passing.arrays]
 
-    def take(self) -> Snapshot:
+    def capture(self) -> Snapshot:
         """Return the current state."""
         if not self._renewed:
             self._find()

@@ -236,7 +236,7 @@ class SimulatedWorker:
     def _empty(self) -> None:
         """Drop all state and all steps."""
         self._pools += 1
-        self._epoch = self._taken = 0
+        self._epoch = self._last_step = 0
         self._rows: dict[int, Row] = {}
         self._steps: deque[Step] = deque()
         self._answers: deque[StepResult] = deque(maxlen=ANSWERS_KEPT)
@@ -296,8 +296,8 @@ class SimulatedWorker:
     def _receive(self, message: Message) -> None:
         self._host.delivered()
         if isinstance(message, Step):
-            if message.step_id > self._taken:  # otherwise it was received before, from a coordinator that has died
-                self._taken = message.step_id
+            if message.step_id > self._last_step:  # otherwise it was received before, from a coordinator that has died
+                self._last_step = message.step_id
                 self._steps.append(message)
                 self._work()
         elif isinstance(message, WorkerWelcome):

@@ -37,6 +37,7 @@ from kvforge.worker.cpu.vector import (
     largest,
     loading,
     multiply,
+    next_ticket,
     read_double,
     read_float,
     read_integer,
@@ -44,7 +45,6 @@ from kvforge.worker.cpu.vector import (
     spreading,
     storing,
     subtract,
-    take_ticket,
     total,
     transposing,
     write_float,
@@ -350,10 +350,10 @@ def attend(arguments):
     counters, sinks = read_integer(arguments + 208), read_integer(arguments + 216)
 
     group, padded, output_size = heads // kv_heads, (size + LANES - 1) // LANES * LANES, item_bytes(query_code)
-    scratch = scratch_memory + take_ticket(arguments + 8) * scratch_stride
+    scratch = scratch_memory + next_ticket(arguments + 8) * scratch_stride
     wanted = scratch + 8 * CHUNK * padded + 12 * CHUNK
     while True:
-        ticket = take_ticket(arguments)
+        ticket = next_ticket(arguments)
         if ticket >= item_count * kv_heads:
             return
         item, head = ticket // kv_heads, ticket % kv_heads
@@ -407,7 +407,7 @@ def attend(arguments):
             for at in range(0, part_bytes, 4):
                 write_float(place + first_part * kv_heads * part_bytes + at, read_float(joined + at))
             done = counters + 8 * (counter * kv_heads + head)
-            if take_ticket(done) < kept_count - 1:
+            if next_ticket(done) < kept_count - 1:
                 continue
             write_integer(done, 0)
             clear(queries, padded, joined, joined_peaks, joined_summed)

@@ -19,12 +19,12 @@ from kvforge.worker.cpu.vector import (
     largest,
     maximum,
     multiply,
+    next_ticket,
     read_double,
     read_float,
     reading_integers,
     store_bytes,
     subtract,
-    take_ticket,
     total,
     write_byte,
     write_float,
@@ -91,10 +91,10 @@ def quantise(arguments):
     """
     _, _, source, code, rows, count, size, levels, peaks, scratch, scratch_stride = read_11(arguments)
     smallest, shrunk = F(read_double(arguments + 88)), F(1.0 / math.sqrt(size))
-    rotated = scratch + scratch_stride * take_ticket(arguments + 8)
+    rotated = scratch + scratch_stride * next_ticket(arguments + 8)
     item = item_bytes(code)
     while True:
-        first = ROWS * take_ticket(arguments)
+        first = ROWS * next_ticket(arguments)
         if first >= rows:
             return
         for row in range(first, min(first + ROWS, rows)):
@@ -127,7 +127,7 @@ def make_numbers(arguments):
     _, _, sums, peaks, bias, target, rows, count, code = read_9(arguments)
     item = item_bytes(code)
     while True:
-        first = ROWS * take_ticket(arguments)
+        first = ROWS * next_ticket(arguments)
         if first >= rows:
             return
         for row in range(first, min(first + ROWS, rows)):

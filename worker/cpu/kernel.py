@@ -2,7 +2,7 @@
 
 A kernel is a function of one address, where its arguments are stored: an int64 that counts the tickets taken, one that
 counts the threads that arrived, then the arguments declared to `cpu_kernel`. Threads take tickets until none are left
-(see `vector.take_ticket`), so the number of threads does not matter, and a late thread delays no other.
+(see `vector.next_ticket`), so the number of threads does not matter, and a late thread delays no other.
 
 The process has one thread pool: the OpenMP library that torch is linked with calls the kernel (`GOMP_parallel`, which
 LLVM's and Intel's libraries provide too), so the kernel runs on the threads that just computed a product. A separate

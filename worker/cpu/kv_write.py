@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvforge.worker.cpu.kernel import cpu_kernel, part
 from kvforge.worker.cpu.rows import copy, item_bytes, load_any, read_any, store_any, write_any
-from kvforge.worker.cpu.vector import LANES, add, multiply, read_integer, reading_integers, subtract, take_ticket
+from kvforge.worker.cpu.vector import LANES, add, multiply, next_ticket, read_integer, reading_integers, subtract
 
 TOKENS = 4  # per ticket
 read_sizes = reading_integers(26)
@@ -50,9 +50,9 @@ def write_rotated(arguments):
     key, key_token_stride, key_head_stride, value, value_token_stride, value_head_stride, kv_heads = sizes[13:20]
     slots, keys, values, kept_code, scratch, scratch_stride = sizes[20:26]
     half, item, kept, angle_size = rotated // 2, item_bytes(code), item_bytes(kept_code), item_bytes(angle_code)
-    turned = scratch + scratch_stride * take_ticket(arguments + 8)
+    turned = scratch + scratch_stride * next_ticket(arguments + 8)
     while True:
-        first = TOKENS * take_ticket(arguments)
+        first = TOKENS * next_ticket(arguments)
         if first >= tokens:
             return
         for token in range(first, min(first + TOKENS, tokens)):

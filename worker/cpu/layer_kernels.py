@@ -20,11 +20,11 @@ from kvforge.worker.cpu.vector import (
     first_lane,
     fma,
     multiply,
+    next_ticket,
     read_double,
     read_integer,
     reading_integers,
     subtract,
-    take_ticket,
     total,
 )
 
@@ -72,7 +72,7 @@ def embed_norm(arguments):
     _, _, tokens, table, weight, residual, normed, rows, count, code = read_10(arguments)
     epsilon, width = F(read_double(arguments + 80)), count * item_bytes(code)
     while True:
-        first = ROWS * take_ticket(arguments)
+        first = ROWS * next_ticket(arguments)
         if first >= rows:
             return
         for row in range(first, min(first + ROWS, rows)):
@@ -87,7 +87,7 @@ def add_norm(arguments):
     _, _, addend, residual, weight, normed, rows, count, code = read_9(arguments)
     epsilon, size = F(read_double(arguments + 72)), item_bytes(code)
     while True:
-        first = ROWS * take_ticket(arguments)
+        first = ROWS * next_ticket(arguments)
         if first >= rows:
             return
         for row in range(first, min(first + ROWS, rows)):
@@ -108,7 +108,7 @@ def head_norm(arguments):
     _, _, projected, stride, query_weight, key_weight, rows, heads, kv_heads, size = read_10(arguments)
     code, epsilon = read_integer(arguments + 80), F(read_double(arguments + 88))
     while True:
-        first = ROWS * take_ticket(arguments)
+        first = ROWS * next_ticket(arguments)
         if first >= rows:
             return
         for row in range(first, min(first + ROWS, rows)):
@@ -124,7 +124,7 @@ def gate(arguments):
     _, _, source, stride, target, rows, count, code = read_8(arguments)
     size, zero, one = item_bytes(code), spread(F(0)), spread(F(1))
     while True:
-        first = ROWS * take_ticket(arguments)
+        first = ROWS * next_ticket(arguments)
         if first >= rows:
             return
         for row in range(first, min(first + ROWS, rows)):

@@ -18,13 +18,13 @@ from kvforge.worker.cpu.vector import (
     first_lane,
     largest,
     maximum,
+    next_ticket,
     read_double,
     read_float,
     read_integer,
     read_integer32,
     reading_integers,
     subtract,
-    take_ticket,
     total,
     write_float,
     write_integer,
@@ -199,7 +199,7 @@ def draw(arguments):
     """
     _, _, scores, rows, vocab, seeds, positions, tokens = read_8(arguments)
     while True:
-        row = take_ticket(arguments)
+        row = next_ticket(arguments)
         if row >= rows:
             return
         here, likeliest = scores + 8 * vocab * row, 0
@@ -217,7 +217,7 @@ def choose(arguments):
         read_15(arguments)
     )
     while True:
-        row = take_ticket(arguments)
+        row = next_ticket(arguments)
         if row >= rows:
             return
         here, slot, mask = logits + 4 * vocab * row, read_integer(slots + 8 * row), masks + 4 * words * row

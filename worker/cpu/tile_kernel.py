@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from kvforge.worker.cpu.kernel import cpu_kernel, part
 from kvforge.worker.cpu.rows import load, spread, store
-from kvforge.worker.cpu.vector import LANES, add, fma, read_float, reading_integers, take_ticket
+from kvforge.worker.cpu.vector import LANES, add, fma, next_ticket, read_float, reading_integers
 
 BLOCK = 1024
 WIDE = 4 * LANES  # rows of a weight in a tile; fewer if it has few
@@ -123,7 +123,7 @@ def multiply_tiles(arguments):
     """
     _, _, x, rows, weight, bias, target, target_bytes, count, width, tile_bytes, tiles, parts = read_13(arguments)
     while True:
-        ticket = take_ticket(arguments)
+        ticket = next_ticket(arguments)
         if ticket >= tiles * parts:
             return
         tile = ticket // parts

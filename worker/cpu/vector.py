@@ -245,7 +245,7 @@ def fetch(_, address):
 
 
 @intrinsic
-def take_ticket(_, address):
+def next_ticket(_, address):
     """Return the int64 at an address and increment it atomically: each thread gets a distinct value."""
 
     def generate(_context, builder, _signature, arguments):

@@ -129,15 +129,15 @@ class CoordinatorConnection:
         """Return the frames available now. Drop the message of a step that was already read from shared memory."""
         if self._watch is None:
             return self._socket.recv_multipart(zmq.NOBLOCK) if self._socket.poll(0) else None
-        if (frames := self._watch.take()) is not None:
+        if (frames := self._watch.read_step()) is not None:
             return frames
         while self._socket.poll(0):
             message = self._socket.recv_multipart(zmq.NOBLOCK)
             if not codec.is_step(message):
                 return message
             self._steps += 1
-            if self._steps > self._watch.taken:
-                self._watch.taken = self._steps
+            if self._steps > self._watch.last_step:
+                self._watch.last_step = self._steps
                 return message
         return None
 
@@ -146,7 +146,7 @@ class CoordinatorConnection:
         until_ns = min(self._active_ns + self._watch_ns, time.monotonic_ns() + timeout_ms * 1_000_000)
         while time.monotonic_ns() < until_ns:
             for _ in range(LOOKS):
-                if (frames := steps.take()) is not None:
+                if (frames := steps.read_step()) is not None:
                     return frames
             if self._socket.poll(0):
                 return self._next_frames()

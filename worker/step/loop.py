@@ -323,7 +323,7 @@ class Worker:
             self._feed()
             message = self._connection.receive(self._wait_ms())
             if isinstance(message, Step):
-                self._take(message)
+                self._run_new_step(message)
             elif isinstance(message, Stop):
                 log.info("stopping: %s", message.reason)
                 self._stopping = True
@@ -357,7 +357,7 @@ class Worker:
     def _feed(self) -> None:
         self._watchdog.feed(time.monotonic_ns() // 1000)
 
-    def _take(self, step: Step) -> None:
+    def _run_new_step(self, step: Step) -> None:
         """Run a step unless it came before: a recovered coordinator sends unanswered steps again."""
         if step.step_id > self._last_step:
             if len(self._under_way) == STEPS_UNDER_WAY_MAX:

@@ -115,7 +115,7 @@ class IndexChanges:
         self._blocks_noted += count
         return self._blocks_noted <= self._blocks_noted_max
 
-    def take(self) -> list[Change] | None:
+    def pop_changes(self) -> list[Change] | None:
         """Return the changes since the last call, in order; None if too many occurred to keep them."""
         if self._blocks_noted > self._blocks_noted_max:
             return None

@@ -219,7 +219,7 @@ class Group:
     def flush_zeros(self) -> Int32Array:
         """Return and clear the blocks that the next step zeroes first: [n] int32."""
         zeroing = self.pool.zeroing
-        return zeroing.take() if zeroing is not None else NO_INT32
+        return zeroing.pop_blocks() if zeroing is not None else NO_INT32
 
     def skip_step(self) -> bool:
         """Give up the next step id if no step is in flight and no copy is pending, so that nothing waits for that step.

@@ -46,7 +46,7 @@ class Zeroing:
         """Clear the tenant as a writer, because its index will be reused."""
         self._writer[self._writer == tenant] = ANYBODY
 
-    def take(self) -> Int32Array:
+    def pop_blocks(self) -> Int32Array:
         """Return and clear the blocks that the next step must zero first: distinct ids, [n] int32."""
         ids = np.fromiter(self._owed, np.int32, len(self._owed))
         self._owed.clear()

@@ -75,7 +75,7 @@ class Admission:
         groups = self._cache.groups.values()
         if not groups:
             return "workers"
-        return "" if any(self.choice.takes_rows(group) for group in groups) else "step_rows_max"
+        return "" if any(self.choice.accepts_rows(group) for group in groups) else "step_rows_max"
 
     def put_off(self, request: Request) -> None:
         """Take a running request off its slot until its worker may have tried its grammar."""
@@ -153,7 +153,7 @@ class Admission:
         return self.waits.stirred and self._could_start()
 
     def _could_start(self) -> bool:
-        return bool(self.waiting) and any(self.choice.takes_rows(group) for group in self._cache.groups.values())
+        return bool(self.waiting) and any(self.choice.accepts_rows(group) for group in self._cache.groups.values())
 
     def admit(self) -> None:
         """Start waiting requests where there is room."""

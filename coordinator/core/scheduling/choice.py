@@ -86,7 +86,7 @@ class Choice:
             return Wait("away", (WORKER,), group.epoch)
         if group.number in kept:
             return Wait("kept", (FRONT,), group.epoch)
-        if not self.takes_rows(group):
+        if not self.accepts_rows(group):
             return Wait("step_rows_max", (rows_of(group.epoch),), group.epoch)
         if group.running and (self.must_be_alone(request) or self.runs_alone(group)):
             return Wait("alone", (rows_of(group.epoch),), group.epoch, other=group.suspect)
@@ -109,7 +109,7 @@ class Choice:
             request.hashes = cache.indexing.hashes(request.salt, tokens)
         return cache.residency.plan_placement(group, request.salt, tokens, request.hashes)
 
-    def takes_rows(self, group: Group) -> bool:
+    def accepts_rows(self, group: Group) -> bool:
         """Return whether the group can take another row."""
         return group.running < self._rows_max and group.begins_bytes < sizes.BEGINS_BYTES_MAX
 

@@ -61,8 +61,8 @@ def with_crc(data: bytes) -> bytes:
 def parts(data: bytes) -> tuple[bytes, bytes, bytes]:
     """The head, the state and the arrays of a snapshot."""
     rest = Bytes(memoryview(data)[len(snapshot.MAGIC) : -CRC.size])
-    head, state = bytes(rest.take(rest.number())), bytes(rest.take(rest.number()))
-    return head, state, bytes(rest.take(rest.left))
+    head, state = bytes(rest.read(rest.number())), bytes(rest.read(rest.number()))
+    return head, state, bytes(rest.read(rest.left))
 
 
 def whole(head: bytes, state: bytes, arrays: bytes) -> bytes:

@@ -41,49 +41,49 @@ def begun(folder: Path) -> InHand:
 def test_a_message_that_ends_its_reader_is_refused_after_so_many_deaths(tmp_path: Path) -> None:
     poison = frames_of(POISON)
     for _ in range(DEATHS_MAX):
-        begun(tmp_path).take(poison)  # the process handles nothing more
+        begun(tmp_path).begin(poison)  # the process handles nothing more
     again = begun(tmp_path)
     with pytest.raises(MessageRefused, match=f"{DEATHS_MAX} coordinators died while handling this message"):
-        again.take(poison)
-    again.take(frames_of(FINE))
+        again.begin(poison)
+    again.begin(frames_of(FINE))
     again.handled()
     again.turned()
     with pytest.raises(MessageRefused):
-        begun(tmp_path).take(poison)
+        begun(tmp_path).begin(poison)
 
 
 def test_a_message_that_was_handled_once_is_not_suspected(tmp_path: Path) -> None:
     """Only deaths in a row count: a process that is killed always has some message in hand."""
     poison = frames_of(POISON)
     for _ in range(DEATHS_MAX - 1):
-        begun(tmp_path).take(poison)
+        begun(tmp_path).begin(poison)
     handled = begun(tmp_path)
-    handled.take(poison)
+    handled.begin(poison)
     handled.handled()
     handled.turned()
-    begun(tmp_path).take(poison)
-    begun(tmp_path).take(poison)
+    begun(tmp_path).begin(poison)
+    begun(tmp_path).begin(poison)
 
 
 def test_the_largest_message_of_a_turn_is_in_hand_while_it_is_written(tmp_path: Path) -> None:
     for _ in range(DEATHS_MAX):
         life = begun(tmp_path)
         for message in (POISON, FINE):
-            life.take(frames_of(message))
+            life.begin(frames_of(message))
             life.handled()
     with pytest.raises(MessageRefused):
-        begun(tmp_path).take(frames_of(POISON))
-    begun(tmp_path).take(frames_of(FINE))
+        begun(tmp_path).begin(frames_of(POISON))
+    begun(tmp_path).begin(frames_of(FINE))
 
 
 def test_what_is_kept_is_bounded_and_a_damaged_file_is_begun_anew(tmp_path: Path) -> None:
     for rid in range(3 * SUSPECTS_MAX):
-        begun(tmp_path).take(frames_of(GetStats(rid=rid)))
+        begun(tmp_path).begin(frames_of(GetStats(rid=rid)))
     size = (tmp_path / FILE).stat().st_size
     assert size < 1000
     for damage in (b"", b"kvfH", b"\xff" * size, b"\0" * 5000):
         (tmp_path / FILE).write_bytes(damage)
-        begun(tmp_path).take(frames_of(FINE))
+        begun(tmp_path).begin(frames_of(FINE))
         assert (tmp_path / FILE).stat().st_size == size
 
 
@@ -150,7 +150,7 @@ def test_a_last_record_that_ends_recoveries_is_set_aside_and_its_message_refused
     journal = state_folder.begin(found, lambda: True)
     assert journal.in_hand is not None
     with pytest.raises(MessageRefused):
-        journal.in_hand.take(frames_of(POISON))
+        journal.in_hand.begin(frames_of(POISON))
     state_folder.close(keep=True)
     assert recover(folder) is not None
 

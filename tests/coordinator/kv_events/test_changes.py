@@ -40,7 +40,7 @@ class Listener:
 
     def take(self) -> list[Change]:
         """Take the pending changes and check that the mirror is right."""
-        changes = self._changed.take()
+        changes = self._changed.pop_changes()
         assert changes is not None
         self.tell(changes)
         self.mirror.check(self._driver.machine)
@@ -176,9 +176,9 @@ def test_who_begins_late_is_told_all_there_is(make_pool: MakePool) -> None:
 def test_too_much_is_not_kept() -> None:
     changes = IndexChanges(8)
     changes.removed([1] * 16)
-    assert changes.take() == []
+    assert changes.pop_changes() == []
     changes.removed([1] * 17)
-    assert changes.take() is None
+    assert changes.pop_changes() is None
 
 
 def test_nothing_of_it_is_part_of_the_state(make_pool: MakePool) -> None:
@@ -194,7 +194,7 @@ def test_large_changes_are_cut(make_pool: MakePool) -> None:
     driver, _ = make_pool()
     served(driver, PROMPT)
     changed = driver.machine.cache.tell_changes()
-    (stored,) = (change for change in changed.take() or () if isinstance(change, Stored))
+    (stored,) = (change for change in changed.pop_changes() or () if isinstance(change, Stored))
     count = 2 * BATCH_BLOCKS_MAX + 1
     many = stored._replace(hashes=list(range(count)), tokens=stored.tokens[:4] * count)
     mirror = Mirror()
@@ -208,7 +208,7 @@ def test_the_bytes_are_those_that_vllm_would_send(make_pool: MakePool) -> None:
     driver, _ = make_pool()
     served(driver, PROMPT)
     served(driver, PROMPT, tenant="a")
-    changes = driver.machine.cache.tell_changes().take() or []
+    changes = driver.machine.cache.tell_changes().pop_changes() or []
     for encoding in ("array", "map"):
         form = Format(encoding, driver.machine.cache.hasher.salt("tenant:default"))
         for payload in form.batches([*changes, Removed(0, [1 << 63]), Cleared(3)], 1.5):

@@ -37,7 +37,7 @@ def test_a_connection_without_competition_is_not_held_back(parts: Parts) -> None
 def test_a_throttled_connection_is_due_when_its_rate_permits(parts: Parts) -> None:
     throttled, slow = parts.queue.throttled, parts.connect(1)
     slow.rate = Rate(0.5)
-    assert slow.rate.take(NOW_NS) and not slow.rate.take(NOW_NS)
+    assert slow.rate.consume(NOW_NS) and not slow.rate.consume(NOW_NS)
     throttled.add(slow)
     parts.poll_set.update(slow)
     assert slow.slowed and slow.registered == 0

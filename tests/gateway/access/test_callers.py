@@ -80,7 +80,7 @@ def test_requests_a_minute_are_those_of_all_processes(tmp_path: Path) -> None:
 
 def take_many(path: str, taken: multiprocessing.SimpleQueue[int]) -> None:
     rates = SharedRates(Path(path))
-    taken.put(sum(rates.take("k", 1, 1000) == 0 for _ in range(800)))
+    taken.put(sum(rates.consume("k", 1, 1000) == 0 for _ in range(800)))
     rates.close()
 
 

@@ -67,7 +67,7 @@ def test_viewers_are_bounded_ask_once_and_the_last_one_ends_the_looking() -> Non
             assert full.value.retry_after_ms == sampler.AGAIN_MS and looking.viewers == sampler.VIEWERS_MAX
             await asyncio.wait_for(client.asked.wait(), LIMIT_S)
             await asyncio.wait_for(first.more(), LIMIT_S)
-            assert b"event: hello" in first.take() and b"event: hello" not in first.take()
+            assert b"event: hello" in first.pop_events() and b"event: hello" not in first.pop_events()
             assert client.count == 1 and not first.over
             ending.append(1)
             assert first.over
@@ -87,7 +87,7 @@ def test_tables_that_cannot_be_read_end_nothing() -> None:
             told = b""
             while told.count(b"event: summary") < 1 or b"All is well" not in told:
                 await asyncio.wait_for(viewer.more(), LIMIT_S)
-                told += viewer.take()
+                told += viewer.pop_events()
                 assert not viewer.over
 
     asyncio.run(run())

@@ -19,7 +19,7 @@ from kvforge.models import code_cache
 from kvforge.worker.cpu import kernel as cpu_kernel
 from kvforge.worker.cpu.kernel import Calls, CpuKernel, cpu_kernels_problem, part
 from kvforge.worker.cpu.rows import load, load_any, narrow, read_any, store, widen
-from kvforge.worker.cpu.vector import CODES, exp, read_integer, take_ticket, write_float, write_integer
+from kvforge.worker.cpu.vector import CODES, exp, next_ticket, read_integer, write_float, write_integer
 
 pytestmark = pytest.mark.skipif(bool(cpu_kernels_problem()), reason=cpu_kernels_problem())
 
@@ -126,9 +126,9 @@ def test_exp_is_right_to_the_last_bits() -> None:
 
 
 def count_tickets(arguments: int) -> None:
-    me, last = take_ticket(arguments + 8), read_integer(arguments + 24)
+    me, last = next_ticket(arguments + 8), read_integer(arguments + 24)
     counts = read_integer(arguments + 16)
-    while take_ticket(arguments) < last:
+    while next_ticket(arguments) < last:
         write_integer(counts + 8 * me, read_integer(counts + 8 * me) + 1)
 
 
