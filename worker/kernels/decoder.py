@@ -144,10 +144,14 @@ class FusedDecoder:
         ops = self.operations
         residual, normed = self._embed(token_ids)
         rotary = [ops.rotary(positions, each.frequencies, each.scaling, self.table.dtype) for each in self.rotary]
+        scales = {layer.query_scale for layer in self.layers if layer.query_scale is not None}
+        factors = {scale: scale.factors(positions, residual.dtype) for scale in scales}
         following = (*(layer.input_norm for layer in self.layers[1:]), self.final_norm)
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             cache = pool.layers[index]
             query = self.project(layer, normed, None if layer.rotary is None else rotary[layer.rotary], cache, batch)
+            if layer.query_scale is not None:
+                query.mul_(factors[layer.query_scale])
             attended = self.attention.attend(query, cache, batch, layer.options).flatten(1)
             before, scale = normed, layer.residual_scale
             normed = self.add(ATTENTION, attended, layer.output, residual, layer.attended_norm, scale, layer.inner_norm)

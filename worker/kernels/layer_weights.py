@@ -15,6 +15,7 @@ from kvforge.worker.attention import AttentionOptions
 
 from .activations import SILU, Activation
 from .expert_loop import Matrices
+from .partition import apply_aligned
 from .router import Router
 
 
@@ -79,6 +80,39 @@ class RotaryTable:
 
     frequencies: torch.Tensor
     scaling: float
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """A factor of queries that grows with the position p: 1 + growth x log(1 + floor((p + offset) / length)).
+
+    Ministral 3 and Llama 4 (arXiv 2501.19399) keep attention sharp over many keys with it.
+
+    Attributes:
+        growth: Factor of the logarithm.
+        length: Positions from one step of the factor to the next.
+        offset: Added to the position.
+        rounds_first: Round the factor to the dtype of queries before the product, not only the product.
+    """
+
+    growth: float
+    length: float
+    offset: float = 0.0
+    rounds_first: bool = True
+
+    def factors(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the factor of each position.
+
+        Args:
+            positions: [tokens] int64.
+            dtype: Dtype of queries.
+
+        Returns:
+            [tokens, 1, 1] float32, or `dtype` where the factor is rounded.
+        """
+        steps = torch.floor((positions.float() + self.offset) / self.length)
+        found = 1.0 + self.growth * apply_aligned(torch.log1p, steps)
+        return (found.to(dtype) if self.rounds_first else found)[:, None, None]
 
 
 @dataclass(frozen=True)
@@ -168,6 +202,7 @@ class FusedLayer:
         fed_norm: Norm of its result.
         residual_scale: Factor of both results.
         is_parallel: Whether attention and feed-forward read the same norm.
+        query_scale: Factor of rotated queries by position; None: none.
     """
 
     options: AttentionOptions
@@ -185,6 +220,7 @@ class FusedLayer:
     fed_norm: Norm | None = None
     residual_scale: float = 1.0
     is_parallel: bool = False
+    query_scale: QueryScale | None = None
 
     @property
     def dense(self) -> FeedForward | None:
@@ -198,6 +234,8 @@ class FusedLayer:
         if not all(norm is not None and norm.is_plain for norm in norms):
             return False
         if self.attended_norm is not None or self.fed_norm is not None or self.residual_scale != 1.0:
+            return False
+        if self.query_scale is not None:
             return False
         feed = self.feed
         has_plain_feed = isinstance(feed, FeedForward) and feed.is_gated and feed.activation == SILU

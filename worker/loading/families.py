@@ -11,7 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvforge.worker.kernels.layer_weights import QueryScale
 from kvforge.worker.kernels.router import Router
+
+
+def _unscaled(_attention: Any) -> None:
+    return None
+
+
+def _scaled_by_position(attention: Any) -> QueryScale | None:
+    rope = attention.config.rope_parameters
+    growth = rope["llama_4_scaling_beta"]
+    return QueryScale(growth, rope["original_max_position_embeddings"]) if growth else None
 
 
 def _always(_attention: Any) -> bool:
@@ -103,6 +114,7 @@ class Family:
         head_norms: Norms of Q and K; both may be missing in a model.
         norms_after_rotation: Whether these follow the rotary embedding.
         rotates: Whether an attention module rotates Q and K.
+        query_scale: An attention module's factor of queries by position; None: none.
         interleaved: Whether the rotary embedding pairs neighbours (numbers 2i and 2i + 1), not halves.
         feed: The feed-forward module of a layer.
         gate_up: Its projections to gate and up in order, or the joined one; without a gate, one name.
@@ -127,6 +139,7 @@ class Family:
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     norms_after_rotation: bool = False
     rotates: Callable[[Any], bool] = _always
+    query_scale: Callable[[Any], QueryScale | None] = _unscaled
     interleaved: bool = False
     feed: str = "mlp"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -207,6 +220,8 @@ FAMILIES = {
     "minimax_m2.MiniMaxM2ForCausalLM": Family(
         mixture=Mixture(_sigmoid, choice_bias="e_score_correction_bias", wide=True)
     ),
+    "ministral.MinistralForCausalLM": LLAMA,
+    "ministral3.Ministral3ForCausalLM": Family(query_scale=_scaled_by_position),
     "mistral.MistralForCausalLM": LLAMA,
     "mixtral.MixtralForCausalLM": Family(mixture=Mixture(_softmax, wide=True)),
     "nemotron.NemotronForCausalLM": Family(gate_up=("up_proj",), is_gated=False),

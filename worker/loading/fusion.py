@@ -158,6 +158,7 @@ def _fuse_layer(
         fed_norm=found.fed_norm,
         residual_scale=parts.residual_scale,
         is_parallel=family.is_parallel,
+        query_scale=found.query_scale,
     )
 
 

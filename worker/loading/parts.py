@@ -12,7 +12,7 @@ import torch
 from kvforge.worker.device.target import HEAD_UNIT
 from kvforge.worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX
 from kvforge.worker.kernels.activations import NAMES, Activation
-from kvforge.worker.kernels.layer_weights import HeadNorms, Norm, RotaryTable
+from kvforge.worker.kernels.layer_weights import HeadNorms, Norm, QueryScale, RotaryTable
 
 from .families import Family, family_of
 from .mixtures import MixtureParts, mixture_of
@@ -34,6 +34,7 @@ class LayerParts:
     inner_norm: Norm | None
     fed_norm: Norm | None
     mixture: MixtureParts | None = None
+    query_scale: QueryScale | None = None
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ def _layer(layer: Any, family: Family, of_kind: dict[str, int], config: Any) -> 
         rotary=of_kind[kind] if family.rotates(attention) else None,
         head_norms=norms,
         mixture=_mixture(getattr(layer, family.feed), family, config),
+        query_scale=family.query_scale(attention),
         **{
             name: _norm(layer, getattr(family, name)) if getattr(family, name) else None
             for name in ("input_norm", "attended_norm", "inner_norm", "fed_norm")

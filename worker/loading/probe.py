@@ -47,6 +47,7 @@ class _Call:
     value: torch.Size
     mask: torch.Tensor | None
     keywords: dict[str, Any]
+    norms: torch.Tensor  # of each token's query, [tokens] float32
 
 
 _calls: list[_Call] = []  # calls of the recording pass in progress: transformers registers functions, not objects
@@ -60,7 +61,8 @@ def _record(
     attention_mask: torch.Tensor | None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    _calls.append(_Call(module, query.shape, key.shape, value.shape, attention_mask, keywords))
+    norms = query[0].float().square().sum((0, 2)).sqrt()
+    _calls.append(_Call(module, query.shape, key.shape, value.shape, attention_mask, keywords, norms))
     batch, heads, tokens, _ = query.shape
     return value.new_zeros((batch, tokens, heads, value.shape[-1])), None
 
@@ -185,13 +187,37 @@ def _bindings(module: Any) -> list[LayerBinding]:
     return sorted(bindings, key=lambda binding: binding.index)
 
 
-def _recording_pass(module: Any, name: str, tokens: int, device: Device) -> list[_Call]:
+@torch.inference_mode()
+def query_norms(module: Any, first: int, device: Device) -> list[torch.Tensor]:
+    """Return the norm of each layer's queries of some tokens, where attention gives zeros, after `bind_layers`.
+
+    A layer's input is then the same at every position, and a rotation changes no norm.
+
+    Args:
+        module: The transformers model.
+        first: Position of the first of RECORDED_TOKENS tokens.
+        device: The device that computes.
+
+    Returns:
+        One tensor [RECORDED_TOKENS] float32 for each layer in order.
+
+    Raises:
+        UnsupportedModel: The model cannot run at these positions.
+    """
+    try:
+        calls = _recording_pass(module, _name(module.config), RECORDED_TOKENS, device, first)
+    finally:
+        use_attention(module, ATTENTION_NAME)
+    return [call.norms for call in sorted(calls, key=lambda call: call.module.__dict__[BINDING].index)]
+
+
+def _recording_pass(module: Any, name: str, tokens: int, device: Device, first: int = 0) -> list[_Call]:
     use_attention(module, RECORDING_NAME)
     _calls.clear()
     table = module.get_input_embeddings()
     place = torch.device("meta") if table.weight.is_meta else device.torch_device
     token_ids = torch.arange(tokens, device=place) % table.num_embeddings
-    positions = torch.arange(tokens, device=place)
+    positions = torch.arange(first, first + tokens, device=place)
     try:
         module(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True)
         return list(_calls)

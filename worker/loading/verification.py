@@ -36,6 +36,7 @@ from kvforge.worker.kernels.layer_weights import MixtureOfExperts
 from kvforge.worker.kernels.wide import WideOperations
 
 from .model import ATTENTION_NAME, LoadedModel, use_attention
+from .probe import RECORDED_TOKENS, query_norms
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ QUANTISED_TOLERANCE = 1.5e-1
 NOTHING_PROVED = 0.5
 # Largest ratio of the distances from float32 of two roundings of one model.
 ALIKE = 2.0
+# Largest difference that rounding explains of a query's norm at two positions, relative to the norm.
+NORM_TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 # A batch of two: tokens of each, and how many the first pass feeds (the second: a chunk and a decode).
 LENGTHS, FIRST = np.array([7, 4], np.int32), np.array([4, 3], np.int32)
 
@@ -89,6 +92,8 @@ def verify(model: LoadedModel, reference: Reference | None = None, quantised: bo
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, model.vocab_size, count) for count in LENGTHS]
     before = reference if quantised else None
+    if reference is None:
+        _compare_distant_queries(model)
     if reference is None or quantised:
         reference = Reference(_eager_logits(model, sequences))
     got, wanted = _paged_logits(model, sequences), reference.eager
@@ -120,6 +125,28 @@ def verify(model: LoadedModel, reference: Reference | None = None, quantised: bo
         raise UnsupportedModel(name, f"{problem} own attention {theirs:.1e}")
     log.debug("in %s logits are %.1e of the largest from float32, transformers' own %.1e", dtype, ours, theirs)
     return replace(reference, exact=exact)
+
+
+def _compare_distant_queries(model: LoadedModel) -> None:
+    """Compare how queries grow with their position, which no short sequence shows, with the description.
+
+    Raises:
+        UnsupportedModel: They grow otherwise.
+    """
+    if model.fused is None:
+        return
+    most = model.info.context_tokens_max - RECORDED_TOKENS
+    near = query_norms(model.module, 0, model.device)
+    for first in sorted({most // 3, most}):
+        far = query_norms(model.module, first, model.device)
+        for index, (layer, one, other) in enumerate(zip(model.fused.layers, near, far, strict=True)):
+            places = torch.arange(RECORDED_TOKENS, device=one.device)
+            if layer.query_scale is not None:
+                factors = [layer.query_scale.factors(each, model.dtype).flatten() for each in (places, places + first)]
+                one = one * factors[1] / factors[0]
+            if bool(((other - one).abs() > NORM_TOLERANCE[model.dtype] * one.abs()).any()):
+                problem = f"layer {index} scales queries from position {first} on otherwise than described"
+                raise UnsupportedModel(type(model.module).__name__, problem)
 
 
 def distance(got: Logits, wanted: Logits) -> float:

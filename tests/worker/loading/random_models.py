@@ -12,6 +12,15 @@ from tests.worker.conftest import TINY
 
 LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6}
 HEADS = {"head_dim": 16}
+YARN_BY_POSITION = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 4,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
 
 # Configurations of every described family, with each of its features on.
 DESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,6 +56,8 @@ DESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan": ("hunyuan_v1_dense", HEADS),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama with gelu": ("llama", {"hidden_act": "gelu"}),
+    "ministral": ("ministral", {**HEADS, **LAYERS}),
+    "ministral3": ("ministral3", {**HEADS, "rope_parameters": YARN_BY_POSITION}),
     "mistral": ("mistral", {"sliding_window": 6}),
     "nemotron": ("nemotron", {"partial_rotary_factor": 0.5}),
     "olmo2": ("olmo2", {}),

@@ -13,6 +13,7 @@ import torch
 
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels.activations import Activation
+from kvforge.worker.kernels.layer_weights import QueryScale
 from kvforge.worker.loading import families, fusion, parts, verification
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
@@ -93,6 +94,13 @@ def _unrotated(found: parts.DecoderParts) -> parts.DecoderParts:
     return replace(found, layers=tuple(replace(layer, rotary=None) for layer in found.layers))
 
 
+def _queries(scale: QueryScale | None) -> Callable[[parts.DecoderParts], parts.DecoderParts]:
+    def change(found: parts.DecoderParts) -> parts.DecoderParts:
+        return replace(found, layers=tuple(replace(layer, query_scale=scale) for layer in found.layers))
+
+    return change
+
+
 def _one_table(found: parts.DecoderParts) -> parts.DecoderParts:
     return replace(found, layers=tuple(replace(layer, rotary=0) for layer in found.layers))
 
@@ -146,6 +154,9 @@ PLANTED: dict[str, tuple[str, Callable[[parts.DecoderParts], parts.DecoderParts]
     "no norms of heads": ("qwen3", _without("head_norms")),
     "norms of heads before the rotation": ("hunyuan", _family(norms_after_rotation=False)),
     "no rotation": ("llama", _unrotated),
+    "no factor of queries by position": ("ministral3", _queries(None)),
+    "another growth of queries": ("ministral3", _queries(QueryScale(0.27, 4))),
+    "a growth of queries that has none": ("llama", _queries(QueryScale(0.1, 24))),
     "rotation in every layer": ("cohere2", _one_table),
     "one rotary table": ("gemma3", _one_table),
     "halves for neighbours": ("glm4", _family(interleaved=False)),

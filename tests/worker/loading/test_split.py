@@ -11,6 +11,7 @@ import transformers
 
 from kvforge.worker.device.device import open_device
 from kvforge.worker.kernels.packed import quantising_problem
+from tests.worker.loading.random_models import YARN_BY_POSITION
 from tests.worker.loading.several import say, several
 
 BASE: dict[str, Any] = {
@@ -37,9 +38,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16},
     "olmo2": {},  # norms over all heads
     "granite_swa": {},  # sinks, one of each head
+    "ministral3": {"head_dim": 16, "rope_parameters": YARN_BY_POSITION},  # queries by position
     "odd": {"vocab_size": 255},  # a head that two ranks cannot divide
 }
-FUSED = ("llama", "qwen2", "qwen3", "gemma2", "mixtral", "qwen3_moe", "odd")  # by several ranks
+FUSED = ("llama", "qwen2", "qwen3", "gemma2", "mixtral", "qwen3_moe", "ministral3", "odd")  # by several ranks
 FUSED_ALONE = (*FUSED, "phi3", "olmo2")
 NO_INT8 = quantising_problem(open_device("cpu"), torch.float32, "int8")
 ON_GPUS = ("llama", "qwen2", "phi3", "mixtral", "odd")  # where GPUs differ from CPUs: each way to exchange

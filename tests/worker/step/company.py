@@ -28,6 +28,7 @@ from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step.runner import ModelRunner
+from tests.worker.loading.random_models import YARN_BY_POSITION
 
 # Wide enough for every kind of product and attention: parts of rows, tiles of our kernels and torch's products.
 SHAPE = {
@@ -49,6 +50,7 @@ MIXED = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attent
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 104}
 # Additional settings by model type.
 FIELDS: dict[str, dict[str, object]] = {
+    "ministral3": {"rope_parameters": YARN_BY_POSITION},
     "mistral": {"sliding_window": 48},
     "gemma3_text": MIXED | {"num_hidden_layers": 2},
     "gpt2": {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_inner": 700, "n_positions": 4096},

@@ -38,7 +38,7 @@ ON_CPU = [
 ]
 UNDESCRIBED = ("gpt2",)
 # By their descriptions and through transformers: joined products, scaled embeddings, Conv1D, experts, a gate of one
-# number, layer norms, norms of whole rows; and inner sizes that are no multiple of a vector.
+# number, layer norms, norms of whole rows, queries scaled by position; inner sizes that are no multiple of a vector.
 OTHERS = [
     ("phi3", "float32", "auto", "auto"),
     ("gemma3_text", "bfloat16", "int8", "auto"),
@@ -49,6 +49,7 @@ OTHERS = [
     ("cohere", "float32", "bfloat16", "auto"),
     ("olmo2", "float32", "auto", "auto"),
     ("granite", "float32", "auto", "int8"),
+    ("ministral3", "bfloat16", "auto", "auto"),
 ]
 ON_GPU = [
     (kind, dtype, kv_dtype, "auto")
