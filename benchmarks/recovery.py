@@ -89,7 +89,7 @@ class Bench:
                 self._seen[path.name] = path.stat().st_size
         return sum(self._seen.values())
 
-    def told(self, since: float) -> dict[str, dict[str, Any]]:
+    def entries(self, since: float) -> dict[str, dict[str, Any]]:
         """The first log entry of each event since then (Unix time), with its time as `at`."""
         found: dict[str, dict[str, Any]] = {}
         for line in (self.folder / "log").read_text().splitlines():
@@ -157,8 +157,8 @@ def killed(bench: Bench, reader: Reader, both: bool) -> dict[str, Any]:
     ended = time.monotonic()
     bench.coordinator = bench.start_coordinator()
     times = np.array(reader.each_has(began)) - began
-    told = bench.told(began_unix)
-    went_on = told["went_on"]
+    entries = bench.entries(began_unix)
+    went_on = entries["went_on"]
     snapshot_s, records_s = went_on["snapshot_ms"] / 1e3, went_on["records_ms"] / 1e3
     begun = went_on["at"] - began_unix - snapshot_s - records_s
     steps = np.loadtxt(bench.folder / "steps", ndmin=1)
@@ -167,9 +167,9 @@ def killed(bench: Bench, reader: Reader, both: bool) -> dict[str, Any]:
         "begun": begun,
         "snapshot": begun + snapshot_s,
         "records": begun + snapshot_s + records_s,
-        "serving": told["serving"]["at"] - began_unix,
-        "worker back": told["worker_ready" if both else "worker_back"]["at"] - began_unix,
-        "client back": told["client_back"]["at"] - began_unix,
+        "serving": entries["serving"]["at"] - began_unix,
+        "worker back": entries["worker_ready" if both else "worker_back"]["at"] - began_unix,
+        "client back": entries["client_back"]["at"] - began_unix,
         "first step": float(steps[steps > began_unix + begun].min()) - began_unix,
     }
     return {

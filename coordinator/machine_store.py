@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from kvforge.protocol.errors import Field, InvalidConfiguration, KvforgeError
-from kvforge.protocol.logs import tell
+from kvforge.protocol.logs import log_event
 from kvforge.protocol.steady_clock import monotonic_ns
 
 from .config import CoordinatorConfig
@@ -165,7 +165,7 @@ class MachineStore:
             "requests": len(found.machine.requests.live),
             "workers": len(found.machine.workers),
         }
-        tell(log, "info", f"recovered from {self._config.state_path}", "went_on", facts)
+        log_event(log, "info", f"recovered from {self._config.state_path}", "went_on", facts)
         return found.machine
 
     def _create(self, limits: Limits) -> Machine:

@@ -23,7 +23,7 @@ from types import FrameType
 from kvforge.protocol import codec, steady_clock, token
 from kvforge.protocol.errors import InvalidConfiguration, KvforgeError, StateRemoved
 from kvforge.protocol.layout import Geometry, file_bytes
-from kvforge.protocol.logs import tell
+from kvforge.protocol.logs import log_event
 from kvforge.protocol.messages import Stop
 from kvforge.protocol.network import is_network
 from kvforge.protocol.notify import Watchdog, notify
@@ -245,7 +245,7 @@ class Server:
         """
         self._catch_signals()
         notify("READY=1", "STATUS=accepting clients and workers")
-        tell(log, "info", f"serving at {client_endpoint(self.runtime)} (boot {self.boot[:8]})", "serving")
+        log_event(log, "info", f"serving at {client_endpoint(self.runtime)} (boot {self.boot[:8]})", "serving")
         for peers in (self.clients, self.workers):
             for endpoint in filter(is_network, peers.endpoints):
                 log.info("serving %ss listed in [access] at %s", peers.kind, endpoint)
@@ -320,7 +320,7 @@ class Server:
         if (left_out_ns := steady_clock.left_out_ns()) > self._left_out_ns:
             stood_s, self._left_out_ns = (left_out_ns - self._left_out_ns) / 1e9, left_out_ns
             words = f"this process was suspended for {stood_s:.1f} s, which counts against no peer"
-            tell(log, "warning", words, "stood_still", {"seconds": stood_s})
+            log_event(log, "warning", words, "stood_still", {"seconds": stood_s})
             self._turns.stood_still(self._turned_us)
         self._watchdog.feed(time.monotonic_ns() // 1000)  # systemd's clock continues during a suspension
         self._due_us = self._turns.turn(self._turned_us)

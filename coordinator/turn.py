@@ -26,7 +26,7 @@ from kvforge.protocol.errors import (
     VersionMismatch,
 )
 from kvforge.protocol.handover import StepRing
-from kvforge.protocol.logs import tell
+from kvforge.protocol.logs import log_event
 from kvforge.protocol.messages import (
     CLIENT_MESSAGES,
     PROTOCOL_VERSION,
@@ -319,7 +319,7 @@ class TurnLoop:
             elif isinstance(effect, ToWorker):
                 self._to_worker(effect.worker, effect.message)
             elif isinstance(effect, Log):
-                tell(log, effect.level, effect.text, effect.event, effect.fields)
+                log_event(log, effect.level, effect.text, effect.event, effect.fields)
             elif isinstance(effect, DropWorker):
                 log.debug("worker connection %d dropped: %s", effect.worker, effect.reason)  # the core logs the reason
                 self.workers.forget(effect.worker)
@@ -466,7 +466,7 @@ class TurnLoop:
         )
         self._effects.append(ToClient(number, welcome))
         if number == before:
-            tell(log, "debug", "client is back", "client_back", {"client": number})
+            log_event(log, "debug", "client is back", "client_back", {"client": number})
 
     def _drop_replaced(self, number: int) -> None:
         """Drop a connection that another one replaces, with the messages queued for it."""

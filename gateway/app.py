@@ -111,7 +111,7 @@ def make_app(
         ready = not reason
         answer = {"ready": ready, "reason": reason}
         if fleet is not None:
-            answer["replicas"] = fleet.told()
+            answer["replicas"] = fleet.states()
         return JSONResponse(answer, 200 if ready else 503)
 
     async def version(request: Request) -> Response:  # noqa: ARG001

@@ -65,7 +65,7 @@ def formatter(process: str, log_format: str) -> logging.Formatter:
     return JsonFormatter(process) if log_format == "json" else TextFormatter(process)
 
 
-def tell(
+def log_event(
     log: logging.Logger, level: str, message: str, event: str = "", fields: Mapping[str, Field] | None = None
 ) -> None:
     """Log an event that a program may search for.

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
-from kvforge.protocol.logs import tell
+from kvforge.protocol.logs import log_event
 
 from ..core.cache.changes import Change, Cleared, IndexChanges
 from ..core.commands.validate import salt_text
@@ -94,9 +94,9 @@ class EventStream:
         self._whole, self._resent_s = self._next, self._now_s()
         for pool in range(self._machine.limits.bounds.pools_max):
             self._send([Cleared(pool)])
-        self._changed = self._machine.cache.tell_changes()
+        self._changed = self._machine.cache.record_changes()
         self._send(self._changed.pop_changes() or ())
-        tell(log, "debug", "KV events restarted", "kv_events_anew", {"batches": self._next - self._whole})
+        log_event(log, "debug", "KV events restarted", "kv_events_anew", {"batches": self._next - self._whole})
         if self._oldest > self._whole:
             log.warning("the content of all pools exceeds the replay buffer: raise kv_events.replay_bytes_max")
 

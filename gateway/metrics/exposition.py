@@ -53,9 +53,9 @@ class Exposition:
         if self._serves:
             yield _family(UP, *GATEWAY[UP], samples=[((), float(self._numbers is not None))])
         if self._numbers is not None:
-            told = MetricsSnapshot(self._numbers, names=self._names)
-            for metric in (*SERVICE, *(VLLM if told.facts.model else ())):
-                yield _read(metric, told)
+            snapshot = MetricsSnapshot(self._numbers, names=self._names)
+            for metric in (*SERVICE, *(VLLM if snapshot.facts.model else ())):
+                yield _read(metric, snapshot)
         if self._counts is not None:
             yield from _own(self._counts)
 
@@ -66,8 +66,8 @@ def names_of(metric: Metric | str, kind: str = "") -> tuple[str, ...]:
     return tuple(name + end for end in ("_bucket", "_count", "_sum")) if kind == HISTOGRAM else (name,)
 
 
-def _read(metric: Metric, told: MetricsSnapshot) -> Family:
-    return _family(metric.name, metric.kind, metric.text, metric.labels, metric.read(told))
+def _read(metric: Metric, snapshot: MetricsSnapshot) -> Family:
+    return _family(metric.name, metric.kind, metric.text, metric.labels, metric.read(snapshot))
 
 
 def _family(

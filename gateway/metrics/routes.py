@@ -83,13 +83,13 @@ def routes(
         except KvforgeError as error:
             return JSONResponse(openai_error(error), status_of(error), headers_of(error))
         numbers = source.read() if source is not None else None
-        told = Exposition(numbers, counts, names=names, serves=source is not None)
+        exposition = Exposition(numbers, counts, names=names, serves=source is not None)
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         if content_type.startswith(OPENMETRICS):
             # The default escaping replaces the colon of vLLM's names in samples only. No name needs escaping.
             encode = partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8)
         body, end = [], EOF if content_type.startswith(OPENMETRICS) else b""
-        for family in told.collect():
+        for family in exposition.collect():
             body.append(encode(_One(family)).removesuffix(end))
             await asyncio.sleep(0)  # encoding many tenants at once would stall the event streams
         return Response(b"".join([*body, end]), headers={"content-type": content_type})

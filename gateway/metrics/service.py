@@ -38,69 +38,73 @@ ENDS = ("tenant", "reason")
 
 
 def _one(name: str, scale: float = 1) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
-    return lambda told: [((), told.gauges[name] / scale)]
+    return lambda snapshot: [((), snapshot.gauges[name] / scale)]
 
 
 def _by_tenant(cell: int) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
-    return lambda told: [((name,), int(cells[cell])) for name, cells, _ in told.tenants]
+    return lambda snapshot: [((name,), int(cells[cell])) for name, cells, _ in snapshot.tenants]
 
 
 def _by_worker(column: str) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
     at = POOL_COUNTS.index(column)
-    return lambda told: [((worker.name,), int(cells[at])) for worker, cells in told.workers()]
+    return lambda snapshot: [((worker.name,), int(cells[at])) for worker, cells in snapshot.workers()]
 
 
 def _spread(what: Distribution, scale: float = MICRO) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
-    return lambda told: [((), buckets(told.all, what, scale))]
+    return lambda snapshot: [((), buckets(snapshot.all, what, scale))]
 
 
 def _spread_by_tenant(what: Distribution) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
-    return lambda told: [((name,), buckets(cells, what, MICRO)) for name, cells, _ in told.tenants]
+    return lambda snapshot: [((name,), buckets(cells, what, MICRO)) for name, cells, _ in snapshot.tenants]
 
 
-def _ended(told: MetricsSnapshot) -> Iterable[Sample]:
-    return [((name, reason), int(cells[ENDED[reason]])) for name, cells, _ in told.tenants for reason in REASONS]
+def _ended(snapshot: MetricsSnapshot) -> Iterable[Sample]:
+    return [((name, reason), int(cells[ENDED[reason]])) for name, cells, _ in snapshot.tenants for reason in REASONS]
 
 
-def _preempted(told: MetricsSnapshot) -> Iterable[Sample]:
+def _preempted(snapshot: MetricsSnapshot) -> Iterable[Sample]:
     causes = (("blocks", PREEMPTED), ("worker_lost", DISPLACED))
-    return [((name, cause), int(cells[cell])) for name, cells, _ in told.tenants for cause, cell in causes]
+    return [((name, cause), int(cells[cell])) for name, cells, _ in snapshot.tenants for cause, cell in causes]
 
 
-def _blocks(told: MetricsSnapshot) -> Iterable[Sample]:
+def _blocks(snapshot: MetricsSnapshot) -> Iterable[Sample]:
     at = {state: POOL_COUNTS.index(state) for state in BLOCK_STATES}
-    return [((worker.name, state), int(cells[at[state]])) for worker, cells in told.workers() for state in BLOCK_STATES]
-
-
-def _memory(told: MetricsSnapshot) -> Iterable[Sample]:
     return [
-        ((worker.name, purpose), size) for worker in told.facts.workers for purpose, size in worker.device_bytes.items()
+        ((worker.name, state), int(cells[at[state]])) for worker, cells in snapshot.workers() for state in BLOCK_STATES
     ]
 
 
-def _states(told: MetricsSnapshot) -> Iterable[Sample]:
-    return [((worker.name, state), int(worker.state == state)) for worker in told.facts.workers for state in STATES]
+def _memory(snapshot: MetricsSnapshot) -> Iterable[Sample]:
+    return [
+        ((worker.name, purpose), size)
+        for worker in snapshot.facts.workers
+        for purpose, size in worker.device_bytes.items()
+    ]
 
 
-def _generated(told: MetricsSnapshot) -> Iterable[Sample]:
-    return [((name,), tokens(cells)) for name, cells, _ in told.tenants]
+def _states(snapshot: MetricsSnapshot) -> Iterable[Sample]:
+    return [((worker.name, state), int(worker.state == state)) for worker in snapshot.facts.workers for state in STATES]
 
 
-def _tenant_blocks(told: MetricsSnapshot) -> Iterable[Sample]:
-    return [((name,), blocks) for name, _, blocks in told.tenants]
+def _generated(snapshot: MetricsSnapshot) -> Iterable[Sample]:
+    return [((name,), tokens(cells)) for name, cells, _ in snapshot.tenants]
 
 
-def _block_bytes(told: MetricsSnapshot) -> Iterable[Sample]:
-    return [((worker.name,), worker.block_bytes) for worker, _ in told.workers()]
+def _tenant_blocks(snapshot: MetricsSnapshot) -> Iterable[Sample]:
+    return [((name,), blocks) for name, _, blocks in snapshot.tenants]
 
 
-def _step_times(told: MetricsSnapshot) -> Iterable[Sample]:
-    return [((worker.name,), buckets(cells, STEP_TIME, MICRO)) for worker, cells in told.workers()]
+def _block_bytes(snapshot: MetricsSnapshot) -> Iterable[Sample]:
+    return [((worker.name,), worker.block_bytes) for worker, _ in snapshot.workers()]
+
+
+def _step_times(snapshot: MetricsSnapshot) -> Iterable[Sample]:
+    return [((worker.name,), buckets(cells, STEP_TIME, MICRO)) for worker, cells in snapshot.workers()]
 
 
 _T, _W = ("tenant",), ("worker",)
 _GAUGES: tuple[tuple[str, str, Callable[[MetricsSnapshot], Iterable[Sample]], tuple[str, ...]], ...] = (
-    ("model_info", "1 for the served model.", lambda told: [((told.facts.model,), 1)], ("model",)),
+    ("model_info", "1 for the served model.", lambda snapshot: [((snapshot.facts.model,), 1)], ("model",)),
     (
         "uptime_seconds",
         "Seconds since the service began; recovery from the journal does not reset it.",
@@ -110,7 +114,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[MetricsSnapshot], Iterable[Sample]], tu
     (
         "published_age_seconds",
         "Age of these numbers in seconds. A running coordinator publishes them at least every second.",
-        lambda told: [((), told.age_s)],
+        lambda snapshot: [((), snapshot.age_s)],
         (),
     ),
     ("draining", "1 while the coordinator admits no new requests.", _one("draining"), ()),

@@ -97,8 +97,8 @@ def tokens(cells: Cells) -> int:
     return sum(int(cells[what.start : what.total].sum()) for what in (FIRST_TOKEN, GAP))
 
 
-def usage(told: MetricsSnapshot) -> float:
+def usage(snapshot: MetricsSnapshot) -> float:
     """Return the share of blocks that are not available for allocation."""
-    blocks = told.gauges["blocks_total"]
-    used = told.gauges["blocks_referenced"] + told.gauges["blocks_quarantined"]
+    blocks = snapshot.gauges["blocks_total"]
+    used = snapshot.gauges["blocks_referenced"] + snapshot.gauges["blocks_quarantined"]
     return used / blocks if blocks else 0.0

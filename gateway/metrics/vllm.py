@@ -30,20 +30,20 @@ LABELS = ("model_name", "engine")
 FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort"}
 
 
-def _labels(told: MetricsSnapshot) -> tuple[str, str]:
-    return told.facts.model, "0"
+def _labels(snapshot: MetricsSnapshot) -> tuple[str, str]:
+    return snapshot.facts.model, "0"
 
 
 def _count(cell: int) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
-    return lambda told: [(_labels(told), int(told.all[cell]))]
+    return lambda snapshot: [(_labels(snapshot), int(snapshot.all[cell]))]
 
 
 def _spread(what: Distribution, scale: float = MICRO) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
-    return lambda told: [(_labels(told), buckets(told.all, what, scale))]
+    return lambda snapshot: [(_labels(snapshot), buckets(snapshot.all, what, scale))]
 
 
-def _success(told: MetricsSnapshot) -> Iterable[Sample]:
-    return [((*_labels(told), theirs), int(told.all[ENDED[ours]])) for ours, theirs in FINISHED.items()]
+def _success(snapshot: MetricsSnapshot) -> Iterable[Sample]:
+    return [((*_labels(snapshot), theirs), int(snapshot.all[ENDED[ours]])) for ours, theirs in FINISHED.items()]
 
 
 def _metric(name: str, kind: str, same: str, read: Callable[[MetricsSnapshot], Iterable[Sample]], *more: str) -> Metric:
@@ -57,7 +57,7 @@ VLLM = (
         "kv_cache_usage_perc",
         GAUGE,
         "kvforge_blocks",
-        lambda told: [(_labels(told), usage(told))],
+        lambda snapshot: [(_labels(snapshot), usage(snapshot))],
     ),
     _metric("prefix_cache_queries_total", COUNTER, "kvforge_prefix_queried_tokens_total", _count(QUERIED)),
     _metric("prefix_cache_hits_total", COUNTER, "kvforge_prefix_hit_tokens_total", _count(HIT)),
@@ -67,7 +67,7 @@ VLLM = (
         "generation_tokens_total",
         COUNTER,
         "kvforge_generated_tokens_total",
-        lambda told: [(_labels(told), tokens(told.all))],
+        lambda snapshot: [(_labels(snapshot), tokens(snapshot.all))],
     ),
     _metric("request_success_total", COUNTER, "kvforge_requests_ended_total", _success, "finished_reason"),
     _metric("time_to_first_token_seconds", HISTOGRAM, "kvforge_time_to_first_token_seconds", _spread(FIRST_TOKEN)),

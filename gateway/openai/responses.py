@@ -148,7 +148,7 @@ class Items:
 
         self._name_of = name_of
         self.done: list[dict[str, Any]] = []
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
         self._name = name
         self._item: dict[str, Any] | None = None
         self._text: list[str] = []
@@ -172,7 +172,7 @@ class Items:
                 self.close()
                 message = {"type": "message", "id": f"msg{self._name}_{len(self.done)}", "role": "assistant"}
                 self._open({**message, "status": "in_progress", "content": []})
-                self._tell("response.content_part.added", content_index=0, part=_part(""))
+                self._add_event("response.content_part.added", content_index=0, part=_part(""))
             self._delta("response.output_text.delta", event.text, content_index=0, logprobs=[])
 
     def close(self, reason: str = "stop") -> None:
@@ -182,16 +182,16 @@ class Items:
         item, text, kind = self._item, "".join(self._text), self._kind()
         status = "incomplete" if reason == "length" else "completed"
         if kind == "function_call":
-            self._tell("response.function_call_arguments.done", arguments=text, name=item["name"])
+            self._add_event("response.function_call_arguments.done", arguments=text, name=item["name"])
             item = {**item, "arguments": text or "{}", "status": status}
         elif kind == "reasoning":
-            self._tell("response.reasoning_text.done", content_index=0, text=text)
+            self._add_event("response.reasoning_text.done", content_index=0, text=text)
             item = {**item, "content": [{"type": "reasoning_text", "text": text}], "status": status}
         else:
-            self._tell("response.output_text.done", content_index=0, text=text, logprobs=[])
-            self._tell("response.content_part.done", content_index=0, part=_part(text))
+            self._add_event("response.output_text.done", content_index=0, text=text, logprobs=[])
+            self._add_event("response.content_part.done", content_index=0, part=_part(text))
             item = {**item, "content": [_part(text)], "status": status}
-        self.told.append(("response.output_item.done", {"output_index": len(self.done), "item": item}))
+        self.events.append(("response.output_item.done", {"output_index": len(self.done), "item": item}))
         self.done.append(item)
         self._item = None
 
@@ -200,15 +200,15 @@ class Items:
 
     def _open(self, item: dict[str, Any]) -> None:
         self._item, self._text = item, []
-        self.told.append(("response.output_item.added", {"output_index": len(self.done), "item": item}))
+        self.events.append(("response.output_item.added", {"output_index": len(self.done), "item": item}))
 
     def _delta(self, kind: str, text: str, **fields: Any) -> None:
         self._text.append(text)
-        self._tell(kind, delta=text, **fields)
+        self._add_event(kind, delta=text, **fields)
 
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def _add_event(self, kind: str, **fields: Any) -> None:
         assert self._item is not None, "an item is open"
-        self.told.append((kind, {"item_id": self._item["id"], "output_index": len(self.done), **fields}))
+        self.events.append((kind, {"item_id": self._item["id"], "output_index": len(self.done), **fields}))
 
 
 class ResponseEvents:
@@ -242,8 +242,8 @@ class ResponseEvents:
             self._items.add(event)
         if piece.reason:
             self._items.close(piece.reason)
-        written += [self._event(kind, **fields) for kind, fields in self._items.told]
-        self._items.told.clear()
+        written += [self._event(kind, **fields) for kind, fields in self._items.events]
+        self._items.events.clear()
         if piece.reason:
             body = self._work.body(self._generation, self._items.done, piece.reason)
             written.append(self._event(f"response.{body['status']}", response=body))

@@ -45,21 +45,21 @@ class EventLog:
     """The newest events."""
 
     def __init__(self) -> None:
-        self._told: deque[LogEntry] = deque(maxlen=KEPT_MAX)
+        self._entries: deque[LogEntry] = deque(maxlen=KEPT_MAX)
         self._stats: Stats | None = None
         self._health: Health | None = None
         self._counted: dict[str, tuple[LogEntry, _Counted]] = {}
         self._pid = self._gone_ms = 0
 
-    def told(self) -> list[LogEntry]:
+    def entries(self) -> list[LogEntry]:
         """Return the events, newest first."""
-        return list(self._told)
+        return list(self._entries)
 
     def process(self, pid: int, now_ms: int) -> None:
         """Record the process id of the coordinator; 0 after it has ended."""
         if pid != self._pid and self._pid and not self._gone_ms:
             self._gone_ms = now_ms
-            self._tell(now_ms, BAD, "the coordinator is gone")
+            self._add(now_ms, BAD, "the coordinator is gone")
         self._pid = pid
 
     def answered(self, stats: Stats, health: Health, now_ms: int) -> None:
@@ -69,21 +69,21 @@ class EventLog:
         if before is None or stood is None:
             return
         if stats.boot != before.boot:
-            self._tell(
+            self._add(
                 now_ms, BAD, f"the coordinator restarted without its journal{self._away(now_ms)}: its state is lost"
             )
             self._counted.clear()
         else:
             if self._gone_ms:
-                self._tell(now_ms, GOOD, f"the coordinator recovered{self._away(now_ms)} with its state intact")
+                self._add(now_ms, GOOD, f"the coordinator recovered{self._away(now_ms)} with its state intact")
             self._count(before, stats, now_ms)
         self._gone_ms = 0
         self._workers(stood, health, now_ms)
         if health.draining != stood.draining:
-            self._tell(now_ms, NOTICE, "draining: no new requests" if health.draining else "the drain was cancelled")
+            self._add(now_ms, NOTICE, "draining: no new requests" if health.draining else "the drain was cancelled")
         if health.ready != stood.ready and not health.draining:
             said = (GOOD, "ready to serve") if health.ready else (BAD, f"not ready: {health.reason}")
-            self._tell(now_ms, *said)
+            self._add(now_ms, *said)
 
     def _away(self, now_ms: int) -> str:
         return f" after {(now_ms - self._gone_ms) / 1000:.1f} s" if self._gone_ms else ""
@@ -93,11 +93,11 @@ class EventLog:
         for name, how in health.gone.items():
             if stood.gone.get(name) != how:
                 left = how.startswith(LEFT)
-                self._tell(now_ms, NOTICE if left else BAD, f"{name} {how}" if left else f"{name} is gone: {how}")
+                self._add(now_ms, NOTICE if left else BAD, f"{name} {how}" if left else f"{name} is gone: {how}")
         for worker in health.workers:
             known = before.get((worker.name, worker.rank))
             if worker.state == "ready" and (known is None or known.state != "ready" or known.pid != worker.pid):
-                self._tell(now_ms, GOOD, f"{worker.title} is ready (process {worker.pid})")
+                self._add(now_ms, GOOD, f"{worker.title} is ready (process {worker.pid})")
 
     def _count(self, before: Stats, stats: Stats, now_ms: int) -> None:
         for name, (level, what) in COUNTED.items():
@@ -107,14 +107,14 @@ class EventLog:
             told, counted = self._counted.get(name, (None, _Counted(was, now_ms)))
             if told is not None and now_ms - counted.last_ms > TOGETHER_MS:
                 told, counted = None, _Counted(was, now_ms)
-            if told is not None and told in self._told:
-                self._told.remove(told)
+            if told is not None and told in self._entries:
+                self._entries.remove(told)
             number = now - counted.first
             line = f"{number} request{'s' if number > 1 else ''} {what}"
             counted.last_ms = now_ms
-            self._counted[name] = self._tell(now_ms, level, line), counted
+            self._counted[name] = self._add(now_ms, level, line), counted
 
-    def _tell(self, at_ms: int, level: str, text: str) -> LogEntry:
+    def _add(self, at_ms: int, level: str, text: str) -> LogEntry:
         told = LogEntry(at_ms, level, text)
-        self._told.appendleft(told)
+        self._entries.appendleft(told)
         return told

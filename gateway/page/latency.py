@@ -64,13 +64,13 @@ class Latencies:
         }  # lists hold the newest requests, so one that has left does not come back
         self._ended = deque((one for one in self._ended if one.at_s >= now_s - WINDOW_S), ENDED_MAX)
 
-    def told(self) -> list[Latency]:
+    def by_tenant(self) -> list[Latency]:
         """Return the overall latency, then that of the tenants with the most requests, by name."""
-        by_tenant: dict[str, list[Ended]] = {}
+        groups: dict[str, list[Ended]] = {}
         for one in self._ended:
-            by_tenant.setdefault(one.tenant, []).append(one)
-        most = sorted(by_tenant.items(), key=lambda item: (-len(item[1]), item[0]))[:TENANTS_SHOWN]
-        return [_told(ALL, list(self._ended)), *(_told(tenant, ended) for tenant, ended in sorted(most))]
+            groups.setdefault(one.tenant, []).append(one)
+        most = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))[:TENANTS_SHOWN]
+        return [_latency_of(ALL, list(self._ended)), *(_latency_of(tenant, ended) for tenant, ended in sorted(most))]
 
 
 def _ended(row: RequestRow, at_s: float) -> Ended:
@@ -79,7 +79,7 @@ def _ended(row: RequestRow, at_s: float) -> Ended:
     return Ended(at_s, row.tenant, row.first_token_us / 1e6, between_s, row.ended_us / 1e6)
 
 
-def _told(tenant: str, ended: list[Ended]) -> Latency:
+def _latency_of(tenant: str, ended: list[Ended]) -> Latency:
     between = [one.between_s for one in ended if one.between_s is not None]
     first, whole = [one.first_s for one in ended], [one.whole_s for one in ended]
     return Latency(tenant, len(ended), _pair(first), _pair(between), _pair(whole))

@@ -88,7 +88,7 @@ class Sampler:
         self._client, self.ending = client, ending
         self._tables: Tables | None = None
         self._map, self._board, self._history = BlockMap(), DocumentStore(), History()
-        self._happenings, self._latencies, self._view = EventLog(), Latencies(), ServiceState()
+        self._event_log, self._latencies, self._view = EventLog(), Latencies(), ServiceState()
         self._absences = Absences()
         self._came_ms: dict[int, int] = {}
         self._counts: deque[tuple[float, int, int]] = deque(maxlen=RATE_LOOKS)
@@ -186,7 +186,7 @@ class Sampler:
         view.stats, view.health, view.listed = stats, health, listed
         view.absent = self._absences.look(health.gone, [worker.name for worker in health.workers], monotonic())
         self._upto = max((pool.base + pool.blocks for pool in stats.pools), default=0)
-        self._happenings.answered(stats, health, now_ms)
+        self._event_log.answered(stats, health, now_ms)
         self._latencies.look(listed.requests, now_s)
         self._came_ms = {
             row.request_id: self._came_ms.get(row.request_id) or now_ms - row.age_us // 1000 for row in listed.requests
@@ -198,7 +198,7 @@ class Sampler:
         put("workers", documents.workers(health, view.absent))
         put("totals", documents.totals(stats))
         put("requests", documents.requests(listed, self._came_ms))
-        put("latency", self._latencies.told())
+        put("latency", self._latencies.by_tenant())
 
     async def _list(self) -> RequestList:
         """List as many of the newest requests as the coordinator's `limits.list_max` allows."""
@@ -239,14 +239,14 @@ class Sampler:
         elif not self._gone_since:
             self._gone_since = now_s
         if self._tables is not None:
-            self._happenings.process(self._tables.pid if running else 0, now_ms)
+            self._event_log.process(self._tables.pid if running else 0, now_ms)
         view.gone_s = None if running else now_s - self._gone_since
         view.silent_s = now_s - self._asked if self._asked else 0.0
         now = self._now(now_s, now_ms)
         view.running, view.pending = now.get("running", 0), now.get("waiting", 0)
         self._board.put("now", now)
         self._board.put("summary", summary(view))
-        self._board.put("happenings", self._happenings.told())
+        self._board.put("happenings", self._event_log.entries())
         if now_s >= self._point_due:
             self._point_due = now_s + EVERY_S
             self._history.add(self._point(now, known=running and view.silent_s < SILENT_S))
@@ -303,7 +303,7 @@ class Sampler:
         if not known or "running" not in now:
             return Point(now["at_ms"], *[None] * 8)
         total = now["total"] or 1
-        latest = self._latencies.told()[0]
+        latest = self._latencies.by_tenant()[0]
         return Point(
             now["at_ms"],
             now["tokens_per_s"],

@@ -69,7 +69,7 @@ class ReplicaSet:
             return "connection lost"
         return "" if self._serves(replica) else "serves a different model than the first ready replica"
 
-    def told(self) -> dict[str, Any]:
+    def states(self) -> dict[str, Any]:
         """Return the state of each replica, for /health."""
         return {
             replica.name: {"ready": not (reason := self.why_not(replica)), "reason": reason}

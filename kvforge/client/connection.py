@@ -182,7 +182,7 @@ class Connection(ABC):
         except BaseException:
             # Whatever ended the wait (a deadline, Ctrl-C, a cancelled task), the request must not run on without a
             # reader. That holds for a detached one too: its id is unknown. A key allows it: the key finds it again.
-            link.tell(session.forget(pending))
+            link.send_soon(session.forget(pending))
             raise
         return pending
 

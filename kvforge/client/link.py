@@ -115,7 +115,7 @@ class CoordinatorLink(Watched):
         """Send the first message of a connection, which is writable."""
         self._put(hello)
 
-    def tell(self, messages: Iterable[Message]) -> None:
+    def send_soon(self, messages: Iterable[Message]) -> None:
         """Send messages of the session as soon as possible, before any later command.
 
         Without a connection they are dropped: on the next one, the session repeats all commands without a reply.
@@ -250,7 +250,7 @@ class CoordinatorLink(Watched):
                 problem = f"invalid message from {self._session.endpoint}: {error}"
                 self.fail(ProtocolError(f"{problem} (is it a kvforge of another version?)"))
                 return False
-            self.tell(replies)
+            self.send_soon(replies)
             if (now := monotonic()) >= end:
                 break
             self.came_at = now

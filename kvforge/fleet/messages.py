@@ -146,19 +146,19 @@ def encode(document: Order | NodeStatus) -> bytes:
     return data
 
 
-def order_of(said: bytes) -> Order:
+def order_of(data: bytes) -> Order:
     """Decode an order.
 
     Raises:
         msgspec.ValidationError: The bytes are not an order.
     """
-    return _ORDERS.decode(said)
+    return _ORDERS.decode(data)
 
 
-def node_status_of(said: bytes) -> NodeStatus:
+def node_status_of(data: bytes) -> NodeStatus:
     """Decode a status.
 
     Raises:
         msgspec.ValidationError: The bytes are not a status.
     """
-    return msgspec.json.decode(said, type=NodeStatus)
+    return msgspec.json.decode(data, type=NodeStatus)

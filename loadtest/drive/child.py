@@ -60,11 +60,11 @@ async def drive(result_fd: int) -> None:
             return
         stop = asyncio.Event()
         waiting = asyncio.create_task(_hear_stop(reader, stop))
-        telling = asyncio.create_task(_tell(engine))
+        printing = asyncio.create_task(_print_progress(engine))
         try:
             found = await engine.run(json.loads(line)["start"], stop)
         finally:
-            for task in (waiting, telling):
+            for task in (waiting, printing):
                 task.cancel()
     finally:
         await target.close()
@@ -78,7 +78,7 @@ async def _hear_stop(reader: asyncio.StreamReader, stop: asyncio.Event) -> None:
     stop.set()
 
 
-async def _tell(engine: Engine) -> None:
+async def _print_progress(engine: Engine) -> None:
     while True:
         await asyncio.sleep(PROGRESS_S)
         say({"progress": asdict(engine.progress)})

@@ -56,7 +56,7 @@ async def slowest(client: ExplainClient | None, outcomes: Sequence[Outcome], cou
     chosen = sorted(tried, key=_latency_s, reverse=True)[:count]
     until = monotonic() + ASK_S
     said = await asyncio.gather(*(_sentence(client, outcome.request_id, until) for outcome in chosen))
-    return [_told(outcome, sentence) for outcome, sentence in zip(chosen, said, strict=True)]
+    return [_document(outcome, sentence) for outcome, sentence in zip(chosen, said, strict=True)]
 
 
 def breakdown(outcomes: Sequence[Outcome]) -> Document:
@@ -129,7 +129,7 @@ async def _sentence(client: ExplainClient | None, request_id: int, until: float)
     return "; ".join(told.sentences)
 
 
-def _told(outcome: Outcome, sentence: str) -> Document:
+def _document(outcome: Outcome, sentence: str) -> Document:
     spent = phases_s(outcome)
     return {
         "request_id": outcome.request_id,

@@ -67,7 +67,7 @@ def test_an_exception_is_kept(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_what_is_told_carries_its_event(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG"):
-        logs.tell(logging.getLogger("coordinator"), "info", "worker ready", "worker_ready", {"worker": "w0"})
+        logs.log_event(logging.getLogger("coordinator"), "info", "worker ready", "worker_ready", {"worker": "w0"})
     line = json.loads(logs.formatter("coordinator", "json").format(caplog.records[0]))
     assert (line["event"], line["level"], line["worker"]) == ("worker_ready", "info", "w0")
 

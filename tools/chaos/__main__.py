@@ -42,9 +42,9 @@ def main() -> int:
         "--ranks", action="store_true", help="run the worker processes as ranks of one worker (tensor parallel)"
     )
     options = parser.parse_args()
-    tell = _silent if options.quiet else _say
+    log = _silent if options.quiet else _say
     computing = (options.device, options.dtype)
-    report = Driver(options.minutes, options.seed, tell, options.plant, *computing, together=options.ranks).run()
+    report = Driver(options.minutes, options.seed, log, options.plant, *computing, together=options.ranks).run()
     print(json.dumps(report, indent=1))
     if options.json is not None:
         document = {"title": TITLE, "machine": machine(), "versions": versions(), "results": report}

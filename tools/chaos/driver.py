@@ -74,7 +74,7 @@ class Driver:
         self,
         minutes: float,
         seed: int,
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
         fault: str = "",
         device: str = "cpu",
         dtype: str = "float32",
@@ -86,13 +86,13 @@ class Driver:
         Args:
             minutes: duration of the process faults.
             seed: the seed of faults and requests.
-            tell: called with a description of each process fault.
+            log: called with a description of each process fault.
             fault: the bug to plant (see `planted`), or "".
             device: the workers' device.
             dtype: the workers' dtype.
             together: run the workers as ranks of one worker.
         """
-        self._minutes, self._seed, self._tell = minutes, seed, tell
+        self._minutes, self._seed, self._log = minutes, seed, log
         self._computing = {"device": device, "dtype": dtype}
         self._planted = fault
         self._together = together
@@ -130,7 +130,7 @@ class Driver:
                 self._processes.close()
                 if self.faults:
                     kept = shutil.copytree(cluster.folder, f"{cluster.folder}-failed", ignore=_no_sockets)
-                    self._tell(f"kept logs, notes and journal in {kept}")
+                    self._log(f"kept logs, notes and journal in {kept}")
         return {**self._computing, "ranks_of_one": self._together, **self._report, "faults": self.faults}
 
     def _cluster_of(self, **options: Any) -> Cluster:
@@ -156,7 +156,7 @@ class Driver:
                 asyncio.create_task(_every(MEASURE_S, self._measure)),
             ]
             await self._misfortunes()
-            self._tell("calm")
+            self._log("calm")
             processes.calm()
             await self._until("both workers serve", lambda: self._serving(kv), READY_S)
             await asyncio.sleep(CALM_S)
@@ -168,7 +168,7 @@ class Driver:
             processes.measure()
             await self._settle(kv)
         self._check_sizes()
-        self._report = self._told(time.monotonic() - began)
+        self._report = self._make_report(time.monotonic() - began)
         await self._end_all()
 
     async def _misfortunes(self) -> None:
@@ -178,7 +178,7 @@ class Driver:
             if time.monotonic() + pause_s > until:
                 break
             await asyncio.sleep(pause_s)
-            self._tell(f"{time.strftime('%H:%M:%S')} {misfortune}")
+            self._log(f"{time.strftime('%H:%M:%S')} {misfortune}")
             for member in misfortune.members:
                 self._struck[f"{misfortune.kind} {member[0] if member in CLIENTS else member}"] += 1
             self._processes.strike(misfortune)
@@ -312,7 +312,7 @@ class Driver:
             }
             self.faults += sizes.too_large(member, spans, BYTES_MAX[member[0]])
 
-    def _told(self, took_s: float) -> dict[str, Any]:
+    def _make_report(self, took_s: float) -> dict[str, Any]:
         records = self._ledger.records.values()
         requests = self._stats.requests
         return {

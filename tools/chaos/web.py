@@ -144,7 +144,7 @@ class Web:
             async for at, event in _events(response):
                 if "error" in event:
                     if event["error"]["code"] not in UNAVAILABLE:
-                        self._notes.write(BROKEN, id=came.request_id, **_told(event["error"]))
+                        self._notes.write(BROKEN, id=came.request_id, **_error_facts(event["error"]))
                         came.broken = True
                     return
                 self._receive(known, name, came, event)
@@ -175,7 +175,7 @@ class Web:
         self._notes.write(FAULT, what=f"{self._name}: {what}")
 
 
-def _told(error: dict[str, Any]) -> dict[str, Any]:
+def _error_facts(error: dict[str, Any]) -> dict[str, Any]:
     return {"code": error["code"], "message": error["message"]}
 
 

@@ -134,7 +134,7 @@ def _serve() -> None:
         ready = select.select([0, wake], [], [])[0]
         if wake in ready:
             os.read(wake, 1 << 16)
-            _tell_ended()
+            _report_ended()
         if 0 in ready:
             read = os.read(0, 1 << 16)
             if not read:
@@ -148,7 +148,7 @@ def _serve() -> None:
                     os.close(awake)
                     _become_worker(**json.loads(line))
                     return
-                _tell(pid, None)
+                _report(pid, None)
 
 
 def _import_what_any_model_needs() -> None:
@@ -163,13 +163,13 @@ def _import_what_any_model_needs() -> None:
     cpu_target.target_context.refresh()
 
 
-def _tell_ended() -> None:
+def _report_ended() -> None:
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            _tell(ended[0], os.waitstatus_to_exitcode(ended[1]))
+            _report(ended[0], os.waitstatus_to_exitcode(ended[1]))
 
 
-def _tell(pid: int, status: int | None) -> None:
+def _report(pid: int, status: int | None) -> None:
     os.write(1, json.dumps([pid, status]).encode() + b"\n")
 
 

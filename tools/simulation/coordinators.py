@@ -297,7 +297,7 @@ class SimulatedCoordinator:
             self._ledger.telling.gone(number)
         elif sent is Sent.DONE:
             self._world.note(f"c{number}", message)
-            self._ledger.isolation.told(number, message)
+            self._ledger.isolation.check_message(number, message)
             if isinstance(message, Stream):
                 self._ledger.streamed(number, message, self._world.steady_us)
 

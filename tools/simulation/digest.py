@@ -38,10 +38,10 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, p
 
 def digest(value: Any, ignore: frozenset[str] = PUBLISH_LISTS) -> str:
     """Return the digest of `value` as 32 hex digits, without the attributes named in `ignore`."""
-    said = _Said(ignore)
-    said.all_of(value)
-    hasher = hashlib.blake2b("".join(said.words).encode(), digest_size=16)
-    hasher.update(b"".join(said.arrays))
+    serialised = _Serialised(ignore)
+    serialised.all_of(value)
+    hasher = hashlib.blake2b("".join(serialised.words).encode(), digest_size=16)
+    hasher.update(b"".join(serialised.arrays))
     return hasher.hexdigest()
 
 
@@ -56,7 +56,7 @@ def refusal_digest(machine: Any) -> str:
     return digest(machine, PUBLISH_LISTS | REFUSAL_COUNTERS)
 
 
-class _Said:
+class _Serialised:
     """Serialised value: words, and the bytes of arrays (their dtype and shape are among the words).
 
     Containers of atoms, the most common ones, are written with one repr.

@@ -889,8 +889,10 @@ def generated_tokens_told_as_a_prompts() -> list[Patch]:
 @fault
 def lost_pool_stays_in_mirrors() -> list[Patch]:
     """Mirrors keep the blocks of a lost worker."""
-    original = IndexChanges._tell_pool
-    return [(IndexChanges, "_tell_pool", lambda self, pool, told: original(self, pool, told if not pool.gone else []))]
+    original = IndexChanges._report_pool
+    return [
+        (IndexChanges, "_report_pool", lambda self, pool, came: original(self, pool, came if not pool.gone else []))
+    ]
 
 
 @fault

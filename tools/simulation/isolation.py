@@ -122,27 +122,27 @@ class Isolation:
         """Check that the error of a failed request, which the core keeps for later queries, names no other tenant."""
         self._own_words(request.tenant_name, [error.message], error)
 
-    def told(self, client: int, message: Message) -> None:
+    def check_message(self, client: int, message: Message) -> None:
         """Check a message for a client."""
         tenant = self._of.get(client)
         if tenant is None:
             return
         if isinstance(message, Stream):
-            told = [*message.request_ids.tolist(), *(ended.request_id for ended in message.ended), *message.paused]
+            named = [*message.request_ids.tolist(), *(ended.request_id for ended in message.ended), *message.paused]
         elif isinstance(message, Accepted):
-            told = list(range(message.request_id, message.request_id + message.count))
+            named = list(range(message.request_id, message.request_id + message.count))
         elif isinstance(message, RequestInfo | Attached):
-            told = [message.request_id]
+            named = [message.request_id]
         elif isinstance(message, RequestList):
-            told = [row.request_id for row in message.requests]
+            named = [row.request_id for row in message.requests]
         else:
-            told = []
-            self._told_more(tenant, message)
-        for request_id in told:
+            named = []
+            self._check_rows(tenant, message)
+        for request_id in named:
             self._own_request(tenant, request_id, message)
         self._own_words(tenant, _errors(message), message)
 
-    def _told_more(self, tenant: str, message: Message) -> None:
+    def _check_rows(self, tenant: str, message: Message) -> None:
         if isinstance(message, SequenceInfo) and message.tenant != tenant:
             raise Violation(f"a client of {tenant} received {message!r}")
         if isinstance(message, Stats) and (message.pools or {row.tenant for row in message.tenants} - {tenant}):

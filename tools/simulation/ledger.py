@@ -110,7 +110,7 @@ class Ledger:
         """Check the coordinator's reply to `command` of `client`."""
         if self.presence.answered_before(client, command, reply):
             if isinstance(reply, Accepted):
-                self._told_again(client, reply)
+                self._repeated(client, reply)
             return
         if isinstance(reply, Accepted):
             self._accepted(client, command, reply, now_us)
@@ -127,7 +127,7 @@ class Ledger:
         tenant = command.tenant if sequence is None else sequence.tenant
         self._check_key(tenant, command, reply, ids)
         if reply.repeated:
-            self._told_again(client, reply)
+            self._repeated(client, reply)
             return
         if self.dues.draining:
             raise Violation("a request was accepted while draining")
@@ -136,7 +136,7 @@ class Ledger:
         for i, request_id in enumerate(ids):
             self._book(request_id, client, command, (reply.seed + i) % (1 << 64), prompt, salt, now_us)
 
-    def _told_again(self, client: int, reply: Accepted) -> None:
+    def _repeated(self, client: int, reply: Accepted) -> None:
         """Expect the streams of a repeated command from their beginning."""
         for request_id in range(reply.request_id, reply.request_id + reply.count):
             if self._known(request_id) is None:

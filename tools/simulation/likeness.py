@@ -27,8 +27,8 @@ IGNORED = PUBLISH_LISTS | WATCHERS
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, type)
 SETS = frozenset((set, frozenset))
 # a callable that is not called, and its arguments
-Told = tuple[Any, ...]
-NOTHING: Told = (list, ())
+Reduction = tuple[Any, ...]
+NOTHING: Reduction = (list, ())
 
 
 def likeness(machine: Any) -> str:
@@ -50,19 +50,19 @@ class _Walk(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, 5)
         self.fast = True  # identity of equal values does not count
-        self.memo = {id(told): (number, told) for number, told in enumerate((list, dict))}
+        self.memo = {id(callable_): (number, callable_) for number, callable_ in enumerate((list, dict))}
         self.found: list[Any] = []
         self.arrays: list[bytes] = []
         self._numbers: dict[int, int] = {}
 
-    def reducer_override(self, value: Any) -> Told:
+    def reducer_override(self, value: Any) -> Reduction:
         """Reduce a value that is neither plain nor a container."""
         if type(value) is np.ndarray:
             self.arrays.append(value.tobytes())
             return list, (value.dtype.str, value.shape)
-        tell = _told_by(cast(Any, type(value)))
-        if tell is not None:
-            return tell(value)
+        reducer = _reducer_of(cast(Any, type(value)))
+        if reducer is not None:
+            return reducer(value)
         numbers, key = self._numbers, id(value)
         if key not in numbers:
             numbers[key] = len(numbers)
@@ -103,15 +103,15 @@ def _slots(cls: type) -> Callable[[Any], Any] | None:
 
 
 @cache
-def _told_by(cls: type) -> Callable[[Any], Told] | None:
+def _reducer_of(cls: type) -> Callable[[Any], Reduction] | None:
     """Return the reducer of a class, or None for an object that is reduced by its attributes."""
-    for kinds, tell in _TELL:
+    for kinds, reducer in _REDUCERS:
         if issubclass(cls, kinds):
-            return tell
+            return reducer
     return None
 
 
-_TELL: tuple[tuple[Any, Callable[[Any], Told]], ...] = (
+_REDUCERS: tuple[tuple[Any, Callable[[Any], Reduction]], ...] = (
     (FUNCTIONS, lambda _: NOTHING),
     ((np.generic, enum.Enum), lambda value: (list, (repr(value),))),
     (msgspec.Struct, lambda value: (list, (type(value).__name__, msgspec.structs.astuple(value)))),

@@ -67,7 +67,7 @@ class Presence:
         if answers is None or isinstance(command, (Attach, *READING)) or isinstance(reply, Refused):
             return False
         rid: int = command.rid  # type: ignore[attr-defined]
-        told, before = _told(reply), answers.get(rid)
+        told, before = _content(reply), answers.get(rid)
         if before is None:
             answers[rid] = told
             return False
@@ -76,7 +76,7 @@ class Presence:
         return True
 
 
-def _told(message: Message) -> Bytes:
+def _content(message: Message) -> Bytes:
     if isinstance(message, Accepted):  # the same requests, although repeated
         return (b"%d" % message.request_id, b"%d" % message.count)
     return tuple(bytes(frame) for frame in codec.encode(message))

@@ -392,9 +392,9 @@ class Worker:
         self._last_step = step.step_id
         self._backoff.begin(len(self._under_way))
         if log.isEnabledFor(logging.DEBUG):
-            self._tell_step(step)
+            self._log_step(step)
 
-    def _tell_step(self, step: Step) -> None:
+    def _log_step(self, step: Step) -> None:
         """Log a step: the requests that it serves, and how many tokens it computes for each."""
         self._request_of.update((start.slot, start.request_id) for start in step.begins)
         rows = zip(step.slots.tolist(), step.counts.tolist(), strict=True)

@@ -9,7 +9,7 @@ Invariant: a mirror that applies everything that `take` returns, in order, holds
 returns for all pools.
 
 The core records raw changes as copies, and `take` interprets them once a turn. None of this is part of the core's
-state: `KVCacheManager.tell_changes` starts the report again from the beginning.
+state: `KVCacheManager.record_changes` starts the report again from the beginning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvforge.protocol.messages import GENERATED
 Tokens = npt.NDArray[np.int32]
 Keys = npt.NDArray[np.int64]
 BLOCK = 0xFFFFFFFF  # mask for the block in a key; the rest is its generation
-UNTOLD = -1
+UNREPORTED = -1
 FEW = 8  # up to this many entries, a Python loop is faster than numpy
 _TOKEN = np.int32(GENERATED - 1)
 
@@ -82,7 +82,7 @@ class _Added(NamedTuple):
 
 
 class IndexChanges:
-    """Changes recorded since the last `take`, and the entries reported so far: key, hash and salt of each block.
+    """Changes recorded since the last `pop_changes`, and the entries reported so far: key, hash and salt of each block.
 
     If more than `blocks_noted_max` blocks change between two calls, the changes are dropped and `take` returns None.
     """
@@ -91,11 +91,11 @@ class IndexChanges:
         self._blocks_noted_max = 2 * blocks_max
         self._noted: list[_Pool | _Added | list[int]] = []
         self._blocks_noted = 0
-        self._key = np.full(blocks_max, UNTOLD, np.int64)
+        self._key = np.full(blocks_max, UNREPORTED, np.int64)
         self._hash = np.zeros(blocks_max, np.uint64)
         self._salt = np.zeros(blocks_max, np.int64)
         self._pool = np.zeros(blocks_max, np.int64)
-        self._told = 0
+        self._reported = 0
 
     def pool(self, number: int, base: int, count: int, *, gone: bool = False) -> None:
         """Record that a pool of blocks [base, base + count) was added or removed."""
@@ -123,16 +123,16 @@ class IndexChanges:
         changes: list[Change] = []
         for one in noted:
             if isinstance(one, _Added):
-                self._tell_added(one, changes)
+                self._report_added(one, changes)
             elif isinstance(one, _Pool):
-                self._tell_pool(one, changes)
+                self._report_pool(one, changes)
             else:
-                self._tell_removed(one, changes)
+                self._report_removed(one, changes)
         return changes
 
     # ------------------------------------------------------------------------------------------------- interpretation
 
-    def _tell_added(self, added: _Added, changes: list[Change]) -> None:
+    def _report_added(self, added: _Added, changes: list[Change]) -> None:
         """Report added entries in runs of a parent and its descendants, as prompts have them.
 
         The entries of a decode step, one for each sequence, are not linked to each other; these are handled together.
@@ -141,80 +141,80 @@ class IndexChanges:
         cuts = (np.flatnonzero(parents[1:] != keys[:-1]) + 1).tolist()
         of_prompts = np.maximum.reduce(added.contents, axis=1) < GENERATED
         if len(cuts) == keys.size - 1:
-            self._tell_each(added, of_prompts, changes)
+            self._report_each(added, of_prompts, changes)
             return
         for first, end in zip([0, *cuts], [*cuts, keys.size], strict=True):
-            told = end if of_prompts[first:end].all() else first + int(np.argmin(of_prompts[first:end]))
+            reported = end if of_prompts[first:end].all() else first + int(np.argmin(of_prompts[first:end]))
             above = int(parents[first])
             parent, salt = (None, -above - 1) if above < 0 else self._of(above)
-            if told == first or salt == UNTOLD:
+            if reported == first or salt == UNREPORTED:
                 continue
-            blocks, run = keys[first:told] & BLOCK, slice(first, told)
+            blocks, run = keys[first:reported] & BLOCK, slice(first, reported)
             self._key[blocks], self._hash[blocks], self._salt[blocks] = keys[run], added.hashes[run], salt
-            self._told += told - first
+            self._reported += reported - first
             pool, hashes = int(self._pool[blocks[0]]), added.hashes[run].tolist()
             changes.append(Stored(pool, salt, parent, hashes, (added.contents[run] & _TOKEN).ravel().tolist()))
 
-    def _tell_each(self, added: _Added, of_prompts: npt.NDArray[np.bool_], changes: list[Change]) -> None:
+    def _report_each(self, added: _Added, of_prompts: npt.NDArray[np.bool_], changes: list[Change]) -> None:
         """Report entries that are not linked to each other."""
         parents = added.parents
         if parents.size <= FEW:
-            self._tell_few(added, of_prompts, changes)
+            self._report_few(added, of_prompts, changes)
             return
         roots = parents < 0
         above = np.where(roots, 0, parents & BLOCK)
-        (told,) = (of_prompts & (roots | (self._key[above] == parents))).nonzero()
-        if not told.size:
+        (reported,) = (of_prompts & (roots | (self._key[above] == parents))).nonzero()
+        if not reported.size:
             return
-        keys, hashes, roots, above = added.keys[told], added.hashes[told], roots[told], above[told]
+        keys, hashes, roots, above = added.keys[reported], added.hashes[reported], roots[reported], above[reported]
         blocks = keys & BLOCK
-        salts = np.where(roots, -parents[told] - 1, self._salt[above])
+        salts = np.where(roots, -parents[reported] - 1, self._salt[above])
         from_above = self._hash[above].tolist()
         self._key[blocks], self._hash[blocks], self._salt[blocks] = keys, hashes, salts
-        self._told += told.size
+        self._reported += reported.size
         for pool, salt, root, parent, value, tokens in zip(
             self._pool[blocks].tolist(),
             salts.tolist(),
             roots.tolist(),
             from_above,
             hashes.tolist(),
-            (added.contents[told] & _TOKEN).tolist(),
+            (added.contents[reported] & _TOKEN).tolist(),
             strict=True,
         ):
             changes.append(Stored(pool, salt, None if root else parent, [value], tokens))
 
-    def _tell_few(self, added: _Added, of_prompts: npt.NDArray[np.bool_], changes: list[Change]) -> None:
+    def _report_few(self, added: _Added, of_prompts: npt.NDArray[np.bool_], changes: list[Change]) -> None:
         """Report unlinked entries in a Python loop."""
         columns = (added.keys, added.parents, added.hashes, added.contents & _TOKEN, of_prompts)
-        for key, above, value, tokens, told in zip(*(column.tolist() for column in columns), strict=True):
+        for key, above, value, tokens, reported in zip(*(column.tolist() for column in columns), strict=True):
             parent, salt = (None, -above - 1) if above < 0 else self._of(above)
-            if not told or salt == UNTOLD:
+            if not reported or salt == UNREPORTED:
                 continue
             block = key & BLOCK
             self._key[block], self._hash[block], self._salt[block] = key, value, salt
-            self._told += 1
+            self._reported += 1
             changes.append(Stored(int(self._pool[block]), salt, parent, [value], tokens))
 
     def _of(self, key: int) -> tuple[int | None, int]:
         """Return the hash and salt that were reported under a key."""
         block = key & BLOCK
-        return (int(self._hash[block]), int(self._salt[block])) if self._key[block] == key else (None, UNTOLD)
+        return (int(self._hash[block]), int(self._salt[block])) if self._key[block] == key else (None, UNREPORTED)
 
-    def _tell_removed(self, keys: list[int], changes: list[Change]) -> None:
+    def _report_removed(self, keys: list[int], changes: list[Change]) -> None:
         blocks = [key & BLOCK for key in keys if self._key[key & BLOCK] == key]
         if blocks:
-            self._key[blocks] = UNTOLD
-            self._told -= len(blocks)
+            self._key[blocks] = UNREPORTED
+            self._reported -= len(blocks)
             changes.append(Removed(int(self._pool[blocks[0]]), self._hash[blocks].tolist()))
 
-    def _tell_pool(self, pool: _Pool, changes: list[Change]) -> None:
+    def _report_pool(self, pool: _Pool, changes: list[Change]) -> None:
         region = slice(pool.base, pool.base + pool.blocks)
         if not pool.gone:
             self._pool[region] = pool.number
             return
-        hashes = self._hash[region][self._key[region] != UNTOLD]
+        hashes = self._hash[region][self._key[region] != UNREPORTED]
         if hashes.size:
-            alone = hashes.size == self._told
+            alone = hashes.size == self._reported
             changes.append(Cleared(pool.number) if alone else Removed(pool.number, hashes.tolist()))
-        self._key[region] = UNTOLD
-        self._told -= hashes.size
+        self._key[region] = UNREPORTED
+        self._reported -= hashes.size

@@ -129,12 +129,12 @@ class KVCacheManager:
         self.waits.wake_all()
         return slots
 
-    def tell_changes(self) -> IndexChanges:
+    def record_changes(self) -> IndexChanges:
         """Start recording changes of the prefix indexes, beginning with their present content."""
         changed = self.store.changed = IndexChanges(self.blocks.refcount.size)
         for group in self.groups.values():
             changed.pool(group.number, group.pool.base, group.pool.count)
-            group.index.tell_all(changed)
+            group.index.note_all(changed)
         return changed
 
     def group_of_block(self, block_id: int) -> Group:

@@ -169,7 +169,7 @@ class PrefixCache:
         self._blocks.indexed[block] = True
         if store.changed is not None:  # descendants of an earlier entry of the block become hittable again
             self._note_added(store.changed, np.array(self._chains([block]), np.int64))
-        self._tell((value,))
+        self._wake_waiting((value,))
         return self.key(block)
 
     def _add_child(self, parent: int, block: int) -> None:
@@ -231,10 +231,10 @@ class PrefixCache:
             store.changed.added(self.keys(ids), parents, values, contents)
             if again:
                 self._note_added(store.changed, np.array(self._chains(again), np.int64))
-        self._tell(hashes)
+        self._wake_waiting(hashes)
         return True
 
-    def _tell(self, values: Iterable[int]) -> None:
+    def _wake_waiting(self, values: Iterable[int]) -> None:
         """Wake requests that wait for blocks with these chained hashes."""
         for value in values if self._waits.awaits_prefix else ():
             self._waits.wake(prefix_of(value))
@@ -283,7 +283,7 @@ class PrefixCache:
         first = [block for own in roots for block in (own if isinstance(own, dict) else (own,))]
         return np.array(self._chains(first), np.int64)
 
-    def tell_all(self, changed: IndexChanges) -> None:
+    def note_all(self, changed: IndexChanges) -> None:
         """Record every reachable entry as newly added."""
         self._note_added(changed, self.reachable())
 

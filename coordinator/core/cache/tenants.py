@@ -123,6 +123,6 @@ class Tenants:
             return 0
         return int(np.add.reduce(self.floor) - self.floor[self._index.get(name, 0)])
 
-    def ceiling_told(self, index: int) -> int:
+    def ceiling_blocks(self, index: int) -> int:
         """Return the tenant's ceiling in blocks of one pool, or 0 if it has none."""
         return 0 if self.ceiling[index] == NO_CEILING else int(self.ceiling[index])

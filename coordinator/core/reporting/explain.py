@@ -21,7 +21,7 @@ from .spent import duration, where_time_went
 from .statistics import live_tokens
 
 Facts = dict[str, Field]
-Told = tuple[str, list[str], Facts]
+Explained = tuple[str, list[str], Facts]
 
 
 class Explainer:
@@ -62,7 +62,7 @@ class Explainer:
 
     # ---------------------------------------------------------------------------------------------------------- blocks
 
-    def _block(self, tenant: str, block: int) -> Told:
+    def _block(self, tenant: str, block: int) -> Explained:
         info = self._blocks.info(tenant, GetBlock(rid=0, block_id=block))
         sentences = [f"block {block} of worker {info.worker} is {info.state}, generation {info.generation}"]
         sentences += [f"held by {one.name} for {duration(one.since_us)}" for one in info.holders]
@@ -82,7 +82,7 @@ class Explainer:
 
     # -------------------------------------------------------------------------------------------------------- requests
 
-    def _request(self, seen: int, request: Request) -> Told:
+    def _request(self, seen: int, request: Request) -> Explained:
         """Explain a request. Requests of tenants other than `seen` stay anonymous, unless it is 0."""
         subject = f"request {request.id}"
         facts: Facts = {"state": request.state, "age_us": self._clock.now_us - request.submitted_us}
@@ -115,7 +115,7 @@ class Explainer:
         known = not seen or (request is not None and request.tenant == seen)
         return f"request {request_id}" if known else "a request of another tenant"
 
-    def _running(self, seen: int, subject: str, request: Request, facts: Facts) -> Told:
+    def _running(self, seen: int, subject: str, request: Request, facts: Facts) -> Explained:
         s, slot = self._cache.sequences, request.slot
         left = int(self._admission.rows.limit[slot] - s.length[slot])
         facts.update({"worker": request.worker, "blocks": int(s.used[slot]), "tokens_left_max": left})
@@ -202,7 +202,7 @@ class Explainer:
 
     # ---------------------------------------------------------------------------------------------- sequences, tenants
 
-    def _sequence(self, sequence_id: int) -> Told:
+    def _sequence(self, sequence_id: int) -> Explained:
         info = self._sequences.info(GetSequence(rid=0, sequence_id=sequence_id))
         s, slot = self._cache.sequences, self._sequences.find(sequence_id)
         ids, ttl_us = s.blocks_of(slot), int(s.idle_ttl_us[slot])
@@ -222,7 +222,7 @@ class Explainer:
         facts = _facts(info, "length", "computed_tokens", "blocks") | {"shared_blocks": shared}
         return f"sequence {sequence_id}", sentences, facts | _facts(info, "worker", "request_id", "resident")
 
-    def _tenant(self, name: str) -> Told:
+    def _tenant(self, name: str) -> Explained:
         tenants, cache = self._cache.tenants, self._cache
         index = tenants.peek(name)
         if not index:
@@ -244,7 +244,7 @@ class Explainer:
             "byte_seconds": integral,
             "live_tokens": live,
             "floor": int(tenants.floor[index]),
-            "ceiling": tenants.ceiling_told(index),
+            "ceiling": tenants.ceiling_blocks(index),
             "prefix_queried_tokens": queried,
             "prefix_hit_tokens": hit,
         }

@@ -122,7 +122,7 @@ def tenant_stats(cache: KVCacheManager, waiting: WaitingQueue) -> tuple[TenantSt
             bytes=int(used_bytes[index]),
             byte_seconds=float(byte_seconds[index]),
             floor=int(tenants.floor[index]),
-            ceiling=tenants.ceiling_told(index),
+            ceiling=tenants.ceiling_blocks(index),
             weight=float(tenants.weight[index]),
             pending=pending[index],
         )

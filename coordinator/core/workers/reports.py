@@ -177,12 +177,12 @@ class WorkerReports:
         worker = self.workers[number] = team.members[rank] = Worker(number, name, message.pid, rank, team.count)
         self.ended.pop(name, None)
         self._log("info", "worker connected", "worker_connected", worker, pid=message.pid, rank=rank)
-        self._tell_waiting(team)
+        self._update_phases(team)
         if not team.missing:
             meeting = Rendezvous(name=f"{self._boot}-{number}")
             self._effects.extend(ToWorker(member.number, meeting) for member in team.members.values())
 
-    def _tell_waiting(self, team: Team) -> None:
+    def _update_phases(self, team: Team) -> None:
         """Update the phase of ranks that have not met."""
         missing = ", ".join(map(str, team.missing))
         for member in team.members.values():
@@ -406,7 +406,7 @@ class WorkerReports:
     def _end_others(self, worker: Worker, team: Team, goodbye: bool, why: str) -> None:
         """End the other ranks of a worker that lost one. Their processes are killed: they may hang in a collective."""
         if team.leave(worker.rank):
-            self._tell_waiting(team)
+            self._update_phases(team)
             if not team.members:
                 del self._teams[team.name]
             return

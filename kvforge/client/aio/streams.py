@@ -75,7 +75,7 @@ class AsyncStream:
         link, session = self._streams.calls.link, self._streams.calls.session
         if self._track is not None:
             self._track.wakers.discard(self._moved)
-            link.tell(session.cancel((self.request_id,)))
+            link.send_soon(session.cancel((self.request_id,)))
         elif self._submission is not None:
             self._submission.given_up()
         self._streams.pump_soon()
@@ -94,7 +94,7 @@ class AsyncStream:
         link, session = self._streams.calls.link, self._streams.calls.session
         command = FinishAt(rid=session.new_rid(), request_id=self.request_id, tokens=tokens)
         session.expect(command.rid, Done, "FinishAt").sent = command
-        link.tell((command,))
+        link.send_soon((command,))
         self._streams.pump_soon()
 
     def _refused(self, error: KvforgeError) -> None:
@@ -142,7 +142,7 @@ class _Submission:
         """Drop the submission if all its streams were given up."""
         if all(stream.given_up for stream in self._streams):
             self._pending.wakers.clear()
-            self._calls.link.tell(self._calls.session.forget(self._pending))
+            self._calls.link.send_soon(self._calls.session.forget(self._pending))
 
     def _answered(self) -> None:
         """Handle the acceptance or the refusal."""
@@ -159,7 +159,7 @@ class _Submission:
                 unwanted.append(track.request_id)
             stream._accepted(track)
         if unwanted and not pending.keyed:
-            self._calls.link.tell(self._calls.session.cancel(unwanted))
+            self._calls.link.send_soon(self._calls.session.cancel(unwanted))
 
 
 class AsyncStreams:

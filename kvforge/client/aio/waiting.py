@@ -110,7 +110,7 @@ class AsyncCalls(Operations):
     def abandon(self, tracks: Sequence[RequestStream]) -> None:
         """Cancel requests that lost their last reader here, after a reading task was cancelled."""
         left = [track.request_id for track in tracks if not (track.done or track.kept or track.readers)]
-        self.link.tell(self.session.cancel(left))
+        self.link.send_soon(self.session.cancel(left))
 
     def _link_opened(self) -> None:
         loop = asyncio.get_running_loop()

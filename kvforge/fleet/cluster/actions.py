@@ -85,7 +85,7 @@ class ActionExecutor:
             **shared,
         ).remote(member.kind, encode(begin))
 
-    async def tell_gateways(self, spec: Spec, places: dict[str, Place], lives: dict[FleetMember, str]) -> None:
+    async def update_gateways(self, spec: Spec, places: dict[str, Place], lives: dict[FleetMember, str]) -> None:
         """Send the replicas and the file to each gateway that does not have them yet.
 
         Args:

@@ -55,9 +55,9 @@ class Controller:
             await asyncio.wait_for(self._looked.wait(), FIRST_S)
         return msgspec.json.encode(self._status)
 
-    async def use(self, said: bytes) -> None:
+    async def use(self, data: bytes) -> None:
         """Replace the fleet's `Spec`, and retry members that cannot start."""
-        new = msgspec.msgpack.decode(said, type=Spec)
+        new = msgspec.msgpack.decode(data, type=Spec)
         old = store.get(self._fleet)
         if old is not None:
             count = None if old.ended else carried(parse(old.text), old.count, parse(new.text))
@@ -142,7 +142,7 @@ class Controller:
             for member in self._watch.members
             if member.name == gateway.name and gateway.told.life and gateway.phase not in (DRAINING, STOPPED)
         }
-        await self._executor.tell_gateways(spec, places, lives)
+        await self._executor.update_gateways(spec, places, lives)
         for action in decision.actions:
             await self._executor.do(action, file, spec)
 

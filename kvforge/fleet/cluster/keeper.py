@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class Keeper:
-    """The actor, on the event loop of a process of Ray. `told` defines the documents."""
+    """The actor, on the event loop of a process of Ray. `messages` defines the documents."""
 
     async def __init__(self, kind: str, begin: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
         self._kind = kind
@@ -72,7 +72,7 @@ class Keeper:
             _say,
             descriptors=(self._theirs.fileno(),),
         )
-        self._told = NodeStatus(phase=STARTING, reason="its program is starting")
+        self._status = NodeStatus(phase=STARTING, reason="its program is starting")
         self._failed_at = self._stopped_at = 0.0
         self._drain: DrainOrder | None = None
         self._start()
@@ -80,19 +80,19 @@ class Keeper:
 
     async def look(self) -> bytes:
         """Return the program's status."""
-        told = self._told
+        status = self._status
         failed_s = monotonic() - self._failed_at if self._failed_at else 0.0
-        if self._stopped_at and told.phase != STOPPED:
-            told = msgspec.structs.replace(told, phase=DRAINING, running=0, pending=0)
-        elif self._drain is not None and told.phase not in (DRAINING, STOPPED, FAILED):
+        if self._stopped_at and status.phase != STOPPED:
+            status = msgspec.structs.replace(status, phase=DRAINING, running=0, pending=0)
+        elif self._drain is not None and status.phase not in (DRAINING, STOPPED, FAILED):
             # It has not received the order yet, so its requests are not known to have ended.
-            told = msgspec.structs.replace(told, phase=DRAINING, running=max(1, told.running))
-        pids = {**told.pids, "keeper": os.getpid(), "program": self._child.pid}
-        return encode(msgspec.structs.replace(told, failed_s=failed_s, node=self._node, life=self._life, pids=pids))
+            status = msgspec.structs.replace(status, phase=DRAINING, running=max(1, status.running))
+        pids = {**status.pids, "keeper": os.getpid(), "program": self._child.pid}
+        return encode(msgspec.structs.replace(status, failed_s=failed_s, node=self._node, life=self._life, pids=pids))
 
-    async def order(self, said: bytes) -> None:
+    async def order(self, data: bytes) -> None:
         """Relay an order, and keep it for a program that is started later."""
-        order = order_of(said)
+        order = order_of(data)
         if isinstance(order, UseOrder):
             self._begin = msgspec.structs.replace(self._begin, text=order.text, places=order.places)
         elif isinstance(order, DrainOrder):
@@ -101,7 +101,7 @@ class Keeper:
             self._stopped_at = monotonic()
             if not self._child.running:
                 self._end()
-            elif self._told.phase == STARTING:
+            elif self._status.phase == STARTING:
                 self._child.send(signal.SIGTERM)  # it may be loading its model and read orders only afterwards
         self._send(order)
 
@@ -133,43 +133,43 @@ class Keeper:
 
     def _hear(self) -> None:
         with suppress(BlockingIOError):
-            while said := self._ours.recv(DOCUMENT_BYTES_MAX):
+            while data := self._ours.recv(DOCUMENT_BYTES_MAX):
                 with suppress(msgspec.ValidationError, msgspec.DecodeError):
-                    self._told = node_status_of(said)
-                self._child.served |= self._told.phase == READY
+                    self._status = node_status_of(data)
+                self._child.served |= self._status.phase == READY
 
     def _on_end(self, status: int) -> None:
         """Handle the program's end: finish after a stop, else restart it unless that would fail again."""
-        told = self._told
+        last = self._status
         if self._stopped_at:
             self._end()
             return
         how = f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
-        reason = told.reason if told.phase == FAILED else f"its program ended ({how}): {self._child.last_words()}"
+        reason = last.reason if last.phase == FAILED else f"its program ended ({how}): {self._child.last_words()}"
         if status in (OK, USAGE):
             self._child.given_up = True
         else:
             self._child.plan_restart()
         if self._child.given_up:
             self._failed_at = monotonic()
-            self._told = NodeStatus(phase=FAILED, reason=reason, place=told.place)
+            self._status = NodeStatus(phase=FAILED, reason=reason, place=last.place)
             log.error("%s cannot serve: %s", self._child.name, reason)
             return
         assert self._child.restart_at is not None, "plan_restart schedules a restart"
         again_s = self._child.restart_at - monotonic()
         log.warning("%s: %s; restarting in %.1f s", self._child.name, reason, again_s)
-        self._told = NodeStatus(
-            phase=STARTING, reason=f"{reason} (restarting in {again_s:.1f} s)", place=told.place, url=told.url
+        self._status = NodeStatus(
+            phase=STARTING, reason=f"{reason} (restarting in {again_s:.1f} s)", place=last.place, url=last.url
         )
 
     def _end(self) -> None:
         """Finish, and remove the folder of a program that was killed or could not start."""
-        if self._told.phase != STOPPED:
+        if self._status.phase != STOPPED:
             with suppress(KvforgeError):
                 folder = Folder(parse(self._begin.text), self._begin.name)
                 folder.claim()
                 folder.remove()
-        self._told = NodeStatus(phase=STOPPED)
+        self._status = NodeStatus(phase=STOPPED)
 
 
 def _say(line: str) -> None:

@@ -45,7 +45,7 @@ def main() -> int:
         except Interrupted as interrupted:
             return interrupted.status
         except (KvforgeError, Stopped) as error:
-            link.tell(NodeStatus(phase=FAILED, reason=str(error)))
+            link.send_status(NodeStatus(phase=FAILED, reason=str(error)))
             print(f"{options.kind}: {error}", file=sys.stderr, flush=True)
             return error.status if isinstance(error, Stopped) else status_of(error)
         finally:

@@ -92,7 +92,7 @@ class Gateway:
             if self._listener is not None:
                 self._listener.close()
         self._folder.remove()
-        self._link.tell(NodeStatus(phase=STOPPED))
+        self._link.send_status(NodeStatus(phase=STOPPED))
         return OK
 
     def _listen(self, host: str, port: int) -> socket.socket:
@@ -227,7 +227,7 @@ class Gateway:
         age_s = monotonic() - self._began
         pids = {child.name: child.pid for child in self._children if child.pid}
         if self._stopping:
-            self._link.tell(NodeStatus(phase=DRAINING, age_s=age_s, url=self.url, pids=pids))
+            self._link.send_status(NodeStatus(phase=DRAINING, age_s=age_s, url=self.url, pids=pids))
             return
         said = self._health()
         if said is not None and self._child is not None:
@@ -238,7 +238,7 @@ class Gateway:
         reason = "" if ready else self._why_not(said)
         if replicas and self._child is not None and set(replicas) != set(self._places):
             self._hup = True  # it has not received the signal yet
-        self._link.tell(
+        self._link.send_status(
             NodeStatus(
                 phase=READY if ready else UNREADY if self._served else STARTING,
                 reason=reason,

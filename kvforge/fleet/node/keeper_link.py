@@ -59,7 +59,7 @@ class KeeperLink:
                     came.append(order_of(data))
         return came
 
-    def tell(self, told: NodeStatus) -> None:
+    def send_status(self, status: NodeStatus) -> None:
         """Send a status. If the keeper has not read for long, it is dropped: a later one is newer."""
         with suppress(BlockingIOError, ConnectionError):
-            self._socket.send(encode(told))
+            self._socket.send(encode(status))

@@ -69,14 +69,14 @@ class Replica:
             self._folder.keep_port(port)
             host = f"[{self._begin.address}]" if ":" in self._begin.address else self._begin.address
             place = Place(endpoint=f"tcp://{host}:{port}", server_key=self._folder.keys().public)
-            self._tell(NodeStatus(phase=STARTING, reason="fetching the model", place=place))
+            self._send_status(NodeStatus(phase=STARTING, reason="fetching the model", place=place))
             with self._signals.interrupting():
                 model = model_of(self._file)
             settings = settings_of(self._file, self._folder, model, place.endpoint, self._begin.public)
             with Supervisor(settings, self._signals, ConsoleReporter(settings.log_format)) as supervisor:
                 self._run(supervisor, place)
         self._folder.remove()
-        self._tell(NodeStatus(phase=STOPPED))
+        self._send_status(NodeStatus(phase=STOPPED))
         return OK
 
     def _run(self, supervisor: Supervisor, place: Place) -> None:
@@ -105,13 +105,13 @@ class Replica:
         told = {**self._counted(supervisor, health), "place": place, "pids": pids, "age_s": monotonic() - self._began}
         if self._drain_began:
             self._drain(supervisor, health)
-            self._tell(NodeStatus(phase=DRAINING, draining_s=monotonic() - self._drain_began, **told))
+            self._send_status(NodeStatus(phase=DRAINING, draining_s=monotonic() - self._drain_began, **told))
         elif health is not None and health.ready and self._served:
-            self._tell(NodeStatus(phase=READY, **told))
+            self._send_status(NodeStatus(phase=READY, **told))
         else:
             reason = health.reason if health is not None else "its coordinator does not answer"
             phase = UNREADY if self._served else STARTING
-            self._tell(NodeStatus(phase=phase, reason=reason or "some workers do not serve", **told))
+            self._send_status(NodeStatus(phase=phase, reason=reason or "some workers do not serve", **told))
 
     def _drain(self, supervisor: Supervisor, health: Health | None) -> None:
         """Drain the coordinator, and drain it again after a restart."""
@@ -138,9 +138,9 @@ class Replica:
             told["queue_s"] = self._queue.look(monotonic(), begun, waited_us, requests.pending)
         return told
 
-    def _tell(self, told: NodeStatus) -> None:
-        self._last = told
-        self._link.tell(told)
+    def _send_status(self, status: NodeStatus) -> None:
+        self._last = status
+        self._link.send_status(status)
 
 
 def model_of(file: FleetFile) -> Path:

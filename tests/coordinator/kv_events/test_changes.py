@@ -35,7 +35,7 @@ class Listener:
     def __init__(self, driver: Driver, encoding: str = "array") -> None:
         self._driver, self.mirror = driver, Mirror(encoding)
         self._format = Format(encoding, driver.machine.cache.hasher.salt("tenant:default"))
-        self._changed = driver.machine.cache.tell_changes()
+        self._changed = driver.machine.cache.record_changes()
         self.take()
 
     def take(self) -> list[Change]:
@@ -184,7 +184,7 @@ def test_too_much_is_not_kept() -> None:
 def test_nothing_of_it_is_part_of_the_state(make_pool: MakePool) -> None:
     driver, _ = make_pool()
     before = digest(driver.machine.cache.store)
-    driver.machine.cache.tell_changes()
+    driver.machine.cache.record_changes()
     store = driver.machine.cache.store
     assert digest(store) == before
     assert store.changed is not None and deepcopy(store).changed is None
@@ -193,7 +193,7 @@ def test_nothing_of_it_is_part_of_the_state(make_pool: MakePool) -> None:
 def test_large_changes_are_cut(make_pool: MakePool) -> None:
     driver, _ = make_pool()
     served(driver, PROMPT)
-    changed = driver.machine.cache.tell_changes()
+    changed = driver.machine.cache.record_changes()
     (stored,) = (change for change in changed.pop_changes() or () if isinstance(change, Stored))
     count = 2 * BATCH_BLOCKS_MAX + 1
     many = stored._replace(hashes=list(range(count)), tokens=stored.tokens[:4] * count)
@@ -208,7 +208,7 @@ def test_the_bytes_are_those_that_vllm_would_send(make_pool: MakePool) -> None:
     driver, _ = make_pool()
     served(driver, PROMPT)
     served(driver, PROMPT, tenant="a")
-    changes = driver.machine.cache.tell_changes().pop_changes() or []
+    changes = driver.machine.cache.record_changes().pop_changes() or []
     for encoding in ("array", "map"):
         form = Format(encoding, driver.machine.cache.hasher.salt("tenant:default"))
         for payload in form.batches([*changes, Removed(0, [1 << 63]), Cleared(3)], 1.5):

@@ -108,15 +108,15 @@ def test_latencies_are_of_requests_that_ended_in_the_last_minute_each_once() -> 
     first = over(1, age_s=3.0, first_s=0.2, whole_s=1.2)
     latencies.look([first, row(2), over(3, age_s=500.0, first_s=0.1, whole_s=1.0)], 1000.0)
     latencies.look([first, over(4, age_s=2.0, first_s=0.4, whole_s=1.9, tenant="b")], 1001.0)
-    told = latencies.told()
+    told = latencies.by_tenant()
     assert [(each.tenant, each.count) for each in told] == [(ALL, 2), ("a", 1), ("b", 1)]
     assert told[1].first_ms == (200.0, 200.0) and told[1].between_ms == (100.0, 100.0)
     assert told[0].first_ms == (pytest.approx(300.0), pytest.approx(398.0))
     latencies.look([], 1003.0 + WINDOW_S)
-    assert [(each.count, each.first_ms) for each in latencies.told()] == [(0, None)]
+    assert [(each.count, each.first_ms) for each in latencies.by_tenant()] == [(0, None)]
 
 
 def test_one_without_a_token_has_no_latency() -> None:
     latencies = Latencies()
     latencies.look([row(1, "failed", ended_us=5, age_us=9)], 0.0)
-    assert latencies.told()[0].count == 0
+    assert latencies.by_tenant()[0].count == 0

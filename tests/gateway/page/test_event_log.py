@@ -23,14 +23,14 @@ def health(**fields: Any) -> Health:
 
 
 def texts(happenings: EventLog) -> list[str]:
-    return [one.text for one in happenings.told()]
+    return [one.text for one in happenings.entries()]
 
 
 def test_nothing_is_told_of_what_was_there_before() -> None:
     seen = EventLog()
     seen.process(7, now_ms=0)
     seen.answered(stats(failed_total=7), health(gone={"w1": "killed"}), 1)
-    assert seen.told() == []
+    assert seen.entries() == []
 
 
 def test_a_coordinator_that_goes_on_and_one_that_has_lost_all() -> None:
@@ -49,7 +49,7 @@ def test_a_coordinator_that_goes_on_and_one_that_has_lost_all() -> None:
         "the coordinator recovered after 2.5 s with its state intact",
         "the coordinator is gone",
     ]
-    assert [one.at_ms for one in seen.told()] == [6000, 5000, 3500, 1000]
+    assert [one.at_ms for one in seen.entries()] == [6000, 5000, 3500, 1000]
 
 
 def test_workers_that_go_and_come() -> None:
@@ -89,4 +89,4 @@ def test_the_oldest_are_forgotten() -> None:
     seen = EventLog()
     for at in range(2 * KEPT_MAX):
         seen.answered(stats(), health(workers=(msgspec.structs.replace(WORKER, pid=at),)), at)
-    assert len(seen.told()) == KEPT_MAX and seen.told()[0].at_ms == 2 * KEPT_MAX - 1
+    assert len(seen.entries()) == KEPT_MAX and seen.entries()[0].at_ms == 2 * KEPT_MAX - 1

@@ -39,7 +39,9 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]
         async def nothing(*_: Any) -> None:
             pass
 
-        monkeypatch.setattr(controller, "ActionExecutor", lambda *_: SimpleNamespace(tell_gateways=nothing, do=nothing))
+        monkeypatch.setattr(
+            controller, "ActionExecutor", lambda *_: SimpleNamespace(update_gateways=nothing, do=nothing)
+        )
         made: Any = controller.Controller.__new__(controller.Controller)
         await made.__init__("played")
         return made

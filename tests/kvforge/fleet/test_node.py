@@ -57,10 +57,10 @@ def test_orders_that_come_with_the_first_are_not_lost() -> None:
         assert link.begin(1.0) == BEGIN
         assert link.orders() == [use, DrainOrder(deadline_s=1.0), StopOrder()] and link.orders() == []
         told = NodeStatus(phase=READY, place=use.places["b"], pids={"coordinator": 1})
-        link.tell(told)
+        link.send_status(told)
         assert node_status_of(ours.recv(1 << 16)) == told
         for _ in range(100_000):
-            link.tell(told)  # there is no listener, and it does not wait
+            link.send_status(told)  # there is no listener, and it does not wait
         link.close()
 
 
