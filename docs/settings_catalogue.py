@@ -39,7 +39,15 @@ FILES: tuple[tuple[str, tuple[tuple[str, type[msgspec.Struct]], ...]], ...] = (
         ),
     ),
     ("worker.toml", (("", WorkerConfig),)),
-    ("gateway.toml", (("", gateway.Settings), ("replicas.NAME", gateway.Replica), ("keys.NAME", gateway.Key))),
+    (
+        "gateway.toml",
+        (
+            ("", gateway.Settings),
+            ("storage", gateway.StorageSection),
+            ("replicas.NAME", gateway.Replica),
+            ("keys.NAME", gateway.Key),
+        ),
+    ),
     (
         "fleet.toml",
         (

@@ -16,12 +16,15 @@ from kvforge.protocol import logs
 from kvforge.protocol.configuration import convert, expand, read_toml
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.salts import OWNER_END
-from kvforge.protocol.transport import client_endpoint, default_runtime_dir
+from kvforge.protocol.transport import client_endpoint, default_runtime_dir, default_state_dir
 
 GENERATE, SEE, ADMIN = RIGHTS = ("generate", "see", "admin")
 PROCESSES_MAX = 64
 REPLICAS_MAX = 256
 TEXTS_WAITING_MAX = 1 << 16
+NO_STORAGE = "none"
+STORAGE_SCHEMES = ("sqlite:", "postgresql://", "postgres://")
+RETENTION_MAX_S = 10 * 366 * 86_400.0
 SECONDS = (
     *("head_s", "body_s", "keep_alive_s", "write_s", "drain_s", "answer_s", "failover_s"),
     *("text_s", "template_s", "ping_s"),
@@ -72,11 +75,49 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.endpoint or client_endpoint(expand(self.runtime_dir))
 
 
+class StorageSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the APIs store, [storage].
+
+    Attributes:
+        url: "": SQLite in `state_dir`; `sqlite:PATH`; `postgresql://USER@HOST/DATABASE`, for several gateways; "none":
+            nothing is stored.
+        retention_s: How long a response or a conversation is kept after its last use.
+        tenant_bytes_max: The bytes that a tenant may store. What it used longest ago is removed first.
+        lease_s: How soon another gateway continues the background responses of one that died.
+        answer_s: How long the database may take for a call.
+    """
+
+    url: str = ""
+    retention_s: float = 30 * 86_400.0
+    tenant_bytes_max: int = 1 << 30
+    lease_s: float = 10.0
+    answer_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.url not in ("", NO_STORAGE) and not self.url.startswith(STORAGE_SCHEMES):
+            schemes = ", ".join(f"{scheme}..." for scheme in STORAGE_SCHEMES)
+            raise InvalidConfiguration("storage.url", f'is {self.url!r}; expected "", "{NO_STORAGE}", {schemes}')
+        if self.url == "sqlite:":
+            raise InvalidConfiguration("storage.url", "names no file; expected sqlite:PATH")
+        for name, least, most in (
+            ("retention_s", 1.0, RETENTION_MAX_S),
+            ("lease_s", 0.1, 3600.0),
+            ("answer_s", 0.1, 3600.0),
+        ):
+            if not least <= getattr(self, name) <= most:
+                problem = f"is {getattr(self, name):g}; it must be {least:g} to {most:g}"
+                raise InvalidConfiguration(f"storage.{name}", problem)
+        if self.tenant_bytes_max < 1024:
+            problem = f"is {self.tenant_bytes_max}; it must be at least 1024"
+            raise InvalidConfiguration("storage.tenant_bytes_max", problem)
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a gateway.
 
     Attributes:
         runtime_dir: The directory of the coordinator's socket.
+        state_dir: The directory of what is stored; "": `gateway` in the directory of the coordinator's journal.
         endpoint: `tcp://HOST:PORT` of a coordinator on another machine.
         server_key: The public key of the coordinator at `endpoint`.
         key_file: This gateway's own key pair for `endpoint`.
@@ -114,6 +155,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     runtime_dir: str = ""
+    state_dir: str = ""
     endpoint: str = ""
     server_key: str = ""
     key_file: str = ""
@@ -131,6 +173,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     keys: dict[str, Key] = {}
+    storage: StorageSection = StorageSection()
     strict_fields: bool = False
     strip: tuple[str, ...] = (BILLING,)
     move: tuple[str, ...] = ()
@@ -208,6 +251,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def folder(self) -> Path:
         """The runtime directory of a coordinator on this machine: its socket and shared tables."""
         return expand(self.runtime_dir) if self.runtime_dir else default_runtime_dir().absolute()
+
+    @property
+    def storage_url(self) -> str:
+        """The database of what is stored, `sqlite:PATH` or `postgresql://...`; "" if nothing is."""
+        url = self.storage.url
+        if url == NO_STORAGE:
+            return ""
+        if url.startswith("sqlite:"):
+            return f"sqlite:{expand(url.removeprefix('sqlite:'))}"
+        if url:
+            return url
+        folder = expand(self.state_dir) if self.state_dir else default_state_dir(self.folder) / "gateway"
+        return f"sqlite:{folder / 'stored.sqlite'}"
 
 
 TABLES: dict[str, type[Key | Replica]] = {"keys": Key, "replicas": Replica}

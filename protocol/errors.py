@@ -33,6 +33,7 @@ KvforgeError
  │   ├─ JournalFailed         journal_failed         the disk refuses to read or write the journal; carries path, reason
  │   ├─ StateRemoved          state_removed          the folder of the journal was removed under a coordinator
  │   ├─ JournalFull           journal_full           no room for the journal when the process had to stop
+ │   ├─ StorageFailed         storage_failed         the gateway's database fails; carries place, reason
  │   └─ NotReady              not_ready              no worker is ready to serve
  ├─ DeadlineExceeded          deadline_exceeded      the wait or the request ran out of time
  ├─ JournalCorrupt            journal_corrupt        the journal in state_dir is damaged; carries file, offset
@@ -362,6 +363,20 @@ class JournalFull(Unavailable):
     def __init__(self, folder: str) -> None:
         problem = f"no room for the journal in {folder}: all records written so far are kept"
         super().__init__(f"{problem}; free some space, then start again", folder=folder)
+
+
+class StorageFailed(Unavailable):
+    """The gateway's database of stored objects cannot be read or written. Nothing of the call was done.
+
+    Attributes:
+        place: The file or server.
+        reason: The database's error text.
+    """
+
+    code = "storage_failed"
+
+    def __init__(self, place: str, reason: str, remedy: str) -> None:
+        super().__init__(f"storage {place}: {reason}; {remedy}", place=place, reason=reason)
 
 
 class JournalFailed(Unavailable):

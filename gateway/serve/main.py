@@ -46,11 +46,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m kvforge.gateway", description=__doc__)
     parser.add_argument("--config", type=Path, metavar="FILE", help="gateway.toml")
     parser.add_argument("--runtime-dir", help="the directory of the coordinator's socket")
+    parser.add_argument("--state-dir", help="the directory of stored responses and conversations")
     parser.add_argument("--host", help="[127.0.0.1]")
     parser.add_argument("--port", type=int, help="0 picks a free port [8000]")
     parser.add_argument("--processes", type=int, metavar="N", help="[1]")
     parser.add_argument("--name", dest="names", action="append", help="a model name that requests may use")
-    # Used by `kvforge up`; `--name` and the file take precedence.
+    # Used by `kvforge up`; the options without `default` and the file take precedence.
+    parser.add_argument("--default-state-dir", help=argparse.SUPPRESS)
     parser.add_argument("--default-name", dest="default_names", action="append", help=argparse.SUPPRESS)
     # Hashes of further API keys, one a line: `kvforge up --api-key`.
     parser.add_argument("--key-hashes", type=Path, help=argparse.SUPPRESS)
@@ -92,7 +94,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
         InvalidConfiguration: A setting is invalid.
     """
     settings = load_settings(options.config, _more_keys(options.key_hashes))
-    given = {name: getattr(options, name) for name in ("runtime_dir", "host", "port", "processes")}
+    given = {name: getattr(options, name) for name in ("runtime_dir", "state_dir", "host", "port", "processes")}
+    given["state_dir"] = options.state_dir or (options.default_state_dir if not settings.state_dir else None)
     given["names"] = options.names or (options.default_names if not settings.names else None)
     if options.drain_max_s is not None:
         given["drain_s"] = min(settings.drain_s, options.drain_max_s)
@@ -203,7 +206,7 @@ class _Several:
 def _passed(options: argparse.Namespace) -> list[str]:
     """Return the command line options for a child."""
     given: list[str] = []
-    for name in ("config", "runtime_dir", "host", "port", "key_hashes"):
+    for name in ("config", "runtime_dir", "state_dir", "default_state_dir", "host", "port", "key_hashes"):
         if (value := getattr(options, name)) is not None:
             given += [f"--{name.replace('_', '-')}", str(value)]
     if options.drain_max_s is not None:

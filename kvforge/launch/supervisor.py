@@ -220,6 +220,8 @@ class Supervisor:
         # At its stop, requests have already been drained: remaining streams are cut off with an error event.
         command += ["--drain-max-s", str(max(settings.stop_s / 2, 0.1))]
         command += ["--config", str(http.config)] if http.config is not None else []
+        if state := settings.state.get("state_dir"):
+            command += ["--default-state-dir", str(Path(str(state)).absolute() / "gateway")]
         for name in http.names:
             command += ["--name" if http.named else "--default-name", name]
         if http.key_hashes:

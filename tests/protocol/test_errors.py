@@ -36,6 +36,7 @@ EXAMPLES: list[KvforgeError] = [
     errors.JournalFull("folder"),
     errors.MessageRefused(1, 3),
     errors.JournalFailed("path", "reason", "remedy"),
+    errors.StorageFailed("place", "reason", "remedy"),
     errors.StateRemoved("folder", "problem"),
     errors.JournalCorrupt("records-1", 12, 3, 5),
 ]
@@ -49,7 +50,7 @@ STABLE_CODES = {
     "unavailable", "journal_full", "journal_corrupt",
     "coordinator_unavailable", "coordinator_in_use", "draining", "not_ready", "deadline_exceeded",
     "unsupported_model", "worker_error", "gpu_error", "kernel_error", "internal_error",
-    "journal_failed", "state_removed", "message_refused",
+    "journal_failed", "state_removed", "message_refused", "storage_failed",
 }  # fmt: skip
 
 
