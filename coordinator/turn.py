@@ -104,8 +104,8 @@ class Processes(Protocol):
         """Do what is due. Return the time of the next action, or None."""
 
 
-class MessageInHand(Protocol):
-    """Records the message being processed: implemented by `kvforge.coordinator.journal.in_hand.InHand`."""
+class MessageInFlight(Protocol):
+    """Records the message being processed. `kvforge.coordinator.journal.poison_detector` implements it."""
 
     def begin(self, frames: Frames) -> None:
         """Begin processing a message.
@@ -114,10 +114,10 @@ class MessageInHand(Protocol):
             MessageRefused: Earlier processes died of this message.
         """
 
-    def handled(self) -> None:
+    def message_applied(self) -> None:
         """Record that the message was applied."""
 
-    def turned(self) -> None:
+    def turn_written(self) -> None:
         """Record that the turn is written."""
 
 
@@ -131,7 +131,7 @@ class Writer(Protocol):
 
     bytes: int
     number: int
-    in_hand: MessageInHand | None
+    poison_detector: MessageInFlight | None
 
     def note(self, event: Event | Boot, now_us: int, frames: Frames = ()) -> None:
         """Add an event that enters the core at `now_us`, with the frames of its message."""
@@ -265,8 +265,8 @@ class TurnLoop:
             self._apply(Turn())
         if self._unwritten:
             self._write()
-        if self._journal is not None and self._journal.in_hand is not None:
-            self._journal.in_hand.turned()
+        if self._journal is not None and self._journal.poison_detector is not None:
+            self._journal.poison_detector.turn_written()
         kept = (0, 0) if self._journal is None else (self._journal.bytes, self._journal.number)
         publish(self.machine, self.tables, now_us, kept)
         self._carry_out()
@@ -402,11 +402,11 @@ class TurnLoop:
 
     def _from_client(self, identity: bytes, descriptor: int, frames: Frames) -> None:
         message: Message | None = None
-        in_hand = self._journal.in_hand if self._journal is not None else None
+        poison_detector = self._journal.poison_detector if self._journal is not None else None
         try:
             check_size(frames, self._limits.message_bytes_max)
-            if in_hand is not None:
-                in_hand.begin(frames)
+            if poison_detector is not None:
+                poison_detector.begin(frames)
             message = self._client_decoder.decode(frames)
             number = self.clients.number(identity)
             if isinstance(message, Hello):
@@ -432,8 +432,8 @@ class TurnLoop:
                 self.clients.send_to(identity, codec.encode(refused))
             else:
                 self._effects.append(ToClient(number, refused))
-        if in_hand is not None:
-            in_hand.handled()
+        if poison_detector is not None:
+            poison_detector.message_applied()
 
     def _greet_client(self, identity: bytes, descriptor: int, number: int | None, message: Hello) -> None:
         version = negotiate(message.version_min, message.version_max)

@@ -65,8 +65,8 @@ def _numbered(folder: Path, prefix: str) -> dict[int, Path]:
     return {int(number): folder / name for name, number in zip(found, numbers, strict=True) if number.isdecimal()}
 
 
-class MessageInHand(Protocol):
-    """The interface of `in_hand.InHand` that the journal uses."""
+class MessageInFlight(Protocol):
+    """The interface of `poison_detector.PoisonDetector` that the journal uses."""
 
     def begin(self, frames: Sequence[Frame]) -> None:
         """Begin processing a message.
@@ -75,10 +75,10 @@ class MessageInHand(Protocol):
             MessageRefused: Earlier processes died of this message.
         """
 
-    def handled(self) -> None:
+    def message_applied(self) -> None:
         """Record that the message was applied."""
 
-    def turned(self) -> None:
+    def turn_written(self) -> None:
         """Record that the turn is written."""
 
 
@@ -116,7 +116,7 @@ class Journal:
         self.bytes = bytes_before
         self._durable, self._stopping, self._unwritten = durable, stopping, unwritten
         self._noted: list[Frame] = []
-        self.in_hand: MessageInHand | None = None
+        self.poison_detector: MessageInFlight | None = None
         self._end = self._first = 0
         self._descriptor = -1
         self._mark = MarkWriter(folder, durable, self._origin.journal)

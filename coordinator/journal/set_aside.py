@@ -11,28 +11,28 @@ from kvforge.protocol.errors import JournalCorrupt
 from .disk import sync_file, sync_folder
 from .entries import FROM_CLIENT, raw_entries
 from .identity import MarkWriter, read_mark, unpack_head
-from .in_hand import InHand
 from .log import segments
+from .poison_detector import PoisonDetector
 from .records import read
 
 NAME = "set-aside-{:016d}"
 log = logging.getLogger("coordinator")
 
 
-def set_aside(folder: Path, in_hand: InHand) -> None:
+def set_aside(folder: Path, poison_detector: PoisonDetector) -> None:
     """Cut the record that crashed recoveries off the journal, and keep its bytes in a separate file.
 
     This is possible only for the last record, because later ones depend on it. Its client messages will be refused.
 
     Args:
         folder: The folder of the journal.
-        in_hand: Names the record.
+        poison_detector: Names the record.
 
     Raises:
         JournalCorrupt: It is not the last record.
         OSError: A file cannot be written.
     """
-    number, deaths = in_hand.record, in_hand.record_deaths
+    number, deaths = poison_detector.record, poison_detector.record_deaths
     (*_, path) = segments(folder).values()
     data = memoryview(path.read_bytes())
     head, mark = unpack_head(data, path.name), read_mark(folder)
@@ -47,7 +47,7 @@ def set_aside(folder: Path, in_hand: InHand) -> None:
     sync_file(kept)
     messages = [frames for kind, frames in raw_entries(last.payload) if kind == FROM_CLIENT]
     for frames in messages:
-        in_hand.suspect(frames)
+        poison_detector.suspect(frames)
     writer = MarkWriter(folder, mark.durable, mark.journal)
     writer.write(min(mark.number, number), last.before)
     writer.sync()

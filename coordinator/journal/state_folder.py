@@ -28,8 +28,8 @@ from . import snapshot
 from .absorb import absorb
 from .disk import failed, make_folder, sync_file, sync_folder, unusable
 from .identity import ACKNOWLEDGED, Origin
-from .in_hand import FILE, InHand
 from .log import Journal, remove_before, segments, states
+from .poison_detector import FILE, PoisonDetector
 from .recovery import Recovered, cut_torn, recover
 from .set_aside import set_aside
 from .unwritten import FILE as UNWRITTEN
@@ -85,7 +85,7 @@ class StateFolder:
                 raise InvalidConfiguration("state_dir", problem)
             self._lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._acquire_lock()
-            self._in_hand = InHand(folder, self._deaths_max)
+            self._poison_detector = PoisonDetector(folder, self._deaths_max)
             for path in folder.glob("*.part"):
                 path.unlink()
         except OSError as error:
@@ -117,14 +117,14 @@ class StateFolder:
         """
         try:
             absorb(self.folder)
-            if self._in_hand.record_deaths >= self._deaths_max:
-                set_aside(self.folder, self._in_hand)
+            if self._poison_detector.record_deaths >= self._deaths_max:
+                set_aside(self.folder, self._poison_detector)
             try:
-                found = recover(self.folder, self._in_hand.recovering)
+                found = recover(self.folder, self._poison_detector.recovering)
             except KvforgeError:
-                self._in_hand.recovered()  # a typed error is no crash, so no record is to blame
+                self._poison_detector.recovered()  # a typed error is no crash, so no record is to blame
                 raise
-            self._in_hand.recovered()
+            self._poison_detector.recovered()
             if found is not None:
                 cut_torn(found)
             if self._durable:
@@ -192,7 +192,7 @@ class StateFolder:
         except OSError as error:
             raise unusable(self.folder, error) from None
         self._files = self._names()
-        self.journal.in_hand = self._in_hand
+        self.journal.poison_detector = self._poison_detector
         return self.journal
 
     # ------------------------------------------------------------------------------------------------------ snapshots
@@ -293,7 +293,7 @@ class StateFolder:
         if self._child:
             os.kill(self._child, signal.SIGKILL)
             self._collect(0, killed=True)
-        self._in_hand.close()
+        self._poison_detector.close()
         os.close(self._lock)
         self._lock = -1
         self._open_folder()
@@ -346,7 +346,7 @@ class StateFolder:
                     self._discard()
                     (self.folder / FILE).unlink(missing_ok=True)
                     self.folder.rmdir()
-            self._in_hand.close()
+            self._poison_detector.close()
             os.close(self._lock)
             self._lock = -1
 

@@ -18,7 +18,7 @@ from kvforge.protocol.platforms import check_linux
 from . import printing
 
 if TYPE_CHECKING:
-    from kvforge.fleet.cluster.fleet import Fleet
+    from kvforge.fleet.cluster.fleet_client import FleetClient
 
 WAIT_S, DOWN_WAIT_S = 600.0, 900.0
 LOOK_S = 0.3
@@ -63,22 +63,22 @@ def _add_wait(parser: argparse.ArgumentParser, wait_s: float, what: str) -> None
     )
 
 
-def _in_cluster(options: argparse.Namespace, name: str, use: Callable[[Fleet], int]) -> int:
+def _in_cluster(options: argparse.Namespace, name: str, use: Callable[[FleetClient], int]) -> int:
     """Join the cluster and call `use`. Ray is imported here only. Raises Unavailable."""
     check_linux("`kvforge fleet`")
     from kvforge.fleet.cluster.joining import joined
 
     with joined(options.address):
-        from kvforge.fleet.cluster.fleet import Fleet
+        from kvforge.fleet.cluster.fleet_client import FleetClient
 
-        return use(Fleet(name))
+        return use(FleetClient(name))
 
 
 def _up(options: argparse.Namespace) -> int:
     check_linux("`kvforge fleet`")
     file, text = load_fleet(options.file)
 
-    def use(fleet: Fleet) -> int:
+    def use(fleet: FleetClient) -> int:
         fleet.up(file, text)
         status = _wait(fleet, options.wait, lambda status: status.serves)
         _show(status)
@@ -88,7 +88,7 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    def use(fleet: Fleet) -> int:
+    def use(fleet: FleetClient) -> int:
         status = fleet.status()
         printing.print_json(status) if options.json else _show(status)
         return OK if status.serves else FAILED
@@ -97,7 +97,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _scale(options: argparse.Namespace) -> int:
-    def use(fleet: Fleet) -> int:
+    def use(fleet: FleetClient) -> int:
         fleet.scale(options.count)
         _show(_wait(fleet, options.wait, lambda status: status.serves))
         return OK
@@ -106,7 +106,7 @@ def _scale(options: argparse.Namespace) -> int:
 
 
 def _down(options: argparse.Namespace) -> int:
-    def use(fleet: Fleet) -> int:
+    def use(fleet: FleetClient) -> int:
         fleet.down()
         if options.wait:
             _wait(fleet, options.wait, lambda status: status.ended and not status.replicas and not status.gateways)
@@ -116,7 +116,7 @@ def _down(options: argparse.Namespace) -> int:
     return _in_cluster(options, options.name, use)
 
 
-def _wait(fleet: Fleet, wait_s: float, done: Callable[[Status], bool]) -> Status:
+def _wait(fleet: FleetClient, wait_s: float, done: Callable[[Status], bool]) -> Status:
     """Wait until `done`, and report on standard error what is missing. Raises DeadlineExceeded."""
     deadline, last = monotonic() + wait_s, ""
     while True:

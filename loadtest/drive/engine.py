@@ -27,10 +27,10 @@ from kvforge.loadtest.load import workload as load
 from kvforge.loadtest.load.workload import NO_TOKENS, Turn, Workload
 from kvforge.protocol.messages import Int32Array
 
-from .ahead import PreparedSession, SessionPrefetcher
 from .clock import Clock
 from .outcome import FINISHED, RUNNING, DriverStats, Outcome
 from .plan import Plan
+from .prefetch import PreparedSession, SessionPrefetcher
 from .progress import Progress
 from .target import Target, TargetRequest
 
@@ -88,8 +88,8 @@ class Engine:
 
     def __init__(self, workload: Workload, target: Target, plan: Plan) -> None:
         self._target, self._plan = target, plan
-        self._ahead = SessionPrefetcher(workload, plan)
-        self._ahead.fill()
+        self._prefetcher = SessionPrefetcher(workload, plan)
+        self._prefetcher.fill()
         self._open = workload.arrivals is not None
         self._outcomes: list[Outcome] = []
         self._late_s = array("d")
@@ -114,7 +114,7 @@ class Engine:
     async def run(self, start: float, stop: asyncio.Event) -> tuple[list[Outcome], DriverStats]:
         """Run from `start` (time.monotonic) to the last end. Once `stop` is set, cancel what is in flight."""
         loop = asyncio.get_running_loop()
-        self._start = self._ahead.start = start
+        self._start = self._prefetcher.start = start
         self._done = loop.create_future()
         self._clock = Clock()
         loop.set_exception_handler(self._broken)
@@ -155,37 +155,37 @@ class Engine:
         while due <= now:
             self._late_s.append(now - due)
             due += TICK_S
-        self._ahead.top_up(self._next_due())
+        self._prefetcher.top_up(self._next_due())
         self._clock.at(due, partial(self._tick, due))
 
     def _next_due(self) -> float:
-        due_s = self._ahead.due_s if self._open else None
+        due_s = self._prefetcher.due_s if self._open else None
         return min(self._clock.next_at, self._start + due_s if due_s is not None else float("inf"))
 
     def _next_arrival(self) -> None:
-        if (due_s := self._ahead.due_s) is not None:
+        if (due_s := self._prefetcher.due_s) is not None:
             self._clock.at(self._start + due_s, self._arrive)
 
     def _arrive(self) -> None:
         """Start the session that arrives, and others that are due by now."""
         while True:
-            play = self._new_play(self._ahead.pop_session())
+            play = self._new_play(self._prefetcher.pop_session())
             if self._places is None or len(self._plays) - len(self._arrived) <= self._places:
                 self._due(play, play.coming.due_s)
             else:
                 self._arrived.append(play)
                 self._turn_to(play, play.coming.due_s)
-            due_s = self._ahead.due_s
+            due_s = self._prefetcher.due_s
             if due_s is None or self._start + due_s > monotonic():
                 break
         self._next_arrival()
-        self._ahead.top_up(self._next_due())
+        self._prefetcher.top_up(self._next_due())
 
     def _fill_place(self, free_s: float) -> None:
         """Start the next session of a closed loop without arrivals."""
-        if self._ahead.over or self._too_late(free_s):
+        if self._prefetcher.over or self._too_late(free_s):
             return
-        self._due(self._new_play(self._ahead.pop_session()), free_s)
+        self._due(self._new_play(self._prefetcher.pop_session()), free_s)
 
     def _too_late(self, due_s: float) -> bool:
         """Return whether the load has ended by then."""
@@ -281,7 +281,7 @@ class Engine:
     # --------------------------------------------------------------------------------------------------- the end
 
     def _check_over(self) -> None:
-        if not self._plays and (self._ahead.over or not self._open) and not self._done.done():
+        if not self._plays and (self._prefetcher.over or not self._open) and not self._done.done():
             self._done.set_result(None)
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -299,5 +299,5 @@ class Engine:
             if play.cancel is not None:
                 play.cancel()
             self._leave(play)
-        for index, due_s in self._ahead.rest():
+        for index, due_s in self._prefetcher.rest():
             self._unsent(index, 0, due_s)

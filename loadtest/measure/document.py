@@ -37,8 +37,8 @@ from ..drive.outcome import RunResult
 from ..machine import machine, versions
 from .group import Document, group, latencies
 from .objective import Objective
+from .outcome_columns import OutcomeColumns
 from .percentiles import stated
-from .requests import Requests
 from .series import TIMES, series
 from .server import counters, occupancy, prefix
 from .span import Span, measured_span
@@ -88,7 +88,7 @@ class Context:
 def document(measured: RunResult, context: Context) -> Document:
     """Build the document. Raises Unavailable if the extra `loadtest` is missing."""
     span = measured_span(measured.outcomes, context.warmup_s, measured.wall_s)
-    requests = Requests.of(measured.outcomes)
+    requests = OutcomeColumns.of(measured.outcomes)
     whole = group(requests, span, context.objective)
     due = requests.due_within(span)
     times = latencies(due)
@@ -127,7 +127,7 @@ def document(measured: RunResult, context: Context) -> Document:
     }
 
 
-def _by(requests: Requests, names: Sequence[str], span: Span, objective: Objective) -> Document:
+def _by(requests: OutcomeColumns, names: Sequence[str], span: Span, objective: Objective) -> Document:
     """Return a group for each of the 100 most frequent names; none if there is only one."""
     found = Counter(names)
     if len(found) < 2:

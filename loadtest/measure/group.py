@@ -9,8 +9,8 @@ import numpy as np
 
 from ..drive.outcome import ENDS
 from .objective import Objective
+from .outcome_columns import OutcomeColumns
 from .percentiles import Distribution
-from .requests import Requests
 from .span import Span
 
 LATENCIES = {
@@ -23,7 +23,7 @@ LATENCIES = {
 Document = dict[str, Any]
 
 
-def latencies(requests: Requests) -> dict[str, Distribution]:
+def latencies(requests: OutcomeColumns) -> dict[str, Distribution]:
     """Return the distributions by the names of LATENCIES.
 
     For a request that did not finish, the first token and the times between tokens count, its end does not.
@@ -37,7 +37,7 @@ def latencies(requests: Requests) -> dict[str, Distribution]:
     return {name: Distribution(values[~np.isnan(values)]) for name, values in found.items()}
 
 
-def group(requests: Requests, span: Span, objective: Objective) -> Document:
+def group(requests: OutcomeColumns, span: Span, objective: Objective) -> Document:
     """Measure the requests that were due in the span; throughput counts what happened within it, for any request."""
     due = requests.due_within(span)
     states = Counter(outcome.state for outcome in due.outcomes)
@@ -52,7 +52,7 @@ def group(requests: Requests, span: Span, objective: Objective) -> Document:
     }
 
 
-def throughput(requests: Requests, span: Span) -> Document:
+def throughput(requests: OutcomeColumns, span: Span) -> Document:
     """Return rates within the span: finished requests, prompts that got their first token, and output tokens."""
     seconds = span.seconds
     if not seconds:
@@ -67,7 +67,7 @@ def throughput(requests: Requests, span: Span) -> Document:
     }
 
 
-def goodput(due: Requests, span: Span, objective: Objective) -> Document:
+def goodput(due: OutcomeColumns, span: Span, objective: Objective) -> Document:
     """Return the requests that met the objective, per second and as a share.
 
     Without an objective, all finished requests count.
@@ -83,7 +83,7 @@ def goodput(due: Requests, span: Span, objective: Objective) -> Document:
     }
 
 
-def errors(due: Requests) -> list[Document]:
+def errors(due: OutcomeColumns) -> list[Document]:
     """Count the errors by state and code, with the first message of each."""
     kinds: dict[tuple[str, str], Document] = {}
     for outcome in due.outcomes:

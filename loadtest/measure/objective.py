@@ -10,7 +10,7 @@ import numpy as np
 
 from kvforge.protocol.errors import InvalidRequest
 
-from .requests import Requests
+from .outcome_columns import OutcomeColumns
 from .span import BoolArray
 
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
@@ -59,7 +59,7 @@ class Objective:
         bounds = {"ttft": self.ttft_s, "itl": self.itl_s, "e2e": self.e2e_s}
         return {bound: round(seconds * 1e3, 6) for bound, seconds in bounds.items() if seconds is not None}
 
-    def met(self, requests: Requests) -> BoolArray:
+    def met(self, requests: OutcomeColumns) -> BoolArray:
         """Return which requests meet it, [requests] bool. A request of one token meets any `itl`."""
         met = requests.finished.copy()
         if self.ttft_s is not None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..load.workload import FloatArray
 from .group import latencies
-from .requests import Requests
+from .outcome_columns import OutcomeColumns
 from .span import Span
 
 SLICES_MAX = 80
@@ -16,7 +16,7 @@ LENGTHS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0,
 TIMES = ("ttft", "itl", "e2e")
 
 
-def series(requests: Requests, wall_s: float) -> dict[str, Any]:
+def series(requests: OutcomeColumns, wall_s: float) -> dict[str, Any]:
     """Return a value for each slice of the whole run, warm-up and drain included.
 
     `at_s` is the middle of each slice. offered, finished, input_tokens and output_tokens are per second. TIME_p50_ms

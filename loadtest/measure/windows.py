@@ -10,7 +10,7 @@ import numpy as np
 
 from .group import goodput, latencies, throughput
 from .objective import Objective
-from .requests import Requests
+from .outcome_columns import OutcomeColumns
 from .span import Span
 
 CONFIDENCE = 0.95
@@ -43,7 +43,7 @@ def interval(values: Sequence[float | None]) -> dict[str, Any] | None:
     return {"mean": float(np.mean(there)), "half": half, "values": list(values)}
 
 
-def windows(requests: Requests, span: Span, count: int, objective: Objective) -> dict[str, Any]:
+def windows(requests: OutcomeColumns, span: Span, count: int, objective: Objective) -> dict[str, Any]:
     """Return intervals over `count` windows: mean, p50 and p99 of each latency, and rates.
 
     A latency belongs to the window in which its request was due.

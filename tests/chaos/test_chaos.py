@@ -15,5 +15,5 @@ def test_nothing_is_lost_whatever_is_killed() -> None:
     report = Driver(MINUTES, int(os.environ.get(SEED, "16")), said.append).run()
     assert report["faults"] == [], "\n".join([*said, *report["faults"]])
     assert report["requests"]["finished"] > 0 and report["requests"]["tokens_compared"] > 0
-    kinds = {name.split()[0] for name in report["misfortunes"]}
-    assert {"kill", "stop", "term"} <= kinds, f"seed {report['seed']} has {report['misfortunes']} only"
+    kinds = {name.split()[0] for name in report["interruptions"]}
+    assert {"kill", "stop", "term"} <= kinds, f"seed {report['seed']} has {report['interruptions']} only"

@@ -18,9 +18,9 @@ from kvforge.client.results import Token
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats
 from tools.chaos import remains, sizes
 from tools.chaos.cases import Answer
-from tools.chaos.deeds import Doer
 from tools.chaos.notes import Notes, Story
 from tools.chaos.processes import Life, Processes
+from tools.chaos.python_client import RandomClient
 from tools.chaos.sizes import Sample, Span
 
 MB = 1 << 20
@@ -199,8 +199,8 @@ STREAM = [(0, 5), (1, 6), (2, 7)]
 def seen(request: Read, folder: Path) -> Story:
     """Return the notes of a client that reads the request."""
     notes = Notes(folder / "notes")
-    doer = Doer(SimpleNamespace(), notes, [], "p0-0")  # type: ignore[arg-type]
-    asyncio.run(doer.read(request, ANSWER))  # type: ignore[arg-type]
+    client = RandomClient(SimpleNamespace(), notes, [], "p0-0")  # type: ignore[arg-type]
+    asyncio.run(client.read(request, ANSWER))  # type: ignore[arg-type]
     notes.close()
     return Story.of("p0.1", folder / "notes")
 

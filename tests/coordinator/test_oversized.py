@@ -188,23 +188,23 @@ def test_the_refusal_names_the_command_and_the_limit_and_the_core_hears_nothing(
     assert [event.message.rid for event in bench.machine.events if isinstance(event, FromClient)] == [8]
 
 
-def test_a_message_that_is_too_large_is_not_noted_as_in_hand(bench: Bench) -> None:
-    """The refusal comes before the message is recorded as in hand."""
-    taken: list[object] = []
+def test_a_message_that_is_too_large_does_not_begin(bench: Bench) -> None:
+    """The refusal comes before the message is recorded as begun."""
+    begun: list[object] = []
 
-    class Hand:
-        take = staticmethod(taken.append)
-        handled = turned = staticmethod(lambda: None)
+    class Detector:
+        begin = staticmethod(begun.append)
+        message_applied = turn_written = staticmethod(lambda: None)
 
     class Writer:
-        bytes, number, in_hand = 0, 1, Hand()
+        bytes, number, poison_detector = 0, 1, Detector()
         note = staticmethod(lambda *_: None)
         commit = staticmethod(lambda: None)
 
     bench.loop._journal = Writer()
     bench.clients.inbox.append((b"1", 101, [bytes(codec.encode(GetStats(rid=8))[0]), Skipped(24 << 20, 1)]))
     bench.turn()
-    assert taken == []
+    assert begun == []
     assert [type(message) for message in bench.clients.take(1)] == [Refused]
 
 

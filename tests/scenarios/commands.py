@@ -27,7 +27,7 @@ from kvforge.protocol.messages import (
     Submit,
     UnrefBlock,
 )
-from tests.scenarios.telling import Names
+from tests.scenarios.describing import Names
 
 Options = dict[str, str]
 Build = Callable[[int, list[str], Options, Names], Message]

@@ -57,7 +57,7 @@ from kvforge.protocol.messages import (
     WorkerReady,
 )
 from tests.scenarios.commands import COMMANDS
-from tests.scenarios.telling import Names, tell, tell_state
+from tests.scenarios.describing import Names, describe, describe_state
 from tools.simulation.limits import make_limits
 
 DEFAULTS: dict[str, Any] = {
@@ -112,16 +112,16 @@ class Player:
         return told
 
     def _apply(self, event: Any) -> list[str]:
-        return [line for effect in self.machine.apply(event, self.now_us).effects for line in self._told(effect)]
+        return [line for effect in self.machine.apply(event, self.now_us).effects for line in self._describe(effect)]
 
-    def _told(self, effect: Effect) -> list[str]:
+    def _describe(self, effect: Effect) -> list[str]:
         if isinstance(effect, ToClient):
-            return tell(effect.message, self.names)
+            return describe(effect.message, self.names)
         if isinstance(effect, ToWorker):
             name = next(name for name, number in self._workers.items() if number == effect.worker)
             if isinstance(effect.message, Step):
                 self._steps[name].append(effect.message)
-            return [f"to {name}: {line}" for line in tell(effect.message, self.names)]
+            return [f"to {name}: {line}" for line in describe(effect.message, self.names)]
         if isinstance(effect, DropWorker):
             return [f"worker dropped: {effect.reason}"]
         assert isinstance(effect, Log)
@@ -179,7 +179,7 @@ class Player:
         return []
 
     def _show(self, _words: list[str]) -> list[str]:
-        return tell_state(self.machine, self.names)
+        return describe_state(self.machine, self.names)
 
     def _result(self, words: list[str]) -> list[str]:
         name, *rest = words

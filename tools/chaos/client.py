@@ -26,8 +26,8 @@ from typing import Any
 from kvforge import AsyncClient
 
 from .cases import Known
-from .deeds import Doer
 from .notes import Notes
+from .python_client import RandomClient
 
 
 class Process:
@@ -44,12 +44,12 @@ class Process:
         loop = asyncio.get_running_loop()
         loop.add_reader(sys.stdin.fileno(), self._end)
         async with AsyncExitStack() as stack:
-            doers = []
+            clients = []
             for number in range(self._options["clients"]):
                 kv = await stack.enter_async_context(self._client())
-                doers.append(Doer(kv, self._notes, self._known, f"{self._options['name']}-{number}"))
-            await doers[0].resume_intents(self._options["before"])
-            await asyncio.gather(*(doer.run(lambda: self._over) for doer in doers))
+                clients.append(RandomClient(kv, self._notes, self._known, f"{self._options['name']}-{number}"))
+            await clients[0].resume_intents(self._options["before"])
+            await asyncio.gather(*(doer.run(lambda: self._over) for doer in clients))
 
     def _client(self) -> AsyncClient:
         wait_s = self._options["wait_s"]

@@ -23,9 +23,9 @@ from kvforge.coordinator.journal.recovery import recover
 from kvforge.protocol.messages import Stats
 from tools.cluster.cluster import READY_S, Cluster
 
-from . import cases, misfortunes, planted, remains, sizes, tokenizer
+from . import cases, interruptions, planted, remains, sizes, tokenizer
+from .interruptions import COORDINATOR, GATEWAY
 from .ledger import FINISHED, LIST_MAX, Ledger
-from .misfortunes import COORDINATOR, GATEWAY
 from .processes import CLIENT_END_S, Processes
 
 WORKERS = ("w0", "w1")
@@ -155,7 +155,7 @@ class Driver:
                 asyncio.create_task(_every(LOOK_S, lambda: self._look(kv))),
                 asyncio.create_task(_every(MEASURE_S, self._measure)),
             ]
-            await self._misfortunes()
+            await self._interrupt_members()
             self._log("calm")
             processes.calm()
             await self._until("both workers serve", lambda: self._serving(kv), READY_S)
@@ -171,17 +171,17 @@ class Driver:
         self._report = self._make_report(time.monotonic() - began)
         await self._end_all()
 
-    async def _misfortunes(self) -> None:
+    async def _interrupt_members(self) -> None:
         until = time.monotonic() + self._minutes * 60
-        drawn = misfortunes.draw(self._seed, WORKERS, CLIENTS, SILENCE_S, PEER_SILENCE_S)
-        for pause_s, misfortune in drawn:
+        drawn = interruptions.draw(self._seed, WORKERS, CLIENTS, SILENCE_S, PEER_SILENCE_S)
+        for pause_s, interruption in drawn:
             if time.monotonic() + pause_s > until:
                 break
             await asyncio.sleep(pause_s)
-            self._log(f"{time.strftime('%H:%M:%S')} {misfortune}")
-            for member in misfortune.members:
-                self._struck[f"{misfortune.kind} {member[0] if member in CLIENTS else member}"] += 1
-            self._processes.strike(misfortune)
+            self._log(f"{time.strftime('%H:%M:%S')} {interruption}")
+            for member in interruption.members:
+                self._struck[f"{interruption.kind} {member[0] if member in CLIENTS else member}"] += 1
+            self._processes.strike(interruption)
         await asyncio.sleep(max(0.0, until - time.monotonic()))
 
     async def _tend(self) -> None:
@@ -320,7 +320,7 @@ class Driver:
             "minutes": self._minutes,
             "took_s": round(took_s, 1),
             "clients": len(CLIENTS) * CLIENTS_EACH,
-            "misfortunes": dict(sorted(self._struck.items())),
+            "interruptions": dict(sorted(self._struck.items())),
             "processes_started": {member: len(lives) for member, lives in self._processes.lives.items()},
             "requests": {
                 "accepted": requests.accepted_total,

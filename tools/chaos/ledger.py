@@ -10,10 +10,10 @@ from kvforge import AsyncClient
 from kvforge.protocol.messages import RequestInfo
 
 from .cases import Answer, Known
-from .deeds import CANCELLED, FIRST
-from .misfortunes import COORDINATOR
+from .interruptions import COORDINATOR
 from .notes import LOST, Intent, Story
 from .processes import Absence
+from .python_client import CANCELLED, FIRST
 
 LIST_MAX = 1000
 FINISHED = "finished"

@@ -18,7 +18,7 @@ from typing import Any
 
 from tools.cluster.cluster import Cluster
 
-from .misfortunes import COORDINATOR, GATEWAY, KILL, STOP, Misfortune
+from .interruptions import COORDINATOR, GATEWAY, KILL, STOP, Interruption
 from .notes import Story
 from .sizes import Sample, Span, sample
 
@@ -182,25 +182,25 @@ class Processes:
                 left.append({"name": intent.name, "case": intent.case, "how": intent.how, "ids": intent.ids})
         return left
 
-    # -------------------------------------------------------------------------------------------------- misfortunes
+    # -------------------------------------------------------------------------------------------------- interruptions
 
-    def strike(self, misfortune: Misfortune) -> None:
+    def strike(self, interruption: Interruption) -> None:
         """Apply a fault; `tend` later resumes stopped processes and restarts dead ones."""
         now = monotonic()
-        if any(member in self.workers for member in misfortune.members):
+        if any(member in self.workers for member in interruption.members):
             self._struck = now
-        for member in misfortune.members:
-            if misfortune.kind == STOP:
+        for member in interruption.members:
+            if interruption.kind == STOP:
                 if member not in self.stopped and self._poll(member) is None:
                     self._signal(member, signal.SIGSTOP)
-                    self.stopped[member] = (now, now + misfortune.for_s)
+                    self.stopped[member] = (now, now + interruption.for_s)
                 continue
-            number = signal.SIGKILL if misfortune.kind == KILL else signal.SIGTERM
+            number = signal.SIGKILL if interruption.kind == KILL else signal.SIGTERM
             if self._end(member, number):
-                if misfortune.again_s is not None:
-                    self._again[member] = misfortune.again_s
-                if misfortune.down_s and member != COORDINATOR:
-                    self._down_until[member] = now + misfortune.down_s
+                if interruption.again_s is not None:
+                    self._again[member] = interruption.again_s
+                if interruption.down_s and member != COORDINATOR:
+                    self._down_until[member] = now + interruption.down_s
 
     def _end(self, member: str, number: signal.Signals) -> bool:
         if self._poll(member) is not None:

@@ -294,7 +294,7 @@ class SimulatedCoordinator:
     def to_client(self, number: int, message: Message, sent: Sent) -> None:
         """Record a message for a client and the result of sending it."""
         if sent is Sent.GONE:
-            self._ledger.telling.gone(number)
+            self._ledger.stream_checker.gone(number)
         elif sent is Sent.DONE:
             self._world.note(f"c{number}", message)
             self._ledger.isolation.check_message(number, message)
@@ -424,7 +424,7 @@ class SimulatedCoordinator:
         self._flushed = self._unpublished = self.published = False
         world.turns += 1
         self._ledger.dues.late(now_us)
-        self._ledger.telling.late(now_us - world.settings.turn_us)
+        self._ledger.stream_checker.late(now_us - world.settings.turn_us)
         try:
             self._due_us = self._loop_turn(now_us)
         except Crash:
@@ -432,7 +432,7 @@ class SimulatedCoordinator:
             return
         self._turned_us, before_us = now_us, self._turned_us
         if self._flushed:
-            self._ledger.telling.turn_ends(self.machine.clients)
+            self._ledger.stream_checker.turn_ends(self.machine.clients)
         if world.turns % WAITS_EVERY == 0:
             self._progress.turned(now_us)
         # An unregistered change shows in the next turn that registers one.

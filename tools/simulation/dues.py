@@ -8,7 +8,7 @@ from collections.abc import Callable
 from kvforge.coordinator.core.requests.request import Request
 from kvforge.protocol.messages import Submit
 from tools.simulation.settings import Settings
-from tools.simulation.telling import BookedRequest
+from tools.simulation.stream_checker import BookedRequest
 from tools.simulation.workers import Violation
 
 DEADLINE, FIRST_TOKEN, LEASE = "deadline", "first token", "lease"

@@ -3,7 +3,7 @@
 It sees every reply when the core gives it, every Stream when it is sent (both decoded from their bytes), and every end
 of a request when it happens. Requests are checked against their oracle, client sequences against a list of tokens. The
 ledger takes one datum from the core: the length where a request continues a sequence on which another request was cut
-short (`prompt_sizes`). `telling` tracks the readers of requests, `dues` the due times.
+short (`prompt_sizes`). `stream_checker` tracks the readers of requests, `dues` the due times.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tools.simulation.isolation import Isolation
 from tools.simulation.model import Oracle, tops_of
 from tools.simulation.presence import Presence
 from tools.simulation.settings import Settings
-from tools.simulation.telling import BookedRequest, Telling
+from tools.simulation.stream_checker import BookedRequest, StreamChecker
 from tools.simulation.workers import Violation
 
 SEVERAL = -1  # more than one request had the prefix
@@ -91,7 +91,7 @@ class Ledger:
         self._settings, self._known = settings, known
         self.requests: dict[int, BookedRequest] = {}
         self.live: dict[int, BookedRequest] = {}
-        self.telling = Telling(self.requests)
+        self.stream_checker = StreamChecker(self.requests)
         self.presence = Presence(settings)
         self.dues = Dues(settings, self.live, known)
         self.keys: dict[tuple[str, str], BookedKey] = {}
@@ -140,9 +140,9 @@ class Ledger:
         """Expect the streams of a repeated command from their beginning."""
         for request_id in range(reply.request_id, reply.request_id + reply.count):
             if self._known(request_id) is None:
-                self.telling.forgotten(request_id, client)
+                self.stream_checker.forgotten(request_id, client)
             else:
-                self.telling.give(request_id, client, 0)
+                self.stream_checker.give(request_id, client, 0)
 
     def _check_key(self, tenant: str, command: Submit, reply: Accepted, ids: range) -> None:
         """Check that a known key returns its previous ids, and only for an equal command."""
@@ -182,7 +182,7 @@ class Ledger:
         self.accepted += 1
 
     def _attached(self, client: int, _command: Any, reply: Attached) -> None:
-        self.telling.give(reply.request_id, client, reply.offset)
+        self.stream_checker.give(reply.request_id, client, reply.offset)
 
     def _refused(self, client: int, command: Any, reply: Refused) -> None:
         self.refused += 1
@@ -315,10 +315,10 @@ class Ledger:
         for request_id, offset, token in rows:
             booked = self.requests[request_id]
             self._compare(request_id, booked.oracle, offset, [token])
-            self.telling.row(client, request_id, offset)
+            self.stream_checker.row(client, request_id, offset)
             expected.append(tops_of(token, booked.tops, self._settings.vocabulary))
         self._compare_tops(stream, expected)
-        self.telling.news(client, stream, lost, now_us)
+        self.stream_checker.news(client, stream, lost, now_us)
 
     def over(self, request: Request, now_us: int, cause: Any) -> None:
         """Check that a request ended as it should because of the event `cause`, with tokens of its oracle."""
@@ -343,7 +343,7 @@ class Ledger:
         booked.reason, booked.over_us, booked.generated = request.reason, now_us, len(tokens)
         booked.cut = request.cut
         self.ended += 1
-        self.telling.over(request.id)
+        self.stream_checker.over(request.id)
         self._check_prefix(request, booked)
 
     def _check_prefix(self, request: Request, booked: BookedRequest) -> None:
@@ -395,13 +395,13 @@ class Ledger:
     def came(self, client: int, session: str) -> None:
         """Record a client's handshake."""
         if self.presence.came(client, session):
-            self.telling.away(client)
+            self.stream_checker.away(client)
 
     def restarts(self, now_us: int) -> None:
         """Record that another process continues, without any connection."""
-        self.telling.forget()
+        self.stream_checker.forget()
         for client in self.presence.restarts(now_us):
-            self.telling.away(client)
+            self.stream_checker.away(client)
 
     def left(self, now_us: int) -> None:
         """Drop the clients that were away for too long or cannot reconnect."""
@@ -412,7 +412,7 @@ class Ledger:
     def connection_ended(self, client: int, goodbye: bool, now_us: int) -> None:
         """Record the end of a connection: the client may reconnect, or is gone."""
         if not goodbye and self.presence.left(client, now_us):
-            self.telling.away(client)
+            self.stream_checker.away(client)
         else:
             self.client_gone(client, goodbye, now_us)
 
@@ -420,7 +420,7 @@ class Ledger:
         """Record that a client is gone for good; its requests end unless another client keeps them."""
         self.gone_clients.add(client)
         self.presence.gone(client)
-        self.telling.gone(client)
+        self.stream_checker.gone(client)
         for request_id, booked in self.live.items():
             if booked.reader == client:
                 if not booked.detached and (goodbye or not self._settings.lease_us):

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 CLIENT = Path(__file__).parents[2] / "kvforge" / "client"
-FILES = ("client.py", "requests.py")
+FILES = ("client.py", "request_handles.py")
 HEAD = '"""Made of `aio/{}` by `python -m tools.twins`: change it there."""'
 
 

@@ -11,7 +11,7 @@ docstring paragraph that starts with "In asyncio:" is omitted from the blocking 
 """
 
 from .client import AsyncClient
-from .requests import AsyncRequest, AsyncTextRequest
+from .request_handles import AsyncRequest, AsyncTextRequest
 from .streams import AsyncStream, AsyncStreams
 
 __all__ = ["AsyncClient", "AsyncRequest", "AsyncStream", "AsyncStreams", "AsyncTextRequest"]

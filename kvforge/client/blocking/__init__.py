@@ -4,6 +4,6 @@ python -m tools.twins
 """
 
 from .client import Client
-from .requests import Request, TextRequest
+from .request_handles import Request, TextRequest
 
 __all__ = ["Client", "Request", "TextRequest"]

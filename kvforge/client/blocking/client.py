@@ -31,7 +31,7 @@ from ..results import Completion, Token
 from ..sampling import SamplingParams
 from ..sequences import CachedSequence, SequenceRef
 from ..tables import Tables
-from .requests import Request, TextRequest
+from .request_handles import Request, TextRequest
 from .waiting import Calls, drive
 
 

@@ -4,5 +4,5 @@
 status is queried. Ray holds all state that outlives the controller: the actors, which have their revision in their
 names, and one document in the cluster's key-value store (`store`).
 
-Other code uses `joining.joined` and `fleet.Fleet`.
+Other code uses `joining.joined` and `fleet_client.FleetClient`.
 """

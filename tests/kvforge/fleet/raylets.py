@@ -169,20 +169,20 @@ class _Cluster:
 
     def __getattr__(self, name: str) -> Any:
         """Return a call of a fleet's controller, with the fleet's name as the first argument."""
-        from kvforge.fleet.cluster.fleet import Fleet
+        from kvforge.fleet.cluster.fleet_client import FleetClient
 
         def call(fleet: str, *arguments: Any) -> Any:
-            return getattr(Fleet(fleet), name)(*arguments)
+            return getattr(FleetClient(fleet), name)(*arguments)
 
         return call
 
     def up(self, path: str) -> None:
         """Without waiting."""
-        from kvforge.fleet.cluster.fleet import Fleet
+        from kvforge.fleet.cluster.fleet_client import FleetClient
         from kvforge.fleet.settings import load_fleet
 
         file, text = load_fleet(Path(path))
-        Fleet(file.name).up(file, text)
+        FleetClient(file.name).up(file, text)
 
     def end(self) -> None:
         self._joined.__exit__(None, None, None)

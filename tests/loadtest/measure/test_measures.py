@@ -13,8 +13,8 @@ from kvforge.loadtest.drive.outcome import FAILED, Outcome, RunResult
 from kvforge.loadtest.measure.document import Context, document
 from kvforge.loadtest.measure.group import group
 from kvforge.loadtest.measure.objective import Objective
+from kvforge.loadtest.measure.outcome_columns import OutcomeColumns
 from kvforge.loadtest.measure.percentiles import DIGITS, HIGHEST_US, LOWEST_US, Distribution
-from kvforge.loadtest.measure.requests import Requests
 from kvforge.loadtest.measure.server import counters, prefix
 from kvforge.loadtest.measure.span import Span, measured_span
 from kvforge.loadtest.measure.windows import interval, student95, windows
@@ -55,7 +55,7 @@ def test_a_curve_rises_to_nearly_everything() -> None:
 
 def test_every_latency_counts_from_the_intended_arrival() -> None:
     outcome = finished(1.0, 1.5, 1.6, 1.8, sent_s=1.2, timings=Timings(first_scheduled_us=100_000))
-    requests = Requests.of([outcome, Outcome(session=1, due_s=2.0)])
+    requests = OutcomeColumns.of([outcome, Outcome(session=1, due_s=2.0)])
     assert requests.first_s[0] == pytest.approx(0.5)
     assert requests.queue_s[0] == pytest.approx(0.3)  # 0.2 s late, and 0.1 s in the coordinator
     assert requests.whole_s[0] == pytest.approx(0.8)
@@ -65,7 +65,7 @@ def test_every_latency_counts_from_the_intended_arrival() -> None:
 
 def test_gaps_lie_between_tokens_of_one_request() -> None:
     nothing = Outcome(session=1, due_s=2.0)
-    requests = Requests.of(
+    requests = OutcomeColumns.of(
         [nothing, finished(1.0, 1.5, 1.75), nothing, finished(0.0, 9.0), finished(2.0, 3.0, 3.5), nothing]
     )
     assert requests.gaps_s().tolist() == [0.25, 0.5]
@@ -76,7 +76,7 @@ def test_warm_up_and_drain_are_left_out() -> None:
     outcomes = [finished(due, due + 0.5, due + 3.0, prompt_tokens=100, session=0) for due in (0.0, 2.0, 4.0, 12.0)]
     span = measured_span(outcomes, 1.0, wall_s=15.0)
     assert span == Span(1.0, 12.0)
-    found = group(Requests.of(outcomes), span, Objective())
+    found = group(OutcomeColumns.of(outcomes), span, Objective())
     assert found["requests"]["due"] == 3
     # Ended within [1, 12]: at 3, 5 and 7 s. First tokens at 2.5 and 4.5 s. Tokens at 2.5, 3, 4.5, 5 and 7 s.
     assert found["throughput"] == {
@@ -101,9 +101,9 @@ def test_goodput_takes_requests_that_keep_within_each_bound() -> None:
     late, slow = finished(0.0, 0.6, 0.64, session=2), finished(0.0, 0.4, 0.5, session=3)
     failed = finished(0.0, 0.4, 0.44, session=4)
     failed.state = FAILED
-    met = objective.met(Requests.of([good, alone, late, slow, failed]))
+    met = objective.met(OutcomeColumns.of([good, alone, late, slow, failed]))
     assert met.tolist() == [True, True, False, False, False]
-    assert Objective().met(Requests.of([late, failed])).tolist() == [True, False]
+    assert Objective().met(OutcomeColumns.of([late, failed])).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft=5", "tpot=5ms", "e2e=0s", "ttft=1s,ttft=2s", "itl=-1ms"])
@@ -120,7 +120,7 @@ def test_intervals_over_windows() -> None:
     assert student95(30) == 2.042 and student95(31) == pytest.approx(2.040, abs=0.005)
     # A request due at the border of two windows belongs to only one window.
     outcomes = [finished(float(due), due + 0.25, session=due) for due in range(11)]
-    repeated = windows(Requests.of(outcomes), Span(0.0, 10.0), 5, Objective())
+    repeated = windows(OutcomeColumns.of(outcomes), Span(0.0, 10.0), 5, Objective())
     assert repeated["intervals"]["goodput_per_s"]["values"] == [1, 1, 1, 1, 1.5]
 
 

@@ -20,7 +20,7 @@ NAN = float("nan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Requests:
+class OutcomeColumns:
     """The columns, [requests] each.
 
     Attributes:

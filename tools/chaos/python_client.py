@@ -22,7 +22,7 @@ CANCELLED = "cancelled"
 FIRST, SECOND = 1, 2  # turns
 
 
-class Doer:
+class RandomClient:
     """A client, identified by its name.
 
     It records every error; the ledger decides whether the process faults excuse it.
@@ -32,7 +32,7 @@ class Doer:
         self._kv, self._notes, self._known, self._name = kv, notes, known, name
         self._rng = random.Random(name)
         self._asked = 0
-        self._deeds: list[tuple[int, Callable[[Known], Awaitable[None]]]] = [
+        self._operations: list[tuple[int, Callable[[Known], Awaitable[None]]]] = [
             (6, self._plain),
             (4, self._keyed),
             (3, self._detached),
@@ -44,13 +44,13 @@ class Doer:
 
     async def run(self, over: Callable[[], bool]) -> None:
         """Run operations until `over()` returns True; finish the current one first."""
-        weights, deeds = zip(*self._deeds, strict=True)
+        weights, operations = zip(*self._operations, strict=True)
         while not over():
-            (deed,) = self._rng.choices(deeds, weights)
+            (operation,) = self._rng.choices(operations, weights)
             try:
-                await deed(self._rng.choice(self._known))
+                await operation(self._rng.choice(self._known))
             except KvforgeError as error:
-                self._notes.write(BROKEN, what=deed.__name__, code=error.code, message=error.message)
+                self._notes.write(BROKEN, what=operation.__name__, code=error.code, message=error.message)
             await asyncio.sleep(self._rng.expovariate(1 / THINK_S))
 
     async def resume_intents(self, before: Sequence[dict[str, Any]]) -> None:

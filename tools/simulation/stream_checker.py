@@ -63,7 +63,7 @@ class Owed:
         return f"ended {list(self.ended)}, paused {sorted(self.paused)}, taken {list(self.taken)}"
 
 
-class Telling:
+class StreamChecker:
     """Checks every Stream against what is due, and every turn for completeness."""
 
     def __init__(self, requests: dict[int, BookedRequest]) -> None:

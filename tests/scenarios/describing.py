@@ -127,7 +127,7 @@ def _stream(stream: Stream, names: Names) -> list[str]:
     return lines
 
 
-def tell(message: Message, names: Names) -> list[str]:
+def describe(message: Message, names: Names) -> list[str]:
     """Format a message as one or more lines."""
     m: Any = message
     match message:
@@ -170,7 +170,7 @@ def tell(message: Message, names: Names) -> list[str]:
     return [short[type(message)]()]
 
 
-def tell_state(machine: Machine, names: Names) -> list[str]:
+def describe_state(machine: Machine, names: Names) -> list[str]:
     """Format the pools, the blocks that are not free, the sequences, and the queue."""
     cache, lines = machine.cache, []
     for group in cache.groups.values():

@@ -1,4 +1,4 @@
-"""The message in hand: a record of the message being processed, so that the next process knows what killed this one.
+"""Detects messages that crash the coordinator: records the one being processed for the next process.
 
 A client resends a message that crashed the coordinator, and would crash the next one too. The file `in-hand` is memory
 mapped: a store survives the process, and no system call is needed for a message. A new process finds the message, or
@@ -41,7 +41,7 @@ def fingerprint(frames: Sequence[Frame]) -> int:
     return (min(size, 0xFFFFFFFF) << 32 | crc) or 1
 
 
-class InHand:
+class PoisonDetector:
     """The file of one folder.
 
     Attributes:
@@ -95,11 +95,11 @@ class InHand:
             self._tried.append(message)
         _U64.pack_into(self._map, _MESSAGE_AT, message)
 
-    def handled(self) -> None:
+    def message_applied(self) -> None:
         """Record that the message was applied. The largest of a turn stays in hand until the turn is written."""
         _U64.pack_into(self._map, _MESSAGE_AT, self._largest)
 
-    def turned(self) -> None:
+    def turn_written(self) -> None:
         """Record that the turn is written, which leaves nothing in hand."""
         if not self._largest:
             return

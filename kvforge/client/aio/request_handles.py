@@ -1,24 +1,28 @@
-"""Made of `aio/requests.py` by `python -m tools.twins`: change it there."""
+"""Requests of the asyncio client. The blocking twin is generated from this file: see `kvforge.client.aio`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from ..handles import Handle
 from ..operations import TextCursor, TokenCursor
 from ..results import Completion, Finished, Token
-from .waiting import Calls, drive
+from .waiting import AsyncCalls
 
 
-class Request(Handle):
+class AsyncRequest(Handle):
     """One request. Each iteration returns its tokens from the first one on.
 
     After an attach at an offset, iterations, `tokens` and the result start at that offset.
+
+    In asyncio: cancelling a task that reads a request cancels the request, unless the request is `detached`, has a key,
+    was attached to, or is read by another task too. To stop waiting without cancelling, give `result` a timeout_s or
+    leave the loop.
     """
 
-    _calls: Calls
+    _calls: AsyncCalls
 
-    def __iter__(self) -> Iterator[Token]:
+    def __aiter__(self) -> AsyncIterator[Token]:
         """Return the tokens as they arrive.
 
         Raises:
@@ -28,7 +32,7 @@ class Request(Handle):
         cursor = TokenCursor(self._calls, self._track, self.start)
         return self._calls.reading((self._track,), cursor.next)
 
-    def result(self, timeout_s: float | None = None) -> Finished:
+    async def result(self, timeout_s: float | None = None) -> Finished:
         """Wait for the end and return the outcome. A cancelled request returns with reason `cancelled`.
 
         Args:
@@ -38,9 +42,9 @@ class Request(Handle):
             KvforgeError: The error that ended the request.
             DeadlineExceeded: The request has not ended in time. It goes on and can be awaited again.
         """
-        return drive(self._calls.result(self._track, timeout_s, self.start))
+        return await self._calls.result(self._track, timeout_s, self.start)
 
-    def text(self, stop: str | Sequence[str] = ()) -> TextRequest:
+    def text(self, stop: str | Sequence[str] = ()) -> AsyncTextRequest:
         """Return the same request, to be read as text.
 
         Args:
@@ -49,37 +53,39 @@ class Request(Handle):
         Raises:
             InvalidRequest: Names `stop`, or `offset` if this handle does not start at the first token.
         """
-        return TextRequest(self._calls, self, self._text_stops(stop))
+        return AsyncTextRequest(self._calls, self, self._text_stops(stop))
 
-    def cancel(self, *, timeout_s: float | None = None) -> None:
+    async def cancel(self, *, timeout_s: float | None = None) -> None:
         """Cancel the request, whichever client submitted it. A request that has ended is unchanged."""
-        drive(self._calls.cancel(self._track, timeout_s))
+        await self._calls.cancel(self._track, timeout_s)
 
 
-class TextRequest:
+class AsyncTextRequest:
     """A request that is read as text. Each iteration returns its pieces of text from the first one on.
 
     A stop string ends the request only while it is read, here or through `result`.
+
+    In asyncio: `AsyncRequest` documents what cancelling a task does.
     """
 
-    def __init__(self, calls: Calls, request: Request, stop: Sequence[str] = ()) -> None:
+    def __init__(self, calls: AsyncCalls, request: AsyncRequest, stop: Sequence[str] = ()) -> None:
         self._calls = calls
         self._stop = stop
         self.request = request
 
-    def __iter__(self) -> Iterator[str]:
-        """Return pieces of text as they arrive; raises as `Request` does."""
+    def __aiter__(self) -> AsyncIterator[str]:
+        """Return pieces of text as they arrive; raises as `AsyncRequest` does."""
         track = self.request._track
         return self._calls.reading((track,), TextCursor(self._calls, track, self._stop).next)
 
-    def result(self, timeout_s: float | None = None) -> Completion:
-        """Wait for the end, as `Request.result` does."""
-        return drive(self._calls.text(self.request._track, self._stop, timeout_s))
+    async def result(self, timeout_s: float | None = None) -> Completion:
+        """Wait for the end, as `AsyncRequest.result` does."""
+        return await self._calls.text(self.request._track, self._stop, timeout_s)
 
-    def received(self) -> str:
+    async def received(self) -> str:
         """Return the text received so far, without waiting. It is kept after an error."""
-        return drive(self._calls.text_so_far(self.request._track, self._stop))
+        return await self._calls.text_so_far(self.request._track, self._stop)
 
-    def cancel(self, *, timeout_s: float | None = None) -> None:
-        """Cancel the request, as `Request.cancel` does."""
-        self.request.cancel(timeout_s=timeout_s)
+    async def cancel(self, *, timeout_s: float | None = None) -> None:
+        """Cancel the request, as `AsyncRequest.cancel` does."""
+        await self.request.cancel(timeout_s=timeout_s)

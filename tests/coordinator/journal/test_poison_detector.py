@@ -10,8 +10,8 @@ import pytest
 
 from kvforge.coordinator.core.events import ClientCame, CommandRefused, FromClient, ToClient
 from kvforge.coordinator.core.machine import Machine
-from kvforge.coordinator.journal.in_hand import FILE, SUSPECTS_MAX, InHand, fingerprint
 from kvforge.coordinator.journal.log import Journal, segments
+from kvforge.coordinator.journal.poison_detector import FILE, SUSPECTS_MAX, PoisonDetector, fingerprint
 from kvforge.coordinator.journal.recovery import recover
 from kvforge.coordinator.journal.state_folder import DEATHS_MAX, StateFolder
 from kvforge.coordinator.turn import _refused
@@ -34,8 +34,8 @@ def frames_of(message: Any) -> list[Any]:
     return codec.encode(message)
 
 
-def begun(folder: Path) -> InHand:
-    return InHand(folder, DEATHS_MAX)
+def begun(folder: Path) -> PoisonDetector:
+    return PoisonDetector(folder, DEATHS_MAX)
 
 
 def test_a_message_that_ends_its_reader_is_refused_after_so_many_deaths(tmp_path: Path) -> None:
@@ -46,8 +46,8 @@ def test_a_message_that_ends_its_reader_is_refused_after_so_many_deaths(tmp_path
     with pytest.raises(MessageRefused, match=f"{DEATHS_MAX} coordinators died while handling this message"):
         again.begin(poison)
     again.begin(frames_of(FINE))
-    again.handled()
-    again.turned()
+    again.message_applied()
+    again.turn_written()
     with pytest.raises(MessageRefused):
         begun(tmp_path).begin(poison)
 
@@ -59,18 +59,18 @@ def test_a_message_that_was_handled_once_is_not_suspected(tmp_path: Path) -> Non
         begun(tmp_path).begin(poison)
     handled = begun(tmp_path)
     handled.begin(poison)
-    handled.handled()
-    handled.turned()
+    handled.message_applied()
+    handled.turn_written()
     begun(tmp_path).begin(poison)
     begun(tmp_path).begin(poison)
 
 
-def test_the_largest_message_of_a_turn_is_in_hand_while_it_is_written(tmp_path: Path) -> None:
+def test_the_largest_message_of_a_turn_is_suspected_while_it_is_written(tmp_path: Path) -> None:
     for _ in range(DEATHS_MAX):
         life = begun(tmp_path)
         for message in (POISON, FINE):
             life.begin(frames_of(message))
-            life.handled()
+            life.message_applied()
     with pytest.raises(MessageRefused):
         begun(tmp_path).begin(frames_of(POISON))
     begun(tmp_path).begin(frames_of(FINE))
@@ -127,7 +127,7 @@ def die_of_recovery(folder: Path, times: int) -> None:
         state_folder = open_folder(folder)
         with pytest.raises(Dead):
             state_folder.recover()
-        state_folder._in_hand.close()
+        state_folder._poison_detector.close()
         state_folder.close(keep=True)
 
 
@@ -148,9 +148,9 @@ def test_a_last_record_that_ends_recoveries_is_set_aside_and_its_message_refused
     assert (folder / f"set-aside-{record.number:016d}").read_bytes() == data
     assert "was set aside in" in caplog.text
     journal = state_folder.begin(found, lambda: True)
-    assert journal.in_hand is not None
+    assert journal.poison_detector is not None
     with pytest.raises(MessageRefused):
-        journal.in_hand.begin(frames_of(POISON))
+        journal.poison_detector.begin(frames_of(POISON))
     state_folder.close(keep=True)
     assert recover(folder) is not None
 

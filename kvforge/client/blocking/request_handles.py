@@ -1,28 +1,24 @@
-"""Requests of the asyncio client. `blocking/requests.py` is generated from this file: see `kvforge.client.aio`."""
+"""Made of `aio/request_handles.py` by `python -m tools.twins`: change it there."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ..handles import Handle
 from ..operations import TextCursor, TokenCursor
 from ..results import Completion, Finished, Token
-from .waiting import AsyncCalls
+from .waiting import Calls, drive
 
 
-class AsyncRequest(Handle):
+class Request(Handle):
     """One request. Each iteration returns its tokens from the first one on.
 
     After an attach at an offset, iterations, `tokens` and the result start at that offset.
-
-    In asyncio: cancelling a task that reads a request cancels the request, unless the request is `detached`, has a key,
-    was attached to, or is read by another task too. To stop waiting without cancelling, give `result` a timeout_s or
-    leave the loop.
     """
 
-    _calls: AsyncCalls
+    _calls: Calls
 
-    def __aiter__(self) -> AsyncIterator[Token]:
+    def __iter__(self) -> Iterator[Token]:
         """Return the tokens as they arrive.
 
         Raises:
@@ -32,7 +28,7 @@ class AsyncRequest(Handle):
         cursor = TokenCursor(self._calls, self._track, self.start)
         return self._calls.reading((self._track,), cursor.next)
 
-    async def result(self, timeout_s: float | None = None) -> Finished:
+    def result(self, timeout_s: float | None = None) -> Finished:
         """Wait for the end and return the outcome. A cancelled request returns with reason `cancelled`.
 
         Args:
@@ -42,9 +38,9 @@ class AsyncRequest(Handle):
             KvforgeError: The error that ended the request.
             DeadlineExceeded: The request has not ended in time. It goes on and can be awaited again.
         """
-        return await self._calls.result(self._track, timeout_s, self.start)
+        return drive(self._calls.result(self._track, timeout_s, self.start))
 
-    def text(self, stop: str | Sequence[str] = ()) -> AsyncTextRequest:
+    def text(self, stop: str | Sequence[str] = ()) -> TextRequest:
         """Return the same request, to be read as text.
 
         Args:
@@ -53,39 +49,37 @@ class AsyncRequest(Handle):
         Raises:
             InvalidRequest: Names `stop`, or `offset` if this handle does not start at the first token.
         """
-        return AsyncTextRequest(self._calls, self, self._text_stops(stop))
+        return TextRequest(self._calls, self, self._text_stops(stop))
 
-    async def cancel(self, *, timeout_s: float | None = None) -> None:
+    def cancel(self, *, timeout_s: float | None = None) -> None:
         """Cancel the request, whichever client submitted it. A request that has ended is unchanged."""
-        await self._calls.cancel(self._track, timeout_s)
+        drive(self._calls.cancel(self._track, timeout_s))
 
 
-class AsyncTextRequest:
+class TextRequest:
     """A request that is read as text. Each iteration returns its pieces of text from the first one on.
 
     A stop string ends the request only while it is read, here or through `result`.
-
-    In asyncio: `AsyncRequest` documents what cancelling a task does.
     """
 
-    def __init__(self, calls: AsyncCalls, request: AsyncRequest, stop: Sequence[str] = ()) -> None:
+    def __init__(self, calls: Calls, request: Request, stop: Sequence[str] = ()) -> None:
         self._calls = calls
         self._stop = stop
         self.request = request
 
-    def __aiter__(self) -> AsyncIterator[str]:
-        """Return pieces of text as they arrive; raises as `AsyncRequest` does."""
+    def __iter__(self) -> Iterator[str]:
+        """Return pieces of text as they arrive; raises as `Request` does."""
         track = self.request._track
         return self._calls.reading((track,), TextCursor(self._calls, track, self._stop).next)
 
-    async def result(self, timeout_s: float | None = None) -> Completion:
-        """Wait for the end, as `AsyncRequest.result` does."""
-        return await self._calls.text(self.request._track, self._stop, timeout_s)
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """Wait for the end, as `Request.result` does."""
+        return drive(self._calls.text(self.request._track, self._stop, timeout_s))
 
-    async def received(self) -> str:
+    def received(self) -> str:
         """Return the text received so far, without waiting. It is kept after an error."""
-        return await self._calls.text_so_far(self.request._track, self._stop)
+        return drive(self._calls.text_so_far(self.request._track, self._stop))
 
-    async def cancel(self, *, timeout_s: float | None = None) -> None:
-        """Cancel the request, as `AsyncRequest.cancel` does."""
-        await self.request.cancel(timeout_s=timeout_s)
+    def cancel(self, *, timeout_s: float | None = None) -> None:
+        """Cancel the request, as `Request.cancel` does."""
+        self.request.cancel(timeout_s=timeout_s)

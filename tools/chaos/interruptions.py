@@ -16,7 +16,7 @@ DOWN_S = (1.0, 4.0)  # how long a worker may stay dead while the coordinator die
 
 
 @dataclass(frozen=True)
-class Misfortune:
+class Interruption:
     """A fault that strikes some processes at once.
 
     Attributes:
@@ -42,7 +42,7 @@ class Misfortune:
 
 def draw(
     seed: int, workers: Sequence[str], clients: Sequence[str], gone_s: float, silent_s: float
-) -> Iterator[tuple[float, Misfortune]]:
+) -> Iterator[tuple[float, Interruption]]:
     """Yield (pause in seconds, fault) without end; each common kind occurs once before any occurs twice.
 
     Args:
@@ -55,8 +55,8 @@ def draw(
     rng = random.Random(f"misfortunes {seed}")
     everybody = (COORDINATOR, GATEWAY, *workers, *clients)
 
-    def kill(*members: str, again: float = 0.2) -> Misfortune:
-        return Misfortune(KILL, members, again_s=rng.uniform(0, AGAIN_S_MAX) if rng.random() < again else None)
+    def kill(*members: str, again: float = 0.2) -> Interruption:
+        return Interruption(KILL, members, again_s=rng.uniform(0, AGAIN_S_MAX) if rng.random() < again else None)
 
     kinds = (
         (5, lambda: kill(COORDINATOR, again=0.3)),
@@ -66,23 +66,23 @@ def draw(
         (1, lambda: kill(COORDINATOR, GATEWAY)),
         (1, lambda: kill(*workers)),
         (2, lambda: kill(COORDINATOR, rng.choice(everybody[1:]))),
-        (1, lambda: Misfortune(KILL, (COORDINATOR, rng.choice(workers)), down_s=rng.uniform(*DOWN_S))),
-        (2, lambda: Misfortune(TERM, (COORDINATOR,))),
-        (1, lambda: Misfortune(TERM, (rng.choice(workers),))),
-        (1, lambda: Misfortune(TERM, (GATEWAY,))),
-        (1, lambda: Misfortune(STOP, (COORDINATOR,), rng.uniform(*SHORT_STOP_S))),
-        (1, lambda: Misfortune(STOP, (rng.choice(workers),), rng.uniform(*SHORT_STOP_S))),
-        (1, lambda: Misfortune(STOP, (rng.choice(clients),), rng.uniform(*SHORT_STOP_S))),
-        (1, lambda: Misfortune(STOP, tuple(rng.sample(everybody, 2)), rng.uniform(*SHORT_STOP_S))),
-        (1, lambda: Misfortune(STOP, (rng.choice(workers),), gone_s * rng.uniform(1.2, 2.2))),
-        (1, lambda: Misfortune(STOP, (rng.choice(clients),), gone_s * rng.uniform(1.2, 2.2))),
-        (1, lambda: Misfortune(STOP, (GATEWAY,), gone_s * rng.uniform(1.2, 2.2))),
-        (0.2, lambda: Misfortune(KILL, (COORDINATOR, rng.choice(workers)), down_s=silent_s * rng.uniform(1.05, 1.3))),
+        (1, lambda: Interruption(KILL, (COORDINATOR, rng.choice(workers)), down_s=rng.uniform(*DOWN_S))),
+        (2, lambda: Interruption(TERM, (COORDINATOR,))),
+        (1, lambda: Interruption(TERM, (rng.choice(workers),))),
+        (1, lambda: Interruption(TERM, (GATEWAY,))),
+        (1, lambda: Interruption(STOP, (COORDINATOR,), rng.uniform(*SHORT_STOP_S))),
+        (1, lambda: Interruption(STOP, (rng.choice(workers),), rng.uniform(*SHORT_STOP_S))),
+        (1, lambda: Interruption(STOP, (rng.choice(clients),), rng.uniform(*SHORT_STOP_S))),
+        (1, lambda: Interruption(STOP, tuple(rng.sample(everybody, 2)), rng.uniform(*SHORT_STOP_S))),
+        (1, lambda: Interruption(STOP, (rng.choice(workers),), gone_s * rng.uniform(1.2, 2.2))),
+        (1, lambda: Interruption(STOP, (rng.choice(clients),), gone_s * rng.uniform(1.2, 2.2))),
+        (1, lambda: Interruption(STOP, (GATEWAY,), gone_s * rng.uniform(1.2, 2.2))),
+        (0.2, lambda: Interruption(KILL, (COORDINATOR, rng.choice(workers)), down_s=silent_s * rng.uniform(1.05, 1.3))),
         # Longer than the peers' idle timeout and step_timeout_s: the coordinator must not count this time against its
         # peers.
-        (0.5, lambda: Misfortune(STOP, (COORDINATOR,), silent_s * rng.uniform(1.05, 1.3))),
+        (0.5, lambda: Interruption(STOP, (COORDINATOR,), silent_s * rng.uniform(1.05, 1.3))),
     )
-    first: list[Callable[[], Misfortune]] = [kind for weight, kind in kinds if weight >= 1]
+    first: list[Callable[[], Interruption]] = [kind for weight, kind in kinds if weight >= 1]
     rng.shuffle(first)
     weights = [weight for weight, _ in kinds]
     while True:

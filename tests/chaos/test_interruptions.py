@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from tools.chaos.misfortunes import COORDINATOR, KILL, STOP, TERM, draw
+from tools.chaos.interruptions import COORDINATOR, KILL, STOP, TERM, draw
 
 WORKERS, CLIENTS = ("w0", "w1"), ("p0", "p1", "p2")
 KINDS = 18  # common kinds; each occurs once before any occurs twice
@@ -12,17 +12,17 @@ KINDS = 18  # common kinds; each occurs once before any occurs twice
 
 def test_each_kind_of_process_soon_dies_and_is_stopped() -> None:
     for seed in range(100):
-        first = [misfortune for _, misfortune in islice(draw(seed, WORKERS, CLIENTS, 2.0, 10.0), KINDS)]
-        seen = {(misfortune.kind, member[0]) for misfortune in first for member in misfortune.members}
+        first = [interruption for _, interruption in islice(draw(seed, WORKERS, CLIENTS, 2.0, 10.0), KINDS)]
+        seen = {(interruption.kind, member[0]) for interruption in first for member in interruption.members}
         assert seen >= {
             *((kind, member) for kind in (KILL, STOP) for member in "cgwp"),
             *((TERM, member) for member in "cgw"),
         }
         # The coordinator restarts while a worker is dead.
-        assert any(misfortune.down_s and COORDINATOR in misfortune.members for misfortune in first)
+        assert any(interruption.down_s and COORDINATOR in interruption.members for interruption in first)
 
 
 def test_the_same_seed_draws_the_same() -> None:
     first, again, other = (list(islice(draw(seed, WORKERS, CLIENTS, 2.0, 10.0), 40)) for seed in (1, 1, 2))
     assert first == again != other
-    assert all(misfortune.members[0] == COORDINATOR for _, misfortune in first if misfortune.down_s)
+    assert all(interruption.members[0] == COORDINATOR for _, interruption in first if interruption.down_s)

@@ -24,7 +24,7 @@ ANSWER_S = 30.0  # includes a restart of the controller
 AGAIN_S = 0.2
 
 
-class Fleet:
+class FleetClient:
     """A fleet in the cluster that this process has joined."""
 
     def __init__(self, name: str) -> None:
