@@ -250,7 +250,7 @@ class FusedDecoder:
     ) -> torch.Tensor:
         """Project the new tokens to Q [tokens, heads, head_size], and store their K and V in the cache."""
         ops, weight, bias = self.operations, layer.projected.weight, layer.projected.bias
-        if rotary is not None and layer.head_norms is None:
+        if rotary is not None and layer.head_norms is None and not layer.clip:
             query = ops.project(normed, weight, bias, *rotary, cache, partial(self.attention.kv_slots, batch))
             if query is not None:
                 return query
@@ -258,6 +258,8 @@ class FusedDecoder:
         norms = layer.head_norms
         if norms is not None and not norms.after_rotation:
             norm_heads(ops, layer, norms, projected)
+        if layer.clip:
+            projected.clamp_(-layer.clip, layer.clip)
         by_head = projected.view(len(projected), -1, layer.head_size)
         query, key, value = by_head.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
         if norms is not None and norms.after_rotation:

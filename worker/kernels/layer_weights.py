@@ -203,6 +203,7 @@ class FusedLayer:
         residual_scale: Factor of both results.
         is_parallel: Whether attention and feed-forward read the same norm.
         query_scale: Factor of rotated queries by position; None: none.
+        clip: Largest size of numbers of Q, K and V before the rotation; 0: unlimited.
     """
 
     options: AttentionOptions
@@ -221,6 +222,7 @@ class FusedLayer:
     residual_scale: float = 1.0
     is_parallel: bool = False
     query_scale: QueryScale | None = None
+    clip: float = 0.0
 
     @property
     def dense(self) -> FeedForward | None:
@@ -235,7 +237,7 @@ class FusedLayer:
             return False
         if self.attended_norm is not None or self.fed_norm is not None or self.residual_scale != 1.0:
             return False
-        if self.query_scale is not None:
+        if self.query_scale is not None or self.clip:
             return False
         feed = self.feed
         has_plain_feed = isinstance(feed, FeedForward) and feed.is_gated and feed.activation == SILU

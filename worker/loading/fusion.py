@@ -29,7 +29,7 @@ from kvforge.worker.kernels.layer_weights import FeedForward, FusedLayer, Mixtur
 from kvforge.worker.kernels.packed import PackedRows
 from kvforge.worker.kernels.packed_table import PackedEmbedding, PackedTable, table_of
 
-from .families import Family
+from .description import Family
 from .mixtures import MixtureParts, packed_experts
 from .parts import DecoderParts, LayerParts, parts_of
 from .quantisation import Packer
@@ -132,7 +132,7 @@ def _head(module: Any, packer: Packer | None) -> tuple[Projection, PackedTable |
 def _fuse_layer(
     layer: Any, options: AttentionOptions, found: LayerParts, parts: DecoderParts, packer: Packer | None
 ) -> FusedLayer:
-    family, attention, feed = parts.family, layer.self_attn, getattr(layer, parts.family.feed)
+    family, attention = parts.family, layer.self_attn
     head_size = attention.head_dim
     heads = getattr(attention, family.output).in_features // head_size
     projected = sum(getattr(attention, name).out_features for name in family.projected) // head_size
@@ -151,21 +151,21 @@ def _fuse_layer(
         head_norms=found.head_norms,
         output=_join(attention, (family.output,), packer),
         inner_norm=found.inner_norm,
-        feed=_feed_forward(feed, parts, packer)
-        if found.mixture is None
-        else _mixture(feed, found.mixture, parts, packer),
+        feed=_feed(layer, found, parts, packer),
         attended_norm=found.attended_norm,
         fed_norm=found.fed_norm,
         residual_scale=parts.residual_scale,
         is_parallel=family.is_parallel,
         query_scale=found.query_scale,
+        clip=found.clip,
     )
 
 
-def _feed(feed: Any, found: LayerParts, parts: DecoderParts, packer: Packer | None) -> FeedForward | MixtureOfExperts:
+def _feed(layer: Any, found: LayerParts, parts: DecoderParts, packer: Packer | None) -> FeedForward | MixtureOfExperts:
+    feed = parts.family.feed_of(layer)
     if found.mixture is None:
         return _feed_forward(feed, parts, packer)
-    return _mixture(feed, found.mixture, parts, packer)
+    return _mixture(layer, feed, found.mixture, parts, packer)
 
 
 def _feed_forward(feed: Any, parts: DecoderParts, packer: Packer | None) -> FeedForward:
@@ -178,7 +178,9 @@ def _feed_forward(feed: Any, parts: DecoderParts, packer: Packer | None) -> Feed
     )
 
 
-def _mixture(feed: Any, found: MixtureParts, parts: DecoderParts, packer: Packer | None) -> MixtureOfExperts:
+def _mixture(
+    layer: Any, feed: Any, found: MixtureParts, parts: DecoderParts, packer: Packer | None
+) -> MixtureOfExperts:
     mixture = found.mixture
     experts = found.experts
     up, down = experts.up, experts.down
@@ -194,7 +196,7 @@ def _mixture(feed: Any, found: MixtureParts, parts: DecoderParts, packer: Packer
         down_bias=experts.down_bias,
         activation=found.activation,
         interleaved=experts.interleaved,
-        shared=_feed_forward(getattr(feed, mixture.shared), parts, packer) if found.is_shared else None,
+        shared=_feed_forward(parts.family.shared_of(layer, feed), parts, packer) if found.is_shared else None,
         shared_gate=_join(feed, (mixture.shared_gate,), packer) if mixture.shared_gate else None,
     )
 

@@ -14,7 +14,7 @@ from kvforge.worker.kernels.layer_weights import Projection
 from kvforge.worker.kernels.plain import PlainOperations
 from kvforge.worker.kernels.router import Router
 
-from .families import Mixture
+from .description import Mixture
 from .quantisation import Packer
 
 
@@ -41,13 +41,14 @@ class MixtureParts:
     is_shared: bool
 
 
-def mixture_of(feed: Any, mixture: Mixture, config: Any) -> MixtureParts | None:
+def mixture_of(feed: Any, mixture: Mixture, config: Any, is_shared: bool) -> MixtureParts | None:
     """Find the parts of a mixture of experts.
 
     Args:
         feed: The feed-forward module of a layer.
         mixture: The family's declaration.
         config: The model's configuration.
+        is_shared: Whether there are shared experts.
 
     Returns:
         The parts; None if the experts cannot be described.
@@ -70,7 +71,7 @@ def mixture_of(feed: Any, mixture: Mixture, config: Any) -> MixtureParts | None:
         choice_bias=choice_bias,
         experts=experts,
         activation=experts.activation,
-        is_shared=bool(mixture.shared) and getattr(feed, mixture.shared, None) is not None,
+        is_shared=is_shared,
     )
 
 

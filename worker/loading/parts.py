@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,8 @@ from kvforge.worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX
 from kvforge.worker.kernels.activations import NAMES, Activation
 from kvforge.worker.kernels.layer_weights import HeadNorms, Norm, QueryScale, RotaryTable
 
-from .families import Family, family_of
+from .description import Family
+from .families import family_of
 from .mixtures import MixtureParts, mixture_of
 from .norms import norm_of
 from .reordered import ReorderedRows
@@ -35,6 +35,7 @@ class LayerParts:
     fed_norm: Norm | None
     mixture: MixtureParts | None = None
     query_scale: QueryScale | None = None
+    clip: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,15 +92,16 @@ def _parts(module: Any, family: Family) -> DecoderParts:
         raise _NotDescribedError(f"its activation is {name!r}")
     if config.hidden_size > HIDDEN_MAX or config.hidden_size % HEAD_UNIT:
         raise _NotDescribedError(f"its hidden size is {config.hidden_size}")
-    if getattr(config, "clip_qkv", None) is not None:
+    if getattr(config, "clip_qkv", None) is not None and not family.clip:
         raise _NotDescribedError("it clips Q, K and V")
     _check_linears(module, family)
-    tables, of_kind = _rotary_tables(decoder.rotary_emb)
+    tables = _RotaryTables()
+    layers = tuple(_layer(layer, index, decoder, family, tables) for index, layer in enumerate(decoder.layers))
     return DecoderParts(
         family=family,
-        layers=tuple(_layer(layer, family, of_kind, config) for layer in decoder.layers),
-        final_norm=_norm(decoder, "norm"),
-        rotary=tables,
+        layers=layers,
+        final_norm=_norm(decoder, "norm", decoder.embed_tokens.weight[0]),
+        rotary=tuple(tables.found),
         activation=Activation(NAMES[name]),
         head_size=int(decoder.layers[0].self_attn.head_dim),
         residual_scale=float(getattr(config, family.residual_scale)) if family.residual_scale else 1.0,
@@ -110,9 +112,7 @@ def _check_linears(module: Any, family: Family) -> None:
     """Check that the module's products are plain, not replaced by quantised ones for example."""
     mixture = family.mixture
     routers = (
-        []
-        if mixture is None
-        else [getattr(getattr(layer, family.feed), mixture.gate, None) for layer in module.model.layers]
+        [] if mixture is None else [getattr(family.feed_of(layer), mixture.gate, None) for layer in module.model.layers]
     )
     apart = {id(part) for router in routers if router is not None for part in router.modules()}
     linears = [part for part in module.modules() if hasattr(part, "in_features") and id(part) not in apart]
@@ -123,59 +123,64 @@ def _check_linears(module: Any, family: Family) -> None:
         raise _NotDescribedError(f"its weights have several dtypes: {', '.join(sorted(map(str, dtypes)))}")
 
 
-def _rotary_tables(rotary: Any) -> tuple[tuple[RotaryTable, ...], dict[str, int]]:
-    """Return the tables, and the index of the table for each kind of layer ("": all layers)."""
-    tables: list[RotaryTable] = []
-    of_kind: dict[str, int] = {}
-    for kind, rope_type in _rope_types(rotary):
-        if rope_type not in STATIC_ROPE:
-            raise _NotDescribedError(f"its rotary embedding ({rope_type}) changes with the length")
-        prefix = f"{kind}_" if kind else ""
-        frequencies = getattr(rotary, f"{prefix}inv_freq")
-        of_kind[kind] = len(tables)
-        tables.append(RotaryTable(frequencies.float(), float(getattr(rotary, f"{prefix}attention_scaling"))))
-    return tuple(tables), of_kind
+class _RotaryTables:
+    """The tables of a decoder's layers, each once."""
+
+    def __init__(self) -> None:
+        self.found: list[RotaryTable] = []
+        self._index: dict[tuple[int, str], int] = {}
+
+    def index(self, rotary: Any, attention: Any) -> int:
+        """Return the index of the table in transformers' module `rotary` for an attention module."""
+        kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else None
+        kind = "" if kinds is None else str(getattr(attention, "layer_type", None) or attention.attention_type)
+        if (id(rotary), kind) not in self._index:
+            rope_type = rotary.rope_type if kinds is None else kinds[kind]
+            if rope_type not in STATIC_ROPE:
+                raise _NotDescribedError(f"its rotary embedding ({rope_type}) changes with the length")
+            prefix = f"{kind}_" if kind else ""
+            frequencies = getattr(rotary, f"{prefix}inv_freq")
+            self._index[id(rotary), kind] = len(self.found)
+            self.found.append(RotaryTable(frequencies.float(), float(getattr(rotary, f"{prefix}attention_scaling"))))
+        return self._index[id(rotary), kind]
 
 
-def _rope_types(rotary: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(rotary.rope_type, dict):
-        yield from rotary.rope_type.items()
-    else:
-        yield "", rotary.rope_type
-
-
-def _layer(layer: Any, family: Family, of_kind: dict[str, int], config: Any) -> LayerParts:
-    attention = layer.self_attn
+def _layer(layer: Any, index: int, decoder: Any, family: Family, tables: _RotaryTables) -> LayerParts:
+    attention, config = layer.self_attn, decoder.config
     if attention.head_dim > HEAD_SIZE_MAX or attention.head_dim % 2:
         raise _NotDescribedError(f"its head size is {attention.head_dim}")
-    kind = "" if "" in of_kind else str(getattr(attention, "layer_type", None) or attention.attention_type)
+    rotary = family.rotary(decoder, index) if family.rotates(attention) else None
     query, key = family.head_norms
+    hidden = decoder.embed_tokens.weight[0]
     norms = None
     if getattr(attention, query, None) is not None:
-        norms = HeadNorms(_norm(attention, query), _norm(attention, key), family.norms_after_rotation)
+        head = hidden.new_ones(attention.head_dim)
+        norms = HeadNorms(_norm(attention, query, head), _norm(attention, key, head), family.norms_after_rotation)
     return LayerParts(
-        rotary=of_kind[kind] if family.rotates(attention) else None,
+        rotary=None if rotary is None else tables.index(rotary, attention),
         head_norms=norms,
-        mixture=_mixture(getattr(layer, family.feed), family, config),
+        mixture=_mixture(layer, family, config),
         query_scale=family.query_scale(attention),
+        clip=float((getattr(config, family.clip) if family.clip else None) or 0.0),
         **{
-            name: _norm(layer, getattr(family, name)) if getattr(family, name) else None
+            name: _norm(layer, getattr(family, name), hidden) if getattr(family, name) else None
             for name in ("input_norm", "attended_norm", "inner_norm", "fed_norm")
         },
     )
 
 
-def _mixture(feed: Any, family: Family, config: Any) -> MixtureParts | None:
+def _mixture(layer: Any, family: Family, config: Any) -> MixtureParts | None:
+    feed = family.feed_of(layer)
     if family.mixture is None or not hasattr(feed, family.mixture.experts):
         return None  # a dense layer
-    found = mixture_of(feed, family.mixture, config)
+    found = mixture_of(feed, family.mixture, config, family.shared_of(layer, feed) is not None)
     if found is None:
         raise _NotDescribedError("its experts compute in another way")
     return found
 
 
-def _norm(owner: Any, name: str) -> Norm:
-    norm = norm_of(getattr(owner, name))
+def _norm(owner: Any, name: str, like: torch.Tensor) -> Norm:
+    norm = norm_of(getattr(owner, name), like)
     if norm is None:
         raise _NotDescribedError(f"its {name} is a norm of another kind")
     return norm

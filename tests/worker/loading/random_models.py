@@ -21,6 +21,14 @@ YARN_BY_POSITION = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.3,
 }
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 4.0,
+    "attention_multiplier": 0.3,
+    "attention_bias": True,
+}
+ATTENDING = {"layer_types": ["full_attention"] * 3, "shared_intermediate_size": 80}
 
 # Configurations of every described family, with each of its features on.
 DESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,15 +51,11 @@ DESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {**HEADS, **LAYERS, "query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0}),
     "glm": ("glm", {**HEADS, "partial_rotary_factor": 0.5, "attention_bias": True}),
     "glm4": ("glm4", {**HEADS, "partial_rotary_factor": 0.5, "attention_bias": True}),
-    "granite": (
-        "granite",
-        {
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.6,
-            "logits_scaling": 4.0,
-            "attention_multiplier": 0.3,
-            "attention_bias": True,
-        },
+    "granite": ("granite", GRANITE),
+    "granite_swa": ("granite_swa", {**GRANITE, **LAYERS, "layer_rope_theta": [1e3, 0, 1e4]}),  # and sinks
+    "granitemoehybrid dense": (
+        "granitemoehybrid",
+        {**GRANITE, **ATTENDING, "position_embedding_type": "rope", "num_local_experts": 0},
     ),
     "hunyuan": ("hunyuan_v1_dense", HEADS),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -60,6 +64,7 @@ DESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", {**HEADS, "rope_parameters": YARN_BY_POSITION}),
     "mistral": ("mistral", {"sliding_window": 6}),
     "nemotron": ("nemotron", {"partial_rotary_factor": 0.5}),
+    "olmo": ("olmo", {"clip_qkv": 0.8}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", LAYERS),
     "phi3": ("phi3", {"partial_rotary_factor": 0.5}),
@@ -72,6 +77,7 @@ DESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3}
+SHARED = {"shared_intermediate_size": 80}
 SHARED_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 2}
 DESCRIBED |= {
     "ernie4_5_moe": (
@@ -102,14 +108,20 @@ DESCRIBED |= {
         },
     ),
     "gpt_oss": ("gpt_oss", {**HEADS, **LAYERS, **LOCAL_EXPERTS, "attention_bias": True}),  # and sinks
-    "granitemoe": (
-        "granitemoe",
-        {**LOCAL_EXPERTS, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 4.0},
+    "granitemoe": ("granitemoe", {**GRANITE, **LOCAL_EXPERTS}),
+    "granitemoe_swa": (
+        "granitemoe_swa",
+        {**GRANITE, **LAYERS, **LOCAL_EXPERTS, **SHARED, "layer_rope_theta": [1e4, 0, 1e4]},
     ),
+    "granitemoehybrid": (  # without rotation
+        "granitemoehybrid",
+        {**GRANITE, **ATTENDING, **LOCAL_EXPERTS, **SHARED},
+    ),
+    "granitemoeshared": ("granitemoeshared", {**GRANITE, **LOCAL_EXPERTS, **SHARED}),
     "hunyuan_moe": ("hunyuan_v1_moe", {**HEADS, "num_experts": 8, "moe_topk": 3}),
     "minimax_m2": ("minimax_m2", {**HEADS, **LOCAL_EXPERTS, "rotary_dim": 8}),
     "mixtral": ("mixtral", LOCAL_EXPERTS),
-    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True, "clip_qkv": 0.8}),
     "qwen2_moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 64, "norm_topk_prob": False}),
     "qwen3_moe": ("qwen3_moe", {**HEADS, **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
 }

@@ -129,6 +129,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "Gemma4ForCausalLM",
     ),
     "llava": ({"model_type": "llama"}, {"vision_config": SIGLIP, "image_token_index": 96}, "LlamaForCausalLM"),
+    "smolvlm": (
+        {"model_type": "llama", "pad_token_id": 0},
+        {"vision_config": {**SIGLIP, "model_type": "smolvlm_vision"}, "image_token_id": 96, "scale_factor": 1},
+        "LlamaForCausalLM",
+    ),
     "internvl": (
         {"model_type": "qwen2"},
         {"vision_config": {**PIXTRAL, "model_type": "internvl_vision", "image_size": [28, 28]}, "image_token_id": 96},
@@ -182,6 +187,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+UNDESCRIBED = ("gemma4",)
+
+
 def whole(kind: str) -> Any:
     """Return the model of images and text, with random weights."""
     text, rest, _ = FAMILIES[kind] if kind in FAMILIES else REFUSED[kind]
@@ -204,6 +212,7 @@ def test_the_text_part_is_served(
     made.save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype=dtype, device=cpu, block_size=4)
     assert model.info.architecture == FAMILIES[kind][2]
+    assert (model.fused is not None) == (kind not in UNDESCRIBED)
     assert not any("vision" in name or "visual" in name for name, _ in model.module.named_parameters())
     if dtype == "float32":
         tokens = np.random.default_rng(0).integers(0, 90, 23)

@@ -90,13 +90,9 @@ def _norms(**changes: Any) -> Callable[[parts.DecoderParts], parts.DecoderParts]
     return change
 
 
-def _unrotated(found: parts.DecoderParts) -> parts.DecoderParts:
-    return replace(found, layers=tuple(replace(layer, rotary=None) for layer in found.layers))
-
-
-def _queries(scale: QueryScale | None) -> Callable[[parts.DecoderParts], parts.DecoderParts]:
+def _layers(**changes: Any) -> Callable[[parts.DecoderParts], parts.DecoderParts]:
     def change(found: parts.DecoderParts) -> parts.DecoderParts:
-        return replace(found, layers=tuple(replace(layer, query_scale=scale) for layer in found.layers))
+        return replace(found, layers=tuple(replace(layer, **changes) for layer in found.layers))
 
     return change
 
@@ -108,13 +104,6 @@ def _one_table(found: parts.DecoderParts) -> parts.DecoderParts:
 def _family(**changes: Any) -> Callable[[parts.DecoderParts], parts.DecoderParts]:
     def change(found: parts.DecoderParts) -> parts.DecoderParts:
         return replace(found, family=replace(found.family, **changes))
-
-    return change
-
-
-def _without(name: str) -> Callable[[parts.DecoderParts], parts.DecoderParts]:
-    def change(found: parts.DecoderParts) -> parts.DecoderParts:
-        return replace(found, layers=tuple(replace(layer, **{name: None}) for layer in found.layers))
 
     return change
 
@@ -145,20 +134,24 @@ PLANTED: dict[str, tuple[str, Callable[[parts.DecoderParts], parts.DecoderParts]
     "no divisor of logits": ("granite", _family(logit_divisor="")),
     "no factor of logits": ("cohere2", _family(logit_scale="")),
     "no cap of logits": ("gemma2", _family(logit_softcap="")),
+    "no limit of Q, K and V": ("olmo", _layers(clip=0.0)),
+    "a limit of Q, K and V": ("llama", _layers(clip=0.4)),
+    "another epsilon of a norm without weight": ("olmo", _norms(epsilon=1.0)),
+    "one rotary table for two": ("granite_swa", _one_table),
     "no offset of a norm": ("gemma2", _norms(offset=0.0)),
     "a norm that is not centred": ("cohere2", _norms(centred=False)),
     "no bias of a norm": ("starcoder2", _norms(bias=None)),
-    "no norm of attention's result": ("gemma2", _without("attended_norm")),
-    "no norm of the feed-forward block's result": ("olmo2", _without("fed_norm")),
-    "no norm before the feed-forward block": ("llama", _without("inner_norm")),
-    "no norms of heads": ("qwen3", _without("head_norms")),
+    "no norm of attention's result": ("gemma2", _layers(attended_norm=None)),
+    "no norm of the feed-forward block's result": ("olmo2", _layers(fed_norm=None)),
+    "no norm before the feed-forward block": ("llama", _layers(inner_norm=None)),
+    "no norms of heads": ("qwen3", _layers(head_norms=None)),
     "norms of heads before the rotation": ("hunyuan", _family(norms_after_rotation=False)),
-    "no rotation": ("llama", _unrotated),
-    "no factor of queries by position": ("ministral3", _queries(None)),
-    "another growth of queries": ("ministral3", _queries(QueryScale(0.27, 4))),
-    "a growth of queries that has none": ("llama", _queries(QueryScale(0.1, 24))),
+    "no rotation": ("llama", _layers(rotary=None)),
+    "no factor of queries by position": ("ministral3", _layers(query_scale=None)),
+    "another growth of queries": ("ministral3", _layers(query_scale=QueryScale(0.27, 4))),
+    "a growth of queries that has none": ("llama", _layers(query_scale=QueryScale(0.1, 24))),
     "rotation in every layer": ("cohere2", _one_table),
-    "one rotary table": ("gemma3", _one_table),
+    "one rotary table": ("gemma3", _layers(rotary=1)),
     "halves for neighbours": ("glm4", _family(interleaved=False)),
     "blocks in series": ("cohere2", _family(is_parallel=False)),
     "another activation of experts": ("mixtral", _mixtures(activation=Activation("relu"))),

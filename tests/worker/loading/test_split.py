@@ -37,11 +37,23 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16, **EXPERTS},
     "gemma2": {"head_dim": 16},
     "olmo2": {},  # norms over all heads
-    "granite_swa": {},  # sinks, one of each head
+    "granite_swa": {"layer_types": ["full_attention", "sliding_attention"]},  # sinks, one of each head
+    "olmo": {"clip_qkv": 0.5},  # norms without weights
     "ministral3": {"head_dim": 16, "rope_parameters": YARN_BY_POSITION},  # queries by position
     "odd": {"vocab_size": 255},  # a head that two ranks cannot divide
 }
-FUSED = ("llama", "qwen2", "qwen3", "gemma2", "mixtral", "qwen3_moe", "ministral3", "odd")  # by several ranks
+FUSED = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "mixtral",
+    "qwen3_moe",
+    "granite_swa",
+    "olmo",
+    "ministral3",
+    "odd",
+)  # by several ranks
 FUSED_ALONE = (*FUSED, "phi3", "olmo2")
 NO_INT8 = quantising_problem(open_device("cpu"), torch.float32, "int8")
 ON_GPUS = ("llama", "qwen2", "phi3", "mixtral", "odd")  # where GPUs differ from CPUs: each way to exchange

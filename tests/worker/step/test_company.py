@@ -14,6 +14,7 @@ from kvforge.protocol.errors import KvforgeError
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
+from tests.worker.loading.random_models import DESCRIBED, save
 from tests.worker.step.company import FIELDS, Alone, Company, Request, compare, draw, wide_model
 
 CASES = json.loads((Path(__file__).parents[2] / "data" / "smollm2_sample.json").read_text(encoding="utf-8"))["cases"]
@@ -125,6 +126,19 @@ def test_company_changes_no_bit_of_other_families(
     fields = NARROW | {"intermediate_size": 700, "num_key_value_heads": 2, "max_position_embeddings": 1024}
     model = served(tmp_path, open_device("cpu"), case, **fields | FIELDS.get(case[0], {}))
     assert (model.fused is not None) == (described and case[0] not in UNDESCRIBED)
+    if model.unsteady:
+        pytest.skip(f"not promised here: {model.unsteady}")
+    problem, company = difference(model, 8, seed=1, rows_max=8, longest=80)
+    assert not problem, problem
+    assert company.evictions and company.hits and company.deaths, company.told()
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_company_changes_no_bit_of_any_described_family(tmp_path: Path, name: str) -> None:
+    model_type, fields = DESCRIBED[name]
+    save(tmp_path / "model", model_type, fields | {"max_position_embeddings": 1024}, torch.bfloat16)
+    model = load_model(tmp_path / "model", device=open_device("cpu"), block_size=16, dtype="bfloat16")
+    assert model.fused is not None
     if model.unsteady:
         pytest.skip(f"not promised here: {model.unsteady}")
     problem, company = difference(model, 8, seed=1, rows_max=8, longest=80)

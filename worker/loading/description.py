@@ -1,0 +1,120 @@
+"""The terms of a declaration: where transformers keeps the parts of a decoder. `families` has the declarations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvforge.worker.kernels.layer_weights import QueryScale
+from kvforge.worker.kernels.router import Router
+
+
+def _always(_attention: Any) -> bool:
+    return True
+
+
+def _unscaled(_attention: Any) -> None:
+    return None
+
+
+def _rotary(decoder: Any, _layer: int) -> Any:
+    return decoder.rotary_emb
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The names of the parts of a mixture of experts, in the feed-forward module of a layer.
+
+    Attributes:
+        router: Settings to the router; the dtype that weights are rounded to is that of the model, unless `wide`.
+        gate: The module with the router's weight.
+        weight: Its weight, or the module inside that has it.
+        choice_bias: Tensor that is added to scores for the choice, by its path; "": none.
+        wide: Whether the weights of experts stay in float32.
+        experts: transformers' module of experts.
+        shared: The module of shared experts, whose projections are those of the family; "": none.
+        is_shared_outside: Whether the layer has that module, not its feed-forward module. A layer without the latter
+            is dense.
+        shared_gate: Projection whose sigmoid is their factor; "": none.
+    """
+
+    router: Callable[[Any], Router]
+    gate: str = "gate"
+    weight: str = ""
+    choice_bias: str = ""
+    wide: bool = False
+    experts: str = "experts"
+    shared: str = ""
+    is_shared_outside: bool = False
+    shared_gate: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The names of one family's parts. The defaults are Llama's.
+
+    Attributes:
+        input_norm: Norm before attention; "": none.
+        attended_norm: Norm of the result of attention; "": none.
+        inner_norm: Norm before the feed-forward block; "": none.
+        fed_norm: Norm of its result; "": none.
+        projected: Projections to Q, K and V in order, or the joined one.
+        output: Projection of the heads' results.
+        head_norms: Norms of Q and K; both may be missing in a model.
+        norms_after_rotation: Whether these follow the rotary embedding.
+        rotates: Whether an attention module rotates Q and K.
+        rotary: The module with the rotary embedding of a layer, from the decoder and the layer's index; None: none.
+        query_scale: An attention module's factor of queries by position; None: none.
+        clip: Setting with the largest size of numbers of Q, K and V; "": none.
+        interleaved: Whether the rotary embedding pairs neighbours (numbers 2i and 2i + 1), not halves.
+        feed: The feed-forward module of a layer.
+        gate_up: Its projections to gate and up in order, or the joined one; without a gate, one name.
+        is_gated: Whether there is a gate.
+        down: Its last projection.
+        activation: Setting that names the activation.
+        mixture: The mixture of experts, in layers that have one.
+        is_parallel: Whether attention and feed-forward read the same norm.
+        embedding_scale: Setting with the factor of embeddings; "": that of the embedding module, or none.
+        residual_scale: Setting with the factor of both results; "": none.
+        logit_scale: Setting with the factor of logits; "": none.
+        logit_divisor: Setting with the divisor of logits; "": none.
+        logit_softcap: Setting with the cap of logits; "": none.
+    """
+
+    input_norm: str = "input_layernorm"
+    attended_norm: str = ""
+    inner_norm: str = "post_attention_layernorm"
+    fed_norm: str = ""
+    projected: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    output: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    norms_after_rotation: bool = False
+    rotates: Callable[[Any], bool] = _always
+    rotary: Callable[[Any, int], Any] = _rotary
+    query_scale: Callable[[Any], QueryScale | None] = _unscaled
+    clip: str = ""
+    interleaved: bool = False
+    feed: str = "mlp"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    is_gated: bool = True
+    down: str = "down_proj"
+    activation: str = "hidden_act"
+    mixture: Mixture | None = None
+    is_parallel: bool = False
+    embedding_scale: str = ""
+    residual_scale: str = ""
+    logit_scale: str = ""
+    logit_divisor: str = ""
+    logit_softcap: str = ""
+
+    def feed_of(self, layer: Any) -> Any:
+        """Return a layer's module with the feed-forward block, or with the experts."""
+        feed = getattr(layer, self.feed)
+        return self.shared_of(layer, feed) if feed is None else feed
+
+    def shared_of(self, layer: Any, feed: Any) -> Any:
+        """Return the module of shared experts of a layer with experts; None: none."""
+        assert self.mixture is not None
+        owner = layer if self.mixture.is_shared_outside else feed
+        return getattr(owner, self.mixture.shared, None) if self.mixture.shared else None
