@@ -84,7 +84,7 @@ def hand_over(looks: bool, steps: int, ours_at: set[int], theirs_at: set[int]) -
             step = Step(step_id=number, slots=rows, starts=rows, counts=rows, samples=rows, tokens=rows)
             frames = codec.encode(step)
             if looks:
-                tables.mail.put(0, 1, number, frames)
+                tables.step_ring.put(0, 1, number, frames)
             socket.send_multipart([identity, *frames])
             spent[number - 1] = perf_counter_ns() - sent[number - 1]
         taken = (ours.recv() - sent) / 1e3

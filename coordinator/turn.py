@@ -167,17 +167,17 @@ class TurnLimits(Bounds, frozen=True, kw_only=True, forbid_unknown_fields=True):
     client_backlog_max: Count = 1024
 
 
-class Mail:
+class WorkerStepRing:
     """The shared-memory channel for one worker's steps, from its registration on."""
 
-    def __init__(self, mail: StepRing, pool: int, epoch: int) -> None:
-        self._mail, self._pool, self._epoch = mail, pool, epoch
+    def __init__(self, ring: StepRing, pool: int, epoch: int) -> None:
+        self._ring, self._pool, self._epoch = ring, pool, epoch
         self._number = 0
 
     def put(self, frames: Frames) -> None:
         """Write the next step."""
         self._number += 1
-        self._mail.put(self._pool, self._epoch, self._number, frames)
+        self._ring.put(self._pool, self._epoch, self._number, frames)
 
 
 class TurnLoop:
@@ -218,7 +218,7 @@ class TurnLoop:
         self._gate, self._subscribers = gate or Gate(), subscribers
         self._outbox = Outbox(clients, limits.client_backlog_max)
         self._watching: set[int] = set()  # workers that also look for steps in shared memory
-        self._mail: dict[int, Mail] = {}
+        self._step_rings: dict[int, WorkerStepRing] = {}
         self._effects: deque[Effect] = deque()  # pending effects, in order
         self._now_us = 0  # time of this turn
         self._cut_off_until_us = 0  # worker connections that end by then may have ended during a suspension
@@ -342,10 +342,10 @@ class TurnLoop:
 
     def _to_worker(self, worker: int, message: Message) -> None:
         frames = codec.encode(message)
-        if isinstance(message, Step) and (mail := self._mail.get(worker)) is not None:
-            mail.put(frames)
+        if isinstance(message, Step) and (ring := self._step_rings.get(worker)) is not None:
+            ring.put(frames)
         elif isinstance(message, PoolRegistered) and worker in self._watching:
-            self._mail[worker] = Mail(self.tables.mail, message.pool, message.epoch)
+            self._step_rings[worker] = WorkerStepRing(self.tables.step_ring, message.pool, message.epoch)
         if self.workers.send(worker, frames) is Sent.FULL:
             log.warning("worker connection %d dropped: slow consumer", worker)
             self.workers.forget(worker)
@@ -376,7 +376,7 @@ class TurnLoop:
 
     def _left(self, worker: int) -> None:
         self._watching.discard(worker)
-        self._mail.pop(worker, None)
+        self._step_rings.pop(worker, None)
         if self._processes is not None:
             self._processes.leave(worker)
 

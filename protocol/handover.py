@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .layout import MAIL_BYTES, MAIL_RING
+from .layout import STEP_RING_SLOTS, STEP_SLOT_BYTES
 from .messages import Int64Array
 
 HEAD = 4
@@ -28,13 +28,13 @@ class StepRing:
     """The coordinator's side.
 
     Args:
-        heads: [pools, 4 MAIL_RING] int64.
-        mail: [pools, MAIL_RING MAIL_BYTES] uint8.
+        heads: [pools, 4 STEP_RING_SLOTS] int64.
+        slots: [pools, STEP_RING_SLOTS STEP_SLOT_BYTES] uint8.
     """
 
-    def __init__(self, heads: Int64Array, mail: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, heads: Int64Array, slots: npt.NDArray[np.uint8]) -> None:
         self._heads = [row.data for row in heads]
-        self._mail = [row.data for row in mail]
+        self._slots = [row.data for row in slots]
 
     def put(self, pool: int, epoch: int, number: int, frames: Sequence[bytes | memoryview]) -> None:
         """Publish one step of a registration. A step that does not fit into the ring is left to ZeroMQ.
@@ -45,16 +45,16 @@ class StepRing:
             number: The number of the step, from 1.
             frames: One or two frames.
         """
-        head, mail = self._heads[pool], self._mail[pool]
-        place = number % MAIL_RING
-        at, start = HEAD * place, MAIL_BYTES * place
+        head, slots = self._heads[pool], self._slots[pool]
+        place = number % STEP_RING_SLOTS
+        at, start = HEAD * place, STEP_SLOT_BYTES * place
         body, arrays = frames[0], frames[1] if len(frames) > 1 else b""
         middle = start + len(body)
         end = middle + len(arrays)
         head[at] = 0
-        if end - start <= MAIL_BYTES:
-            mail[start:middle] = body
-            mail[middle:end] = arrays
+        if end - start <= STEP_SLOT_BYTES:
+            slots[start:middle] = body
+            slots[middle:end] = arrays
             head[at + 1], head[at + 2], head[at + 3] = epoch, len(body), len(arrays)
             head[at] = number
 
@@ -63,33 +63,33 @@ class StepRingReader:
     """A worker's side, from one registration on.
 
     Args:
-        head: [4 MAIL_RING] int64.
-        mail: [MAIL_RING MAIL_BYTES] uint8.
+        head: [4 STEP_RING_SLOTS] int64.
+        slots: [STEP_RING_SLOTS STEP_SLOT_BYTES] uint8.
         epoch: The registration.
 
     Attributes:
         last_step: The number of the last step read, from the ring or from the socket.
     """
 
-    def __init__(self, head: Int64Array, mail: npt.NDArray[np.uint8], epoch: int) -> None:
-        self._head, self._mail, self._epoch = head.data, mail.data, epoch
+    def __init__(self, head: Int64Array, slots: npt.NDArray[np.uint8], epoch: int) -> None:
+        self._head, self._slots, self._epoch = head.data, slots.data, epoch
         self.last_step = 0
 
     def read_step(self) -> list[bytes] | None:
         """Return the frames of the next step if it is there and complete, else None."""
         head, number = self._head, self.last_step + 1
-        place = number % MAIL_RING
+        place = number % STEP_RING_SLOTS
         at = HEAD * place
         if head[at] != number or head[at + 1] != self._epoch:
             return None
-        start = MAIL_BYTES * place
+        start = STEP_SLOT_BYTES * place
         middle = start + head[at + 2]
         end = middle + head[at + 3]
-        if not start <= middle <= end <= start + MAIL_BYTES:
+        if not start <= middle <= end <= start + STEP_SLOT_BYTES:
             return None  # torn: it is being overwritten
-        frames = [bytes(self._mail[start:middle])]
+        frames = [bytes(self._slots[start:middle])]
         if end > middle:
-            frames.append(bytes(self._mail[middle:end]))
+            frames.append(bytes(self._slots[middle:end]))
         if head[at] != number:
             return None
         self.last_step = number

@@ -17,9 +17,9 @@ One file, little-endian, every array aligned to a cache line:
     tenants           [TENANT_ROWS + 1, TENANT_CELLS] int64    see protocol/meters.py
     tenant_blocks     [TENANT_ROWS + 1] int64   blocks that each tenant is charged for
     pool_counts       [pools, POOL_CELLS] int64
-    facts             one record of MessagePack (meters.Facts) behind its length, int64
-    mail_head         [pools, 4 MAIL_RING] int64       see protocol/handover.py
-    mail              [pools, MAIL_RING MAIL_BYTES] uint8
+    facts             one record of MessagePack (meters.ServiceInfo) behind its length, int64
+    mail_head         [pools, 4 STEP_RING_SLOTS] int64       see protocol/handover.py
+    mail              [pools, STEP_RING_SLOTS STEP_SLOT_BYTES] uint8
 
 Rows with a power of two bytes would map equal columns to the same few sets of the processor's caches. A step reads and
 writes one column of every row, so one cache line separates the rows. Untouched pages of the file take no memory, so the
@@ -42,7 +42,7 @@ LAYOUT_VERSION = 4
 PAGE_BYTES = 4096
 LINE_BYTES = 64
 FILE_BYTES_MAX = 1 << 40
-MAIL_RING, MAIL_BYTES = 4, 1 << 17
+STEP_RING_SLOTS, STEP_SLOT_BYTES = 4, 1 << 17
 
 HEADER = np.dtype(
     [
@@ -104,8 +104,8 @@ _ARRAYS: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
     ("tenant_blocks", "<i8", (TENANT_ROWS + 1,)),
     ("pool_counts", "<i8", ("pools", POOL_CELLS)),
     ("facts", "|u1", ("facts_bytes",)),
-    ("mail_head", "<i8", ("pools", 4 * MAIL_RING)),
-    ("mail", "|u1", ("pools", MAIL_RING * MAIL_BYTES)),
+    ("mail_head", "<i8", ("pools", 4 * STEP_RING_SLOTS)),
+    ("mail", "|u1", ("pools", STEP_RING_SLOTS * STEP_SLOT_BYTES)),
 )
 
 assert HEADER.itemsize == 104 <= PAGE_BYTES

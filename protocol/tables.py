@@ -108,7 +108,7 @@ class TablesWriter:
         self.block_generation: Int32Array = views["block_generation"]
         self.block_owner: Int32Array = views["block_owner"]
         self.block_table: Int32Array = views["block_table"]
-        self.mail = StepRing(views["mail_head"], views["mail"])
+        self.step_ring = StepRing(views["mail_head"], views["mail"])
 
     def begin_rows(self, slots: Int64Array) -> None:
         """Mark rows as being written until `end_rows`.
@@ -192,7 +192,7 @@ class TablesReader:
         self.block_refcount: Int32Array = views["block_refcount"]
         self.block_generation: Int32Array = views["block_generation"]
         self.block_owner: Int32Array = views["block_owner"]
-        self._mail_head, self._mail = views["mail_head"], views["mail"]
+        self._step_ring_head, self._step_slots = views["mail_head"], views["mail"]
         self.retries = 0
 
     def watch(self, pool: int, epoch: int) -> StepRingReader:
@@ -202,7 +202,7 @@ class TablesReader:
             pool: The number of the pool.
             epoch: The registration of the worker from which the steps count.
         """
-        return StepRingReader(self._mail_head[pool], self._mail[pool], epoch)
+        return StepRingReader(self._step_ring_head[pool], self._step_slots[pool], epoch)
 
     def rows(self, slots: npt.NDArray[np.integer[Any]], width: int) -> Rows:
         """Read several rows; each row is consistent.

@@ -40,7 +40,7 @@ class SavedError(Saved):
 
 
 class SavedTopRecord(Saved):
-    """A `TopRecord`."""
+    """A `TopLogprobsRecord`."""
 
     size: int
     _counts: I32
@@ -200,7 +200,7 @@ class SavedWaits(Saved):
 
 
 class SavedTops(Saved):
-    """A `Tops`."""
+    """A `TopLogprobs`."""
 
     counts: I32
     tokens: I32

@@ -35,7 +35,7 @@ from ..core.requests.idempotency import IdempotencyKey
 from ..core.requests.phases import Phases
 from ..core.requests.request import Request
 from ..core.requests.streams import StreamRows
-from ..core.requests.top_logprobs import TopRecord, Tops
+from ..core.requests.top_logprobs import TopLogprobs, TopLogprobsRecord
 from ..core.workers.teams import RANKS_MAX, Team
 from ..core.workers.worker import Worker
 from . import declared as d
@@ -145,7 +145,9 @@ class _Restoring:
         request.sampling = samplings[saved.sampling]
         request.key = keys[saved.key] if saved.key >= 0 else None
         tops = saved.tops
-        request.tops = self._fields.restore(TopRecord.__new__(TopRecord), tops) if tops is not None else None
+        request.tops = (
+            self._fields.restore(TopLogprobsRecord.__new__(TopLogprobsRecord), tops) if tops is not None else None
+        )
         request.phases = self._fields.restore(Phases.__new__(Phases), saved.phases)
         error = saved.error
         request.error = restore_error(error.code, error.message, error.fields) if error is not None else None
@@ -183,7 +185,7 @@ class _Restoring:
         tops = None
         if saved.tops is not None:
             columns = ("counts", "tokens", "logprobs")
-            tops = Tops(*(self._array(d.SavedTops, name, getattr(saved.tops, name)) for name in columns))
+            tops = TopLogprobs(*(self._array(d.SavedTops, name, getattr(saved.tops, name)) for name in columns))
         return StreamRows(requests, offsets, tokens, logprobs, tops)
 
     def _sessions(self, saved: d.SavedSessions) -> None:

@@ -176,8 +176,8 @@ class Completions:
 
     def logs(self, stream: Stream, start: int, end: int, offset: int) -> tuple[dict[str, Any], int]:
         """Return the log-probabilities of tokens [start, end), and the text offset of the next token."""
-        prompts, tops = self.call.model.prompts, bool(self.logprobs)
-        return logprobs.of_completion(prompts, stream, start, end, tops=tops, offset=offset)
+        prompts, most_likely = self.call.model.prompts, bool(self.logprobs)
+        return logprobs.of_completion(prompts, stream, start, end, most_likely=most_likely, offset=offset)
 
     def events(self, generations: list[Generation]) -> CompletionEvents:
         """Return the response as a stream of events."""

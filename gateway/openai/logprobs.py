@@ -12,13 +12,13 @@ def of_chat(prompts: Prompts, stream: Stream, start: int, end: int) -> dict[str,
     """Return the log-probabilities of tokens [start, end) for a chat choice."""
     content = []
     for at in range(start, end):
-        tops = [_entry(prompts, token, logprob) for token, logprob in stream.top_logprobs[at]]
-        content.append(_entry(prompts, stream.tokens[at], stream.logprobs[at]) | {"top_logprobs": tops})
+        most_likely = [_entry(prompts, token, logprob) for token, logprob in stream.top_logprobs[at]]
+        content.append(_entry(prompts, stream.tokens[at], stream.logprobs[at]) | {"top_logprobs": most_likely})
     return {"content": content, "refusal": None}
 
 
 def of_completion(
-    prompts: Prompts, stream: Stream, start: int, end: int, *, tops: bool, offset: int
+    prompts: Prompts, stream: Stream, start: int, end: int, *, most_likely: bool, offset: int
 ) -> tuple[dict[str, Any], int]:
     """Return the log-probabilities of tokens [start, end) for a completion choice.
 
@@ -27,7 +27,7 @@ def of_completion(
         stream: The tokens.
         start: The first token.
         end: Behind the last token.
-        tops: Whether the most likely tokens are requested.
+        most_likely: Whether the most likely tokens are requested.
         offset: The text offset of the first token, in characters.
 
     Returns:
@@ -43,7 +43,7 @@ def of_completion(
     body = {
         "tokens": names,
         "token_logprobs": [_finite(logprob) for logprob in stream.logprobs[start:end]],
-        "top_logprobs": best if tops else None,
+        "top_logprobs": best if most_likely else None,
         "text_offset": offsets,
     }
     return body, offset

@@ -11,7 +11,7 @@ from kvforge.protocol.errors import Conflict, InvalidRequest, RequestNotFound
 from kvforge.protocol.messages import FinishAt, SamplingParams, Stream
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation, logprob_of
-from tests.coordinator.test_sampling import TopDriver, tops_of, with_tops
+from tests.coordinator.test_sampling import TopDriver, top_logprobs_of, with_tops
 
 PROMPT = [3, 1, 4, 1, 5]
 ANSWER = continuation(PROMPT, 12)
@@ -78,7 +78,7 @@ def test_rows_from_the_offset_come_exactly_once_with_all_that_is_known_of_them(
     run(driver)
     assert read(driver, client, request) == answer_from(offset)
     assert [logprob for _, logprob in driver.read[client, request].values()] == list(map(logprob_of, ANSWER[offset:]))
-    assert driver.tops[request] == tops_of(ANSWER[offset:], 2)
+    assert driver.tops[request] == top_logprobs_of(ANSWER[offset:], 2)
     assert (driver.ended[request].reason, driver.ended[request].generated_tokens) == ("length", 12)
     assert driver.told == ([(1, "taken", request)] if client == 2 else [])
 

@@ -71,7 +71,7 @@ def with_tops(result: StepResult, width: dict[int, int], shuffled: bool) -> Step
     )
 
 
-def tops_of(tokens: list[int], width: int) -> list[Pairs]:
+def top_logprobs_of(tokens: list[int], width: int) -> list[Pairs]:
     return [tuple(((token + i) % VOCABULARY, float(-i)) for i in range(width)) for token in tokens]
 
 
@@ -248,11 +248,11 @@ def test_tops_follow_their_tokens_and_survive_a_preemption(stream: bool, shuffle
     driver.turn()
     answers = {request: driver.streamed[request] for request in (asking, plain, one)}
     assert answers[asking] == continuation(PROMPT, 6)
-    assert driver.tops[asking] == tops_of(answers[asking], 3)
+    assert driver.tops[asking] == top_logprobs_of(answers[asking], 3)
     assert driver.tops[plain] == [()] * 6
     record = driver.machine.requests.finished[one].tops
     assert record is not None
-    assert record.tops().counts.tolist() == [1] * 6
+    assert record.top_logprobs().counts.tolist() == [1] * 6
 
 
 def test_a_worker_that_sends_no_tops_leaves_them_out() -> None:
@@ -318,10 +318,10 @@ def test_finish_at_cuts_the_answer_and_gives_everything_back(stream: bool) -> No
     assert (ended.reason, ended.generated_tokens) == ("stop", 4)
     assert ended.generated_tokens + ended.cut_tokens == len(driver.streamed[request]) == (generated if stream else 4)
     assert driver.streamed[request][:4] == expected
-    assert driver.tops[request][:4] == tops_of(expected, 2)
+    assert driver.tops[request][:4] == top_logprobs_of(expected, 2)
     record = driver.machine.requests.finished[request].tops
     assert record is not None
-    assert record.tops().counts.tolist() == [2] * 4
+    assert record.top_logprobs().counts.tolist() == [2] * 4
     assert driver.free_or_cached() == 32
 
 

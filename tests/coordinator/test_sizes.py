@@ -29,7 +29,7 @@ from kvforge.protocol.messages import (
 from kvforge.worker.step.connection import STEP_BYTES_MAX
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
-from tests.coordinator.test_sampling import TopDriver, tops_of
+from tests.coordinator.test_sampling import TopDriver, top_logprobs_of
 from tools.simulation.limits import make_limits
 
 
@@ -110,7 +110,7 @@ def test_the_most_likely_tokens_go_with_their_tokens_through_messages_of_any_siz
     for _ in range(12):
         driver.turn()
     assert driver.streamed[request] == continuation([1], 6)
-    assert driver.tops[request] == tops_of(continuation([1], 6), 3)
+    assert driver.tops[request] == top_logprobs_of(continuation([1], 6), 3)
 
 
 def test_of_a_lost_message_only_its_own_requests_are_paused_and_nothing_comes_after_a_gap(

@@ -13,7 +13,7 @@ import pytest
 
 from kvforge.protocol import codec
 from kvforge.protocol.handover import StepRingReader
-from kvforge.protocol.layout import MAIL_BYTES, MAIL_RING, Geometry
+from kvforge.protocol.layout import STEP_RING_SLOTS, STEP_SLOT_BYTES, Geometry
 from kvforge.protocol.messages import WORKER_REPLIES, Step, Stop
 from kvforge.protocol.tables import TablesReader, TablesWriter
 
@@ -38,7 +38,7 @@ def frames_of(number: int) -> list[bytes]:
 
 def put(writer: TablesWriter, *numbers: int, epoch: int = EPOCH) -> None:
     for number in numbers:
-        writer.mail.put(POOL, epoch, number, frames_of(number))
+        writer.step_ring.put(POOL, epoch, number, frames_of(number))
 
 
 def test_steps_are_taken_once_and_in_their_order(writer: TablesWriter) -> None:
@@ -46,10 +46,10 @@ def test_steps_are_taken_once_and_in_their_order(writer: TablesWriter) -> None:
     assert steps.read_step() is None
     put(writer, 1, 2)
     assert [steps.read_step(), steps.read_step(), steps.read_step()] == [frames_of(1), frames_of(2), None]
-    for number in range(3, 3 * MAIL_RING):
+    for number in range(3, 3 * STEP_RING_SLOTS):
         put(writer, number)
         assert steps.read_step() == frames_of(number)
-    assert steps.last_step == 3 * MAIL_RING - 1
+    assert steps.last_step == 3 * STEP_RING_SLOTS - 1
 
 
 def test_another_pool_and_an_earlier_registration_are_not_mine(writer: TablesWriter) -> None:
@@ -64,22 +64,22 @@ def test_another_pool_and_an_earlier_registration_are_not_mine(writer: TablesWri
 
 def test_a_step_that_is_too_long_is_left_to_the_socket(writer: TablesWriter) -> None:
     steps = watch(writer)
-    writer.mail.put(POOL, EPOCH, 1, [b"b", bytes(MAIL_BYTES)])
+    writer.step_ring.put(POOL, EPOCH, 1, [b"b", bytes(STEP_SLOT_BYTES)])
     assert steps.read_step() is None
     put(writer, 2)
     assert steps.read_step() is None, "the second before the first"
     steps.last_step = 1  # the first arrived over the socket
     assert steps.read_step() == frames_of(2)
-    writer.mail.put(POOL, EPOCH, 3, [b"b" * 10, bytes(MAIL_BYTES - 10)])
-    assert steps.read_step() == [b"b" * 10, bytes(MAIL_BYTES - 10)]
+    writer.step_ring.put(POOL, EPOCH, 3, [b"b" * 10, bytes(STEP_SLOT_BYTES - 10)])
+    assert steps.read_step() == [b"b" * 10, bytes(STEP_SLOT_BYTES - 10)]
 
 
 def test_one_that_was_overwritten_is_left_to_the_socket(writer: TablesWriter) -> None:
     steps = watch(writer)
-    put(writer, *range(1, MAIL_RING + 3))
+    put(writer, *range(1, STEP_RING_SLOTS + 3))
     assert steps.read_step() is None
     steps.last_step = 2
-    assert [steps.read_step() for _ in range(MAIL_RING)] == [frames_of(n) for n in range(3, MAIL_RING + 3)]
+    assert [steps.read_step() for _ in range(STEP_RING_SLOTS)] == [frames_of(n) for n in range(3, STEP_RING_SLOTS + 3)]
     assert steps.read_step() is None
 
 
@@ -102,7 +102,7 @@ number = 0
 print("ready", flush=True)
 while True:
     number += 1
-    tables.mail.put(1, 7, number, [b"%d" % number, bytes([number % 251]) * (number % 4096)])
+    tables.step_ring.put(1, 7, number, [b"%d" % number, bytes([number % 251]) * (number % 4096)])
 """
 
 
@@ -119,7 +119,7 @@ def test_a_step_that_is_overwritten_while_it_is_read_is_never_taken_torn(tmp_pat
             while monotonic() < deadline:
                 frames = steps.read_step()
                 if frames is None:  # the reader lags: it catches up with the ring, as with messages
-                    steps.last_step = max(steps.last_step, int(reader._mail_head[POOL, ::4].max()) - 1)
+                    steps.last_step = max(steps.last_step, int(reader._step_ring_head[POOL, ::4].max()) - 1)
                     continue
                 number = int(frames[0])
                 body = frames[1] if len(frames) > 1 else b""

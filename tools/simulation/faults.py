@@ -39,7 +39,7 @@ from kvforge.coordinator.core.requests import deadlines
 from kvforge.coordinator.core.requests.deadlines import Deadlines
 from kvforge.coordinator.core.requests.streams import Streams
 from kvforge.coordinator.core.requests.table import RequestTable
-from kvforge.coordinator.core.requests.top_logprobs import TopRecord, Tops
+from kvforge.coordinator.core.requests.top_logprobs import TopLogprobs, TopLogprobsRecord
 from kvforge.coordinator.core.scheduling import admission, finisher, preemption, scheduler
 from kvforge.coordinator.core.scheduling.admission import Admission
 from kvforge.coordinator.core.scheduling.choice import Choice
@@ -705,14 +705,14 @@ def cut_not_made() -> list[Patch]:
 @fault
 def tops_of_another_row() -> list[Patch]:
     """The top log-probabilities of a row come from the previous row."""
-    real = Tops.pick
-    return [(Tops, "pick", lambda self, rows: real(self, np.roll(rows, 1)))]
+    real = TopLogprobs.pick
+    return [(TopLogprobs, "pick", lambda self, rows: real(self, np.roll(rows, 1)))]
 
 
 @fault
 def tops_lost_in_a_replay() -> list[Patch]:
     """A replayed stream has no top log-probabilities."""
-    return [(TopRecord, "tops", lambda self, first=0: Tops.none(self.size - first))]
+    return [(TopLogprobsRecord, "top_logprobs", lambda self, first=0: TopLogprobs.none(self.size - first))]
 
 
 @fault

@@ -317,7 +317,7 @@ class Ledger:
             self._compare(request_id, booked.oracle, offset, [token])
             self.stream_checker.row(client, request_id, offset)
             expected.append(tops_of(token, booked.tops, self._settings.vocabulary))
-        self._compare_tops(stream, expected)
+        self._compare_top_logprobs(stream, expected)
         self.stream_checker.news(client, stream, lost, now_us)
 
     def over(self, request: Request, now_us: int, cause: Any) -> None:
@@ -428,7 +428,7 @@ class Ledger:
                 self.dues.orphaned(request_id, booked, now_us)
 
     @staticmethod
-    def _compare_tops(stream: Stream, expected: list[list[tuple[int, float]]]) -> None:
+    def _compare_top_logprobs(stream: Stream, expected: list[list[tuple[int, float]]]) -> None:
         pairs = [pair for tops in expected for pair in tops]
         counts = stream.top_counts.tolist() or [0] * len(expected)
         found = list(zip(stream.top_tokens.tolist(), stream.top_logprobs.tolist(), strict=True))

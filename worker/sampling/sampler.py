@@ -49,20 +49,22 @@ class SampledRows:
         logprobs: [n] float32, of the raw distribution, nats.
         finite: [n] bool, False if a logit was NaN or infinite.
         banned: [n] bool, True if logit_bias bans every token; None if no row has biases.
-        tops: None if no row wants top log-probabilities; else (counts [n] int64 on the host, tokens and logprobs
-            [n, widest] on the device), the most likely first; row r has counts[r] entries.
+        top_logprobs: None if no row wants top log-probabilities; else (counts [n] int64 on the host, tokens and
+            logprobs [n, widest] on the device), the most likely first; row r has counts[r] entries.
     """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
     finite: torch.Tensor
     banned: torch.Tensor | None
-    tops: tuple[npt.NDArray[np.int64], torch.Tensor, torch.Tensor] | None
+    top_logprobs: tuple[npt.NDArray[np.int64], torch.Tensor, torch.Tensor] | None
 
     @property
     def top_counts(self) -> Int32Array:
         """Number of top log-probabilities that each row wants: [n] int32 on the host."""
-        return np.zeros(len(self.tokens), np.int32) if self.tops is None else self.tops[0].astype(np.int32)
+        return (
+            np.zeros(len(self.tokens), np.int32) if self.top_logprobs is None else self.top_logprobs[0].astype(np.int32)
+        )
 
     def packed(self) -> torch.Tensor:
         """Pack all results for one copy to the host: [any] int32 on the device, read by `HostRows.unpacked`."""
@@ -70,8 +72,8 @@ class SampledRows:
         if self.banned is not None:
             flags += self.banned.int() * BANNED
         parts = [self.tokens.int(), self.logprobs.view(torch.int32), flags]
-        if self.tops is not None:
-            parts += [self.tops[1].int().flatten(), self.tops[2].view(torch.int32).flatten()]
+        if self.top_logprobs is not None:
+            parts += [self.top_logprobs[1].int().flatten(), self.top_logprobs[2].view(torch.int32).flatten()]
         return torch.cat(parts)
 
     def to_host(self) -> HostRows:
@@ -97,15 +99,15 @@ class HostRows:
         rows = len(top_counts)
         widest = (len(packed) // rows - 3) // 2 if rows else 0
         tokens, logprobs, flags = packed[: 3 * rows].reshape(3, rows)
-        tops = packed[3 * rows :].reshape(2, rows, widest)
+        most_likely = packed[3 * rows :].reshape(2, rows, widest)
         return HostRows(
             tokens,
             logprobs.view(np.float32),
             (flags & FINITE) != 0,
             (flags & BANNED) != 0,
             top_counts,
-            tops[0],
-            tops[1].view(np.float32),
+            most_likely[0],
+            most_likely[1].view(np.float32),
         )
 
     @staticmethod
@@ -128,7 +130,7 @@ class HostRows:
             np.concatenate([padded(part.top_logprobs) for part in parts]),
         )
 
-    def tops_of(self, rows: npt.NDArray[np.integer]) -> tuple[Int32Array, Int32Array, Float32Array]:
+    def top_logprobs_of(self, rows: npt.NDArray[np.integer]) -> tuple[Int32Array, Int32Array, Float32Array]:
         """Return top_counts, top_tokens and top_logprobs of these rows in the format of StepResult."""
         counts = self.top_counts[rows]
         if not counts.any():
@@ -263,10 +265,10 @@ class SamplingState:
             tokens[rows] = self._draw(scores[rows], slots[drawn], on_device[rows])
         normaliser = log_normaliser(logits)
         logprobs = (logits.gather(1, tokens[:, None]).squeeze(1).double() - normaliser).float()
-        tops = self._most_likely(logits, normaliser, slots)
+        most_likely = self._most_likely(logits, normaliser, slots)
         self.counts.add(slots, tokens, good)
         self.move(on_device, tokens, good)
-        return SampledRows(tokens, logprobs, finite, banned, tops)
+        return SampledRows(tokens, logprobs, finite, banned, most_likely)
 
     def feed(self, packed: torch.Tensor) -> torch.Tensor:
         """Convert inputs [4, n] int32 (token, slot, any, any) to int64; tokens below 0 become the slot's last one.

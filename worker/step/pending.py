@@ -147,8 +147,8 @@ def joined(sampled: list[tuple[Int32Array, HostRows]], pending: PendingStep, dur
         kept = np.argsort([order[slot] for slot in slots.tolist()], kind="stable")
     if errors:
         kept = kept[~np.isin(slots[kept], np.fromiter(pending.errors, np.int64, len(pending.errors)))]
-    tops = rows.tops_of(kept)
-    return StepOutcome(slots[kept], rows.tokens[kept], rows.logprobs[kept], errors, duration_us, *tops)
+    top_logprobs = rows.top_logprobs_of(kept)
+    return StepOutcome(slots[kept], rows.tokens[kept], rows.logprobs[kept], errors, duration_us, *top_logprobs)
 
 
 def _again_ms(error: KvforgeError) -> int:

@@ -20,7 +20,7 @@ from ..cache.hashing import Hashes
 from ..waits import GRAMMAR, SIBLING, TENANT_CEILING, Wait
 from .idempotency import IdempotencyKey
 from .phases import Phases
-from .top_logprobs import TopRecord
+from .top_logprobs import TopLogprobsRecord
 
 PENDING, RUNNING, PREEMPTED = "pending", "running", "preempted"
 FINISHED, FAILED, CANCELLED, EXPIRED = "finished", "failed", "cancelled", "expired"
@@ -94,7 +94,7 @@ class Request:
     slot: int = NO_SLOT
     tokens: npt.NDArray[np.int32] = field(init=False)
     logprobs: npt.NDArray[np.float32] = field(init=False)
-    tops: TopRecord | None = field(init=False)
+    tops: TopLogprobsRecord | None = field(init=False)
     phases: Phases = field(init=False)
     generated: int = 0
     cut: int = 0
@@ -127,7 +127,7 @@ class Request:
         self.sequence_id = message.sequence_id
         self.tokens, self.logprobs = NO_INT32, NO_FLOAT32
         self.phases = Phases(self.submitted_us)
-        self.tops = TopRecord(message.sampling.logprobs) if message.sampling.logprobs else None
+        self.tops = TopLogprobsRecord(message.sampling.logprobs) if message.sampling.logprobs else None
 
     @property
     def ended(self) -> bool:

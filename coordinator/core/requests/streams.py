@@ -21,7 +21,7 @@ from kvforge.protocol.messages import Ended, Stream
 from ..clock import Clock
 from ..events import Effect, ToClient
 from ..sizes import END_BYTES, error_bytes
-from .top_logprobs import Tops
+from .top_logprobs import TopLogprobs
 
 ROW_BYTES, TOP_BYTES = 24, 8
 ARRAY_BYTES_MAX = FRAME_BYTES_MAX // 4
@@ -30,7 +30,7 @@ BODY_BYTES = BODY_BYTES_MAX // 2
 IDS_MAX = 16_384  # paused or taken requests in one message: 9 bytes each, in the body
 
 RETRY_US = 50_000  # the socket does not signal when a slow client reads again
-NO_TOPS = Tops.none(0)
+NO_TOP_LOGPROBS = TopLogprobs.none(0)
 
 
 class StreamRows(NamedTuple):
@@ -40,7 +40,7 @@ class StreamRows(NamedTuple):
     offsets: npt.NDArray[np.int32]
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
-    tops: Tops | None
+    tops: TopLogprobs | None
 
     @property
     def bytes(self) -> int:
@@ -81,7 +81,7 @@ class Streams:
         offset: int,
         tokens: npt.NDArray[np.int32],
         logprobs: npt.NDArray[np.float32],
-        tops: Tops | None = None,
+        tops: TopLogprobs | None = None,
     ) -> None:
         """Add tokens of one request from `offset` on: [n] each."""
         if client and tokens.size:
@@ -225,7 +225,7 @@ def _stream(
 ) -> Stream:
     if rows is None:
         return Stream(ended, paused, taken)
-    top = rows.tops if rows.tops is not None else NO_TOPS
+    top = rows.tops if rows.tops is not None else NO_TOP_LOGPROBS
     columns = (rows.requests, rows.offsets, rows.tokens, rows.logprobs, top.counts, top.tokens, top.logprobs)
     return Stream(ended, paused, taken, *columns)
 
@@ -237,5 +237,5 @@ def _joined(parts: list[StreamRows]) -> StreamRows:
     requests, offsets, tokens, logprobs = (np.concatenate([part[i] for part in parts]) for i in range(4))
     tops = None
     if any(part.tops is not None and part.tops.tokens.size for part in parts):
-        tops = Tops.joined([part.tops or Tops.none(part.tokens.size) for part in parts])
+        tops = TopLogprobs.joined([part.tops or TopLogprobs.none(part.tokens.size) for part in parts])
     return StreamRows(requests, offsets, tokens, logprobs, tops)

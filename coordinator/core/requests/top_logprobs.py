@@ -14,7 +14,7 @@ from kvforge.protocol.errors import ProtocolError
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, TOP_LOGPROBS_MAX
 
 
-class Tops(msgspec.Struct, frozen=True, eq=False):
+class TopLogprobs(msgspec.Struct, frozen=True, eq=False):
     """Tokens with log-probabilities for each of n rows, row after row.
 
     Attributes:
@@ -28,7 +28,7 @@ class Tops(msgspec.Struct, frozen=True, eq=False):
     logprobs: npt.NDArray[np.float32]
 
     @classmethod
-    def none(cls, rows: int) -> Tops:
+    def none(cls, rows: int) -> TopLogprobs:
         """Return rows without any pairs."""
         return cls(np.zeros(rows, np.int32), NO_INT32, NO_FLOAT32)
 
@@ -46,16 +46,16 @@ class Tops(msgspec.Struct, frozen=True, eq=False):
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
             raise ProtocolError(f"step_result: a top token outside the vocabulary of {vocabulary}")
 
-    def pick(self, rows: npt.NDArray[np.integer]) -> Tops:
+    def pick(self, rows: npt.NDArray[np.integer]) -> TopLogprobs:
         """Return the given rows, in this order; -1 gives a row without pairs."""
         ends = np.append(np.cumsum(self.counts), 0)
         counts = np.append(self.counts, 0)[rows].astype(np.int32)
         starts = ends[rows] - counts
         at = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(starts, counts)
-        return Tops(counts, self.tokens[at], self.logprobs[at])
+        return TopLogprobs(counts, self.tokens[at], self.logprobs[at])
 
     @classmethod
-    def joined(cls, parts: list[Tops]) -> Tops:
+    def joined(cls, parts: list[TopLogprobs]) -> TopLogprobs:
         """Concatenate the rows of all parts."""
         return cls(
             np.concatenate([part.counts for part in parts]),
@@ -64,7 +64,7 @@ class Tops(msgspec.Struct, frozen=True, eq=False):
         )
 
 
-class TopRecord:
+class TopLogprobsRecord:
     """The top log-probabilities of one request's answer: up to `width` pairs for each token. Grows by doubling."""
 
     def __init__(self, width: int) -> None:
@@ -93,11 +93,11 @@ class TopRecord:
         self.size = min(size, self.size)
         self._resize(self.size)
 
-    def tops(self, first: int = 0) -> Tops:
+    def top_logprobs(self, first: int = 0) -> TopLogprobs:
         """Return the pairs of the generated tokens from `first` on, one row for each token."""
         counts = self._counts[first : self.size].copy()
         held = np.arange(self._tokens.shape[1]) < counts[:, None]
-        return Tops(counts, self._tokens[first : self.size][held], self._logprobs[first : self.size][held])
+        return TopLogprobs(counts, self._tokens[first : self.size][held], self._logprobs[first : self.size][held])
 
     def _resize(self, size: int) -> None:
         for name in ("_counts", "_tokens", "_logprobs"):

@@ -80,7 +80,7 @@ class RequestFinisher:
     def stream_from(self, request: Request, offset: int) -> None:
         """Stream the request's generated tokens from `offset` on to its client."""
         tokens, logprobs = self._admission.answer(request, offset)
-        tops = request.tops.tops(offset) if request.tops is not None else None
+        tops = request.tops.top_logprobs(offset) if request.tops is not None else None
         self._streams.add_tokens(request.client, request.id, offset, tokens, logprobs, tops)
 
 

@@ -15,7 +15,7 @@ from ..cache.sequences import GENERATED_MARK, ONE, ONE_32, Slots
 from ..requests.deadlines import TRIAL, Deadlines
 from ..requests.streams import StreamRows, Streams
 from ..requests.table import RequestTable
-from ..requests.top_logprobs import Tops
+from ..requests.top_logprobs import TopLogprobs
 from ..scheduling.admission import Admission
 from ..scheduling.finisher import RequestFinisher
 
@@ -50,7 +50,7 @@ class StepResults:
             ProtocolError: The result does not fit the step.
         """
         sent = group.sent[0]
-        tokens, logprobs, tops, errors = self._aligned(group, sent, result)
+        tokens, logprobs, top_logprobs, errors = self._aligned(group, sent, result)
         s, running = self._cache.sequences, self._admission.rows
         group.sent.popleft()
         slots, rows, counts = sent.slots, sent.sampled, sent.counts
@@ -68,10 +68,10 @@ class StepResults:
             sampled = good[sent.samples]
             slots, rows, counts = slots[good], rows[sampled], counts[good]
             tokens, logprobs = tokens[sampled], logprobs[sampled]
-            tops = None if tops is None else tops.pick(np.flatnonzero(sampled))
+            top_logprobs = None if top_logprobs is None else top_logprobs.pick(np.flatnonzero(sampled))
         if rows is not slots:  # otherwise each row samples, and `_append` writes what was computed
             s.computed[slots] += counts
-        self._append(group, sent, rows, tokens, logprobs, tops)
+        self._append(group, sent, rows, tokens, logprobs, top_logprobs)
         if group.suspect:
             self._admission.look_at_suspect(group)
         # Blocks filled by decodes are indexed for several steps at once, which is cheaper.
@@ -120,7 +120,7 @@ class StepResults:
 
     def _aligned(
         self, group: Group, sent: SentStep, result: StepResult
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], Tops | None, dict[int, KvforgeError]]:
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], TopLogprobs | None, dict[int, KvforgeError]]:
         """Align the result with the sampled rows of the step.
 
         Returns:
@@ -142,34 +142,34 @@ class StepResults:
         # Viewed as unsigned, negative ids are large.
         if np.count_nonzero(tokens.view(np.uint32) >= vocabulary):
             raise ProtocolError(f"step_result: a token outside the vocabulary of {vocabulary}")
-        tops = None
+        top_logprobs = None
         if result.top_counts.size or result.top_tokens.size or result.top_logprobs.size:
-            tops = Tops(result.top_counts, result.top_tokens, result.top_logprobs)
-            tops.check(result.slots.size, vocabulary)
-            tops = tops if places is None else tops.pick(places)
-        elif before.tops if before is not None and before.rows is sampled else self._wants_tops(sampled):
-            tops = Tops.none(sampled.size)
-        return tokens, logprobs, tops, errors
+            top_logprobs = TopLogprobs(result.top_counts, result.top_tokens, result.top_logprobs)
+            top_logprobs.check(result.slots.size, vocabulary)
+            top_logprobs = top_logprobs if places is None else top_logprobs.pick(places)
+        elif before.tops if before is not None and before.rows is sampled else self._wants_top_logprobs(sampled):
+            top_logprobs = TopLogprobs.none(sampled.size)
+        return tokens, logprobs, top_logprobs, errors
 
-    def _wants_tops(self, rows: Slots) -> bool:
+    def _wants_top_logprobs(self, rows: Slots) -> bool:
         """Return whether a request in these rows wants top log-probabilities."""
         return bool(np.count_nonzero(self._admission.rows.tops[rows]))
 
-    def _record_tops(self, rows: Slots, tops: Tops) -> Tops:
+    def _record_top_logprobs(self, rows: Slots, top_logprobs: TopLogprobs) -> TopLogprobs:
         """Record the top log-probabilities of requests that asked for them. Return those to stream."""
         s = self._cache.sequences
         asked = np.flatnonzero(self._admission.rows.tops[rows])
-        counts, ends = tops.counts.tolist(), np.cumsum(tops.counts).tolist()
+        counts, ends = top_logprobs.counts.tolist(), np.cumsum(top_logprobs.counts).tolist()
         for i in asked.tolist():
             record, told = self._requests.live[int(s.request[rows[i]])].tops, slice(ends[i] - counts[i], ends[i])
             assert record is not None
-            record.add(tops.tokens[told], tops.logprobs[told])
+            record.add(top_logprobs.tokens[told], top_logprobs.logprobs[told])
             counts[i] = 0
         if not any(counts):
-            return tops  # no other row has any
+            return top_logprobs  # no other row has any
         wanted = np.full(rows.size, -1)
         wanted[asked] = asked
-        return tops.pick(wanted)
+        return top_logprobs.pick(wanted)
 
     def _append(
         self,
@@ -178,7 +178,7 @@ class StepResults:
         rows: Slots,
         tokens: npt.NDArray[np.int32],
         logprobs: npt.NDArray[np.float32],
-        tops: Tops | None,
+        top_logprobs: TopLogprobs | None,
     ) -> None:
         """Append the sampled tokens [n] to their sequences and stream them."""
         if not rows.size:
@@ -204,9 +204,9 @@ class StepResults:
         else:
             self._admission.waiting.charge_each(s.tenant[rows])
         self._count(group, rows, tenant)
-        if tops is not None:
-            tops = self._record_tops(rows, tops)
-        streamed = StreamRows(sampled.requests, offsets, tokens, logprobs, tops)
+        if top_logprobs is not None:
+            top_logprobs = self._record_top_logprobs(rows, top_logprobs)
+        streamed = StreamRows(sampled.requests, offsets, tokens, logprobs, top_logprobs)
         if sampled.readers_changed != running.readers_changed:
             self._read_readers(sampled)
         if sampled.reader > 0:
@@ -224,7 +224,7 @@ class StepResults:
         offsets = (length - running.base[rows]).astype(np.int32)
         left = int(np.minimum.reduce(running.limit[rows] - length))
         cells = s.next_cells(rows, length)
-        return SampledRows(rows, s.request[rows], length, offsets, cells, left, self._wants_tops(rows))
+        return SampledRows(rows, s.request[rows], length, offsets, cells, left, self._wants_top_logprobs(rows))
 
     def _read_readers(self, sampled: SampledRows) -> None:
         """Find out which client reads the rows."""

@@ -23,7 +23,7 @@ from .waiting import AsyncCalls
 
 NOTHING: Sequence[int] = ()
 NO_LOGPROBS: Sequence[float] = ()
-NO_TOPS: Sequence[tuple[tuple[int, float], ...]] = ()
+NO_TOP_LOGPROBS: Sequence[tuple[tuple[int, float], ...]] = ()
 
 
 class AsyncStream:
@@ -53,7 +53,7 @@ class AsyncStream:
         self.request_id = 0
         self.tokens: Sequence[int] = NOTHING
         self.logprobs: Sequence[float] = NO_LOGPROBS
-        self.top_logprobs: Sequence[tuple[tuple[int, float], ...]] = NO_TOPS
+        self.top_logprobs: Sequence[tuple[tuple[int, float], ...]] = NO_TOP_LOGPROBS
         self.ended: Ended | None = None
         self.error: KvforgeError | None = None
 

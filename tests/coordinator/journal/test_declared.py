@@ -23,7 +23,7 @@ from kvforge.coordinator.core.requests.idempotency import IdempotencyKey
 from kvforge.coordinator.core.requests.phases import Phases
 from kvforge.coordinator.core.requests.request import Request
 from kvforge.coordinator.core.requests.streams import StreamRows
-from kvforge.coordinator.core.requests.top_logprobs import Tops
+from kvforge.coordinator.core.requests.top_logprobs import TopLogprobs
 from kvforge.coordinator.journal import declared, declared_cache, entries, marks, snapshot
 from kvforge.coordinator.journal.entries import STATE_VERSION
 from kvforge.coordinator.journal.fields import Restorer, fields_of
@@ -286,7 +286,7 @@ def test_every_attribute_is_declared_or_made_by_the_constructor() -> None:
         (SentStep, declared_cache.SavedStep),
         (IdempotencyKey, declared.SavedKey),
         (StreamRows, declared.SavedStreamRows),
-        (Tops, declared.SavedTops),
+        (TopLogprobs, declared.SavedTops),
     ],
 )
 def test_every_field_of_what_comes_and_goes_is_declared(cls: Any, kept: Any) -> None:

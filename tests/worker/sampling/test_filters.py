@@ -152,8 +152,8 @@ def test_a_row_is_the_same_bit_for_bit_alone_and_in_any_batch(cpu: Device) -> No
                 single = alone.sample(logits[slot : slot + 1], np.array([slot])).to_host()
                 assert single.tokens[0] == batch.tokens[slot]
                 assert single.logprobs[0] == batch.logprobs[slot]
-                tops = [part.tobytes() for part in batch.tops_of(np.array([slot]))]
-                assert [part.tobytes() for part in single.tops_of(np.array([0]))] == tops
+                tops = [part.tobytes() for part in batch.top_logprobs_of(np.array([slot]))]
+                assert [part.tobytes() for part in single.top_logprobs_of(np.array([0]))] == tops
     finally:
         torch.set_num_threads(threads)
 
@@ -248,7 +248,7 @@ def test_logprobs_and_tops_are_of_the_raw_distribution(cpu: Device) -> None:
     reference = logits.double().log_softmax(-1)
     for row in range(3):
         assert chosen.logprobs[row] == pytest.approx(float(reference[row, int(chosen.tokens[row])]), abs=1e-6)
-    counts, tokens, logprobs = chosen.tops_of(np.array([2, 0, 1]))
+    counts, tokens, logprobs = chosen.top_logprobs_of(np.array([2, 0, 1]))
     assert counts.tolist() == [20, 3, 0]
     best = [reference[row].topk(count) for row, count in ((2, 20), (0, 3))]
     assert tokens.tolist() == [token for top in best for token in top.indices.tolist()]

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from kvforge.protocol import codec
-from kvforge.protocol.layout import MAIL_BYTES, Geometry
+from kvforge.protocol.layout import STEP_SLOT_BYTES, Geometry
 from kvforge.protocol.messages import WORKER_MESSAGES, Step, Stop, WorkerHello, WorkerLoading
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from kvforge.protocol.transport import worker_endpoint
@@ -54,7 +54,7 @@ class Coordinator:
         self._listen()
 
     def show(self, number: int, frames: list[bytes | memoryview]) -> None:
-        self.tables.mail.put(POOL, EPOCH, number, frames)
+        self.tables.step_ring.put(POOL, EPOCH, number, frames)
 
     def send(self, frames: list[bytes | memoryview]) -> None:
         self._socket.send_multipart([self._identity, *frames])
@@ -120,7 +120,7 @@ def test_whichever_way_is_faster_every_step_is_taken_once_and_in_order(
     coordinator, link = ends
     watching(coordinator, link)
     random = Random(seed)
-    frames = [step(i, 1 + (MAIL_BYTES if random.random() < 0.05 else 0)) for i in range(1, STEPS + 1)]
+    frames = [step(i, 1 + (STEP_SLOT_BYTES if random.random() < 0.05 else 0)) for i in range(1, STEPS + 1)]
     shown = sent = 0
     taken: list[int] = []
     while len(taken) < STEPS:
@@ -157,7 +157,7 @@ def test_a_new_registration_starts_from_one(ends: tuple[Coordinator, Coordinator
     assert isinstance(message, Step), "without shared memory, the step must come by message"
     link.watch(TablesReader(coordinator.tables.path).watch(POOL, EPOCH + 1), 500)
     assert link.receive(1) is None, "the step of the registration before"
-    coordinator.tables.mail.put(POOL, EPOCH + 1, 1, step(9))
+    coordinator.tables.step_ring.put(POOL, EPOCH + 1, 1, step(9))
     message = receive(link)
     assert isinstance(message, Step)
     assert message.step_id == 9
