@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvforge.protocol.numbers import NumbersWriter
+from kvforge.protocol.service_metrics import ServiceMetricsWriter
 from kvforge.protocol.tables import TablesWriter
 
 from .core.cache.sequences import Sequences
 from .core.machine import Machine
 from .core.reporting.statistics import pool_row, tenant_blocks
 
-NUMBERS_US = 10_000
+METRICS_US = 10_000
 
 
 def publish(machine: Machine, tables: TablesWriter, now_us: int, journal: tuple[int, int] = (0, 0)) -> None:
@@ -43,24 +43,24 @@ def publish(machine: Machine, tables: TablesWriter, now_us: int, journal: tuple[
         blocks.changed.clear()
     gauges = machine.gauges(now_us, journal)
     tables.write_gauges(gauges)
-    if now_us - tables.numbers.written_us >= NUMBERS_US or not machine.requests.live:
-        publish_numbers(machine, tables.numbers, now_us, gauges)
+    if now_us - tables.metrics.written_us >= METRICS_US or not machine.requests.live:
+        publish_metrics(machine, tables.metrics, now_us, gauges)
 
 
-def publish_numbers(machine: Machine, numbers: NumbersWriter, now_us: int, gauges: Sequence[int]) -> None:
+def publish_metrics(machine: Machine, metrics: ServiceMetricsWriter, now_us: int, gauges: Sequence[int]) -> None:
     """Write the counters, with the gauges of the same moment."""
     meters = machine.cache.tenants.meters
-    numbers.begin()
+    metrics.begin()
     for row in meters.changed:
-        numbers.tenants[row] = meters.rows[row]
+        metrics.tenants[row] = meters.rows[row]
     meters.changed.clear()
     blocks = tenant_blocks(machine.cache)
-    numbers.tenant_blocks[: blocks.size] = blocks
+    metrics.tenant_blocks[: blocks.size] = blocks
     for number, group in machine.cache.groups.items():
-        numbers.pool(number, pool_row(group), group.step_times)
+        metrics.pool(number, pool_row(group), group.step_times)
     if (facts := machine.news()) is not None:
-        numbers.facts(facts)
-    numbers.finish(now_us, gauges)
+        metrics.facts(facts)
+    metrics.finish(now_us, gauges)
 
 
 def forget_changes(machine: Machine) -> None:

@@ -28,7 +28,14 @@ from .errors import DeadlineExceeded, ProtocolError
 from .handover import StepRing, StepRingReader
 from .layout import GAUGES, HEADER, LAYOUT_VERSION, MAGIC, PAGE_BYTES, Geometry, arrays, file_bytes
 from .messages import Int32Array, Int64Array
-from .numbers import SPINS_MAX, Numbers, NumbersReader, NumbersWriter, attempts, undisturbed
+from .service_metrics import (
+    SPINS_MAX,
+    ServiceMetrics,
+    ServiceMetricsReader,
+    ServiceMetricsWriter,
+    attempts,
+    undisturbed,
+)
 
 TOGETHER_MAX = 4
 GAUGE_VALUES = struct.Struct(f"<{len(GAUGES)}q")
@@ -97,7 +104,7 @@ class TablesWriter:
     def _look_at(self, geometry: Geometry) -> None:
         views = _views(self._map, geometry)
         self._gauges = views["gauges"]
-        self.numbers = NumbersWriter(views)
+        self.metrics = ServiceMetricsWriter(views)
         self._rows_written: Int64Array = views["rows_written"]
         self._number = 0
         self.row_version: Int64Array = views["row_version"]
@@ -181,7 +188,7 @@ class TablesReader:
             raise ProtocolError(f"{path} has {size} bytes; its header declares {header['file_bytes']}")
         views = _views(self._map, self.geometry)
         self._gauges = views["gauges"]
-        self._numbers = NumbersReader(views)
+        self._metrics = ServiceMetricsReader(views)
         self._rows_written: Int64Array = views["rows_written"]
         self._row_version: Int64Array = views["row_version"]
         self._row_length: Int32Array = views["row_length"]
@@ -341,13 +348,13 @@ class TablesReader:
         values = undisturbed(self._gauges, lambda: self._gauges[1:].tolist())
         return dict(zip(GAUGES, values, strict=True))
 
-    def numbers(self) -> Numbers:
+    def metrics(self) -> ServiceMetrics:
         """Return all numbers as of one instant.
 
         Raises:
             DeadlineExceeded: The coordinator died during a write.
         """
-        return self._numbers.all()
+        return self._metrics.all()
 
 
 def _unending(slot: int) -> DeadlineExceeded:

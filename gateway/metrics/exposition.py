@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 
-from kvforge.protocol.numbers import Numbers
+from kvforge.protocol.service_metrics import ServiceMetrics
 
 from .service import SERVICE
 from .shared import OPEN, OTHER_STATUS, RECEIVED, SECONDS, SENT, Counts
@@ -38,22 +38,24 @@ class Exposition:
     """Collector for one scrape, in the interface of prometheus_client's registries.
 
     Args:
-        numbers: The coordinator's numbers; None while it does not run.
+        metrics: The coordinator's metrics; None while it does not run.
         counts: The gateway's own counts, if any.
         names: Whether the caller may see the names of tenants.
         serves: Whether this gateway reads a coordinator's tables at all.
     """
 
-    def __init__(self, numbers: Numbers | None, counts: Counts | None, *, names: bool, serves: bool = True) -> None:
+    def __init__(
+        self, metrics: ServiceMetrics | None, counts: Counts | None, *, names: bool, serves: bool = True
+    ) -> None:
 
-        self._numbers, self._counts, self._names, self._serves = numbers, counts, names, serves
+        self._metrics, self._counts, self._names, self._serves = metrics, counts, names, serves
 
     def collect(self) -> Iterator[Family]:
         """Yield every metric family, in a fixed order."""
         if self._serves:
-            yield _family(UP, *GATEWAY[UP], samples=[((), float(self._numbers is not None))])
-        if self._numbers is not None:
-            snapshot = MetricsSnapshot(self._numbers, names=self._names)
+            yield _family(UP, *GATEWAY[UP], samples=[((), float(self._metrics is not None))])
+        if self._metrics is not None:
+            snapshot = MetricsSnapshot(self._metrics, names=self._names)
             for metric in (*SERVICE, *(VLLM if snapshot.facts.model else ())):
                 yield _read(metric, snapshot)
         if self._counts is not None:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from kvforge.client.tables import Tables
 from kvforge.gateway.http.errors import headers_of, openai_error, status_of
 from kvforge.protocol.errors import CoordinatorUnavailable, KvforgeError
-from kvforge.protocol.numbers import Numbers
+from kvforge.protocol.service_metrics import ServiceMetrics
 
 from .exposition import Exposition
 from .shared import Counts
@@ -39,19 +39,19 @@ class _One:
 
 
 class Source:
-    """The numbers of the coordinator that serves in a folder. It follows the coordinator across restarts."""
+    """The metrics of the coordinator that serves in a folder. It follows the coordinator across restarts."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tables: Tables | None = None
         self._said = ""
 
-    def read(self) -> Numbers | None:
+    def read(self) -> ServiceMetrics | None:
         """Return a snapshot; None while no coordinator with a known table layout runs."""
         try:
             if self._tables is None or self._tables.ended():
                 self._tables = Tables(self._folder)
-            numbers = None if self._tables.ended() else self._tables.numbers()
+            metrics = None if self._tables.ended() else self._tables.metrics()
         except CoordinatorUnavailable:
             self._tables = None
             return None
@@ -62,7 +62,7 @@ class Source:
             self._tables = None
             return None
         self._said = ""
-        return numbers
+        return metrics
 
 
 def routes(
@@ -71,7 +71,7 @@ def routes(
     """Return the route `/metrics`.
 
     Args:
-        source: The coordinator's numbers; None for a coordinator on another machine: the gateway there exports them.
+        source: The coordinator's metrics; None for a coordinator on another machine: the gateway there exports them.
         counts: The gateway's own counts, if any.
         may_see_tenants: Whether the sender of a request may see the names of tenants; a function may raise NotAllowed
             to refuse the scrape.
@@ -82,8 +82,8 @@ def routes(
             names = may_see_tenants if isinstance(may_see_tenants, bool) else may_see_tenants(request)
         except KvforgeError as error:
             return JSONResponse(openai_error(error), status_of(error), headers_of(error))
-        numbers = source.read() if source is not None else None
-        exposition = Exposition(numbers, counts, names=names, serves=source is not None)
+        metrics = source.read() if source is not None else None
+        exposition = Exposition(metrics, counts, names=names, serves=source is not None)
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         if content_type.startswith(OPENMETRICS):
             # The default escaping replaces the colon of vLLM's names in samples only. No name needs escaping.

@@ -1,4 +1,4 @@
-"""One snapshot of the numbers, filtered for a caller, and the definition of a metric."""
+"""One snapshot of the metrics, filtered for a caller, and the definition of a metric."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvforge.protocol.meters import FIRST_TOKEN, GAP, OTHERS, Distribution, WorkerInfo
-from kvforge.protocol.numbers import Numbers
+from kvforge.protocol.service_metrics import ServiceMetrics
 
 GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
 OTHER = "other"
@@ -29,25 +29,25 @@ Sample = tuple[tuple[str, ...], float | Buckets]
 
 
 class MetricsSnapshot:
-    """One snapshot of the numbers, as a caller may see it.
+    """One snapshot of the metrics, as a caller may see it.
 
     Attributes:
         tenants: (name, cells, blocks) of each tenant; a single entry with an empty name if `names` is False.
     """
 
-    def __init__(self, numbers: Numbers, *, names: bool) -> None:
-        self.gauges, self.facts, self.age_s, self.pools = numbers.gauges, numbers.facts, numbers.age_s, numbers.pools
-        self.all: Cells = numbers.tenants.sum(axis=0)
+    def __init__(self, metrics: ServiceMetrics, *, names: bool) -> None:
+        self.gauges, self.facts, self.age_s, self.pools = metrics.gauges, metrics.facts, metrics.age_s, metrics.pools
+        self.all: Cells = metrics.tenants.sum(axis=0)
         rows: dict[str, list[int]] = {}
         if names:
-            for row, name in enumerate(numbers.facts.tenants, 1):
+            for row, name in enumerate(metrics.facts.tenants, 1):
                 rows.setdefault(name, []).append(row)
-            if numbers.tenants[OTHERS].any() or numbers.tenant_blocks[OTHERS]:
+            if metrics.tenants[OTHERS].any() or metrics.tenant_blocks[OTHERS]:
                 rows.setdefault(OTHER, []).append(OTHERS)
         else:
-            rows[""] = list(range(len(numbers.tenants)))
+            rows[""] = list(range(len(metrics.tenants)))
         self.tenants = [
-            (name, numbers.tenants[own].sum(axis=0), int(numbers.tenant_blocks[own].sum()))
+            (name, metrics.tenants[own].sum(axis=0), int(metrics.tenant_blocks[own].sum()))
             for name, own in rows.items()
         ]
 

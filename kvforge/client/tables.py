@@ -16,9 +16,10 @@ from typing import Self
 from kvforge.protocol import platforms, transport
 from kvforge.protocol.errors import BlockNotFound, CoordinatorUnavailable, SequenceNotFound, Unavailable
 from kvforge.protocol.messages import Int32Array, Int64Array, Welcome
-from kvforge.protocol.numbers import Numbers
+from kvforge.protocol.service_metrics import ServiceMetrics
 from kvforge.protocol.tables import TablesReader
 
+from .deprecated import warn_renamed
 from .sequences import SequenceRef, sequence_id
 from .values import INT64_MAX, whole
 
@@ -184,7 +185,7 @@ class Tables:
         """
         return self._reader.gauges()
 
-    def numbers(self) -> Numbers:
+    def metrics(self) -> ServiceMetrics:
         """Return all metrics, by tenant and by worker too, with the gauges of the same instant (`protocol.meters`).
 
         They are at most some milliseconds older than the last turn, or a second where requests wait and nothing
@@ -193,7 +194,12 @@ class Tables:
         Raises:
             DeadlineExceeded: The coordinator died or hangs during a write.
         """
-        return self._reader.numbers()
+        return self._reader.metrics()
+
+    def numbers(self) -> ServiceMetrics:
+        """Return `metrics()`. Deprecated: removed in the next version."""
+        warn_renamed("Tables.numbers()", "metrics()")
+        return self.metrics()
 
     def sequences(self) -> tuple[Int64Array, Int32Array]:
         """Return all sequences of clients and requests, in no special order.

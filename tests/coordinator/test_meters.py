@@ -14,7 +14,7 @@ import pytest
 
 from kvforge.coordinator.core.cache.meters import FEW, Meters
 from kvforge.coordinator.core.events import Restarted
-from kvforge.coordinator.publish import NUMBERS_US, all_changed, publish
+from kvforge.coordinator.publish import METRICS_US, all_changed, publish
 from kvforge.protocol.layout import GAUGES, Geometry
 from kvforge.protocol.messages import WorkerHello
 from kvforge.protocol.meters import (
@@ -36,7 +36,7 @@ from kvforge.protocol.meters import (
     WHOLE,
     Distribution,
 )
-from kvforge.protocol.numbers import Numbers
+from kvforge.protocol.service_metrics import ServiceMetrics
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import GREEDY, Driver, FakeWorker, continuation, model_info
@@ -230,7 +230,7 @@ def published(driver: Driver, folder: Path) -> tuple[TablesWriter, TablesReader]
     return tables, TablesReader(tables.path)
 
 
-def check(driver: Driver, numbers: Numbers) -> None:
+def check(driver: Driver, numbers: ServiceMetrics) -> None:
     cache = driver.machine.cache
     rows = cache.tenants.meters.rows
     assert np.array_equal(numbers.tenants[: len(rows)], rows)
@@ -256,15 +256,15 @@ def test_what_is_published_is_what_was_counted(make_pool: MakePool, tmp_path: Pa
     tables, reader = published(driver, tmp_path)
     for i in range(20):
         driver.submit([i, 1, 2], max_tokens=4, tenant="abc"[i % 3])
-        driver.advance(NUMBERS_US)
+        driver.advance(METRICS_US)
         driver.turn()
         while worker.inbox:
             driver.report(worker, msgspec.structs.replace(worker.execute(worker.inbox.popleft()), duration_us=1500))
         publish(driver.machine, tables, driver.now_us)
-        check(driver, reader.numbers())
+        check(driver, reader.metrics())
     driver.run_until_idle()
     publish(driver.machine, tables, driver.now_us)  # no further event: published at once
-    numbers = reader.numbers()
+    numbers = reader.metrics()
     check(driver, numbers)
     assert numbers.gauges == reader.gauges()
     assert numbers.facts.model == "m" and numbers.age_s < 60
@@ -279,10 +279,10 @@ def test_while_much_is_asked_they_are_published_every_few_milliseconds(make_pool
     driver.submit([1], max_tokens=2, tenant="a")
     seen = []
     for _ in range(4):
-        driver.advance(NUMBERS_US // 2)
+        driver.advance(METRICS_US // 2)
         driver.submit([1], max_tokens=2, tenant="a")
         publish(driver.machine, tables, driver.now_us)
-        seen.append(int(reader.numbers().tenants[1, TENANT_COUNTS.index("accepted")]))
+        seen.append(int(reader.metrics().tenants[1, TENANT_COUNTS.index("accepted")]))
     assert seen == [2, 2, 4, 4]
     tables.close()
 
@@ -295,7 +295,7 @@ def test_new_tables_get_everything(make_pool: MakePool, tmp_path: Path) -> None:
     tables.close()
     all_changed(driver.machine)
     tables, reader = published(driver, tmp_path)
-    check(driver, reader.numbers())
+    check(driver, reader.metrics())
     tables.close()
 
 
@@ -314,7 +314,7 @@ def test_there_is_room_for_the_longest_names_that_may_be(make_pool: MakePool, tm
         ready = msgspec.structs.replace(driver.ready(worker), device_bytes=memory, kv_dtype=wide * 1000)
         driver.report(worker, ready)
     publish(driver.machine, tables, driver.now_us)
-    facts = reader.numbers().facts
+    facts = reader.metrics().facts
     lengths = [(len(told.name), len(told.kv_dtype), len(told.device_bytes)) for told in facts.workers]
     assert lengths == [(128, 128, 16)] * 2
     assert (len(facts.model), len(facts.tenants)) == (128, TENANT_ROWS)

@@ -25,7 +25,7 @@ PLAIN = {
     "kvforge/client/reconnector.py": "measures how long a connection lasted, between calls too",
     "kvforge/client/link.py": "stamps received messages; limits the input of one pump",
     "protocol/log_output.py": "spaces out lines of the log",
-    "protocol/numbers.py": "stamps written data for readers in other processes",
+    "protocol/service_metrics.py": "stamps written data for readers in other processes",
     "protocol/steady_clock.py": "is the steady clock",
     "protocol/steady_timeout.py": "is the timeout on the steady clock",
     "worker/step/graphs.py": "bounds work of its own",

@@ -61,9 +61,9 @@ def test_a_row_in_the_middle_of_a_write_is_waited_for_and_the_others_are_not(
     write_row(writer, 1, [1, 2], 8, 1)
     write_row(writer, 2, [3, 4], 8, 2)
     writer.begin_rows(np.array([2]))
-    monkeypatch.setattr("kvforge.protocol.numbers.READ_WAIT_S", 0.0)
+    monkeypatch.setattr("kvforge.protocol.service_metrics.READ_WAIT_S", 0.0)
     monkeypatch.setattr("kvforge.protocol.tables.TOGETHER_MAX", 10)
-    monkeypatch.setattr("kvforge.protocol.numbers.SPINS_MAX", 39)
+    monkeypatch.setattr("kvforge.protocol.service_metrics.SPINS_MAX", 39)
     reader = TablesReader(writer.path)
     assert reader.rows(np.array([1]), 2)[0].tolist() == [[1, 2]]
     assert reader.retries == 0
@@ -127,7 +127,7 @@ def test_widths_and_slots_that_do_not_exist_are_refused(writer: TablesWriter) ->
 
 def test_a_reader_cannot_write(writer: TablesWriter) -> None:
     reader = TablesReader(writer.path)
-    numbers = reader._numbers
+    numbers = reader._metrics
     held = [*vars(reader).values(), *vars(numbers).values(), *numbers._rest]
     views = [value for value in held if isinstance(value, np.ndarray)]
     assert len(views) == 2 + len(arrays(GEOMETRY))

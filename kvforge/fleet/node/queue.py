@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from kvforge.protocol.meters import QUEUE
-from kvforge.protocol.numbers import Numbers
+from kvforge.protocol.service_metrics import ServiceMetrics
 
 WINDOW_S = 10.0
 
@@ -45,7 +45,7 @@ class QueueTime:
         return max(mean_s, now_s - self._waiting_since if self._waiting_since is not None else 0.0)
 
 
-def begun_and_waited(numbers: Numbers) -> tuple[int, int]:
+def begun_and_waited(metrics: ServiceMetrics) -> tuple[int, int]:
     """Return over all tenants how many requests have begun, and their total wait in microseconds."""
-    rows = numbers.tenants
+    rows = metrics.tenants
     return int(rows[:, QUEUE.start : QUEUE.total].sum()), int(rows[:, QUEUE.total].sum())

@@ -134,7 +134,7 @@ class Replica:
             told |= {"running": requests.running, "pending": requests.pending}
             if self._tables is None or self._tables.boot != stats.boot:
                 self._tables = supervisor.client.tables()
-            begun, waited_us = begun_and_waited(self._tables.numbers())
+            begun, waited_us = begun_and_waited(self._tables.metrics())
             told["queue_s"] = self._queue.look(monotonic(), begun, waited_us, requests.pending)
         return told
 

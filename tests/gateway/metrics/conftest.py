@@ -34,7 +34,7 @@ FACTS = ServiceInfo(
 
 def put(tables: TablesWriter, facts: ServiceInfo = FACTS, **gauges: int) -> None:
     """Publish numbers: a cell of tenant i holds its index times i + 1, and so on."""
-    numbers = tables.numbers
+    numbers = tables.metrics
     numbers.begin()
     for row in range(3):
         numbers.tenants[row] = np.arange(TENANT_CELLS) * (row + 1)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 import kvforge
-from kvforge import AsyncClient, Client, Finished, InvalidRequest, Timings, Token
+from kvforge import AsyncClient, Client, Finished, InvalidRequest, Tables, Timings, Token
 from kvforge.client.operations import Operations
 from kvforge.client.session import ClientSession
 from kvforge.protocol import messages
@@ -109,6 +109,14 @@ def test_samples_is_the_old_name_of_submit_samples() -> None:
         message = sent("samples", [1], count=2, max_tokens=3)
     assert {Path(warning.filename) for warning in warned} == {Path(__file__)}
     assert message == sent("submit_samples", [1], n=2, max_tokens=3)
+
+
+def test_numbers_is_the_old_name_of_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, found = Tables.__new__(Tables), object()
+    monkeypatch.setattr(Tables, "metrics", lambda _: found)
+    with pytest.warns(DeprecationWarning, match=r"Tables\.numbers\(\) is deprecated .* use metrics\(\)") as warned:
+        assert tables.numbers() is found
+    assert warned[0].filename == __file__
 
 
 def test_top_is_the_old_name_of_top_logprobs() -> None:

@@ -31,7 +31,7 @@ from kvforge import (
 )
 from kvforge.protocol.layout import GAUGES, HEADER, LAYOUT_VERSION, Geometry
 from kvforge.protocol.messages import Welcome
-from kvforge.protocol.numbers import attempts
+from kvforge.protocol.service_metrics import attempts
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from kvforge.protocol.transport import TABLES_FILE
 from tests.kvforge.fake_coordinator import Running
@@ -178,7 +178,7 @@ def test_a_row_that_never_comes_to_rest_is_given_up(
     writer: TablesWriter, tables: Tables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after the coordinator was killed in the middle of a write."""
-    monkeypatch.setattr("kvforge.protocol.numbers.READ_WAIT_S", 0.0)
+    monkeypatch.setattr("kvforge.protocol.service_metrics.READ_WAIT_S", 0.0)
     write_row(writer, 2, [1, 2], 8, 7)
     write_row(writer, 3, [4], 4, 8)
     writer.begin_rows(np.array([2]))

@@ -193,12 +193,12 @@ def test_a_real_coordinator_counts_what_is_looked_at() -> None:
     """One slot and three requests: all begin, and two have waited."""
     with Cluster(coordinator="[limits]\nsequences_max = 1\n") as cluster:
         kv = cluster.start("w0")
-        assert begun_and_waited(kv.tables().numbers()) == (0, 0)
+        assert begun_and_waited(kv.tables().metrics()) == (0, 0)
         greedy = SamplingParams(temperature=0.0, ignore_eos=True)
         requests = [kv.submit([1, 2, 3 + at], max_tokens=60, sampling=greedy) for at in range(3)]
         next(iter(requests[0]))
-        assert begun_and_waited(kv.tables().numbers())[0] < 3 and kv.stats().requests.pending
+        assert begun_and_waited(kv.tables().metrics())[0] < 3 and kv.stats().requests.pending
         results = [request.result(60.0) for request in requests]
-        begun, waited_us = begun_and_waited(kv.tables().numbers())
+        begun, waited_us = begun_and_waited(kv.tables().metrics())
         assert begun == 3
         assert waited_us >= sum(result.timings.queue_us for result in results[1:]) > 0

@@ -30,7 +30,7 @@ Views = dict[str, npt.NDArray[Any]]
 Copied = TypeVar("Copied")
 
 
-class Numbers(NamedTuple):
+class ServiceMetrics(NamedTuple):
     """All numbers as of one instant.
 
     Attributes:
@@ -50,8 +50,8 @@ class Numbers(NamedTuple):
     age_s: float
 
 
-class NumbersWriter:
-    """The coordinator's side: writes the arrays of `Numbers` between begin() and finish().
+class ServiceMetricsWriter:
+    """The coordinator's side: writes the arrays of `ServiceMetrics` between begin() and finish().
 
     Attributes:
         written_us: The time of the last write on the coordinator's clock, in microseconds.
@@ -103,7 +103,7 @@ class NumbersWriter:
         self._head[0] += 1
 
 
-class NumbersReader:
+class ServiceMetricsReader:
     """The readers' side."""
 
     def __init__(self, views: Views) -> None:
@@ -111,7 +111,7 @@ class NumbersReader:
         self._rest = [views[name] for name in ("tenants", "tenant_blocks", "pool_counts")]
         self._facts: npt.NDArray[np.uint8] = views["facts"]
 
-    def all(self) -> Numbers:
+    def all(self) -> ServiceMetrics:
         """Return all numbers as of one instant.
 
         Raises:
@@ -121,7 +121,7 @@ class NumbersReader:
         (written_ns, *gauges), tenants, blocks, pools, facts = undisturbed(self._head, self._copy)
         age_s = max(0.0, (looked_ns - written_ns) / 1e9)
         named = dict(zip(GAUGES, gauges, strict=True))
-        return Numbers(named, tenants, blocks, pools, msgspec.msgpack.decode(facts, type=ServiceInfo), age_s)
+        return ServiceMetrics(named, tenants, blocks, pools, msgspec.msgpack.decode(facts, type=ServiceInfo), age_s)
 
     def _copy(self) -> tuple[list[int], Int64Array, Int64Array, Int64Array, bytes]:
         size = int.from_bytes(self._facts[:LENGTH_BYTES].tobytes(), "little")
