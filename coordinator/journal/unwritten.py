@@ -5,9 +5,10 @@ stores its record here before its effects leave, and the record is written to it
 memory, so storing a record takes a copy. If the process dies in between, the next one appends the record to the last
 segment (`absorb`).
 
-The file has a head and the payloads of consecutive records, each after its length and CRC-32. A payload counts once the
-head names its end, by a single store of 8 bytes. The file is valid for the boot of the host that wrote it. In that
-boot, damage is refused: the effects of a record that counts may have left.
+The file has a head and consecutive records: each is its number, its length, and its payload twice. A record counts once
+the head names its end, by a single store of 8 bytes. The file is valid for the boot of the host that wrote it. In that
+boot, damage is refused: the effects of a record that counts may have left. Two copies show it as a
+checksum would; copying takes a quarter of the time for a large record.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +29,7 @@ FILE = "unwritten"
 SIZE = 1 << 20
 MAGIC = b"kvfU"
 _HEAD = struct.Struct("<4s4x16s40sQQ")  # magic, journal, the host's boot, number of the first record, end of the last
-_U64, _ENTRY = struct.Struct("<Q"), struct.Struct("<II")  # _ENTRY: length and CRC-32 of a payload
+_U64, _ENTRY = struct.Struct("<Q"), struct.Struct("<QII")  # _ENTRY: number, length of the payload, its complement
 FIRST_AT, END_AT = 64, 72
 START = _HEAD.size
 _LOW = 0xFFFF_FFFF
@@ -72,15 +72,16 @@ class UnwrittenRecords:
         """Store a record with the payload joined from `parts`. Return its size, or 0 if there is no room for it."""
         size = sum(map(len, parts))
         at = self._end + _ENTRY.size
-        end = at + size
+        end = at + 2 * size
         if end > SIZE:
             return 0
-        room, entry, crc = self._map, self._end, zlib.crc32(_U64.pack(self._number))
+        room = self._map
+        _ENTRY.pack_into(room, self._end, self._number, size, size ^ _LOW)
         for part in parts:
-            start, at = at, at + len(part)
-            room[start:at] = part
-            crc = zlib.crc32(part, crc)
-        room[entry : entry + _ENTRY.size] = _ENTRY.pack(size, crc)
+            length = len(part)
+            room[at : at + length] = part
+            room[at + size : at + size + length] = part
+            at += length
         room[END_AT:START] = packed_end(end)  # from here on, the record counts
         self._end = end
         self._number += 1
@@ -160,10 +161,11 @@ def _payloads(data: bytes | mmap.mmap, end: int, number: int) -> list[bytes]:
         raise JournalCorrupt(FILE, END_AT, problem=f"it names {end} as its end")
     while at < end:
         start = at + _ENTRY.size
-        size, crc = _ENTRY.unpack_from(data, at) if start <= end else (SIZE, 0)
-        payload = bytes(data[start : start + size])
-        if start + size > end or zlib.crc32(payload, zlib.crc32(_U64.pack(number))) != crc:
-            raise JournalCorrupt(FILE, at, problem="its checksum is wrong")
-        at, number = start + size, number + 1
+        stored, size, complement = _ENTRY.unpack_from(data, at) if start <= end else (number, 0, 0)
+        middle, after = start + size, start + 2 * size
+        payload = bytes(data[start:middle])
+        if after > end or size ^ complement != _LOW or stored != number or data[middle:after] != payload:
+            raise JournalCorrupt(FILE, at, problem="its two copies differ, or its head is wrong")
+        at, number = after, number + 1
         found.append(payload)
     return found

@@ -128,10 +128,16 @@ def test_damage_of_stored_records_is_refused_by_name(journal: Journal, tmp_path:
     commit(journal, 3)
     stored = (tmp_path / FILE).read_bytes()
     (path,) = segments(tmp_path).values()
-    before, end = path.read_bytes(), START + 2 * 8 + len(payload(2)) + len(payload(3))
+    before, end = path.read_bytes(), START + 2 * (16 + len(payload(2)) + len(payload(3)))
     for at in (*range(4), *range(FIRST_AT, end)):
         damaged = bytearray(stored)
         damaged[at] ^= 0x10
+        (tmp_path / FILE).write_bytes(damaged)
+        with pytest.raises(JournalCorrupt, match=f"{FILE} is damaged at byte"):
+            absorb(tmp_path)
+    for lost in (range(START, end), range(START + 16, end)):  # a page that reads as zeros
+        damaged = bytearray(stored)
+        damaged[lost.start : lost.stop] = bytes(len(lost))
         (tmp_path / FILE).write_bytes(damaged)
         with pytest.raises(JournalCorrupt, match=f"{FILE} is damaged at byte"):
             absorb(tmp_path)
@@ -159,7 +165,7 @@ def test_records_behind_a_gap_are_not_added(journal: Journal, tmp_path: Path) ->
 def test_a_record_without_room_is_written_with_those_before_it(
     journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unwritten, "SIZE", START + 8 + len(payload(1)))
+    monkeypatch.setattr(unwritten, "SIZE", START + 16 + 2 * len(payload(1)))
     commit(journal, 1)
     assert written(tmp_path) == []
     commit(journal, 2)
