@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvforge.models.store import default_cache_dir
+from kvforge.process.collector import collector_paused, keep_all
 from kvforge.process.installation import install_command
 from kvforge.process.parser import Parser
 from kvforge.protocol import logs
@@ -67,10 +68,10 @@ def main(arguments: list[str] | None = None) -> int:
             return _check(config, model)
         with closing(CoreShare(config.runtime_path, config.name)) as place:
             cores = choose(place, config.threads, os.environ)  # before OpenMP reads it, on torch's import
-            from .step.loop import (
-                Worker,  # slow: imports torch, so settings and files are checked first
-            )
+            with collector_paused():
+                from .step.loop import Worker  # slow: imports torch, so settings and files are checked first
 
+            keep_all()
             Worker(config, cores, place).run()
     except ImportError as error:
         problem = f"a worker needs torch and transformers ({error}): {install_command('worker')}"
@@ -107,6 +108,7 @@ def leave(status: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+    keep_all()  # a collection of torch's and transformers' objects takes a second
     sys.exit(status)
 
 

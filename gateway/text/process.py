@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType, ModuleType
 
+from kvforge.process.collector import keep_all
 from kvforge.process.leash import PR_SET_PDEATHSIG
 from kvforge.protocol.errors import InternalError, InvalidRequest, KvforgeError
 from kvforge.text.token_table import NotTabularError
@@ -94,6 +95,7 @@ def _serve(descriptor: int) -> None:
             )
             return
         _send_loaded(control, longest, tokenizer if load.table else None)
+        keep_all()  # helpers share this memory until they write to it, and collections write to all of it
         _Forking(control, TextWork(tokenizer, load.limits, longest), load).run()
 
 

@@ -20,6 +20,7 @@ from kvforge.protocol.errors import InvalidRequest, Unavailable, UnsupportedMode
 
 from .stream import Pieces, TextStream, checked_ids
 from .token_table import TokenTable, table_of
+from .transformers_index import quick_import
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -245,7 +246,8 @@ def _transformers() -> ModuleType:
     before = os.environ.get(quiet)
     os.environ[quiet] = "1"
     try:
-        import transformers
+        with quick_import():
+            import transformers
     except ImportError as error:
         raise _missing(error) from error
     finally:

@@ -22,6 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 
+from kvforge.process.collector import collector_paused, keep_all
+
 FORK_S = 90.0  # the first fork includes the import of torch
 
 
@@ -120,9 +122,11 @@ def nursery() -> Nursery:
 
 def _serve() -> None:
     """Read requests, fork, and report each child's id and exit status. In a child, return when its worker has ended."""
-    import kvforge.worker.step.loop  # noqa: F401 - the slow import
+    with collector_paused():
+        import kvforge.worker.step.loop  # noqa: F401 - the slow import
 
-    _import_what_any_model_needs()
+        _import_what_any_model_needs()
+    keep_all()  # no child walks, and so copies, the memory of the imported modules
     threads = os.listdir("/proc/self/task")  # noqa: PTH208
     assert len(threads) == 1, "a process of several threads cannot be forked"
     wake, awake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from kvforge.text.transformers_index import quick_import
 from kvforge.worker.device.device import built_for_gpus
 
 COMPILER = "torch._dynamo"
@@ -69,8 +70,9 @@ def import_transformers() -> None:
 
 
 def _import_all() -> None:
-    for name in WANTED:
-        importlib.import_module(f"transformers.{name}")
+    with quick_import():
+        for name in WANTED:
+            importlib.import_module(f"transformers.{name}")
 
 
 @contextlib.contextmanager
