@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import shutil
 import signal
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from kvforge.models import store
+from kvforge.process.collector import keep_all
 from tests import fresh, tiers
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +28,10 @@ if INDUCTOR not in os.environ:
 # Examples are the same in every run, and without deadlines, which mean nothing on a busy machine.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
+
+# Collection imports torch and transformers and makes ten thousand tests: none of it is garbage, now or at the end.
+gc.disable()
+atexit.register(keep_all)
 
 # Background jobs of a shell ignore SIGINT; the processes that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -54,6 +61,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         tier = tiers.tier_of(item.nodeid)
         assert tier is not None, item.nodeid
         item.add_marker(tier)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Let the collector run while tests do."""
+    keep_all()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
