@@ -31,11 +31,14 @@ from kvforge.gateway.metrics.counting import Counting
 from kvforge.gateway.metrics.routes import Source
 from kvforge.gateway.metrics.routes import routes as metrics
 from kvforge.gateway.metrics.shared import Counts
+from kvforge.gateway.openai.background import Background
 from kvforge.gateway.openai.routes import OpenAI
+from kvforge.gateway.openai.stored import Stored
 from kvforge.gateway.openapi.routes import routes as described
 from kvforge.gateway.page.routes import routes as page
 from kvforge.gateway.parse import Format
 from kvforge.gateway.replicas.replica_set import ReplicaSet
+from kvforge.gateway.storage.remote import RemoteStorage
 from kvforge.protocol.errors import InternalError, InvalidConfiguration
 from kvforge.protocol.messages import ModelInfo
 
@@ -76,16 +79,25 @@ def make_app(
     fleet = served if isinstance(served, ReplicaSet) else None
     service = Service(served, prompts, settings.names, settled)
     guard = Guard(access)
+    storage = _storage(settings)
+    background = Background(service, Stored(storage, settings.storage), settings) if storage is not None else None
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:  # noqa: ARG001
         looking = asyncio.ensure_future(service.serving())
+        keeping = asyncio.ensure_future(background.keep()) if background is not None else None
         try:
             if patience_s:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(service.ready(), patience_s)
             yield
         finally:
+            if background is not None and keeping is not None:
+                keeping.cancel()
+                with suppress(asyncio.CancelledError):
+                    await keeping
+                await background.close()
+                await background.stored.storage.close()
             looking.cancel()
             with suppress(asyncio.CancelledError):
                 await looking
@@ -109,7 +121,9 @@ def make_app(
     async def health(request: Request) -> Response:  # noqa: ARG001
         reason = "this gateway is stopping" if ending() else service.reason
         ready = not reason
-        answer = {"ready": ready, "reason": reason}
+        answer: dict[str, object] = {"ready": ready, "reason": reason}
+        if storage is not None:
+            answer["storage"] = {"ready": not storage.reason, "reason": storage.reason}
         if fleet is not None:
             answer["replicas"] = fleet.states()
         return JSONResponse(answer, 200 if ready else 503)
@@ -138,7 +152,7 @@ def make_app(
         *(Route(path, health, methods=["GET"]) for path in ("/health", "/readyz")),
         Route("/livez", live, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
-        *OpenAI(service, settings).routes(guard),
+        *OpenAI(service, settings, background).routes(guard),
         *Anthropic(service, settings).routes(guard),
         *described(),
     ]
@@ -155,12 +169,20 @@ def make_app(
     return app
 
 
+def _storage(settings: Settings) -> RemoteStorage | None:
+    """Return the storage, whose process starts with its first call; None if nothing is stored."""
+    if not (url := settings.storage_url):
+        return None
+    section = settings.storage
+    return RemoteStorage(url, tenant_bytes_max=section.tenant_bytes_max, answer_s=section.answer_s)
+
+
 def _cors(settings: Settings) -> list[Middleware]:
     """Return the CORS middleware, or nothing without `cors_origins`."""
     if not settings.cors_origins:
         return []
     origins, exposed = list(settings.cors_origins), ["x-request-id", "request-id", "retry-after", IGNORED_HEADER]
-    methods, headers = ["GET", "POST"], ["*"]
+    methods, headers = ["GET", "POST", "DELETE"], ["*"]
     return [
         Middleware(
             CORSMiddleware,

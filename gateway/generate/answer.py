@@ -132,6 +132,23 @@ class Answer:
         stopped = stopped or (self._stop is not None and self._stop.found)
         return Piece(self.index, joined(events), start, self._read, STOP if stopped else ended.reason)
 
+    def pop_each(self) -> list[Piece]:
+        """Return the pieces that `pop_piece` would return as one, a piece for each token.
+
+        They depend on the tokens alone, not on when they came, so that two readers can count them.
+
+        Raises:
+            KvforgeError: The error that ended the request.
+        """
+        pieces: list[Piece] = []
+        while not self._over and self._read < len(self.stream.tokens) and not (self._stop and self._stop.found):
+            start = self._read
+            if events := self._read_to(start + 1):
+                pieces.append(Piece(self.index, events, start, self._read))
+        if self.stream.done and (last := self.pop_piece()) is not None:
+            pieces.append(last)
+        return pieces
+
     def _read_to(self, reach: int) -> list[Event]:
         tokens = self.stream.tokens
         if self._stop is None and self._parser is None:

@@ -114,6 +114,9 @@ class Generation:
         streams: Where to submit.
         wanted: The submission.
         bell: Rung when `take` may have something.
+
+    Attributes:
+        each_token: Whether the bell is rung for each token, or only at the first and at the end.
     """
 
     def __init__(self, streams: Streams, wanted: Submission, bell: WakeUp) -> None:
@@ -121,7 +124,7 @@ class Generation:
         self._left = wanted.count
         self._kept = wanted.options.kept
         self._resume = wanted.resume
-        self._each_token = True
+        self.each_token = True
         requests = streams.submit_samples(wanted.prompt, wanted.count, wanted.options, self._changed)
         self.answers = tuple(
             Answer(
@@ -174,6 +177,10 @@ class Generation:
                 raise first.error
             await self._bell.rung()
 
+    def ring(self) -> None:
+        """Wake the reader."""
+        self._bell.ring()
+
     @property
     def over(self) -> bool:
         """Whether all answers have ended and their last pieces were taken."""
@@ -200,7 +207,7 @@ class Generation:
         Raises:
             KvforgeError: The error that ended an answer.
         """
-        self._each_token = any(answer.waits_for_tokens for answer in self.answers)
+        self.each_token = any(answer.waits_for_tokens for answer in self.answers)
         answers = [CompleteAnswer(answer.index, [], "", answer.stream) for answer in self.answers]
         while True:
             for piece in self.pop_pieces():
@@ -214,7 +221,7 @@ class Generation:
         return answers
 
     def _changed(self) -> None:
-        if self._each_token or any(a.stream.done or not a.stream.tokens for a in self.answers):
+        if self.each_token or any(a.stream.done or not a.stream.tokens for a in self.answers):
             self._bell.ring()
 
 

@@ -68,15 +68,30 @@ async def prepare_conversation(
     if shape.name or offered:
         shape = await _shape(model, offered, choice, shape, in_reasoning)
         await check_shape(model.prompts, shape)
-    schemas = {tool.name: tool.parameters for tool in offered} if offered else None
+    text, parser = reading_of(model, offered, rendered.ending, continued=continued)
+    return PreparedConversation(rendered, text, parser, shape)
+
+
+def reading_of(
+    model: Model, tools: Sequence[Tool], ending: str, *, continued: bool = False
+) -> tuple[Callable[[], TextStream], Callable[[], answer.Parser] | None]:
+    """Return what reads the answer to a prompt.
+
+    Args:
+        model: The model.
+        tools: The tools that were offered.
+        ending: The end of the prompt's text, as `Rendered` has it.
+        continued: The answer continues the last message.
+
+    Returns:
+        The factories of the detokenizer, and of the parser, or None if all text is content.
+    """
+    format_ = model.format
+    schemas = {tool.name: tool.parameters for tool in tools} if tools else None
     if schemas is None and not format_.think[1] and format_.answer is None:
-        return PreparedConversation(rendered, partial(model.prompts.stream, continues=continued), None, shape)
-    return PreparedConversation(
-        rendered,
-        partial(model.prompts.stream, continues=continued, keep=format_.special_tokens),
-        partial(Parser, format_, schemas, in_reasoning=in_reasoning),
-        shape,
-    )
+        return partial(model.prompts.stream, continues=continued), None
+    parser = partial(Parser, format_, schemas, in_reasoning=format_.starts_in_reasoning(ending))
+    return partial(model.prompts.stream, continues=continued, keep=format_.special_tokens), parser
 
 
 async def _shape(model: Model, offered: Sequence[Tool], choice: Choice, shape: Shape, in_reasoning: bool) -> Shape:

@@ -22,7 +22,7 @@ from .shapes import OTHER_NAMES, ResponseFormat, StructuredOutputs, shape_of
 IGNORED = {
     "user": "a label for the caller; no user data is stored",
     "safety_identifier": "a label for the caller, as `user`",
-    "metadata": "a label for the caller; responses are not stored",
+    "metadata": "a label for the caller; /v1/responses stores and returns it",
     "service_tier": "there is only one tier",
     "prompt_cache_key": "prefix caching is automatic and based on content",
     "prompt_cache_retention": "blocks stay cached until they are evicted",

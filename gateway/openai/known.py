@@ -26,7 +26,7 @@ def _elsewhere(**names: str) -> Mapping[str, Known]:
 
 
 _OPENAI: Mapping[str, Known] = {
-    "store": left_out("responses are not stored and cannot be retrieved by id", False),
+    "store": left_out("only responses of /v1/responses are stored", False),
     "moderation": only("there is no moderation"),
     "prompt_cache_options": no_effect("prefix caching is automatic and based on content"),
     "verbosity": no_effect("not given to the model"),
@@ -127,11 +127,10 @@ _COMPLETION: Mapping[str, Known] = {
 _RESPONSE: Mapping[str, Known] = {
     **_elsewhere(max_completion_tokens="max_output_tokens", max_tokens="max_output_tokens", messages="input"),
     **_elsewhere(reasoning_effort="reasoning.effort", response_format="text.format", system="instructions"),
-    **_OPENAI,
+    **{name: _OPENAI[name] for name in _OPENAI if name != "store"},
     **{name: _VLLM[name] for name in _VLLM if not name.startswith("guided_")},
     "client_metadata": no_effect("a label for the caller"),
     "context_management": only("conversations are never shortened: send a shorter `input`", []),
-    "conversation": only("conversations are not stored: send the conversation so far as `input`"),
     "enable_response_messages": only("is not supported: use /tokenize", False),
     "frequency_penalty": only("is not supported by this API: use /v1/chat/completions", 0),
     "ignore_eos": only("is not supported by this API: use /v1/chat/completions", False),

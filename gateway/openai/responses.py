@@ -1,9 +1,11 @@
-"""/v1/responses: continue a conversation, answered in items. Responses are not stored."""
+"""/v1/responses: continue a conversation, answered in items."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,17 +15,21 @@ from kvforge.gateway.chat.shapes import Shape
 from kvforge.gateway.generate.answer import Piece
 from kvforge.gateway.generate.generation import Generation, Submission, Usage
 from kvforge.gateway.generate.prepare import prepare_conversation
+from kvforge.gateway.http.errors import openai_error
 from kvforge.gateway.http.fields import Reader
-from kvforge.gateway.parse.events import Arguments, Event, Reasoning, ToolCall
+from kvforge.protocol.errors import KvforgeError
 
 from .bodies import encode
 from .call import Call
 from .fields import top_k_of, top_p_of
 from .known import KNOWN, MINE
-from .responses_body import Create, check, messages_of, shape
+from .response_items import EventWriter, Items, event
+from .responses_body import NOT_STORED, Create, check, messages_of, shape
 from .responses_tools import Offered, echoed
+from .stored import Stored, StoredResponse, input_items, items_of, new_id
 
 READER = Reader(Create, KNOWN, MINE)
+log = logging.getLogger(__name__)
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
@@ -38,36 +44,64 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 
 class Responses:
-    """One request to /v1/responses."""
+    """One request to /v1/responses.
+
+    Args:
+        call: Its context.
+        asked: Its body.
+        stored: The stored objects; None if the gateway stores nothing.
+        name: Its id, if it has one already.
+
+    Attributes:
+        ending: The end of the prompt's text.
+        shape: The output constraint.
+    """
 
     @classmethod
-    async def of(cls, call: Call, asked: Create) -> Responses:
+    async def of(cls, call: Call, asked: Create, stored: Stored | None = None) -> Responses:
         """Check a request and render its conversation.
 
         Raises:
             InvalidRequest: Names the field.
+            NotFound: What it continues does not exist.
         """
-        work = cls(call, asked)
+        work = cls(call, asked, stored)
         await work.converse()
         return work
 
-    def __init__(self, call: Call, asked: Create) -> None:
-        check(asked)
-        self.call, self.asked = call, asked
+    def __init__(self, call: Call, asked: Create, stored: Stored | None = None, name: str = "") -> None:
+        check(asked, stores=stored is not None)
+        if stored is None and asked.store:
+            call.ignored.add("store", f"cannot be true: {NOT_STORED}")
+        self.call, self.asked, self.stored = call, asked, stored
+        self.stores = stored is not None and asked.store is not False
+        self.id = name or _id_of(call, asked)
         self.created = int(time.time())
         self.wanted: list[Submission] = []
+        self.input = input_items(asked.input, self.base)
+        self.offered = Offered(asked, call.ignored)
+        self.ending, self.shape = "", Shape()
+
+    @property
+    def base(self) -> str:
+        """The base of the ids of its items."""
+        return self.id.removeprefix("resp")
 
     async def converse(self) -> None:
         """Render the conversation and build the submission."""
         call, asked = self.call, self.asked
+        before = await self.stored.context(call.caller.tenant, asked) if self.stored is not None else []
+        if self.stored is not None:
+            given = await self.stored.resolved(call.caller.tenant, asked, before)
+            asked = msgspec.structs.replace(asked, input=given)
         effort = asked.reasoning.effort if asked.reasoning is not None else None
         variables = dict(asked.chat_template_kwargs or {})
         if effort is not None:
             variables["reasoning_effort"] = effort
-        self.offered = Offered(asked, call.ignored)
+        field = "conversation" if asked.conversation_id else "previous_response_id"
         conversation = await prepare_conversation(
             call.model,
-            messages_of(asked, self.offered.shown),
+            messages_of(asked, self.offered.shown, items_of(before) if before else (), field),
             tools=self.offered.tools,
             choice=self.offered.choice(asked),
             shape=shape(asked),
@@ -75,11 +109,13 @@ class Responses:
         )
         prompt = conversation.rendered.ids
         most = asked.max_output_tokens or max(1, call.model.info.context_tokens_max - len(prompt))
-        call.names.shape = conversation.shape
-        options = call.options(self._sampling(conversation.shape), asked, most)
+        call.names.shape = self.shape = conversation.shape
+        self.ending = conversation.rendered.ending
+        options = call.options(self.sampling(conversation.shape), asked, most)
         self.wanted = [Submission(prompt=prompt, options=options, text=conversation.text, parser=conversation.parser)]
 
-    def _sampling(self, wanted: Shape) -> SamplingParams:
+    def sampling(self, wanted: Shape) -> SamplingParams:
+        """Return the sampling parameters with an output constraint."""
         asked = self.asked
         fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
         named = {name: value for name in fields if (value := getattr(asked, name)) is not None}
@@ -91,32 +127,55 @@ class Responses:
         sampling.message()
         return sampling
 
-    def body(self, generation: Generation, output: list[dict[str, Any]], reason: str = "") -> dict[str, Any]:
-        """Build the response. `reason` is why it ended; "" while it continues."""
+    def items(self) -> Items:
+        """Return a builder of its output items."""
+        return Items(self.base, self.offered.name_of)
+
+    def body(
+        self,
+        usage: Usage | None,
+        output: list[dict[str, Any]],
+        reason: str = "",
+        *,
+        status: str = "",
+        error: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Build the response.
+
+        Args:
+            usage: The token counts; None before the end.
+            output: The output items.
+            reason: Why the answer ended; "" while it continues.
+            status: The status, if it does not follow from the reason.
+            error: Why it failed.
+        """
         asked = self.asked
-        status = {"": "in_progress", "length": "incomplete"}.get(reason, "completed")
+        status = status or {"": "in_progress", "length": "incomplete"}.get(reason, "completed")
         return {
-            "id": self.call.name("resp", [generation]),
+            "id": self.id,
             "object": "response",
             "created_at": self.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
-            "error": None,
+            "background": bool(asked.background),
+            "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "model": self.call.model_name,
             "output": output,
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": asked.previous_response_id,
+            "conversation": {"id": asked.conversation_id} if asked.conversation_id else None,
             "reasoning": {"effort": asked.reasoning.effort if asked.reasoning is not None else None, "summary": None},
-            "store": False,
+            "store": self.stores,
             "temperature": asked.temperature,
             "text": {"format": msgspec.to_builtins(asked.text.format) if asked.text and asked.text.format else _PLAIN},
             "tool_choice": msgspec.to_builtins(asked.tool_choice) if asked.tool_choice is not None else "auto",
             "tools": echoed(asked.tools),
             "top_p": asked.top_p,
             "truncation": "disabled",
-            "usage": usage_of(generation.usage) if reason else None,
+            "usage": usage_of(usage) if usage is not None else None,
             "user": asked.user,
             "metadata": asked.metadata or {},
         }
@@ -125,141 +184,95 @@ class Responses:
         """Return the body of the complete response."""
         (generation,) = generations
         (answer,) = await generation.whole()
-        items = Items(self.call.name("", generations), self.offered.name_of)
-        for event in answer.events:
-            items.add(event)
+        items = self.items()
+        for one in answer.events:
+            items.add(one)
         items.close(answer.reason)
-        return encode(self.body(generation, items.done, answer.reason))
+        return encode(await self.saved(self.body(generation.usage, items.done, answer.reason), items))
+
+    async def saved(self, body: dict[str, Any], items: Items) -> dict[str, Any]:
+        """Store a complete response, if it is to be stored.
+
+        An answer is not lost with its storage: if it cannot be stored, `store` is false.
+
+        Returns:
+            The response as it is sent.
+        """
+        if not self.stores or self.stored is None:
+            return body
+        stored = StoredResponse(
+            response=body, input=self.input, pieces=items.pieces, conversation=self.asked.conversation_id
+        )
+        try:
+            await self.stored.storage.apply(
+                *self.stored.put(self.call.caller.tenant, stored, group=self.call.model.info.name)
+            )
+        except KvforgeError as error:
+            log.warning("the response %s is not stored: %s", self.id, error.message)
+            return {**body, "store": False}
+        return body
 
     def events(self, generations: list[Generation]) -> ResponseEvents:
         """Return the response as a stream of events."""
         return ResponseEvents(self, generations[0])
 
 
-class Items:
-    """Builds the output items of an answer. `told` collects the stream events for them.
-
-    Args:
-        name: The base of the items' ids.
-        name_of: Returns the name fields of a call, given the function's name.
-    """
-
-    def __init__(self, name: str, name_of: Callable[[str], dict[str, str]]) -> None:
-
-        self._name_of = name_of
-        self.done: list[dict[str, Any]] = []
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        self._name = name
-        self._item: dict[str, Any] | None = None
-        self._text: list[str] = []
-
-    def add(self, event: Event) -> None:
-        """Add an event of the answer."""
-        if isinstance(event, ToolCall):
-            self.close()
-            at = f"{self._name}_{len(self.done)}"
-            call = {"type": "function_call", "id": f"fc{at}", "call_id": event.call_id or f"call{at}"}
-            self._open({**call, **self._name_of(event.name), "arguments": "", "status": "in_progress"})
-        elif isinstance(event, Arguments):
-            self._delta("response.function_call_arguments.delta", event.text)
-        elif isinstance(event, Reasoning):
-            if self._kind() != "reasoning":
-                self.close()
-                self._open({"type": "reasoning", "id": f"rs{self._name}_{len(self.done)}", "summary": []})
-            self._delta("response.reasoning_text.delta", event.text, content_index=0)
-        else:
-            if self._kind() != "message":
-                self.close()
-                message = {"type": "message", "id": f"msg{self._name}_{len(self.done)}", "role": "assistant"}
-                self._open({**message, "status": "in_progress", "content": []})
-                self._add_event("response.content_part.added", content_index=0, part=_part(""))
-            self._delta("response.output_text.delta", event.text, content_index=0, logprobs=[])
-
-    def close(self, reason: str = "stop") -> None:
-        """Complete the open item; with the reason `length` it is incomplete."""
-        if self._item is None:
-            return
-        item, text, kind = self._item, "".join(self._text), self._kind()
-        status = "incomplete" if reason == "length" else "completed"
-        if kind == "function_call":
-            self._add_event("response.function_call_arguments.done", arguments=text, name=item["name"])
-            item = {**item, "arguments": text or "{}", "status": status}
-        elif kind == "reasoning":
-            self._add_event("response.reasoning_text.done", content_index=0, text=text)
-            item = {**item, "content": [{"type": "reasoning_text", "text": text}], "status": status}
-        else:
-            self._add_event("response.output_text.done", content_index=0, text=text, logprobs=[])
-            self._add_event("response.content_part.done", content_index=0, part=_part(text))
-            item = {**item, "content": [_part(text)], "status": status}
-        self.events.append(("response.output_item.done", {"output_index": len(self.done), "item": item}))
-        self.done.append(item)
-        self._item = None
-
-    def _kind(self) -> str:
-        return str(self._item["type"]) if self._item is not None else ""
-
-    def _open(self, item: dict[str, Any]) -> None:
-        self._item, self._text = item, []
-        self.events.append(("response.output_item.added", {"output_index": len(self.done), "item": item}))
-
-    def _delta(self, kind: str, text: str, **fields: Any) -> None:
-        self._text.append(text)
-        self._add_event(kind, delta=text, **fields)
-
-    def _add_event(self, kind: str, **fields: Any) -> None:
-        assert self._item is not None, "an item is open"
-        self.events.append((kind, {"item_id": self._item["id"], "output_index": len(self.done), **fields}))
-
-
 class ResponseEvents:
-    """The events of a streamed response; pieces that arrive together are one write."""
+    """The events of a streamed response; pieces that arrive together are one write. The last follows the storage."""
 
     def __init__(self, work: Responses, generation: Generation) -> None:
         self._work, self._generation = work, generation
-        self._items = Items(work.call.name("", [generation]), work.offered.name_of)
-        self._sequence = 0
+        self._items = work.items()
+        self._writer = EventWriter(self._items)
         self._begun = False
+        self._saving: asyncio.Task[dict[str, Any]] | None = None
+        self._ended = False
 
     @property
     def over(self) -> bool:
         """Whether nothing more will come."""
-        return self._generation.over
+        return self._ended
 
     def pop_events(self) -> bytes:
         """Return the events since the last call."""
         written: list[bytes] = []
         if not self._begun:
             self._begun = True
-            begun = self._work.body(self._generation, [])
-            written.append(self._event("response.created", response=begun))
-            written.append(self._event("response.in_progress", response=begun))
+            written.append(self._writer.begin(self._work.body(None, [])))
         for piece in self._generation.pop_pieces():
             self._piece(piece, written)
+        if self._saving is not None and self._saving.done() and not self._ended:
+            self._ended = True
+            written.append(self._writer.end(self._saving.result()))
         return b"".join(written)
 
     def _piece(self, piece: Piece, written: list[bytes]) -> None:
-        for event in piece.events:
-            self._items.add(event)
-        if piece.reason:
-            self._items.close(piece.reason)
-        written += [self._event(kind, **fields) for kind, fields in self._items.events]
-        self._items.events.clear()
-        if piece.reason:
-            body = self._work.body(self._generation, self._items.done, piece.reason)
-            written.append(self._event(f"response.{body['status']}", response=body))
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        self._sequence += 1
-        return event(kind, sequence_number=self._sequence - 1, **fields)
+        written.append(self._writer.add(piece.events, piece.reason))
+        if not piece.reason:
+            return
+        work = self._work
+        body = work.body(self._generation.usage, self._items.done, piece.reason)
+        if work.stores:
+            self._saving = asyncio.ensure_future(work.saved(body, self._items))
+            self._saving.add_done_callback(lambda _: self._generation.ring())
+        else:
+            self._ended = True
+            written.append(self._writer.end(body))
 
 
-def event(kind: str, **fields: Any) -> bytes:
-    """Encode one server-sent event of this API."""
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))
+def response_failed(error: KvforgeError) -> bytes:
+    """Encode an error as the last event of a stream."""
+    described = openai_error(error)["error"]
+    named = {name: described[name] for name in ("code", "message", "param")}
+    return event("error", **named, sequence_number=0)
+
+
+def _id_of(call: Call, asked: Create) -> str:
+    """Return the id of a response, which stays the same when it is asked for again with its idempotency key."""
+    if not call.key.name:
+        return new_id("resp")
+    named = "\n".join(("background" if asked.background else "", call.caller.tenant, call.key.name))
+    return f"resp_{hashlib.blake2b(named.encode(), digest_size=16, person=b'kvforge response'[:16]).hexdigest()}"
 
 
 _PLAIN = {"type": "text"}
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

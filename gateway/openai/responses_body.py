@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -24,7 +24,7 @@ IGNORED = {
     "truncation": "a conversation that exceeds the context is refused",
     "input[].summary": "the text of a reasoning item is its `content`; a `summary` is not given to the model",
     "input[].encrypted_content": "only its provider can decrypt it: send the `content` of reasoning",
-    "input[].id": "items are not stored",
+    "input[].id": "not given to the model; it is the item's id where the response is stored",
     "input[].phase": "not given to the model",
     "input[].status": "the status of an item is not used",
     "stream_options": "events are not padded",
@@ -112,10 +112,16 @@ class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     summary: str | None = None
 
 
-class Create(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of /v1/responses."""
+class ConversationRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A conversation by its id."""
 
-    input: str | list[Item]
+    id: str
+
+
+class Create(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of /v1/responses. `conversation` is an id, or an object with it."""
+
+    input: str | list[Item] | None = None
     model: str = ""
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
@@ -128,6 +134,9 @@ class Create(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     text: Text | None = None
     reasoning: Reasoning | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationRef | None = None
+    store: bool | None = None
+    background: bool | None = None
     # vLLM extensions
     top_k: int | None = None
     min_p: float | None = None
@@ -147,31 +156,51 @@ class Create(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     truncation: str | None = None
-    background: bool | None = None
+
+    @property
+    def conversation_id(self) -> str:
+        """The id of the conversation, or ""."""
+        return self.conversation.id if isinstance(self.conversation, ConversationRef) else self.conversation or ""
 
 
-def check(asked: Create) -> None:
-    """Refuse features that need stored responses.
+NOT_STORED = "this gateway stores nothing ([storage] url in gateway.toml)"
+
+
+def check(asked: Create, *, stores: bool) -> None:
+    """Refuse features that are not supported, or need stored responses.
+
+    Args:
+        asked: The request.
+        stores: Whether the gateway has a storage.
 
     Raises:
         InvalidRequest: Names the field.
     """
-    if asked.previous_response_id is not None:
-        problem = "responses are not stored: send the conversation so far as `input`"
-        raise InvalidRequest("previous_response_id", problem)
-    if asked.background:
-        raise InvalidRequest("background", "must be false: responses are not stored and cannot be fetched later")
+    if not stores:
+        for name in ("previous_response_id", "conversation"):
+            if getattr(asked, name) is not None:
+                raise InvalidRequest(name, f"{NOT_STORED}: send the conversation so far as `input`")
+        if asked.background:
+            raise InvalidRequest("background", f"must be false: {NOT_STORED}")
+    if asked.background and asked.store is False:
+        raise InvalidRequest("background", "needs `store`: a background response is fetched by its id")
+    if asked.input is None and asked.previous_response_id is None and not asked.conversation_id:
+        raise InvalidRequest("input", "is missing")
     for at, name in enumerate(asked.include or ()):
         if name == LOGPROBS:
             raise InvalidRequest(f"include[{at}]", "is not supported: use /v1/chat/completions with logprobs")
 
 
-def messages_of(asked: Create, shown: Callable[[str, str], str]) -> list[dict[str, Any]]:
+def messages_of(
+    asked: Create, shown: Callable[[str, str], str], before: Sequence[Item] = (), field: str = "conversation"
+) -> list[dict[str, Any]]:
     """Return the conversation for a chat template.
 
     Args:
         asked: The request.
         shown: Maps a namespace and a function name to the name that the model sees.
+        before: The stored items before those of the request.
+        field: The field that names what is stored.
 
     Raises:
         InvalidRequest: Names the field.
@@ -179,11 +208,13 @@ def messages_of(asked: Create, shown: Callable[[str, str], str]) -> list[dict[st
     messages: list[dict[str, Any]] = []
     if asked.instructions:
         messages.append({"role": "system", "content": asked.instructions})
-    if isinstance(asked.input, str):
-        return [*messages, {"role": "user", "content": asked.input}]
     arguments = CalledArguments()
     with naming(asked.model):
-        for at, item in enumerate(asked.input):
+        for item in before:
+            _item(item, field, messages, shown, arguments)
+        if isinstance(asked.input, str):
+            return [*messages, {"role": "user", "content": asked.input}]
+        for at, item in enumerate(asked.input or ()):
             _item(item, f"input[{at}]", messages, shown, arguments)
     return messages
 

@@ -27,10 +27,12 @@ from kvforge.gateway.http.stream import COMMENT, ErrorEventSource, EventSource, 
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 
 from . import chat, completions, responses, tokens
+from .background import Background
 from .bodies import error_event
 from .call import Call
+from .conversations import Conversations
 from .request_body import Chat, Completion
-from .responses_body import Create
+from .response_routes import StoredResponses
 
 JSON = "application/json"
 
@@ -47,15 +49,22 @@ class Work(Protocol):
         """Return the response as a stream of events."""
 
 
-A = TypeVar("A", Chat, Completion, Create)
+A = TypeVar("A", Chat, Completion)
 
 
 class OpenAI:
-    """The routes over one service."""
+    """The routes over one service.
 
-    def __init__(self, service: Service, settings: Settings) -> None:
+    Args:
+        service: The connection to the coordinator.
+        settings: The gateway's settings.
+        background: The background responses, with the stored objects; None if the gateway stores nothing.
+    """
+
+    def __init__(self, service: Service, settings: Settings, background: Background | None = None) -> None:
         self._service, self._settings = service, settings
-        self._created = 0
+        self._stored = background.stored if background is not None else None
+        self._kept = StoredResponses(background.stored, background, settings) if background is not None else None
 
     def routes(self, guard: Guard) -> list[Route]:
         """Return all routes."""
@@ -68,7 +77,11 @@ class OpenAI:
             "/detokenize": self._detokenize,
         }
         gets = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
+        stored: list[Route] = []
+        if self._kept is not None and self._stored is not None:
+            stored = [*self._kept.routes(guard), *Conversations(self._stored, self._settings).routes(guard)]
         return [
+            *stored,
             *(Route(path, guard(handler), methods=["POST"]) for path, handler in posts.items()),
             *(Route(path, guard(handler), methods=["GET"]) for path, handler in gets.items()),
         ]
@@ -80,7 +93,16 @@ class OpenAI:
         return await self._run(request, caller, chat.READER, chat.ChatCompletion.of, _failed)
 
     async def _responses(self, request: Request, caller: Caller) -> Response:
-        return await self._run(request, caller, responses.READER, responses.Responses.of, _response_failed)
+        ignored = self._ignored(request)
+        asked = body.decoded(responses.READER, await self._read(request), ignored)
+        call = Call.of(request.headers, caller, self._settings, self._service.known, asked, ignored)
+        try:
+            work = await wanted(request, responses.Responses.of(call, asked, self._stored))
+            if asked.background and self._kept is not None:
+                return await self._kept.create(work)
+            return await self._answer(request, call, work, bool(asked.stream), responses.response_failed)
+        except InvalidRequest as error:
+            raise call.names.renamed(error) from None
 
     async def _embeddings(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
         raise InvalidRequest("model", "embeddings are not served: this service generates text")
@@ -187,8 +209,3 @@ def _named(failed: Callable[[KvforgeError], bytes], names: Names, error: Kvforge
 
 def _failed(error: KvforgeError) -> bytes:
     return error_event(openai_error(error))
-
-
-def _response_failed(error: KvforgeError) -> bytes:
-    said = openai_error(error)["error"]
-    return responses.event("error", code=said["code"], message=said["message"], param=said["param"], sequence_number=0)

@@ -14,7 +14,8 @@ from kvforge.gateway.anthropic import messages
 from kvforge.gateway.http.errors import ANTHROPIC, OPENAI, api_of
 from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.http.keys import KEY_HEADER, RESUME_HEADER, SESSION_HEADER
-from kvforge.gateway.openai import chat, completions, responses, tokens
+from kvforge.gateway.openai import chat, completions, conversations, responses, tokens
+from kvforge.gateway.openai.paging import LIMIT_MAX
 from kvforge.gateway.page import actions
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
@@ -84,6 +85,19 @@ _CHOICES = _object(
     id=STRING, object=STRING, created=INTEGER, model=STRING, choices=_list(_object(index=INTEGER)), usage=_USAGE
 )
 _MODEL = _object(id=STRING, object={"const": "model"}, created=INTEGER, owned_by=STRING, max_model_len=INTEGER)
+_ITEM = _object(id=STRING, type=STRING)
+_RESPONSE = _object(id=STRING, object={"const": "response"}, status=STRING, output=_list(_object(type=STRING)))
+_CONVERSATION = _object(id=STRING, object={"const": "conversation"}, created_at=INTEGER, metadata=ANY)
+_DELETED = _object(id=STRING, object=STRING, deleted={"const": True})
+_PAGE_OF_ITEMS = _object(object={"const": "list"}, data=_list(_ITEM), has_more={"type": "boolean"})
+_RESPONSE_ID = Parameter("response_id", "path", "The id of a stored response.")
+_CONVERSATION_ID = Parameter("conversation_id", "path", "The id of a conversation.")
+_ITEM_ID = Parameter("item_id", "path", "The id of an item.")
+_PAGING = (
+    Parameter("limit", "query", f"How many items, 1 to {LIMIT_MAX}.", INTEGER),
+    Parameter("order", "query", "asc or desc (the default: the newest first)."),
+    Parameter("after", "query", "Begin behind the item with this id."),
+)
 _READY = _object(ready={"type": "boolean"}, reason=STRING)
 
 
@@ -111,13 +125,100 @@ OPERATIONS = (
     Operation(
         "post",
         "/v1/responses",
-        "Continue a conversation of items; responses are not stored.",
+        "Continue a conversation of items.",
         responses.READER,
-        _whole(
-            _object(id=STRING, object={"const": "response"}, status=STRING, output=_list(_object(type=STRING))),
-            streams=True,
-        ),
+        _whole(_RESPONSE, streams=True),
         _GENERATING,
+    ),
+    Operation(
+        "get",
+        "/v1/responses/{response_id}",
+        "Read a stored response, or stream its events again.",
+        answers=_whole(_RESPONSE, streams=True),
+        parameters=(
+            _RESPONSE_ID,
+            Parameter("stream", "query", "true: the events."),
+            Parameter("starting_after", "query", "With stream: the events behind this sequence number.", INTEGER),
+        ),
+    ),
+    Operation(
+        "delete",
+        "/v1/responses/{response_id}",
+        "Delete a stored response; one in progress is cancelled.",
+        answers=_whole(_DELETED),
+        parameters=(_RESPONSE_ID,),
+    ),
+    Operation(
+        "post",
+        "/v1/responses/{response_id}/cancel",
+        "Cancel a background response.",
+        answers=_whole(_RESPONSE),
+        parameters=(_RESPONSE_ID,),
+    ),
+    Operation(
+        "get",
+        "/v1/responses/{response_id}/input_items",
+        "List the input items of a stored response.",
+        answers=_whole(_PAGE_OF_ITEMS),
+        parameters=(_RESPONSE_ID, *_PAGING),
+    ),
+    Operation(
+        "post",
+        "/v1/conversations",
+        "Create a conversation.",
+        conversations.CREATE,
+        _whole(_CONVERSATION),
+    ),
+    Operation(
+        "get",
+        "/v1/conversations/{conversation_id}",
+        "Read a conversation.",
+        answers=_whole(_CONVERSATION),
+        parameters=(_CONVERSATION_ID,),
+    ),
+    Operation(
+        "post",
+        "/v1/conversations/{conversation_id}",
+        "Change the metadata of a conversation.",
+        conversations.UPDATE,
+        _whole(_CONVERSATION),
+        (_CONVERSATION_ID,),
+    ),
+    Operation(
+        "delete",
+        "/v1/conversations/{conversation_id}",
+        "Delete a conversation; its responses stay.",
+        answers=_whole(_DELETED),
+        parameters=(_CONVERSATION_ID,),
+    ),
+    Operation(
+        "get",
+        "/v1/conversations/{conversation_id}/items",
+        "List the items of a conversation.",
+        answers=_whole(_PAGE_OF_ITEMS),
+        parameters=(_CONVERSATION_ID, *_PAGING),
+    ),
+    Operation(
+        "post",
+        "/v1/conversations/{conversation_id}/items",
+        "Append items to a conversation.",
+        conversations.ADD,
+        _whole(_PAGE_OF_ITEMS),
+        (_CONVERSATION_ID,),
+    ),
+    Operation(
+        "get",
+        "/v1/conversations/{conversation_id}/items/{item_id}",
+        "Read an item of a conversation.",
+        answers=_whole(_ITEM),
+        parameters=(_CONVERSATION_ID, _ITEM_ID),
+    ),
+    Operation(
+        "delete",
+        "/v1/conversations/{conversation_id}/items/{item_id}",
+        "Delete an item of a conversation.",
+        answers=_whole(_CONVERSATION),
+        parameters=(_CONVERSATION_ID, _ITEM_ID),
     ),
     Operation("post", "/v1/embeddings", "Refused: this service generates text."),
     Operation(

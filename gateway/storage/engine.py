@@ -20,6 +20,7 @@ from .operations import (
     Get,
     GetEntry,
     List,
+    Mark,
     Operation,
     Put,
     Read,
@@ -157,7 +158,9 @@ class Engine:
             raise Conflict(f"{put.kind} {put.id!r} is at version {version}, not {put.expect}: it was changed meanwhile")
         expires = self._now + put.keep_s if put.keep_s else 0.0
         lease = self._now + put.lease_s if put.owner else 0.0
-        held = rows[0][3] - rows[0][4] if rows else DOCUMENT_BYTES
+        held = rows[0][3] - rows[0][4] if rows and not put.clear else DOCUMENT_BYTES
+        if rows and put.clear:
+            self._db.execute("DELETE FROM entries WHERE document = ?", (rows[0][0],))
         size, created = held + len(put.body), rows[0][2] if rows else self._now
         work = (put.group, put.parent, put.state)
         values = (*work, put.body, version + 1, self._now, put.keep_s, expires, size, put.owner, lease)
@@ -247,20 +250,24 @@ class Engine:
         if not rows:
             raise NotFound(f"there is no {append.kind} {append.id!r}")
         number, first, keep = rows[0]
-        for at, entry in enumerate(append.entries):
+        added: list[Entry] = []
+        for entry in append.entries:
             there = "SELECT 1 FROM entries WHERE document = ? AND list = ? AND id = ?"
             if self._db.execute(there, (number, append.name, entry.id)):
+                if append.skip:
+                    continue
                 raise Conflict(f"{append.kind} {append.id!r} already has an entry {entry.id!r} in {append.name}")
             self._db.execute(
                 "INSERT INTO entries (document, list, position, id, body) VALUES (?, ?, ?, ?, ?)",
-                (number, append.name, first + at, entry.id, entry.body),
+                (number, append.name, first + len(added), entry.id, entry.body),
             )
-        size = sum(len(entry.body) + DOCUMENT_BYTES for entry in append.entries)
+            added.append(entry)
+        size = sum(len(entry.body) + DOCUMENT_BYTES for entry in added)
         keep = keep if append.keep_s < 0 else append.keep_s
         self._db.execute(
             "UPDATE documents SET next = next + ?, updated = ?, bytes = bytes + ?, keep = ?, expires = ?"
             " WHERE number = ?",
-            (len(append.entries), self._now, size, keep, self._now + keep if keep else 0.0, number),
+            (len(added), self._now, size, keep, self._now + keep if keep else 0.0, number),
         )
         self._account(append.tenant, 0, size, _key(append))
         return int(first)
@@ -339,6 +346,13 @@ class Engine:
             f"SELECT {_COLUMNS} FROM documents WHERE owner = ? AND watched > ?", (renew.owner, self._now)
         )
         return [_document(row) for row in rows]
+
+    def _mark(self, mark: Mark) -> bool:
+        self._db.execute(
+            f"UPDATE documents SET state = ? WHERE {_WHERE} AND owner = ? AND state <> ''",
+            (mark.state, *_key(mark), mark.owner),
+        )
+        return self._db.changed > 0
 
     def _release(self, release: Release) -> int:
         self._db.execute("UPDATE documents SET lease = 0, owner = '' WHERE owner = ?", (release.owner,))
@@ -461,6 +475,7 @@ _HANDLERS: dict[type, Callable[[Engine, Any], Result]] = {
     RemoveEntry: Engine._remove_entry,
     Claim: Engine._claim,
     Renew: Engine._renew,
+    Mark: Engine._mark,
     Release: Engine._release,
     Watch: Engine._watch,
     Expire: Engine._expire,

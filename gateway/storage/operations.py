@@ -69,6 +69,7 @@ class Put(_Keyed, frozen=True, kw_only=True, tag=True):
         keep_s: Remove it this long after the last `Put`, `Append` or `Chain`; 0: never.
         expect: The version that must be there: 0 for none, -1 for any or none. Otherwise the call fails with Conflict.
         owner, lease_s: Take or keep the work for this long; "" releases it.
+        clear: Remove the entries of all its lists.
     """
 
     body: bytes
@@ -79,6 +80,7 @@ class Put(_Keyed, frozen=True, kw_only=True, tag=True):
     expect: int = -1
     owner: str = ""
     lease_s: float = 0.0
+    clear: bool = False
 
 
 class Get(_Keyed, frozen=True, kw_only=True, tag=True):
@@ -124,7 +126,7 @@ class Chain(_Keyed, frozen=True, kw_only=True, tag=True):
 
 
 class Append(_Keyed, frozen=True, kw_only=True, tag=True):
-    """Append entries to a list of a document. Returns the position of the first.
+    """Append entries to a list of a document. Returns the position of the first of them.
 
     Fails with NotFound if there is no such document, and with Conflict if an entry's id is in the list.
 
@@ -132,11 +134,13 @@ class Append(_Keyed, frozen=True, kw_only=True, tag=True):
         name: Of the list.
         entries: Their positions are ignored.
         keep_s: As in `Put`; negative: as it is.
+        skip: Leave out entries with ids that are in the list, instead of a Conflict.
     """
 
     name: str
     entries: list[Entry]
     keep_s: float = -1.0
+    skip: bool = False
 
 
 class Read(_Keyed, frozen=True, kw_only=True, tag=True):
@@ -196,6 +200,13 @@ class Renew(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lease_s: float
 
 
+class Mark(_Keyed, frozen=True, kw_only=True, tag=True):
+    """Change the state of work that an owner holds, and not its version. Returns whether it holds it."""
+
+    owner: str
+    state: str
+
+
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End the leases of all work of an owner, for others to claim at once. Returns the number of documents."""
 
@@ -245,6 +256,7 @@ Operation = (
     | RemoveEntry
     | Claim
     | Renew
+    | Mark
     | Release
     | Watch
     | Expire
@@ -262,6 +274,7 @@ RESULTS: dict[type, Any] = {
     RemoveEntry: bool,
     Claim: list[Document],
     Renew: list[Document],
+    Mark: bool,
     Release: int,
     Watch: bool,
     Expire: int,

@@ -28,12 +28,15 @@ from kvforge.gateway.config import Settings
 from kvforge.gateway.generate.generation import Generation, Submission, WakeUp
 from kvforge.gateway.generate.service import Model
 from kvforge.gateway.http.guard import Guard
+from kvforge.gateway.openai.background import Background
 from kvforge.gateway.openai.routes import OpenAI
+from kvforge.gateway.openai.stored import Stored
 from kvforge.gateway.openapi.routes import routes as described
 from kvforge.gateway.page.routes import routes as page_routes
 from kvforge.gateway.parse import choose
+from kvforge.gateway.storage import Storage
 from kvforge.gateway.text.inline import InlineText, NoTexts
-from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.errors import Conflict, KvforgeError
 from kvforge.protocol.messages import Ended, Explanation, Int32Array, ModelInfo, Timings
 from kvforge.text.tokenizer import Tokenizer
 
@@ -68,6 +71,7 @@ def tokenizer(template: str = HERMES) -> Tokenizer:
 class Script:
     """The outcome of requests.
 
+    keyed: requests by their idempotency key; one that comes again takes the stream over.
     answers: the text of each request's answer in turn; EOS follows an answer with the reason "stop". reply: computes
     the answer to a prompt, in place of `answers`. step: tokens that arrive together. error: the refusal, or the error
     after an answer's tokens.
@@ -86,6 +90,14 @@ class Script:
     given: int = 0
     hang: bool = False
     reply: Callable[[str], str] | None = None
+    keyed: dict[str, tuple[Stream, list[int], str]] = field(default_factory=dict)
+    next_id: int = FIRST_ID
+
+    def resume(self) -> None:
+        """Let requests with keys go on that hang at the end of their tokens."""
+        self.hang = False
+        for stream, _, _ in self.keyed.values():
+            _soon(stream._step)
 
 
 class Stream:
@@ -121,6 +133,13 @@ class Stream:
         self._script.finished_at.append(tokens)
         self._limit = tokens
 
+    def taken_over(self) -> None:
+        """Let another connection read the request."""
+        if not (self._gone or self.done):
+            self.error = self.failure = Conflict(f"request {self._id} is read by another connection now")
+            self._changed()
+        self._gone = True
+
     def _accept(self) -> None:
         if self._script.refusal is not None:
             self.error = self.failure = self._script.refusal
@@ -130,7 +149,7 @@ class Stream:
         self._changed()
 
     def _step(self) -> None:
-        if self._gone:
+        if self._gone or self.done:
             return
         came = self._ids[len(self.tokens) : len(self.tokens) + self._script.step]
         if self._limit is None and came:
@@ -172,7 +191,7 @@ class Streams:
     """A fake `AsyncStreams`."""
 
     def __init__(self, script: Script, spoken: Tokenizer) -> None:
-        self._script, self._spoken, self._next = script, spoken, FIRST_ID
+        self._script, self._spoken = script, spoken
 
     def submit_samples(
         self, prompt: Int32Array, count: int, options: RequestOptions, changed: Callable[[], None]
@@ -180,7 +199,13 @@ class Streams:
         """Return the next answers of the script."""
         script = self._script
         script.asked.append((prompt.tolist(), count, options))
-        streams = []
+        key, streams = options.idempotency_key, []
+        if key in script.keyed:
+            before, ids, reason = script.keyed[key]
+            before.taken_over()
+            again = Stream(script, before._id, len(prompt), ids, changed, reason)
+            script.keyed[key] = again, ids, reason
+            return (again,)
         for _ in range(count):
             if script.reply is not None:
                 text = script.reply(self._spoken.stream(continues=True, keep=frozenset(SPECIAL)).push(prompt.tolist()))
@@ -191,8 +216,10 @@ class Streams:
             ids = ids[: options.max_tokens]
             if reason == "stop":
                 ids += self._spoken.encode(EOS, special=False)
-            streams.append(Stream(script, self._next, len(prompt), ids, changed, reason))
-            self._next += 1
+            streams.append(Stream(script, script.next_id, len(prompt), ids, changed, reason))
+            script.next_id += 1
+            if key:
+                script.keyed[key] = streams[-1], ids, reason
         return tuple(streams)
 
 
@@ -242,13 +269,22 @@ def application(
     context: int = CONTEXT,
     *,
     has_tokenizer: bool = True,
+    storage: Storage | None = None,
+    started: Callable[[Background], None] = lambda background: None,
 ) -> Starlette:
-    """Return the application with both APIs. context: token limit of a prompt and its answer."""
+    """Return the application with both APIs.
+
+    context: token limit of a prompt and its answer. storage: of stored responses. started: called with what follows
+    background responses.
+    """
     settings = settings or Settings()
     hygiene, format_ = PromptCleaner(settings.strip, settings.move), settings.tool_format
     service = cast(Any, Service(script, tokenizer(template), hygiene, context, format_, has_tokenizer=has_tokenizer))
     guard = Guard(Access(settings))
-    apis = [*OpenAI(service, settings).routes(guard), *Anthropic(service, settings).routes(guard)]
+    background = Background(service, Stored(storage, settings.storage), settings) if storage is not None else None
+    if background is not None:
+        started(background)
+    apis = [*OpenAI(service, settings, background).routes(guard), *Anthropic(service, settings).routes(guard)]
     return Starlette(routes=[*apis, *described()])
 
 

@@ -23,13 +23,16 @@ from kvforge.gateway.access import Access
 from kvforge.gateway.app import make_app
 from kvforge.gateway.config import Settings
 from kvforge.gateway.openapi.operations import OPERATIONS
+from kvforge.gateway.storage import Operation, Result
+from kvforge.gateway.storage.inline import InlineStorage
 from tests.gateway.scripted import NAME, Script, application, page
 
 EXAMPLES = 12
 DOCUMENTED = [content_type_conformance, response_schema_conformance, status_code_conformance]
 APIS = [one for one in OPERATIONS if one.path.startswith(("/v1/", "/tokenize", "/detokenize"))]
 PAGE = [one for one in OPERATIONS if one.path.startswith("/page/") and one.path != "/page/events"]  # an endless stream
-UNREADY = [one for one in OPERATIONS if not one.path.startswith("/page/")]
+# What is stored is served without a coordinator.
+UNREADY = [one for one in OPERATIONS if not one.path.startswith(("/page/", "/v1/responses/{", "/v1/conversations"))]
 
 
 def ask(app: Any, label: str, mode: GenerationMode, checks: list[Any]) -> set[int]:
@@ -62,19 +65,31 @@ def label_of(operation: Any) -> str:
     return f"{operation.method.upper()} {operation.path}"
 
 
-def scripted() -> Any:
-    return application(Script(['<tool_call>{"name": "f", "arguments": {"a'], reason="length", step=1000))
+class EachCall(InlineStorage):
+    """A storage that may be used from any thread, since it opens its database for each call."""
+
+    async def apply(self, *operations: Operation) -> list[Result]:
+        try:
+            return self.done(*operations)
+        finally:
+            await self.close()
+
+
+def scripted(folder: Path) -> Any:
+    storage = EachCall(f"sqlite:{folder}/stored.sqlite")
+    script = Script(['<tool_call>{"name": "f", "arguments": {"a'], reason="length", step=1000)
+    return application(script, storage=storage)
 
 
 @pytest.mark.parametrize("operation", APIS, ids=label_of)
-def test_an_api_serves_or_refuses_what_fits(operation: Any) -> None:
-    statuses = ask(scripted(), label_of(operation), GenerationMode.POSITIVE, [not_a_server_error, *DOCUMENTED])
+def test_an_api_serves_or_refuses_what_fits(operation: Any, tmp_path: Path) -> None:
+    statuses = ask(scripted(tmp_path), label_of(operation), GenerationMode.POSITIVE, [not_a_server_error, *DOCUMENTED])
     assert statuses and max(statuses) < 500
 
 
 @pytest.mark.parametrize("operation", [one for one in APIS if one.body is not None], ids=label_of)
-def test_an_api_serves_or_refuses_what_does_not_fit(operation: Any) -> None:
-    statuses = ask(scripted(), label_of(operation), GenerationMode.NEGATIVE, [not_a_server_error, *DOCUMENTED])
+def test_an_api_serves_or_refuses_what_does_not_fit(operation: Any, tmp_path: Path) -> None:
+    statuses = ask(scripted(tmp_path), label_of(operation), GenerationMode.NEGATIVE, [not_a_server_error, *DOCUMENTED])
     assert max(statuses) < 500 and 400 in statuses
 
 

@@ -18,6 +18,7 @@ from kvforge.gateway.storage import (
     Get,
     GetEntry,
     List,
+    Mark,
     Put,
     Read,
     Release,
@@ -130,11 +131,17 @@ def test_entries_are_read_in_pages_and_their_positions_are_never_used_again(
     assert one(storage, Append(**HELD, id="x", entries=[Entry("f", b"")])) == 5
     with pytest.raises(Conflict, match="'a'"):
         storage.done(Append(**HELD, id="x", entries=[Entry("g", b""), Entry("a", b"")]))
+    skipping = Append(**HELD, id="x", entries=[Entry("a", b"new"), Entry("g", b"")], skip=True)
+    assert (one(storage, skipping), one(storage, GetEntry(**HELD, id="x", entry="a")).body) == (6, b"aaa")
+    assert one(storage, GetEntry(**HELD, id="x", entry="g")).position == 6
     with pytest.raises(NotFound):
-        storage.done(Read(**HELD, id="x", after="g"))
+        storage.done(Read(**HELD, id="x", after="h"))
     held = one(storage, Get(**A, id="x"))
-    assert held.size_bytes == DOCUMENT_BYTES + 4 * (3 + DOCUMENT_BYTES) + DOCUMENT_BYTES
+    assert held.size_bytes == DOCUMENT_BYTES + 4 * (3 + DOCUMENT_BYTES) + 2 * DOCUMENT_BYTES
     assert one(storage, Usage(tenant="a"))[0].size_bytes == held.size_bytes
+    assert one(storage, Put(**A, id="x", body=b"12", clear=True)).size_bytes == 2 + DOCUMENT_BYTES
+    assert one(storage, Read(**HELD, id="x")) == []
+    assert one(storage, Usage(tenant="a"))[0].size_bytes == 2 + DOCUMENT_BYTES
 
 
 def test_a_chain_is_what_a_document_continues(storage: InlineStorage) -> None:
@@ -170,6 +177,9 @@ def test_work_is_claimed_when_its_lease_has_ended(storage: InlineStorage) -> Non
     assert ids(one(storage, Renew(owner="second", lease_s=0.0))) == ["y"]
     assert ids(one(storage, Claim(**{**claim, "owner": "third"}))) == ["y"]
     assert one(storage, Renew(owner="third", lease_s=60.0)) == [], "a new owner has not been asked yet"
+    assert one(storage, Mark(**A, id="y", owner="second", state="on")) is False
+    assert one(storage, Mark(**A, id="y", owner="third", state="on")) is True
+    assert (one(storage, Get(**A, id="y")).state, one(storage, Get(**A, id="y")).version) == ("on", 1)
     assert one(storage, Release(owner="third")) == 1
     assert ids(one(storage, Claim(**claim))) == ["y"]
     storage.done(Put(**A, id="y", body=b"done"))
