@@ -48,6 +48,16 @@ class SavedTopRecord(Saved):
     _logprobs: F32Table
 
 
+class SavedPromptLogprobs(Saved):
+    """A `PromptLogprobs`."""
+
+    prompt: I32
+    size: int
+    _logprobs: F32
+    _ranks: I32
+    _tops: SavedTopRecord
+
+
 class SavedPhases(Saved):
     """The `Phases` of a request."""
 
@@ -113,6 +123,7 @@ class SavedRequest(Saved):
     token_us: int
     ended_us: int
     orphan_us: int
+    prompt_logprobs: SavedPromptLogprobs | None = None
 
 
 class SavedKey(Saved):
@@ -181,6 +192,10 @@ class SavedRows(Saved):
     stops: I32Table
     _runs: int
     stops_most: int
+    score_first: I64 | None = None
+    score_end: I64 | None = None
+    scores: Flags | None = None
+    scores_count: int = 0
 
 
 class SavedAdmission(Saved):
@@ -215,6 +230,7 @@ class SavedStreamRows(Saved):
     tokens: I32
     logprobs: F32
     tops: SavedTops | None
+    ranks: I32 | None = None
 
 
 class SavedStreams(Saved):

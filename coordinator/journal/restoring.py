@@ -33,6 +33,7 @@ from ..core.limits import Limits, Section
 from ..core.machine import Machine
 from ..core.requests.idempotency import IdempotencyKey
 from ..core.requests.phases import Phases
+from ..core.requests.prompt_logprobs import PromptLogprobs
 from ..core.requests.request import Request
 from ..core.requests.streams import StreamRows
 from ..core.requests.top_logprobs import TopLogprobs, TopLogprobsRecord
@@ -140,7 +141,7 @@ class _Restoring:
 
     def _request(self, saved: d.SavedRequest, samplings: list[Any], keys: list[IdempotencyKey]) -> Request:
         request = Request.__new__(Request)
-        special = ("sampling", "siblings", "key", "tops", "phases", "error")
+        special = ("sampling", "siblings", "key", "tops", "prompt_logprobs", "phases", "error")
         self._fields.restore(request, saved, *special)
         request.sampling = samplings[saved.sampling]
         request.key = keys[saved.key] if saved.key >= 0 else None
@@ -148,10 +149,18 @@ class _Restoring:
         request.tops = (
             self._fields.restore(TopLogprobsRecord.__new__(TopLogprobsRecord), tops) if tops is not None else None
         )
+        request.prompt_logprobs = self._prompt_logprobs(saved.prompt_logprobs)
         request.phases = self._fields.restore(Phases.__new__(Phases), saved.phases)
         error = saved.error
         request.error = restore_error(error.code, error.message, error.fields) if error is not None else None
         return request
+
+    def _prompt_logprobs(self, saved: d.SavedPromptLogprobs | None) -> PromptLogprobs | None:
+        if saved is None:
+            return None
+        record: PromptLogprobs = self._fields.restore(PromptLogprobs.__new__(PromptLogprobs), saved, "_tops")
+        record._tops = self._fields.restore(TopLogprobsRecord.__new__(TopLogprobsRecord), saved._tops)
+        return record
 
     def _waits(self, saved: d.SavedWaits) -> None:
         waits = self._fields.restore(self._machine.cache.waits, saved, "by_event")
@@ -186,7 +195,8 @@ class _Restoring:
         if saved.tops is not None:
             columns = ("counts", "tokens", "logprobs")
             tops = TopLogprobs(*(self._array(d.SavedTops, name, getattr(saved.tops, name)) for name in columns))
-        return StreamRows(requests, offsets, tokens, logprobs, tops)
+        ranks = self._array(d.SavedStreamRows, "ranks", saved.ranks) if saved.ranks is not None else None
+        return StreamRows(requests, offsets, tokens, logprobs, tops, ranks)
 
     def _sessions(self, saved: d.SavedSessions) -> None:
         sessions = self._fields.restore(self._machine.sessions, saved, "answers")

@@ -17,6 +17,7 @@ from ..core.cache.groups import Group, SentStep
 from ..core.cache.prefix_cache import PrefixCache
 from ..core.machine import Machine
 from ..core.requests.idempotency import IdempotencyKey
+from ..core.requests.prompt_logprobs import PromptLogprobs
 from ..core.requests.request import Request
 from ..core.requests.streams import StreamRows
 from ..core.workers.teams import Team
@@ -187,9 +188,15 @@ class _Saving:
             siblings=self._family_places[id(request.siblings)] if request.siblings else -1,
             key=_place(self._key_places, self._keys, key) if key is not None else -1,
             tops=self._of(d.SavedTopRecord, tops) if tops is not None else None,
+            prompt_logprobs=self._prompt_logprobs(request.prompt_logprobs),
             phases=self._of(d.SavedPhases, request.phases),
             error=_error(error) if error is not None else None,
         )
+
+    def _prompt_logprobs(self, record: PromptLogprobs | None) -> d.SavedPromptLogprobs | None:
+        if record is None:
+            return None
+        return self._of(d.SavedPromptLogprobs, record, _tops=self._of(d.SavedTopRecord, record._tops))
 
     def _waits(self) -> d.SavedWaits:
         waits = self._machine.cache.waits

@@ -38,13 +38,14 @@ class Submit(Message, frozen=True, tag="submit"):
     """Asks for tokens.
 
     Attributes:
+        max_tokens: The most tokens to generate, at least 1; 0 if only the prompt's log-probabilities are wanted.
         prompt: [prompt_tokens] int32.
         sequence_id: The client sequence to continue, 0 for none. The prompt, which may be empty, is appended to it
             first, and the generated tokens become part of it.
         salt: Shares cached prefixes with all requests of the same salt instead of all of the tenant. A client that acts
             for one tenant shares them within that tenant only.
         count: The number of answers to the prompt. Each is a request of its own and shares the blocks of the prompt.
-            Ids and seeds (modulo 2^64) are consecutive.
+            Only the first reports log-probabilities of the prompt. Ids and seeds (modulo 2^64) are consecutive.
         priority: -100 to 100, within the tenant. Each step is worth a fixed time of waiting, so that no request
             starves.
         deadline_ms: The request expires if it has not ended by then; 0: the coordinator's own limit.
@@ -81,6 +82,7 @@ class Attach(Message, frozen=True, tag="attach"):
     request alive in place of its first client, unless the request is detached.
 
     Attributes:
+        offset: A negative offset names a prompt token, as in Stream.
         resume: Resume a paused stream. Refused with Conflict if another connection reads it by now.
     """
 

@@ -416,7 +416,8 @@ class Stream(Message, frozen=True, tag="stream"):
     """Events of this connection's requests in one loop turn, split into several messages if too large.
 
     Row i means: request `request_ids[i]` generated token `tokens[i]` (log-probability `logprobs[i]`, nats) at
-    `offsets[i]` (0 is the first generated token). `ended` applies after all rows.
+    `offsets[i]` (0 is the first generated token). `ended` applies after all rows. Prompt tokens with log-probabilities
+    precede the generated ones, and have negative offsets: -1 is the last prompt token.
 
     Attributes:
         paused: Requests with a stream that is paused because the client reads too slowly. The rest,
@@ -425,6 +426,8 @@ class Stream(Message, frozen=True, tag="stream"):
         top_counts: [rows] int32, the number of top tokens of each row. Empty if no row has any.
         top_tokens: [sum] int32, row after row, most likely first.
         top_logprobs: [sum] float32, in nats.
+        ranks: [rows] int32, the rank of each prompt token in its place, from 1; 0 for generated tokens. Empty if all
+            are 0.
     """
 
     FRAMES = (
@@ -435,6 +438,7 @@ class Stream(Message, frozen=True, tag="stream"):
         ("top_counts", "<i4"),
         ("top_tokens", "<i4"),
         ("top_logprobs", "<f4"),
+        ("ranks", "<i4"),
     )
     ended: tuple[Ended, ...] = ()
     paused: tuple[int, ...] = ()
@@ -446,6 +450,7 @@ class Stream(Message, frozen=True, tag="stream"):
     top_counts: Int32Array = NO_INT32
     top_tokens: Int32Array = NO_INT32
     top_logprobs: Float32Array = NO_FLOAT32
+    ranks: Int32Array = NO_INT32
 
 
 CLIENT_REPLIES = (

@@ -93,6 +93,8 @@ class Step(Message, frozen=True, tag="step"):
         history: [sum over begins] int32, the tokens for penalties and grammars, one row of `begins` after the other.
             The worker adds the tokens that it samples.
         zeros: [n] int32 distinct blocks to fill with zeros. Sent only after a WorkerReady with `zeroes`.
+        scored: [m] int32, increasing indices in `tokens`: the prompt tokens that the step scores the next token of.
+        following: [m] int32, the prompt token behind each of `scored`.
     """
 
     FRAMES = (
@@ -104,6 +106,8 @@ class Step(Message, frozen=True, tag="step"):
         ("copies", "<i4"),
         ("history", "<i4"),
         ("zeros", "<i4"),
+        ("scored", "<i4"),
+        ("following", "<i4"),
     )
     step_id: int
     begins: tuple[RowStart, ...] = ()
@@ -115,6 +119,8 @@ class Step(Message, frozen=True, tag="step"):
     copies: Int32Array = NO_INT32
     history: Int32Array = NO_INT32
     zeros: Int32Array = NO_INT32
+    scored: Int32Array = NO_INT32
+    following: Int32Array = NO_INT32
 
 
 class Stop(Message, frozen=True, tag="stop"):

@@ -97,6 +97,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         logit_bias: (token id, value) pairs added to the raw logits: -100 to 100, or -inf, which bans the token.
             Distinct ids, at most LOGIT_BIAS_MAX. A request that bans the whole vocabulary fails.
         logprobs: How many of the most likely tokens to report with their log-probabilities for each generated token.
+        prompt_logprobs: Report the log-probability of each prompt token but the first, given those before it, and this
+            many of the most likely tokens in its place (0 to TOP_LOGPROBS_MAX). None: off.
         grammar: Keep tokens that leave the answer a prefix of a text that the grammar allows. End-of-sequence tokens
             are allowed where the text may end, and required where it must end; ignore_eos is therefore not available.
     """
@@ -113,6 +115,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int = 0
+    prompt_logprobs: int | None = None
     grammar: Grammar | None = None
 
     @property

@@ -98,6 +98,13 @@ class StepResult(Message, frozen=True, tag="step_result"):
         top_counts: [sampled] int32, as in Stream.
         top_tokens: [sum] int32.
         top_logprobs: [sum] float32.
+        prompt_logprobs: [m] float32, the log-probability of each token of `Step.following`, in nats, without those of
+            failed rows.
+        prompt_ranks: [m] int32, the rank of each of these tokens, from 1: tokens with a higher logit, and those of
+            equal logits with a lower id, precede it.
+        prompt_top_counts: [m] int32, the number of top tokens in the place of each.
+        prompt_top_tokens: [sum] int32, most likely first.
+        prompt_top_logprobs: [sum] float32.
     """
 
     FRAMES = (
@@ -107,6 +114,11 @@ class StepResult(Message, frozen=True, tag="step_result"):
         ("top_counts", "<i4"),
         ("top_tokens", "<i4"),
         ("top_logprobs", "<f4"),
+        ("prompt_logprobs", "<f4"),
+        ("prompt_ranks", "<i4"),
+        ("prompt_top_counts", "<i4"),
+        ("prompt_top_tokens", "<i4"),
+        ("prompt_top_logprobs", "<f4"),
     )
     step_id: int
     epoch: int
@@ -118,6 +130,11 @@ class StepResult(Message, frozen=True, tag="step_result"):
     top_counts: Int32Array = NO_INT32
     top_tokens: Int32Array = NO_INT32
     top_logprobs: Float32Array = NO_FLOAT32
+    prompt_logprobs: Float32Array = NO_FLOAT32
+    prompt_ranks: Int32Array = NO_INT32
+    prompt_top_counts: Int32Array = NO_INT32
+    prompt_top_tokens: Int32Array = NO_INT32
+    prompt_top_logprobs: Float32Array = NO_FLOAT32
 
 
 class WorkerFailed(Message, frozen=True, tag="worker_failed"):

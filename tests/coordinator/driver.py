@@ -8,6 +8,7 @@ that was corrupted, lost, shared wrongly or copied too late shows as a wrong tok
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -97,6 +98,9 @@ PROMPT = [5, 6, 7, 8, 9]
 LEASE_US, REATTACH_US = 2_000_000, 5_000_000
 
 
+Score = tuple[float, int, tuple[tuple[int, float], ...]]  # log-probability, rank, top tokens
+
+
 def fingerprint(before: int, token: int) -> int:
     """Return the fingerprint of a context that is one token longer."""
     return (before * 6364136223846793005 + token + 1442695040888963407) & MASK
@@ -110,6 +114,34 @@ def choose(context: int, vocabulary: int) -> int:
 def logprob_of(token: int) -> float:
     """Return the log-probability that the fake workers report for a token."""
     return float(np.float32(-token / 1000))
+
+
+def score_of(context: int, token: int, width: int, vocabulary: int = VOCABULARY) -> Score:
+    """Return what the fake workers report for a prompt token behind a context."""
+    mixed = fingerprint(context, token)
+    tops = tuple(((mixed + i) % vocabulary, float(-i)) for i in range(min(width, vocabulary)))
+    return float(np.float32(-(mixed >> 40) / 1000)), 1 + (mixed >> 33) % vocabulary, tops
+
+
+def scores_of(prompt: Sequence[int], width: int, vocabulary: int = VOCABULARY) -> list[Score]:
+    """Return the log-probabilities of a prompt, computed without blocks."""
+    context, scores = 1, []
+    for token, following in itertools.pairwise(prompt):
+        context = fingerprint(context, token)
+        scores.append(score_of(context, following, width, vocabulary))
+    return scores
+
+
+def columns_of(scores: list[Score]) -> dict[str, Any]:
+    """Return log-probabilities of prompt tokens as the columns of a StepResult."""
+    pairs = [pair for _, _, tops in scores for pair in tops]
+    return {
+        "prompt_logprobs": np.array([logprob for logprob, _, _ in scores], np.float32),
+        "prompt_ranks": int32([rank for _, rank, _ in scores]),
+        "prompt_top_counts": int32([len(tops) for _, _, tops in scores]),
+        "prompt_top_tokens": int32([token for token, _ in pairs]),
+        "prompt_top_logprobs": np.array([logprob for _, logprob in pairs], np.float32),
+    }
 
 
 def continuation(prompt: Sequence[int], count: int, vocabulary: int = VOCABULARY) -> list[int]:
@@ -182,6 +214,8 @@ class FakeWorker:
         sampled: list[int] = []
         errors: list[RowError] = []
         fed = 0
+        following = dict(zip(step.scored.tolist(), step.following.tolist(), strict=True))
+        scores: list[Score] = []
         rows = zip(*(a.tolist() for a in (step.slots, step.starts, step.counts, step.samples)), strict=True)
         for slot, start, count, sample in rows:
             tokens = [self.last_token.get(slot, -1) if t == -1 else t for t in step.tokens[fed : fed + count].tolist()]
@@ -190,6 +224,8 @@ class FakeWorker:
                 errors.append(RowError(slot, ErrorInfo.of(GpuError("a poisoned token"))))
                 continue
             context = self._feed(slot, start, tokens)
+            wanted = [(at, following.get(fed - count + at)) for at in range(count)]
+            scores += [self._score(slot, start + at, token) for at, token in wanted if token is not None]
             if sample:
                 self.last_token[slot] = self.choose(slot, context)
                 sampled.append(slot)
@@ -200,7 +236,15 @@ class FakeWorker:
             slots=np.array(sampled, np.int32),
             tokens=np.array([self.last_token[slot] for slot in sampled], np.int32),
             logprobs=np.array([logprob_of(self.last_token[slot]) for slot in sampled], np.float32),
+            **columns_of(scores),
         )
+
+    def _score(self, slot: int, position: int, token: int) -> Score:
+        """Return the log-probability, rank and top tokens of the prompt token behind a position."""
+        table, size = self.machine.cache.sequences.table[slot].tolist(), self.machine.limits.cache.block_size
+        width = self.begins[slot].sampling.prompt_logprobs
+        assert width is not None, "a row is scored although its request does not want it"
+        return score_of(self.kv[table[position // size], position % size], token, width, self.model.vocab_size)
 
     def choose(self, slot: int, context: int) -> int:
         """Return the token that follows a context in this slot."""

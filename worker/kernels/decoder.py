@@ -104,12 +104,18 @@ class FusedDecoder:
         Returns:
             The logits.
         """
-        ops = self.operations
-        normed = ops.decode(self, token_ids, positions, batch, pool) if self.ranks is None else None
-        if normed is None:
-            normed = self._layers(token_ids, positions, batch, pool)
+        normed = self.hidden(token_ids, positions, batch, pool)
         if logit_tokens is not None:
             normed = normed.index_select(0, logit_tokens)
+        return self.logits(normed, logits)
+
+    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool) -> torch.Tensor:
+        """Run the layers, and return what the head multiplies: [tokens, hidden], valid until the next pass."""
+        normed = self.operations.decode(self, token_ids, positions, batch, pool) if self.ranks is None else None
+        return self._layers(token_ids, positions, batch, pool) if normed is None else normed
+
+    def logits(self, normed: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits of rows of `hidden`, [n, vocab] float32, in `logits` if it is given."""
         shares = self.ranks.count if self.ranks is not None and self.head_is_split else 1
         if logits is None:
             width = shares * len(self.head.weight)
@@ -117,7 +123,7 @@ class FusedDecoder:
         if len(normed) == 0:  # all rows are prefill chunks in the middle of a prompt
             return logits
         if self.ranks is None or shares == 1:
-            ops.linear(normed, self.head.weight, self.head.bias, logits)
+            self.operations.linear(normed, self.head.weight, self.head.bias, logits)
         else:
             self._join(self.ranks, normed, logits)
         if self.logit_scale != 1.0:

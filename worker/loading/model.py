@@ -9,7 +9,7 @@ used: the batch alone defines causality. `probe` checks the requirements on the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,13 +147,49 @@ class LoadedModel:
         Raises:
             RuntimeError: torch failed.
         """
-        wanted = len(logit_tokens)
-        padding = 0 if self._head_is_packed else self.device.product_rows(wanted) - wanted
-        if padding > 0:
-            logit_tokens = torch.cat((logit_tokens, logit_tokens[-1:].expand(padding)))
+        wanted, logit_tokens = len(logit_tokens), self._padded(logit_tokens)
         if self.fused is not None:
             return self.fused.forward(token_ids, positions, logit_tokens, batch, pool)[:wanted]
         return self._through_transformers(token_ids, positions, logit_tokens, batch, pool)[:wanted]
+
+    @torch.inference_mode()
+    def forward_by_parts(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        batch: PagedBatch,
+        pool: KvPool,
+    ) -> Iterator[torch.Tensor]:
+        """Run one pass as `forward` does, and yield the logits of each part, so that only one part's are in memory.
+
+        A model that only transformers can run makes a pass for each part; writing K and V twice gives the same bytes.
+
+        Args:
+            token_ids: [tokens] int64 on the device.
+            positions: [tokens] int64 on the device.
+            parts: Indices in the flat batch, [n] int64 on the device each.
+            batch: Structure of the batch.
+            pool: The KV pool.
+
+        Yields:
+            Raw logits [n, vocab] float32 on the device.
+
+        Raises:
+            RuntimeError: torch failed.
+        """
+        if self.fused is None:
+            for part in parts:
+                yield self.forward(token_ids, positions, part, batch, pool)
+            return
+        hidden = self.fused.hidden(token_ids, positions, batch, pool)
+        for part in parts:
+            yield self.fused.logits(hidden.index_select(0, self._padded(part)))[: len(part)]
+
+    def _padded(self, logit_tokens: torch.Tensor) -> torch.Tensor:
+        """Repeat the last index until the head multiplies as many rows as are fastest."""
+        padding = 0 if self._head_is_packed else self.device.product_rows(len(logit_tokens)) - len(logit_tokens)
+        return logit_tokens if padding <= 0 else torch.cat((logit_tokens, logit_tokens[-1:].expand(padding)))
 
     @torch.inference_mode()
     def decode(

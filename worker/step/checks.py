@@ -6,7 +6,7 @@ when at least one is invalid.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,30 @@ class StepLimits:
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """The prompt tokens of a step to score the next token of.
+
+    Attributes:
+        places: [sum(counts)] int32, the index of each token in `Step.scored`, else -1.
+        following: `Step.following`.
+        top_width: The most top tokens that a row wants.
+    """
+
+    places: Int32Array
+    following: Int32Array
+    top_width: int = 0
+
+    @classmethod
+    def of(cls, step: Step) -> Scoring | None:
+        """Return what a step scores; None for nothing."""
+        if not len(step.scored):
+            return None
+        places = np.full(len(step.tokens), -1, np.int32)
+        places[step.scored] = np.arange(len(step.scored), dtype=np.int32)
+        return cls(places, step.following)
+
+
+@dataclass(frozen=True)
 class Rows:
     """The rows of a step, as host arrays.
 
@@ -46,6 +70,7 @@ class Rows:
         tokens: [sum(counts)] int32, row after row.
         tables: [rows, width] int32, pool-local block ids.
         generated: [sum(counts)] bool, tokens that were generated rather than part of a prompt (see `token_kinds`).
+        scoring: The prompt tokens to score; None for none.
     """
 
     slots: Int32Array
@@ -55,6 +80,7 @@ class Rows:
     tokens: Int32Array
     tables: Int32Array
     generated: BoolArray
+    scoring: Scoring | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -72,13 +98,14 @@ class Rows:
             self.tokens[inside],
             self.tables[keep],
             self.generated[inside],
+            None if self.scoring is None else replace(self.scoring, places=self.scoring.places[inside]),
         )
 
 
 def find_malformed(step: Step, tables: npt.NDArray[Any], limits: StepLimits) -> InvalidRequest | None:
     """Return the first fault that makes the whole step unreadable, or None."""
     rows = step.slots.size
-    for name in ("slots", "starts", "counts", "samples", "tokens", "copies", "history", "zeros"):
+    for name in ("slots", "starts", "counts", "samples", "tokens", "copies", "history", "zeros", "scored", "following"):
         array = getattr(step, name)
         if array.ndim != 1 or array.dtype != np.int32:
             return InvalidRequest(name, f"must be int32 of 1 dimension, not {array.dtype} of {array.ndim}")
@@ -98,6 +125,14 @@ def find_malformed(step: Step, tables: npt.NDArray[Any], limits: StepLimits) -> 
         return InvalidRequest("zeros", f"names a block that is not one of the pool's {limits.blocks}")
     if len(step.copies) % 3:
         return InvalidRequest("copies", f"holds {len(step.copies)} numbers, not triples")
+    if len(step.scored) or len(step.following):
+        places, count = step.scored, len(step.tokens)
+        if len(places) != len(step.following):
+            return InvalidRequest("following", f"has {len(step.following)} tokens, scored {len(places)}")
+        if not 0 <= places[0] <= places[-1] < count or (np.diff(places) < 1).any():
+            return InvalidRequest("scored", f"must be increasing indices of the step's {count} tokens")
+        if not 0 <= step.following.min() <= step.following.max() < limits.vocab_size:
+            return InvalidRequest("following", f"a token id is outside the vocabulary of {limits.vocab_size}")
     if (step.begins or len(step.history)) and split_history(step) is None:
         return InvalidRequest("history", f"its {len(step.history)} tokens do not match the counts in `begins`")
     return None

@@ -422,6 +422,11 @@ class Worker:
             top_counts=outcome.top_counts,
             top_tokens=outcome.top_tokens,
             top_logprobs=outcome.top_logprobs,
+            prompt_logprobs=outcome.prompts.logprobs,
+            prompt_ranks=outcome.prompts.ranks,
+            prompt_top_counts=outcome.prompts.top_counts,
+            prompt_top_tokens=outcome.prompts.top_tokens,
+            prompt_top_logprobs=outcome.prompts.top_logprobs,
         )
         self._answered.append(result)
         self._connection.look()

@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 
 from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError
-from kvforge.protocol.messages import RowStart, SamplingParams, Step, WorkerWelcome
+from kvforge.protocol.messages import TOP_LOGPROBS_MAX, RowStart, SamplingParams, Step, WorkerWelcome
 from kvforge.text.grammar_helper import TrialLimits
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.config import CPU_KV_BYTES, GPU_FREE_SHARE, WorkerConfig
@@ -193,7 +193,8 @@ def _graph_bytes(runner: ModelRunner, rows_max: int) -> int:
 def _largest_step(counts: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Step:
     """Build a full step in which every row samples in the way that takes the most memory."""
     rows = len(counts)
-    sampling = SamplingParams(temperature=1.0, top_p=0.9)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, prompt_logprobs=TOP_LOGPROBS_MAX)
+    scored = np.arange(int(counts[0]) - 1, dtype=np.int32)
     return Step(
         step_id=0,
         begins=tuple(RowStart(slot=slot, request_id=0, sampling=sampling, seed=slot) for slot in range(rows)),
@@ -202,6 +203,8 @@ def _largest_step(counts: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Step:
         counts=counts,
         samples=np.ones(rows, np.int32),
         tokens=np.zeros(int(counts.sum()), np.int32),
+        scored=scored,
+        following=np.zeros_like(scored),
     )
 
 

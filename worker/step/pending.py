@@ -12,6 +12,7 @@ from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, ErrorInfo, Float32Ar
 from kvforge.worker.device.queue import AsyncCopy, DeviceEvent
 from kvforge.worker.sampling.grammar import GrammarRow, GrammarUntried
 from kvforge.worker.sampling.sampler import HostRows
+from kvforge.worker.sampling.scoring import NO_SCORES, PromptScores, ScoredPart
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class StepOutcome:
         top_counts: [sampled] int32; empty if no row wants top log-probabilities.
         top_tokens: As in StepResult.
         top_logprobs: As in StepResult.
+        prompts: Log-probabilities of prompt tokens.
     """
 
     slots: Int32Array
@@ -37,6 +39,7 @@ class StepOutcome:
     top_counts: Int32Array
     top_tokens: Int32Array
     top_logprobs: Float32Array
+    prompts: PromptScores = NO_SCORES
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class PendingStep:
         spoiled: Rows that were fed a token of a failed row, by slot.
         waiting: Rows that sample once their grammar masks are known.
         shaped: Grammar state of those that have sampled, by slot.
+        scored: Scored prompt tokens on their way to the host.
     """
 
     number: int
@@ -117,6 +121,7 @@ class PendingStep:
     spoiled: dict[int, KvforgeError] = field(default_factory=dict)
     waiting: list[DeferredRows] = field(default_factory=list)
     shaped: dict[int, GrammarRow] = field(default_factory=dict)
+    scored: list[ScoredPart] = field(default_factory=list)
 
     def done(self) -> bool:
         """Return True once `ModelRunner.finish` will not wait."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +36,9 @@ from kvforge.worker.device.device import as_worker_error
 from kvforge.worker.device.queue import AsyncCopy, DeviceEvent, Staging
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.sampling.sampler import NO_TOKEN, HostRows, SamplingState
+from kvforge.worker.sampling.scoring import FINITE_COLUMN, ScoredPart, score, tokens_at_a_time, unpacked
 
-from .checks import BoolArray, Rows, StepLimits, bad_copies, check_rows, find_malformed
+from .checks import BoolArray, Rows, Scoring, StepLimits, bad_copies, check_rows, find_malformed
 from .graphs import DecodeGraphs
 from .meter import Meter
 from .pending import DeferredRows, PendingStep, Sampled, StepOutcome, joined
@@ -45,6 +47,7 @@ from .starts import Histories, problem_of, split_history
 from .token_kinds import split_by_kind, split_marks, split_passes
 
 STEPS_UNDER_WAY_MAX = 2
+NOT_FINITE = "the model returned logits that are not finite"
 
 __all__ = ["STEPS_UNDER_WAY_MAX", "PendingStep", "ModelRunner", "StepOutcome"]
 
@@ -103,6 +106,7 @@ class ModelRunner:
         # Slot state that the host needs without asking the device.
         self._has_sampled = np.zeros(slots_max, np.bool_)
         self._sampled_in = np.zeros(slots_max, np.int64)  # number of the step that sampled last
+        self._prompt_tops = np.zeros(slots_max, np.int32)  # top tokens that a slot wants for each prompt token
         self._refused: dict[int, KvforgeError] = {}  # slots with an invalid start, until a valid one comes
         self._under_way: deque[PendingStep] = deque()
         self._unzeroed = np.zeros(0, np.int32)  # blocks that still have to be zeroed
@@ -170,12 +174,15 @@ class ModelRunner:
 
     def _carry_out(self, step: Step, tables: npt.NDArray[np.int32], pending: PendingStep) -> None:
         tokens, generated = split_marks(step.tokens, step.counts, self.model.wants_kinds)
-        rows = Rows(step.slots, step.starts, step.counts, step.samples, tokens, tables, generated)
+        rows = Rows(step.slots, step.starts, step.counts, step.samples, tokens, tables, generated, Scoring.of(step))
         if step.begins:
             self._begin(step.begins, split_history(step), pending.errors)
         rows = self._checked(rows, step.copies.reshape(-1, 3), pending.errors)
         if not len(rows):
             return
+        if rows.scoring is not None:
+            width = int(self._prompt_tops[rows.slots].max())
+            rows = replace(rows, scoring=replace(rows.scoring, top_width=width))
         absent = rows.tokens == NO_TOKEN
         if absent.any():
             pending.fed = frozenset(np.repeat(rows.slots, rows.counts)[absent].tolist())
@@ -262,6 +269,7 @@ class ModelRunner:
                 errors[start.slot] = self._refused[start.slot] = problem
             else:
                 self._refused.pop(start.slot, None)
+                self._prompt_tops[start.slot] = min(start.sampling.prompt_logprobs or 0, self.model.vocab_size)
                 self._has_sampled[start.slot] = False
         try:
             self._state.upload_starts()
@@ -288,7 +296,8 @@ class ModelRunner:
 
     def _queue(self, rows: Rows, pending: PendingStep) -> None:
         """Queue the rows: from a graph if they are all decodes and fit one, else as a pass."""
-        if self.graphs is None or not rows.generated.all() or not self.graphs.can_run(rows):
+        eager = rows.scoring is not None or not rows.generated.all()
+        if self.graphs is None or eager or not self.graphs.can_run(rows):
             self._queue_pass(rows, pending)
             return
         try:
@@ -307,7 +316,7 @@ class ModelRunner:
     def _queue_pass(self, rows: Rows, pending: PendingStep) -> None:
         """Queue the rows together. If that fails, queue them one by one, so that only the faulty ones fail."""
         try:
-            logits, sampled = self._forward(rows)
+            logits, sampled, scored = self._forward(rows)
         except Exception as error:  # noqa: BLE001 - any failure of foreign model code must spare the other rows
             self._keep_in_step(error)
             device = self.model.device
@@ -321,6 +330,7 @@ class ModelRunner:
             for row in range(len(rows)):
                 self._queue_pass(rows.pick(np.arange(len(rows)) == row), pending)
             return
+        pending.scored += scored
         if len(sampled):
             self._sample(logits, sampled, pending)
 
@@ -331,14 +341,15 @@ class ModelRunner:
             told = f"{type(error).__name__}: {error}"
             raise RankDesyncError(f"rank {ranks.rank} of {ranks.count} failed its part of a step: {told}") from error
 
-    def _forward(self, rows: Rows) -> tuple[torch.Tensor, Int32Array]:
-        """Return logits [sampled, vocab] float32 on the device, and their slots [sampled] int32 on the host."""
+    def _forward(self, rows: Rows) -> tuple[torch.Tensor, Int32Array, list[ScoredPart]]:
+        """Return logits [sampled, vocab] float32 on the device, their slots [sampled] int32, and scored tokens."""
         found = [self._pass(*part) for part in split_passes(*split_by_kind(rows))]
         if len(found) == 1:
             return found[0]
-        return torch.cat([logits for logits, _ in found]), np.concatenate([slots for _, slots in found])
+        scored = [part for _, _, parts in found for part in parts]
+        return torch.cat([logits for logits, *_ in found]), np.concatenate([slots for _, slots, _ in found]), scored
 
-    def _pass(self, rows: Rows, generated: BoolArray) -> tuple[torch.Tensor, Int32Array]:
+    def _pass(self, rows: Rows, generated: BoolArray) -> tuple[torch.Tensor, Int32Array, list[ScoredPart]]:
         """Run one pass over rows. generated: [rows] bool, the rows that are decodes. Return as `_forward` does."""
         device = self.model.device
         batch = PagedBatch.build(rows.tables, rows.starts, rows.counts, self.pool.block_size, device, generated)
@@ -357,7 +368,37 @@ class ModelRunner:
         if (rows.tokens == NO_TOKEN).any():
             # A failed step may have left NO_TOKEN. Clamp it: the row fails once the failure is known.
             token_ids = torch.where(token_ids == NO_TOKEN, self._state.last_token[slots].clamp_(min=0), token_ids)
-        return self.model.forward(token_ids, places, inputs[3 * count :], batch, self.pool), rows.slots[samples]
+        if rows.scoring is not None and (rows.scoring.places >= 0).any():
+            logits, scored = self._pass_and_score(token_ids, places, inputs[3 * count :], batch, rows)
+            return logits, rows.slots[samples], scored
+        return self.model.forward(token_ids, places, inputs[3 * count :], batch, self.pool), rows.slots[samples], []
+
+    def _pass_and_score(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_tokens: torch.Tensor,
+        batch: PagedBatch,
+        rows: Rows,
+    ) -> tuple[torch.Tensor, list[ScoredPart]]:
+        """Run one pass, score prompt tokens part by part, and return the logits of `logit_tokens`."""
+        scoring = rows.scoring
+        assert scoring is not None
+        device, most = self.model.device, tokens_at_a_time(self.model.vocab_size)
+        (where,) = np.nonzero(scoring.places >= 0)
+        places = scoring.places[where]
+        slots = np.repeat(rows.slots, rows.counts)[where]
+        counts = self._prompt_tops[slots]
+        wanted = device.upload(where.astype(np.int64))
+        following = device.upload(scoring.following[places].astype(np.int64))
+        parts = [*wanted.split(most), logit_tokens]
+        scored: list[torch.Tensor] = []
+        for logits in self.model.forward_by_parts(token_ids, positions, parts, batch, self.pool):
+            if len(scored) < len(parts) - 1:
+                begin = len(scored) * most
+                scored.append(score(logits, following[begin : begin + most], scoring.top_width))
+        packed = AsyncCopy(device, torch.cat(scored))
+        return logits, [ScoredPart(slots, places, counts, packed)]
 
     def _sample(
         self, logits: torch.Tensor, slots: Int32Array, pending: PendingStep, masks: torch.Tensor | None = None
@@ -429,8 +470,12 @@ class ModelRunner:
                 problem = InvalidRequest("sampling.logit_bias", "bans every token that may be sampled")
                 pending.errors.update((slot, problem) for slot in sampled.slots[rows.banned].tolist())
             if not rows.finite.all():
-                broken = WorkerError("the model returned logits that are not finite")
+                broken = WorkerError(NOT_FINITE)
                 pending.errors.update((slot, broken) for slot in sampled.slots[~rows.finite].tolist())
+        scored = [(part, part.rows()) for part in pending.scored]
+        for part, values in scored:
+            broken_slots = part.slots[values[:, FINITE_COLUMN] == 0].tolist()
+            pending.errors.update((slot, WorkerError(NOT_FINITE)) for slot in broken_slots)
         for slot, spoiled in pending.spoiled.items():
             pending.errors.setdefault(slot, spoiled)
         arrived_ns = time.monotonic_ns()
@@ -443,6 +488,8 @@ class ModelRunner:
             self._complete(self._under_way[0])
         before_ns, self._finished_ns = self._finished_ns, arrived_ns
         outcome = joined(read, pending, (arrived_ns - max(pending.started_ns, before_ns)) // 1000)
+        if scored:
+            outcome = replace(outcome, prompts=unpacked(scored, pending.errors))
         self.meter.finished(pending, arrived_ns - waiting_ns, time.monotonic_ns() - arrived_ns)
         return outcome
 
@@ -451,7 +498,7 @@ class ModelRunner:
         failure = as_worker_error(error, "a step", self.model.device)
         for slot in pending.slots.tolist():
             pending.errors.setdefault(slot, failure)
-        pending.sampled, pending.waiting = [], []
+        pending.sampled, pending.waiting, pending.scored = [], [], []
 
     def _fail_dependents(self, pending: PendingStep) -> None:
         """Fail the rows of later steps that were fed a token of a failed row of this step."""

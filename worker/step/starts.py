@@ -7,7 +7,15 @@ import math
 import numpy as np
 
 from kvforge.protocol.errors import InvalidRequest
-from kvforge.protocol.messages import LOGIT_BIAS_MAX, SAMPLING_RANGES, Int32Array, RowStart, SamplingParams, Step
+from kvforge.protocol.messages import (
+    LOGIT_BIAS_MAX,
+    SAMPLING_RANGES,
+    TOP_LOGPROBS_MAX,
+    Int32Array,
+    RowStart,
+    SamplingParams,
+    Step,
+)
 
 SEED_MAX = 2**64 - 1
 Histories = tuple[tuple[Int32Array, Int32Array], ...]
@@ -49,6 +57,9 @@ def _sampling_problem(sampling: SamplingParams, vocab_size: int) -> InvalidReque
     for name, (low, high) in SAMPLING_RANGES.items():
         if not low <= getattr(sampling, name) <= high:
             return InvalidRequest(f"sampling.{name}", f"{getattr(sampling, name)} is not {low:g} to {high:g}")
+    wanted = sampling.prompt_logprobs
+    if wanted is not None and not 0 <= wanted <= TOP_LOGPROBS_MAX:
+        return InvalidRequest("sampling.prompt_logprobs", f"{wanted} is not 0 to {TOP_LOGPROBS_MAX}")
     ids = [token for token, _ in sampling.logit_bias]
     if len(ids) > LOGIT_BIAS_MAX or len(set(ids)) != len(ids):
         return InvalidRequest("sampling.logit_bias", f"more than {LOGIT_BIAS_MAX} entries, or a token id twice")

@@ -62,6 +62,7 @@ def split_by_kind(rows: Rows) -> tuple[Rows, BoolArray]:
         rows.tokens,
         rows.tables[of],
         alone,
+        rows.scoring,
     )
     return cut, alone[places]
 

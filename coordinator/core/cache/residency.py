@@ -48,12 +48,23 @@ class Residency:
         self._groups, self._indexing, self._eviction, self._waits = groups, indexing, eviction, waits
         self.evicted_total = 0
 
-    def plan_placement(self, group: Group, salt: int, tokens: Tokens, hashes: Hashes) -> Placement:
-        """Plan a placement for `tokens` in the group, without changes."""
+    def plan_placement(
+        self, group: Group, salt: int, tokens: Tokens, hashes: Hashes, shared_max: int | None = None
+    ) -> Placement:
+        """Plan a placement for `tokens` in the group, without changes.
+
+        Args:
+            group: The group.
+            salt: The salt of the prefix chain.
+            tokens: Token ids, [n] int32.
+            hashes: The hashes of their full blocks.
+            shared_max: How many leading tokens may come from cached blocks; None: all but the last.
+        """
+        most = tokens.size - 1 if shared_max is None else min(shared_max, tokens.size - 1)
         size, partial_tokens_min = self._blocks.block_size, self._limits.cache.partial_tokens_min
-        hits = group.index.match(salt, tokens, hashes)
+        hits = group.index.match(salt, tokens, hashes)[: most // size]
         partial = (-1, 0)
-        rest = tokens[hits.size * size : tokens.size - 1]
+        rest = tokens[hits.size * size : most]
         if rest.size >= partial_tokens_min:
             parent = group.index.key(int(hits[-1])) if hits.size else root_key(salt)
             block, common = group.index.match_partial(parent, rest)

@@ -137,6 +137,9 @@ class RequestCommands:
             )
             request.key = entry
             request.sampling, request.model_defaults = sampling, open_fields
+            if i and sampling.prompt_logprobs is not None:  # the first answer reports them for all
+                request.sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+                request.prompt_logprobs = None
             made.append(request)
             if message.count > 1:
                 request.siblings = made
@@ -167,7 +170,7 @@ class RequestCommands:
                 self._streams.restart(event.client, request_id)
                 self._streams.add_end(event.client, forgotten(request_id))
             else:
-                self._give(request, event.client, 0)
+                self._give(request, event.client, request.first_offset)
                 requests.append(request)
         if requests:
             seed = (requests[0].seed - (requests[0].id - first)) % SEEDS
@@ -189,8 +192,9 @@ class RequestCommands:
                 request_id=request.id,
             )
         most = self._admission.generated(request) + request.cut
-        if not 0 <= message.offset <= most:
-            raise InvalidRequest("offset", f"must be 0 to {most}, the tokens generated so far, not {message.offset}")
+        if not request.first_offset <= message.offset <= most:
+            problem = f"must be {request.first_offset} to {most}, the tokens generated so far, not {message.offset}"
+            raise InvalidRequest("offset", problem)
         self._give(request, event.client, message.offset)
         return Attached(rid=message.rid, request_id=request.id, seed=request.seed, offset=message.offset)
 

@@ -15,6 +15,7 @@ from kvforge.protocol.messages import (
     LOGIT_BIAS_MAX,
     MODEL_DEFAULTS,
     SAMPLING_RANGES,
+    TOP_LOGPROBS_MAX,
     ModelInfo,
     SamplingParams,
     Submit,
@@ -23,6 +24,7 @@ from kvforge.protocol.messages import (
 
 from ..cache.kv_cache_manager import KVCacheManager
 from ..limits import Bounds, Limits, microseconds
+from ..requests import prompt_logprobs
 from ..scheduling.rows import EOS_TOKENS_MAX
 
 TEMPERATURE_MAX = 100.0
@@ -34,6 +36,7 @@ DEVICE_PURPOSES_MAX = 16
 DEVICE_PURPOSE_LENGTH_MAX = 32
 KERNELS_MAX, KERNEL_LENGTH_MAX = 16, 1000
 DEVICE_BYTES_MAX = (1 << 63) - 1
+PROMPT_LOGPROBS_BYTES_MAX = 16 << 20  # of one request
 
 
 def submit(
@@ -56,13 +59,20 @@ def submit(
     """
     if prompt.size == 0:
         raise InvalidRequest("prompt", "is empty: give at least one token id")
-    if message.max_tokens < 1:
-        raise InvalidRequest("max_tokens", f"must be at least 1, not {message.max_tokens}")
+    scores = message.sampling.prompt_logprobs is not None
+    if message.max_tokens < (0 if scores else 1):
+        least = "0" if scores else "1 (0 only with sampling.prompt_logprobs)"
+        raise InvalidRequest("max_tokens", f"must be at least {least}, not {message.max_tokens}")
     limits = cache.limits
     if not 1 <= message.count <= limits.bounds.samples_max:
         raise InvalidRequest("count", f"must be 1 to {limits.bounds.samples_max} answers, not {message.count}")
     if message.count > 1 and message.sequence_id:
         raise InvalidRequest("count", "only one request can continue a sequence: fork it, and continue each fork")
+    if message.count > 1 and not message.max_tokens:
+        raise InvalidRequest("count", f"must be 1 where max_tokens is 0, not {message.count}")
+    if scores and message.sequence_id:
+        problem = "cannot be computed for a sequence that is kept: submit its tokens as a prompt of their own"
+        raise InvalidRequest("sampling.prompt_logprobs", problem)
     if not -PRIORITY_MAX <= message.priority <= PRIORITY_MAX:
         raise InvalidRequest("priority", f"must be -{PRIORITY_MAX} to {PRIORITY_MAX}, not {message.priority}")
     for field in ("deadline_ms", "first_token_ms"):
@@ -72,7 +82,16 @@ def submit(
     if not set(message.model_defaults) <= set(MODEL_DEFAULTS):
         raise InvalidRequest("model_defaults", f"a model can only have defaults for {', '.join(MODEL_DEFAULTS)}")
     sampling(message.sampling, limits.bounds, cache.model)
+    if message.sampling.prompt_logprobs is not None:
+        _check_scores(prompt.size, message.sampling.prompt_logprobs)
     fits(prompt, message.max_tokens, tenant, cache)
+
+
+def _check_scores(prompt_tokens: int, width: int) -> None:
+    size = prompt_logprobs.bytes_of(prompt_tokens, width)
+    if size > PROMPT_LOGPROBS_BYTES_MAX:
+        problem = f"{width} for each of {prompt_tokens} tokens take {size} bytes; at most {PROMPT_LOGPROBS_BYTES_MAX}"
+        raise InvalidRequest("sampling.prompt_logprobs", f"{problem}: ask for fewer, or shorten the prompt")
 
 
 def tenant_salt(tenant: str, salt: str) -> str:
@@ -133,6 +152,9 @@ def sampling(values: SamplingParams, bounds: Bounds, model: ModelInfo | None) ->
     for name, (low, high) in SAMPLING_RANGES.items():
         if not low <= getattr(values, name) <= high:
             raise InvalidRequest(f"sampling.{name}", f"must be {low:g} to {high:g}, not {getattr(values, name)}")
+    wanted = values.prompt_logprobs
+    if wanted is not None and not 0 <= wanted <= TOP_LOGPROBS_MAX:
+        raise InvalidRequest("sampling.prompt_logprobs", f"must be 0 to {TOP_LOGPROBS_MAX}, not {wanted}")
     _logit_bias(values.logit_bias, vocabulary)
     if values.grammar is not None:
         size = len(values.grammar.text.encode())
@@ -177,7 +199,7 @@ def fits(
     if model is not None:
         context = min(context, model.context_tokens_max)
     numbers = {"prompt_tokens": prompt.size, "max_tokens": max_tokens, "context_tokens": context}
-    if prompt.size >= context:
+    if prompt.size + min(1, max_tokens) > context:
         problem = f"has {prompt.size} tokens; the context holds {context}, the answer included"
         raise InvalidRequest("prompt", problem, **numbers)
     if total > context:

@@ -20,6 +20,7 @@ from ..cache.hashing import Hashes
 from ..waits import GRAMMAR, SIBLING, TENANT_CEILING, Wait
 from .idempotency import IdempotencyKey
 from .phases import Phases
+from .prompt_logprobs import PromptLogprobs
 from .top_logprobs import TopLogprobsRecord
 
 PENDING, RUNNING, PREEMPTED = "pending", "running", "preempted"
@@ -67,6 +68,7 @@ class Request:
         cut: Tokens that a FinishAt took back.
         token_us: Arrival of its latest token, while it holds no slot.
         model_defaults: Fields of `sampling` that the model will set once it is known.
+        prompt_logprobs: The log-probabilities of its prompt; None if it does not want them.
         prompt_tokens: Length of the prompt; the prompt and the sampling parameters are dropped at the end.
     """
 
@@ -95,6 +97,7 @@ class Request:
     tokens: npt.NDArray[np.int32] = field(init=False)
     logprobs: npt.NDArray[np.float32] = field(init=False)
     tops: TopLogprobsRecord | None = field(init=False)
+    prompt_logprobs: PromptLogprobs | None = field(init=False)
     phases: Phases = field(init=False)
     generated: int = 0
     cut: int = 0
@@ -128,6 +131,8 @@ class Request:
         self.tokens, self.logprobs = NO_INT32, NO_FLOAT32
         self.phases = Phases(self.submitted_us)
         self.tops = TopLogprobsRecord(message.sampling.logprobs) if message.sampling.logprobs else None
+        width = message.sampling.prompt_logprobs
+        self.prompt_logprobs = PromptLogprobs(self.prompt, width) if width is not None else None
 
     @property
     def ended(self) -> bool:
@@ -165,9 +170,24 @@ class Request:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of its answer: tokens, log-probabilities, and top log-probabilities if requested."""
+        """Bytes of its answer: tokens, log-probabilities, and what it wants besides."""
         tops = self.tops.bytes if self.tops is not None else 0
-        return int(self.tokens.nbytes + self.logprobs.nbytes) + tops
+        prompt = self.prompt_logprobs.bytes if self.prompt_logprobs is not None else 0
+        return int(self.tokens.nbytes + self.logprobs.nbytes) + tops + prompt
+
+    @property
+    def first_offset(self) -> int:
+        """The offset of the first token in its stream: negative if log-probabilities of the prompt precede."""
+        return -self.prompt_logprobs.total if self.prompt_logprobs is not None else 0
+
+    @property
+    def shareable_tokens(self) -> int | None:
+        """How many leading tokens it may share with cached blocks; None: no limit.
+
+        A token must be computed if the log-probability of its successor is unknown.
+        """
+        record = self.prompt_logprobs
+        return record.size if record is not None and record.size < record.total else None
 
     def timings(self, now_us: int) -> Timings:
         """Return its timestamps in microseconds since submission, and the time spent in each phase."""

@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvforge.protocol.codec import BODY_BYTES_MAX, FRAME_BYTES_MAX
-from kvforge.protocol.messages import Ended, Stream
+from kvforge.protocol.messages import NO_INT32, Ended, Stream
 
 from ..clock import Clock
 from ..events import Effect, ToClient
 from ..sizes import END_BYTES, error_bytes
 from .top_logprobs import TopLogprobs
 
-ROW_BYTES, TOP_BYTES = 24, 8
+ROW_BYTES, TOP_BYTES, RANK_BYTES = 24, 8, 4
 ARRAY_BYTES_MAX = FRAME_BYTES_MAX // 4
 ROWS_MAX = ARRAY_BYTES_MAX // ROW_BYTES
 BODY_BYTES = BODY_BYTES_MAX // 2
@@ -34,23 +34,26 @@ NO_TOP_LOGPROBS = TopLogprobs.none(0)
 
 
 class StreamRows(NamedTuple):
-    """Tokens of one or more requests: [n] each; tops of n rows, or None."""
+    """Tokens of one or more requests: [n] each; tops of n rows, or None; ranks [n] if any row is of a prompt."""
 
     requests: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int32]
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     tops: TopLogprobs | None
+    ranks: npt.NDArray[np.int32] | None = None
 
     @property
     def bytes(self) -> int:
         """Their size in a message."""
-        return ROW_BYTES * self.tokens.size + (TOP_BYTES * self.tops.tokens.size if self.tops is not None else 0)
+        row_bytes = ROW_BYTES if self.ranks is None else ROW_BYTES + RANK_BYTES
+        return row_bytes * self.tokens.size + (TOP_BYTES * self.tops.tokens.size if self.tops is not None else 0)
 
     def pick(self, rows: npt.NDArray[np.integer]) -> StreamRows:
         """Return the given rows."""
         tops = None if self.tops is None else self.tops.pick(rows)
-        return StreamRows(self.requests[rows], self.offsets[rows], self.tokens[rows], self.logprobs[rows], tops)
+        ranks = None if self.ranks is None else self.ranks[rows]
+        return StreamRows(self.requests[rows], self.offsets[rows], self.tokens[rows], self.logprobs[rows], tops, ranks)
 
 
 class Streams:
@@ -82,12 +85,13 @@ class Streams:
         tokens: npt.NDArray[np.int32],
         logprobs: npt.NDArray[np.float32],
         tops: TopLogprobs | None = None,
+        ranks: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Add tokens of one request from `offset` on: [n] each."""
         if client and tokens.size:
             offsets = np.arange(offset, offset + tokens.size, dtype=np.int32)
             self._rows.setdefault(client, []).append(
-                StreamRows(np.full(tokens.size, request_id, np.int64), offsets, tokens, logprobs, tops)
+                StreamRows(np.full(tokens.size, request_id, np.int64), offsets, tokens, logprobs, tops, ranks)
             )
 
     def add_end(self, client: int, ended: Ended) -> None:
@@ -227,7 +231,7 @@ def _stream(
         return Stream(ended, paused, taken)
     top = rows.tops if rows.tops is not None else NO_TOP_LOGPROBS
     columns = (rows.requests, rows.offsets, rows.tokens, rows.logprobs, top.counts, top.tokens, top.logprobs)
-    return Stream(ended, paused, taken, *columns)
+    return Stream(ended, paused, taken, *columns, NO_INT32 if rows.ranks is None else rows.ranks)
 
 
 def _joined(parts: list[StreamRows]) -> StreamRows:
@@ -238,4 +242,9 @@ def _joined(parts: list[StreamRows]) -> StreamRows:
     tops = None
     if any(part.tops is not None and part.tops.tokens.size for part in parts):
         tops = TopLogprobs.joined([part.tops or TopLogprobs.none(part.tokens.size) for part in parts])
-    return StreamRows(requests, offsets, tokens, logprobs, tops)
+    ranks = None
+    if any(part.ranks is not None for part in parts):
+        ranks = np.concatenate(
+            [np.zeros(part.tokens.size, np.int32) if part.ranks is None else part.ranks for part in parts]
+        )
+    return StreamRows(requests, offsets, tokens, logprobs, tops, ranks)

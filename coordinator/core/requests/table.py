@@ -113,10 +113,12 @@ class RequestTable:
         self.meters.count(request.tenant, ENDED[request.reason])
         if request.state != FINISHED:
             return
+        # A request without tokens, which only scores its prompt, ends with its prefill.
+        prefilled_us = request.first_token_us if request.first_token_us >= 0 else request.ended_us
         for what, value in (
             (WHOLE, request.ended_us - request.submitted_us),
-            (PREFILL, request.first_token_us - request.first_scheduled_us),
-            (DECODE, request.ended_us - request.first_token_us),
+            (PREFILL, prefilled_us - request.first_scheduled_us),
+            (DECODE, request.ended_us - prefilled_us),
             (PROMPT_SIZE, request.prompt_tokens),
             (ANSWER_SIZE, request.generated),
         ):

@@ -83,6 +83,20 @@ class TopLogprobsRecord:
         self._logprobs[self.size, :count] = logprobs[:count]
         self.size += 1
 
+    def extend(self, tops: TopLogprobs) -> None:
+        """Append the pairs of the next tokens, at most `width` for each."""
+        end, width = self.size + tops.counts.size, self._tokens.shape[1]
+        if end > self._counts.size:
+            self._resize(max(16, end, 2 * self.size))
+        counts = np.minimum(tops.counts, width)
+        held = np.arange(width) < counts[:, None]
+        first = np.cumsum(tops.counts) - tops.counts
+        places = (first[:, None] + np.arange(width))[held]
+        self._counts[self.size : end] = counts
+        self._tokens[self.size : end][held] = tops.tokens[places]
+        self._logprobs[self.size : end][held] = tops.logprobs[places]
+        self.size = end
+
     @property
     def bytes(self) -> int:
         """Allocated bytes."""

@@ -374,6 +374,12 @@ class Admission:
         for slot, request in running.items():
             assert s.request[slot] == request.id and s.pool[slot] != NO_POOL, "a running request without a sequence"
             assert s.length[slot] + s.pending[slot] <= rows.limit[slot], "more tokens planned than requested"
+            record = request.prompt_logprobs
+            assert rows.scores[slot] == (record is not None), "the wish for log-probabilities of a prompt differs"
+            if record is not None:
+                known = max(int(rows.score_first[slot]), min(int(s.computed[slot]), record.total))
+                assert record.size == known, "log-probabilities of a prompt disagree with what was computed"
+        assert rows.scores_count == np.count_nonzero(rows.scores), "the count of rows that score is wrong"
 
     def _check_meters(self, waiting: list[Request]) -> None:
         for cell, counted in ((RUNNING_NOW, self.running_total), (WAITING, len(waiting))):

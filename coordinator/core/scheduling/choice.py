@@ -107,7 +107,8 @@ class Choice:
             tokens = request.prompt
         if request.hashes is None:
             request.hashes = cache.indexing.hashes(request.salt, tokens)
-        return cache.residency.plan_placement(group, request.salt, tokens, request.hashes)
+        shared_max = request.shareable_tokens
+        return cache.residency.plan_placement(group, request.salt, tokens, request.hashes, shared_max)
 
     def accepts_rows(self, group: Group) -> bool:
         """Return whether the group can take another row."""

@@ -74,11 +74,23 @@ class RequestFinisher:
         if request.paused:
             return  # the client resumes reading later, and then asks for what it lacks
         if not request.stream:
-            self.stream_from(request, 0)
+            self.stream_from(request, request.first_offset)
         self._streams.add_end(request.client, ended(request, cut if request.stream else 0, request.ended_us))
 
     def stream_from(self, request: Request, offset: int) -> None:
-        """Stream the request's generated tokens from `offset` on to its client."""
+        """Stream the request's tokens from `offset` on to its client: of the prompt if it is negative, then generated.
+
+        Args:
+            request: The request.
+            offset: As in `Stream`.
+        """
+        record = request.prompt_logprobs
+        if record is not None and offset < 0:
+            first = record.total + offset
+            prompt, scored = record.known(first)
+            columns = (prompt, scored.logprobs, scored.tops, scored.ranks)
+            self._streams.add_tokens(request.client, request.id, offset, *columns)
+        offset = max(0, offset)
         tokens, logprobs = self._admission.answer(request, offset)
         tops = request.tops.top_logprobs(offset) if request.tops is not None else None
         self._streams.add_tokens(request.client, request.id, offset, tokens, logprobs, tops)

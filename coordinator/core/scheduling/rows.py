@@ -21,6 +21,10 @@ class RunningRows:
         fresh_count: Number of such rows, mostly 0.
         token_us: Arrival time of the request's latest token, -1 before the first.
         readers_changed: How often the reader of a running row has changed.
+        score_first: The first position with a successor that gets its log-probability in this run.
+        score_end: Behind the last such position; 0 for none.
+        scores: The row's request wants log-probabilities of its prompt.
+        scores_count: Number of such rows, mostly 0.
         stops_most: The most stop tokens that any row has had, mostly few.
     """
 
@@ -33,6 +37,10 @@ class RunningRows:
         self.reader = np.zeros(slots, np.int64)
         self.token_us = np.full(slots, -1, np.int64)
         self.tops = np.zeros(slots, np.bool_)
+        self.score_first = np.zeros(slots, np.int64)
+        self.score_end = np.zeros(slots, np.int64)
+        self.scores = np.zeros(slots, np.bool_)
+        self.scores_count = 0
         self.fresh = np.zeros(slots, np.bool_)
         self.fresh_count = 0
         self.stops = np.full((slots, bounds.stop_tokens_max + EOS_TOKENS_MAX), -1, np.int32)
@@ -49,6 +57,10 @@ class RunningRows:
         self.reader[slot] = request.client if request.stream and not request.paused else 0
         self.tops[slot] = request.tops is not None
         self.token_us[slot] = request.token_us
+        record = request.prompt_logprobs
+        self._set_scores(slot, record is not None)
+        if record is not None:
+            self.score_first[slot], self.score_end[slot] = record.size, record.total
         self.set_fresh(slot, True)
         stops = request.sampling.stop_tokens + (() if request.sampling.ignore_eos else eos)
         self.stops[slot] = -1
@@ -57,7 +69,8 @@ class RunningRows:
 
     def leave(self, slot: int) -> None:
         """End the run in the slot."""
-        self.run[slot] = 0
+        self.run[slot] = self.score_first[slot] = self.score_end[slot] = 0
+        self._set_scores(slot, False)
         self.set_fresh(slot, False)
 
     def set_reader(self, slot: int, client: int) -> None:
@@ -69,6 +82,15 @@ class RunningRows:
         """Set whether the row's next token is the first of its run."""
         self.fresh_count += fresh - int(self.fresh[slot])
         self.fresh[slot] = fresh
+
+    def _set_scores(self, slot: int, scores: bool) -> None:
+        self.scores_count += scores - int(self.scores[slot])
+        self.scores[slot] = scores
+
+    def only_scores(self, rows: Slots) -> npt.NDArray[np.bool_]:
+        """Return which of the rows generate no token: their requests only want log-probabilities of the prompt."""
+        only: npt.NDArray[np.bool_] = self.limit[rows] == self.base[rows]
+        return only
 
     def stopped(self, rows: Slots, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_] | None:
         """Return which of [n] tokens are stop tokens of their rows, or None if none is.

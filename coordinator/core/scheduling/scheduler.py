@@ -32,6 +32,8 @@ from .choice import lack
 from .finisher import RequestFinisher
 
 CHUNK_TOKENS_MIN = 16
+NO_ROWS = np.zeros(0, np.bool_)
+SCORED_TOKENS_MAX = 1 << 14  # prompt tokens of a step with log-probabilities: bounds its result
 
 
 class Scheduler:
@@ -98,12 +100,18 @@ class Scheduler:
         (mine,) = (s.running & (s.pool == group.number)).nonzero()
         target = s.length[mine] + s.pending[mine]
         left = np.where(target < rows.limit[mine], target - s.scheduled[mine], 0)
+        only = NO_ROWS
+        if rows.scores_count:
+            only = rows.only_scores(mine)
+            left[only] = (target - s.scheduled[mine])[only]
         if not np.count_nonzero(left > 0) and not group.copies:
             return None
         several = left > 1
+        if only.size:
+            several |= only & (left > 0)  # reserves no room for a token, as a decode would
         prefilling = bool(np.count_nonzero(several))
         preempted = self._requests.preemptions_total
-        decodes = self._decodes(group, mine[left == 1], prefilling)
+        decodes = self._decodes(group, mine[(left > 0) & ~several], prefilling)
         counts = np.ones(decodes.size, np.int64)
         slots = decodes
         if prefilling:
@@ -233,7 +241,7 @@ class Scheduler:
         slots, counts = np.array(shares, np.int64).reshape(-1, 2).T
         start = s.scheduled[slots]
         target = s.length[slots] + s.pending[slots]
-        writable = target + (start + counts == target) <= s.used[slots] * s.block_size
+        writable = target + self._samples(slots, start + counts, target) <= s.used[slots] * s.block_size
         writable[self._cache.tables.unwritable(slots, start, start + counts)[0]] = False
         kept: list[bool] = writable.tolist()
         return kept
@@ -241,6 +249,8 @@ class Scheduler:
     def _prefill_budget(self, group: Group, decodes: int) -> int:
         """Return the prefill tokens of the next step. Decodes limit them to what fits into `decode_gap_ms`."""
         budget = self._limits.step_tokens_max - decodes
+        if self._rows.scores_count:
+            budget = min(budget, SCORED_TOKENS_MAX)
         chunk = group.costs.chunk(self._decode_gap_us) if decodes else 0
         return min(budget, max(CHUNK_TOKENS_MIN, chunk)) if chunk else budget
 
@@ -269,7 +279,7 @@ class Scheduler:
         while s.running[slot] and s.pool[slot] == group.number:
             start = s.scheduled[[slot]]
             target = s.length[[slot]] + s.pending[[slot]]
-            samples = start + count == target
+            samples = self._samples(np.array([slot]), start + count, target)
             try:
                 self._cache.tables.reserve(np.array([slot]), start, start + count, target + samples)
             except CapacityExceeded as error:
@@ -358,9 +368,10 @@ class Scheduler:
         starts = s.scheduled[slots]
         known = s.length[slots]
         target = known + s.pending[slots]
-        samples = starts + counts == target
+        samples = self._samples(slots, starts + counts, target)
         tokens = self._inputs(group, slots, starts, counts, known)
         begins, history = self._begins(group)
+        scored, following = self._scored(slots, starts, counts) if self._rows.scores_count else (NO_INT32, NO_INT32)
         s.scheduled[slots] += counts
         s.pending[slots] += samples
         only = tokens.size == slots.size
@@ -381,6 +392,8 @@ class Scheduler:
             copies=group.flush_copies(),
             history=history,
             zeros=group.flush_zeros(),
+            scored=scored,
+            following=following,
         )
         group.last_step = step_id
         s.last_step[slots] = step_id
@@ -421,6 +434,28 @@ class Scheduler:
             tokens = self._fed(group, s.tokens[slot, start : min(start + count, end)])
             fed += [tokens, np.full(count - tokens.size, -1, np.int32)] if tokens.size < count else [tokens]
         return np.concatenate(fed) if len(fed) > 1 else fed[0]
+
+    def _samples(self, slots: Slots, ends: Slots, target: Slots) -> npt.NDArray[np.bool_]:
+        """Return which rows sample a token if their tokens up to `ends` are computed: [rows] each."""
+        samples: npt.NDArray[np.bool_] = ends == target
+        if self._rows.scores_count:
+            samples &= ~self._rows.only_scores(slots)
+        return samples
+
+    def _scored(
+        self, slots: Slots, starts: Slots, counts: Slots
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Return the places of the tokens to score the next token of, and these next tokens: [m] each."""
+        s, rows = self._cache.sequences, self._rows
+        first = np.maximum(starts, rows.score_first[slots])
+        end = np.minimum(starts + counts, rows.score_end[slots])
+        before = np.cumsum(counts) - counts - starts
+        places, following = [NO_INT32], [NO_INT32]
+        for row in np.flatnonzero(end > first).tolist():
+            positions = np.arange(first[row], end[row])
+            places.append((positions + before[row]).astype(np.int32))
+            following.append(unmarked(s.tokens[slots[row], positions + 1]))
+        return np.concatenate(places), np.concatenate(following)
 
     def _begins(self, group: Group) -> tuple[tuple[RowStart, ...], npt.NDArray[np.int32]]:
         """Return the rows that begin in this step, and the token history that penalties and grammars start from."""

@@ -13,6 +13,7 @@ from ..cache.groups import Group, SampledRows, SentStep
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.sequences import GENERATED_MARK, ONE, ONE_32, Slots
 from ..requests.deadlines import TRIAL, Deadlines
+from ..requests.prompt_logprobs import ScoredTokens
 from ..requests.streams import StreamRows, Streams
 from ..requests.table import RequestTable
 from ..requests.top_logprobs import TopLogprobs
@@ -51,6 +52,7 @@ class StepResults:
         """
         sent = group.sent[0]
         tokens, logprobs, top_logprobs, errors = self._aligned(group, sent, result)
+        prompts = self._scored_rows(group, sent, result)
         s, running = self._cache.sequences, self._admission.rows
         group.sent.popleft()
         slots, rows, counts = sent.slots, sent.sampled, sent.counts
@@ -71,6 +73,8 @@ class StepResults:
             top_logprobs = None if top_logprobs is None else top_logprobs.pick(np.flatnonzero(sampled))
         if rows is not slots:  # otherwise each row samples, and `_append` writes what was computed
             s.computed[slots] += counts
+        if prompts:
+            self._record_prompts(prompts)
         self._append(group, sent, rows, tokens, logprobs, top_logprobs)
         if group.suspect:
             self._admission.look_at_suspect(group)
@@ -81,6 +85,8 @@ class StepResults:
         if s.quarantine:
             s.step_done(group.number, sent.step_id)
         self._finish(group, rows, tokens)
+        if running.scores_count:
+            self._finish_scored(slots)
         for slot in failing:
             request = self._requests.live[int(s.request[slot])]
             if slot in again:
@@ -170,6 +176,58 @@ class StepResults:
         wanted = np.full(rows.size, -1)
         wanted[asked] = asked
         return top_logprobs.pick(wanted)
+
+    def _scored_rows(self, group: Group, sent: SentStep, result: StepResult) -> list[tuple[int, int, ScoredTokens]]:
+        """Return the slot, the first position and the log-probabilities of each scored row that still runs.
+
+        Raises:
+            ProtocolError: The log-probabilities do not fit the step.
+        """
+        step = sent.message
+        found = ScoredTokens(
+            result.prompt_logprobs,
+            result.prompt_ranks,
+            TopLogprobs(result.prompt_top_counts, result.prompt_top_tokens, result.prompt_top_logprobs),
+        )
+        if not step.scored.size:
+            found.check(0, 1)
+            return []
+        ends = np.cumsum(sent.counts)
+        rows = np.searchsorted(ends, step.scored, "right")
+        positions = step.scored - (ends - sent.counts)[rows] + step.starts[rows]
+        if result.errors:
+            failed = np.isin(sent.slots[rows], [row.slot for row in result.errors])
+            rows, positions = rows[~failed], positions[~failed]
+        found.check(rows.size, group.model.vocab_size)
+        running = self._admission.rows.run[sent.slots] == sent.runs
+        first = np.flatnonzero(np.diff(rows, prepend=-1))
+        parts = []
+        for start, end in zip(first.tolist(), [*first[1:].tolist(), rows.size], strict=True):
+            row = int(rows[start])
+            if running[row]:
+                parts.append((int(sent.slots[row]), int(positions[start]), found.pick(np.arange(start, end))))
+        return parts
+
+    def _record_prompts(self, prompts: list[tuple[int, int, ScoredTokens]]) -> None:
+        """Record log-probabilities of prompts, and stream them."""
+        running = self._admission.rows
+        for slot, position, scored in prompts:
+            request = self._requests.live[int(self._cache.sequences.request[slot])]
+            record = request.prompt_logprobs
+            assert record is not None and record.size == position, "log-probabilities of other prompt tokens were due"
+            record.add(scored)
+            tokens = record.prompt[position + 1 : record.size + 1]
+            columns = (tokens, scored.logprobs, scored.tops, scored.ranks)
+            self._streams.add_tokens(int(running.reader[slot]), request.id, position - record.total, *columns)
+
+    def _finish_scored(self, slots: Slots) -> None:
+        """End requests that generate no token once their prompts are computed."""
+        s = self._cache.sequences
+        done = self._admission.rows.only_scores(slots) & (s.computed[slots] == s.length[slots])
+        for slot in slots[done].tolist():
+            request = self._requests.live[int(s.request[slot])]
+            self._meters.count(request.tenant, PREFILLED, request.prompt_tokens)
+            self._finisher.end(request, "finish", "length", None)
 
     def _append(
         self,
