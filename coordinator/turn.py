@@ -256,11 +256,11 @@ class TurnLoop:
         self._now_us = now_us
         if self._outbox.backlogs:
             self._outbox.retry()
-        self._hear_workers()
-        self._hear_clients()
+        self._receive_from_workers()
+        self._receive_from_clients()
         clients, workers = self.clients.note_ends(), self.workers.note_ends()
         if clients or workers:
-            self._end_gone(clients, workers)
+            self._end_disconnected(clients, workers)
         if self._core_due_us is not None and self._core_due_us <= now_us:
             self._apply(Turn())
         if self._unwritten:
@@ -338,7 +338,7 @@ class TurnLoop:
         elif not self._outbox.reply(client, frames):
             log.warning("client connection %d dropped: slow consumer, %s", client, self._outbox.kept(client))
             self.clients.forget(client)
-            self._client_gone(client, goodbye=False)
+            self._end_client(client, goodbye=False)
 
     def _to_worker(self, worker: int, message: Message) -> None:
         frames = codec.encode(message)
@@ -349,26 +349,26 @@ class TurnLoop:
         if self.workers.send(worker, frames) is Sent.FULL:
             log.warning("worker connection %d dropped: slow consumer", worker)
             self.workers.forget(worker)
-            self._worker_gone(worker, goodbye=False)
+            self._end_worker(worker, goodbye=False)
 
     # ----------------------------------------------------------------------------------------------------------- ends
 
     def _note_ends_early(self) -> None:
         """Look for ends of connections in the middle of a turn."""
-        self._end_gone(self.clients.note_ends(turn_over=False), self.workers.note_ends(turn_over=False))
+        self._end_disconnected(self.clients.note_ends(turn_over=False), self.workers.note_ends(turn_over=False))
 
-    def _end_gone(self, clients: bool, workers: bool) -> None:
+    def _end_disconnected(self, clients: bool, workers: bool) -> None:
         """End the connections that are gone, of either side that has any."""
         for number in self.clients.pop_disconnected() if clients else ():
-            self._client_gone(number, goodbye=False)
+            self._end_client(number, goodbye=False)
         for number in self.workers.pop_disconnected() if workers else ():
-            self._worker_gone(number, goodbye=False)
+            self._end_worker(number, goodbye=False)
 
-    def _client_gone(self, number: int, *, goodbye: bool) -> None:
+    def _end_client(self, number: int, *, goodbye: bool) -> None:
         self._outbox.forget(number)
         self._apply(ClientGone(number, goodbye))
 
-    def _worker_gone(self, number: int, *, goodbye: bool) -> None:
+    def _end_worker(self, number: int, *, goodbye: bool) -> None:
         away = not goodbye and self._now_us < self._cut_off_until_us
         away = away and (self._processes is None or not self._processes.ended(number))
         self._left(number)
@@ -382,7 +382,7 @@ class TurnLoop:
 
     # -------------------------------------------------------------------------------------------------------- clients
 
-    def _hear_clients(self) -> None:
+    def _receive_from_clients(self) -> None:
         """Receive messages of clients within the turn's budget, so that workers do not wait.
 
         The socket hands out one message of each connection in turn.
@@ -410,14 +410,14 @@ class TurnLoop:
             message = self._client_decoder.decode(frames)
             number = self.clients.number(identity)
             if isinstance(message, Hello):
-                self._greet_client(identity, descriptor, number, message)
+                self._connect_client(identity, descriptor, number, message)
             elif isinstance(message, Goodbye) and number is None:
                 return  # the end of its connection was noticed first
             elif number is None:
                 raise ProtocolError("the first message of a client must be hello")
             elif isinstance(message, Goodbye):
                 self.clients.forget(number)
-                self._client_gone(number, goodbye=True)
+                self._end_client(number, goodbye=True)
             else:
                 entropy = self._entropy() if isinstance(message, Submit) else 0
                 self._apply(FromClient(number, message, entropy), frames)
@@ -435,7 +435,7 @@ class TurnLoop:
         if poison_detector is not None:
             poison_detector.message_applied()
 
-    def _greet_client(self, identity: bytes, descriptor: int, number: int | None, message: Hello) -> None:
+    def _connect_client(self, identity: bytes, descriptor: int, number: int | None, message: Hello) -> None:
         version = negotiate(message.version_min, message.version_max)
         if message.boot not in ("", self.machine.boot):
             raise StateLost(message.boot, self.machine.boot)
@@ -454,7 +454,7 @@ class TurnLoop:
             if number is None:
                 if before is not None and before not in self.machine.sessions.away:
                     # Its connection made place for this one, which has ended meanwhile: the session has none now.
-                    self._client_gone(before, goodbye=False)
+                    self._end_client(before, goodbye=False)
                 return
             self._apply(ClientCame(number, session, access))
         welcome = Welcome(
@@ -476,7 +476,7 @@ class TurnLoop:
 
     # -------------------------------------------------------------------------------------------------------- workers
 
-    def _hear_workers(self) -> None:
+    def _receive_from_workers(self) -> None:
         for _ in range(self._limits.messages_per_turn_max):
             received = self.workers.receive()
             if received is None:
@@ -489,7 +489,7 @@ class TurnLoop:
             message = self._worker_decoder.decode(frames)
             number = self.workers.number(identity)
             if isinstance(message, WorkerHello) and number is None:
-                self._greet_worker(identity, descriptor, message, frames)
+                self._connect_worker(identity, descriptor, message, frames)
             elif isinstance(message, StepResult) and number is None:
                 return  # meant for the previous process: after its handshake, the worker is asked again
             elif number is None:
@@ -498,7 +498,7 @@ class TurnLoop:
                 return  # the core has given the worker up: queued messages must not register it again
             elif isinstance(message, Goodbye):
                 self.workers.forget(number)
-                self._worker_gone(number, goodbye=True)
+                self._end_worker(number, goodbye=True)
             else:
                 if isinstance(message, WorkerReady) and message.watches:
                     self._watching.add(number)
@@ -509,7 +509,7 @@ class TurnLoop:
             if isinstance(error, ProtocolError | NotAllowed):
                 self.workers.fault(identity)
 
-    def _greet_worker(self, identity: bytes, descriptor: int, message: WorkerHello, frames: Frames) -> None:
+    def _connect_worker(self, identity: bytes, descriptor: int, message: WorkerHello, frames: Frames) -> None:
         version = negotiate(message.version_min, message.version_max)
         self._gate.check_worker(self.workers.peer_identity(identity), message.token)
         self._note_ends_early()  # a successor of the same name may arrive before the end is noticed

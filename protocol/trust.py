@@ -183,14 +183,14 @@ def check_private(folder: Path, field: str, below: Path) -> Path:
         _check_private_entry(part, part.lstat(), users, field)
     real = folder.resolve(strict=True)
     child = real.lstat()
-    if _others_write(child, users):
+    if _is_shared(child, users):
         raise InvalidConfiguration(field, f"{real} is writable by others: chmod go-w it")
     for parent in real.parents:
         status = parent.lstat()
         if status.st_uid not in users and not _stands_for_many(status.st_uid):
-            raise _foreign(parent, status, field)
+            raise _wrong_owner(parent, status, field)
         sticky = status.st_mode & stat.S_ISVTX and child.st_uid in users
-        if not sticky and _others_write(status, users):
+        if not sticky and _is_shared(status, users):
             problem = f"{parent} is writable by others, who could replace what it contains: chmod go-w it"
             raise InvalidConfiguration(field, problem)
         child = status
@@ -206,10 +206,10 @@ def _check_private_entry(path: Path, status: os.stat_result, users: frozenset[in
     if stat.S_ISLNK(status.st_mode):
         raise InvalidConfiguration(field, f"{path} is a symbolic link: remove it")
     if status.st_uid not in users:
-        raise _foreign(path, status, field)
+        raise _wrong_owner(path, status, field)
 
 
-def _foreign(path: Path, status: os.stat_result, field: str) -> InvalidConfiguration:
+def _wrong_owner(path: Path, status: os.stat_result, field: str) -> InvalidConfiguration:
     owner = status.st_uid
     problem = f"{path} belongs to another user (uid {owner}, {_name(owner)}); files of other users are not run as code"
     return InvalidConfiguration(field, f"{problem}: remove it, or choose another folder")
@@ -220,7 +220,7 @@ def _check_entry(
 ) -> frozenset[int]:
     """Check one component in its folder; return the users who are trusted below it."""
     owner, mode = status.st_uid, status.st_mode
-    vouched = not _others_write(parent, users)
+    vouched = not _is_shared(parent, users)
     if vouched and not _stands_for_many(owner):
         users |= {owner}  # a trusted user put it there
     elif not vouched and not parent.st_mode & stat.S_ISVTX:
@@ -232,12 +232,12 @@ def _check_entry(
         kind = "symbolic link" if stat.S_ISLNK(mode) else "folder" if stat.S_ISDIR(mode) else "file"
         what = f"{path} belongs to another user (uid {owner}, {_name(owner)}), who is not trusted"
         raise InvalidConfiguration(field, f"{what}: {_remedy(owner)}, or use another {kind}")
-    if not stat.S_ISLNK(mode) and not stat.S_ISDIR(mode) and not stat.S_ISSOCK(mode) and _others_write(status, users):
+    if not stat.S_ISLNK(mode) and not stat.S_ISDIR(mode) and not stat.S_ISSOCK(mode) and _is_shared(status, users):
         raise InvalidConfiguration(field, f"{path} is writable by others: chmod go-w it")
     return users
 
 
-def _others_write(status: os.stat_result, users: frozenset[int]) -> bool:
+def _is_shared(status: os.stat_result, users: frozenset[int]) -> bool:
     """Return whether users who are not trusted can write there."""
     if status.st_uid not in users and not _stands_for_many(status.st_uid):
         return True

@@ -125,12 +125,12 @@ class Machine:
         self.sequences = SequenceCommands(self.cache, self.requests, self.finisher)
         self.blocks = BlockCommands(self.cache)
         self.explainer = Explainer(self.cache, self.requests, self.admission, self.sequences, self.blocks)
-        asked = self._asked = RequestCommands(*parts, self.finisher, self.streams, self.sequences)
-        results = StepResults(*parts, self.streams, self.finisher, asked.deadlines)
-        self._reports = WorkerReports(*parts, self.finisher, results, asked, self._effects, event.boot)
+        commands = self._request_commands = RequestCommands(*parts, self.finisher, self.streams, self.sequences)
+        results = StepResults(*parts, self.streams, self.finisher, commands.deadlines)
+        self._reports = WorkerReports(*parts, self.finisher, results, commands, self._effects, event.boot)
         self.sessions = Sessions(clock, limits.bounds)
         # Requests come before the sequences that they kept.
-        self._timed: tuple[Timed, ...] = (self.requests, self._asked, self.sequences, self._reports)
+        self._timed: tuple[Timed, ...] = (self.requests, self._request_commands, self.sequences, self._reports)
         self.workers = self._reports.workers
         spending = Spending(clock, self.requests)
         self._guard = Guard(self.requests, self.admission, self.sequences, self.blocks, spending)
@@ -139,9 +139,9 @@ class Machine:
         self._stirred = False  # an event has occurred that a Turn must follow
         # Commands that do not depend on the client.
         self._commands: dict[type[Message], Callable[[Any], Message]] = {
-            Cancel: asked.cancel,
-            FinishAt: asked.finish_at,
-            GetRequest: asked.info,
+            Cancel: commands.cancel,
+            FinishAt: commands.finish_at,
+            GetRequest: commands.info,
             GetHealth: self._get_health,
             FindPrefix: self._find_prefix,
             Append: self.sequences.append,
@@ -152,16 +152,16 @@ class Machine:
         }
         # Commands that depend on the tenant that the client sees, or "" for all.
         self._commands_for: dict[type[Message], Callable[[str, Any], Message]] = {
-            ListRequests: asked.list,
-            PurgeFinished: asked.purge,
+            ListRequests: commands.list,
+            PurgeFinished: commands.purge,
             GetStats: self._get_stats,
             GetBlock: self.blocks.info,
             UnrefBlock: self.blocks.unref,
             Explain: self.explainer.explain,
         }
         self._commands_of: dict[type[Message], Callable[[FromClient, Any], Message]] = {
-            Submit: asked.submit,
-            Attach: asked.attach,
+            Submit: commands.submit,
+            Attach: commands.attach,
             CreateSequence: self.sequences.create,
             Fork: self.sequences.fork,
         }
@@ -190,25 +190,25 @@ class Machine:
         elif isinstance(event, CommandRefused):
             self.requests.refused_total += event.submit
         elif isinstance(event, ClientFull):
-            self._asked.client_full(event.client, event.lost)
+            self._request_commands.client_full(event.client, event.lost)
         else:
             self._stirred = True
             if isinstance(event, ClientGone):
                 if not event.goodbye and self.sessions.left(event.client):
-                    self._asked.client_away(event.client)
+                    self._request_commands.client_away(event.client)
                 else:
                     self._client_gone(event)
             elif isinstance(event, WorkerGone):
                 if event.away:
                     self._reports.cut_off(event.worker)
                 else:
-                    self._reports.gone(event.worker, event.goodbye)
+                    self._reports.end_worker(event.worker, event.goodbye)
             elif isinstance(event, ClientCame):
                 self.clients[event.client] = None if event.access.unlimited else event.access
-                if self.sessions.came(event.client, event.session):
-                    self._asked.client_away(event.client)
+                if self.sessions.connected(event.client, event.session):
+                    self._request_commands.client_away(event.client)
             elif isinstance(event, BeginDrain):
-                self._asked.begin_drain(event.deadline_us)
+                self._request_commands.begin_drain(event.deadline_us)
             else:
                 assert isinstance(event, Restarted)
                 self._restarted(before_us)
@@ -223,7 +223,7 @@ class Machine:
     def _turn(self) -> int | None:
         """Let time pass and plan steps until nothing more follows. Return `_due_us` after that."""
         self.turns += 1
-        now_us, live, deadlines = self._clock.now_us, self.requests.live, self._asked.deadlines
+        now_us, live, deadlines = self._clock.now_us, self.requests.live, self._request_commands.deadlines
         for _ in range(ROUNDS_MAX):
             for part in self._timed:
                 part.pass_time()
@@ -254,7 +254,7 @@ class Machine:
         access = self.clients[event.client]
         try:
             if (answer := self.sessions.answer(event.client, message.rid)) is not None:
-                reply = self._asked.again(event, message, answer) if isinstance(message, Submit) else answer
+                reply = self._request_commands.again(event, message, answer) if isinstance(message, Submit) else answer
             else:
                 if access is not None:
                     message = self._guard.check(access, message)
@@ -331,28 +331,30 @@ class Machine:
     def _drain(self, message: Drain) -> Message:
         if not 0 <= message.deadline_ms <= DRAIN_MS_MAX:
             raise InvalidRequest("deadline_ms", f"must be 0 (none) to {DRAIN_MS_MAX}, not {message.deadline_ms}")
-        self._asked.begin_drain(self._clock.now_us + message.deadline_ms * 1000 if message.deadline_ms else 0)
+        self._request_commands.begin_drain(
+            self._clock.now_us + message.deadline_ms * 1000 if message.deadline_ms else 0
+        )
         return Done(rid=message.rid)
 
     @property
     def draining(self) -> bool:
         """Whether admission has stopped."""
-        return self._asked.draining
+        return self._request_commands.draining
 
     def _restarted(self, gone_us: int) -> None:
         """Put clients that may return on a lease and drop the others. `gone_us` is the time of the previous event."""
         for client in self.sessions.restarted(set(self.clients)):
             self._client_gone(ClientGone(client))
         for client in sorted(self.clients):
-            self._asked.client_away(client)
+            self._request_commands.client_away(client)
         self.restarts_total += 1
         self._reports.restarted(gone_us)
-        self._asked.end_drain()
+        self._request_commands.end_drain()
 
     def _client_gone(self, event: ClientGone) -> None:
         self.clients.pop(event.client, None)
-        self.sessions.gone(event.client)
-        self._asked.client_gone(event.client, event.goodbye)
+        self.sessions.ended(event.client)
+        self._request_commands.client_gone(event.client, event.goodbye)
         self.sequences.client_gone(event.client)
         self.blocks.client_gone(event.client)
 
@@ -419,7 +421,7 @@ class Machine:
             cache.residency.evicted_total,
             cache.tenants.forgotten_total,
             len(self.clients) - len(self.sessions.away),
-            self._asked.draining,
+            self._request_commands.draining,
             self.restarts_total,
             reports.registered_total,
             reports.returned_total,

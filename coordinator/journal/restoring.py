@@ -207,10 +207,10 @@ class _Restoring:
 
     def _commands(self, saved: d.SavedCommands) -> None:
         machine = self._machine
-        asked, guard, sequences = machine._asked, machine._guard, machine.sequences
-        asked.deadlines.heap = saved.heap
-        asked.draining, asked.drain_deadline_us = saved.draining, saved.drain_deadline_us
-        asked._request_ids = saved.request_ids
+        request_commands, guard, sequences = machine._request_commands, machine._guard, machine.sequences
+        request_commands.deadlines.heap = saved.heap
+        request_commands.draining, request_commands.drain_deadline_us = saved.draining, saved.drain_deadline_us
+        request_commands._request_ids = saved.request_ids
         sequences._gone = OrderedDict(saved.gone)
         sequences._again = self._array(d.SavedCommands, "again", saved.again)
         guard._alive, guard._spending._paid_us = saved.alive, saved.paid_us

@@ -59,13 +59,13 @@ class _Saving:
     def machine(self) -> d.SavedMachine:
         machine = self._machine
         assert not machine._effects, "a snapshot is made between two turns"
-        cache, table, asked = machine.cache, machine.requests, machine._asked
+        cache, table, request_commands = machine.cache, machine.requests, machine._request_commands
         keys = [_place(self._key_places, self._keys, key) for key in table.keys._entries.values()]
         commands = d.SavedCommands(
-            heap=asked.deadlines.heap,
-            draining=asked.draining,
-            drain_deadline_us=asked.drain_deadline_us,
-            request_ids=asked._request_ids,
+            heap=request_commands.deadlines.heap,
+            draining=request_commands.draining,
+            drain_deadline_us=request_commands.drain_deadline_us,
+            request_ids=request_commands._request_ids,
             gone=machine.sequences._gone,
             again=self._arrays.add(machine.sequences._again),
             alive=machine._guard._alive,

@@ -143,7 +143,7 @@ class Snapshot:
         if _CRC.unpack(data[-_CRC.size :])[0] != zlib.crc32(data[: -_CRC.size]):
             raise JournalCorrupt(path.name, len(data))
         self._rest = Bytes(data[len(MAGIC) : -_CRC.size])
-        with self._meant():
+        with self._raising_corrupt():
             self.head = msgspec.msgpack.decode(self._rest.read(self._rest.number()), type=Head)
 
     def machine(self) -> Machine:
@@ -152,7 +152,7 @@ class Snapshot:
         Raises:
             JournalCorrupt: The content is inconsistent.
         """
-        with self._meant():
+        with self._raising_corrupt():
             state = msgspec.msgpack.decode(self._rest.read(self._rest.number()), type=SavedMachine)
             limits = limits_of(state.limits)
             bytes_max = memory_bytes()
@@ -161,7 +161,7 @@ class Snapshot:
             return restored(state, limits, read_arrays(self._rest, bytes_max))
 
     @contextmanager
-    def _meant(self) -> Iterator[None]:
+    def _raising_corrupt(self) -> Iterator[None]:
         """Raise JournalCorrupt for any error in decoding: even an intact file may be inconsistent."""
         try:
             yield

@@ -103,7 +103,7 @@ class Acceptor:
         for connection in self._table.pending.values():
             if self._table.now_ns - connection.opened_ns < SPEAK_S * 1e9:
                 break
-            if not connection.reader.spoke:
+            if not connection.reader.greeted:
                 return connection
         for connection in self._table.pending.values():
             if not connection.reader.key:

@@ -59,13 +59,13 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         message_bytes_max: Size of a message from an admitted peer.
         skipped_bytes_max: A larger message up to this size is skipped and handed out with `Skipped` in place of its
             parts, so that it can be refused without ending the connection.
-        stranger_bytes_max: Size of a message from a peer that is not admitted yet.
+        handshake_bytes_max: Size of a message from a peer that is not admitted yet.
     """
 
     parts_max: int = 2
     message_bytes_max: int = MESSAGE_BYTES_MAX
     skipped_bytes_max: int = 0
-    stranger_bytes_max: int = 64 << 10
+    handshake_bytes_max: int = 64 << 10
 
 
 class Reader:
@@ -121,7 +121,7 @@ class Reader:
         return self._ready
 
     @property
-    def spoke(self) -> bool:
+    def greeted(self) -> bool:
         """Whether the peer's greeting is complete."""
         return self._greeted
 
@@ -238,7 +238,7 @@ class Reader:
                 raise Violation(f"a command is at most {COMMAND_BYTES_MAX} bytes, this one has {size}")
             return False
         bounds = self._bounds
-        bytes_max = bounds.message_bytes_max if admitted else bounds.stranger_bytes_max
+        bytes_max = bounds.message_bytes_max if admitted else bounds.handshake_bytes_max
         whole = self.held + size + self._skipped_bytes
         if whole <= bytes_max and not self._skipped_bytes:
             return False
@@ -290,7 +290,7 @@ class Reader:
         return message(frames)
 
     def _shake_hands(self) -> bool:
-        if not self._greeted and not self._greet():
+        if not self._greeted and not self._parse_greeting():
             return False
         while (frame := self._frame(False)) is not None:
             flags, body = frame
@@ -301,7 +301,7 @@ class Reader:
             self._introduced(b"")
         return False
 
-    def _greet(self) -> bool:
+    def _parse_greeting(self) -> bool:
         """Parse the greeting. Return whether it is complete."""
         seen = self._data[self._at : self._at + GREETING_BYTES]
         if seen[:1] not in (b"", b"\xff") or (len(seen) > 9 and not seen[9] & 1):

@@ -144,12 +144,12 @@ class Connection(ABC):
         limit = min(deadline, monotonic() + max(self._connect_timeout_s, reconnector.left_s))
         with reconnector.wanting():
             if not await self._until(over, (self.link,), limit):
-                raise self._nobody(reconnector.problem)
+                raise self._unavailable(reconnector.problem)
             self._check_usable()
             if reconnector.refused is not None:
                 raise again(reconnector.refused)
 
-    def _nobody(self, what: str) -> CoordinatorUnavailable:
+    def _unavailable(self, what: str) -> CoordinatorUnavailable:
         if network.is_network(self.endpoint):
             problem = f"the coordinator at {self.endpoint} {what}: is it running there, and is the server key its own?"
             return CoordinatorUnavailable(problem)

@@ -140,7 +140,7 @@ class Operations(Connection):
         """Open the shared tables; see `Client.tables`."""
         await self._connect(monotonic() + (self.timeout_s if timeout_s is None else seconds(timeout_s)))
         if self.session.welcome is None:
-            raise self._nobody("hung up at once")
+            raise self._unavailable("hung up at once")
         return Tables.of(self.session.welcome, self.endpoint)
 
     async def wait_ready(self, timeout_s: float, progress: Callable[[Health], None] | None) -> Health:

@@ -121,7 +121,7 @@ def test_a_key_is_known_where_its_requests_are() -> None:
 
 def test_one_that_drains_says_so() -> None:
     driver = served()
-    driver.machine._asked.begin_drain(0)
+    driver.machine._request_commands.begin_drain(0)
     found = find(driver, PROMPT)
     assert found.draining and not found.ready
 

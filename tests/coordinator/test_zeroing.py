@@ -92,11 +92,11 @@ def test_the_target_of_a_copy_is_zeroed_whole_before_it() -> None:
 
 def test_what_was_given_back_unused_is_still_zeroed() -> None:
     owed = Zeroing(10, 4)
-    owed.given(int32([10, 11]), 1)
-    owed.given(int32([11]), 2)
-    owed.given(int32([11]), 1)
+    owed.note_writer(int32([10, 11]), 1)
+    owed.note_writer(int32([11]), 2)
+    owed.note_writer(int32([11]), 1)
     assert owed.pop_blocks().tolist() == [10, 11]
-    owed.given(int32([10]), 1)
+    owed.note_writer(int32([10]), 1)
     assert owed.pop_blocks().tolist() == []
 
 

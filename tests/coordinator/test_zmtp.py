@@ -54,14 +54,14 @@ def test_messages_come_out_as_they_went_in_wherever_they_are_cut(sizes: list[lis
 def test_whatever_comes_is_a_message_or_a_violation_and_holds_no_more_than_its_bound(
     noise: bytes, before: bytes, admitted: bool
 ) -> None:
-    bounds = Bounds(message_bytes_max=4096, stranger_bytes_max=128)
+    bounds = Bounds(message_bytes_max=4096, handshake_bytes_max=128)
     reader = Reader(bounds)
     try:
         for message in take(reader, before + noise, [7], admitted):
             assert 1 <= len(message) <= bounds.parts_max
     except Violation:
         return
-    assert reader.held <= (bounds.message_bytes_max if admitted else bounds.stranger_bytes_max)
+    assert reader.held <= (bounds.message_bytes_max if admitted else bounds.handshake_bytes_max)
 
 
 @pytest.mark.parametrize(

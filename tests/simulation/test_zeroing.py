@@ -33,7 +33,7 @@ def owed_for_ever(self: Zeroing) -> Any:
 @pytest.mark.parametrize(
     ("name", "fault", "seen"),
     [
-        ("given", none_owed, "with another's KV"),
+        ("note_writer", none_owed, "with another's KV"),
         ("pop_blocks", last_one_lost, "with another's KV"),
         ("pop_blocks", owed_for_ever, "garbage"),
     ],

@@ -20,7 +20,7 @@ from kvforge.coordinator.core.cache.block_tables import BlockTables
 from kvforge.coordinator.core.cache.changes import IndexChanges
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.hashing import BlockHasher
-from kvforge.coordinator.core.cache.holders import who_holds
+from kvforge.coordinator.core.cache.holders import largest_holders
 from kvforge.coordinator.core.cache.indexing import Indexing
 from kvforge.coordinator.core.cache.kv_cache_manager import KVCacheManager
 from kvforge.coordinator.core.cache.pins import Pins
@@ -850,9 +850,9 @@ def error_names_others() -> list[Patch]:
     """The error of a request that cannot continue names other tenants' sequences."""
 
     def holders(cache: KVCacheManager, group: Group, _seen: int, *more: Any, **named: Any) -> list[str]:
-        return who_holds(cache, group, 0, *more, **named)
+        return largest_holders(cache, group, 0, *more, **named)
 
-    return [(scheduler, "who_holds", holders)]
+    return [(scheduler, "largest_holders", holders)]
 
 
 @fault
@@ -898,7 +898,7 @@ def lost_pool_stays_in_mirrors() -> list[Patch]:
 @fault
 def cut_off_while_it_stood_is_gone() -> list[Patch]:
     """A worker that disconnected during a standstill of the coordinator loses its pool."""
-    return [(WorkerReports, "cut_off", lambda self, number: self.gone(number, False))]
+    return [(WorkerReports, "cut_off", lambda self, number: self.end_worker(number, False))]
 
 
 @fault

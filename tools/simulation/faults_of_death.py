@@ -226,7 +226,7 @@ def worker_that_comes_back_begins_anew() -> list[Patch]:
     """A reconnecting worker loses its pool, though it still holds it."""
 
     def come_back(self: WorkerReports, worker: Worker, _group: Any, number: int, _rid: int) -> None:
-        self.gone(worker.number, False)
+        self.end_worker(worker.number, False)
         self.workers[number] = Worker(number, worker.name, worker.pid)
 
     return [(WorkerReports, "_come_back", come_back)]

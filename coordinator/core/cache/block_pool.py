@@ -131,7 +131,7 @@ class BlockPool:
         blocks.owner[ids] = tenant
         blocks.since_us[ids] = self._clock.now_us
         if self.zeroing is not None:
-            self.zeroing.given(ids, tenant)
+            self.zeroing.note_writer(ids, tenant)
         self._charge(tenant, count)
         self.allocated_total += count
         referenced = self.count - self.free - self.cached - self.quarantined

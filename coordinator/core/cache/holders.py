@@ -13,7 +13,7 @@ from .pins import shown
 LISTED_MAX = 5
 
 
-def who_holds(
+def largest_holders(
     cache: KVCacheManager, group: Group, seen: int, tenant: int = 0, but: int = -1, running: bool = True
 ) -> list[str]:
     """Describe the largest holders of the group's blocks: named holders, idle sequences and running requests.

@@ -29,7 +29,7 @@ class Zeroing:
         self._writer = np.full(count, ANYBODY, np.int32)
         self._owed: dict[int, None] = {}  # in allocation order, so that replay gives the same order
 
-    def given(self, ids: BlockIds, tenant: int) -> None:
+    def note_writer(self, ids: BlockIds, tenant: int) -> None:
         """Record that a tenant may write blocks from now on.
 
         Args:

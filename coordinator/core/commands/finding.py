@@ -32,7 +32,7 @@ class Finding:
         """
         cache, s = self._cache, self._cache.sequences
         cache.tenants.check(message.tenant)
-        known = bool(message.key) and self._requests.keys.knows(message.tenant, message.key)
+        known = bool(message.key) and self._requests.keys.has(message.tenant, message.key)
         text = validate.salt_text(message.tenant, message.salt)
         groups = [group for group in cache.groups.values() if not group.away]
         if not groups:

@@ -47,7 +47,7 @@ class Sessions:
         self.away: dict[int, Away] = {}
         self.over: list[ClientGone] = []
 
-    def came(self, client: int, session: str) -> bool:
+    def connected(self, client: int, session: str) -> bool:
         """Record a handshake. Return whether the client reconnected."""
         self.away.pop(client, None)
         back = client in self._names
@@ -79,7 +79,7 @@ class Sessions:
             self._give_up(next(number for number, owner in owners.items() if owner == most))
         return True
 
-    def gone(self, client: int) -> None:
+    def ended(self, client: int) -> None:
         """End the client's session. Idempotent."""
         session = self._names.pop(client, None)
         if session is not None:

@@ -9,7 +9,7 @@ from kvforge.protocol.messages import Explain, Explanation, GetBlock, GetSequenc
 
 from ..cache.block_pool import short_of
 from ..cache.groups import Group
-from ..cache.holders import LISTED_MAX, who_holds
+from ..cache.holders import LISTED_MAX, largest_holders
 from ..cache.kv_cache_manager import KVCacheManager
 from ..commands.blocks import BlockCommands
 from ..commands.sequences import SequenceCommands
@@ -198,7 +198,7 @@ class Explainer:
         for slot in soonest[(s.tenant[soonest] == seen) | (not seen)].tolist():
             left = int(self._admission.rows.limit[slot] - s.length[slot])
             sentences.append(f"request {s.request[slot]} holds {s.used[slot]} blocks and ends within {left} tokens")
-        return sentences + who_holds(self._cache, group, seen, running=False)
+        return sentences + largest_holders(self._cache, group, seen, running=False)
 
     # ---------------------------------------------------------------------------------------------- sequences, tenants
 

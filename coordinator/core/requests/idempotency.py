@@ -55,7 +55,7 @@ class IdempotencyKeys:
             raise KeyReused(message.key, entry.request_id)
         return entry
 
-    def knows(self, tenant: str, key: str) -> bool:
+    def has(self, tenant: str, key: str) -> bool:
         """Return whether the key has requests, of whatever command."""
         return (tenant, key) in self._entries
 

@@ -17,7 +17,7 @@ from kvforge.protocol.messages import NO_INT32, RowStart, Step
 from .. import sizes
 from ..cache.block_pool import short_of
 from ..cache.groups import Group, SentStep, SteadyDecodeBatch
-from ..cache.holders import who_holds
+from ..cache.holders import largest_holders
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.sequences import NO_SLOTS, ONE, ZERO, Slots, Tokens, unmarked
 from ..cache.supply import NO_SPARE
@@ -355,7 +355,7 @@ class Scheduler:
         wait, tenants = request.wait, self._cache.tenants
         assert wait is not None
         needed, at_ceiling = wait.needed, wait.limit == TENANT_CEILING
-        holders = who_holds(self._cache, group, request.tenant, request.tenant if at_ceiling else 0, request.slot)
+        holders = largest_holders(self._cache, group, request.tenant, request.tenant if at_ceiling else 0, request.slot)
         hint = f"request {request.id} cannot continue: {'; '.join(holders)}"
         if at_ceiling:
             usage, ceiling = int(group.pool.usage[request.tenant]), int(tenants.ceiling[request.tenant])

@@ -79,7 +79,7 @@ class WorkerReports:
                 continue  # a rank of a worker that has just ended
             if worker.group is not None and worker.group.away:
                 if worker.away_until_us <= self._clock.now_us:
-                    self.gone(worker.number, False)
+                    self.end_worker(worker.number, False)
                 continue
             if worker.group is None or not worker.group.sent:
                 continue
@@ -144,7 +144,7 @@ class WorkerReports:
                 self._come_back(same, same.group, number, message.rid)
                 return
             # A successor, or the same process: its registration never arrived, so it has no pool to return to.
-            self.gone(same.number, False, died=message.pid != same.pid)
+            self.end_worker(same.number, False, died=message.pid != same.pid)
         elif same is not None:
             raise Conflict(f"a worker named {message.name!r} is connected already: give each worker its own name")
         worker = self.workers[number] = Worker(number, message.name, message.pid)
@@ -163,7 +163,7 @@ class WorkerReports:
                 self._rank_back(team, group, team.members[rank], number, message.rid)
                 return
             lost = team.members[rank] if rank in team.members else team.members[0]
-            self.gone(lost.number, False, died=message.pid != lost.pid)  # a successor, as above
+            self.end_worker(lost.number, False, died=message.pid != lost.pid)  # a successor, as above
             team = None
         if team is None:
             if any(worker.name == name for worker in self.workers.values()):
@@ -226,7 +226,7 @@ class WorkerReports:
             if worker.group is None:
                 if worker.ranks > 1:
                     self._teams[worker.name].back.clear()
-                self.gone(worker.number, False)
+                self.end_worker(worker.number, False)
             else:
                 worker.group.away, worker.away_until_us = True, self._clock.now_us + self._reattach_us
                 if worker.ranks > 1:
@@ -338,10 +338,10 @@ class WorkerReports:
         self._drop_worker(worker.number, str(error))
 
     def _drop_worker(self, number: int, reason: str) -> None:
-        self.gone(number, False, f" ({reason[:ERROR_TEXT_MAX]})")
+        self.end_worker(number, False, f" ({reason[:ERROR_TEXT_MAX]})")
         self._effects.append(DropWorker(number, reason))
 
-    def gone(self, number: int, goodbye: bool, why: str = "", died: bool = True) -> None:
+    def end_worker(self, number: int, goodbye: bool, why: str = "", died: bool = True) -> None:
         """A worker's connection ended: its blocks are gone, its requests wait for another place.
 
         Args:
@@ -385,7 +385,7 @@ class WorkerReports:
         """
         worker = self.workers.get(number)
         if worker is None or worker.group is None:
-            self.gone(number, False)
+            self.end_worker(number, False)
             return
         group, now_us = worker.group, self._clock.now_us
         if worker.ranks > 1:
