@@ -156,7 +156,7 @@ def admissions(seconds: float) -> tuple[float, float]:
     return float(np.median(times[False])) / 1000, float(np.median(times[True])) / 1000
 
 
-class Nobody:
+class NoTransport:
     """A sink for batches of KV events: they are encoded, but have no subscriber."""
 
     def publish(self, number: bytes, payload: bytes) -> None:
@@ -185,7 +185,7 @@ class Decodes:
         core.apply(FromWorker(1, control_plane.ready(bounds)), 0)
         for message in control_plane.submissions(DECODED_ROWS, steps, DECODED_PROMPT):
             core.apply(FromClient(2, message, 1), 0)
-        self._stream = EventStream(core, Nobody(), KvEventsSection(), time) if told else None
+        self._stream = EventStream(core, NoTransport(), KvEventsSection(), time) if told else None
         self._pending = deque(self._steps(core.apply(Turn(), 1).effects))
 
     @staticmethod

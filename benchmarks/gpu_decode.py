@@ -119,7 +119,7 @@ class Setup:
         return worst
 
 
-class Ours:
+class KvforgeDecode:
     """Calls of `paged_decode` on the pools of a setup."""
 
     def __init__(self, setup: Setup, target: Target, planner: DecodePlanner | None = None) -> None:
@@ -185,7 +185,7 @@ def measure(name: str, dtype: torch.dtype, device: Device, target: Target, repea
     def time_us(call: Call) -> float:
         return medians_us(device, {name: captured_in_turn(device, call, len(setup.pools))}, repeats)[name]
 
-    ours = Ours(setup, target)
+    ours = KvforgeDecode(setup, target)
     result["us"] = time_us(ours)
     result["error"] = setup.error(ours(0), setup.pools[0])
     if flashinfer_version() and not is_quantised(dtype):

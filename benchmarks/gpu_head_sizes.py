@@ -37,7 +37,7 @@ def decode(rows: int, tokens: int, size: int, device: Device, target: Target, re
     """Measure decodes: microseconds, bytes read and error."""
     lengths = np.full(rows, tokens, np.int64)
     setup = gpu_decode.Setup.make(lengths, torch.bfloat16, device.torch_device, Shape(HEADS, HEADS, size))
-    ours = gpu_decode.Ours(setup, target)
+    ours = gpu_decode.KvforgeDecode(setup, target)
     graph = captured_in_turn(device, ours, len(setup.pools))
     us = medians_us(device, {"": graph}, repeats)[""]
     return {"us": us, "bytes": setup.bytes_read, "error": setup.error(ours(0), setup.pools[0])}

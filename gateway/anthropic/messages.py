@@ -53,7 +53,7 @@ async def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -
     format_ = asked.output_config.format if asked.output_config is not None else None
     shape = ANY if format_ is None else Shape("json_schema", format_.schema, "output_config.format.schema")
     return await prepare_conversation(
-        model, messages, tools=tools, choice=choice, shape=shape, continued=continued, told=variables
+        model, messages, tools=tools, choice=choice, shape=shape, continued=continued, variables=variables
     )
 
 

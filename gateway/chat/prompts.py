@@ -122,7 +122,7 @@ class Prompts:
         tools: Sequence[Mapping[str, Any]] = (),
         continued: bool = False,
         opened: bool = True,
-        told: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> Rendered:
         """Render a conversation up to the start of the model's answer.
 
@@ -131,13 +131,13 @@ class Prompts:
             tools: In the format of OpenAI's API.
             continued: Whether the answer continues the last message.
             opened: Whether to open the answer; else render up to the end of the last message.
-            told: Further variables of the template.
+            variables: Further variables of the template.
 
         Raises:
             InvalidRequest: Names `messages`, `tools` or `chat_template_kwargs`.
         """
         self.check(messages, tools)
-        extra = dict(told or {})
+        extra = dict(variables or {})
         if wrong := RESERVED & extra.keys():
             raise InvalidRequest("chat_template_kwargs", f"must not contain {min(wrong)!r}")
         options: dict[str, Any] = {

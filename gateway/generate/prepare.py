@@ -48,7 +48,7 @@ async def prepare_conversation(
     choice: Choice | None = None,
     shape: Shape = ANY,
     continued: bool = False,
-    told: Mapping[str, Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> PreparedConversation:
     """Render a conversation and prepare the parsing of its answer.
 
@@ -62,7 +62,7 @@ async def prepare_conversation(
     if offered and not model.format.has_calls:
         problem = f"unknown tool call format of this model (detected: {model.format.name!r})"
         raise InvalidRequest("tools", f"{problem}; set tool_format in gateway.toml")
-    rendered = await model.prompts.chat(messages, tools=plain, continued=continued, told=told)
+    rendered = await model.prompts.chat(messages, tools=plain, continued=continued, variables=variables)
     format_ = model.format
     in_reasoning = format_.starts_in_reasoning(rendered.ending)
     if shape.name or offered:

@@ -139,7 +139,7 @@ class Service:
                 try:
                     await self._look()
                 except KvforgeError as error:
-                    self._say(error.message)
+                    self._note_readiness(error.message)
                 await asyncio.sleep(LOOK_S if self._model is not None else LOOK_S / 10)
         finally:
             if self._streams is not None:
@@ -160,7 +160,7 @@ class Service:
                 if (health := fleet.health) is not None:
                     await self._apply_health_or_report(health)
                 else:
-                    self._say(fleet.reason)
+                    self._note_readiness(fleet.reason)
         finally:
             watching.cancel()
             with suppress(asyncio.CancelledError):
@@ -177,7 +177,7 @@ class Service:
         try:
             await self._apply_health(health)
         except KvforgeError as error:
-            self._say(error.message)
+            self._note_readiness(error.message)
 
     async def _apply_health(self, health: Health) -> None:
         self.health = health
@@ -193,9 +193,9 @@ class Service:
                 await former.prompts.close()
         if health.ready and self._model is not None and (new or self._not_ready):
             log.info("ready: serving %s", self._model.names[0])
-        self._say("" if health.ready else health.reason)
+        self._note_readiness("" if health.ready else health.reason)
 
-    def _say(self, reason: str) -> None:
+    def _note_readiness(self, reason: str) -> None:
         if reason and reason != self._reason:
             # One warning per outage; the progress of loading is logged at debug.
             level = logging.DEBUG if self._not_ready else logging.WARNING

@@ -90,21 +90,21 @@ class Pings:
     def __init__(self, every_s: float, event: bytes, wake: Callable[[], None]) -> None:
         self._every_s, self._event, self._wake = every_s, event, wake
         self._timer: asyncio.TimerHandle | None = None
-        self._spoke_at = 0.0
+        self._sent_at = 0.0
         self._due = False
 
     def start(self) -> None:
         """Start the timer."""
         loop = asyncio.get_running_loop()
-        self._spoke_at = loop.time()
+        self._sent_at = loop.time()
         if self._every_s == math.inf:
             return
         self._timer = loop.call_later(self._every_s, self._look)
 
-    def spoke(self) -> None:
+    def note_sent(self) -> None:
         """Note that something was sent."""
         self._due = False
-        self._spoke_at = asyncio.get_running_loop().time()
+        self._sent_at = asyncio.get_running_loop().time()
 
     def due_event(self) -> bytes:
         """Return the event if it is due, or b""."""
@@ -117,7 +117,7 @@ class Pings:
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
-        left = self._spoke_at + self._every_s - loop.time()
+        left = self._sent_at + self._every_s - loop.time()
         if left <= 0:
             self._due, left = True, self._every_s
             self._wake()
@@ -153,7 +153,7 @@ class EventStream(Response):
         async def write() -> None:
             while True:
                 if piece := source.pop_events() or pings.due_event():
-                    pings.spoke()
+                    pings.note_sent()
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 if source.over:
                     break

@@ -27,7 +27,7 @@ OPENMETRICS, EOF = "application/openmetrics-text", b"# EOF\n"
 log = logging.getLogger(__name__)
 
 
-class _One:
+class _SingleFamily:
     """A registry of one metric family."""
 
     def __init__(self, family: Family) -> None:
@@ -44,7 +44,7 @@ class Source:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tables: Tables | None = None
-        self._said = ""
+        self._logged = ""
 
     def read(self) -> ServiceMetrics | None:
         """Return a snapshot; None while no coordinator with a known table layout runs."""
@@ -56,12 +56,12 @@ class Source:
             self._tables = None
             return None
         except KvforgeError as error:
-            if self._said != error.message:  # once, not with every scrape
-                self._said = error.message
+            if self._logged != error.message:  # once, not with every scrape
+                self._logged = error.message
                 log.warning("cannot read the coordinator's shared tables: %s", error.message)
             self._tables = None
             return None
-        self._said = ""
+        self._logged = ""
         return metrics
 
 
@@ -90,7 +90,7 @@ def routes(
             encode = partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8)
         body, end = [], EOF if content_type.startswith(OPENMETRICS) else b""
         for family in exposition.collect():
-            body.append(encode(_One(family)).removesuffix(end))
+            body.append(encode(_SingleFamily(family)).removesuffix(end))
             await asyncio.sleep(0)  # encoding many tenants at once would stall the event streams
         return Response(b"".join([*body, end]), headers={"content-type": content_type})
 

@@ -19,7 +19,7 @@ from kvforge.protocol.errors import InvalidRequest
 from . import logprobs, request_body
 from .bodies import DONE, EventEncoder, encode, usage_of
 from .call import Call
-from .fields import check_ignored, sampling_of, shape_asked, stops_of
+from .fields import check_ignored, requested_shape, sampling_of, stops_of
 from .known import KNOWN, MINE
 from .request_body import Chat, Message
 
@@ -153,9 +153,9 @@ class ChatCompletion:
             messages_of(asked.messages, asked.model),
             tools=tools_of(asked.tools or (), call.ignored),
             choice=choice_of(asked),
-            shape=shape_asked(asked),
+            shape=requested_shape(asked),
             continued=continued,
-            told=told,
+            variables=told,
         )
         prompt = conversation.rendered.ids
         most = asked.max_completion_tokens or asked.max_tokens

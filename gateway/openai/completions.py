@@ -23,7 +23,7 @@ from kvforge.protocol.messages import Int32Array
 from . import logprobs
 from .bodies import DONE, EventEncoder, encode, usage_of
 from .call import Call, total
-from .fields import check_ignored, sampling_of, shape_asked, stops_of
+from .fields import check_ignored, requested_shape, sampling_of, stops_of
 from .known import KNOWN
 from .request_body import Completion
 
@@ -81,7 +81,7 @@ class Completions:
         """
         work = cls(call, asked)
         prompts = await prompts_of(asked, call.model)
-        await check_shape(call.model.prompts, shape_asked(asked))
+        await check_shape(call.model.prompts, requested_shape(asked))
         work.use(prompts)
         return work
 
@@ -101,7 +101,7 @@ class Completions:
     def use(self, prompts: list[Prompt]) -> None:
         """Set the prompts and build the submissions."""
         call, asked, self.prompts = self.call, self.asked, prompts
-        call.names.shape = shape = shape_asked(asked)
+        call.names.shape = shape = requested_shape(asked)
         sampling = sampling_of(asked, asked.logprobs or 0, shape)
         options = call.options(sampling, asked, asked.max_tokens or MAX_TOKENS)
         self.wanted = [

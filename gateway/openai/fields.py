@@ -151,7 +151,7 @@ def check_ignored(asked: Common) -> None:
             raise InvalidRequest(name, f"must be {str(wanted).lower()}: {IGNORED[name]}")
 
 
-def shape_asked(asked: Common) -> Shape:
+def requested_shape(asked: Common) -> Shape:
     """Return the output constraint.
 
     Raises:

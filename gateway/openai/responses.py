@@ -105,7 +105,7 @@ class Responses:
             tools=self.offered.tools,
             choice=self.offered.choice(asked),
             shape=shape(asked),
-            told=variables,
+            variables=variables,
         )
         prompt = conversation.rendered.ids
         most = asked.max_output_tokens or max(1, call.model.info.context_tokens_max - len(prompt))

@@ -64,7 +64,7 @@ async def tokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, 
             tools=tools,
             continued=asked.continue_final_message,
             opened=asked.add_generation_prompt,
-            told=told,
+            variables=told,
         )
         ids = rendered.ids.tolist()
     names = [model.prompts.name_of(token) for token in ids] if asked.return_token_strs else None

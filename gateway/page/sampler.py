@@ -47,7 +47,7 @@ log = logging.getLogger("kvforge.gateway.page")
 class ViewerPosition:
     """The last board change, frame and point that a viewer has."""
 
-    board: int = 0
+    document: int = 0
     frame: int = 0
     point: int = 0
 
@@ -87,7 +87,7 @@ class Sampler:
     def __init__(self, client: Callable[[], AsyncClient], ending: Callable[[], bool]) -> None:
         self._client, self.ending = client, ending
         self._tables: Tables | None = None
-        self._map, self._board, self._history = BlockMap(), DocumentStore(), History()
+        self._map, self._documents, self._history = BlockMap(), DocumentStore(), History()
         self._event_log, self._latencies, self._view = EventLog(), Latencies(), ServiceState()
         self._absences = Absences()
         self._came_ms: dict[int, int] = {}
@@ -134,12 +134,12 @@ class Sampler:
 
     def news(self, seen: ViewerPosition) -> bytes:
         """Return the events since `seen`, and advance it."""
-        news = self._board.since(seen.board)
+        news = self._documents.since(seen.document)
         if cells := self._map.since(seen.frame, monotonic()):
             news += event("blocks", cells)
         if points := self._history.since(seen.point):
             news += event("points", msgspec.json.encode(points))
-        seen.board, seen.frame, seen.point = self._board.number, self._map.number, self._history.number
+        seen.document, seen.frame, seen.point = self._documents.number, self._map.number, self._history.number
         return news
 
     # ------------------------------------------------------------------------------------------------------- the work
@@ -191,7 +191,7 @@ class Sampler:
         self._came_ms = {
             row.request_id: self._came_ms.get(row.request_id) or now_ms - row.age_us // 1000 for row in listed.requests
         }
-        put = self._board.put
+        put = self._documents.put
         put("about", documents.about(stats, health, round((now_ms - stats.uptime_us / 1e3) / 1e4) * 10_000))
         put("pools", documents.pools(stats))
         put("tenants", documents.tenants(stats))
@@ -244,9 +244,9 @@ class Sampler:
         view.silent_s = now_s - self._asked if self._asked else 0.0
         now = self._now(now_s, now_ms)
         view.running, view.pending = now.get("running", 0), now.get("waiting", 0)
-        self._board.put("now", now)
-        self._board.put("summary", summary(view))
-        self._board.put("happenings", self._event_log.entries())
+        self._documents.put("now", now)
+        self._documents.put("summary", summary(view))
+        self._documents.put("happenings", self._event_log.entries())
         if now_s >= self._point_due:
             self._point_due = now_s + EVERY_S
             self._history.add(self._point(now, known=running and view.silent_s < SILENT_S))

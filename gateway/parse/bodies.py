@@ -274,7 +274,7 @@ def tagged(
                 break
             writer.arguments(f"{'' if first else ', '}{json.dumps(key.strip(), ensure_ascii=False)}: ")
             first = False
-            kinds = writer.kinds(name, key.strip())
+            kinds = writer.argument_types(name, key.strip())
             if kinds == {"string"}:
                 yield from text_value(writer, value_close, trim)
             else:
@@ -421,7 +421,7 @@ def _python_call(text: str) -> tuple[str, str] | None:
             return None
         values = {str(word.arg): ast.literal_eval(_Words().visit(word.value)) for word in tree.keywords}
         name = given or ast.unparse(tree.func)
-        return (name, _said(values)) if _NAME.fullmatch(name) else None
+        return (name, _json_text(values)) if _NAME.fullmatch(name) else None
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 
@@ -429,7 +429,7 @@ def _python_call(text: str) -> tuple[str, str] | None:
 def _python_value(text: str) -> str | None:
     """Return the JSON of a Python literal."""
     try:
-        return _said(ast.literal_eval(_Words().visit(_parsed(text))))
+        return _json_text(ast.literal_eval(_Words().visit(_parsed(text))))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 
@@ -440,5 +440,5 @@ def _parsed(text: str) -> ast.expr:
         return ast.parse(text, mode="eval").body
 
 
-def _said(value: Any) -> str:
+def _json_text(value: Any) -> str:
     return json_text.sound(json.dumps(value, ensure_ascii=False, allow_nan=False))

@@ -69,7 +69,7 @@ def _call(
         if not head_end:
             return False
         writer.arguments(f"{json.dumps(key.strip(), ensure_ascii=False)}: ")
-        kinds = writer.kinds(name, key.strip())
+        kinds = writer.argument_types(name, key.strip())
         if 'string="true"' in attributes or kinds == {"string"}:
             yield from text_value(writer, value_end, "")
         else:

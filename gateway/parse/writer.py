@@ -90,7 +90,7 @@ class Writer:
         if text:
             self._events.append(Arguments(self._calls - 1, text))
 
-    def kinds(self, name: str, key: str) -> set[str]:
+    def argument_types(self, name: str, key: str) -> set[str]:
         """Return the JSON types that a tool's schema allows for an argument; empty if it sets none."""
         whole = self.tools.get(name, {})
         properties = whole.get("properties", {})

@@ -75,12 +75,12 @@ class Replica:
 
     def silent(self) -> None:
         """Skip it until it answers again: it was too slow."""
-        self._say("does not answer")
+        self._set_reason("does not answer")
 
     def refused(self, reason: str) -> None:
         """Skip it until a later poll finds it ready: it refused a request because it drains or cannot serve."""
         self._refused_at = monotonic()
-        self._say(reason)
+        self._set_reason(reason)
 
     def leave(self) -> None:
         """Accept no new requests; running ones stay until they end or the replica drains."""
@@ -113,21 +113,21 @@ class Replica:
                 self._streams = AsyncStreams(self.client)
         except KvforgeError as error:
             self._silent_since = began if self._silent_since is None else self._silent_since
-            self._say(error.message)
+            self._set_reason(error.message)
             if monotonic() - self._silent_since >= self._lost_s:
                 self._evict(error.message)
             return
         self.health, self._silent_since = health, None
         if not health.ready:
-            self._say(health.reason)
+            self._set_reason(health.reason)
         elif began >= self._refused_at:  # otherwise the answer may be older than the refusal
-            self._say("")
+            self._set_reason("")
 
     def _evict(self, reason: str) -> None:
         for guest in tuple(self.guests):
             guest.evicted(reason)
 
-    def _say(self, reason: str) -> None:
+    def _set_reason(self, reason: str) -> None:
         if bool(reason) != bool(self.reason):
             log.warning("replica %s: %s", self.name, reason or "ready")
         self.reason = reason

@@ -131,7 +131,7 @@ class ReplicaSet:
         self, prompt: Int32Array, options: RequestOptions, session: str, without: frozenset[str]
     ) -> Replica | None:
         """Choose a replica; see `ReplicaRouter`."""
-        await self._know_all()
+        await self._wait_for_first_answers()
         # A request with a key may already run on a slow replica; waiting is cheaper than computing it again.
         answer_s = max(self._answer_s, self._lost_s) if options.idempotency_key else self._answer_s
         while True:
@@ -145,7 +145,7 @@ class ReplicaSet:
             if not (replica := able[chosen.name]).leaving:  # otherwise it was removed while we asked
                 return replica
 
-    async def _know_all(self) -> None:
+    async def _wait_for_first_answers(self) -> None:
         """Wait until each initial replica has answered or timed out.
 
         A request with a key may run on a replica that was not asked yet, or was slow to connect.

@@ -144,7 +144,7 @@ class _Several:
         self._began: dict[str, float] = {}
         self._watchdog = Watchdog()  # systemd watches this process, not the children
         self._children = [
-            Child(f"gateway-{at}", command, folder, _say, descriptors=(listener.fileno(),))
+            Child(f"gateway-{at}", command, folder, _print, descriptors=(listener.fileno(),))
             for at in range(settings.processes)
         ]
 
@@ -219,5 +219,5 @@ def _passed(options: argparse.Namespace) -> list[str]:
     return given
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -18,5 +18,5 @@ def run(options: argparse.Namespace) -> int:
     """Cancel the request."""
     with parsing.open_client(options) as kv:
         kv.cancel(options.request_id)
-    printing.say(f"cancelled request {options.request_id}")
+    printing.print_note(f"cancelled request {options.request_id}")
     return 0

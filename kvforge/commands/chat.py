@@ -77,7 +77,7 @@ class Chat:
         self._tenant, self._max_tokens = options.tenant, options.max_tokens
         self._temperature: float | None = options.temperature
         self._system: str = options.system
-        self._said: list[dict[str, str]] = []
+        self._history: list[dict[str, str]] = []
         self._last: tuple[Finished, float] | None = None
         self._sampling()
 
@@ -132,7 +132,7 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         """Print the answer as it arrives. A stopped answer joins the conversation as far as it was received."""
-        asked = [*self._said, {"role": "user", "content": text}]
+        asked = [*self._history, {"role": "user", "content": text}]
         system = [{"role": "system", "content": self._system}] if self._system else []
         began = monotonic()
         answer = self._kv.generate_stream(
@@ -149,9 +149,9 @@ class Chat:
         finally:
             if pieces:
                 print(flush=True)
-                self._said = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+                self._history = [*asked, {"role": "assistant", "content": "".join(pieces)}]
         finished = answer.result().finished
-        self._said = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+        self._history = [*asked, {"role": "assistant", "content": "".join(pieces)}]
         self._last = finished, monotonic() - began
         if finished.reason == "length" and self._interactive:
             self._note(f"cut after {self._max_tokens} tokens (--max-tokens)")
@@ -163,9 +163,9 @@ class Chat:
         if name == "help":
             self._note(HELP)
         elif name == "reset":
-            self._said = []
+            self._history = []
         elif name == "system":
-            self._system, self._said = rest, []
+            self._system, self._history = rest, []
         elif name == "temperature":
             self._set_temperature(rest)
         elif name == "stats":
@@ -205,7 +205,7 @@ class Chat:
         if not name:
             raise InvalidRequest("file", "is missing: /save FILE")
         system = [{"role": "system", "content": self._system}] if self._system else []
-        text = "\n\n".join(f"{entry['role']}: {entry['content']}" for entry in [*system, *self._said])
+        text = "\n\n".join(f"{entry['role']}: {entry['content']}" for entry in [*system, *self._history])
         try:
             with Path(name).expanduser().open("x", encoding="utf-8") as file:
                 file.write(text + "\n")

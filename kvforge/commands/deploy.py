@@ -71,12 +71,12 @@ def run_install(options: argparse.Namespace) -> int:
     places = Places(options.root.absolute())
     named = instances(places, options.worker)
     chosen = InstallOptions(named, model_path(options.model), python)
-    count = install(places, chosen, printing.say, dry_run=options.dry_run)
+    count = install(places, chosen, printing.print_note, dry_run=options.dry_run)
     if not count:
-        printing.say("everything is installed")
+        printing.print_note("everything is installed")
     elif not options.dry_run:
         units = " ".join(f"kvforge-worker@{instance}.service" for instance in named)
-        printing.say(f"next: kvforge deploy check; systemctl enable --now {units} kvforge.target")
+        printing.print_note(f"next: kvforge deploy check; systemctl enable --now {units} kvforge.target")
     return OK
 
 
@@ -84,12 +84,12 @@ def run_uninstall(options: argparse.Namespace) -> int:
     """Remove the service, and list the files that are kept."""
     check_linux("`kvforge deploy`")
     places = Places(options.root.absolute())
-    count = uninstall(places, printing.say, dry_run=options.dry_run, purge=options.purge)
+    count = uninstall(places, printing.print_note, dry_run=options.dry_run, purge=options.purge)
     if not count:
-        printing.say("nothing is installed")
+        printing.print_note("nothing is installed")
     elif not options.dry_run and not options.purge:
         kept = f"{places.configuration}, {places.of(STATE_DIR)} and {places.of(CACHE_DIR)}"
-        printing.say(f"kept: {kept} and the user {USER}; `kvforge deploy uninstall --purge` removes them")
+        printing.print_note(f"kept: {kept} and the user {USER}; `kvforge deploy uninstall --purge` removes them")
     return OK
 
 
@@ -104,5 +104,5 @@ def run_check(options: argparse.Namespace) -> int:
             print(finding.line())
     wrong = sum(finding.kind == WRONG for finding in findings)
     if wrong:
-        printing.say(f"kvforge: {wrong} problem{'' if wrong == 1 else 's'} found")
+        printing.print_note(f"kvforge: {wrong} problem{'' if wrong == 1 else 's'} found")
     return FAILED if wrong else OK

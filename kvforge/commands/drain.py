@@ -54,7 +54,7 @@ def wait(kv: Client, wait_s: float) -> int:
         requests = kv.stats().requests
         left = requests.pending + requests.running
         if left != told:
-            printing.say(f"draining: no new requests; {requests.running} running, {requests.pending} waiting")
+            printing.print_note(f"draining: no new requests; {requests.running} running, {requests.pending} waiting")
         told = left
         if left == 0 or time.monotonic() >= deadline:
             return left

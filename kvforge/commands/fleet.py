@@ -126,7 +126,7 @@ def _wait(fleet: FleetClient, wait_s: float, done: Callable[[Status], bool]) -> 
         words = "; ".join(status.sentences)
         if words and words != last:
             last = words
-            printing.say(words)
+            printing.print_note(words)
         if monotonic() >= deadline:
             raise DeadlineExceeded(
                 f"not done after {wait_s:g} s; the fleet goes on: {last or 'see `kvforge fleet status`'}"

@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _verdict(good: bool, word: str, problem: str, options: argparse.Namespace) -> int:
     if not good:
-        printing.say(f"kvforge: {problem}")
+        printing.print_note(f"kvforge: {problem}")
         return FAILED
     if word and not options.json:
         print(word)

@@ -57,12 +57,12 @@ def run(options: argparse.Namespace) -> int:
     pair = keys.make()
     keys.write(file, pair, "the coordinator" if kind == "server" else f"{kind} {name}")
     if kind == "server":
-        printing.say(f"created {file}. Its public key, for --server-key of clients and server_key of workers:")
-        printing.say(f"    '{pair.public}'")
-        printing.say("Add to the coordinator's configuration:")
+        printing.print_note(f"created {file}. Its public key, for --server-key of clients and server_key of workers:")
+        printing.print_note(f"    '{pair.public}'")
+        printing.print_note("Add to the coordinator's configuration:")
         print(f'[tcp]\nlisten = "tcp://*:{PORT}"\nkey_file = {_text(file)}')
     else:
-        printing.say(f"created {file}. Add to the coordinator's configuration:")
+        printing.print_note(f"created {file}. Add to the coordinator's configuration:")
         print(f'[access.{kind}s.{_text(name)}]\nkey = "{pair.public}"{allowed}')
     return OK
 
@@ -71,7 +71,7 @@ def _api(file: Path, name: str, allowed: str) -> int:
     """Create an API key of the gateway: 256 random bits, so that its plain digest reveals nothing."""
     secret = f"kvf-{secrets.token_urlsafe(32)}"
     keys.write_secret(file, f"{secret}\n")
-    printing.say(f"created {file}; send its content as `Authorization: Bearer ...`. Add to gateway.toml:")
+    printing.print_note(f"created {file}; send its content as `Authorization: Bearer ...`. Add to gateway.toml:")
     print(f'[keys.{_text(name)}]\nhash = "sha256:{hashlib.sha256(secret.encode()).hexdigest()}"{allowed}')
     return OK
 

@@ -75,6 +75,6 @@ def print_model(model: ModelInfo) -> None:
     print(f"sampling defaults: {', '.join(chosen)}")
 
 
-def say(text: str) -> None:
+def print_note(text: str) -> None:
     """Print a line on standard error."""
     print(text, file=sys.stderr, flush=True)

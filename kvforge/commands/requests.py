@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     if rows:
         printing.print_table(head, rows)
     if listed.total > len(rows):
-        printing.say(f"{listed.total - len(rows)} more; raise --count to show them")
+        printing.print_note(f"{listed.total - len(rows)} more; raise --count to show them")
     elif not rows:
-        printing.say("no requests")
+        printing.print_note("no requests")
     return 0

@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
             try:
                 kv.wait_ready(options.wait, progress=progress.health)
             except DeadlineExceeded:
-                printing.say(f"not ready after {options.wait:g} s")
+                printing.print_note(f"not ready after {options.wait:g} s")
             finally:
                 progress.close()
         health = kv.health()

@@ -87,7 +87,7 @@ def _successor(folder: Path, ended: Tables, wait_s: float) -> Tables:
     """Return the tables of the coordinator that replaces an ended one. Raises CoordinatorUnavailable."""
     problem = f"the coordinator in {folder} is gone (process {ended.pid})"
     if wait_s:
-        printing.say(f"kvforge: {problem}; reconnecting")
+        printing.print_note(f"kvforge: {problem}; reconnecting")
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         with suppress(CoordinatorUnavailable):  # its file does not exist yet

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     file = load_up_file(options.config)
     _fill_in(options, file)
     check(options, file)
-    progress = Progress(say=ConsoleReporter("json").say if options.log_format == "json" else None)
+    progress = Progress(say=ConsoleReporter("json").print_line if options.log_format == "json" else None)
     with Signals() as signals:
         try:
             with signals.interrupting():

@@ -86,7 +86,7 @@ def _check_environment(places: Places, user: Account | None) -> list[Finding]:
 
 def _check_coordinator(places: Places, user: Account | None) -> list[Finding]:
     path = places.configuration / "coordinator.toml"
-    meaning, findings = _meaning(places, "coordinator", path, user)
+    meaning, findings = _load_as_role(places, "coordinator", path, user)
     if meaning is None:
         return findings
     runtime, state = Path(meaning["runtime_dir"]), Path(meaning["state_dir"])
@@ -113,7 +113,7 @@ def _check_workers(places: Places, user: Account | None) -> list[Finding]:
     names: dict[tuple[str, int], Path] = {}
     ranks: dict[str, set[int]] = {}
     for instance, path in found:
-        meaning, told = _meaning(places, "worker", path, user)
+        meaning, told = _load_as_role(places, "worker", path, user)
         findings += told
         if meaning is None:
             continue
@@ -137,14 +137,14 @@ def _check_workers(places: Places, user: Account | None) -> list[Finding]:
 def _check_gateway(places: Places, user: Account | None) -> list[Finding]:
     """Check the gateway's file, which is installed even if HTTP is not used."""
     path = places.configuration / "gateway.toml"
-    meaning, findings = _meaning(places, "gateway", path, user)
+    meaning, findings = _load_as_role(places, "gateway", path, user)
     if meaning is not None and meaning["runtime_dir"] not in ("", str(RUNTIME_DIR)):
         told = f"{path}: runtime_dir is {meaning['runtime_dir']}, the coordinator's is {RUNTIME_DIR}"
         findings.append(wrong(told, f'set runtime_dir = "{RUNTIME_DIR}"'))
     return findings
 
 
-def _meaning(
+def _load_as_role(
     places: Places, role: str, path: Path, user: Account | None
 ) -> tuple[dict[str, Any] | None, list[Finding]]:
     """Return the configuration as the role itself loads it, running as the service's user."""

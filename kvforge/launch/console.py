@@ -16,7 +16,7 @@ class ConsoleReporter:
     def __init__(self, log_format: str = "text") -> None:
         self._json = log_format == "json"
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Write a line of the supervisor itself."""
         self._write(json_line(UP, "info", line) if self._json else line)
 

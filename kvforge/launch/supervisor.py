@@ -56,7 +56,7 @@ class Supervisor:
         self.settings = settings
         self.endpoint = transport.client_endpoint(settings.runtime_dir)
         self._signals = signals
-        self._console, self._say = console, console.say
+        self._console, self._print_line = console, console.print_line
         self._folder = PrivateFolder(settings.runtime_dir)
         self._client: Client | None = None
         self.coordinator: Child | None = None
@@ -130,7 +130,7 @@ class Supervisor:
             if (status := child.ended()) is not None and restart:
                 self._on_end(child, status)
             elif restart and child.restart_at is not None and child.restart_at <= monotonic():
-                self._say(f"restarting {child.name}")
+                self._print_line(f"restarting {child.name}")
                 child.start()
 
     def health(self) -> Health | None:
@@ -190,11 +190,11 @@ class Supervisor:
                 if not left:
                     return
                 if monotonic() >= deadline:
-                    self._say(f"{left} requests still run after {self.settings.drain_s:g} s: stopping them")
+                    self._print_line(f"{left} requests still run after {self.settings.drain_s:g} s: stopping them")
                     return
                 self.turn(STARTING_TURN_S, restart=False)
         except KvforgeError as error:
-            self._say(f"draining failed: {error}")
+            self._print_line(f"draining failed: {error}")
 
     # ------------------------------------------------------------------------------------------------------- inside
 
@@ -254,12 +254,12 @@ class Supervisor:
             self._give_up_with(child)
         if not child.given_up:
             assert child.restart_at is not None, "a child that ended is restarted or given up"
-            self._say(f"{child.name} ended ({how}); restarting in {child.restart_at - monotonic():.1f} s")
+            self._print_line(f"{child.name} ended ({how}); restarting in {child.restart_at - monotonic():.1f} s")
             return
         problem = f"{child.name} cannot serve ({how})" + (f": {words}" if words else "")
         if child in (self.coordinator, self.gateway) or all(worker.given_up for worker in self.workers):
             raise Stopped(status if status in (USAGE, UNAVAILABLE) else FAILED, problem)
-        self._say(problem)
+        self._print_line(problem)
 
     def _give_up_with(self, child: Child) -> None:
         """Give up all ranks of a worker when one cannot serve: the others would wait for it."""
@@ -289,7 +289,7 @@ class Supervisor:
                 child.send(signal.SIGKILL)
             for child in group:
                 if not child.wait(monotonic() + KILL_S):
-                    self._say(f"{child.name} does not end after SIGKILL: it hangs in the kernel")
+                    self._print_line(f"{child.name} does not end after SIGKILL: it hangs in the kernel")
         if self._listener is not None:
             self._listener.close()
         self._folder.release(clean=killed or at_once)
@@ -321,7 +321,7 @@ def run_up(settings: Settings, signals: Signals, progress: Callable[[Health], No
             if not all(child.served for child in supervisor.children):
                 supervisor.look()
         first = signals.last
-        console.say("stopping: waiting for running requests; press again to stop at once")
+        console.print_line("stopping: waiting for running requests; press again to stop at once")
         before = signals.count
         supervisor.drain()
         if signals.count > before:

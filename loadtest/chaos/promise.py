@@ -155,7 +155,7 @@ async def check(
     promise.finished = sum(outcome.state == FINISHED for outcome in accepted)
     places = asyncio.Semaphore(concurrency)
 
-    async def one(twin: Twin) -> None:
+    async def check_twin(twin: Twin) -> None:
         try:
             if stop.is_set():
                 promise.unproven[twin.outcome.request_id] = "the check was interrupted"
@@ -175,7 +175,7 @@ async def check(
         for twin in twins(accepted, workload):
             asked.add(twin.outcome.request_id)
             await places.acquire()
-            group.create_task(one(twin))
+            group.create_task(check_twin(twin))
     for outcome in accepted:
         if outcome.state == FINISHED and outcome.request_id not in asked:
             promise.unproven[outcome.request_id] = "its tokens, or those of earlier turns, are unknown"

@@ -32,7 +32,7 @@ PROGRESS_S = 0.25
 LINE_BYTES_MAX = 1 << 26
 
 
-def say(line: dict[str, Any]) -> None:
+def print_line(line: dict[str, Any]) -> None:
     """Write one line to the parent. If the parent is gone, this process ends anyway."""
     with suppress(BrokenPipeError):
         sys.stdout.write(json.dumps(line) + "\n")
@@ -55,11 +55,11 @@ async def drive(result_fd: int) -> None:
     engine = Engine(workload, target, plan)
     await target.open()
     try:
-        say({"ready": True})
+        print_line({"ready": True})
         if not (line := await reader.readline()):
             return
         stop = asyncio.Event()
-        waiting = asyncio.create_task(_hear_stop(reader, stop))
+        waiting = asyncio.create_task(_wait_for_stop(reader, stop))
         printing = asyncio.create_task(_print_progress(engine))
         try:
             found = await engine.run(json.loads(line)["start"], stop)
@@ -70,10 +70,10 @@ async def drive(result_fd: int) -> None:
         await target.close()
     with os.fdopen(result_fd, "wb") as file:
         pack(file, *found)
-    say({"done": True})
+    print_line({"done": True})
 
 
-async def _hear_stop(reader: asyncio.StreamReader, stop: asyncio.Event) -> None:
+async def _wait_for_stop(reader: asyncio.StreamReader, stop: asyncio.Event) -> None:
     await reader.read()
     stop.set()
 
@@ -81,7 +81,7 @@ async def _hear_stop(reader: asyncio.StreamReader, stop: asyncio.Event) -> None:
 async def _print_progress(engine: Engine) -> None:
     while True:
         await asyncio.sleep(PROGRESS_S)
-        say({"progress": asdict(engine.progress)})
+        print_line({"progress": asdict(engine.progress)})
 
 
 def main() -> int:
@@ -95,7 +95,7 @@ def main() -> int:
             run = uvloop.run
         run(drive(int(sys.argv[1])))
     except KvforgeError as error:
-        say({"error": msgspec.to_builtins(ErrorInfo.of(error))})
+        print_line({"error": msgspec.to_builtins(ErrorInfo.of(error))})
         return 1
     return 0
 

@@ -12,7 +12,7 @@ import msgspec
 
 from kvforge.protocol.errors import ProtocolError
 
-from .http_wire import DONE, MESSAGE_CHARS_MAX, Event, Usage, encode, event, said
+from .http_wire import DONE, MESSAGE_CHARS_MAX, Event, Usage, encode, error_of, event
 from .outcome import FAILED, FINISHED, REFUSED, Outcome
 
 LINE_BYTES_MAX = 8 << 20  # with token ids, a server may repeat the prompt in one line
@@ -102,7 +102,7 @@ class Answer:
             return
         rest = bytes(self._rest)
         if self._status != OK:
-            code, message = said(rest, self._status)
+            code, message = error_of(rest, self._status)
             state = REFUSED if self._status in REFUSALS else FAILED
             self.end = state, code, message or f"HTTP status {self._status}"
             return
@@ -139,7 +139,7 @@ class Answer:
             self._failed(f"malformed event ({error}): {line[:80].decode(errors='replace')!r}")
             return False
         if came.error is not None:
-            code, message = said(encode({"error": came.error}))
+            code, message = error_of(encode({"error": came.error}))
             self.end = FAILED, code, message
             return False
         return self._counts(came, now)
@@ -149,7 +149,7 @@ class Answer:
         for choice in came.choices:
             self._last_s = now
             if self._held is not None:
-                self._pieces.append(choice.said)
+                self._pieces.append(choice.answer_text)
             tokens = choice.tokens
             if tokens == 1:
                 stamps.append(now)

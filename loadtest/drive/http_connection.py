@@ -19,7 +19,7 @@ UNREAD_BYTES_MAX = 1 << 20
 REST_S = 1.0
 
 
-class Asked(Protocol):
+class InFlightRequest(Protocol):
     """A request in flight, as its connection sees it. `request` holds all its bytes."""
 
     request: bytes
@@ -52,7 +52,7 @@ class Connection(asyncio.Protocol):
         self._parser: Any = http.HttpResponseParser(self)
         self._idle, self._gone = idle, gone
         self._transport: asyncio.Transport | None = None
-        self._exchange: Asked | None = None
+        self._exchange: InFlightRequest | None = None
         self._answer: Answer | None = None
         self._over: asyncio.TimerHandle | None = None
         self._complete = self._keep = False
@@ -63,7 +63,7 @@ class Connection(asyncio.Protocol):
 
     # Called by the pool.
 
-    def ask(self, exchange: Asked) -> None:
+    def ask(self, exchange: InFlightRequest) -> None:
         """Send a request on the idle connection."""
         assert self._transport is not None and self._answer is None
         self._exchange, self._answer = exchange, exchange.answer

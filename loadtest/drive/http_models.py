@@ -11,7 +11,7 @@ import msgspec
 
 from kvforge.protocol.errors import InvalidRequest, NotAllowed, ProtocolError, Unavailable
 
-from .http_wire import Address, httptools, said
+from .http_wire import Address, error_of, httptools
 
 ANSWER_BYTES_MAX = 4 << 20
 READ_BYTES = 1 << 16
@@ -66,7 +66,7 @@ async def models(url: str) -> list[str]:
     if status == 0:
         raise Unavailable(f"{where} closed the connection without an answer")
     if status != OK:
-        code, message = said(body, status)
+        code, message = error_of(body, status)
         problem = f"{where} answered with status {status} ({message or code})"
         if status in DENIED:
             raise NotAllowed("connect", f"{problem}: set OPENAI_API_KEY")

@@ -34,7 +34,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 END = b"0\r\n\r\n"
 
 
-class Asked(msgspec.Struct):
+class RequestBody(msgspec.Struct):
     """The fields of a request that it reads."""
 
     max_tokens: int = 16
@@ -42,7 +42,7 @@ class Asked(msgspec.Struct):
     return_token_ids: bool = False
 
 
-_asked = msgspec.json.Decoder(Asked).decode
+_decode_request = msgspec.json.Decoder(RequestBody).decode
 
 
 def _chunk(event: bytes) -> bytes:
@@ -80,7 +80,7 @@ class Stream:
         self.serving, self.due, self.left, self.token, self.end = serving, due, left, token, end
 
 
-class Pace:
+class TokenWriter:
     """Writes each token of each stream when it is due. With `tokens_per_s` 0 all are written at once."""
 
     def __init__(self, tokens_per_s: float, first_s: float) -> None:
@@ -129,7 +129,7 @@ class Pace:
 class Serving(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, pace: Pace, models: bytes) -> None:
+    def __init__(self, pace: TokenWriter, models: bytes) -> None:
         http = httptools()
         self._broken = (http.HttpParserError, http.HttpParserUpgrade)
         self._parser: Any = http.HttpRequestParser(self)
@@ -189,7 +189,7 @@ class Serving(asyncio.Protocol):
 
     def _answer(self, chat: bool) -> None:
         try:
-            asked = _asked(self._body)
+            asked = _decode_request(self._body)
         except (msgspec.MsgspecError, UnicodeError) as error:
             self._refuse(b"400 Bad Request", str(error))
             return
@@ -213,7 +213,7 @@ class Serving(asyncio.Protocol):
         self.write(head + body)
 
 
-async def serve(host: str, port: int, model: str, pace: Pace) -> asyncio.Server:
+async def serve(host: str, port: int, model: str, pace: TokenWriter) -> asyncio.Server:
     """Start the server on the running event loop."""
     many_files()
     models = encode({"object": "list", "data": [{"id": model, "object": "model"}]})
@@ -221,7 +221,7 @@ async def serve(host: str, port: int, model: str, pace: Pace) -> asyncio.Server:
 
 
 async def _run(options: argparse.Namespace) -> None:
-    pace = Pace(options.pace, options.first_ms / 1e3)
+    pace = TokenWriter(options.pace, options.first_ms / 1e3)
     server = await serve(options.host, options.port, options.model, pace)
     port = server.sockets[0].getsockname()[1]
     print(f"http://{options.host}:{port}/v1", flush=True)

@@ -113,7 +113,7 @@ class Delta(msgspec.Struct):
     reasoning: str | None = None
 
     @property
-    def says(self) -> bool:
+    def has_text(self) -> bool:
         """Whether it contains text, of the answer or of the reasoning."""
         return bool(self.content or self.reasoning_content or self.reasoning)
 
@@ -127,7 +127,7 @@ class Choice(msgspec.Struct):
     token_ids: list[int] | None = None
 
     @property
-    def said(self) -> str:
+    def answer_text(self) -> str:
         """The text of the answer. Reasoning is excluded, since it is not sent back."""
         return self.text or (self.delta.content if self.delta is not None else None) or ""
 
@@ -141,7 +141,7 @@ class Choice(msgspec.Struct):
         if self.token_ids is not None:
             return len(self.token_ids)
         delta = self.delta
-        if self.text or (delta is not None and delta.says):
+        if self.text or (delta is not None and delta.has_text):
             return 1
         return 0 if self.finish_reason is not None or (delta is not None and delta.role is not None) else 1
 
@@ -186,7 +186,7 @@ _problem = msgspec.json.Decoder(Problem).decode
 _wrapped = msgspec.json.Decoder(_Wrapped).decode
 
 
-def said(body: bytes, status: int = 0) -> tuple[str, str]:
+def error_of(body: bytes, status: int = 0) -> tuple[str, str]:
     """Return a code and a message for an error body.
 
     The code is the server's if it is a word, else http_STATUS; numeric codes only repeat the status.

@@ -123,19 +123,19 @@ class _Child:
             limit=LINE_BYTES_MAX,
             pass_fds=(fd,),
         )
-        self._say({"spec": spec.json(), "index": self._index, "processes": processes})
+        self._send({"spec": spec.json(), "index": self._index, "processes": processes})
         try:
             async with asyncio.timeout(READY_S):
-                await self._hear("ready")
+                await self._read_until("ready")
         except TimeoutError:
             raise DeadlineExceeded(f"driver process {self._index} was not ready within {READY_S:g} s") from None
 
     async def run(self, start: float, stop: asyncio.Event, changed: Callable[[], None]) -> None:
         """Run it from the start to its last line."""
         assert self._process is not None and self._process.stdin is not None, "it has begun"
-        self._say({"start": start})
+        self._send({"start": start})
         stopping = asyncio.create_task(stop.wait())
-        hearing = asyncio.create_task(self._hear("done", changed))
+        hearing = asyncio.create_task(self._read_until("done", changed))
         try:
             await asyncio.wait({stopping, hearing}, return_when=asyncio.FIRST_COMPLETED)
             self._process.stdin.close()
@@ -167,11 +167,11 @@ class _Child:
                 process.kill()
             await process.wait()
 
-    def _say(self, line: dict[str, Any]) -> None:
+    def _send(self, line: dict[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None, "it has begun"
         self._process.stdin.write(json.dumps(line).encode() + b"\n")
 
-    async def _hear(self, word: str, changed: Callable[[], None] | None = None) -> None:
+    async def _read_until(self, word: str, changed: Callable[[], None] | None = None) -> None:
         """Read lines up to this word. Raises the error that the child reports instead."""
         assert self._process is not None and self._process.stdout is not None, "it has begun"
         while line := await self._process.stdout.readline():

@@ -209,13 +209,13 @@ def _prompts(options: LoadOptions, encode: Encode | None) -> Prompts:
     return Passages(options.prompts, encoder(encode, options.vocab), seed=options.seed, prefix=prefix)
 
 
-def _no_lengths(options: LoadOptions, whose: str) -> None:
+def _no_lengths(options: LoadOptions, trace: str) -> None:
     for name, given in (("input", options.input), ("output", options.output)):
         if given:
-            raise InvalidRequest(name, f"the trace {whose} has its own lengths: use --length-scale to change them")
+            raise InvalidRequest(name, f"the trace {trace} has its own lengths: use --length-scale to change them")
 
 
-def _no_prompts(options: LoadOptions, whose: str) -> None:
+def _no_prompts(options: LoadOptions, trace: str) -> None:
     for name, given in (("prompts", options.prompts != RANDOM), ("prefix", options.prefix > 0)):
         if given:
-            raise InvalidRequest(name, f"the trace {whose} has its own prompts with recorded prefixes")
+            raise InvalidRequest(name, f"the trace {trace} has its own prompts with recorded prefixes")

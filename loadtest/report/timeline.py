@@ -46,7 +46,7 @@ def timeline(found: dict[str, Any]) -> Picture:
     return draw(
         "slowest",
         "The slowest requests",
-        alt="; ".join(f"{name(request)}: {_said(request)}" for request in tail),
+        alt="; ".join(f"{name(request)}: {_shares_text(request)}" for request in tail),
         caption="The phases of each request.",
         draws=draws,
         height_in=1.0 + 0.3 * len(tail),
@@ -118,5 +118,5 @@ def shares_ms(request: dict[str, Any]) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda each: -each[1]))
 
 
-def _said(request: dict[str, Any]) -> str:
+def _shares_text(request: dict[str, Any]) -> str:
     return ", ".join(f"{state} {ms:,.0f} ms" for state, ms in shares_ms(request).items()) or "unknown"

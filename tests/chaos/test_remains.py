@@ -19,7 +19,7 @@ from kvforge.protocol.messages import PoolStats, RequestStats, Stats
 from tools.chaos import remains, sizes
 from tools.chaos.cases import Answer
 from tools.chaos.notes import Notes, Story
-from tools.chaos.processes import Life, Processes
+from tools.chaos.processes import Processes, ProcessRun
 from tools.chaos.python_client import RandomClient
 from tools.chaos.sizes import Sample, Span
 
@@ -120,7 +120,11 @@ def test_a_real_process_that_grows_is_found(child: subprocess.Popen[bytes]) -> N
 
 def test_only_processes_that_were_warm_are_compared() -> None:
     small, large = Sample(30 * MB, 20), Sample(31 * MB, 20)
-    lives = [Life(1, None, last=small), Life(2, 0.0, warm=small, last=large), Life(3, 0.0, last=small)]
+    lives = [
+        ProcessRun(1, None, last=small),
+        ProcessRun(2, 0.0, warm=small, last=large),
+        ProcessRun(3, 0.0, last=small),
+    ]
     processes = SimpleNamespace(lives={"w0": lives})
     assert Processes.spans(processes, "w0") == [Span(small, large)]  # type: ignore[arg-type]
 

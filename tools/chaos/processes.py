@@ -33,7 +33,7 @@ GATEWAY_CONFIG = "drain_s = 3\n"
 
 
 @dataclass
-class Life:
+class ProcessRun:
     """One process of a member.
 
     Attributes:
@@ -85,7 +85,7 @@ class Processes:
         self._client = client
         self._popen: dict[str, subprocess.Popen[bytes]] = {}
         self._incarnations = dict.fromkeys(clients, 0)
-        self.lives: dict[str, list[Life]] = {}
+        self.lives: dict[str, list[ProcessRun]] = {}
         self.stopped: dict[str, tuple[float, float]] = {}  # since, until
         self.absences: list[Absence] = []
         self.killed_clients: set[str] = set()  # process names
@@ -101,7 +101,7 @@ class Processes:
 
     def begin(self, member: str) -> None:
         """Record the process that the cluster has started for this member."""
-        self.lives.setdefault(member, []).append(Life(self._pid(member), None))
+        self.lives.setdefault(member, []).append(ProcessRun(self._pid(member), None))
 
     async def gateway_serves(self) -> int | None:
         """Return the gateway's process id once it serves a model, that is, has loaded a tokenizer; else None."""
@@ -150,7 +150,7 @@ class Processes:
                 stdout=log,
                 stderr=log,
             )
-        self.lives.setdefault(member, []).append(Life(self._popen[member].pid, None))
+        self.lives.setdefault(member, []).append(ProcessRun(self._popen[member].pid, None))
 
     def process_name(self, member: str) -> str:
         """Return the name of the member's current client process."""
@@ -232,7 +232,7 @@ class Processes:
         self._signal(member, signal.SIGCONT)
         now = monotonic()
         if now - since > self._gone_s:
-            self.absences.append(Absence(self._who(member), since, now))
+            self.absences.append(Absence(self._process_of(member), since, now))
 
     def _revive(self, member: str, status: int) -> None:
         life = self.lives[member][-1]
@@ -257,7 +257,7 @@ class Processes:
         if (again_s := self._again.pop(member, None)) is not None:
             self._kill_at.append((monotonic() + again_s, member))
 
-    def _who(self, member: str) -> str:
+    def _process_of(self, member: str) -> str:
         return self.process_name(member) if member in self.clients else member
 
     def _pid(self, member: str) -> int:
@@ -292,11 +292,11 @@ class Processes:
         """Record that these processes serve; a client process serves once it has submitted a request."""
         now = monotonic()
         for member, lives in self.lives.items():
-            asks = member in self.clients and self._has_asked(member)
+            asks = member in self.clients and self._has_notes(member)
             if (asks or lives[-1].pid in pids) and lives[-1].serves_since is None:
                 lives[-1].serves_since = now
 
-    def _has_asked(self, member: str) -> bool:
+    def _has_notes(self, member: str) -> bool:
         notes = self.notes(self.process_name(member))
         return notes.exists() and notes.stat().st_size > 0
 

@@ -32,7 +32,7 @@ UNAVAILABLE = ("coordinator_unavailable", "unavailable", "deadline_exceeded")
 
 
 @dataclass
-class Came:
+class Received:
     """The received part of an answer.
 
     Attributes:
@@ -87,7 +87,7 @@ class Web:
 
     async def _with_key(self, known: Known, name: str, *, stream: bool) -> None:
         """Repeat a request until its answer is complete."""
-        came, deadline = Came(), monotonic() + self._wait_s
+        came, deadline = Received(), monotonic() + self._wait_s
         while not (came.reason or came.broken):
             if monotonic() > deadline:
                 self._fault(f"{name} has not ended within {self._wait_s:g} s: received {len(came.tokens)} tokens")
@@ -101,7 +101,7 @@ class Web:
 
     async def _without_key(self, known: Known, name: str) -> None:
         self._ask(known, name, HTTP)
-        came = Came()
+        came = Received()
         try:
             await self._once(known, name, came, {}, stream=True)
         except httpx.TransportError as error:
@@ -112,11 +112,11 @@ class Web:
             return
         self._compare(known, name, came)
 
-    def _lost(self, came: Came, message: str) -> None:
+    def _lost(self, came: Received, message: str) -> None:
         which = {"id": came.request_id} if came.request_id else {}
         self._notes.write(BROKEN, code=LOST, message=message, **which)
 
-    async def _once(self, known: Known, name: str, came: Came, headers: dict[str, str], *, stream: bool) -> None:
+    async def _once(self, known: Known, name: str, came: Received, headers: dict[str, str], *, stream: bool) -> None:
         """Make one call; raise httpx.TransportError if the connection breaks."""
         case = known.case
         body = {
@@ -150,7 +150,7 @@ class Web:
                 self._receive(known, name, came, event)
                 came.at = at
 
-    def _receive(self, known: Known, name: str, came: Came, document: dict[str, Any]) -> None:
+    def _receive(self, known: Known, name: str, came: Received, document: dict[str, Any]) -> None:
         for choice in document["choices"]:
             came.tokens += choice["token_ids"]
             came.text += choice["text"]
@@ -159,7 +159,7 @@ class Web:
         if tuple(came.tokens) != due:
             self._fault(f"{name} (request {came.request_id}) has {came.tokens}, expected {due}")
 
-    def _compare(self, known: Known, name: str, came: Came) -> None:
+    def _compare(self, known: Known, name: str, came: Received) -> None:
         if came.broken:
             return
         answer = known.answers[0]

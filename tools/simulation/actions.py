@@ -27,9 +27,9 @@ TUG_SHARE = 0.004
 # share of prompts with several answers; the first is cancelled, and the same command is sent again
 SAMPLES_SHARE = 0.01
 # share of forks that are written to and removed at once, so that a pending copy becomes unnecessary
-WHIM_SHARE = 0.004
+CREATE_AND_FORK_SHARE = 0.004
 # share of writes to a sequence on which a request runs or waits to resume
-MEDDLE_SHARE = 0.01
+APPEND_WHILE_RUNNING_SHARE = 0.01
 # share of snapshots among the deaths of the coordinator
 CUT_SHARE = 0.5
 # share of deaths with a cancel right before, so that a step in flight has ended rows
@@ -195,13 +195,13 @@ class Drawer:
                     at_us = action[0]
                     yield action
                 continue
-            if self._random.random() < WHIM_SHARE:
-                for action in self._whim(at_us):
+            if self._random.random() < CREATE_AND_FORK_SHARE:
+                for action in self._create_and_fork(at_us):
                     at_us = action[0]
                     yield action
                 continue
-            if self._random.random() < MEDDLE_SHARE:
-                for action in self._meddle(at_us):
+            if self._random.random() < APPEND_WHILE_RUNNING_SHARE:
+                for action in self._append_while_running(at_us):
                     at_us = action[0]
                     yield action
                 continue
@@ -282,7 +282,7 @@ class Drawer:
             at_us += 8 * settings.step_us
             yield (at_us, "again", client, labels[0], True)
 
-    def _whim(self, at_us: int) -> Iterator[Action]:
+    def _create_and_fork(self, at_us: int) -> Iterator[Action]:
         """Yield a sequence with KV; then, without a pause, its fork, a token for the fork, and the removal of both."""
         client, settings = self._client(), self._settings
         root = self._new_sequence(client)
@@ -297,7 +297,7 @@ class Drawer:
         yield (at_us, "append", client, ((leaf, (self._token(),)),))
         yield (at_us, "remove", client, (root, leaf))
 
-    def _meddle(self, at_us: int) -> Iterator[Action]:
+    def _append_while_running(self, at_us: int) -> Iterator[Action]:
         """Yield a long request on a sequence, and appends to the sequence meanwhile, which must all be refused."""
         client, settings = self._client(), self._settings
         label = self._new_sequence(client)

@@ -29,7 +29,7 @@ class Calm:
     def _machine(self) -> Machine:
         return self._world.coordinator.machine
 
-    def come(self) -> None:
+    def run(self) -> None:
         """Run the world to its end; raise Violation if work stalls or anything is left over."""
         world = self._world
         world.calm = world.delays.calm = True

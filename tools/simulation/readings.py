@@ -49,7 +49,7 @@ class Readings:
     def stream(self, message: Stream) -> tuple[int, ...]:
         """Process a Stream; return the paused requests, to attach to again."""
         for request_id, offset in zip(message.request_ids.tolist(), message.offsets.tolist(), strict=True):
-            reading = self._mine(request_id)
+            reading = self._reading_of(request_id)
             if offset > reading.at:
                 raise Violation(f"request {request_id}: expected token {reading.at}, got {offset}")
             reading.at += offset == reading.at
@@ -61,7 +61,7 @@ class Readings:
                 self._of[request_id].reads = False
         return tuple(id_ for id_ in message.paused if id_ in self._of and self._of[id_].reads)
 
-    def _mine(self, request_id: int) -> Reading:
+    def _reading_of(self, request_id: int) -> Reading:
         reading = self._of.get(request_id)
         if reading is None or not reading.reads:
             raise Violation(f"request {request_id} is streamed to a client that does not read it")

@@ -50,7 +50,7 @@ PIDS = 100_000
 POSITIONS = list(range(CONTEXT_MAX))
 
 
-class Died(Exception):
+class WorkerCrashed(Exception):
     """A worker process crashed on a step."""
 
 
@@ -388,7 +388,7 @@ class SimulatedWorker:
             return  # dropped without knowing yet, or about to reconnect
         try:
             result = self.carry_out(self._steps.popleft(), took_us)
-        except Died:
+        except WorkerCrashed:
             self.kill(1 + int(self._random.random() * REBORN_US))
             return
         self._answers.append(result)
@@ -447,7 +447,7 @@ class SimulatedWorker:
         bad = poison(self._host.settings.vocabulary)
         poisons = [tokens.count(bad) for tokens in found]
         if self._host.settings.deadly and any(c and p >= DEADLY for c, p in zip(counting, poisons, strict=True)):
-            raise Died
+            raise WorkerCrashed
         fingerprints = list(map(fingerprint_of, found))
         return self._sampled(step, ends, counting, fingerprints, [p > 0 for p in poisons], took_us)
 

@@ -289,7 +289,7 @@ class World:
         while self._acting:
             if not self.clock.step():
                 raise Violation("deadlock: no call is scheduled")
-        Calm(self).come()
+        Calm(self).run()
         return performed
 
     def _plan_next(self, performed: list[Action], events_max: int) -> None:

@@ -41,7 +41,7 @@ def blocking(name: str) -> str:
     for line, start, end_line, end, text in sorted(edits, reverse=True):  # from the end: positions stay valid
         after = lines[end_line - 1][end:]
         lines[line - 1 : end_line] = [lines[line - 1][:start] + text + after]
-    made = said("".join(lines))
+    made = translated("".join(lines))
     if "drive(" in made:
         made = made.replace("from .waiting import Calls", "from .waiting import Calls, drive")
     for words in (("check", "--fix", "--select", "I"), ("format",)):
@@ -64,7 +64,7 @@ def _end(node: ast.stmt | ast.expr) -> tuple[int, int]:
     return node.end_lineno, node.end_col_offset
 
 
-def said(text: str) -> str:
+def translated(text: str) -> str:
     """Translate code or prose for asyncio to the blocking client."""
     text = re.sub(r"\n\n *In asyncio:[^\n]*(\n(?! *\"\"\")[^\n]+)*", "", text)
     text = re.sub(r"\b_?Async(?=[A-Z])", "", text)

@@ -212,7 +212,7 @@ def load_model(
         model = _packed(model, operations, Packer(operations, quantisation, found, model.module), reference)
     elif model.fused is None and device.steady and not attends_in_plain_torch(model):
         progress("making rows independent", 0.95)
-        _steadied(model, operations, reference)
+        _make_row_independent(model, operations, reference)
     with device.errors("comparing products of few tokens with those of many"):
         problem = make_batch_invariant(model, operations)
         info = structs.replace(info, determinism=describe_determinism(problem))
@@ -245,7 +245,7 @@ def _packed(model: LoadedModel, operations: PackedOperations, packer: Packer, re
     return model
 
 
-def _steadied(model: LoadedModel, operations: LayerOperations, reference: Reference) -> None:
+def _make_row_independent(model: LoadedModel, operations: LayerOperations, reference: Reference) -> None:
     """Replace parts of a verified model by row-independent ones, and verify it again.
 
     Raises:

@@ -117,7 +117,7 @@ class Worker:
         """
         try:
             while not self._stopping:
-                welcome = self._greet()
+                welcome = self._shake_hands()
                 if welcome is None:
                     continue
                 try:
@@ -141,7 +141,7 @@ class Worker:
 
     # ----------------------------------------------------------------------------------------------------- connecting
 
-    def _greet(self) -> WorkerWelcome | None:
+    def _shake_hands(self) -> WorkerWelcome | None:
         """Exchange the handshake. Return None if a signal or a disconnection came first."""
         working("waiting for a coordinator", self.config.coordinator_wait_s + REPLY_WAIT_S)
         self._connection.wait_connected(self.config.coordinator_wait_s)

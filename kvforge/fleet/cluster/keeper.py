@@ -69,7 +69,7 @@ class Keeper:
             f"{kind} {self._begin.name}",
             command,
             Path(tempfile.gettempdir()),
-            _say,
+            _print,
             descriptors=(self._theirs.fileno(),),
         )
         self._status = NodeStatus(phase=STARTING, reason="its program is starting")
@@ -172,6 +172,6 @@ class Keeper:
         self._status = NodeStatus(phase=STOPPED)
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     """Write a line to Ray's log of this actor."""
     print(line, file=sys.stderr, flush=True)

@@ -84,7 +84,7 @@ def _try_again(wanted: Wanted, ones: Sequence[Replica], decision: Decision) -> N
             if wanted.again or one.told.failed_s >= own.retry_s:
                 decision.act(StopAction(_kind(one), one.name))
         elif one.phase == STARTING and one.told.age_s >= own.start_s:
-            decision.say(one, f"{one.name}, after {one.told.age_s:.0f} s, is")
+            decision.explain(one, f"{one.name}, after {one.told.age_s:.0f} s, is")
             decision.act(StopAction(_kind(one), one.name))
 
 
@@ -97,12 +97,12 @@ def _keep(wanted: Wanted, new: list[Replica], decision: Decision) -> None:
         decision.leave(one, wanted.file)
     for one in new:
         if one.phase in ON_THE_WAY and one not in leaving:
-            decision.say(one, f"{one.name} is")
+            decision.explain(one, f"{one.name} is")
 
 
 def _update(wanted: Wanted, view: View, new: list[Replica], old: list[Replica], decision: Decision) -> None:
     """Replace old replicas by new ones, one at a time."""
-    useless = [one for one in old if one.serves_nobody]
+    useless = [one for one in old if one.can_end_at_once]
     for one in useless:
         decision.leave(one, wanted.file)
     if any(one.phase == FAILED for one in new):
@@ -111,7 +111,7 @@ def _update(wanted: Wanted, view: View, new: list[Replica], old: list[Replica], 
     coming = [one for one in new if one.phase in ON_THE_WAY]
     unknown = [one for one in new if one.phase == READY and not view.known(one)]
     for one in coming:
-        decision.say(one, f"the update waits for {one.name}, which is")
+        decision.explain(one, f"the update waits for {one.name}, which is")
     decision.sentences += [f"the update waits for {one.name}, which not all gateways know yet" for one in unknown]
     if coming or unknown or useless or any(one.leaving for one in view.replicas):
         return
@@ -137,7 +137,7 @@ def _gateways(wanted: Wanted, gateways: Sequence[Gateway], decision: Decision) -
         decision.leave(one, wanted.file)
     for one in staying:
         if one.phase in ON_THE_WAY:
-            decision.say(one, f"{one.name} is")
+            decision.explain(one, f"{one.name} is")
     old = [one for one in staying if one.revision != revision]
     settled = len(staying) == len(gateways) == count
     if old and settled and all(one.phase == READY for one in staying if one not in old):

@@ -50,7 +50,7 @@ class Replica:
         return self.phase in LEAVING
 
     @property
-    def serves_nobody(self) -> bool:
+    def can_end_at_once(self) -> bool:
         """Return whether it has no requests that must end first."""
         return self.phase in (PLACING, STARTING, FAILED)
 
@@ -159,7 +159,7 @@ class Decision:
         if self.names:
             self.act(CreateAction(kind, self.names.pop(0), revision))
 
-    def say(self, one: Replica, words: str) -> None:
+    def explain(self, one: Replica, words: str) -> None:
         """Add a sentence on what the fleet waits for."""
         reason = one.told.reason
         self.sentences.append(f"{words} {one.phase}" + (f": {reason}" if reason else ""))
@@ -174,7 +174,7 @@ class Decision:
                 self.sentences.append(f"{one.name} should leave but does not answer")
         elif one.phase == PLACING:
             self.act(RemoveAction(kind, one.name))
-        elif kind == GATEWAY or one.serves_nobody:
+        elif kind == GATEWAY or one.can_end_at_once:
             self.act(StopAction(kind, one.name))
         else:
             self.act(DrainAction(one.name, file.replicas.drain_s))

@@ -209,7 +209,7 @@ class Gateway:
         command += ["--host", self._file.gateways.host, "--listen", str(self._listener.fileno())]
         command += ["--patience", str(PATIENCE_S)]
         name = "gateway" if self._count == 1 else f"gateway-{self._count}"
-        self._child = Child(name, command, self._folder.temporary, _say, descriptors=(self._listener.fileno(),))
+        self._child = Child(name, command, self._folder.temporary, _print, descriptors=(self._listener.fileno(),))
         self._child.start()
         self._started_with, self._hup = settings, False
 
@@ -279,5 +279,5 @@ def _parted(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return {name: value for name, value in table.items() if name not in tables}, tables
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

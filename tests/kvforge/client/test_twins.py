@@ -38,7 +38,7 @@ def calls(cls: type) -> dict[str, str]:
 def test_both_have_the_same_calls_with_the_same_arguments_and_types(blocking: type, asynchronous: type) -> None:
     mine, theirs = calls(blocking), calls(asynchronous)
     assert len(mine) >= 4
-    assert mine == {name: twins.said(signature) for name, signature in theirs.items()}
+    assert mine == {name: twins.translated(signature) for name, signature in theirs.items()}
 
 
 @pytest.mark.parametrize(("blocking", "asynchronous"), PAIRS)
@@ -50,7 +50,7 @@ def test_both_say_the_same_of_each_call(blocking: type, asynchronous: type) -> N
         if name != "__doc__":
             mine, theirs = inspect.getdoc(mine), inspect.getdoc(theirs)
         assert mine, f"{blocking.__name__}.{name} has no docstring"
-        assert mine.split() == twins.said(theirs).split()
+        assert mine.split() == twins.translated(theirs).split()
         assert "asyncio" not in mine
 
 

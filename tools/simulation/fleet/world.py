@@ -120,7 +120,7 @@ class World:
         loop = asyncio.get_running_loop()
         self.gateways = [SimulatedGateway(self) for _ in range(GATEWAYS)]
         steps = [asyncio.ensure_future(self._steps(replica)) for replica in self.replicas.values()]
-        trouble = asyncio.ensure_future(self._trouble())
+        trouble = asyncio.ensure_future(self._inject_faults())
         await asyncio.sleep(1.0)
         random = self.random("requests")
         async with asyncio.TaskGroup() as group:
@@ -241,7 +241,7 @@ class World:
     # -------------------------------------------------------------------------------------------------------------
     # faults
 
-    async def _trouble(self) -> None:
+    async def _inject_faults(self) -> None:
         """Inject faults until all requests have ended; the first replica has none."""
         random, settings = self.random("trouble"), self.settings
         names = sorted(self.replicas)[1:]
