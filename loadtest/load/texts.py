@@ -161,7 +161,7 @@ class Questions:
     def turns(self, index: int) -> tuple[Turn, ...]:
         """Return the turns of a session; see `Content`."""
         made = []
-        for question, (kept, new, output, cut) in zip(self._asked(index), self._plan(index), strict=True):
+        for question, (kept, new, output, cut) in zip(self._questions_of(index), self._plan(index), strict=True):
             tokens, text = question.passage(0, new)
             # With text prompts a server can only continue from a complete conversation.
             made.append(Turn(tokens=tokens, text=text, output_tokens=output, kept=kept if cut or not kept else ALL))
@@ -171,13 +171,13 @@ class Questions:
         """Return the class of a session's requests; see `Content`."""
         return ""
 
-    def _asked(self, index: int) -> Sequence[Text]:
+    def _questions_of(self, index: int) -> Sequence[Text]:
         return self._questions[self._order[index % len(self._order)]]
 
     def _plan(self, index: int) -> list[tuple[int, int, int, bool]]:
         """Return the kept, new and generated tokens of each turn, and whether it was truncated."""
         row, held, made = index % len(self), 0, []
-        for question in self._asked(index):
+        for question in self._questions_of(index):
             length = len(question) if self._inputs is None else int(self._inputs[row])
             new, output = (max(1, int(tokens * self._scale + 0.5)) for tokens in (length, int(self._outputs[row])))
             made.append(cut_turn(held, new, output, self._context_max))

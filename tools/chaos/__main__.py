@@ -42,7 +42,7 @@ def main() -> int:
         "--ranks", action="store_true", help="run the worker processes as ranks of one worker (tensor parallel)"
     )
     options = parser.parse_args()
-    log = _silent if options.quiet else _say
+    log = _silent if options.quiet else _print
     computing = (options.device, options.dtype)
     report = Driver(options.minutes, options.seed, log, options.plant, *computing, together=options.ranks).run()
     print(json.dumps(report, indent=1))
@@ -52,7 +52,7 @@ def main() -> int:
     return 1 if report["faults"] else 0
 
 
-def _say(words: str) -> None:
+def _print(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 

@@ -70,10 +70,10 @@ class BookedKey:
     """The command of an idempotency key: all its fields, and the ids that it got."""
 
     def __init__(self, command: Submit, first: int) -> None:
-        self.asked, self.ids = asked(command), range(first, first + command.count)
+        self.fields, self.ids = fields_of(command), range(first, first + command.count)
 
 
-def asked(command: Submit) -> tuple[Any, ...]:
+def fields_of(command: Submit) -> tuple[Any, ...]:
     """Return all fields of a command except its number."""
     fields = [name for name in command.__struct_fields__ if name not in ("rid", "prompt")]
     return (*(getattr(command, name) for name in fields), command.prompt.tobytes())
@@ -148,7 +148,7 @@ class Ledger:
         """Check that a known key returns its previous ids, and only for an equal command."""
         entry = self.keys.get((tenant, command.key)) if command.key else None
         if entry is not None and any(self._known(request_id) for request_id in entry.ids):
-            if not reply.repeated or ids != entry.ids or asked(command) != entry.asked:
+            if not reply.repeated or ids != entry.ids or fields_of(command) != entry.fields:
                 raise Violation(f"key {command.key!r} stands for {entry.ids}; {command!r} -> {reply!r}")
         elif reply.repeated:
             raise Violation(f"{command!r} was new, but the reply is marked as repeated: {reply!r}")
@@ -200,7 +200,7 @@ class Ledger:
         sequence = self.sequences.get(command.sequence_id)
         entry = self.keys.get((command.tenant if sequence is None else sequence.tenant, command.key))
         known = entry is not None and any(self._known(request_id) for request_id in entry.ids)
-        if entry is None or not known or entry.asked == asked(command):
+        if entry is None or not known or entry.fields == fields_of(command):
             raise Violation(f"{command!r} was refused: its key belongs to another command")
 
     def _gone(self, sequence: BookedSequence) -> bool:

@@ -121,9 +121,9 @@ class Keeper:
     async def _keep(self) -> None:
         while True:
             self._child.read()
-            self._hear()
+            self._read_status()
             if (status := self._child.ended()) is not None:
-                self._hear()
+                self._read_status()
                 self._on_end(status)
             elif self._child.restart_at is not None and self._child.restart_at <= monotonic() and not self._stopped_at:
                 self._start()
@@ -131,7 +131,7 @@ class Keeper:
                 self._child.send(signal.SIGKILL)
             await asyncio.sleep(TURN_S)
 
-    def _hear(self) -> None:
+    def _read_status(self) -> None:
         with suppress(BlockingIOError):
             while data := self._ours.recv(DOCUMENT_BYTES_MAX):
                 with suppress(msgspec.ValidationError, msgspec.DecodeError):

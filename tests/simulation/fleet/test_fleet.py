@@ -50,8 +50,8 @@ def test_a_seed_replays_exactly() -> None:
     first, second = World(START), World(START)
     first.run()
     second.run()
-    assert len(first.told) > 30
-    assert first.told == second.told
+    assert len(first.events) > 30
+    assert first.events == second.events
 
 
 @pytest.mark.parametrize("name", FAULTS)

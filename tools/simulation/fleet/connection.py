@@ -52,7 +52,7 @@ class Stream:
         """Stop reading without cancelling the request."""
         self.wanted = False
         if self.job is not None:
-            self.job.told = None
+            self.job.on_change = None
 
     def came(self, job: Job, tokens: list[int], ended: str) -> None:
         """Receive the replica's tokens, from the first one on."""
@@ -96,27 +96,27 @@ class Connection:
 
     async def health(self) -> Health:
         """See `AsyncClient.health`."""
-        return await self._asked(self.replica.health, max(self._lost_s, CLIENT_S))
+        return await self._ask(self.replica.health, max(self._lost_s, CLIENT_S))
 
     async def find_prefix(
         self, prompt: Int32Array, *, tenant: str, cache_salt: str, idempotency_key: str, timeout_s: float
     ) -> PrefixFound:
         """See `AsyncClient.find_prefix`."""
         tokens = tuple(prompt.tolist())
-        return await self._asked(lambda: self.replica.find(tokens, tenant, idempotency_key), timeout_s)
+        return await self._ask(lambda: self.replica.find(tokens, tenant, idempotency_key), timeout_s)
 
-    async def _asked(self, question: Callable[[], T], timeout_s: float) -> T:
+    async def _ask(self, question: Callable[[], T], timeout_s: float) -> T:
         if not self.connected:
             raise CoordinatorUnavailable("the replica is down")
-        told: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def answered() -> None:
             found = question()
-            self._reply(lambda: None if told.done() else told.set_result(found))
+            self._reply(lambda: None if answer.done() else answer.set_result(found))
 
         self._send(answered)
         try:
-            return await asyncio.wait_for(told, timeout_s)
+            return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(f"no answer within {timeout_s:g} s") from None
 
@@ -143,17 +143,17 @@ class Connection:
         def arrives() -> None:
             if stream.job is None:
                 try:
-                    stream.job = self.replica.submit(stream.prompt, stream.options, self, lambda: self._tell(stream))
+                    stream.job = self.replica.submit(stream.prompt, stream.options, self, lambda: self._deliver(stream))
                 except KvforgeError as error:
                     refused = error
                     self._reply(lambda: self._ends(stream, refused))
                     return
-            stream.job.owner, stream.job.told = self, lambda: self._tell(stream)
-            self._tell(stream)
+            stream.job.owner, stream.job.on_change = self, lambda: self._deliver(stream)
+            self._deliver(stream)
 
         self._send(arrives)
 
-    def _tell(self, stream: Stream) -> None:
+    def _deliver(self, stream: Stream) -> None:
         job = stream.job
         assert job is not None
         tokens, ended, error = [*job.tokens], job.ended, job.error

@@ -39,7 +39,7 @@ class Job:
     says: list[int]
     left: int  # prompt tokens still to compute
     owner: object | None
-    told: Callable[[], None] | None
+    on_change: Callable[[], None] | None
     tokens: list[int] = field(default_factory=list)
     ended: str = ""
     error: KvforgeError | None = None
@@ -103,11 +103,13 @@ class SimulatedReplica:
 
     # --------------------------------------------------------------------------------------------------------- requests
 
-    def submit(self, prompt: tuple[int, ...], options: RequestOptions, owner: object, told: Callable[[], None]) -> Job:
+    def submit(
+        self, prompt: tuple[int, ...], options: RequestOptions, owner: object, on_change: Callable[[], None]
+    ) -> Job:
         """Accept a request; raise Draining or QueueFull if that is impossible."""
         known = self.keyed.get((options.tenant, options.idempotency_key)) if options.idempotency_key else None
         if known is not None:
-            known.owner, known.told = owner, told
+            known.owner, known.on_change = owner, on_change
             return known
         if self.draining:
             raise Draining("the replica is draining")
@@ -119,7 +121,7 @@ class SimulatedReplica:
         self.seeds.add((prompt, options.sampling.seed))
         seed = options.sampling.seed
         says = answer(prompt, seed, options.max_tokens)
-        job = Job(number, prompt, options, seed, says, len(prompt), owner, told)
+        job = Job(number, prompt, options, seed, says, len(prompt), owner, on_change)
         if options.idempotency_key:
             self.keyed[job.key] = job
             self.computed.append(job.key)
@@ -156,8 +158,8 @@ class SimulatedReplica:
             if len(job.tokens) >= job.options.max_tokens:
                 self._end(job, "length")
         for job in decoding:
-            if job.told is not None:
-                job.told()
+            if job.on_change is not None:
+                job.on_change()
 
     def _end(self, job: Job, reason: str) -> None:
         job.ended = reason
@@ -188,8 +190,8 @@ class SimulatedReplica:
         for job in (*self.running, *self.waiting):
             job.error = Draining("submit it elsewhere")
             self._end(job, "cancelled")
-            if job.told is not None:
-                job.told()
+            if job.on_change is not None:
+                job.on_change()
 
     # ------------------------------------------------------------------------------------------------------------ cache
 

@@ -88,7 +88,7 @@ class World:
     """Runs one seed.
 
     Attributes:
-        told: events in order, to compare runs.
+        events: events in order, to compare runs.
         refused: refused requests that are submitted again.
     """
 
@@ -100,7 +100,7 @@ class World:
         }
         self.gateways: list[SimulatedGateway] = []
         self.troubled: set[str] = set()
-        self.told: list[str] = []
+        self.events: list[str] = []
         self.refused = 0
         self._over = False
 
@@ -131,7 +131,7 @@ class World:
         self._over = True
         await trouble
         await asyncio.sleep(CALM_S)
-        self.told.append(f"{loop.time():.6f} over")
+        self.events.append(f"{loop.time():.6f} over")
         for replica in self.replicas.values():
             promise(not replica.running and not replica.waiting, f"{replica.name} computes a request without a reader")
         for gateway in self.gateways:
@@ -176,7 +176,7 @@ class World:
                     await asyncio.sleep(AGAIN_S)
         except TimeoutError:
             raise Violation(f"request {number} did not end within {END_S:g} s") from None
-        self.told.append(f"{asyncio.get_running_loop().time():.6f} {number} {done} {len(given)}")
+        self.events.append(f"{asyncio.get_running_loop().time():.6f} {number} {done} {len(given)}")
         if key:
             places = {name for name, replica in self.replicas.items() if ("default", key) in replica.computed}
             calm = not places & self.troubled and 2 * self.settings.delay_s < self.settings.answer_s
@@ -262,7 +262,7 @@ class World:
             back_s = random.choice((0.02, settings.lost_s * 0.7, settings.lost_s + 1.0, BACK_S))
             if name not in busy or busy[name].done():
                 self.troubled.add(name)
-                self.told.append(f"{asyncio.get_running_loop().time():.6f} {kind} {name} {back_s}")
+                self.events.append(f"{asyncio.get_running_loop().time():.6f} {kind} {name} {back_s}")
                 busy[name] = asyncio.ensure_future(act(self.replicas[name], back_s))
         for task in busy.values():
             await task
@@ -295,6 +295,6 @@ class World:
         await self._kill(replica, 0.5)
 
     async def _kill_gateway(self, place: int) -> None:
-        self.told.append(f"{asyncio.get_running_loop().time():.6f} gateway {place}")
+        self.events.append(f"{asyncio.get_running_loop().time():.6f} gateway {place}")
         old, self.gateways[place] = self.gateways[place], SimulatedGateway(self)
         await old.die()
