@@ -38,9 +38,9 @@ from typing import Any
 
 import numpy as np
 
+from kvforge.loadtest.drive.driver_check import null_server
 from kvforge.loadtest.drive.outcome import FINISHED, DriverStats, Outcome
 from kvforge.loadtest.drive.processes import drive
-from kvforge.loadtest.drive.proof import null_server
 from kvforge.loadtest.drive.spec import HTTP, KVFORGE, RunSpec
 from kvforge.models.store import pull
 

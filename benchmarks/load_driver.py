@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+from kvforge.loadtest.drive.driver_check import null_server
 from kvforge.loadtest.drive.engine import TICK_S
 from kvforge.loadtest.drive.outcome import FINISHED, INTERRUPTED, DriverStats, Outcome
 from kvforge.loadtest.drive.processes import drive
-from kvforge.loadtest.drive.proof import null_server
 from kvforge.loadtest.drive.spec import HTTP, KVFORGE, RunSpec
 from kvforge.protocol.errors import Unavailable
 

@@ -25,12 +25,12 @@ from kvforge.coordinator.core.machine import Machine
 from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, KvforgeError, StateRemoved
 
 from . import snapshot
-from .absorb import absorb
 from .disk import failed, make_folder, sync_file, sync_folder, unusable
 from .identity import ACKNOWLEDGED, Origin
 from .log import Journal, remove_before, segments, states
 from .poison_detector import FILE, PoisonDetector
 from .recovery import Recovered, cut_torn, recover
+from .segment_completion import complete_segment
 from .set_aside import set_aside
 from .unwritten import FILE as UNWRITTEN
 from .unwritten import UnwrittenRecords
@@ -116,7 +116,7 @@ class StateFolder:
             JournalFailed: The disk refuses to read or write it.
         """
         try:
-            absorb(self.folder)
+            complete_segment(self.folder)
             if self._poison_detector.record_deaths >= self._deaths_max:
                 set_aside(self.folder, self._poison_detector)
             try:

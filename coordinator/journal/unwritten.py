@@ -3,7 +3,7 @@
 A write to a segment takes the system 5 to 25 us, mostly for new memory of its cache. With durability "process", a turn
 stores its record here before its effects leave, and the record is written to its segment after them. The file keeps its
 memory, so storing a record takes a copy. If the process dies in between, the next one appends the record to the last
-segment (`absorb`).
+segment (`complete_segment`).
 
 The file has a head and consecutive records: each is its number, its length, and its payload twice. A record counts once
 the head names its end, by a single store of 8 bytes. The file is valid for the boot of the host that wrote it. In that

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvforge.protocol.messages import Health, RequestList, RequestRow, Stats, TenantStats
 
-from .absent import Absent
+from .disconnected_workers import DisconnectedWorker
 
 ROWS_MAX = 100
 TENANTS_MAX = 64
@@ -54,7 +54,7 @@ def _tenant(number: int, row: TenantStats) -> Document:
     return {"number": number, **{name: getattr(row, name) for name in names}, "hits": hits}
 
 
-def workers(health: Health, absent: tuple[Absent, ...] = ()) -> Document:
+def workers(health: Health, absent: tuple[DisconnectedWorker, ...] = ()) -> Document:
     """Return the connected workers and the lost ones."""
     rows = [
         {

@@ -23,8 +23,8 @@ from kvforge.protocol.errors import InvalidRequest, KvforgeError, NotFound, Queu
 from kvforge.protocol.messages import RequestList, RequestRow
 
 from . import documents
-from .absent import Absences
 from .blocks import BLOCKS_MAX, BlockMap
+from .disconnected_workers import DisconnectedWorkers
 from .document_store import DocumentStore, event
 from .event_log import EventLog
 from .history import EVERY_S, History, Point
@@ -89,7 +89,7 @@ class Sampler:
         self._tables: Tables | None = None
         self._map, self._documents, self._history = BlockMap(), DocumentStore(), History()
         self._event_log, self._latencies, self._view = EventLog(), Latencies(), ServiceState()
-        self._absences = Absences()
+        self._disconnected = DisconnectedWorkers()
         self._came_ms: dict[int, int] = {}
         self._counts: deque[tuple[float, int, int]] = deque(maxlen=RATE_LOOKS)
         self._gauges: dict[str, int] = {}
@@ -184,7 +184,7 @@ class Sampler:
             await self._open_tables()
         view.waiting = await self._why(listed.requests, {row.tenant: row.pending for row in stats.tenants})
         view.stats, view.health, view.listed = stats, health, listed
-        view.absent = self._absences.look(health.gone, [worker.name for worker in health.workers], monotonic())
+        view.absent = self._disconnected.look(health.gone, [worker.name for worker in health.workers], monotonic())
         self._upto = max((pool.base + pool.blocks for pool in stats.pools), default=0)
         self._event_log.answered(stats, health, now_ms)
         self._latencies.look(listed.requests, now_s)

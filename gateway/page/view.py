@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvforge.protocol.messages import Health, RequestList, Stats
 
-from .absent import GONE, STARTING, Absent
+from .disconnected_workers import GONE, STARTING, DisconnectedWorker
 
 GOOD, NOTICE, BAD = "good", "notice", "bad"
 SILENT_S = 3.0  # without an answer; queries are sent once a second
@@ -59,7 +59,7 @@ class ServiceState:
 
     running: int = 0
     pending: int = 0
-    absent: tuple[Absent, ...] = ()
+    absent: tuple[DisconnectedWorker, ...] = ()
     stats: Stats | None = None
     health: Health | None = None
     listed: RequestList | None = None
@@ -121,7 +121,7 @@ def _serving(view: ServiceState, health: Health, work: str) -> Summary:
     return Summary(GOOD, f"All is well: {work}.", loading)
 
 
-def _absences(absent: tuple[Absent, ...]) -> str:
+def _absences(absent: tuple[DisconnectedWorker, ...]) -> str:
     """Describe the missing workers: "w1 is starting again, 2 workers are gone"."""
     parts = []
     for state in (STARTING, GONE):

@@ -17,7 +17,7 @@ from kvforge.gateway.config import Replica as Place
 from kvforge.protocol.messages import Health, Int32Array
 from kvforge.protocol.steady_clock import monotonic
 from kvforge.protocol.steady_timeout import steady_timeout
-from kvforge.routing import Router, ask_and_choose
+from kvforge.routing import Router, choose_replica
 
 from .failover import FailoverRequest
 from .replica import Replica
@@ -137,7 +137,7 @@ class ReplicaSet:
         while True:
             able = {r.name: r for r in self.replicas if self._serves(r) and r.name not in without}
             clients = {name: replica.client for name, replica in able.items()}
-            chosen = await ask_and_choose(self._router, clients, prompt, options, answer_s=answer_s, session=session)
+            chosen = await choose_replica(self._router, clients, prompt, options, answer_s=answer_s, session=session)
             for name in chosen.silent:
                 able[name].silent()
             if chosen.name is None:

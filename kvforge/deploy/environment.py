@@ -22,9 +22,9 @@ from pathlib import Path
 
 from kvforge.protocol.errors import InvalidConfiguration
 
+from .install_step import InstallStep, Record
 from .places import Places
 from .program import must
-from .step import Record, Step
 from .wheel import Wheel
 
 EXTRAS = "worker,gateway,tcp"  # tcp: the coordinator's [tcp] works in every environment, even after an upgrade
@@ -77,11 +77,11 @@ def own_python() -> Path:
     return Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def environment(places: Places, python: Python, record: Record) -> list[Step]:
+def environment(places: Places, python: Python, record: Record) -> list[InstallStep]:
     """Return the steps that bring the environment to this version of kvforge."""
     wheel = Wheel()
     wanted = _digest(wheel, python)
-    steps = [Step(f"remove the unused environment {old}", partial(shutil.rmtree, old)) for old in _left(places)]
+    steps = [InstallStep(f"remove the unused environment {old}", partial(shutil.rmtree, old)) for old in _left(places)]
     if (places.venv / "bin" / "pip").exists() and record.get(VENV) == wanted:
         return steps
     made = places.environments / str(1 + max(map(_number, _all(places)), default=0))
@@ -89,9 +89,9 @@ def environment(places: Places, python: Python, record: Record) -> list[Step]:
     fill = partial(_fill, places, made, python, wheel)
     return [
         *steps,
-        Step(f"create the environment {made} from {python.path}", partial(must, [*command, made])),
-        Step(f"install kvforge {wheel.version} and its dependencies in {made}", fill),
-        Step(f"link {places.venv} to it", partial(_switch, places, made, record, wanted)),
+        InstallStep(f"create the environment {made} from {python.path}", partial(must, [*command, made])),
+        InstallStep(f"install kvforge {wheel.version} and its dependencies in {made}", fill),
+        InstallStep(f"link {places.venv} to it", partial(_switch, places, made, record, wanted)),
     ]
 
 

@@ -18,9 +18,9 @@ from kvforge.protocol.errors import InvalidConfiguration, Unavailable
 
 from .accounts import account
 from .environment import HIDDEN, Python, environment
+from .install_step import EVERYBODY, InstallStep, Owner, Record, place
 from .places import CACHE_DIR, FILES, GPU_GROUPS, STATE_DIR, UNITS, USER, Places
 from .program import must
-from .step import EVERYBODY, Owner, Record, Step, place
 
 INSTANCE = re.compile(r"cpu|gpu(0|[1-9][0-9]{0,3})")
 SYSTEMD_RUNS = Path("/run/systemd/system")
@@ -123,7 +123,7 @@ def install(places: Places, options: InstallOptions, say: Callable[[str], None],
     return count
 
 
-def _parts(places: Places, options: InstallOptions, record: Record) -> Iterator[list[Step]]:
+def _parts(places: Places, options: InstallOptions, record: Record) -> Iterator[list[InstallStep]]:
     """Yield the missing steps of each part, evaluated after the previous part is done."""
     yield place(places.sysusers, _packaged("sysusers.d/kvforge.conf"), EVERYBODY, record)
     yield _users(places)
@@ -136,7 +136,7 @@ def _parts(places: Places, options: InstallOptions, record: Record) -> Iterator[
     changed = any(step.act is not None for step in units)
     yield units
     if changed and places.here and SYSTEMD_RUNS.exists():
-        yield [Step("reload systemd's units", partial(must, ["systemctl", "daemon-reload"]))]
+        yield [InstallStep("reload systemd's units", partial(must, ["systemctl", "daemon-reload"]))]
 
 
 def _packaged(name: str) -> bytes:
@@ -144,15 +144,15 @@ def _packaged(name: str) -> bytes:
     return (FILES / name).read_bytes()
 
 
-def _users(places: Places) -> list[Step]:
+def _users(places: Places) -> list[InstallStep]:
     found = account(places)
     if found is not None and set(GPU_GROUPS) <= set(found.groups):
         return []
     what = f"create the user {USER}" if found is None else f"add the user {USER} to {' and '.join(GPU_GROUPS)}"
-    return [Step(what, partial(must, _systemd("systemd-sysusers", places)))]
+    return [InstallStep(what, partial(must, _systemd("systemd-sysusers", places)))]
 
 
-def _folders(places: Places) -> list[Step]:
+def _folders(places: Places) -> list[InstallStep]:
     """Return the step that creates the folders of tmpfiles.d/kvforge.conf, if one is missing or differs."""
     found = account(places)
     service = Owner(0, 0, 0) if found is None else Owner(found.uid, found.gid, 0)
@@ -164,14 +164,16 @@ def _folders(places: Places) -> list[Step]:
     if all(path.is_dir() and owner.holds(path) for path, owner in wanted.items()):
         return []
     names = ", ".join(map(str, wanted))
-    return [Step(f"create the folders {names}", partial(must, [*_systemd("systemd-tmpfiles", places), "--create"]))]
+    return [
+        InstallStep(f"create the folders {names}", partial(must, [*_systemd("systemd-tmpfiles", places), "--create"]))
+    ]
 
 
 def _systemd(program: str, places: Places) -> list[str | Path]:
     return [program, *([] if places.here else [f"--root={places.root}"]), "kvforge.conf"]
 
 
-def _configuration(places: Places, options: InstallOptions, record: Record) -> list[Step]:
+def _configuration(places: Places, options: InstallOptions, record: Record) -> list[InstallStep]:
     found = account(places)
     owner = Owner(0, 0 if found is None else found.gid, 0o640)  # it may hold keys later
     steps = place(places.configuration / "coordinator.toml", _packaged("coordinator.toml"), owner, record)

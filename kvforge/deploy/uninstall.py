@@ -14,9 +14,9 @@ from kvforge.protocol.errors import Unavailable
 
 from .accounts import account
 from .install import SYSTEMD_RUNS
+from .install_step import NEW, InstallStep, Record, digest
 from .places import CACHE_DIR, RUNTIME_DIR, STATE_DIR, UNITS, USER, Places
 from .program import must, run
-from .step import NEW, Record, Step, digest
 
 EDITED = ".edited"
 # Units that systemd may have loaded, including instances of templates.
@@ -53,7 +53,7 @@ def uninstall(places: Places, say: Callable[[str], None], *, dry_run: bool, purg
     return count
 
 
-def _parts(places: Places, record: Record, purge: bool) -> Iterator[list[Step]]:
+def _parts(places: Places, record: Record, purge: bool) -> Iterator[list[InstallStep]]:
     """Yield the steps in an order that removes nothing while a running process needs it."""
     units = [places.units / name for name in UNITS]
     running = places.here and SYSTEMD_RUNS.exists()
@@ -62,20 +62,20 @@ def _parts(places: Places, record: Record, purge: bool) -> Iterator[list[Step]]:
     files = [step for path in units for step in _file(path, record)]
     yield files
     if files and running:
-        yield [Step("reload systemd's units", partial(_reload))]
+        yield [InstallStep("reload systemd's units", partial(_reload))]
     yield [*_file(places.tmpfiles, record), *_file(places.sysusers, record)]
     yield _environment(places)
     if purge:
         yield _state(places)
 
 
-def _stop(places: Places, running: bool) -> list[Step]:
+def _stop(places: Places, running: bool) -> list[InstallStep]:
     """Stop the services and disable their start at boot."""
     named = [name for name in UNITS if "@" not in name]
     named += [f"kvforge-worker@{instance}.service" for instance, _ in places.workers()]
     root = [] if places.here else [f"--root={places.root}"]
-    steps = [Step("stop the services", partial(must, ["systemctl", "stop", *LOADED]))] if running else []
-    return [*steps, Step("disable the services", partial(_disable, ["systemctl", *root, "disable", *named]))]
+    steps = [InstallStep("stop the services", partial(must, ["systemctl", "stop", *LOADED]))] if running else []
+    return [*steps, InstallStep("disable the services", partial(_disable, ["systemctl", *root, "disable", *named]))]
 
 
 def _disable(command: list[str]) -> None:
@@ -88,24 +88,24 @@ def _reload() -> None:
     run(["systemctl", "reset-failed", *LOADED])  # so that failed units are no longer listed
 
 
-def _file(path: Path, record: Record) -> list[Step]:
+def _file(path: Path, record: Record) -> list[InstallStep]:
     """Remove a file, and the newer version beside it; keep an edited one under another name."""
     beside = path.with_name(path.name + NEW)
-    steps = [Step(f"remove {beside}", partial(beside.unlink, missing_ok=True))] if beside.exists() else []
+    steps = [InstallStep(f"remove {beside}", partial(beside.unlink, missing_ok=True))] if beside.exists() else []
     if not path.exists():
         return steps
     noted = record.get(path)
     if noted and digest(path.read_bytes()) != noted:
         kept = path.with_name(path.name + EDITED)
-        return [*steps, Step(f"keep the edited {path} as {kept}", partial(_move, path, kept))]
-    return [*steps, Step(f"remove {path}", path.unlink)]
+        return [*steps, InstallStep(f"keep the edited {path} as {kept}", partial(_move, path, kept))]
+    return [*steps, InstallStep(f"remove {path}", path.unlink)]
 
 
 def _move(path: Path, to: Path) -> None:
     path.replace(to)
 
 
-def _environment(places: Places) -> list[Step]:
+def _environment(places: Places) -> list[InstallStep]:
     """Remove the environments, the link to one, and the record of the installation."""
     folder = places.record.parent
     paths = [places.venv, places.environments, places.record]
@@ -118,16 +118,16 @@ def _environment(places: Places) -> list[Step]:
         with suppress(OSError):  # it holds files of others
             folder.rmdir()
 
-    return [Step(f"remove the environment {folder}", remove)]
+    return [InstallStep(f"remove the environment {folder}", remove)]
 
 
-def _state(places: Places) -> list[Step]:
+def _state(places: Places) -> list[InstallStep]:
     folders = [places.configuration, *map(places.of, (STATE_DIR, CACHE_DIR, RUNTIME_DIR))]
     folders += sorted(places.units.glob("kvforge*.d"))  # created by `systemctl edit`
-    steps = [Step(f"remove {path} and its content", partial(_remove, path)) for path in folders if path.exists()]
+    steps = [InstallStep(f"remove {path} and its content", partial(_remove, path)) for path in folders if path.exists()]
     if account(places) is not None:
         prefix = [] if places.here else ["--prefix", str(places.root)]
-        steps.append(Step(f"remove the user {USER}", partial(must, ["userdel", *prefix, USER])))
+        steps.append(InstallStep(f"remove the user {USER}", partial(must, ["userdel", *prefix, USER])))
     return steps
 
 

@@ -4,8 +4,8 @@
 a request's draws before it is placed. The gateway and the load harness use all three.
 """
 
-from .asking import Chosen, ask_and_choose
+from .replica_query import Chosen, choose_replica
 from .router import POLICIES, PREFIX, ROUND_ROBIN, Offer, Router
 from .seeds import seed_of
 
-__all__ = ["POLICIES", "PREFIX", "ROUND_ROBIN", "Chosen", "Offer", "Router", "ask_and_choose", "seed_of"]
+__all__ = ["POLICIES", "PREFIX", "ROUND_ROBIN", "Chosen", "Offer", "Router", "choose_replica", "seed_of"]

@@ -10,9 +10,9 @@ from typing import Any
 
 from kvforge import Stats
 from kvforge.loadtest.chaos import plan
+from kvforge.loadtest.chaos.durability import check
+from kvforge.loadtest.chaos.fault_effects import fault_effects
 from kvforge.loadtest.chaos.kill import Killer
-from kvforge.loadtest.chaos.promise import check
-from kvforge.loadtest.chaos.story import story
 from kvforge.loadtest.drive import outcome as ends
 from kvforge.loadtest.drive.outcome import RunResult
 from kvforge.loadtest.drive.processes import Watch
@@ -113,7 +113,7 @@ async def _disturbed(
     async with place.client() as client:
         temperature = spec.temperature
         promise = await check(measured.outcomes, workload, client, draw=draw, temperature=temperature, stop=stop)
-    return measured, story(strikes, promise)
+    return measured, fault_effects(strikes, promise)
 
 
 async def _tail(place: ServerUnderTest, measured: RunResult) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from kvforge.protocol.errors import InvalidRequest
 from .http_answer import Answer
 from .http_pool import Exchange, Pool
 from .http_wire import Address, encode, httptools, many_files, token_ids
-from .http_words import Words
+from .http_word_map import WordMap
 from .outcome import RUNNING, Outcome
 from .target import TargetRequest
 
@@ -87,7 +87,7 @@ class HttpTarget:
         head = address.head("POST", PATHS[options.api], key)
         self._head = head + b"Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "
         self._chat, self._text = options.api == CHAT, options.api == CHAT or options.prompt_as == TEXT
-        self._words = Words(options.vocab, encode)
+        self._words = WordMap(options.vocab, encode)
         self._address, self._whole, self._ids = address, options.extra, options.token_ids
         usage: dict[str, bool] = {"include_usage": True}
         self._fixed: dict[str, Any] = {"model": options.model, "stream": True, "stream_options": usage}

@@ -50,7 +50,7 @@ class Outcome:
         request_id: The coordinator's id; 0 for none.
         timings: Times on the coordinator's clock.
         tokens_s: When each token arrived.
-        tokens: The token ids; for servers that return text see `http_words`, empty if the session does not continue.
+        tokens: The token ids; for servers that return text see `http_word_map`, empty if the session does not continue.
         stood_in: Whether the token ids are stand-ins.
         answer: The text of the answer, if the server returns text and the session continues.
     """

@@ -15,8 +15,8 @@ from typing import IO, Any
 from kvforge.loadtest.load.workload import Workload
 from kvforge.protocol.errors import DeadlineExceeded, InternalError, restore
 
+from .child_command import child_command
 from .outcome import DriverStats, Outcome
-from .own import own
 from .progress import Progress, together
 from .result import unpack
 from .spec import HTTP, KVFORGE, RunSpec
@@ -117,7 +117,7 @@ class _Child:
         """Start it and wait until it is ready."""
         fd = self._result.fileno()
         self._process = await asyncio.create_subprocess_exec(
-            *own("kvforge.loadtest.drive.child", str(fd)),
+            *child_command("kvforge.loadtest.drive.child", str(fd)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=LINE_BYTES_MAX,

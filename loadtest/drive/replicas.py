@@ -11,7 +11,7 @@ from kvforge import AsyncClient
 from kvforge.client.aio import AsyncStreams
 from kvforge.protocol.errors import KvforgeError, NotReady
 from kvforge.protocol.messages import PrefixFound
-from kvforge.routing import ROUND_ROBIN, Offer, Router, ask_and_choose
+from kvforge.routing import ROUND_ROBIN, Offer, Router, choose_replica
 
 from .coordinator import READY_S, RECONNECT_S, StreamFollower, options_of
 from .deadlines import Deadlines
@@ -78,7 +78,7 @@ class ReplicasTarget:
         self, sent: _Sent, ask: TargetRequest, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
     ) -> None:
         options = options_of(ask.output_tokens, ask.tenant, ask.temperature, ask.seed if ask.temperature else 0)
-        chosen = await ask_and_choose(self._router, self._clients, ask.prompt, options, answer_s=ANSWER_S)
+        chosen = await choose_replica(self._router, self._clients, ask.prompt, options, answer_s=ANSWER_S)
         if chosen.name is None:
             next_ = next(iter(self._streams))
             one = StreamFollower(outcome, start, ended, self._streams[next_], self._deadlines)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from time import monotonic
 
+from .driver_check import check_driver
 from .observer import Observer
 from .outcome import RunResult
 from .processes import Watch, drive, needed
-from .proof import prove
 from .spec import KVFORGE, RunSpec
 
 
@@ -46,7 +46,7 @@ async def measure(
             observer = Observer(spec.endpoint, server_key=spec.server_key, key_file=spec.key_file)
             stack.push_async_callback(observer.close)
             await observer.open()
-        null_late_s = await prove(spec, processes, stop) if spec.proof_s > 0 else array("d")
+        null_late_s = await check_driver(spec, processes, stop) if spec.proof_s > 0 else array("d")
         before = await observer.stats() if observer is not None else None
 
         def beginning(start: float) -> None:

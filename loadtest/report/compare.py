@@ -7,10 +7,10 @@ from typing import Any
 
 from ..measure.group import LATENCIES
 from ..measure.windows import SUMMARIES, TIMES
+from .number_format import NOTHING, number, percent, spread
 from .result import checked
 from .tables import RATES, Table
 from .terminal import plain, set_table
-from .words import NOTHING, number, percent, spread
 
 HIGHER = {**RATES, "goodput_per_s": "goodput, requests"}
 WITHIN, BETTER, WORSE, UNKNOWN = "within the noise", "better", "worse", "noise unknown"

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from . import compare as beside
 from . import sweep as sweeping
 from .drawing import Picture
+from .number_format import NOTHING, number, pairs, percent
 from .tables import Table, divided, ends, errors, good_words, groups, lag, latency, rates, server
 from .terminal import verdict_line
 from .timeline import name, shares_ms
-from .words import NOTHING, number, pairs, percent
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -8,8 +8,8 @@ import numpy as np
 
 from ..measure.group import LATENCIES
 from .drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, Picture, draw, legend, log_axis
+from .number_format import number
 from .timeline import divided, timeline
-from .words import number
 
 Document = dict[str, Any]
 BLOCKS = {"referenced": BLUE, "cached": GREEN, "quarantined": RED, "free": GREY}

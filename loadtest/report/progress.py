@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from .words import number
+from .number_format import number
 
 LIVE_S, LINES_S = 0.25, 10.0
 CLEAR = "\r\x1b[K"

@@ -7,9 +7,9 @@ from typing import Any
 
 from ..measure.windows import TIMES
 from .drawing import BLUE, GREEN, ORANGE, PURPLE, RED, Picture, draw, legend, log_axis
+from .number_format import number, percent
 from .tables import Table
 from .terminal import set_table
-from .words import number, percent
 
 GOOD_SHARE_MIN = 0.9
 SLOWER_MAX = 2.0

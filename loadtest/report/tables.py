@@ -10,8 +10,8 @@ from ..drive.outcome import ENDS
 from ..measure.group import LATENCIES
 from ..measure.percentiles import PERCENTILES, name
 from ..measure.verdict import LAGS
+from .number_format import milliseconds, number, percent, spread
 from .timeline import shares, which
-from .words import milliseconds, number, percent, spread
 
 Document = dict[str, Any]
 COLUMNS = ("mean", *(name(each) for each in PERCENTILES), "max")

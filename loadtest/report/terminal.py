@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..machine import table
+from .number_format import NOTHING, pairs
 from .tables import Table, ends, tables
-from .words import NOTHING, pairs
 
 CELL_MAX = 120
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, Picture, draw, legend
-from .words import number, percent
+from .number_format import number, percent
 
 STATES = {
     "driver": "#a16207",

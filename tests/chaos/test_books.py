@@ -16,8 +16,20 @@ from kvforge import CapacityExceeded, CoordinatorUnavailable
 from kvforge.protocol.messages import RequestInfo, RequestRow
 from tools.chaos.cases import Answer, Case, Known
 from tools.chaos.ledger import Ledger, Record
-from tools.chaos.notes import ACCEPTED, ASKED, BROKEN, CANCELLING, ENDED, FAULT, LEFT, REFUSED, UNKNOWN, Notes, Story
-from tools.chaos.processes import LEFT_TAKEN_UP_MAX, Absence, Processes
+from tools.chaos.notes import (
+    ACCEPTED,
+    ASKED,
+    BROKEN,
+    CANCELLING,
+    ENDED,
+    FAULT,
+    LEFT,
+    REFUSED,
+    UNKNOWN,
+    ClientNotes,
+    Notes,
+)
+from tools.chaos.processes import LEFT_TAKEN_UP_MAX, Processes, Suspension
 
 PROCESS = "p0.1"
 GREEDY = {"temperature": 0.0}
@@ -58,7 +70,7 @@ class Books:
             {"kind": ACCEPTED, "name": "e", "ids": [6]},
             {"kind": LEFT, "id": 6},
         ]
-        self.absences: list[Absence] = []
+        self.absences: list[Suspension] = []
         self.killed: set[str] = set()
 
     def note(self, kind: str, **facts: Any) -> None:
@@ -78,7 +90,7 @@ class Books:
         notes.close()
         ledger = Ledger([KNOWN, OTHER])
         ledger.records = self.records
-        ledger.account([Story.of(PROCESS, path)], self.absences, self.killed)
+        ledger.account([ClientNotes.of(PROCESS, path)], self.absences, self.killed)
         return ledger.faults
 
 
@@ -205,10 +217,10 @@ def test_errors_are_excused_by_an_absence_and_by_want_of_room_alone(books: Books
     books.note(REFUSED, name="f", code=CapacityExceeded.code, message="no room")
     books.note(ASKED, name="g", case=0, turn=1, count=1, how="plain")
     books.note(UNKNOWN, name="g", code=CoordinatorUnavailable.code, message="gone", at=100.0)
-    books.absences.append(Absence(PROCESS, 98.0, 101.0))
+    books.absences.append(Suspension(PROCESS, 98.0, 101.0))
     assert books.faults() == []
     (books.folder / "notes").unlink()
-    books.absences[0] = Absence("p1.1", 98.0, 101.0)
+    books.absences[0] = Suspension("p1.1", 98.0, 101.0)
     assert ["unexcused error" in fault for fault in books.faults()] == [True]
 
 

@@ -158,7 +158,7 @@ class Wire:
         pass
 
 
-class DyingJournal(Journal):
+class CrashingJournal(Journal):
     """A journal that may die with its process while it writes a turn."""
 
     world: World
@@ -392,8 +392,8 @@ class World:
         for peer in (*self.workers, *self.clients):
             peer.connect()
 
-    def _journal(self, number: int, origin: Origin | None = None) -> DyingJournal:
-        journal = DyingJournal(self.folder, number, origin=origin)
+    def _journal(self, number: int, origin: Origin | None = None) -> CrashingJournal:
+        journal = CrashingJournal(self.folder, number, origin=origin)
         journal.world = self
         return journal
 

@@ -1,4 +1,4 @@
-"""Snapshots and likenesses leave nothing out: a change of any number of the core shows."""
+"""Snapshots and digests leave nothing out: a change of any number of the core shows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvforge.coordinator.core.requests.request import Request
 from tools.simulation.attributes import WATCHERS
 from tools.simulation.attributes import attributes as known
 from tools.simulation.coordinators import SimulatedCoordinator
-from tools.simulation.likeness import likeness
 from tools.simulation.runner import drawn
 from tools.simulation.snapshots import Snapshots
+from tools.simulation.state_equality import equality_digest
 from tools.simulation.world import World
 
 EVENTS_MAX = 1500
@@ -103,21 +103,21 @@ def test_a_snapshot_shows_every_change_of_a_number(busy: tuple[Machine, Snapshot
     every_change_shows(machine, snapshots.capture, NOT_SAID)
 
 
-def test_a_likeness_shows_every_change_of_a_number(busy: tuple[Machine, Snapshots]) -> None:
+def test_an_equality_digest_shows_every_change_of_a_number(busy: tuple[Machine, Snapshots]) -> None:
     machine, _ = busy
     machine.cache.store.changed = None  # events not yet sent to mirrors are not part of the state
-    every_change_shows(machine, lambda: likeness(machine), DERIVED)
+    every_change_shows(machine, lambda: equality_digest(machine), DERIVED)
 
 
 def test_the_order_of_a_set_is_no_difference(busy: tuple[Machine, Snapshots]) -> None:
     machine, _ = busy
     machine.streams._paused[7] = {0, 8}
-    before = likeness(machine)
+    before = equality_digest(machine)
     machine.streams._paused[7] = {8, 0}
     assert list(machine.streams._paused[7]) == [8, 0]
-    assert likeness(machine) == before
+    assert equality_digest(machine) == before
     machine.streams._paused[7] = {16, 8}
-    assert likeness(machine) != before
+    assert equality_digest(machine) != before
 
 
 def every_change_shows(machine: Machine, said: Callable[[], Any], not_said: set[tuple[str, str]]) -> None:

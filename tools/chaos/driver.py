@@ -18,12 +18,12 @@ from contextlib import suppress
 from typing import Any
 
 from kvforge import AsyncClient, Client, KvforgeError
-from kvforge.coordinator.journal.absorb import absorb
 from kvforge.coordinator.journal.recovery import recover
+from kvforge.coordinator.journal.segment_completion import complete_segment
 from kvforge.protocol.messages import Stats
 from tools.cluster.cluster import READY_S, Cluster
 
-from . import cases, interruptions, planted, remains, sizes, tokenizer
+from . import cases, interruptions, leftovers, planted, sizes, tokenizer
 from .interruptions import COORDINATOR, GATEWAY
 from .ledger import FINISHED, LIST_MAX, Ledger
 from .processes import CLIENT_END_S, Processes
@@ -250,7 +250,7 @@ class Driver:
                 self.faults.append(f"request {request_id} returns {done.tokens} on attach, but its record is {record}")
 
     def _check_empty(self, stats: Stats) -> None:
-        self.faults += remains.not_given_back(stats)
+        self.faults += leftovers.not_given_back(stats)
         requests = stats.requests
         # The reference answers are counted, too.
         if requests.accepted_total != len(self._ledger.records):
@@ -262,7 +262,7 @@ class Driver:
         """Recover the journal and check the machine, then end all processes and check that nothing is left."""
         cluster = self._cluster
         cluster.kill(COORDINATOR)
-        absorb(cluster.runtime / "state")
+        complete_segment(cluster.runtime / "state")
         found = recover(cluster.runtime / "state")
         if found is None or found.torn is not None:
             self.faults.append(f"the journal does not recover cleanly: {found}")
@@ -281,10 +281,10 @@ class Driver:
             cluster.signal(member, signal.SIGTERM)
             if (status := cluster.end(member)) != 0:
                 self.faults.append(f"{member} exited with status {status}")
-        self.faults += remains.orphans(cluster.folder)
-        self.faults += remains.files(cluster.runtime)
+        self.faults += leftovers.orphans(cluster.folder)
+        self.faults += leftovers.files(cluster.runtime)
         for member in (COORDINATOR, GATEWAY, *WORKERS, *CLIENTS):
-            self.faults += remains.complaints(member, cluster.log(member))
+            self.faults += leftovers.complaints(member, cluster.log(member))
 
     def _check_last(self, kv: Client) -> None:
         stats = kv.stats()

@@ -11,8 +11,8 @@ from kvforge.protocol.messages import RequestInfo
 
 from .cases import Answer, Known
 from .interruptions import COORDINATOR
-from .notes import LOST, Intent, Story
-from .processes import Absence
+from .notes import LOST, ClientNotes, Intent
+from .processes import Suspension
 from .python_client import CANCELLED, FIRST
 
 LIST_MAX = 1000
@@ -83,7 +83,7 @@ class Ledger:
                 f"request {info.request_id} is {info.state} with {tokens}, not one of {[a.tokens for a in answers]}"
             )
 
-    def account(self, stories: Sequence[Story], absences: Sequence[Absence], killed: Collection[str]) -> None:
+    def account(self, stories: Sequence[ClientNotes], absences: Sequence[Suspension], killed: Collection[str]) -> None:
         """Compare the records with the client processes' notes.
 
         Args:
@@ -127,7 +127,7 @@ class Ledger:
         if not _fits(answer, record.state, record.tokens):
             self._fault(f"request {request_id} ({intent.name}) is {record}, expected {answer}")
 
-    def _read(self, story: Story, absences: Sequence[Absence], killed: bool) -> None:
+    def _read(self, story: ClientNotes, absences: Sequence[Suspension], killed: bool) -> None:
         """Check that a client process saw the same ends as the coordinator, and missed none."""
         for request_id, note in story.ended.items():
             record = self.records.get(request_id)
@@ -148,9 +148,9 @@ class Ledger:
 
     def _cancels(
         self,
-        stories: Sequence[Story],
+        stories: Sequence[ClientNotes],
         owners: dict[int, tuple[Intent, int]],
-        absences: Sequence[Absence],
+        absences: Sequence[Suspension],
         killed: Collection[str],
     ) -> None:
         """Check that each cancelled request was cancelled by a client, or ended with its client's connection.

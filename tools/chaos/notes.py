@@ -66,7 +66,7 @@ class Intent:
 
 
 @dataclass
-class Story:
+class ClientNotes:
     """The notes of one client process."""
 
     process: str
@@ -78,7 +78,7 @@ class Story:
     faults: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, process: str, path: Path) -> Story:
+    def of(cls, process: str, path: Path) -> ClientNotes:
         """Read the notes of a process."""
         story = cls(process)
         for note in read(path):

@@ -19,7 +19,7 @@ from typing import Any
 from tools.cluster.cluster import Cluster
 
 from .interruptions import COORDINATOR, GATEWAY, KILL, STOP, Interruption
-from .notes import Story
+from .notes import ClientNotes
 from .sizes import Sample, Span, sample
 
 CLIENT_END_S = 90.0
@@ -52,7 +52,7 @@ class ProcessRun:
 
 
 @dataclass(frozen=True)
-class Absence:
+class Suspension:
     """A period for which a process was stopped, long enough that its peers dropped it."""
 
     member: str
@@ -87,7 +87,7 @@ class Processes:
         self._incarnations = dict.fromkeys(clients, 0)
         self.lives: dict[str, list[ProcessRun]] = {}
         self.stopped: dict[str, tuple[float, float]] = {}  # since, until
-        self.absences: list[Absence] = []
+        self.absences: list[Suspension] = []
         self.killed_clients: set[str] = set()  # process names
         self.faults: list[str] = []
         self._again: dict[str, float] = {}
@@ -135,7 +135,7 @@ class Processes:
         before = self._left_behind(member)
         if member in self._popen:
             _close(self._popen[member])
-        module = "web" if member.startswith("h") else "client"
+        module = "http_client" if member.startswith("h") else "client"
         self._incarnations[member] += 1
         name = self.process_name(member)
         folder = self.cluster.folder
@@ -160,10 +160,10 @@ class Processes:
         """Return the path of a client process's notes."""
         return self.cluster.folder / f"{name}.notes"
 
-    def stories(self) -> list[Story]:
+    def stories(self) -> list[ClientNotes]:
         """Return the notes of all client processes, killed ones included."""
         names = [f"{member}.{i}" for member in self.clients for i in range(1, self._incarnations[member] + 1)]
-        return [Story.of(name, self.notes(name)) for name in names]
+        return [ClientNotes.of(name, self.notes(name)) for name in names]
 
     def _left_behind(self, member: str) -> list[dict[str, Any]]:
         """Return the intents that the previous process did not finish, and the latest ones that it left detached.
@@ -173,7 +173,7 @@ class Processes:
         if not self._incarnations[member]:
             return []
         name = self.process_name(member)
-        story = Story.of(name, self.notes(name))
+        story = ClientNotes.of(name, self.notes(name))
         alone = set(sorted(story.left)[:-LEFT_TAKEN_UP_MAX])
         left = []
         for intent in story.intents.values():
@@ -232,7 +232,7 @@ class Processes:
         self._signal(member, signal.SIGCONT)
         now = monotonic()
         if now - since > self._gone_s:
-            self.absences.append(Absence(self._process_of(member), since, now))
+            self.absences.append(Suspension(self._process_of(member), since, now))
 
     def _revive(self, member: str, status: int) -> None:
         life = self.lives[member][-1]

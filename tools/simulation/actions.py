@@ -13,8 +13,8 @@ from itertools import accumulate
 from random import Random
 from typing import Any
 
+from tools.simulation.crashes import AFTER, BEFORE, TORN, WHOLE
 from tools.simulation.draws import Draws
-from tools.simulation.dying import AFTER, BEFORE, TORN, WHOLE
 from tools.simulation.model import DEADLY, poison
 from tools.simulation.settings import SAMPLES_MAX, TENANTS, Settings
 

@@ -50,12 +50,12 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.tables import TablesWriter
 from tools.simulation.checks import Checker, Generations
+from tools.simulation.crashes import AFTER, Crash, CrashingJournal, CrashPlan, LedgerCopy, copied
 from tools.simulation.digest import digest
-from tools.simulation.dying import AFTER, Books, Crash, Death, DyingJournal, copied
-from tools.simulation.likeness import likeness
 from tools.simulation.mirroring import Mirrored
 from tools.simulation.progress import Progress
 from tools.simulation.snapshots import NOTHING, Snapshot, Snapshots
+from tools.simulation.state_equality import equality_digest
 from tools.simulation.workers import Violation
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class SimulatedCoordinator:
     """Machine, tables and loop of one process between the world's two networks; records events in the ledger."""
 
     def __init__(
-        self, world: World, machine: Machine, folder: Path, entropy: Random, journal: DyingJournal | None = None
+        self, world: World, machine: Machine, folder: Path, entropy: Random, journal: CrashingJournal | None = None
     ) -> None:
         """Create a coordinator for a machine.
 
@@ -130,11 +130,11 @@ class SimulatedCoordinator:
         self._due_us = self._turned_us = self._turns_at_once = 0
         self._mark = NO_CHANGES
         self._flushed = self._unpublished = False
-        self.death: Death | None = None  # how the next turn ends
+        self.death: CrashPlan | None = None  # how the next turn ends
         self.up, self.dead = True, False
         self._stands = False  # the process is stopped and takes no turn
         self._processes: dict[int, int] = {}  # process ids of workers, by connection
-        self._books: Books | None = None  # a copy of the promises, made before a turn that dies unwritten
+        self._ledger_copy: LedgerCopy | None = None  # a copy of the promises, made before a turn that dies unwritten
         self._effects_left = NO_END
         self.journal = journal
         if type(machine) is Machine:  # recovered from a journal
@@ -161,7 +161,7 @@ class SimulatedCoordinator:
         self._watch()
         self.snapshots = Snapshots(self.machine)
 
-    def goes_on(self, before: Books) -> None:
+    def goes_on(self, before: LedgerCopy) -> None:
         """Take over the checks of the previous life; `rise` starts the process."""
         self.up = False
         self._progress.goes_on(before.progress)
@@ -464,16 +464,16 @@ class SimulatedCoordinator:
                 self.journal.flush()
             return due_us
         if self.journal.unwritten:  # events of the previous turn: the ledger's copy no longer covers them
-            self.death = Death(AFTER, 0, self.death.back_us, self.death.wall_jump_s)
+            self.death = CrashPlan(AFTER, 0, self.death.back_us, self.death.wall_jump_s)
         death = self.journal.death = self.death
         if death.how == AFTER:
             self._effects_left = death.part
         else:
             world = self._world
             shared = [world, world.settings, self.tables, world.client_side, world.worker_side]
-            self._books = copied(self._ledger, self._progress, self.checker, self.machine, shared)
+            self._ledger_copy = copied(self._ledger, self._progress, self.checker, self.machine, shared)
         due_us = self.loop.turn(now_us)
-        self._books = None  # there was nothing to write
+        self._ledger_copy = None  # there was nothing to write
         if not self.journal.unwritten:
             raise Crash
         # The next turn writes what the last effect added, and then the process dies.
@@ -490,7 +490,7 @@ class SimulatedCoordinator:
         assert self.death is not None and self.journal is not None
         self.dead = self.journal.dead = True
         self.close()
-        now = self._books or Books(self._ledger, self._progress, self.checker, likeness(self.machine))
+        now = self._ledger_copy or LedgerCopy(self._ledger, self._progress, self.checker, equality_digest(self.machine))
         self._world.died(now, self.death.back_us, self.death.wall_jump_s)
 
     def _probe(self, at_us: int) -> None:

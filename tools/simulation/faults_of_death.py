@@ -26,7 +26,7 @@ from kvforge.coordinator.journal.log import Journal
 from kvforge.coordinator.kv_events.stream import EventStream
 from kvforge.coordinator.turn import TurnLoop
 from kvforge.protocol.messages import PoolRegistered
-from tools.simulation import dying
+from tools.simulation import crashes
 from tools.simulation.faults import Patch
 
 FAULTS_OF_DEATH: dict[str, Callable[[], list[Patch]]] = {}
@@ -53,7 +53,7 @@ def effects_before_the_journal() -> list[Patch]:
 @fault
 def stored_records_not_added() -> list[Patch]:
     """A start does not add the records that the process before had not written to their segment."""
-    return [(dying, "absorb", lambda _folder: 0)]
+    return [(crashes, "complete_segment", lambda _folder: 0)]
 
 
 @fault

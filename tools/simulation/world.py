@@ -28,8 +28,8 @@ from tools.simulation.actions import Action
 from tools.simulation.calm import Calm
 from tools.simulation.clients import SimulatedClient
 from tools.simulation.coordinators import SimulatedCoordinator, WatchedMachine
+from tools.simulation.crashes import CrashingJournal, CrashPlan, LedgerCopy, cut, recover_next_process
 from tools.simulation.draws import Draws
-from tools.simulation.dying import Books, Death, DyingJournal, cut, next_life
 from tools.simulation.ledger import Ledger
 from tools.simulation.mirroring import Router
 from tools.simulation.model import Oracle
@@ -101,7 +101,7 @@ class World:
 
     # ------------------------------------------------------------------------------------------------- the coordinator
 
-    def _first_journal(self) -> DyingJournal:
+    def _first_journal(self) -> CrashingJournal:
         state = self._folder / "state"
         state.mkdir()
         journal = self._journal(1, Origin.new())
@@ -109,16 +109,16 @@ class World:
         journal.commit()
         return journal
 
-    def _journal(self, number: int, origin: Origin) -> DyingJournal:
+    def _journal(self, number: int, origin: Origin) -> CrashingJournal:
         """Return a journal; in every second world, it stores the records of a turn until the turn is over."""
         state = self._folder / "state"
         stored = UnwrittenRecords(state, origin.journal, number) if self._stores else None
-        return DyingJournal(state, number, origin=origin, unwritten=stored)
+        return CrashingJournal(state, number, origin=origin, unwritten=stored)
 
     def crash(self, how: str, part: int, back_us: int, wall_jump_s: float = 0.0) -> None:
         """Let the coordinator's process die in its next turn, and set the wall clock before the next one starts."""
         if self.coordinator.up and self.coordinator.death is None:
-            self.coordinator.death = Death(how, part, back_us, wall_jump_s)
+            self.coordinator.death = CrashPlan(how, part, back_us, wall_jump_s)
             self.coordinator.wake()
 
     @property
@@ -160,7 +160,7 @@ class World:
         if coordinator.up and journal is not None and not journal.unwritten:
             cut(journal, coordinator.machine, coordinator.machine._clock.now_us, self._numbers)
 
-    def died(self, before: Books, back_us: int, wall_jump_s: float) -> None:
+    def died(self, before: LedgerCopy, back_us: int, wall_jump_s: float) -> None:
         """Replace a dead coordinator by a process that recovers.
 
         Args:
@@ -169,7 +169,7 @@ class World:
             wall_jump_s: change of the wall clock meanwhile.
         """
         self.ledger = before.ledger
-        found = next_life(self._folder / "state", before)
+        found = recover_next_process(self._folder / "state", before)
         self._numbers = found.numbers
         self._pools = {(group.name, group.epoch): 0 for group in found.machine.cache.groups.values()}
         self._given_up.clear()

@@ -12,11 +12,11 @@ from kvforge.worker.device.device import Device, as_worker_error
 from kvforge.worker.device.ranks import Ranks
 
 from .composite import config_for, model_class, text_part
-from .foreign import refusing, sentence
 from .formats import check_scales, dequantise
 from .gguf import noted_names
 from .gguf_config import check_rotation
 from .lazy_compiler import less_of_torch
+from .library_errors import refusing, sentence
 from .probe import foresee
 from .progress import Progress, ProgressBars, bars_to
 from .rehearsal import check_memory, drop_removed_parts, rehearse

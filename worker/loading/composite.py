@@ -20,7 +20,7 @@ from transformers.models.auto import modeling_auto
 
 from kvforge.protocol.errors import UnsupportedModel
 
-from .foreign import sentence
+from .library_errors import sentence
 
 MAPPINGS = (
     "MODEL_FOR_MULTIMODAL_LM_MAPPING",

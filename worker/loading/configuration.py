@@ -15,8 +15,8 @@ from kvforge.protocol.errors import InvalidConfiguration, ModelNotFound, Unsuppo
 from kvforge.worker.device.device import Device
 
 from .answer_ends import check_folder
-from .foreign import refusing, sentence
 from .gguf_config import apply_metadata
+from .library_errors import refusing, sentence
 from .source import Source
 
 MODEL_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

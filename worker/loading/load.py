@@ -28,8 +28,8 @@ from .build import build, lacks_memory
 from .configuration import model_dtype, read_config
 from .determinism import FAST_WAY_OUT, attends_in_plain_torch, describe_determinism, make_batch_invariant
 from .fingerprint import fingerprint, joined_digest
-from .foreign import sentence
 from .fusion import fuse, is_known
+from .library_errors import sentence
 from .model import ForwardContext, LoadedModel
 from .probe import bind_layers, bound_options, bound_shapes
 from .progress import Progress, gguf_read_once

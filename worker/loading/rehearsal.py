@@ -17,7 +17,7 @@ from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.device.device import Device
 
 from .composite import is_removed
-from .foreign import sentence
+from .library_errors import sentence
 from .report import LoadReport, reject_mismatches, reported
 
 TYPES = {

@@ -16,7 +16,7 @@ from kvforge.protocol.errors import InvalidRequest, KvforgeError
 from kvforge.protocol.messages import Int32Array, Step
 from kvforge.worker.sampling.sampler import NO_TOKEN
 
-from .starts import split_history
+from .row_start_checks import split_history
 
 BoolArray = npt.NDArray[np.bool_]
 

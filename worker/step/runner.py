@@ -42,8 +42,8 @@ from .checks import BoolArray, Rows, Scoring, StepLimits, bad_copies, check_rows
 from .graphs import DecodeGraphs
 from .meter import Meter
 from .pending import DeferredRows, PendingStep, Sampled, StepOutcome, joined
+from .row_start_checks import Histories, problem_of, split_history
 from .shaping import GrammarMasks
-from .starts import Histories, problem_of, split_history
 from .token_kinds import split_by_kind, split_marks, split_passes
 
 STEPS_UNDER_WAY_MAX = 2

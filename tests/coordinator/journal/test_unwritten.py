@@ -12,10 +12,10 @@ import pytest
 from kvforge.coordinator.core.events import Boot, ClientCame
 from kvforge.coordinator.core.limits import Limits
 from kvforge.coordinator.journal import unwritten
-from kvforge.coordinator.journal.absorb import absorb
 from kvforge.coordinator.journal.entries import pack
 from kvforge.coordinator.journal.identity import Origin, read_mark
 from kvforge.coordinator.journal.log import Journal, segments
+from kvforge.coordinator.journal.segment_completion import complete_segment
 from kvforge.coordinator.journal.unwritten import FILE, FIRST_AT, START, UnwrittenRecords, read_unwritten
 from kvforge.coordinator.replay import main as replay
 from kvforge.protocol.errors import JournalCorrupt, StateRemoved
@@ -88,10 +88,10 @@ def test_the_records_of_a_dead_process_are_added_wherever_it_died(journal: Journ
     for end in range(len(before), len(after) + 1):  # it died while it wrote the records
         path.write_bytes(after[:end])
         (tmp_path / FILE).write_bytes(stored)
-        absorb(tmp_path)
+        complete_segment(tmp_path)
         assert path.read_bytes() == after, end
         assert read_unwritten(tmp_path) is None
-        assert absorb(tmp_path) == 0 and path.read_bytes() == after
+        assert complete_segment(tmp_path) == 0 and path.read_bytes() == after
 
 
 def test_a_record_whose_end_was_not_stored_does_not_count(journal: Journal, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_records_of_another_journal_or_boot_of_the_host_are_not_added(
         (tmp_path / FILE).write_bytes(stored.replace(ORIGIN.journal, b"k" * 16, 1))
     else:
         monkeypatch.setattr(unwritten, "host_boot", lambda: "another")
-    assert absorb(tmp_path) == 0
+    assert complete_segment(tmp_path) == 0
     assert written(tmp_path) == [(1, payload(1))]
 
 
@@ -134,21 +134,21 @@ def test_damage_of_stored_records_is_refused_by_name(journal: Journal, tmp_path:
         damaged[at] ^= 0x10
         (tmp_path / FILE).write_bytes(damaged)
         with pytest.raises(JournalCorrupt, match=f"{FILE} is damaged at byte"):
-            absorb(tmp_path)
+            complete_segment(tmp_path)
     for lost in (range(START, end), range(START + 16, end)):  # a page that reads as zeros
         damaged = bytearray(stored)
         damaged[lost.start : lost.stop] = bytes(len(lost))
         (tmp_path / FILE).write_bytes(damaged)
         with pytest.raises(JournalCorrupt, match=f"{FILE} is damaged at byte"):
-            absorb(tmp_path)
+            complete_segment(tmp_path)
     for size in (START, end - 1, len(stored) - 1):
         (tmp_path / FILE).write_bytes(stored[:size])
         with pytest.raises(JournalCorrupt, match=f"{FILE} is damaged at byte 0"):
-            absorb(tmp_path)
+            complete_segment(tmp_path)
     assert path.read_bytes() == before
     for unfinished in (b"", bytes(START), bytes(len(stored))):  # a writer that died while it made the file
         (tmp_path / FILE).write_bytes(unfinished)
-        assert absorb(tmp_path) == 0
+        assert complete_segment(tmp_path) == 0
 
 
 def test_records_behind_a_gap_are_not_added(journal: Journal, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_records_behind_a_gap_are_not_added(journal: Journal, tmp_path: Path) ->
     journal.flush()
     commit(journal, 2)
     path.write_bytes(empty)
-    assert absorb(tmp_path) == 0 and path.read_bytes() == empty
+    assert complete_segment(tmp_path) == 0 and path.read_bytes() == empty
 
 
 def test_a_record_without_room_is_written_with_those_before_it(

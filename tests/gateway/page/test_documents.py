@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvforge.gateway.page import documents
-from kvforge.gateway.page.absent import GONE, Absent
+from kvforge.gateway.page.disconnected_workers import GONE, DisconnectedWorker
 from kvforge.gateway.page.document_store import DocumentStore
 from kvforge.gateway.page.history import POINTS_MAX, History, Point
 from kvforge.gateway.page.latency import ALL, WINDOW_S, Latencies
@@ -70,7 +70,7 @@ def test_all_is_bounded() -> None:
         reason="",
         workers=workers,
     )
-    shown = documents.workers(health, (Absent("g", GONE, "y" * 5000),) * 100)
+    shown = documents.workers(health, (DisconnectedWorker("g", GONE, "y" * 5000),) * 100)
     assert len(shown["rows"]) == len(shown["absent"]) == documents.WORKERS_MAX
     assert {len(row["how"]) for row in shown["absent"]} == {documents.TEXT_MAX}
     assert len(msgspec.json.encode(shown)) < 64_000

@@ -8,7 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from kvforge.coordinator.core.events import WorkerGone
-from kvforge.gateway.page.absent import GONE, STARTING, STARTS_AGAIN_S, Absences, Absent
+from kvforge.gateway.page.disconnected_workers import (
+    GONE,
+    STARTING,
+    STARTS_AGAIN_S,
+    DisconnectedWorker,
+    DisconnectedWorkers,
+)
 from kvforge.gateway.page.view import BAD, GOOD, NOTICE, ServiceState, Waiting, summary
 from kvforge.protocol.messages import GetHealth, Health, RequestStats, Stats, WorkerHealth
 from tests.coordinator.driver import Driver
@@ -16,8 +22,8 @@ from tests.coordinator.driver import Driver
 ZERO = RequestStats(**dict.fromkeys(RequestStats.__struct_fields__, 0))
 STATS = Stats(rid=0, boot="b", uptime_us=0, clients=1, sequences=0, requests=ZERO, pools=(), tenants=())
 READY = WorkerHealth(name="w0", pid=1, state="ready")
-BACK = Absent("w1", STARTING, "was lost, process 4")
-LOST = Absent("w2", GONE, "was lost, process 5")
+BACK = DisconnectedWorker("w1", STARTING, "was lost, process 4")
+LOST = DisconnectedWorker("w2", GONE, "was lost, process 5")
 LOADING = WorkerHealth(name="w1", pid=2, state="loading", phase="weights", progress=0.4)
 
 
@@ -25,7 +31,7 @@ def view(
     running: int = 0,
     pending: int = 0,
     waiting: tuple[Waiting, ...] = (),
-    absent: tuple[Absent, ...] = (),
+    absent: tuple[DisconnectedWorker, ...] = (),
     **health: Any,
 ) -> ServiceState:
     told = {"live": True, "ready": True, "reason": "", "workers": (READY,)} | health
@@ -96,7 +102,7 @@ def test_notes_say_who_is_gone_and_who_loads() -> None:
 
 
 def test_a_lost_worker_starts_again_for_a_while_and_one_that_left_is_not_shown() -> None:
-    seen, gone = Absences(), {"w1": "was lost, process 4", "w2": "left, process 5"}
+    seen, gone = DisconnectedWorkers(), {"w1": "was lost, process 4", "w2": "left, process 5"}
     assert seen.look(gone, ["w0"], 100.0) == (BACK,)
     assert seen.look(gone, ["w0"], 99.0 + STARTS_AGAIN_S) == (BACK,)
     assert [one.state for one in seen.look(gone, ["w0"], 100.0 + STARTS_AGAIN_S)] == [GONE]
@@ -112,4 +118,4 @@ def test_what_a_coordinator_says_of_a_worker_that_left_is_known() -> None:
     driver.apply(WorkerGone(lost.number))
     gone = driver.ask(GetHealth(rid=1)).gone
     assert list(gone) == ["w1", "w2"]
-    assert [(one.name, one.state) for one in Absences().look(gone, (), 0.0)] == [("w2", STARTING)]
+    assert [(one.name, one.state) for one in DisconnectedWorkers().look(gone, (), 0.0)] == [("w2", STARTING)]

@@ -47,7 +47,7 @@ def test_the_first_request_waits_until_all_have_answered(
     monkeypatch.setattr(Replica, "_look", look)
     monkeypatch.setattr("kvforge.gateway.replicas.replica.LOOK_S", 0.05)
     monkeypatch.setattr(Replica, "ready", property(lambda self: not self.reason))
-    monkeypatch.setattr(replicas, "ask_and_choose", choose)
+    monkeypatch.setattr(replicas, "choose_replica", choose)
 
     async def test() -> None:
         places = {name: Place(endpoint=f"ipc:///nowhere-{name}") for name in "ab"}

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from kvforge.gateway.serve.main import main
-from kvforge.loadtest.drive.own import own
+from kvforge.loadtest.drive.child_command import child_command
 from tests.gateway.served import Gateway
 
 pytestmark = pytest.mark.model  # the tests need its tokenizer
@@ -34,7 +34,7 @@ ASKED = {"prompt": [1, 2, 3], "max_tokens": 4}
 def making_tokens_up(pace: int) -> Iterator[Path]:
     """Yield the folder of a coordinator that invents tokens. pace: tokens a second of each request; 0: all at once."""
     with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:
-        command = own(
+        command = child_command(
             "kvforge.loadtest.drive.null_server", "--endpoint", f"ipc://{folder}/clients.sock", "--pace", str(pace)
         )
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -13,8 +13,8 @@ import pytest
 
 from kvforge.deploy import environment as environments
 from kvforge.deploy.environment import PIN, PINNED, Python, environment
+from kvforge.deploy.install_step import Record
 from kvforge.deploy.places import Places
-from kvforge.deploy.step import Record
 from kvforge.protocol.errors import Unavailable
 
 DEADLINE_S = 60.0

@@ -12,10 +12,10 @@ from time import monotonic
 import pytest
 
 from kvforge import AsyncClient
+from kvforge.loadtest.chaos.durability import check
+from kvforge.loadtest.chaos.fault_effects import fault_effects
 from kvforge.loadtest.chaos.kill import Killer, KillRecord, ProcessHandle
 from kvforge.loadtest.chaos.plan import parse
-from kvforge.loadtest.chaos.promise import check
-from kvforge.loadtest.chaos.story import story
 from kvforge.loadtest.fleet.simulated import SimulatedFleet
 from kvforge.protocol.errors import CoordinatorUnavailable, InvalidRequest
 from tests.loadtest.chaos.sessions import Sessions, draw, drive
@@ -87,7 +87,7 @@ def test_a_load_in_which_a_worker_and_the_coordinator_die_keeps_the_promise() ->
                 assert promise.kept, promise.sentences()
                 assert (promise.finished, promise.compared, promise.compared_tokens) == (18, 18, 18 * 200)
 
-                told = story(strikes, promise)
+                told = fault_effects(strikes, promise)
                 assert told["kept"] and told["faults"] == 2
                 assert [(one["name"], one["ready_s"] > one["at_s"]) for one in told["kills"]] == [
                     ("worker-0", True),

@@ -18,10 +18,10 @@ import pytest
 import uvloop
 
 from kvforge.loadtest.drive import http_connection, http_wire
+from kvforge.loadtest.drive.driver_check import null_server
 from kvforge.loadtest.drive.http import HttpOptions, HttpTarget
-from kvforge.loadtest.drive.http_words import Words
+from kvforge.loadtest.drive.http_word_map import WordMap
 from kvforge.loadtest.drive.outcome import FAILED, FINISHED, INTERRUPTED, REFUSED, TIMED_OUT
-from kvforge.loadtest.drive.proof import null_server
 from kvforge.loadtest.drive.spec import HTTP
 from kvforge.process.installation import install_command
 from kvforge.protocol.errors import InvalidRequest, Unavailable
@@ -101,7 +101,7 @@ def test_chats_are_text_and_nothing_extra_is_sent_where_that_is_asked(run: Run) 
     run(body)
     (head, asked), (_, other) = seen[:2]
     # For a server that takes text, each token id is always the same word.
-    assert other["messages"] == [{"role": "user", "content": Words(1).text(PROMPT)}]
+    assert other["messages"] == [{"role": "user", "content": WordMap(1).text(PROMPT)}]
     assert head.startswith(b"POST /v1/chat/completions ")
     assert b"Authorization" not in head
     assert asked["messages"] == [{"role": "user", "content": "hello"}]

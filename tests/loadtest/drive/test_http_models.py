@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from kvforge.loadtest.drive import http_models
+from kvforge.loadtest.drive.driver_check import null_server
 from kvforge.loadtest.drive.http_models import only_model
-from kvforge.loadtest.drive.proof import null_server
 from kvforge.loadtest.drive.spec import HTTP
 from kvforge.protocol.errors import InvalidRequest, KvforgeError, NotAllowed, ProtocolError, Unavailable
 

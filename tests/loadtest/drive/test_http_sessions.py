@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvforge.loadtest.drive.http_words import Words, common_words
+from kvforge.loadtest.drive.http_word_map import WordMap, common_words
 from kvforge.loadtest.drive.outcome import FINISHED, Outcome
 from kvforge.loadtest.load.texts import Encode
 from kvforge.protocol.messages import Int32Array
@@ -94,7 +94,7 @@ def test_token_ids_are_words_to_a_server_of_text_and_its_answers_their_own(api: 
     (first,), (before,) = play({"followed": True}, api=api, prompt_as="text")
     assert len(said(before).split()) == len(PROMPT)
     assert first.answer == SAID and not first.stood_in
-    words = Words(1)
+    words = WordMap(1)
     assert words.of_answer(SAID) == list(first.tokens)
     held = np.array([*PROMPT, *first.tokens, 5], np.int32)
     assert words.text(held) == f"{said(before)}{SAID} {said(before).split()[0]}"
@@ -104,14 +104,14 @@ def test_words_of_ids_and_answers_come_back() -> None:
     def ids(*numbers: int) -> Int32Array:
         return np.array(numbers, np.int32)
 
-    words, count = Words(10), len(common_words())
+    words, count = WordMap(10), len(common_words())
     assert count > 300
     assert words.text(ids(0, count)) == f"{common_words()[0]} {common_words()[0]}"
     for answer in ("", "a", " a b  a\n", "\n \n", "\tä ö,b"):
         found = words.of_answer(answer)
         assert all(number < 0 for number in found)
         assert words.text(ids(1, *found)) == common_words()[1] + answer
-    assert words.of_answer(" a") == words.of_answer(" a") == Words(10).of_answer(" a")
+    assert words.of_answer(" a") == words.of_answer(" a") == WordMap(10).of_answer(" a")
     assert len({*words.of_answer("plumless"), *words.of_answer("buckeroo")}) == 2  # equal CRC-32
     assert words.text(ids(0, *words.of_answer("buckeroo"))) == f"{common_words()[0]}buckeroo"
     assert words.ids("", 2) == ([0, 0], True)

@@ -10,10 +10,10 @@ from collections import Counter
 
 import pytest
 
-from kvforge.loadtest.drive import observer, proof
+from kvforge.loadtest.drive import driver_check, observer
+from kvforge.loadtest.drive.driver_check import check_driver, null_server
 from kvforge.loadtest.drive.outcome import FINISHED, INTERRUPTED, TIMED_OUT, RunResult
 from kvforge.loadtest.drive.progress import Progress
-from kvforge.loadtest.drive.proof import null_server, prove
 from kvforge.loadtest.drive.run import measure
 from kvforge.loadtest.drive.spec import HTTP, KVFORGE, RunSpec
 from kvforge.protocol.errors import CoordinatorUnavailable, InternalError, InvalidRequest, KvforgeError
@@ -98,7 +98,7 @@ def test_the_error_of_a_driver_is_the_error_of_the_run() -> None:
 
 def test_a_proof_whose_null_server_dies_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     says_its_id = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    monkeypatch.setattr(proof, "own", lambda *_: [sys.executable, "-c", says_its_id])
+    monkeypatch.setattr(driver_check, "child_command", lambda *_: [sys.executable, "-c", says_its_id])
 
     async def main() -> None:
         async with null_server(HTTP) as pid:
@@ -112,8 +112,8 @@ def test_the_clock_is_proved_where_nothing_is_due_at_first() -> None:
     load = {"arrivals": "fixed:0.05", "requests": 2, "duration_s": 60.0}
     spec = RunSpec(load=load, proof_s=0.2)
     # The first of a fixed process is due at once; the next one long after the test.
-    late_s = asyncio.run(prove(spec, 1, asyncio.Event()))
+    late_s = asyncio.run(check_driver(spec, 1, asyncio.Event()))
     assert len(late_s) > 10
     sparse = {**load, "arrivals": "poisson:0.001", "requests": None, "duration_s": 10_000.0}
-    late_s = asyncio.run(prove(RunSpec(load=sparse, proof_s=0.2), 1, asyncio.Event()))
+    late_s = asyncio.run(check_driver(RunSpec(load=sparse, proof_s=0.2), 1, asyncio.Event()))
     assert len(late_s) > 10

@@ -7,8 +7,8 @@ import pytest
 from kvforge.loadtest.drive.outcome import RunResult
 from kvforge.loadtest.measure.document import Context, document
 from kvforge.loadtest.measure.objective import Objective
+from kvforge.loadtest.report.number_format import number
 from kvforge.loadtest.report.terminal import text
-from kvforge.loadtest.report.words import number
 from tests.loadtest.synthetic import context, run
 
 

@@ -8,7 +8,7 @@ from kvforge.launch.supervisor import ENTRY
 from kvforge.process.leash import leashed
 
 
-def own(module: str, *arguments: str) -> list[str]:
+def child_command(module: str, *arguments: str) -> list[str]:
     """Return the command line. On Linux the child is killed when this process ends in any way."""
     command = [sys.executable, "-P", str(ENTRY), module, *arguments]
     return leashed(command) if sys.platform == "linux" else command

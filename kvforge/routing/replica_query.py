@@ -27,7 +27,7 @@ class Chosen:
     silent: tuple[str, ...] = ()
 
 
-async def ask_and_choose(
+async def choose_replica(
     router: Router,
     clients: Mapping[str, AsyncClient],
     prompt: Int32Array,

@@ -16,7 +16,7 @@ STARTING, GONE = "starting again", "gone"
 
 
 @dataclass(frozen=True, slots=True)
-class Absent:
+class DisconnectedWorker:
     """A lost worker.
 
     Attributes:
@@ -31,12 +31,12 @@ class Absent:
 
 
 @dataclass(slots=True)
-class Absences:
+class DisconnectedWorkers:
     """The lost workers of the last health answer. `since_s` holds when each was first seen to be lost."""
 
     since_s: dict[str, float] = field(default_factory=dict)
 
-    def look(self, gone: Mapping[str, str], connected: Iterable[str], now_s: float) -> tuple[Absent, ...]:
+    def look(self, gone: Mapping[str, str], connected: Iterable[str], now_s: float) -> tuple[DisconnectedWorker, ...]:
         """Update with a health answer.
 
         Args:
@@ -51,6 +51,6 @@ class Absences:
         lost = {name: how for name, how in gone.items() if not how.startswith(LEFT) and name not in there}
         self.since_s = {name: self.since_s.get(name, now_s) for name in lost}
         return tuple(
-            Absent(name, STARTING if now_s - self.since_s[name] < STARTS_AGAIN_S else GONE, how)
+            DisconnectedWorker(name, STARTING if now_s - self.since_s[name] < STARTS_AGAIN_S else GONE, how)
             for name, how in lost.items()
         )

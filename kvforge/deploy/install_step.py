@@ -17,7 +17,7 @@ NEW = ".new"
 
 
 @dataclass(frozen=True)
-class Step:
+class InstallStep:
     """One step.
 
     Attributes:
@@ -87,7 +87,7 @@ def write(path: Path, content: bytes, owner: Owner) -> None:
     part.replace(path)
 
 
-def place(path: Path, content: bytes, owner: Owner, record: Record) -> list[Step]:
+def place(path: Path, content: bytes, owner: Owner, record: Record) -> list[InstallStep]:
     """Return the steps that bring a file to `content`. An edited file is kept, and the new one is written beside it."""
     wanted = digest(content)
 
@@ -96,17 +96,17 @@ def place(path: Path, content: bytes, owner: Owner, record: Record) -> list[Step
         record.note(path, wanted)
 
     if not path.exists():
-        return [Step(f"write {path}", put)]
+        return [InstallStep(f"write {path}", put)]
     current = digest(path.read_bytes())
     if current == wanted:
-        return [] if owner.holds(path) else [Step(f"set owner and mode of {path}", lambda: owner.apply(path))]
+        return [] if owner.holds(path) else [InstallStep(f"set owner and mode of {path}", lambda: owner.apply(path))]
     if current == record.get(path):
-        return [Step(f"replace the unedited {path}", put)]
+        return [InstallStep(f"replace the unedited {path}", put)]
     beside = path.with_name(path.name + NEW)
-    told = Step(f"keep the edited {path}; this version's file is {beside}: compare them")
+    told = InstallStep(f"keep the edited {path}; this version's file is {beside}: compare them")
     if beside.exists() and digest(beside.read_bytes()) == wanted:
         return [told]
-    return [told, Step(f"write {beside}", lambda: write(beside, content, owner))]
+    return [told, InstallStep(f"write {beside}", lambda: write(beside, content, owner))]
 
 
 def digest(content: bytes) -> str:

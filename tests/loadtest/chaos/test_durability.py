@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvforge import AsyncClient, Finished
-from kvforge.loadtest.chaos.promise import NO_TOKEN, DurabilityCheck, check
+from kvforge.loadtest.chaos.durability import NO_TOKEN, DurabilityCheck, check
 from kvforge.loadtest.drive.outcome import FAILED, INTERRUPTED, REFUSED, TIMED_OUT, Outcome
 from kvforge.protocol.errors import WorkerError
 from kvforge.protocol.messages import Timings

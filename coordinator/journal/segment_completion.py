@@ -17,7 +17,7 @@ from .unwritten import forget_unwritten, read_unwritten
 log = logging.getLogger("coordinator")
 
 
-def absorb(folder: Path) -> int:
+def complete_segment(folder: Path) -> int:
     """Append the unwritten records of a dead process to the last segment.
 
     A process that dies here leaves an incomplete last record, as one that dies while it writes; the next one starts

@@ -31,7 +31,7 @@ WHOLE = ("length", "stop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
+class LostRequest:
     """An accepted request that did not finish with all its tokens."""
 
     request_id: int
@@ -72,7 +72,7 @@ class DurabilityCheck:
     finished: int = 0
     compared: int = 0
     compared_tokens: int = 0
-    lost: list[Lost] = field(default_factory=list)
+    lost: list[LostRequest] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     unproven: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -183,7 +183,7 @@ async def check(
     return promise
 
 
-def lost(accepted: Sequence[Outcome]) -> list[Lost]:
+def lost(accepted: Sequence[Outcome]) -> list[LostRequest]:
     """Return the requests that did not finish, finished without all tokens, or share an id with another.
 
     Requests that the driver abandoned because the run was interrupted are not lost.
@@ -201,7 +201,7 @@ def lost(accepted: Sequence[Outcome]) -> list[Lost]:
         seen.add(outcome.request_id)
         if problem:
             place = {"request_id": outcome.request_id, "session": outcome.session, "turn": outcome.turn}
-            found.append(Lost(**place, state=outcome.state, problem=problem))
+            found.append(LostRequest(**place, state=outcome.state, problem=problem))
     return found
 
 

@@ -16,9 +16,9 @@ import pytest
 
 from kvforge.client.results import Token
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats
-from tools.chaos import remains, sizes
+from tools.chaos import leftovers, sizes
 from tools.chaos.cases import Answer
-from tools.chaos.notes import Notes, Story
+from tools.chaos.notes import ClientNotes, Notes
 from tools.chaos.processes import Processes, ProcessRun
 from tools.chaos.python_client import RandomClient
 from tools.chaos.sizes import Sample, Span
@@ -41,7 +41,7 @@ def stats(*, free: int = 6, cached: int = 2, referenced: int = 0, quarantined: i
 
 
 def test_pools_that_are_empty_are_in_order() -> None:
-    assert list(remains.not_given_back(stats())) == []
+    assert list(leftovers.not_given_back(stats())) == []
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_pools_that_are_empty_are_in_order() -> None:
     ],
 )
 def test_what_was_not_given_back_is_found(counts: dict[str, int], found: str) -> None:
-    faults = list(remains.not_given_back(stats(**counts)))
+    faults = list(leftovers.not_given_back(stats(**counts)))
     assert len(faults) == 1 and faults[0].startswith(found)
 
 
@@ -134,7 +134,7 @@ def test_only_processes_that_were_warm_are_compared() -> None:
 
 @pytest.mark.parametrize("how", ["command line", "open file"])
 def test_an_orphan_is_found_and_ended(how: str, tmp_path: Path) -> None:
-    assert list(remains.orphans(tmp_path)) == []
+    assert list(leftovers.orphans(tmp_path)) == []
     arguments = [str(tmp_path)] if how == "command line" else []
     with (tmp_path / "log").open("wb") as log:
         error = log if how == "open file" else subprocess.DEVNULL
@@ -143,7 +143,7 @@ def test_an_orphan_is_found_and_ended(how: str, tmp_path: Path) -> None:
         )
     assert orphan.stdout is not None
     orphan.stdout.readline()
-    found = list(remains.orphans(tmp_path, wait_s=0.0))
+    found = list(leftovers.orphans(tmp_path, wait_s=0.0))
     assert len(found) == 1 and found[0].startswith(f"process {orphan.pid} is still running: ")
     orphan.communicate()
     assert orphan.returncode == -9
@@ -155,20 +155,20 @@ def test_a_process_that_just_ends_is_waited_for(tmp_path: Path, monkeypatch: pyt
     )
     assert ending.stdout is not None
     ending.stdout.readline()
-    monkeypatch.setattr(remains.time, "sleep", lambda _s: ending.communicate())
-    assert list(remains.orphans(tmp_path)) == []
+    monkeypatch.setattr(leftovers.time, "sleep", lambda _s: ending.communicate())
+    assert list(leftovers.orphans(tmp_path)) == []
     assert ending.returncode == 0
 
 
 def test_files_and_complaints_are_found(tmp_path: Path) -> None:
-    assert list(remains.files(tmp_path)) == []
+    assert list(leftovers.files(tmp_path)) == []
     (tmp_path / "coordinator.lock").touch()
-    assert list(remains.files(tmp_path)) == []
+    assert list(leftovers.files(tmp_path)) == []
     (tmp_path / "state").mkdir()
     os.mkfifo(tmp_path / "state" / "pipe")
-    assert list(remains.files(tmp_path)) == ["leftover files: ['state', 'state/pipe']"]
+    assert list(leftovers.files(tmp_path)) == ["leftover files: ['state', 'state/pipe']"]
     log = "INFO fine\nTraceback (most recent call last):\n  File\n    go()\nOSError: no\nWARNING 1 no handshake\n"
-    assert list(remains.complaints("w0", log)) == [
+    assert list(leftovers.complaints("w0", log)) == [
         "w0 wrote: Traceback (most recent call last): | File | go() | OSError: no",
         "w0 wrote: WARNING 1 no handshake",
     ]
@@ -200,13 +200,13 @@ ANSWER = Answer((5, 6, 7), "length")
 STREAM = [(0, 5), (1, 6), (2, 7)]
 
 
-def seen(request: Read, folder: Path) -> Story:
+def seen(request: Read, folder: Path) -> ClientNotes:
     """Return the notes of a client that reads the request."""
     notes = Notes(folder / "notes")
     client = RandomClient(SimpleNamespace(), notes, [], "p0-0")  # type: ignore[arg-type]
     asyncio.run(client.read(request, ANSWER))  # type: ignore[arg-type]
     notes.close()
-    return Story.of("p0.1", folder / "notes")
+    return ClientNotes.of("p0.1", folder / "notes")
 
 
 def test_a_stream_as_it_is_due_is_no_fault(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from kvforge.protocol.errors import KvforgeError, UnsupportedModel
 from kvforge.protocol.exits import UNAVAILABLE, status_of
 from kvforge.worker.device.device import Device
-from kvforge.worker.loading.foreign import sentence
+from kvforge.worker.loading.library_errors import sentence
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from tests.worker.conftest import TINY

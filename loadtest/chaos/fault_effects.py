@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .durability import DurabilityCheck
 from .kill import KillRecord
-from .promise import DurabilityCheck
 
 
-def story(strikes: Sequence[KillRecord], promise: DurabilityCheck) -> dict[str, Any]:
+def fault_effects(strikes: Sequence[KillRecord], promise: DurabilityCheck) -> dict[str, Any]:
     """Return `chaos` of `measure.document`: {kept, sentences, faults (the number of kills), kills, promise}."""
     return {
         "kept": promise.kept,

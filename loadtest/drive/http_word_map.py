@@ -33,7 +33,7 @@ def common_words() -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-class Words:
+class WordMap:
     """The word mapping of one target.
 
     Args:

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from tools.chaos.cases import Answer, Case, Known
-from tools.chaos.notes import LOST, Notes, Story
+from tools.chaos.http_client import RandomHttpClient
+from tools.chaos.notes import LOST, ClientNotes, Notes
 from tools.chaos.tokenizer import decode, write
-from tools.chaos.web import Web
 
 TOKENS = (40, 70, 201, 71)
 KNOWN = Known(Case(0, (5,), {"temperature": 0.0}, 4, (), 9), (Answer(TOKENS, "length"),), Answer((), "length"))
@@ -46,7 +46,7 @@ def event(model: Path, start: int, end: int, tokens: tuple[int, ...] = TOKENS) -
     return b"id: %d\ndata: %b\n\n" % (end, json.dumps({"choices": [choice]}).encode())
 
 
-def story(model: Path, handler: Handler, *, key: bool = True) -> Story:
+def story(model: Path, handler: Handler, *, key: bool = True) -> ClientNotes:
     """Return the notes of a client for one request."""
     notes = Notes(model / "notes")
 
@@ -54,7 +54,7 @@ def story(model: Path, handler: Handler, *, key: bool = True) -> Story:
         transport = httpx.MockTransport(handler)
         async with httpx.AsyncClient(base_url="http://gateway", transport=transport) as http:
             options: dict[str, Any] = {"notes": notes, "model": str(model), "wait_s": 5.0}
-            web = Web(http, options, [KNOWN], "h0-0")
+            web = RandomHttpClient(http, options, [KNOWN], "h0-0")
             if key:
                 web._ask(KNOWN, "a", "key")
                 await web._with_key(KNOWN, "a", stream=True)
@@ -63,7 +63,7 @@ def story(model: Path, handler: Handler, *, key: bool = True) -> Story:
 
     asyncio.run(ask())
     notes.close()
-    return Story.of("h0", model / "notes")
+    return ClientNotes.of("h0", model / "notes")
 
 
 def answers(*bodies: bytes | httpx.AsyncByteStream, asked: list[str] | None = None) -> Handler:

@@ -16,7 +16,7 @@ from typing import Any
 from kvforge.loadtest.load.build import LoadOptions, build
 from kvforge.protocol.errors import InternalError
 
-from .own import own
+from .child_command import child_command
 from .processes import drive
 from .spec import HTTP, RunSpec
 
@@ -30,7 +30,7 @@ END_S = 5.0
 CLOSED_TOKENS_PER_S = 50.0
 
 
-async def prove(spec: RunSpec, processes: int, stop: asyncio.Event) -> array[float]:
+async def check_driver(spec: RunSpec, processes: int, stop: asyncio.Event) -> array[float]:
     """Return the drivers' lateness against the null server: `DriverStats.late_s`, in seconds.
 
     Raises what `drive` raises.
@@ -93,7 +93,7 @@ async def null_server(kind: str, pace: float = 0.0, *options: str) -> AsyncItera
             command = ["kvforge.loadtest.drive.http_null_server"]
         else:
             command = ["kvforge.loadtest.drive.null_server", "--endpoint", where]
-        command = own(*command, "--pace", f"{pace:g}", *options)
+        command = child_command(*command, "--pace", f"{pace:g}", *options)
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None, "a pipe"
         told: tuple[int, ...] = (0, -SIGTERM)

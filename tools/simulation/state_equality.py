@@ -31,7 +31,7 @@ Reduction = tuple[Any, ...]
 NOTHING: Reduction = (list, ())
 
 
-def likeness(machine: Any) -> str:
+def equality_digest(machine: Any) -> str:
     """Return 32 hex digits, equal for machines in equal states, independent of class and watcher."""
     file = io.BytesIO()
     walk = _Walk(file)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.journal import snapshot
-from kvforge.coordinator.journal.absorb import absorb
 from kvforge.coordinator.journal.log import Journal, remove_before, segments
 from kvforge.coordinator.journal.recovery import Recovered, cut_torn, recover
+from kvforge.coordinator.journal.segment_completion import complete_segment
 from kvforge.coordinator.journal.unwritten import END_AT, START, packed_end
 from kvforge.protocol.errors import StateRemoved
-from tools.simulation.likeness import likeness
+from tools.simulation.state_equality import equality_digest
 from tools.simulation.workers import Violation
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Crash(Exception):
     """The process died."""
 
 
-class Death(NamedTuple):
+class CrashPlan(NamedTuple):
     """How the next turn ends.
 
     Attributes:
@@ -56,17 +56,17 @@ class Death(NamedTuple):
     wall_jump_s: float = 0.0
 
 
-class Books(NamedTuple):
+class LedgerCopy(NamedTuple):
     """The promises and the state at one moment; must not be changed."""
 
     ledger: Ledger
     progress: Progress
     checker: Checker
-    likeness: str
+    state: str
 
 
-def copied(ledger: Ledger, progress: Progress, checker: Checker, machine: Machine, shared: list[Any]) -> Books:
-    """Copy the ledger and the checks, and take the machine's likeness.
+def copied(ledger: Ledger, progress: Progress, checker: Checker, machine: Machine, shared: list[Any]) -> LedgerCopy:
+    """Copy the ledger and the checks, and take the digest of the machine's state.
 
     Args:
         ledger: the promises.
@@ -80,10 +80,10 @@ def copied(ledger: Ledger, progress: Progress, checker: Checker, machine: Machin
     """
     memo: dict[int, Any] = {id(one): one for one in (*shared, machine, *ledger.keys.values())}
     memo |= {id(numbers): numbers.copy() for numbers in (ledger.prompt_sizes, *ledger.prefixes.values())}
-    return Books(*deepcopy((ledger, progress, checker), memo), likeness(machine))
+    return LedgerCopy(*deepcopy((ledger, progress, checker), memo), equality_digest(machine))
 
 
-class DyingJournal(Journal):
+class CrashingJournal(Journal):
     """The real journal.
 
     Attributes:
@@ -91,7 +91,7 @@ class DyingJournal(Journal):
         dead: The process has died: stored records reach the segment in part.
     """
 
-    death: Death | None = None
+    death: CrashPlan | None = None
     dead = False
 
     @property
@@ -130,14 +130,14 @@ class DyingJournal(Journal):
             super()._acknowledge()
 
 
-def next_life(folder: Path, before: Books) -> Recovered:
+def recover_next_process(folder: Path, before: LedgerCopy) -> Recovered:
     """Recover from the journal; raise Violation unless the state equals the ledger's copy."""
-    absorb(folder)
+    complete_segment(folder)
     found = recover(folder)
     assert found is not None, "the journal is missing"
     cut_torn(found)
-    if (made := likeness(found.machine)) != before.likeness:
-        raise Violation(f"recovered state {made}, expected {before.likeness}")
+    if (made := equality_digest(found.machine)) != before.state:
+        raise Violation(f"recovered state {made}, expected {before.state}")
     if found.number % INVARIANTS_EVERY == 0:  # they held for the original state, which is equal
         found.machine.check_invariants()
     return found

@@ -1,4 +1,4 @@
-"""A process with several HTTP clients: `python -m tools.chaos.web FILE`, the counterpart of `client` (ZeroMQ).
+"""A process with several HTTP clients: `python -m tools.chaos.http_client FILE`, the counterpart of `client` (ZeroMQ).
 
 FILE also has `url`. A client repeats a request with a key until its answer is complete, whichever process was killed.
 The answer must come from one request, with each token and each piece of text once and in order. A request without a key
@@ -52,7 +52,7 @@ class Received:
     request_id: int = 0
 
 
-class Web:
+class RandomHttpClient:
     """A client, identified by its name."""
 
     def __init__(self, http: httpx.AsyncClient, options: dict[str, Any], known: Sequence[Known], name: str) -> None:
@@ -203,7 +203,9 @@ async def run(options: dict[str, Any]) -> None:
     over = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _end, over)
     async with httpx.AsyncClient(base_url=options["url"], timeout=options["wait_s"]) as http:
-        clients = [Web(http, options, known, f"{options['name']}-{at}") for at in range(options["clients"])]
+        clients = [
+            RandomHttpClient(http, options, known, f"{options['name']}-{at}") for at in range(options["clients"])
+        ]
         await clients[0].resume_intents(options["before"])
         await asyncio.gather(*(client.run(over.is_set) for client in clients))
 
