@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
     from .client.aio import AsyncClient, AsyncRequest, AsyncTextRequest
     from .client.blocking import Client, Request, TextRequest
-    from .client.results import Completion, Finished, Token
+    from .client.results import Completion, Finished, ScoredToken, Token
     from .client.sampling import SamplingParams
     from .client.sequences import CachedSequence
     from .client.tables import BlockColumns, BlockCounts, SequenceRow, Tables
@@ -133,6 +133,7 @@ __all__ = [
     "RequestList",
     "RequestNotFound",
     "SamplingParams",
+    "ScoredToken",
     "SequenceBusy",
     "SequenceNotFound",
     "SequenceRow",
@@ -161,6 +162,7 @@ _HOMES = {
     "TextRequest": ".client.blocking",
     "Completion": ".client.results",
     "Finished": ".client.results",
+    "ScoredToken": ".client.results",
     "Token": ".client.results",
     "SamplingParams": ".client.sampling",
     "CachedSequence": ".client.sequences",

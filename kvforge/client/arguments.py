@@ -10,7 +10,7 @@ import numpy as np
 
 from kvforge.protocol.codec import FRAME_BYTES_MAX
 from kvforge.protocol.errors import InvalidRequest
-from kvforge.protocol.messages import Int32Array
+from kvforge.protocol.messages import TOP_LOGPROBS_MAX, Int32Array
 
 from .sampling import SamplingParams
 from .values import INT32_MAX, INT64_MAX, flag, number, shown, whole
@@ -100,7 +100,18 @@ def check_submit(max_tokens: object, sampling: object, tenant: object, cache_sal
         raise InvalidRequest("cache_salt", f"is {shown(cache_salt)}; it must be a text")
     if not isinstance(sampling, SamplingParams):
         raise InvalidRequest("sampling", f"is {type(sampling).__name__}; it must be a kvforge.SamplingParams")
-    return whole("max_tokens", max_tokens, 1, INT32_MAX)
+    least = 1 if sampling.prompt_logprobs is None else 0
+    return whole("max_tokens", max_tokens, least, INT32_MAX)
+
+
+def scoring(top_logprobs: object) -> SamplingParams:
+    """Return the sampling parameters of a request that scores its prompt and generates nothing.
+
+    Raises:
+        InvalidRequest: Names `top_logprobs`.
+    """
+    width = whole("top_logprobs", top_logprobs, 0, TOP_LOGPROBS_MAX)
+    return SamplingParams(temperature=0.0, prompt_logprobs=width)
 
 
 def stop_strings(stop: object) -> tuple[str, ...]:

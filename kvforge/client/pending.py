@@ -44,6 +44,9 @@ REPEATABLE = (
 )
 
 
+WHOLE = ("length", "stop")  # reasons of an end with nothing missing
+
+
 def again(error: KvforgeError) -> KvforgeError:
     """Return a new exception equal to `error`: raising one object twice would accumulate tracebacks on it."""
     return restore(error.code, error.message, error.fields)
@@ -121,10 +124,43 @@ class PendingCommand(Watched):
         return self.reply
 
 
+class PromptStream:
+    """The log-probabilities of a prompt of `total` + 1 tokens: those of its tokens but the first, as they arrive.
+
+    Attributes:
+        tokens: The tokens with known log-probabilities, from the second one on.
+        logprobs: Their log-probabilities, in nats.
+        ranks: Their ranks among all tokens, from 1.
+        top_logprobs: The most likely tokens in their places, as (token id, log-probability).
+    """
+
+    __slots__ = ("logprobs", "ranks", "tokens", "top_logprobs", "total")
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.ranks: list[int] = []
+        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
+
+    @property
+    def lacking(self) -> int:
+        """Return how many log-probabilities have not arrived."""
+        return self.total - len(self.tokens)
+
+    def settle(self) -> None:
+        """Drop a partly stored row, which a signal handler may have interrupted."""
+        columns: tuple[list[Any], ...] = (self.tokens, self.logprobs, self.ranks, self.top_logprobs)
+        whole = min(map(len, columns))
+        for column in columns:
+            del column[whole:]
+
+
 class RequestStream(Watched):
     """The stream of one request from its token `start` on. logprobs are in nats.
 
     Attributes:
+        prompt: The log-probabilities of the prompt, which precede the tokens; None if they are not read.
         top_logprobs: For each token the most likely ones at its place, as (token id, log-probability); empty unless
             requested.
         kept: The request goes on when the last reader here stops.
@@ -136,6 +172,7 @@ class RequestStream(Watched):
         "error",
         "kept",
         "logprobs",
+        "prompt",
         "readers",
         "request_id",
         "seed",
@@ -144,11 +181,12 @@ class RequestStream(Watched):
         "top_logprobs",
     )
 
-    def __init__(self, request_id: int, seed: int, start: int = 0) -> None:
+    def __init__(self, request_id: int, seed: int, start: int = 0, prompt: PromptStream | None = None) -> None:
         super().__init__()
         self.request_id = request_id
         self.seed = seed
         self.start = start
+        self.prompt = prompt
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
@@ -167,12 +205,38 @@ class RequestStream(Watched):
         """Return the offset of the next token."""
         return self.start + len(self.tokens)
 
+    @property
+    def due(self) -> int:
+        """Return the offset of the next row: negative while log-probabilities of the prompt are due."""
+        return -self.prompt.lacking if self.prompt is not None and self.prompt.lacking else self.reach
+
+    def add_prompt(
+        self, offset: int, token: int, logprob: float, rank: int, top: tuple[tuple[int, float], ...]
+    ) -> bool:
+        """Add the log-probability of a prompt token. Return whether it changed anything.
+
+        Raises:
+            ProtocolError: A row is missing before it.
+        """
+        prompt = self.prompt
+        if prompt is None or offset < -prompt.lacking:
+            return False
+        if offset > -prompt.lacking:
+            raise self.gap(f"prompt token {-prompt.lacking} was due and {offset} came")
+        prompt.tokens.append(token)
+        prompt.logprobs.append(logprob)
+        prompt.ranks.append(rank)
+        prompt.top_logprobs.append(top)
+        return True
+
     def settle(self) -> None:
         """Drop a partly stored token, which a signal handler may have interrupted."""
         columns: tuple[list[Any], ...] = (self.tokens, self.logprobs, self.top_logprobs)
         whole = min(map(len, columns))
         for column in columns:
             del column[whole:]
+        if self.prompt is not None:
+            self.prompt.settle()
 
     def end(self, ended: Ended, anew: int | None = None) -> None:
         """Record the end of the request; if tokens are missing, record an error instead.
@@ -187,6 +251,9 @@ class RequestStream(Watched):
         whole = max(streamed, self.start) == self.reach or (anew == streamed and streamed < self.reach)
         if ended.cut_tokens < 0 or not whole:
             self.error = self.gap(f"it ended after {ended.generated_tokens} tokens and {self.reach} came")
+            return
+        if self.due < 0 and ended.reason in WHOLE:
+            self.error = self.gap(f"it ended before {-self.due} log-probabilities of its prompt came")
             return
         for column in (self.tokens, self.logprobs, self.top_logprobs):
             del column[max(0, ended.generated_tokens - self.start) :]

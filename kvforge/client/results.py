@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvforge.protocol.messages import Timings
 
 from .deprecated import warn_renamed
-from .pending import RequestStream
+from .pending import PromptStream, RequestStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,25 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """One token of a prompt, given those before it.
+
+    Attributes:
+        position: Its place in the prompt, from 1: the first token has nothing before it.
+        token_id: Its id.
+        logprob: Its log-probability, in nats.
+        rank: Its place among all tokens ordered by likelihood, from 1.
+        top_logprobs: The most likely tokens in its place, as (token id, logprob); the rank of the i-th is i + 1.
+    """
+
+    position: int
+    token_id: int
+    logprob: float
+    rank: int
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """A request that ended. After an attach at an offset, `tokens`, `logprobs` and `top_logprobs` start there.
 
@@ -45,6 +64,7 @@ class Finished:
         timings: Microseconds since submission, by the coordinator's clock.
         logprobs: One for each token, in nats.
         top_logprobs: The `Token.top_logprobs` of each token.
+        prompt_logprobs: The tokens of the prompt but the first, if `SamplingParams.prompt_logprobs` requests them.
     """
 
     request_id: int
@@ -55,6 +75,7 @@ class Finished:
     timings: Timings
     logprobs: tuple[float, ...]
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    prompt_logprobs: tuple[ScoredToken, ...] = ()
 
     @property
     def top(self) -> tuple[tuple[tuple[int, float], ...], ...]:
@@ -97,4 +118,11 @@ def finished(track: RequestStream, start: int = 0) -> Finished:
         timings=ended.timings,
         logprobs=tuple(track.logprobs[at:]),
         top_logprobs=tuple(track.top_logprobs[at:]),
+        prompt_logprobs=scored_tokens(track.prompt) if track.prompt is not None else (),
     )
+
+
+def scored_tokens(prompt: PromptStream) -> tuple[ScoredToken, ...]:
+    """Return the tokens of a prompt with the log-probabilities that have arrived."""
+    rows = zip(prompt.tokens, prompt.logprobs, prompt.ranks, prompt.top_logprobs, strict=True)
+    return tuple(ScoredToken(position, *row) for position, row in enumerate(rows, 1))

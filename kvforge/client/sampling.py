@@ -10,14 +10,20 @@ from typing import Any, Literal
 
 from kvforge.protocol import messages
 from kvforge.protocol.errors import InvalidRequest
-from kvforge.protocol.messages import LOGIT_BIAS_LIMIT, LOGIT_BIAS_MAX, MODEL_DEFAULTS, SAMPLING_RANGES
+from kvforge.protocol.messages import (
+    LOGIT_BIAS_LIMIT,
+    LOGIT_BIAS_MAX,
+    MODEL_DEFAULTS,
+    SAMPLING_RANGES,
+    TOP_LOGPROBS_MAX,
+)
 from kvforge.text.grammar import check
 
 from .values import INT32_MAX, flag, number, shown, whole
 
 SEED_MAX = (1 << 64) - 1
 TEMPERATURE_MAX = 100.0
-OPTIONAL = (*MODEL_DEFAULTS, "seed")  # may be None
+OPTIONAL = (*MODEL_DEFAULTS, "seed", "prompt_logprobs")  # may be None
 KINDS: dict[str, Literal["json_schema", "regex", "lark"]] = {
     "json_schema": "json_schema",
     "regex": "regex",
@@ -54,6 +60,8 @@ class SamplingParams:
         frequency_penalty: -2 to 2, subtracted once per occurrence in the answer so far.
         logit_bias: Added to the logits of token ids, {id: value} or pairs: -100 to 100, or -inf, which bans the token.
         logprobs: How many of the most likely tokens to report for each generated token (0 to 20).
+        prompt_logprobs: Report the log-probability of each prompt token but the first, and this many of the most likely
+            tokens in its place (0 to 20). None: do not. With it, max_tokens may be 0, and no cached prefix is used.
         json_schema: JSON of a schema, given as a mapping or as its text. Unsupported keywords are refused by name.
         json_object: Any JSON object.
         regex: The whole answer matches the regular expression (Rust's syntax: no look-around).
@@ -72,6 +80,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     logprobs: int = 0
+    prompt_logprobs: int | None = None
     json_schema: Mapping[str, Any] | str | None = None
     json_object: bool = False
     regex: str | None = None
@@ -139,6 +148,8 @@ def _checked(name: str, value: Any) -> Any:
         return _tokens(field, value)
     if name == "ignore_eos":
         return flag(field, value)
+    if name == "prompt_logprobs":
+        return whole(field, value, 0, TOP_LOGPROBS_MAX)
     if name == "logit_bias":
         return _bias(field, value)
     low, high = SAMPLING_RANGES[name]

@@ -33,11 +33,12 @@ from kvforge.protocol.messages import (
     Message,
     Refused,
     Stream,
+    Submit,
     Welcome,
 )
 
 from .argument_names import in_terms_of_arguments
-from .pending import PendingCommand, RequestStream
+from .pending import PendingCommand, PromptStream, RequestStream
 
 NAME_BYTES = 16
 SEEDS = 1 << 64
@@ -241,18 +242,20 @@ class ClientSession:
             pending.error = ProtocolError(f"the coordinator {problem}; is it a kvforge of another version?")
             return [] if message.repeated else self.cancel(ids)
         pending.reply = message
-        pending.tracks = tuple(self._track(id_, (message.seed + i) % SEEDS, 0) for i, id_ in enumerate(ids))
+        prompts = [_prompt_of(pending.sent), *[None] * (message.count - 1)]
+        pending.tracks = tuple(self._track(id_, (message.seed + i) % SEEDS, 0, prompts[i]) for i, id_ in enumerate(ids))
         if pending.resent and not message.repeated:  # tokens may have been sent to the lost connection
             return [self._resume(request_id) for request_id in ids]
-        for request_id in ids if message.repeated else ():
-            self._moved(request_id, 0, message.rid)
+        for track in pending.tracks if message.repeated else ():
+            first = -track.prompt.total if track.prompt is not None else 0
+            self._moved(track.request_id, first, message.rid)
         return []
 
-    def _track(self, request_id: int, seed: int, start: int) -> RequestStream:
-        """Return the track of a request from `start` on: an existing one, else a new one."""
+    def _track(self, request_id: int, seed: int, start: int, prompt: PromptStream | None = None) -> RequestStream:
+        """Return the track of a request from `start`, or its prompt, on: an existing one, else a new one."""
         track = self.tracked(request_id, start)
-        if track is None:
-            track = RequestStream(request_id, seed, start)
+        if track is None or (prompt is not None and track.prompt is None):
+            track = RequestStream(request_id, seed, start, prompt)
             self._tracks.setdefault(request_id, []).append(track)
         return track
 
@@ -266,7 +269,7 @@ class ClientSession:
         if request_id not in self._tracks:
             return []
         self._due[request_id] = self._anew[request_id] = offset
-        behind = any(track.reach < offset for track in self._tracks[request_id])
+        behind = any(track.due < offset for track in self._tracks[request_id])
         return [self._resume(request_id)] if behind else []
 
     def _resume(self, request_id: int, *, ours: bool = True) -> Message:
@@ -281,7 +284,7 @@ class ClientSession:
         self._pending[rid] = PendingCommand(rid, Attached, "Attach", resumes=request_id)
         self._resuming[request_id] = rid
         self._due[request_id] = NO_OFFSET
-        offset = min(track.reach for track in self._tracks[request_id])
+        offset = min(track.due for track in self._tracks[request_id])
         return Attach(rid=rid, request_id=request_id, offset=offset, resume=ours)
 
     def cancel(self, request_ids: Iterable[int]) -> list[Message]:
@@ -335,13 +338,20 @@ class ClientSession:
         broken: list[Message] = []
         tracks_of, due_of, anew_of = self._tracks, self._due, self._anew
         rows = zip(*(column.tolist() for column in columns), _tops(message), strict=True)
-        for request_id, offset, token_id, logprob, top in rows:
+        ranks = message.ranks.tolist()
+        if ranks and len(ranks) != len(message.tokens):
+            raise ProtocolError(f"stream: ranks has {len(ranks)} entries, tokens {len(message.tokens)}")
+        for at, (request_id, offset, token_id, logprob, top) in enumerate(rows):
             if due_of and (due := due_of.get(request_id)) is not None:
                 if offset != due:
                     continue
                 del due_of[request_id]
             if anew_of and anew_of.get(request_id) == offset:
                 anew_of[request_id] = offset + 1
+            if offset < 0:
+                row = (offset, token_id, logprob, ranks[at] if ranks else 0, top)
+                broken += self._prompt_row(request_id, row, touched)
+                continue
             # No track: this client gave up on the request, or found its stream broken.
             for track in tracks_of.get(request_id, ()):
                 tokens = track.tokens
@@ -351,20 +361,43 @@ class ClientSession:
                     track.logprobs.append(logprob)
                     track.top_logprobs.append(top)
                     touched[track] = None
-                elif not 0 <= offset < reach:  # neither the next row nor a repeated one
-                    broken += self._break(track, f"token {reach} was due and token {offset} came")
+                elif offset > reach:  # neither the next row nor a repeated one
+                    broken += self._break(track, track.gap(f"token {reach} was due and token {offset} came"))
         return broken
 
-    def _break(self, track: RequestStream, problem: str) -> list[Message]:
+    def _prompt_row(
+        self,
+        request_id: int,
+        row: tuple[int, int, float, int, tuple[tuple[int, float], ...]],
+        touched: dict[RequestStream, None],
+    ) -> list[Message]:
+        """Store the log-probability of a prompt token; return messages to send because rows are missing."""
+        broken: list[Message] = []
+        for track in self._tracks.get(request_id, ()):
+            try:
+                if track.add_prompt(*row):
+                    touched[track] = None
+            except ProtocolError as error:
+                broken += self._break(track, error)
+        return broken
+
+    def _break(self, track: RequestStream, error: ProtocolError) -> list[Message]:
         # A new list, because the caller iterates over the old one.
         left = [other for other in self._tracks[track.request_id] if other is not track]
         if left:
             self._tracks[track.request_id] = left
         else:
             self._drop(track.request_id)
-        track.error = track.gap(problem)
+        track.error = error
         track.wake()
         return self.cancel((track.request_id,))
+
+
+def _prompt_of(sent: Message | None) -> PromptStream | None:
+    """Return the place for the log-probabilities that a Submit wants of its prompt, or None."""
+    if not isinstance(sent, Submit) or sent.sampling.prompt_logprobs is None:
+        return None
+    return PromptStream(sent.prompt.size - 1)
 
 
 def _unknown_outcome(what: str, endpoint: str) -> CoordinatorUnavailable:

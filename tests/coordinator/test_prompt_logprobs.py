@@ -139,22 +139,25 @@ def test_known_log_probabilities_survive_the_loss_of_a_worker() -> None:
     assert d.answer_of(request) == continuation(PROMPT, 2)
 
 
-def test_a_preempted_request_shares_blocks_only_up_to_what_is_known() -> None:
-    """The cache has the whole prompt, but the log-probabilities behind the preemption are still to be computed."""
+def test_a_moved_request_shares_blocks_only_up_to_what_is_known() -> None:
+    """The other pool has the whole prompt, but the log-probabilities of its end are still to be computed."""
     d = ScoringDriver(step_tokens_max=8)
-    first = d.add_worker(16)
+    second = d.add_worker(16)
+    d.submit(PROMPT, 1)
+    d.run_until_idle()
+    before = len(second.steps)
+    first = d.add_worker(32)
     request = d.score(max_tokens=1)
     d.step()
-    second = d.add_worker(16)
-    d.submit(PROMPT, 1)  # fills the second pool with the prompt
-    for _ in range(6):
-        d.turn()
-        while second.inbox:
-            d.answer(second)
-    assert request in d.machine.requests.live
+    assert first.steps and len(second.steps) == before
+    d.turn()
+    known = len(d.scored(request))
+    assert 0 < known < LAST
     d.lose(first)
     d.run_until_idle()
     assert d.scored(request) == expected()
+    (start,) = second.steps[before].starts.tolist()
+    assert 0 < start <= known, "cached blocks with known log-probabilities are shared"
 
 
 def test_rows_of_one_step_are_distinguished() -> None:

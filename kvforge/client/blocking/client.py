@@ -22,12 +22,12 @@ from kvforge.protocol.messages import (
 )
 
 from .. import exchanges
-from ..arguments import stop_strings
+from ..arguments import scoring, stop_strings
 from ..deprecated import renamed_keywords, warn_renamed
 from ..handles import MergedCursor, MergedStream
 from ..operations import CONNECT_TIMEOUT_S, READY_TIMEOUT_S, STREAM_TIMEOUT_S, TIMEOUT_S, Prompt
 from ..options import MAX_TOKENS, RECONNECT_S, RequestOptions
-from ..results import Completion, Token
+from ..results import Completion, ScoredToken, Token
 from ..sampling import SamplingParams
 from ..sequences import CachedSequence, SequenceRef
 from ..tables import Tables
@@ -146,7 +146,7 @@ class Client:
             prompt: [prompt_tokens] token ids.
             sequence: A sequence to continue with its cached KV. The prompt, if any, is appended to the sequence first;
                 the generated tokens follow.
-            max_tokens: The limit of generated tokens.
+            max_tokens: The limit of generated tokens; 0 only with `SamplingParams.prompt_logprobs`.
             sampling: The sampling parameters, by default the model's own.
             tenant: The tenant that the request belongs to.
             cache_salt: As in `create_sequence`.
@@ -238,6 +238,45 @@ class Client:
         """Submit as `submit_samples` does. Deprecated: removed in the next version."""
         warn_renamed("samples()", "submit_samples()")
         return self.submit_samples(prompt, count, **options)
+
+    def score(
+        self,
+        tokens: Sequence[int] | np.ndarray[Any, Any],
+        *,
+        top_logprobs: int = 0,
+        tenant: str = "default",
+        cache_salt: str = "",
+        priority: int = 0,
+        retry_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> tuple[ScoredToken, ...]:
+        """Return the log-probability of each token but the first, given those before it. Nothing is generated.
+
+        No cached prefix is used: every token is computed. The other errors are those of `submit`.
+
+        Args:
+            tokens: [n] token ids.
+            top_logprobs: How many of the most likely tokens to report in each place, 0 to 20.
+            tenant: As in `submit`.
+            cache_salt: As in `submit`.
+            priority: As in `submit`.
+            retry_s: As in `submit`.
+            timeout_s: The limit for the whole call; None: that of the client for a result.
+
+        Returns:
+            n - 1 tokens, from the second one on.
+        """
+        request = self.submit(
+            tokens,
+            max_tokens=0,
+            sampling=scoring(top_logprobs),
+            tenant=tenant,
+            cache_salt=cache_salt,
+            priority=priority,
+            retry_s=retry_s,
+            timeout_s=timeout_s,
+        )
+        return (request.result(timeout_s)).prompt_logprobs
 
     def attach(self, request_id: int, offset: int = 0, timeout_s: float | None = None) -> Request:
         """Read a request of any client, running or recently ended, from the token at `offset` on.
