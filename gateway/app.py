@@ -158,7 +158,9 @@ def make_app(
     ]
     counts = Counts([route.path for route in routes if "{" not in route.path], counted)
     source = None if settings.endpoint or settings.replicas else Source(settings.folder)
-    routes += metrics(source, counts, may_see_tenants=lambda request: bool(access.caller(request.headers, SEE)))
+    routes += metrics(
+        source, counts, may_see_tenants=lambda request: bool(access.caller(request.headers, SEE)), storage=storage
+    )
     app = Starlette(
         routes=routes,
         lifespan=lifespan,

@@ -81,6 +81,8 @@ EXCEPTIONS = {
     "tests/gateway/page/test_browser.py": "process",
     "tests/gateway/page/test_served.py": "process",
     "tests/gateway/storage/test_sqlite.py": "unit",
+    "tests/gateway/test_background_deaths.py": "process",
+    "tests/gateway/test_background_deaths.py::test_the_same_with_postgresql": "soak",
     "tests/gateway/test_clients.py": "process",
     "tests/integration/test_systemd_boot.py": "soak",
     "tests/integration/test_systemd_stop.py": "soak",

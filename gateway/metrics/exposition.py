@@ -12,6 +12,7 @@ from kvforge.protocol.service_metrics import ServiceMetrics
 from .service import SERVICE
 from .shared import OPEN, OTHER_STATUS, RECEIVED, SECONDS, SENT, Counts
 from .snapshot import COUNTER, GAUGE, HISTOGRAM, Buckets, Metric, MetricsSnapshot
+from .stored import StorageNumbers
 from .vllm import VLLM
 
 UP = "kvforge_up"
@@ -31,6 +32,10 @@ GATEWAY = {
     ),
     "kvforge_http_received_bytes_total": (COUNTER, "Bytes of request bodies.", ()),
     "kvforge_http_sent_bytes_total": (COUNTER, "Bytes of response bodies.", ()),
+    "kvforge_storage_up": (GAUGE, "1 while the database of stored objects answers.", ()),
+    "kvforge_storage_documents": (GAUGE, "Stored objects of all tenants, such as responses and conversations.", ()),
+    "kvforge_storage_bytes": (GAUGE, "Bytes of the stored objects.", ()),
+    "kvforge_storage_in_progress": (GAUGE, "Stored objects in progress, such as background responses.", ()),
 }
 
 
@@ -42,13 +47,21 @@ class Exposition:
         counts: The gateway's own counts, if any.
         names: Whether the caller may see the names of tenants.
         serves: Whether this gateway reads a coordinator's tables at all.
+        stored: The numbers of the storage, if there is one.
     """
 
     def __init__(
-        self, metrics: ServiceMetrics | None, counts: Counts | None, *, names: bool, serves: bool = True
+        self,
+        metrics: ServiceMetrics | None,
+        counts: Counts | None,
+        *,
+        names: bool,
+        serves: bool = True,
+        stored: StorageNumbers | None = None,
     ) -> None:
 
         self._metrics, self._counts, self._names, self._serves = metrics, counts, names, serves
+        self._stored = stored
 
     def collect(self) -> Iterator[Family]:
         """Yield every metric family, in a fixed order."""
@@ -60,6 +73,12 @@ class Exposition:
                 yield _read(metric, snapshot)
         if self._counts is not None:
             yield from _own(self._counts)
+        if (stored := self._stored) is not None:
+            yield _gauge("kvforge_storage_up", stored.up)
+            if stored.up:
+                yield _gauge("kvforge_storage_documents", stored.documents)
+                yield _gauge("kvforge_storage_bytes", stored.size_bytes)
+                yield _gauge("kvforge_storage_in_progress", stored.in_progress)
 
 
 def names_of(metric: Metric | str, kind: str = "") -> tuple[str, ...]:
@@ -86,6 +105,10 @@ def _family(
         assert not isinstance(value, Buckets), "only a histogram has buckets"
         family.add_metric(values, value)
     return family
+
+
+def _gauge(name: str, value: float) -> Family:
+    return _family(name, *GATEWAY[name], samples=[((), float(value))])
 
 
 def _own(counts: Counts) -> Iterator[Family]:

@@ -17,11 +17,13 @@ from starlette.routing import Route
 
 from kvforge.client.tables import Tables
 from kvforge.gateway.http.errors import headers_of, openai_error, status_of
+from kvforge.gateway.storage import Storage
 from kvforge.protocol.errors import CoordinatorUnavailable, KvforgeError
 from kvforge.protocol.service_metrics import ServiceMetrics
 
 from .exposition import Exposition
 from .shared import Counts
+from .stored import storage_numbers
 
 OPENMETRICS, EOF = "application/openmetrics-text", b"# EOF\n"
 log = logging.getLogger(__name__)
@@ -66,7 +68,11 @@ class Source:
 
 
 def routes(
-    source: Source | None, counts: Counts | None = None, *, may_see_tenants: Callable[[Request], bool] | bool = True
+    source: Source | None,
+    counts: Counts | None = None,
+    *,
+    may_see_tenants: Callable[[Request], bool] | bool = True,
+    storage: Storage | None = None,
 ) -> list[Route]:
     """Return the route `/metrics`.
 
@@ -75,6 +81,7 @@ def routes(
         counts: The gateway's own counts, if any.
         may_see_tenants: Whether the sender of a request may see the names of tenants; a function may raise NotAllowed
             to refuse the scrape.
+        storage: The storage, if there is one.
     """
 
     async def metrics(request: Request) -> Response:
@@ -83,7 +90,8 @@ def routes(
         except KvforgeError as error:
             return JSONResponse(openai_error(error), status_of(error), headers_of(error))
         metrics = source.read() if source is not None else None
-        exposition = Exposition(metrics, counts, names=names, serves=source is not None)
+        stored = await storage_numbers(storage) if storage is not None else None
+        exposition = Exposition(metrics, counts, names=names, serves=source is not None, stored=stored)
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         if content_type.startswith(OPENMETRICS):
             # The default escaping replaces the colon of vLLM's names in samples only. No name needs escaping.

@@ -22,12 +22,31 @@ from kvforge.gateway.metrics.service import SERVICE
 from kvforge.gateway.metrics.shared import Counts
 from kvforge.gateway.metrics.snapshot import COUNTER, HISTOGRAM
 from kvforge.gateway.metrics.vllm import VLLM
-from kvforge.protocol.errors import NotAllowed
+from kvforge.gateway.storage import Operation, Result, TenantUsage, Usage
+from kvforge.protocol.errors import NotAllowed, StorageFailed
 from kvforge.protocol.meters import GAP, HIT, RUNNING, ServiceInfo
 from kvforge.protocol.tables import TablesWriter
 from tests.gateway.metrics.conftest import FACTS, put
 
 OPENMETRICS = {"accept": "application/openmetrics-text; version=1.0.0; charset=utf-8"}
+
+
+class Tenants:
+    """A storage of two tenants."""
+
+    def __init__(self, *, exists: bool = True, fails: bool = False) -> None:
+        self.exists, self._fails, self.reason = exists, fails, ""
+
+    async def apply(self, *operations: Operation) -> list[Result]:
+        assert self.exists and len(operations) == 1 and isinstance(operations[0], Usage)
+        if self._fails:
+            raise StorageFailed("here", "is away", "try again")
+        return [[TenantUsage("a", 2, 300, 1), TenantUsage("b", 1, 50, 0)]]
+
+    async def close(self) -> None: ...
+
+
+STORED = Tenants()
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -35,7 +54,7 @@ def client(folder: Path, may_see_tenants: Callable[[Request], bool] | bool = Tru
     counts = Counts(["/v1/models"])
     counts.began()
     counts.ended("/v1/models", 200, 0.02, 7, 8)
-    return TestClient(Starlette(routes=routes(Source(folder), counts, may_see_tenants=may_see_tenants)))
+    return TestClient(Starlette(routes=routes(Source(folder), counts, may_see_tenants=may_see_tenants, storage=STORED)))
 
 
 def samples(families: list[Family]) -> Samples:
@@ -152,6 +171,22 @@ def test_without_a_coordinator_only_the_gateway_is_told_of(tmp_path: Path) -> No
     assert {name for name, _ in found} == {
         name for metric, (kind, _, _) in GATEWAY.items() for name in names_of(metric, kind)
     }
+
+
+@pytest.mark.parametrize(
+    ("storage", "expected"),
+    [
+        (STORED, {"up": 1, "documents": 3, "bytes": 350, "in_progress": 1}),
+        (Tenants(exists=False), {"up": 1, "documents": 0, "bytes": 0, "in_progress": 0}),
+        (Tenants(fails=True), {"up": 0}),
+        (None, {}),
+    ],
+)
+def test_the_storage_has_its_numbers(storage: Tenants | None, expected: dict[str, float]) -> None:
+    app = Starlette(routes=routes(None, Counts([]), storage=storage))
+    found = samples(list(parse_text(TestClient(app).get("/metrics").text)))
+    ours = {name: value for (name, _), value in found.items() if name.startswith("kvforge_storage_")}
+    assert ours == {f"kvforge_storage_{name}": value for name, value in expected.items()}
 
 
 def test_a_coordinator_on_another_machine_is_not_said_to_be_down() -> None:
