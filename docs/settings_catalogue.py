@@ -44,6 +44,7 @@ FILES: tuple[tuple[str, tuple[tuple[str, type[msgspec.Struct]], ...]], ...] = (
         (
             ("", gateway.Settings),
             ("storage", gateway.StorageSection),
+            ("batches", gateway.BatchesSection),
             ("replicas.NAME", gateway.Replica),
             ("keys.NAME", gateway.Key),
         ),

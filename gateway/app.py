@@ -18,6 +18,8 @@ from kvforge import __version__
 from kvforge.client.aio import AsyncClient
 from kvforge.gateway.access import Access
 from kvforge.gateway.anthropic.routes import Anthropic
+from kvforge.gateway.batches.file_routes import FileRoutes
+from kvforge.gateway.batches.files import Files
 from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.config import SEE, Settings
 from kvforge.gateway.generate.loading import prompts_of
@@ -81,6 +83,7 @@ def make_app(
     guard = Guard(access)
     storage = _storage(settings)
     background = Background(service, Stored(storage, settings.storage), settings) if storage is not None else None
+    files = Files(storage, settings) if storage is not None else None
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:  # noqa: ARG001
@@ -97,7 +100,8 @@ def make_app(
                 with suppress(asyncio.CancelledError):
                     await keeping
                 await background.close()
-                await background.stored.storage.close()
+            if storage is not None:
+                await storage.close()
             looking.cancel()
             with suppress(asyncio.CancelledError):
                 await looking
@@ -154,6 +158,7 @@ def make_app(
         Route("/version", version, methods=["GET"]),
         *OpenAI(service, settings, background).routes(guard),
         *Anthropic(service, settings).routes(guard),
+        *(FileRoutes(files, settings).routes(guard) if files is not None else ()),
         *described(),
     ]
     counts = Counts([route.path for route in routes if "{" not in route.path], counted)

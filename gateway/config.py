@@ -112,6 +112,38 @@ class StorageSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidConfiguration("storage.tenant_bytes_max", problem)
 
 
+class BatchesSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Files and batches, [batches].
+
+    Attributes:
+        file_bytes_max: The limit of one uploaded file in bytes.
+        tenant_file_bytes_max: The bytes of all files of a tenant, beyond which an upload is refused. Its stored objects
+            together are limited by `storage.tenant_bytes_max`.
+        lines_max: The requests of one batch.
+        tenant_batches_max: Batches of a tenant in progress at once; further ones are refused (429).
+        in_flight_max: Lines that one gateway process has in progress at once. It uses fewer while the service has no
+            free rows.
+    """
+
+    file_bytes_max: int = 200 << 20
+    tenant_file_bytes_max: int = 512 << 20
+    lines_max: int = 100_000
+    tenant_batches_max: int = 16
+    in_flight_max: int = 256
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("file_bytes_max", 1024, 1 << 40),
+            ("tenant_file_bytes_max", 1024, 1 << 50),
+            ("lines_max", 1, 10_000_000),
+            ("tenant_batches_max", 1, 10_000),
+            ("in_flight_max", 1, 65_536),
+        ):
+            if not least <= getattr(self, name) <= most:
+                problem = f"is {getattr(self, name)}; it must be {least} to {most}"
+                raise InvalidConfiguration(f"batches.{name}", problem)
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a gateway.
 
@@ -174,6 +206,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cors_origins: tuple[str, ...] = ()
     keys: dict[str, Key] = {}
     storage: StorageSection = StorageSection()
+    batches: BatchesSection = BatchesSection()
     strict_fields: bool = False
     strip: tuple[str, ...] = (BILLING,)
     move: tuple[str, ...] = ()

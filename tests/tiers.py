@@ -23,6 +23,7 @@ FOLDERS = {
         "tests/gateway",
         "tests/gateway/access",
         "tests/gateway/anthropic",
+        "tests/gateway/batches",
         "tests/gateway/chat",
         "tests/gateway/generate",
         "tests/gateway/metrics",

@@ -26,13 +26,18 @@ class Page:
     descending: bool
 
     @classmethod
-    def of(cls, query: Mapping[str, str]) -> Page:
+    def of(cls, query: Mapping[str, str], *, default: int = LIMIT, most: int = LIMIT_MAX) -> Page:
         """Read the parameters of a query.
+
+        Args:
+            query: The query.
+            default: The limit if it names none.
+            most: The highest limit.
 
         Raises:
             InvalidRequest: Names the malformed parameter.
         """
-        limit = whole_number(query, "limit", LIMIT, 1, LIMIT_MAX)
+        limit = whole_number(query, "limit", default, 1, most)
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequest("order", f"is {order[:40]!r}; it must be asc or desc")

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvforge.gateway.anthropic import messages
+from kvforge.gateway.batches.file_routes import OCTETS
+from kvforge.gateway.batches.files import FILES_MAX
 from kvforge.gateway.http.errors import ANTHROPIC, OPENAI, api_of
 from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.http.keys import KEY_HEADER, RESUME_HEADER, SESSION_HEADER
@@ -98,6 +100,17 @@ _PAGING = (
     Parameter("order", "query", "asc or desc (the default: the newest first)."),
     Parameter("after", "query", "Begin behind the item with this id."),
 )
+_FILE = _object(
+    id=STRING,
+    object={"const": "file"},
+    bytes=INTEGER,
+    created_at=INTEGER,
+    filename=STRING,
+    purpose=STRING,
+    status=STRING,
+)
+_FILE_ID = Parameter("file_id", "path", "The id of a file.")
+_FILES_LIMIT = Parameter("limit", "query", f"How many files, 1 to {FILES_MAX}.", INTEGER)
 _READY = _object(ready={"type": "boolean"}, reason=STRING)
 
 
@@ -260,6 +273,29 @@ OPERATIONS = (
         "Count the tokens of a conversation.",
         messages.COUNT,
         _whole(_object(input_tokens=INTEGER)),
+    ),
+    Operation("post", "/v1/files", "Upload a file (multipart/form-data: `file` and `purpose`).", answers=_whole(_FILE)),
+    Operation(
+        "get",
+        "/v1/files",
+        "List the files.",
+        answers=_whole(_object(object={"const": "list"}, data=_list(_FILE), has_more={"type": "boolean"})),
+        parameters=(_FILES_LIMIT, *_PAGING[1:], Parameter("purpose", "query", "Only files with this purpose.")),
+    ),
+    Operation("get", "/v1/files/{file_id}", "Describe a file.", answers=_whole(_FILE), parameters=(_FILE_ID,)),
+    Operation(
+        "delete",
+        "/v1/files/{file_id}",
+        "Delete a file.",
+        answers=_whole(_DELETED),
+        parameters=(_FILE_ID,),
+    ),
+    Operation(
+        "get",
+        "/v1/files/{file_id}/content",
+        "Read the content of a file.",
+        answers={"200": {OCTETS: STRING}},
+        parameters=(_FILE_ID,),
     ),
     Operation(
         "post",
