@@ -39,13 +39,15 @@ def measured(rank: int, count: int, hidden: int, tokens: list[int], place: Path)
     from kvforge.worker.device.targets import current_target
     from kvforge.worker.kernels import norm
     from kvforge.worker.kernels.exchange import DirectExchange
+    from kvforge.worker.kernels.launching import LaunchSettings
 
     device = open_device("auto", rank)
     ranks = Ranks(rank, count, device)
     ranks.meet(place)
     target = current_target(device)
+    launch = LaunchSettings(target, target.chained)
     size = max(tokens) * hidden * 2
-    shared = DirectExchange(ranks.exchange((size, size, 16)), target, target.chained)
+    shared = DirectExchange(ranks.exchange((size, size, 16)), launch)
     memory = device.graph_memory()
     found: dict[str, Any] = {"device": device.name, "us": {}}
     for n in tokens:
@@ -62,13 +64,13 @@ def measured(rank: int, count: int, hidden: int, tokens: list[int], place: Path)
             shared.add_norm(index % 2, residual, weight, 1e-5)  # noqa: B023 - called before the next one
 
         def gathered(_index: int) -> None:
-            norm.add_norm(ranks.gather(part), residual, weight, 1e-5, target.chained, 32)  # noqa: B023
+            norm.add_norm(launch, ranks.gather(part), residual, weight, 1e-5)  # noqa: B023
 
         def reduced(_index: int) -> None:
             dist.all_reduce(part)  # noqa: B023
 
         def alone(_index: int) -> None:
-            norm.add_norm(part[None], residual, weight, 1e-5, target.chained, 32)  # noqa: B023
+            norm.add_norm(launch, part[None], residual, weight, 1e-5)  # noqa: B023
 
         ways: dict[str, Callable[[int], None]] = dict(zip(WAYS, (read, gathered, reduced, alone), strict=True))
         for name, call in ways.items():

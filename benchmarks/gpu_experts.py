@@ -109,29 +109,29 @@ def make(shape: Shape, tokens: int, operations: FusedOperations, device: Device)
 
 def calls(layer: Layer, operations: FusedOperations, target: Target) -> dict[str, Callable[[int], object]]:
     """Return the whole operation and its parts, by name; each takes the number of a choice."""
-    overlap, width, shape = operations.overlap, layer.shape.chosen, layer.shape
+    width, shape = layer.shape.chosen, layer.shape
     tokens = tokens_per_block(layer.chosen[0].numel(), shape.experts, DTYPE, target)
     up_tiles, down_tiles = (
         tiles_for(tokens, each.shape[1], each.shape[2], DTYPE, target) for each in (layer.up, layer.down)
     )
-    sorted_pairs = [sort_by_expert(each, shape.experts, tokens, overlap) for each in layer.chosen]
+    sorted_pairs = [sort_by_expert(operations, each, shape.experts, tokens) for each in layer.chosen]
     gating = Gating(layer.activation, interleaved=shape.oss)
     up, down = (layer.up, layer.up_bias), (layer.down, layer.down_bias)
-    inner = multiply_up(layer.x, *up, gating, sorted_pairs[0], width, up_tiles, target, overlap)
-    parts = multiply_down(inner, *down, layer.weights[0], sorted_pairs[0], down_tiles, target, overlap)
+    inner = multiply_up(operations, layer.x, *up, gating, sorted_pairs[0], width, up_tiles)
+    parts = multiply_down(operations, inner, *down, layer.weights[0], sorted_pairs[0], down_tiles)
     made: dict[str, Callable[[int], object]] = {
         "experts": lambda turn: operations.experts(
             layer.x, layer.chosen[turn], layer.weights[turn], *up, *down, layer.activation, shape.oss
         ),
         "route": lambda turn: operations.route(layer.logits[turn], layer.router),
-        "up": lambda turn: multiply_up(layer.x, *up, gating, sorted_pairs[turn], width, up_tiles, target, overlap),
+        "up": lambda turn: multiply_up(operations, layer.x, *up, gating, sorted_pairs[turn], width, up_tiles),
         "down": lambda turn: multiply_down(
-            inner, *down, layer.weights[turn], sorted_pairs[turn], down_tiles, target, overlap
+            operations, inner, *down, layer.weights[turn], sorted_pairs[turn], down_tiles
         ),
-        "sum": lambda _turn: sum_places(parts, overlap),
+        "sum": lambda _turn: sum_places(operations, parts),
     }
     if len(layer.x) > 1:  # a single token needs no sort
-        made["sort"] = lambda turn: sort_by_expert(layer.chosen[turn], shape.experts, tokens, overlap)
+        made["sort"] = lambda turn: sort_by_expert(operations, layer.chosen[turn], shape.experts, tokens)
     if not shape.oss and hasattr(torch.nn.functional, "grouped_mm"):
         made["torch"] = lambda turn: grouped_by_torch(layer, turn)
     return made
@@ -155,7 +155,7 @@ def grouped_by_torch(layer: Layer, turn: int) -> torch.Tensor:
 
 def sweep(layer: Layer, operations: FusedOperations, device: Device, target: Target) -> Iterator[tuple[str, float]]:
     """Yield the fastest tiles of each product."""
-    shape, overlap, width = layer.shape, operations.overlap, layer.shape.chosen
+    shape, width = layer.shape, layer.shape.chosen
     gating = Gating(layer.activation, interleaved=shape.oss)
     pairs = layer.chosen[0].numel()
     wanted = tokens_per_block(pairs, shape.experts, DTYPE, target)
@@ -164,15 +164,17 @@ def sweep(layer: Layer, operations: FusedOperations, device: Device, target: Tar
         for tokens in sorted({wanted, max(16, wanted // 2), min(128, 2 * wanted)}):
             if len(layer.x) == 1 and tokens > wanted:
                 continue
-            sorted_pairs = [sort_by_expert(each, shape.experts, tokens, overlap) for each in layer.chosen]
+            sorted_pairs = [sort_by_expert(operations, each, shape.experts, tokens) for each in layer.chosen]
             inner = torch.randn((pairs, shape.inner), device=device.torch_device).to(DTYPE)
             for tiles in _tiles(tokens):
 
                 def call(turn: int) -> object:
-                    how = (sorted_pairs[turn], tiles, target, overlap)  # noqa: B023 - called before the next one
+                    grouped = sorted_pairs[turn]  # noqa: B023 - called before the next one
                     if name == "up":  # noqa: B023
-                        return multiply_up(layer.x, layer.up, layer.up_bias, gating, how[0], width, *how[1:])
-                    return multiply_down(inner, layer.down, layer.down_bias, layer.weights[turn], *how)  # noqa: B023
+                        up = (layer.x, layer.up, layer.up_bias)
+                        return multiply_up(operations, *up, gating, grouped, width, tiles)  # noqa: B023
+                    down = (inner, layer.down, layer.down_bias)  # noqa: B023
+                    return multiply_down(operations, *down, layer.weights[turn], grouped, tiles)  # noqa: B023
 
                 try:
                     graph = captured_in_turn(device, call, CHOICES)
@@ -185,10 +187,10 @@ def sweep(layer: Layer, operations: FusedOperations, device: Device, target: Tar
 
 def chain(layer: Layer, operations: FusedOperations, device: Device, target: Target) -> Iterator[tuple[str, float]]:
     """Yield the fastest ways to overlap both products."""
-    shape, overlap, width = layer.shape, operations.overlap, layer.shape.chosen
+    shape, width = layer.shape, layer.shape.chosen
     gating = Gating(layer.activation, interleaved=shape.oss)
     tokens = tokens_per_block(layer.chosen[0].numel(), shape.experts, DTYPE, target)
-    sorted_pairs = [sort_by_expert(each, shape.experts, tokens, overlap) for each in layer.chosen]
+    sorted_pairs = [sort_by_expert(operations, each, shape.experts, tokens) for each in layer.chosen]
     up_tiles, down_tiles = (
         tiles_for(tokens, each.shape[1], each.shape[2], DTYPE, target) for each in (layer.up, layer.down)
     )
@@ -199,9 +201,9 @@ def chain(layer: Layer, operations: FusedOperations, device: Device, target: Tar
 
         def call(turn: int) -> object:
             pairs = sorted_pairs[turn]
-            inner = multiply_up(layer.x, layer.up, layer.up_bias, gating, pairs, width, first, target, overlap)  # noqa: B023
+            inner = multiply_up(operations, layer.x, layer.up, layer.up_bias, gating, pairs, width, first)  # noqa: B023
             weights = layer.weights[turn]
-            return multiply_down(inner, layer.down, layer.down_bias, weights, pairs, second, target, overlap)  # noqa: B023
+            return multiply_down(operations, inner, layer.down, layer.down_bias, weights, pairs, second)  # noqa: B023
 
         graph = captured_in_turn(device, call, CHOICES)
         what = f"chain early={early_up:d}{early_down:d} prefetch={ahead} stages={stages}"

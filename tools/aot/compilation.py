@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvforge.worker.device.target import Target
+from kvforge.worker.kernels.launching import LaunchSettings
 
 from .specialise import Specialisation, gpu_target
 
@@ -115,6 +116,11 @@ def distinct(made: Iterable[Configuration]) -> list[Configuration]:
 def meta_tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor without memory: only shape, dtype, and the extent of its storage."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launched_on(target: Target) -> LaunchSettings:
+    """Return how a worker launches kernels on `target`."""
+    return LaunchSettings(target, target.chained)
 
 
 def compile_one(configuration: Configuration, target: Target) -> Compiled:

@@ -19,7 +19,7 @@ from kvforge.worker.kernels.grouped_tiles import tiles_for, tokens_per_block
 from kvforge.worker.kernels.router import Router
 from kvforge.worker.kernels.router_kernel import route
 
-from .compilation import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, distinct, meta_tensor
+from .compilation import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, distinct, launched_on, meta_tensor
 from .specialise import recorded
 
 FLOATS = (BF16, F16, F32)
@@ -92,18 +92,20 @@ def _block_sizes(target: Target, dtype: torch.dtype = BF16) -> list[int]:
 def _route(target: Target, name: str) -> Configuration:
     router, experts, dtype, biased = ROUTERS[name]
     logits, bias = meta_tensor(1, experts, dtype=dtype), meta_tensor(experts, dtype=F32) if biased else None
-    return _one(target, f"route {name}", lambda: route(logits, router, bias, None, target.chained))
+    return _one(target, f"route {name}", lambda: route(launched_on(target), logits, router, bias))
 
 
 def _sort(target: Target, experts: int, tokens: int, rows: int) -> Configuration:
     chosen = meta_tensor(rows, 8, dtype=torch.int32)
     label = f"sort {8 * rows} pairs of {experts} experts by {tokens}"
-    return _one(target, label, lambda: sort_by_expert(chosen, experts, tokens, target.chained))
+    return _one(target, label, lambda: sort_by_expert(launched_on(target), chosen, experts, tokens))
 
 
 def _sum(target: Target, dtype: torch.dtype, width: int, n: int) -> Configuration:
     parts = meta_tensor(width, 1, n, dtype=dtype)
-    return _one(target, f"sum of {width} experts {DTYPE_NAMES[dtype]} {n}", lambda: sum_places(parts, target.chained))
+    return _one(
+        target, f"sum of {width} experts {DTYPE_NAMES[dtype]} {n}", lambda: sum_places(launched_on(target), parts)
+    )
 
 
 def _products(target: Target, dtype: torch.dtype, layout: Layout, tokens: int, far: bool) -> Iterator[Configuration]:
@@ -121,18 +123,18 @@ def _products(target: Target, dtype: torch.dtype, layout: Layout, tokens: int, f
     weights = meta_tensor(rows, width, dtype=F32)
     label = f"experts {DTYPE_NAMES[dtype]} {hidden} x {inner}{' gpt-oss' * layout.oss}{' far' * far}"
     label += " one token" if alone else f" by {tokens}"
-    how = (target, target.chained)
+    launch = launched_on(target)
     matrix = bool(target.matrix) and (dtype != F32 or target.matrix == "v_mfma")
     yield _one(
         target,
         f"{label} up",
-        lambda: multiply_up(x, first, biases[0], gating, pairs, width, tiles[0], *how),
+        lambda: multiply_up(launch, x, first, biases[0], gating, pairs, width, tiles[0]),
         matrix,
     )
     yield _one(
         target,
         f"{label} down",
-        lambda: multiply_down(inside, second, biases[1], weights, pairs, tiles[1], *how),
+        lambda: multiply_down(launch, inside, second, biases[1], weights, pairs, tiles[1]),
         matrix,
     )
 

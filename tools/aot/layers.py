@@ -23,7 +23,7 @@ from kvforge.worker.kernels.project import HEAD_SIZES, project
 from kvforge.worker.sampling.kernels import PIECE, choose_tokens, feed_tokens
 from kvforge.worker.sampling.sampler import COLUMNS, WORD_BITS
 
-from .compilation import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, distinct, meta_tensor
+from .compilation import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, distinct, launched_on, meta_tensor
 from .specialise import recorded
 
 KINDS = tuple(EVERY_KIND)
@@ -214,9 +214,7 @@ def _product(
     return _configuration(
         target,
         f"linear {DTYPE_NAMES[dtype]} {tokens} x {k} x {n} {use}{' biased' * biased}{' far' * far}",
-        lambda: linear_parts(
-            x, weight, bias, tiles, result, activation=activation, gated=gated, overlap=target.chained
-        ),
+        lambda: linear_parts(launched_on(target), x, weight, bias, tiles, result, activation=activation, gated=gated),
         matrix=True,
     )
 
@@ -237,7 +235,7 @@ def _project(
         target,
         f"project {DTYPE_NAMES[dtype]} {tokens} x {k}, heads of {head_size}"
         f"{' biased' * biased}{' far' * far}{' to far' * far_cache}",
-        lambda: project(x, weight, bias, angles, angles, layer, slots, tiles, overlap=target.chained),
+        lambda: project(launched_on(target), x, weight, bias, angles, angles, layer, slots, tiles),
         matrix=True,
     )
 
@@ -251,7 +249,7 @@ def _embed(target: Target, dtype: torch.dtype, hidden: int, far: bool) -> Config
     return _configuration(
         target,
         f"embed, norm {DTYPE_NAMES[dtype]} {hidden}{' far' * far}",
-        lambda: norm.embed_norm(tokens, table, weight, 1e-5, target.chained, target.warp_size),
+        lambda: norm.embed_norm(launched_on(target), tokens, table, weight, 1e-5),
     )
 
 
@@ -261,7 +259,7 @@ def _sum(target: Target, dtype: torch.dtype, hidden: int, added: torch.dtype, pa
     return _configuration(
         target,
         f"sum of {parts} {DTYPE_NAMES[added]}, norm {DTYPE_NAMES[dtype]} {hidden}",
-        lambda: norm.add_norm(addend, residual, weight, 1e-5, target.chained, target.warp_size),
+        lambda: norm.add_norm(launched_on(target), addend, residual, weight, 1e-5),
     )
 
 
@@ -271,7 +269,7 @@ def _combined(target: Target, dtype: torch.dtype, hidden: int, added: torch.dtyp
     return _configuration(
         target,
         f"norm of the sum of {parts} {DTYPE_NAMES[added]}, norm {DTYPE_NAMES[dtype]} {hidden}",
-        lambda: combine.combined(addend, residual, norm_, 1.0, norm_, target.chained, target.warp_size),
+        lambda: combine.combined(launched_on(target), addend, residual, norm_, 1.0, norm_),
     )
 
 
@@ -280,7 +278,7 @@ def _normed(target: Target, dtype: torch.dtype, size: int) -> Configuration:
     return _configuration(
         target,
         f"norm {DTYPE_NAMES[dtype]} {size}",
-        lambda: combine.normed(x, weight, None, target.chained, target.warp_size),
+        lambda: combine.normed(launched_on(target), x, weight),
     )
 
 
@@ -291,18 +289,17 @@ def _peers(ranks: int) -> RankBuffers:
 
 def _exchanged(target: Target, dtype: torch.dtype, hidden: int, ranks: int) -> Configuration:
     residual, weight = meta_tensor(1, hidden, dtype=dtype), meta_tensor(hidden, dtype=dtype)
-    how = (target.chained, target.warp_size, target.multiprocessors)
     return _configuration(
         target,
         f"exchange of {ranks} ranks, norm {DTYPE_NAMES[dtype]} {hidden}",
-        lambda: exchange.add_norm_of_ranks(_peers(ranks), residual, weight, 1e-5, *how),
+        lambda: exchange.add_norm_of_ranks(launched_on(target), _peers(ranks), residual, weight, 1e-5),
     )
 
 
 def _joined(target: Target, ranks: int, share: int) -> Configuration:
     output = meta_tensor(1, ranks * share, dtype=F32)
     label = f"join of {ranks} ranks {share}"
-    return _configuration(target, label, lambda: exchange.join_of_ranks(_peers(ranks), output, target.multiprocessors))
+    return _configuration(target, label, lambda: exchange.join_of_ranks(launched_on(target), _peers(ranks), output))
 
 
 def _head_norm(target: Target, dtype: torch.dtype, head: int, heads: int) -> Configuration:
@@ -311,7 +308,7 @@ def _head_norm(target: Target, dtype: torch.dtype, head: int, heads: int) -> Con
     return _configuration(
         target,
         f"head norm {DTYPE_NAMES[dtype]} {heads} + {kv_heads} x {head}",
-        lambda: norm.head_norm(projected, weight, weight, heads, kv_heads, 1e-5, target.chained, target.warp_size),
+        lambda: norm.head_norm(launched_on(target), projected, weight, weight, heads, kv_heads, 1e-5),
     )
 
 
@@ -320,14 +317,14 @@ def _rotary(target: Target, dtype: torch.dtype, head: int) -> Configuration:
     return _configuration(
         target,
         f"rotary {DTYPE_NAMES[dtype]} {head}",
-        lambda: rotary.rotary(positions, frequencies, 1.0, dtype, target.chained),
+        lambda: rotary.rotary(launched_on(target), positions, frequencies, 1.0, dtype),
     )
 
 
 def _activation(target: Target, dtype: torch.dtype, size: int, kind: str, gated: bool) -> Configuration:
     x = meta_tensor(1, 2 * size if gated else size, dtype=dtype)
     label = f"{kind} {DTYPE_NAMES[dtype]} {size}{' gated' * gated}"
-    launch = partial(apply_activation, x, Activation(kind), gated, target.chained)
+    launch = partial(apply_activation, launched_on(target), x, Activation(kind), gated)
     return _configuration(target, label, launch)
 
 

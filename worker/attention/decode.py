@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -97,43 +96,6 @@ def _scores_max(rows: int, dtype: torch.dtype) -> int:
     return SCORES_MAX // 2 if dtype.itemsize == 1 and rows > 32 else SCORES_MAX
 
 
-def decode_constants(
-    heads: int,
-    kv_heads: int,
-    head_size: int,
-    block_size: int,
-    dtype: torch.dtype,
-    softcap: bool,
-    target: Target,
-    few: bool = False,
-) -> dict[str, Any]:
-    """Return the kernel's compile-time arguments. dtype: dtype of K and V. few: see `is_few`."""
-    tiles = decode_tiles(head_size, dtype, target, few)
-    group = heads // kv_heads
-    head_tile = head_class(head_size)
-    rows = _rows(group, head_size, dtype, target)
-    merge_rows = min(ROWS_MIN, max(1, 128 * tiles.warps // head_tile))
-    return {
-        "HEADS": heads,
-        "KV_HEADS": kv_heads,
-        "HEAD_SIZE": head_size,
-        "BLOCK_SIZE": block_size,
-        "HEAD_TILE": head_tile,
-        "ROWS": rows,
-        "KEYS": min(tiles.keys, _scores_max(rows, dtype) // rows),
-        "STAGES": tiles.stages,
-        "KIND": KINDS.get(dtype, 0),
-        "SOFTCAP": 2 if target.asks_softcap else int(softcap),
-        "ASSEMBLY": dtype in target.packed,
-        "MERGE_ROWS": merge_rows,
-        "MERGE_PARTS": MERGE_PARTS,
-        "CHAINED": target.chained,
-        "PRECISION": target.float32_products if dtype == torch.float32 else "ieee",
-        "FLUSHED": not target.barrier_waits,
-        "WIDEN": target.widens,
-    }
-
-
 def paged_decode(
     query: torch.Tensor,
     layer: KvLayer,
@@ -164,8 +126,9 @@ def paged_decode(
         keys, values = keys.view(torch.int16), values.view(torch.int16)
     few = is_few(rows, heads, kv_heads, head_size, dtype, target)
     tiles = decode_tiles(head_size, dtype, target, few)
-    constants = decode_constants(heads, kv_heads, head_size, block_size, dtype, options.softcap > 0, target, few)
-    units = (plan.shape[0] // FIELDS - 1) * _units(heads, kv_heads, head_size, dtype, target)
+    group, head_tile = heads // kv_heads, head_class(head_size)
+    group_rows = _rows(group, head_size, dtype, target)
+    units = (plan.shape[0] // FIELDS - 1) * kv_heads * -(-group // group_rows)
     # Steady plans have room for more parts than most steps need, and idle programs cost time too.
     programs = min(units, target.multiprocessors * tiles.waves_per_block) if target.steady else units
     decode_kernel[(programs,)](
@@ -185,8 +148,24 @@ def paged_decode(
         options.softcap,
         *in_units(query.stride(0)),
         tables.stride(0),
-        **constants,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_SIZE=block_size,
+        HEAD_TILE=head_tile,
+        ROWS=group_rows,
+        KEYS=min(tiles.keys, _scores_max(group_rows, dtype) // group_rows),
+        STAGES=tiles.stages,
+        KIND=KINDS.get(dtype, 0),
+        SOFTCAP=2 if target.asks_softcap else int(options.softcap > 0),
+        ASSEMBLY=dtype in target.packed,
+        MERGE_ROWS=min(ROWS_MIN, max(1, 128 * tiles.warps // head_tile)),
+        MERGE_PARTS=MERGE_PARTS,
+        CHAINED=target.chained,
+        PRECISION=target.float32_products if dtype == torch.float32 else "ieee",
+        FLUSHED=not target.barrier_waits,
+        WIDEN=target.widens,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **({"launch_pdl": True} if constants["CHAINED"] else {}),
+        **({"launch_pdl": True} if target.chained else {}),
     )

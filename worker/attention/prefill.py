@@ -11,15 +11,13 @@ quantised K and V, if the caller provides a workspace into which `prefill_copy` 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from kvforge.worker.device.target import Target, head_class, head_tiles, in_units
 
 from .interface import AttentionOptions, KvLayer
 from .prefill_copy import copy_rows
-from .prefill_plan import PrefillShape, prefill_shape
+from .prefill_plan import prefill_shape
 from .prefill_portable import NO_WINDOW, prefill_portable
 from .quantised import as_bytes, is_quantised
 from .sinks import sinks_of
@@ -69,12 +67,16 @@ def paged_prefill(
         launch(query, layer, tables, items, output, options, *numbers, paged=not copied)
         return
     assert not copied, "the portable kernel uses no workspace"
-    constants = portable_constants(query.shape[1], query.dtype, layer, shape, target)
     keys, values = layer.keys, layer.values
-    if constants["BITWISE"]:
+    _, block_size, kv_heads, head_size = keys.shape
+    stored, packs = keys.dtype, query.shape[1] // shape.pack
+    quantised, bitwise = is_quantised(stored), stored in target.bitwise
+    # Two tiles of a quantised head gave wrong numbers on an H100: see benchmarks/NOTES.md.
+    head_tile, rest = (head_class(head_size), 0) if quantised else head_tiles(head_size)
+    if bitwise:
         keys, values = as_bytes(keys), as_bytes(values)
     scale, cap = exponents(options)
-    prefill_portable[(items.shape[0] * constants["PACKS"],)](
+    prefill_portable[(items.shape[0] * packs,)](
         query,
         *in_units(query.stride(0), query.stride(1)),
         keys,
@@ -90,39 +92,22 @@ def paged_prefill(
         scale,
         cap,
         options.window or NO_WINDOW,
-        **constants,
+        KV_HEADS=kv_heads,
+        PACKS=packs,
+        PACK=shape.pack,
+        POOL_BLOCK=block_size,
+        HEAD=head_size,
+        HEAD_TILE=head_tile,
+        REST=rest,
+        QUERIES=shape.tiles.queries,
+        KEYS=shape.tiles.keys,
+        QUANTISED=quantised,
+        BITWISE=bitwise,
+        E4M3=stored == torch.float8_e4m3fn,
+        UPCAST=target.widens and query.dtype == torch.bfloat16,
         num_warps=shape.tiles.warps,
         num_stages=shape.tiles.stages,
     )
-
-
-def portable_constants(
-    heads: int,
-    query_dtype: torch.dtype,
-    layer: KvLayer,
-    shape: PrefillShape,
-    target: Target,
-) -> dict[str, Any]:
-    """Return the compile-time constants of `prefill_portable`."""
-    _, block_size, kv_heads, head_size = layer.keys.shape
-    quantised = is_quantised(layer.keys.dtype)
-    # Two tiles of a quantised head gave wrong numbers on an H100: see benchmarks/NOTES.md.
-    head_tile, rest = (head_class(head_size), 0) if quantised else head_tiles(head_size)
-    return {
-        "KV_HEADS": kv_heads,
-        "PACKS": heads // shape.pack,
-        "PACK": shape.pack,
-        "POOL_BLOCK": block_size,
-        "HEAD": head_size,
-        "HEAD_TILE": head_tile,
-        "REST": rest,
-        "QUERIES": shape.tiles.queries,
-        "KEYS": shape.tiles.keys,
-        "QUANTISED": quantised,
-        "BITWISE": layer.keys.dtype in target.bitwise,
-        "E4M3": layer.keys.dtype == torch.float8_e4m3fn,
-        "UPCAST": target.widens and query_dtype == torch.bfloat16,
-    }
 
 
 def exponents(options: AttentionOptions) -> tuple[float, float]:

@@ -7,8 +7,6 @@ therefore be rotated in place. `reference.write_kv` computes the same in plain t
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -273,18 +271,6 @@ def write_kernel(
                 )  # fmt: skip
 
 
-def write_constants(head_size: int, rotated_size: int, kv_dtype: torch.dtype, target: Target) -> dict[str, Any]:
-    """Return the kernel's compile-time constants. rotated_size: rotated numbers of a head, 0: none."""
-    size = head_class(head_size)
-    return {
-        "HEADS": HEADS,
-        "HALF": size // 2,
-        "REST": size if 0 < rotated_size < head_size else 0,
-        "QUANTISED": is_quantised(kv_dtype),
-        "CHAINED": target.chained,
-    }
-
-
 def write_kv(
     query: torch.Tensor | None,
     key: torch.Tensor,
@@ -311,6 +297,7 @@ def write_kv(
         output: Receives the rotated query; None: rotate in place.
     """
     tokens, kv_heads, head_size = key.shape
+    size = head_class(head_size)
     rotated_size = 0 if cos is None else cos.shape[1]
     rotates_query = query is not None and cos is not None
     q = query if rotates_query and query is not None else key
@@ -338,7 +325,11 @@ def write_kv(
         query_units,
         kv_units,
         TOP.get(layer.keys.dtype, 0.0),
-        **write_constants(head_size, rotated_size, layer.keys.dtype, target),
+        HEADS=HEADS,
+        HALF=size // 2,
+        REST=size if 0 < rotated_size < head_size else 0,
+        QUANTISED=is_quantised(layer.keys.dtype),
+        CHAINED=target.chained,
         num_warps=target.write.warps,
         **({"launch_pdl": True} if target.chained else {}),
     )

@@ -9,6 +9,7 @@ import triton.language as tl
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .activations import Activation
+from .launching import Launching
 
 BLOCK = 1024
 WARPS = 4
@@ -81,7 +82,7 @@ def activation_kernel(
     tl.store(output + row * size + columns, found.to(narrow), mask=inside)
 
 
-def apply_activation(x: torch.Tensor, activation: Activation, gated: bool, overlap: bool) -> torch.Tensor:
+def apply_activation(launch: Launching, x: torch.Tensor, activation: Activation, gated: bool) -> torch.Tensor:
     """Apply an activation to x [tokens, n], or to a gate and `up` [tokens, 2n]; contiguous. Returns [tokens, n]."""
     count, width = x.shape
     size = width // 2 if gated else width
@@ -96,6 +97,6 @@ def apply_activation(x: torch.Tensor, activation: Activation, gated: bool, overl
         GATED=gated,
         BLOCK=BLOCK,
         num_warps=WARPS,
-        **launch_options(overlap),
+        **launch_options(launch.overlap),
     )
     return output

@@ -12,6 +12,7 @@ import triton.language as tl
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 from kvforge.worker.device.target import HEAD_CLASSES, HEAD_UNIT, head_class, in_units
 
+from .launching import Launching
 from .layer_weights import Norm
 from .norm import PARTS_EXACT, block_of, warps_of
 
@@ -145,32 +146,29 @@ def kind_of(norm: Norm | None) -> int:
     return PRESENT + CENTRED * norm.centred + ROUNDED * norm.rounds_first + BIASED * (norm.bias is not None)
 
 
-def normed(x: torch.Tensor, norm: Norm, output: torch.Tensor | None, overlap: bool, warp_size: int) -> torch.Tensor:
+def normed(launch: Launching, x: torch.Tensor, norm: Norm, output: torch.Tensor | None = None) -> torch.Tensor:
     """Implement `LayerOperations.norm`."""
     if output is None:
         output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, target = (each if each.dim() == 3 else each[:, None] for each in (x, output))
-    _launch(rows, target, norm, norm.weight, rows.shape[1], overlap, warp_size)
+    _normalise(launch, rows, target, norm, norm.weight, rows.shape[1])
     return output
 
 
-def normed_heads(
-    projected: torch.Tensor, query: Norm, key: Norm, heads: int, kv_heads: int, overlap: bool, warp_size: int
-) -> None:
+def normed_heads(launch: Launching, projected: torch.Tensor, query: Norm, key: Norm, heads: int, kv_heads: int) -> None:
     """Implement `LayerOperations.norm_heads`."""
     size = len(query.weight)
     rows = projected[:, : (heads + kv_heads) * size].unflatten(1, (-1, size))
-    _launch(rows, rows, query, key.weight, heads, overlap, warp_size)
+    _normalise(launch, rows, rows, query, key.weight, heads)
 
 
-def _launch(
+def _normalise(
+    launch: Launching,
     source: torch.Tensor,
     target: torch.Tensor,
     norm: Norm,
     key_weight: torch.Tensor,
     heads: int,
-    overlap: bool,
-    warp_size: int,
 ) -> None:
     """Normalise [tokens, heads, n]. key_weight: the weight of the heads from `heads` on."""
     size = source.shape[2]
@@ -188,19 +186,18 @@ def _launch(
         norm.offset,
         kind_of(norm),
         BLOCK=block,
-        num_warps=warps_of(block, warp_size),
-        **launch_options(overlap),
+        num_warps=warps_of(block, launch.target.warp_size),
+        **launch_options(launch.overlap),
     )
 
 
 def combined(
+    launch: Launching,
     addend: torch.Tensor,
     residual: torch.Tensor,
     after: Norm | None,
     scale: float,
     following: Norm | None,
-    overlap: bool,
-    warp_size: int,
 ) -> torch.Tensor:
     """Implement `LayerOperations.combine`."""
     parts, count, hidden = addend.shape
@@ -220,8 +217,8 @@ def combined(
         *_numbers(following),
         PARTS=parts if parts <= PARTS_EXACT else 1 << (parts - 1).bit_length(),
         BLOCK=block,
-        num_warps=warps_of(block, warp_size),
-        **launch_options(overlap),
+        num_warps=warps_of(block, launch.target.warp_size),
+        **launch_options(launch.overlap),
     )
     return output
 

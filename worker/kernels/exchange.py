@@ -14,8 +14,9 @@ import triton.language as tl
 
 from kvforge.worker.device.exchange import PROGRAMS_MAX, RANKS_MAX, Exchange, RankBuffers
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
-from kvforge.worker.device.target import HEAD_UNIT, Target, in_units
+from kvforge.worker.device.target import HEAD_UNIT, in_units
 
+from .launching import Launching
 from .norm import _normed, block_of, warps_of
 
 _UNIT, _RANKS_MAX = tl.constexpr(HEAD_UNIT), tl.constexpr(RANKS_MAX)
@@ -123,24 +124,16 @@ def join_of_ranks_kernel(
 
 
 def add_norm_of_ranks(
-    peers: RankBuffers,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    epsilon: float,
-    overlap: bool,
-    warp_size: int,
-    multiprocessors: int,
+    launch: Launching, peers: RankBuffers, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
     """Add all ranks' parts to the residual in the order of ranks, and normalise the sum.
 
     Args:
+        launch: How to launch it.
         peers: The buffer of all ranks, each with a part of the residual's shape and dtype.
         residual: [tokens, hidden], contiguous; changed.
         weight: [hidden], weight of the norm.
         epsilon: Epsilon of the norm.
-        overlap: See `kvforge.worker.device.overlap`.
-        warp_size: Threads of a warp.
-        multiprocessors: Multiprocessors of the device.
 
     Returns:
         The normalised rows, a new tensor.
@@ -148,7 +141,7 @@ def add_norm_of_ranks(
     count, hidden = residual.shape
     output = torch.empty_like(residual)
     block = block_of(hidden)
-    add_norm_of_ranks_kernel[(_programs(count, multiprocessors),)](
+    add_norm_of_ranks_kernel[(_programs(count, launch.target.multiprocessors),)](
         peers.addresses,
         peers.flags,
         peers.meetings,
@@ -163,18 +156,18 @@ def add_norm_of_ranks(
         RANKS=peers.count,
         PEERS=triton.next_power_of_2(peers.count),
         BLOCK=block,
-        num_warps=warps_of(block, warp_size),
-        **launch_options(overlap),
+        num_warps=warps_of(block, launch.target.warp_size),
+        **launch_options(launch.overlap),
     )
     return output
 
 
-def join_of_ranks(peers: RankBuffers, output: torch.Tensor, multiprocessors: int) -> torch.Tensor:
+def join_of_ranks(launch: Launching, peers: RankBuffers, output: torch.Tensor) -> torch.Tensor:
     """Write all ranks' parts [tokens, share] side by side to output [tokens, ranks x share], contiguous; return it."""
     count, width = output.shape
     share = width // peers.count
     blocks = count * triton.cdiv(share, COPY_BLOCK)
-    join_of_ranks_kernel[(_programs(blocks, multiprocessors),)](
+    join_of_ranks_kernel[(_programs(blocks, launch.target.multiprocessors),)](
         peers.addresses,
         peers.flags,
         peers.meetings,
@@ -199,8 +192,8 @@ def _programs(work: int, multiprocessors: int) -> int:
 class DirectExchange:
     """Exchange between the ranks of one model through the buffers of an `Exchange`."""
 
-    def __init__(self, exchange: Exchange, target: Target, overlap: bool) -> None:
-        self._exchange, self._target, self._overlap = exchange, target, overlap
+    def __init__(self, exchange: Exchange, launch: Launching) -> None:
+        self._exchange, self._launch = exchange, launch
         self.bytes = exchange.bytes
 
     def place(self, which: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
@@ -211,11 +204,8 @@ class DirectExchange:
         self, which: int, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, polls_max: int = 0
     ) -> torch.Tensor:
         """Add and normalise as `LayerOperations.add_norm`, with the parts of all ranks in the buffer."""
-        peers, target = self._exchange.peers(which, polls_max), self._target
-        return add_norm_of_ranks(
-            peers, residual, weight, epsilon, self._overlap, target.warp_size, target.multiprocessors
-        )
+        return add_norm_of_ranks(self._launch, self._exchange.peers(which, polls_max), residual, weight, epsilon)
 
     def join(self, which: int, output: torch.Tensor, polls_max: int = 0) -> torch.Tensor:
         """Write all ranks' parts [tokens, share] of a buffer to output [tokens, ranks x share], and return it."""
-        return join_of_ranks(self._exchange.peers(which, polls_max), output, self._target.multiprocessors)
+        return join_of_ranks(self._launch, self._exchange.peers(which, polls_max), output)

@@ -17,6 +17,7 @@ from kvforge.worker.device.targets import current_target
 
 from .decoder import FusedDecoder
 from .exchange import add_norm_of_ranks, join_of_ranks
+from .launching import LaunchSettings
 from .plain import PlainOperations
 from .selftest import TOLERANCE
 
@@ -56,15 +57,14 @@ def exchange_test(fused: FusedDecoder, device: Device, ranks: int) -> None:
 
 def _compare_sum(fused: FusedDecoder, device: Device, count: int, tokens: int) -> str:
     table, weight, epsilon = fused.table, fused.final_norm.weight, fused.final_norm.epsilon
-    hidden, target, plain = table.shape[1], current_target(device), PlainOperations()
+    hidden, plain = table.shape[1], PlainOperations()
     generator = torch.Generator(table.device).manual_seed(0)
     parts = [_random((tokens, hidden), table, generator) for _ in range(count)]
     residual = _random((tokens, hidden), table, generator)
     expected = residual.clone()
     want = plain.add_norm(torch.stack(parts), expected, weight, epsilon)
     pretended = SimulatedRanks(parts, count - 1)
-    how = (False, target.warp_size, target.multiprocessors)
-    got = add_norm_of_ranks(pretended.peers, residual, weight, epsilon, *how)
+    got = add_norm_of_ranks(LaunchSettings(current_target(device)), pretended.peers, residual, weight, epsilon)
     for ours, theirs in ((got, want), (residual, expected)):
         difference = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp_min(1e-6))
         if not difference <= TOLERANCE[table.dtype]:
@@ -77,7 +77,7 @@ def _compare_joined(fused: FusedDecoder, device: Device, count: int, tokens: int
     parts = [_random((tokens, SHARE), fused.table, generator).float() for _ in range(count)]
     output = torch.full((tokens, count * SHARE), float("nan"), device=fused.table.device)
     pretended = SimulatedRanks(parts, 0)
-    join_of_ranks(pretended.peers, output, current_target(device).multiprocessors)
+    join_of_ranks(LaunchSettings(current_target(device)), pretended.peers, output)
     return "" if torch.equal(output, torch.cat(parts, 1)) else "it differs from the ranks' parts"
 
 

@@ -15,6 +15,8 @@ import triton.language as tl
 
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
+from .launching import Launching
+
 RANKED_MAX = 8192  # more pairs are sorted by torch: ranking takes time in proportion to their square
 RANKED = 64  # pairs that one program ranks
 COMPARED = 128  # pairs that they are compared with at a time
@@ -115,14 +117,14 @@ def divide_kernel(bounds, blocks, count, experts, TOKENS: tl.constexpr, EXPERTS:
     _write_blocks(blocks, count, begin, end - begin, expert, TOKENS)
 
 
-def sort_by_expert(chosen: torch.Tensor, experts: int, tokens_per_block: int, overlap: bool = False) -> Blocks:
+def sort_by_expert(launch: Launching, chosen: torch.Tensor, experts: int, tokens_per_block: int) -> Blocks:
     """Sort pairs by expert, and divide them into blocks.
 
     Args:
+        launch: How to launch it.
         chosen: [tokens, experts per token] int32, contiguous, each expert at most once per token.
         experts: Number of experts.
         tokens_per_block: Most pairs of a block.
-        overlap: See `kvforge.worker.device.overlap`.
 
     Returns:
         The blocks.
@@ -138,7 +140,7 @@ def sort_by_expert(chosen: torch.Tensor, experts: int, tokens_per_block: int, ov
         bounds = torch.searchsorted(
             by_expert, torch.arange(experts + 1, dtype=torch.int32, device=chosen.device), out_int32=True
         )
-        divide_kernel[(1,)](bounds, blocks, count, experts, **sizes, num_warps=4, **launch_options(overlap))
+        divide_kernel[(1,)](bounds, blocks, count, experts, **sizes, num_warps=4, **launch_options(launch.overlap))
         return Blocks(places.int(), blocks, count, alone=False)
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
     rank_kernel[(1 + triton.cdiv(pairs, RANKED),)](
@@ -152,7 +154,7 @@ def sort_by_expert(chosen: torch.Tensor, experts: int, tokens_per_block: int, ov
         COMPARED=COMPARED,
         COUNTED=COUNTED,
         num_warps=4,
-        **launch_options(overlap),
+        **launch_options(launch.overlap),
     )
     return Blocks(order, blocks, count, alone=False)
 

@@ -12,7 +12,9 @@ from kvforge.worker.device.device import WAY_OUT, Device
 
 from .expert_sort import RANKED_MAX, sort_by_expert
 from .experts import Experts
+from .fused import FusedOperations
 from .interface import LayerOperations
+from .launching import LaunchSettings
 from .plain import PlainOperations
 from .router import Router
 from .selftest import TOLERANCE
@@ -72,7 +74,9 @@ def _compare_sorts(experts: Experts, tokens: int, width: int, device: torch.devi
     chosen = _random(tokens, count, device=device).topk(width).indices.int()
     if tokens == 1:
         return ""
-    found = sort_by_expert(chosen, count, BLOCK)
+    operations = experts.operations
+    assert isinstance(operations, FusedOperations), "the kernels run"
+    found = sort_by_expert(LaunchSettings(operations.target), chosen, count, BLOCK)
     wanted, places = chosen.flatten().sort(stable=True)
     if not torch.equal(found.order.long(), places):
         return "the pairs have another order than the reference's"

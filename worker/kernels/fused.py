@@ -12,25 +12,27 @@ from kvforge.worker.attention import KvLayer
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.targets import current_target
 
-from . import combine, norm, rotary, router_kernel
 from .activation import apply_activation
 from .activations import SILU, Activation
+from .combine import combined, normed, normed_heads
 from .expert_loop import Matrices
 from .expert_sort import sort_by_expert
 from .grouped import Gating, multiply_down, multiply_up, sum_places
 from .grouped_tiles import is_even, tiles_for, tokens_per_block
 from .interface import SLAB
-from .layer_weights import Norm
 from .linear import FEW, LinearTiles, choose_tiles, linear_parts
+from .norm import add_norm, embed_norm, head_norm
+from .packed_table import look_up
 from .plain import PlainOperations
 from .project import can_project, project
-from .router import Router
+from .rotary import rotary
+from .router_kernel import route
 
 NARROW = (torch.float16, torch.bfloat16)
 
 
 class FusedOperations:
-    """Operations on Triton kernels; see LayerOperations.
+    """Operations on Triton kernels; see LayerOperations. It is the `Launching` of its launches.
 
     Args:
         device: The GPU.
@@ -38,61 +40,23 @@ class FusedOperations:
         slab: Compute all products with torch, this many rows at a time; 0: all rows at once, with the fastest kernel.
     """
 
+    # Each of these computes its operation by one launch.
+    embed = embed_norm
+    add_norm = add_norm
+    head_norm = head_norm
+    norm = normed
+    norm_heads = normed_heads
+    combine = combined
+    route = route
+    rotary = rotary
+    look_up = staticmethod(look_up)
+
     def __init__(self, device: Device, overlap: bool | None = None, slab: int = 0) -> None:
-        self._target = current_target(device)
+        self.target = current_target(device)
         self._plain = PlainOperations()
         self._can_widen = device.widens_products
-        self.overlap = self._target.chained if overlap is None else overlap
+        self.overlap = self.target.chained if overlap is None else overlap
         self.slab = slab
-
-    def embed(
-        self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implement `LayerOperations.embed`."""
-        return norm.embed_norm(tokens, table, weight, epsilon, self.overlap, self._target.warp_size)
-
-    def look_up(self, tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Implement `LayerOperations.look_up`."""
-        return self._plain.look_up(tokens, table)
-
-    def add_norm(
-        self, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor:
-        """Implement `LayerOperations.add_norm`."""
-        return norm.add_norm(addend, residual, weight, epsilon, self.overlap, self._target.warp_size)
-
-    def head_norm(
-        self,
-        projected: torch.Tensor,
-        query_weight: torch.Tensor,
-        key_weight: torch.Tensor,
-        heads: int,
-        kv_heads: int,
-        epsilon: float,
-    ) -> None:
-        """Implement `LayerOperations.head_norm`."""
-        warp_size = self._target.warp_size
-        norm.head_norm(projected, query_weight, key_weight, heads, kv_heads, epsilon, self.overlap, warp_size)
-
-    def norm(self, x: torch.Tensor, norm: Norm, output: torch.Tensor | None = None) -> torch.Tensor:
-        """Implement `LayerOperations.norm`."""
-        return combine.normed(x, norm, output, self.overlap, self._target.warp_size)
-
-    def norm_heads(self, projected: torch.Tensor, query: Norm, key: Norm, heads: int, kv_heads: int) -> None:
-        """Implement `LayerOperations.norm_heads`."""
-        combine.normed_heads(projected, query, key, heads, kv_heads, self.overlap, self._target.warp_size)
-
-    def combine(
-        self,
-        addend: torch.Tensor,
-        residual: torch.Tensor,
-        after: Norm | None,
-        scale: float,
-        following: Norm | None,
-    ) -> torch.Tensor:
-        """Implement `LayerOperations.combine`."""
-        warp_size = self._target.warp_size
-        return combine.combined(addend, residual, after, scale, following, self.overlap, warp_size)
 
     def gated(
         self,
@@ -115,24 +79,14 @@ class FusedOperations:
     ) -> torch.Tensor:
         tiles = self._tiles(x, weight, gated=gated)
         if tiles is None:
-            return apply_activation(self._product(x, weight, bias), activation, gated, self.overlap)
-        found = linear_parts(x, weight, bias, tiles, x.dtype, activation=activation, gated=gated, overlap=self.overlap)
+            return apply_activation(self, self._product(x, weight, bias), activation, gated)
+        found = linear_parts(self, x, weight, bias, tiles, x.dtype, activation=activation, gated=gated)
         return found[0]
-
-    def route(
-        self,
-        logits: torch.Tensor,
-        router: Router,
-        bias: torch.Tensor | None = None,
-        factors: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implement `LayerOperations.route`."""
-        return router_kernel.route(logits, router, bias, factors, self.overlap)
 
     def experts(self, *arguments: Any) -> torch.Tensor:
         """Implement `LayerOperations.experts`."""
         parts = self.expert_parts(*arguments)
-        return sum_places(parts, self.overlap) if parts.numel() else parts[0]
+        return sum_places(self, parts) if parts.numel() else parts[0]
 
     def expert_parts(
         self,
@@ -152,20 +106,13 @@ class FusedOperations:
             return torch.empty_like(x)[None]
         chosen, weights = chosen.int().contiguous(), weights.float().contiguous()
         experts, width = len(up), chosen.shape[1]
-        target, overlap = self._target, self.overlap
         even = is_even(*up.shape[1:]) and is_even(*down.shape[1:])
-        tokens = tokens_per_block(chosen.numel(), experts, x.dtype, target, even=even)
-        first, second = (tiles_for(tokens, each.shape[1], each.shape[2], x.dtype, target) for each in (up, down))
-        pairs = sort_by_expert(chosen, experts, tokens, overlap)
+        tokens = tokens_per_block(chosen.numel(), experts, x.dtype, self.target, even=even)
+        first, second = (tiles_for(tokens, each.shape[1], each.shape[2], x.dtype, self.target) for each in (up, down))
+        pairs = sort_by_expert(self, chosen, experts, tokens)
         gating = Gating(activation, gated=up.shape[1] == 2 * down.shape[2], interleaved=interleaved)
-        inner = multiply_up(x, up, up_bias, gating, pairs, width, first, target, overlap)
-        return multiply_down(inner, down, down_bias, weights, pairs, second, target, overlap)
-
-    def rotary(
-        self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implement `LayerOperations.rotary`."""
-        return rotary.rotary(positions, frequencies, scaling, dtype, self.overlap)
+        inner = multiply_up(self, x, up, up_bias, gating, pairs, width, first)
+        return multiply_down(self, inner, down, down_bias, weights, pairs, second)
 
     def linear(
         self,
@@ -185,11 +132,11 @@ class FusedOperations:
                 return found if output is None else output.copy_(found)
             return self._plain.linear(x, weight, bias, output)
         into = None if output is None else output[None]
-        return linear_parts(x, weight, bias, tiles, x.dtype, output=into, overlap=self.overlap)[0]
+        return linear_parts(self, x, weight, bias, tiles, x.dtype, output=into)[0]
 
     def wide_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Implement `LayerOperations.wide_linear`."""
-        return self._in_slabs(x.float(), weight, bias, SLAB if self._target.steady else 0)
+        return self._in_slabs(x.float(), weight, bias, SLAB if self.target.steady else 0)
 
     def project(
         self,
@@ -205,14 +152,14 @@ class FusedOperations:
         tiles = self._tiles(x, weight)
         if tiles is None or not can_project(weight, cos, layer, tiles):
             return None
-        return project(x, weight, bias, cos, sin, layer, slots(), tiles, overlap=self.overlap)
+        return project(self, x, weight, bias, cos, sin, layer, slots(), tiles)
 
     def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Implement `LayerOperations.linear_parts`."""
         tiles = self._tiles(x, weight, divisible=True)
         if tiles is None:
             return self._product(x, weight, bias)[None]
-        return linear_parts(x, weight, bias, tiles, torch.float32, overlap=self.overlap)
+        return linear_parts(self, x, weight, bias, tiles, torch.float32)
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute torch's product, in slabs padded with zeros where it must not depend on the number of rows."""
@@ -231,7 +178,7 @@ class FusedOperations:
 
         For few results per row, the library's sums vary with the row count, and a trial sees too few to notice.
         """
-        return SLAB if not self.slab and self._target.steady and len(weight) <= FEW else self.slab
+        return SLAB if not self.slab and self.target.steady and len(weight) <= FEW else self.slab
 
     def decode(self, *_: Any) -> torch.Tensor | None:
         """Return None: captured graphs take this role."""
@@ -244,4 +191,4 @@ class FusedOperations:
             return None
         tokens, k = x.shape
         n = len(weight) // 2 if gated else len(weight)
-        return choose_tiles(tokens, n, k, self._target, divisible=divisible, gated=gated)
+        return choose_tiles(tokens, n, k, self.target, divisible=divisible, gated=gated)

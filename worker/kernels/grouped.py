@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
-from kvforge.worker.device.target import Target
 
 from .activation import activate, activated
 from .activations import Activation
 from .expert_sort import FIELDS, Blocks
 from .grouped_tiles import GroupedTiles, backend_options
+from .launching import Launching
 from .linear import prefetch
 
 LINE = 64  # numbers of 16 bits in a cache line
@@ -186,6 +186,7 @@ def sum_kernel(parts, output, tokens, n, WIDTH: tl.constexpr, BLOCK: tl.constexp
 
 
 def multiply_up(
+    launch: Launching,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -193,12 +194,11 @@ def multiply_up(
     sorted_pairs: Blocks,
     width: int,
     tiles: GroupedTiles,
-    target: Target,
-    overlap: bool = False,
 ) -> torch.Tensor:
     """Compute the activation of the product of each pair.
 
     Args:
+        launch: How to launch it.
         x: [tokens, k]; rows may be strided.
         weight: [experts, rows, k], contiguous, or a view of a contiguous [experts, k, rows].
         bias: [experts, rows], contiguous.
@@ -206,50 +206,47 @@ def multiply_up(
         sorted_pairs: The pairs by expert.
         width: Experts per token.
         tiles: Tile sizes.
-        target: The architecture.
-        overlap: See `kvforge.worker.device.overlap`.
 
     Returns:
         [pairs, n].
     """
     n = weight.shape[1] // 2 if gating.gated else weight.shape[1]
     output = torch.empty((len(x) * width, n), dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, None, gating, sorted_pairs, width, output, len(x), tiles, target, overlap)
+    _multiply(launch, x, weight, bias, None, gating, sorted_pairs, width, output, len(x), tiles)
     return output
 
 
 def multiply_down(
+    launch: Launching,
     inner: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     weights: torch.Tensor,
     sorted_pairs: Blocks,
     tiles: GroupedTiles,
-    target: Target,
-    overlap: bool = False,
 ) -> torch.Tensor:
     """Compute the weighted product of each pair.
 
     Args:
+        launch: How to launch it.
         inner: [pairs, k], contiguous.
         weight: [experts, n, k], contiguous, or a view of a contiguous [experts, k, n].
         bias: [experts, n], contiguous.
         weights: [tokens, experts per token] float32, contiguous: of the router.
         sorted_pairs: The pairs by expert.
         tiles: Tile sizes.
-        target: The architecture.
-        overlap: See `kvforge.worker.device.overlap`.
 
     Returns:
         [experts per token, tokens, n].
     """
     tokens, width = weights.shape
     output = torch.empty((width, tokens, weight.shape[1]), dtype=inner.dtype, device=inner.device)
-    _launch(inner, weight, bias, weights, None, sorted_pairs, width, output, tokens, tiles, target, overlap)
+    _multiply(launch, inner, weight, bias, weights, None, sorted_pairs, width, output, tokens, tiles)
     return output
 
 
-def _launch(
+def _multiply(
+    launch: Launching,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -260,8 +257,6 @@ def _launch(
     output: torch.Tensor,
     tokens: int,
     tiles: GroupedTiles,
-    target: Target,
-    overlap: bool,
 ) -> None:
     n, k = output.shape[-1], x.shape[1]
     transposed = not weight.is_contiguous()
@@ -269,7 +264,7 @@ def _launch(
     gated = gating is not None and gating.gated
     numbers = tiles.rows // 2 if gated else tiles.rows
     steps = triton.cdiv(k, tiles.depth)
-    prefetches = overlap and scales is not None and not transposed and tiles.depth >= LINE
+    prefetches = launch.overlap and scales is not None and not transposed and tiles.depth >= LINE
     even = n % numbers == 0 and k % tiles.depth == 0
     grouped_kernel[(sorted_pairs.count * triton.cdiv(n, numbers),)](
         x,
@@ -304,17 +299,17 @@ def _launch(
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **backend_options(target),
-        **launch_options(overlap),
+        **backend_options(launch.target),
+        **launch_options(launch.overlap),
     )
 
 
-def sum_places(parts: torch.Tensor, overlap: bool = False) -> torch.Tensor:
+def sum_places(launch: Launching, parts: torch.Tensor) -> torch.Tensor:
     """Add the results of a token's experts in order. parts: [experts per token, tokens, n]. Returns [tokens, n]."""
     width, tokens, n = parts.shape
     output = torch.empty((tokens, n), dtype=parts.dtype, device=parts.device)
     grid = (triton.cdiv(n, SUM_BLOCK), tokens)
     sum_kernel[grid](
-        parts, output, tokens, n, WIDTH=width, BLOCK=SUM_BLOCK, num_warps=SUM_WARPS, **launch_options(overlap)
+        parts, output, tokens, n, WIDTH=width, BLOCK=SUM_BLOCK, num_warps=SUM_WARPS, **launch_options(launch.overlap)
     )
     return output

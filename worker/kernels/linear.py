@@ -21,6 +21,7 @@ from kvforge.worker.device.target import Target
 
 from .activation import activate, activated
 from .activations import SILU, Activation
+from .launching import Launching
 
 MEASURED = "sm_90"  # tuned on an H200 with the shapes of Llama-3.1-8B: see benchmarks/gpu_layers.py
 MEASURED_TOKENS_MAX = 64  # for more, torch's library is as fast or faster there
@@ -168,6 +169,7 @@ def linear_kernel(
 
 
 def linear_parts(
+    launch: Launching,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -177,11 +179,11 @@ def linear_parts(
     output: torch.Tensor | None = None,
     activation: Activation | None = None,
     gated: bool = False,
-    overlap: bool = False,
 ) -> torch.Tensor:
     """Compute the parts of x weight^T + bias, as `tiles` splits them.
 
     Args:
+        launch: How to launch it.
         x: [tokens, k]; rows may be strided.
         weight: [n, k], contiguous.
         bias: [n] or None.
@@ -190,7 +192,6 @@ def linear_parts(
         output: Receives the parts in its own dtype; contiguous.
         activation: Activation of the result, which then has one part. None: none, or SiLU if `gated`.
         gated: Whether weight and bias are [2n], the gate first: the result is activation(gate) x up.
-        overlap: See `kvforge.worker.device.overlap`.
 
     Returns:
         [parts, tokens, n].
@@ -199,7 +200,8 @@ def linear_parts(
     n = len(weight) // 2 if gated else len(weight)
     activation = SILU if gated and activation is None else activation
     assert tiles.parts == 1 or activation is None, "no activation of a sum that is added up later"
-    parts = split_depth(k, tiles)[0]
+    parts, steps = split_depth(k, tiles)
+    even = n % tiles.rows == 0 and k == parts * steps * tiles.depth
     if output is None:
         output = torch.empty((parts, tokens, n), dtype=dtype, device=x.device)
     assert output.shape == (parts, tokens, n) and output.is_contiguous()
@@ -218,28 +220,19 @@ def linear_parts(
         0.0 if activation is None else activation.limit,
         GATED=gated,
         KIND="" if activation is None else activation.kind,
-        **linear_constants(n, k, tiles, biased=bias is not None, overlap=overlap),
+        STEPS=steps,
+        HAS_BIAS=bias is not None,
+        EVEN=even,
+        ROWS=tiles.rows,
+        DEPTH=tiles.depth,
+        TOKENS=tiles.tokens,
+        PREFETCH=min(tiles.prefetch, steps) if launch.overlap and even else 0,
+        STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **launch_options(overlap),
+        **launch_options(launch.overlap),
     )
     return output
-
-
-def linear_constants(n: int, k: int, tiles: LinearTiles, *, biased: bool, overlap: bool) -> dict[str, int | bool]:
-    """Return the compile-time constants of `linear_kernel` that follow from its tiles."""
-    parts, steps = split_depth(k, tiles)
-    even = n % tiles.rows == 0 and k == parts * steps * tiles.depth
-    return {
-        "STEPS": steps,
-        "HAS_BIAS": biased,
-        "EVEN": even,
-        "ROWS": tiles.rows,
-        "DEPTH": tiles.depth,
-        "TOKENS": tiles.tokens,
-        "PREFETCH": min(tiles.prefetch, steps) if overlap and even else 0,
-        "STAGES": tiles.stages,
-    }
 
 
 def split_depth(k: int, tiles: LinearTiles) -> tuple[int, int]:

@@ -13,6 +13,8 @@ import triton.language as tl
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 from kvforge.worker.device.target import HEAD_UNIT, head_class, in_units
 
+from .launching import Launching
+
 BLOCK_MIN = 1024
 THREADS_MAX = 1024  # limit of a program on every GPU
 PARTS_EXACT = 4  # up to this many parts, each number is a compilation; beyond, each power of two
@@ -111,14 +113,13 @@ def head_norm_kernel(
 
 
 def embed_norm(
-    tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float, overlap: bool, warp_size: int
+    launch: Launching, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement `LayerOperations.embed`."""
     hidden = table.shape[1]
     residual = torch.empty((len(tokens), hidden), dtype=table.dtype, device=table.device)
     output = torch.empty_like(residual)
     block = block_of(hidden)
-    warps = warps_of(block, warp_size)
     embed_norm_kernel[(len(tokens),)](
         tokens,
         table,
@@ -128,14 +129,14 @@ def embed_norm(
         *in_units(hidden),
         epsilon,
         BLOCK=block,
-        num_warps=warps,
-        **launch_options(overlap),
+        num_warps=warps_of(block, launch.target.warp_size),
+        **launch_options(launch.overlap),
     )
     return residual, output
 
 
 def add_norm(
-    addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, overlap: bool, warp_size: int
+    launch: Launching, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
     """Implement `LayerOperations.add_norm`."""
     parts, count, hidden = addend.shape
@@ -152,21 +153,20 @@ def add_norm(
         epsilon,
         PARTS=parts if parts <= PARTS_EXACT else 1 << (parts - 1).bit_length(),
         BLOCK=block,
-        num_warps=warps_of(block, warp_size),
-        **launch_options(overlap),
+        num_warps=warps_of(block, launch.target.warp_size),
+        **launch_options(launch.overlap),
     )
     return output
 
 
 def head_norm(
+    launch: Launching,
     projected: torch.Tensor,
     query_weight: torch.Tensor,
     key_weight: torch.Tensor,
     heads: int,
     kv_heads: int,
     epsilon: float,
-    overlap: bool,
-    warp_size: int,
 ) -> None:
     """Implement `LayerOperations.head_norm`."""
     head_size = len(query_weight)
@@ -179,8 +179,8 @@ def head_norm(
         epsilon,
         HEADS=heads,
         BLOCK=head_class(head_size),
-        num_warps=warps_of(head_class(head_size), warp_size),
-        **launch_options(overlap),
+        num_warps=warps_of(head_class(head_size), launch.target.warp_size),
+        **launch_options(launch.overlap),
     )
 
 

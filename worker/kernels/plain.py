@@ -16,7 +16,7 @@ from .expert_loop import Matrices, run_one_by_one
 from .layer_weights import Norm
 from .packed_table import look_up
 from .partition import apply_aligned
-from .router import Router, route
+from .router import route
 from .row_counts import padded
 
 MKL_ROWS = 16  # fewer rows take as long: see `Device.product_rows`
@@ -26,6 +26,8 @@ class PlainOperations:
     """Operations in plain torch; see LayerOperations. kernels: the self-test's names of the operations with kernels."""
 
     kernels: tuple[str, ...] = ()
+    look_up = staticmethod(look_up)
+    route = staticmethod(route)
 
     def embed(
         self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
@@ -33,10 +35,6 @@ class PlainOperations:
         """Implement `LayerOperations.embed`."""
         residual = look_up(tokens, table)
         return residual, rms_norm(residual, weight, epsilon)
-
-    def look_up(self, tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Implement `LayerOperations.look_up`."""
-        return look_up(tokens, table)
 
     def add_norm(
         self, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
@@ -104,16 +102,6 @@ class PlainOperations:
     ) -> torch.Tensor:
         """Implement `LayerOperations.activated`."""
         return activation.apply(self.product(x, weight, bias))
-
-    def route(
-        self,
-        logits: torch.Tensor,
-        router: Router,
-        bias: torch.Tensor | None = None,
-        factors: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implement `LayerOperations.route`."""
-        return route(logits, router, bias, factors)
 
     def experts(
         self,

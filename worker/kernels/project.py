@@ -16,6 +16,7 @@ from kvforge.worker.attention import KvLayer
 from kvforge.worker.attention.write import rotated_pair
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
+from .launching import Launching
 from .linear import LinearTiles, prefetch
 
 ROWS = tl.constexpr(64)  # rows of the weight in one tile
@@ -127,6 +128,7 @@ def can_project(weight: torch.Tensor, cos: torch.Tensor, layer: KvLayer, tiles: 
 
 
 def project(
+    launch: Launching,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -135,12 +137,10 @@ def project(
     layer: KvLayer,
     slots: torch.Tensor,
     tiles: LinearTiles,
-    *,
-    overlap: bool = False,
 ) -> torch.Tensor:
     """Implement `LayerOperations.project`, if `can_project` is true."""
     (tokens, k), (_, _, kv_heads, head_size) = x.shape, layer.keys.shape
-    heads = len(weight) // head_size - 2 * kv_heads
+    heads, steps = len(weight) // head_size - 2 * kv_heads, k // tiles.depth
     query = torch.empty((tokens, heads, head_size), dtype=x.dtype, device=x.device)
     project_kernel[(len(weight) // ROWS.value, triton.cdiv(tokens, tiles.tokens))](
         x,
@@ -157,25 +157,15 @@ def project(
         x.stride(0),
         heads,
         kv_heads,
-        **project_constants(k, head_size, tiles, biased=bias is not None, overlap=overlap),
+        STEPS=steps,
+        HAS_BIAS=bias is not None,
+        HEAD_SIZE=head_size,
+        DEPTH=tiles.depth,
+        TOKENS=tiles.tokens,
+        PREFETCH=min(tiles.prefetch, steps) if launch.overlap else 0,
+        STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **launch_options(overlap),
+        **launch_options(launch.overlap),
     )
     return query
-
-
-def project_constants(
-    k: int, head_size: int, tiles: LinearTiles, *, biased: bool, overlap: bool
-) -> dict[str, int | bool]:
-    """Return the compile-time constants of `project_kernel`, except OVERLAP."""
-    steps = k // tiles.depth
-    return {
-        "STEPS": steps,
-        "HAS_BIAS": biased,
-        "HEAD_SIZE": head_size,
-        "DEPTH": tiles.depth,
-        "TOKENS": tiles.tokens,
-        "PREFETCH": min(tiles.prefetch, steps) if overlap else 0,
-        "STAGES": tiles.stages,
-    }

@@ -9,6 +9,8 @@ import triton.language as tl
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 from kvforge.worker.device.target import head_class
 
+from .launching import Launching
+
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])  # each program loads one position, at any alignment
 def rotary_kernel(positions, frequencies, cosines, sines, scaling, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
@@ -30,7 +32,7 @@ def rotary_kernel(positions, frequencies, cosines, sines, scaling, size, BLOCK: 
 
 
 def rotary(
-    positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype, overlap: bool
+    launch: Launching, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement `LayerOperations.rotary`."""
     size = len(frequencies)
@@ -45,6 +47,6 @@ def rotary(
         size,
         BLOCK=head_class(2 * size) // 2,
         num_warps=1,
-        **launch_options(overlap),
+        **launch_options(launch.overlap),
     )
     return cosines, sines

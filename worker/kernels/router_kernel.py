@@ -11,6 +11,7 @@ import triton.language as tl
 
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
+from .launching import Launching
 from .router import Router
 
 LOWEST = tl.constexpr(-(2**63))  # below the key of every score, NaN included
@@ -141,13 +142,13 @@ ROUNDED = {None: tl.float32, torch.float32: tl.float32, torch.float16: tl.float1
 
 
 def route(
+    launch: Launching,
     logits: torch.Tensor,
     router: Router,
     bias: torch.Tensor | None = None,
     factors: torch.Tensor | None = None,
-    overlap: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implement `LayerOperations.route`; see `overlap` for the last argument."""
+    """Implement `LayerOperations.route`."""
     tokens, experts = logits.shape
     chosen = torch.empty((tokens, router.chosen), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, router.chosen), dtype=torch.float32, device=logits.device)
@@ -174,6 +175,6 @@ def route(
         GROUP_BLOCK=triton.next_power_of_2(experts // router.groups),
         ROUNDED=ROUNDED[router.dtype],
         num_warps=1 if experts <= 256 else 4,
-        **launch_options(overlap),
+        **launch_options(launch.overlap),
     )
     return chosen, weights

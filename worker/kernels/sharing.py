@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvforge.worker.device.device import Device
 from kvforge.worker.device.exchange import ATTENTION, INNER, LOGITS, RANKS_MAX
 from kvforge.worker.device.ranks import Ranks
 
@@ -30,13 +29,12 @@ LOGIT_BYTES_MAX = 1 << 28
 log = logging.getLogger("worker")
 
 
-def share_memory(ranks: Ranks, fused: FusedDecoder | None, device: Device, tokens_max: int, rows_max: int) -> str:
+def share_memory(ranks: Ranks, fused: FusedDecoder | None, tokens_max: int, rows_max: int) -> str:
     """Make the ranks of a model exchange through each other's memory, if possible. All ranks must call it.
 
     Args:
         ranks: The group of ranks.
         fused: The fused model.
-        device: This rank's device.
         tokens_max: Most tokens of a step.
         rows_max: Most rows of a step that sample a token.
 
@@ -47,7 +45,7 @@ def share_memory(ranks: Ranks, fused: FusedDecoder | None, device: Device, token
         return ranks.unshared
     shared: DirectExchange | None = None
     try:
-        shared = _share(ranks, fused, device, tokens_max, rows_max)
+        shared = _share(ranks, fused, tokens_max, rows_max)
         problem = ""
     except RuntimeError as error:
         problem = str(error).splitlines()[0]
@@ -65,14 +63,12 @@ def share_memory(ranks: Ranks, fused: FusedDecoder | None, device: Device, token
     return ""
 
 
-def _share(ranks: Ranks, fused: FusedDecoder | None, device: Device, tokens_max: int, rows_max: int) -> DirectExchange:
+def _share(ranks: Ranks, fused: FusedDecoder | None, tokens_max: int, rows_max: int) -> DirectExchange:
     """Allocate the shared memory.
 
     Raises:
         RuntimeError: It is not available; the message gives the reason.
     """
-    from kvforge.worker.device.targets import current_target
-
     from .exchange import DirectExchange
     from .fused import FusedOperations
 
@@ -84,7 +80,7 @@ def _share(ranks: Ranks, fused: FusedDecoder | None, device: Device, tokens_max:
     row = fused.table.shape[1] * fused.table.element_size()
     logits = rows_max * len(fused.head.weight) * 4 if fused.head_is_split else 0
     sizes = (tokens_max * row, tokens_max * row, min(logits, LOGIT_BYTES_MAX))
-    return DirectExchange(ranks.exchange(sizes), current_target(device), operations.overlap)
+    return DirectExchange(ranks.exchange(sizes), operations)
 
 
 def _sizes(most: int) -> Iterator[int]:

@@ -9,8 +9,6 @@ no result depends on the batch.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -251,16 +249,6 @@ def pieces_of(vocab: int) -> int:
     return -(-vocab // PIECE)
 
 
-def scan_constants() -> dict[str, Any]:
-    """Return the constants of `scan_kernel`."""
-    return {"PIECE": PIECE, "DRAW_TILE": DRAW_TILE}
-
-
-def merge_constants(vocab: int) -> dict[str, Any]:
-    """Return the constants of `merge_kernel`."""
-    return {"PIECES": triton.next_power_of_2(pieces_of(vocab))}
-
-
 def choose_tokens(
     logits: torch.Tensor,
     slots: torch.Tensor,
@@ -308,7 +296,8 @@ def choose_tokens(
         logits.stride(0),
         values.stride(0),
         0 if masks is None else masks.stride(0),
-        **scan_constants(),
+        PIECE=PIECE,
+        DRAW_TILE=DRAW_TILE,
         MASKED=masks is not None,
         num_warps=WARPS,
         **launch_options(overlap),
@@ -326,7 +315,7 @@ def choose_tokens(
         vocab,
         logits.stride(0),
         pieces,
-        **merge_constants(vocab),
+        PIECES=triton.next_power_of_2(pieces),
         num_warps=1,
         **launch_options(overlap),
     )

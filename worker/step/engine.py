@@ -87,7 +87,7 @@ class Engine:
             progress("sharing memory with the other ranks", 1.0)
             rows_max = min(welcome.step_rows_max, welcome.slots_max)
             with self.device.errors("sharing memory with the other ranks"):
-                share_memory(self.ranks, self.model.fused, self.device, welcome.step_tokens_max, rows_max)
+                share_memory(self.ranks, self.model.fused, welcome.step_tokens_max, rows_max)
         progress("making the KV pool", 1.0)
         blocks = pool_blocks(config, self.model, welcome, self._graph_rows)
         self.pool = KvPool(self.model.geometry, blocks, self.device)

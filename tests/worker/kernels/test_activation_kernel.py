@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.device.targets import current_target
 from kvforge.worker.kernels.activations import KINDS, Activation
 from kvforge.worker.kernels.plain import PlainOperations
 
@@ -15,6 +16,7 @@ from triton import knobs
 
 from kvforge.worker.kernels.activation import apply_activation
 from kvforge.worker.kernels.fused import FusedOperations
+from kvforge.worker.kernels.launching import LaunchSettings
 
 # numpy warns where an exponential overflows.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*")
@@ -32,7 +34,7 @@ def check(device: Device, dtype: torch.dtype, activation: Activation, gated: boo
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(5, 2062, generator=generator) * 8).to(dtype=dtype, device=device.torch_device)
     x[2, :3] = x[2, 1031:1034] = float("nan")
-    found = apply_activation(x, activation, gated, False)
+    found = apply_activation(LaunchSettings(current_target(device)), x, activation, gated)
     wanted = activation.gate(*x.chunk(2, dim=-1)) if gated else activation.apply(x)
     assert found.dtype == dtype
     assert torch.equal(found.isnan(), wanted.isnan())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,11 @@ pytest.importorskip("triton")
 from kvforge.worker.attention.triton_attention import is_interpreted
 from kvforge.worker.device.device import open_device
 from kvforge.worker.device.exchange import ATTENTION, INNER, LOGITS, PROGRAMS_MAX, Exchange, RankBuffers
+from kvforge.worker.device.targets import TARGETS
 from kvforge.worker.kernels import PlainOperations, sharing
 from kvforge.worker.kernels.exchange import add_norm_of_ranks, join_of_ranks
 from kvforge.worker.kernels.exchange_selftest import SimulatedRanks
+from kvforge.worker.kernels.launching import LaunchSettings
 from tests.worker.loading.several import several
 
 DEVICE = open_device("auto")
@@ -37,7 +40,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def summed(peers: RankBuffers, residual: torch.Tensor, weight: torch.Tensor, multiprocessors: int = 2) -> torch.Tensor:
-    return add_norm_of_ranks(peers, residual, weight, 1e-5, False, 32, multiprocessors)
+    target = replace(TARGETS["sm_90"], multiprocessors=multiprocessors)
+    return add_norm_of_ranks(LaunchSettings(target), peers, residual, weight, 1e-5)
 
 
 @runs_kernels
@@ -96,8 +100,8 @@ def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said() -> None:
 def test_shares_are_joined_side_by_side(count: int, tokens: int, share: int) -> None:
     parts = [random(tokens, share) for _ in range(count)]
     output = torch.full((tokens, count * share), float("nan"), device=PLACE)
-    pretended = SimulatedRanks(parts, 1)
-    assert torch.equal(join_of_ranks(pretended.peers, output, 2), torch.cat(parts, 1))
+    pretended, launch = SimulatedRanks(parts, 1), LaunchSettings(replace(TARGETS["sm_90"], multiprocessors=2))
+    assert torch.equal(join_of_ranks(launch, pretended.peers, output), torch.cat(parts, 1))
 
 
 def test_a_place_has_room_for_what_it_was_made_for_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,14 +169,14 @@ def test_if_one_rank_cannot_none_of_them_does(
     monkeypatch.setattr(sharing, "_share", share)
     monkeypatch.setattr(sharing, "_difference", lambda *_: difference)
     ranks, fused = Ranks(said=said), SimpleNamespace()
-    assert sharing.share_memory(ranks, fused, open_device("cpu"), 8, 4) == why  # type: ignore[arg-type]
+    assert sharing.share_memory(ranks, fused, 8, 4) == why  # type: ignore[arg-type]
     assert (ranks.shared is None) == bool(why) and ranks.unshared == why
 
 
 def test_who_is_told_to_use_the_library_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "_share", lambda *_: pytest.fail("nothing is tried"))
     ranks: Any = Ranks("collectives = 'nccl'")
-    assert sharing.share_memory(ranks, None, open_device("cpu"), 8, 4) == "collectives = 'nccl'"
+    assert sharing.share_memory(ranks, None, 8, 4) == "collectives = 'nccl'"
 
 
 @pytest.mark.gpu

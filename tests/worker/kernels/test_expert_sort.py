@@ -9,9 +9,12 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
+from kvforge.worker.device.targets import TARGETS
 from kvforge.worker.kernels.expert_sort import RANKED_MAX, Blocks, blocks_max, sort_by_expert
+from kvforge.worker.kernels.launching import LaunchSettings
 
 pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="only under Triton's interpreter")
+LAUNCH = LaunchSettings(TARGETS["sm_90"])
 
 
 def covered(found: Blocks, experts: torch.Tensor, size: int) -> None:
@@ -32,23 +35,23 @@ def covered(found: Blocks, experts: torch.Tensor, size: int) -> None:
 def test_pairs_are_sorted(tokens: int, width: int, experts: int, size: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
     chosen = torch.rand(tokens, experts, generator=generator).topk(width).indices.int()
-    covered(sort_by_expert(chosen, experts, size), chosen.flatten().long(), size)
+    covered(sort_by_expert(LAUNCH, chosen, experts, size), chosen.flatten().long(), size)
 
 
 @pytest.mark.parametrize("experts", [[3] * 40, [0] * 17 + [7] * 3, [7, 0] * 20])
 def test_crowded_experts(experts: list[int]) -> None:
     chosen = torch.tensor(experts, dtype=torch.int32)[:, None]
-    covered(sort_by_expert(chosen, 8, 16), chosen.flatten().long(), 16)
+    covered(sort_by_expert(LAUNCH, chosen, 8, 16), chosen.flatten().long(), 16)
 
 
 def test_many_pairs_are_sorted_by_torch() -> None:
     chosen = torch.randint(0, 5, (RANKED_MAX + 1, 1), generator=torch.Generator().manual_seed(0)).int()
-    covered(sort_by_expert(chosen, 5, 64), chosen.flatten().long(), 64)
+    covered(sort_by_expert(LAUNCH, chosen, 5, 64), chosen.flatten().long(), 64)
 
 
 def test_a_single_token_needs_no_sort() -> None:
     chosen = torch.tensor([[5, 2, 9]], dtype=torch.int32)
-    found = sort_by_expert(chosen, 16, 16)
+    found = sort_by_expert(LAUNCH, chosen, 16, 16)
     assert found.alone and found.count == 3 and found.blocks is chosen
 
 

@@ -21,6 +21,7 @@ from kvforge.worker.kernels.expert_sort import Blocks  # noqa: E402
 from kvforge.worker.kernels.fused import FusedOperations  # noqa: E402 - it imports triton
 from kvforge.worker.kernels.grouped import multiply_down  # noqa: E402
 from kvforge.worker.kernels.grouped_tiles import is_even, tiles_for, tokens_per_block  # noqa: E402
+from kvforge.worker.kernels.launching import LaunchSettings  # noqa: E402
 from tools.aot.specialise import recorded  # noqa: E402
 
 interpreted = pytest.mark.skipif(not knobs.runtime.interpret, reason="only under Triton's interpreter")
@@ -196,7 +197,7 @@ def test_short_steps_are_not_prefetched() -> None:
         x = torch.empty((2, inner), dtype=torch.bfloat16, device="meta")
         with recorded(target) as made:
             blocks = Blocks(pairs.to("meta"), pairs.to("meta"), 2, alone=True)
-            multiply_down(x, weight, None, weights.to("meta"), blocks, tiles, target, overlap=True)
+            multiply_down(LaunchSettings(target, overlap=True), x, weight, None, weights.to("meta"), blocks, tiles)
         (found,) = made
         names = found.kernel.arg_names
         constants = {names[place[0]]: value for place, value in found.constants.items()}

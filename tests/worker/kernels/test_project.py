@@ -12,6 +12,7 @@ import torch
 from kvforge.worker.attention import KvLayer, ReferenceAttention
 from kvforge.worker.attention.reference import rotate
 from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.device.targets import current_target
 from kvforge.worker.kernels import PlainOperations
 from kvforge.worker.loading.model import LoadedModel
 
@@ -20,6 +21,7 @@ triton = pytest.importorskip("triton")
 from triton import knobs  # noqa: E402
 
 from kvforge.worker.kernels.fused import FusedOperations  # noqa: E402 - it imports triton
+from kvforge.worker.kernels.launching import LaunchSettings  # noqa: E402
 from kvforge.worker.kernels.linear import LinearTiles  # noqa: E402
 from kvforge.worker.kernels.project import can_project, project  # noqa: E402
 
@@ -64,7 +66,8 @@ def check(device: Device, dtype: torch.dtype, tolerance: float, case: Case, bias
     order[tokens // 2] = -1
     cache = cache_of(device, dtype, 3 * tokens, kv_heads, head_size)
     assert can_project(weight, cos, cache, tiles)
-    query = project(x, weight, bias, cos, sin, cache, order, tiles, overlap=overlap)
+    launch = LaunchSettings(current_target(device), overlap)
+    query = project(launch, x, weight, bias, cos, sin, cache, order, tiles)
 
     by_head = PlainOperations().linear(x, weight, bias).view(tokens, -1, head_size)
     q, key, value = by_head.split((heads, kv_heads, kv_heads), dim=1)

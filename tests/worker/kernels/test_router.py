@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRout
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from kvforge.worker.device.targets import TARGETS
+from kvforge.worker.kernels.launching import LaunchSettings
 from kvforge.worker.kernels.plain import PlainOperations
 from kvforge.worker.kernels.router import Router
 
@@ -129,9 +132,10 @@ def same(got: tuple[torch.Tensor, torch.Tensor], chosen: torch.Tensor, weights: 
 
 
 Route = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+launch_route = partial(router_kernel.route, LaunchSettings(TARGETS["sm_90"]))
 ROUTES = [
     pytest.param(PlainOperations().route, id="plain"),
-    pytest.param(router_kernel.route, id="kernel", marks=interpreted),
+    pytest.param(launch_route, id="kernel", marks=interpreted),
 ]
 
 
@@ -159,8 +163,8 @@ def test_equal_scores_choose_the_lowest_index(route: Route) -> None:
 def test_company_does_not_matter() -> None:
     logits = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
     for router in (each[3] for each in FAMILIES.values()):
-        whole = router_kernel.route(logits, router)
-        one = router_kernel.route(logits[13:14], router)
+        whole = launch_route(logits, router)
+        one = launch_route(logits[13:14], router)
         assert all(torch.equal(part[13:14], alone) for part, alone in zip(whole, one, strict=True))
 
 
@@ -171,7 +175,7 @@ def test_nan_chooses_existing_experts_once() -> None:
     logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(0))
     logits[0], logits[1, 3], logits[2, 5:] = float("nan"), float("nan"), -torch.inf
     for router in (Router(4, normalises=True), Router(4, "sigmoid", groups=2, groups_chosen=1)):
-        chosen = router_kernel.route(logits, router)[0]
+        chosen = launch_route(logits, router)[0]
         assert all(len(set(row)) == 4 and set(row) <= set(range(10)) for row in chosen.tolist())
 
 

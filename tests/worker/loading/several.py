@@ -60,7 +60,7 @@ def say(
         return {"error": str(error)}
     unshared = "" if ranks is None else ranks.unshared
     if ranks is not None:
-        share_memory(ranks, model.fused, device, COMPANY_TOKENS, COMPANY_ROWS)
+        share_memory(ranks, model.fused, COMPANY_TOKENS, COMPANY_ROWS)
     exchanged = ranks.describe() if ranks is not None else ""
     alone = Alone(model, 0 if device.computes_on_cores else 4)
     differs = ""

@@ -16,6 +16,7 @@ from kvforge.protocol.errors import ModelNotFound, WorkerError
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.device.targets import current_target
 from kvforge.worker.kernels import LayerOperations, PlainOperations
 from kvforge.worker.kernels.activations import SILU
 from kvforge.worker.loading import MODEL_CONFIGS, find_source, known_configs, read_config
@@ -27,6 +28,7 @@ triton = pytest.importorskip("triton")
 from triton import knobs  # noqa: E402
 
 from kvforge.worker.kernels.fused import FusedOperations  # noqa: E402 - it imports triton
+from kvforge.worker.kernels.launching import LaunchSettings  # noqa: E402
 from kvforge.worker.kernels.linear import LinearTiles, linear_parts, split_depth  # noqa: E402
 from kvforge.worker.kernels.plain import sum_parts  # noqa: E402
 from kvforge.worker.kernels.selftest import self_test  # noqa: E402
@@ -268,11 +270,12 @@ def check_product(
     x = x[:, :k] / k**0.5  # tokens may be non-contiguous
     wide = x.double(), weight.double(), bias.double()
     want = torch.nn.functional.linear(wide[0], wide[1][:n], wide[2][:n])
-    parts = linear_parts(x, weight[:n], bias[:n], tiles, torch.float32, overlap=overlap)
+    launch = LaunchSettings(current_target(device), overlap)
+    parts = linear_parts(launch, x, weight[:n], bias[:n], tiles, torch.float32)
     assert len(parts) == split_depth(k, tiles)[0]
     assert near(sum_parts(parts, torch.float32), want, tolerance)
-    assert torch.equal(parts, linear_parts(x, weight[:n], bias[:n], tiles, torch.float32, overlap=overlap))
-    gated = linear_parts(x, weight, bias, replace(tiles, parts=1), dtype, gated=True, overlap=overlap)
+    assert torch.equal(parts, linear_parts(launch, x, weight[:n], bias[:n], tiles, torch.float32))
+    gated = linear_parts(launch, x, weight, bias, replace(tiles, parts=1), dtype, gated=True)
     assert near(gated[0], PlainOperations().gated(*wide), 2 * tolerance)
 
 
@@ -300,7 +303,7 @@ def test_nothing_beyond_the_inputs_is_read(cpu: Device) -> None:
     x[:3], weight[:72] = 1.0, 1.0
     for described in (False, True):
         tiles = LinearTiles(64, 64, 16, 2, 4, 2, described=described)
-        parts = linear_parts(x[:3], weight[:72], None, tiles, torch.float32)
+        parts = linear_parts(LaunchSettings(current_target(cpu)), x[:3], weight[:72], None, tiles, torch.float32)
         assert torch.equal(parts.sum(0), torch.full((3, 72), 96.0))
 
 
