@@ -25,6 +25,7 @@ from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.target import Target
 from kvforge.worker.device.targets import current_target
 from kvforge.worker.kernels.activations import SILU, Activation
+from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.expert_sort import sort_by_expert
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.grouped import Gating, multiply_down, multiply_up, sum_places
@@ -117,11 +118,12 @@ def calls(layer: Layer, operations: FusedOperations, target: Target) -> dict[str
     sorted_pairs = [sort_by_expert(operations, each, shape.experts, tokens) for each in layer.chosen]
     gating = Gating(layer.activation, interleaved=shape.oss)
     up, down = (layer.up, layer.up_bias), (layer.down, layer.down_bias)
+    matrices = ExpertMatrices(*up, *down)
     inner = multiply_up(operations, layer.x, *up, gating, sorted_pairs[0], width, up_tiles)
     parts = multiply_down(operations, inner, *down, layer.weights[0], sorted_pairs[0], down_tiles)
     made: dict[str, Callable[[int], object]] = {
         "experts": lambda turn: operations.experts(
-            layer.x, layer.chosen[turn], layer.weights[turn], *up, *down, layer.activation, shape.oss
+            layer.x, layer.chosen[turn], layer.weights[turn], matrices, layer.activation, shape.oss
         ),
         "route": lambda turn: operations.route(layer.logits[turn], layer.router),
         "up": lambda turn: multiply_up(operations, layer.x, *up, gating, sorted_pairs[turn], width, up_tiles),

@@ -199,9 +199,8 @@ class FusedDecoder:
         else:
             logits = ops.linear(normed, gate.weight, gate.bias)
         chosen, weights = ops.route(logits, experts.router, experts.choice_bias)
-        matrices = experts.up, experts.up_bias, experts.down, experts.down_bias
         run = ops.expert_parts if experts.shared is None and self.ranks is None else ops.experts
-        mixed = run(normed, chosen, weights, *matrices, experts.activation, experts.interleaved)
+        mixed = run(normed, chosen, weights, experts.matrices, experts.activation, experts.interleaved)
         if experts.shared is None:
             return mixed if self.ranks is None else mixed[None]
         shared = experts.shared

@@ -6,10 +6,29 @@ Each expert has its own product of its tokens. The results of a token's experts 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 Matrices = torch.Tensor | Sequence[torch.Tensor]  # one [n, k] per expert
+
+
+@dataclass(frozen=True)
+class ExpertMatrices:
+    """The matrices of a layer's experts.
+
+    Attributes:
+        up: [experts, 2n, hidden] with the gate, or [experts, n, hidden]; also a view of [experts, hidden, 2n], or a
+            list of packed matrices.
+        up_bias: [experts, rows of `up`], or None.
+        down: [experts, hidden, n], as `up`.
+        down_bias: [experts, hidden], or None.
+    """
+
+    up: Matrices
+    up_bias: torch.Tensor | None
+    down: Matrices
+    down_bias: torch.Tensor | None
 
 
 def run_one_by_one(

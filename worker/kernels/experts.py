@@ -10,7 +10,7 @@ import torch
 
 from . import torch_functions
 from .activations import KINDS, Activation
-from .expert_loop import Matrices, run_one_by_one
+from .expert_loop import ExpertMatrices, run_one_by_one
 from .interface import LayerOperations
 
 TRIED = (4, 32)  # numbers that activations are compared with
@@ -24,20 +24,14 @@ class Experts:
     Attributes:
         part: The transformers module.
         operations: Operations that multiply.
-        up: Matrices [inner, hidden], or [2 x inner, hidden] with the gate.
-        up_bias: [experts, rows of `up`].
-        down: Matrices [hidden, inner].
-        down_bias: [experts, hidden].
+        matrices: The module's matrices.
         activation: The module's activation; None: the module computes it, and experts run one after the other.
         interleaved: Whether rows of gate and up alternate.
     """
 
     part: Any
     operations: LayerOperations
-    up: Matrices
-    up_bias: torch.Tensor | None
-    down: Matrices
-    down_bias: torch.Tensor | None
+    matrices: ExpertMatrices
     activation: Activation | None = None
     interleaved: bool = False
 
@@ -56,18 +50,18 @@ class Experts:
             return self._all(x, chosen, weights)
 
     def _all(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if self.activation is None or not isinstance(self.up, torch.Tensor) or x.dtype != self.up.dtype:
+        up = self.matrices.up
+        if self.activation is None or not isinstance(up, torch.Tensor) or x.dtype != up.dtype:
             return run_one_by_one(self._run, x, chosen, weights)
-        matrices = (self.up, self.up_bias, self.down, self.down_bias)
-        return self.operations.experts(x, chosen, weights, *matrices, self.activation, self.interleaved)
+        return self.operations.experts(x, chosen, weights, self.matrices, self.activation, self.interleaved)
 
     def _run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        up = torch_functions.product(
-            self.operations, x, self.up[expert], None if self.up_bias is None else self.up_bias[expert]
-        )
+        each = self.matrices
+        bias = None if each.up_bias is None else each.up_bias[expert]
+        up = torch_functions.product(self.operations, x, each.up[expert], bias)
         inner = self.part._apply_gate(up) if self.part.has_gate else self.part.act_fn(up)
-        bias = None if self.down_bias is None else self.down_bias[expert]
-        return torch_functions.product(self.operations, inner, self.down[expert], bias)
+        bias = None if each.down_bias is None else each.down_bias[expert]
+        return torch_functions.product(self.operations, inner, each.down[expert], bias)
 
 
 def is_experts(part: Any) -> bool:
@@ -88,7 +82,7 @@ def grouped_experts(part: Any, operations: LayerOperations) -> Experts | None:
         return None
     first, second = (each.transpose(1, 2) if part.is_transposed else each for each in weights)
     biases = [getattr(part, f"{name}_bias").detach() if part.has_bias else None for name in (up, "down_proj")]
-    return Experts(part, operations, first, biases[0], second, biases[1], activation, interleaved)
+    return Experts(part, operations, ExpertMatrices(first, biases[0], second, biases[1]), activation, interleaved)
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ def experts_test(experts: Experts, device: Device) -> None:
         KernelError: Names the kernel and the shape.
         GpuError: The device failed.
     """
-    count, width = len(experts.up), min(CHOSEN, len(experts.up))
+    count, width = len(experts.matrices.up), min(CHOSEN, len(experts.matrices.up))
     for tokens in TOKENS:
         shape = f"{tokens} tokens, {count} experts"
         checks: tuple[tuple[str, Callable[..., str]], ...] = (
@@ -48,7 +48,7 @@ def experts_test(experts: Experts, device: Device) -> None:
 
 
 def _compare_routes(experts: Experts, tokens: int, width: int, device: torch.device) -> str:
-    count = len(experts.up)
+    count = len(experts.matrices.up)
     logits = _random(tokens, count, device=device)
     bias, factors = _random(1, count, device=device)[0], _random(1, count, device=device)[0]
     routers = [
@@ -70,7 +70,7 @@ def _compare_routes(experts: Experts, tokens: int, width: int, device: torch.dev
 
 
 def _compare_sorts(experts: Experts, tokens: int, width: int, device: torch.device) -> str:
-    count = len(experts.up)
+    count = len(experts.matrices.up)
     chosen = _random(tokens, count, device=device).topk(width).indices.int()
     if tokens == 1:
         return ""
@@ -91,15 +91,14 @@ def _compare_sorts(experts: Experts, tokens: int, width: int, device: torch.devi
 
 
 def _compare_experts(experts: Experts, tokens: int, width: int, device: torch.device) -> str:
-    down = experts.down
-    assert isinstance(down, torch.Tensor) and experts.activation is not None
+    down, activation = experts.matrices.down, experts.activation
+    assert isinstance(down, torch.Tensor) and activation is not None
     numbers = torch.full((tokens + 3, down.shape[1]), float("nan"), dtype=down.dtype, device=device)
     x = numbers[:tokens].copy_(_random(tokens, down.shape[1], device=device))
     weights, chosen = _random(tokens, len(down), device=device).softmax(-1).topk(width)
-    matrices = (experts.up, experts.up_bias, down, experts.down_bias, experts.activation, experts.interleaved)
 
     def run(operations: LayerOperations) -> torch.Tensor:
-        return operations.experts(x, chosen, weights, *matrices)
+        return operations.experts(x, chosen, weights, experts.matrices, activation, experts.interleaved)
 
     return _difference(run(experts.operations), run(PlainOperations()), TOLERANCE[down.dtype])
 

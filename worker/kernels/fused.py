@@ -15,7 +15,7 @@ from kvforge.worker.device.targets import current_target
 from .activation import apply_activation
 from .activations import SILU, Activation
 from .combine import combined, normed, normed_heads
-from .expert_loop import Matrices
+from .expert_loop import ExpertMatrices
 from .expert_sort import sort_by_expert
 from .grouped import Gating, multiply_down, multiply_up, sum_places
 from .grouped_tiles import is_even, tiles_for, tokens_per_block
@@ -93,14 +93,12 @@ class FusedOperations:
         x: torch.Tensor,
         chosen: torch.Tensor,
         weights: torch.Tensor,
-        up: Matrices,
-        up_bias: torch.Tensor | None,
-        down: Matrices,
-        down_bias: torch.Tensor | None,
+        matrices: ExpertMatrices,
         activation: Activation,
         interleaved: bool = False,
     ) -> torch.Tensor:
         """Implement `LayerOperations.expert_parts`."""
+        up, down = matrices.up, matrices.down
         assert isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor), "experts in one tensor"
         if not len(x):
             return torch.empty_like(x)[None]
@@ -111,8 +109,8 @@ class FusedOperations:
         first, second = (tiles_for(tokens, each.shape[1], each.shape[2], x.dtype, self.target) for each in (up, down))
         pairs = sort_by_expert(self, chosen, experts, tokens)
         gating = Gating(activation, gated=up.shape[1] == 2 * down.shape[2], interleaved=interleaved)
-        inner = multiply_up(self, x, up, up_bias, gating, pairs, width, first)
-        return multiply_down(self, inner, down, down_bias, weights, pairs, second)
+        inner = multiply_up(self, x, up, matrices.up_bias, gating, pairs, width, first)
+        return multiply_down(self, inner, down, matrices.down_bias, weights, pairs, second)
 
     def linear(
         self,

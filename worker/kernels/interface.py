@@ -11,7 +11,7 @@ from kvforge.worker.attention import KvLayer, PagedAttention, PagedBatch
 from kvforge.worker.attention.pool import KvPool
 
 from .activations import SILU, Activation
-from .expert_loop import Matrices
+from .expert_loop import ExpertMatrices
 from .layer_weights import FusedLayer, Norm, RotaryTable
 from .router import Router
 
@@ -181,10 +181,7 @@ class LayerOperations(Protocol):
         x: torch.Tensor,
         chosen: torch.Tensor,
         weights: torch.Tensor,
-        up: Matrices,
-        up_bias: torch.Tensor | None,
-        down: Matrices,
-        down_bias: torch.Tensor | None,
+        matrices: ExpertMatrices,
         activation: Activation,
         interleaved: bool = False,
     ) -> torch.Tensor:
@@ -194,10 +191,7 @@ class LayerOperations(Protocol):
             x: [tokens, hidden].
             chosen: [tokens, experts per token] int32 or int64; each expert at most once per token.
             weights: [tokens, experts per token] float.
-            up: [experts, 2n, hidden], or [experts, n, hidden] if not gated; also a view of [experts, hidden, 2n].
-            up_bias: [experts, rows of `up`].
-            down: [experts, hidden, n]; also a view of [experts, n, hidden].
-            down_bias: [experts, hidden].
+            matrices: The matrices; without a gate, `up` has as many rows as `down` has columns.
             activation: The activation.
             interleaved: Whether rows of gate and up alternate, as gpt-oss stores them; else the gate comes first.
 
@@ -210,10 +204,7 @@ class LayerOperations(Protocol):
         x: torch.Tensor,
         chosen: torch.Tensor,
         weights: torch.Tensor,
-        up: Matrices,
-        up_bias: torch.Tensor | None,
-        down: Matrices,
-        down_bias: torch.Tensor | None,
+        matrices: ExpertMatrices,
         activation: Activation,
         interleaved: bool = False,
     ) -> torch.Tensor:

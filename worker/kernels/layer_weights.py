@@ -14,7 +14,7 @@ import torch
 from kvforge.worker.attention import AttentionOptions
 
 from .activations import SILU, Activation
-from .expert_loop import Matrices
+from .expert_loop import ExpertMatrices
 from .partition import apply_aligned
 from .router import Router
 
@@ -145,10 +145,7 @@ class MixtureOfExperts:
         gate: The router's weight [experts, hidden].
         router: The choice from its logits.
         choice_bias: [experts] float32, added to scores for the choice only; None: none.
-        up: [experts, 2 x inner, hidden], also as a view or a list of packed matrices.
-        up_bias: [experts, 2 x inner], or None.
-        down: [experts, hidden, inner], as `up`.
-        down_bias: [experts, hidden], or None.
+        matrices: Their matrices.
         activation: Applied to the gate of each expert.
         interleaved: Whether rows of gate and up alternate.
         shared: Experts that every token uses, as one dense block; None: none.
@@ -158,10 +155,7 @@ class MixtureOfExperts:
     gate: Projection
     router: Router
     choice_bias: torch.Tensor | None
-    up: Matrices
-    up_bias: torch.Tensor | None
-    down: Matrices
-    down_bias: torch.Tensor | None
+    matrices: ExpertMatrices
     activation: Activation
     interleaved: bool = False
     shared: FeedForward | None = None
@@ -169,7 +163,7 @@ class MixtureOfExperts:
 
     def product_weights(self) -> Iterator[torch.Tensor]:
         """Yield every weight of a product but the router's."""
-        for matrices in (self.up, self.down):
+        for matrices in (self.matrices.up, self.matrices.down):
             yield from (matrices,) if isinstance(matrices, torch.Tensor) else matrices
         if self.shared is not None:
             yield from self.shared.product_weights()

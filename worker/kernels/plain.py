@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import linear, pad
 
 from .activations import SILU, Activation
-from .expert_loop import Matrices, run_one_by_one
+from .expert_loop import ExpertMatrices, run_one_by_one
 from .layer_weights import Norm
 from .packed_table import look_up
 from .partition import apply_aligned
@@ -108,14 +108,12 @@ class PlainOperations:
         x: torch.Tensor,
         chosen: torch.Tensor,
         weights: torch.Tensor,
-        up: Matrices,
-        up_bias: torch.Tensor | None,
-        down: Matrices,
-        down_bias: torch.Tensor | None,
+        matrices: ExpertMatrices,
         activation: Activation,
         interleaved: bool = False,
     ) -> torch.Tensor:
         """Implement `LayerOperations.experts`."""
+        up, up_bias, down, down_bias = matrices.up, matrices.up_bias, matrices.down, matrices.down_bias
 
         def run(expert: int, tokens: torch.Tensor) -> torch.Tensor:
             first = None if up_bias is None else up_bias[expert]

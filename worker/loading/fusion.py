@@ -183,17 +183,11 @@ def _mixture(
 ) -> MixtureOfExperts:
     mixture = found.mixture
     experts = found.experts
-    up, down = experts.up, experts.down
-    if packer is not None:
-        up, down = packed_experts(experts, packer)
     return MixtureOfExperts(
         gate=found.gate,
         router=found.router,
         choice_bias=found.choice_bias,
-        up=up,
-        up_bias=experts.up_bias,
-        down=down,
-        down_bias=experts.down_bias,
+        matrices=experts.matrices if packer is None else packed_experts(experts, packer),
         activation=found.activation,
         interleaved=experts.interleaved,
         shared=_feed_forward(parts.family.shared_of(layer, feed), parts, packer) if found.is_shared else None,

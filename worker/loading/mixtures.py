@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvforge.worker.kernels.activations import Activation
+from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.experts import Experts, grouped_experts, is_experts
 from kvforge.worker.kernels.layer_weights import Projection
 from kvforge.worker.kernels.plain import PlainOperations
@@ -61,13 +62,13 @@ def mixture_of(feed: Any, mixture: Mixture, config: Any, is_shared: bool) -> Mix
     experts = grouped_experts(part, PlainOperations()) if is_experts(part) else None
     if experts is None or experts.activation is None:
         return None
-    assert isinstance(experts.up, torch.Tensor)
+    assert isinstance(experts.matrices.up, torch.Tensor)
     router = mixture.router(config)
     choice_bias = reduce(getattr, mixture.choice_bias.split("."), feed).flatten() if mixture.choice_bias else None
     return MixtureParts(
         mixture=mixture,
         gate=Projection(holder.weight, getattr(holder, "bias", None)),
-        router=router if mixture.wide else replace(router, dtype=experts.up.dtype),
+        router=router if mixture.wide else replace(router, dtype=experts.matrices.up.dtype),
         choice_bias=choice_bias,
         experts=experts,
         activation=experts.activation,
@@ -76,7 +77,7 @@ def mixture_of(feed: Any, mixture: Mixture, config: Any, is_shared: bool) -> Mix
 
 
 @torch.no_grad()
-def packed_experts(experts: Experts, packer: Packer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def packed_experts(experts: Experts, packer: Packer) -> ExpertMatrices:
     """Pack each expert's matrices, which are no longer parameters of the module: it computes with the packed ones.
 
     Args:
@@ -84,16 +85,17 @@ def packed_experts(experts: Experts, packer: Packer) -> tuple[list[torch.Tensor]
         packer: Packs a matrix.
 
     Returns:
-        The packed matrices of `up` and of `down`.
+        The packed matrices.
 
     Raises:
         KvforgeError: As raised by `packer`.
     """
-    part = experts.part
+    part, matrices = experts.part, experts.matrices
     up, down = (
-        [packer.pack(each.contiguous(), [part], is_reordered=True) for each in m] for m in (experts.up, experts.down)
+        [packer.pack(each.contiguous(), [part], is_reordered=True) for each in m] for m in (matrices.up, matrices.down)
     )
+    packed = replace(matrices, up=up, down=down)
     for name in ("gate_up_proj" if part.has_gate else "up_proj", "down_proj"):
         delattr(part, name)
-    part.forward = replace(experts, operations=packer.operations, up=up, down=down, activation=None)
-    return up, down
+    part.forward = replace(experts, operations=packer.operations, matrices=packed, activation=None)
+    return packed

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels import LayerOperations
-from kvforge.worker.kernels.expert_loop import Matrices
+from kvforge.worker.kernels.expert_loop import ExpertMatrices, Matrices
 from kvforge.worker.kernels.experts import Experts, grouped_experts, is_experts
 from kvforge.worker.kernels.packed import PackedOperations, PackedRows, Product, is_packed
 from kvforge.worker.kernels.packed_table import read_from, table_of
@@ -113,7 +113,7 @@ def packed_weights(module: Any) -> Iterator[torch.Tensor]:
         if isinstance(part, PackedLinear):
             yield part.packed
         elif isinstance(experts := part.__dict__.get("forward"), Experts):
-            yield from filter(is_packed, (*experts.up, *experts.down))
+            yield from filter(is_packed, (*experts.matrices.up, *experts.matrices.down))
 
 
 def _linear(part: Any, operations: LayerOperations, packing: PackedOperations | None) -> torch.nn.Module:
@@ -173,7 +173,7 @@ def _separate_experts(
             continue
         biases = [getattr(part, f"{name}_bias", None) if part.has_bias else None for name in (up, "down_proj")]
         matrices = [_matrices(part, name, packing) for name in (up, "down_proj")]
-        part.forward = Experts(part, operations, matrices[0], biases[0], matrices[1], biases[1])
+        part.forward = Experts(part, operations, ExpertMatrices(matrices[0], biases[0], matrices[1], biases[1]))
     if device.computes_on_cores and module.get_experts_implementation()[""] != "eager":
         module.set_experts_implementation("eager")  # computes experts one after the other
 

@@ -10,6 +10,7 @@ import torch
 
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels.activations import SILU, Activation
+from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.plain import PlainOperations
 
 triton = pytest.importorskip("triton")
@@ -43,8 +44,8 @@ class Layer:
     interleaved: bool
 
     def run(self, operations: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        matrices = (self.up, self.up_bias, self.down, self.down_bias)
-        found: torch.Tensor = operations.experts(x, chosen, weights, *matrices, self.activation, self.interleaved)
+        matrices = ExpertMatrices(self.up, self.up_bias, self.down, self.down_bias)
+        found: torch.Tensor = operations.experts(x, chosen, weights, matrices, self.activation, self.interleaved)
         return found
 
 

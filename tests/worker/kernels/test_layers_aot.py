@@ -20,6 +20,7 @@ from kvforge.worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, fused
 from kvforge.worker.kernels.activation import apply_activation
 from kvforge.worker.kernels.activations import KINDS, SILU, Activation
 from kvforge.worker.kernels.exchange import DirectExchange
+from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.layer_weights import Norm
 from kvforge.worker.kernels.registry import KERNELS
@@ -151,7 +152,8 @@ def run_experts(operations: FusedOperations, layout: Layout, dtype: torch.dtype,
         operations.route(torch.empty((tokens, count), dtype=logits_dtype), router, bias)
     chosen, weights = torch.empty((tokens, width), dtype=torch.int32), torch.empty((tokens, width))
     x = torch.empty((tokens, hidden), dtype=dtype)
-    operations.experts(x, chosen, weights, up, up_bias, down, down_bias, activation, layout.oss)
+    matrices = ExpertMatrices(up, up_bias, down, down_bias)
+    operations.experts(x, chosen, weights, matrices, activation, layout.oss)
 
 
 class _Places:

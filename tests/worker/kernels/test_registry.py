@@ -31,6 +31,7 @@ from kvforge.worker.device.check import require_right
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels import choose_operations, registry
 from kvforge.worker.kernels.activations import SILU
+from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.experts import Experts
 from kvforge.worker.kernels.packed import quantising_problem
 from kvforge.worker.kernels.quantised import quantise_int8
@@ -186,7 +187,7 @@ def serving(
         float16 = torch.float16
         fused = replace(fused, operations=FusedOperations(DEVICE))
         up, down = torch.randn(6, 128, 64).to(DEVICE.torch_device), torch.randn(6, 64, 64).to(DEVICE.torch_device)
-        experts = Experts(None, fused.operations, up.half() / 8, None, down.half() / 8, None, SILU)
+        experts = Experts(None, fused.operations, ExpertMatrices(up.half() / 8, None, down.half() / 8, None), SILU)
         numbers = (DEVICE, attention, shapes, float16, float16, 8, 5000, fused, tmp_path / "remembered")
         return Serving(*numbers, ranks=2, experts=experts)
 

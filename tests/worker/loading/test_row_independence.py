@@ -17,6 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralE
 from kvforge.worker.device.device import open_device
 from kvforge.worker.kernels import choose_operations
 from kvforge.worker.kernels.activations import Activation
+from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.experts import Experts, find_activation, grouped_experts
 from kvforge.worker.kernels.packed import PackedOperations
 from kvforge.worker.kernels.packed_table import read_from, table_of
@@ -111,7 +112,7 @@ def test_experts_give_what_transformers_do(dtype: torch.dtype) -> None:
     weights, chosen = torch.topk(torch.randn(29, 4, generator=generator).softmax(-1), 2)
     wanted = part(x, chosen, weights.to(dtype))
     operations = choose_operations(open_device("cpu"), dtype)
-    ours = Experts(part, operations, part.gate_up_proj.detach(), None, part.down_proj.detach(), None)
+    ours = Experts(part, operations, ExpertMatrices(part.gate_up_proj.detach(), None, part.down_proj.detach(), None))
     got = ours(x, chosen, weights.to(dtype))
     assert got.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
