@@ -134,6 +134,8 @@ class ChatCompletion:
         check_ignored(asked)
         if asked.add_special_tokens:
             raise InvalidRequest("add_special_tokens", "must be false: the chat template adds special tokens")
+        if asked.stream and asked.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs", "cannot be streamed: it is sent with the complete answer")
         self.call, self.asked = call, asked
         self.shown = self._logprobs()
         self.wanted: list[Submission] = []
@@ -162,7 +164,7 @@ class ChatCompletion:
         if most is None:
             most = max(1, call.model.info.context_tokens_max - len(prompt))
         call.names.shape = conversation.shape
-        sampling = sampling_of(asked, self.shown or 0, conversation.shape)
+        sampling = sampling_of(asked, self.shown or 0, conversation.shape, asked.prompt_logprobs)
         self.wanted = [
             Submission(
                 prompt=prompt,
@@ -190,7 +192,11 @@ class ChatCompletion:
         (generation,) = generations
         answers = await generation.whole()
         name = self.call.name("chatcmpl", generations)
-        ids = {"prompt_token_ids": self.wanted[0].prompt.tolist()} if self.asked.return_token_ids else {}
+        prompt = self.wanted[0].prompt.tolist()
+        more: dict[str, Any] = {"prompt_token_ids": prompt} if self.asked.return_token_ids else {}
+        scored, width = generation.answers[0].stream.prompt, self.asked.prompt_logprobs
+        if scored is not None and width is not None:
+            more["prompt_logprobs"] = await logprobs.of_prompt(self.call.model.prompts, prompt, scored, width)
         return encode(
             {
                 "id": name,
@@ -199,7 +205,7 @@ class ChatCompletion:
                 "model": self.call.model_name,
                 "choices": [self._choice(answer, name) for answer in answers],
                 "usage": usage_of(generation.usage),
-                **ids,
+                **more,
             }
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvforge.client.arguments import SAMPLES_MAX, token_array
+from kvforge.client.pending import PromptStream
 from kvforge.gateway.chat.prompts import NO_TOKENIZER
 from kvforge.gateway.generate.answer import Piece
 from kvforge.gateway.generate.generation import CompleteAnswer, Generation, Submission
@@ -32,6 +33,7 @@ MAX_TOKENS = 16  # OpenAI's own default
 PROMPTS_MAX = 128
 KIND = "text_completion"
 NO_TOKENS = np.zeros(0, np.int32)
+NOT_STREAMED = "cannot be streamed: it is sent with the complete answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,14 @@ async def _prompt(given: str | list[int], model: Model, special: bool, echo: boo
     return Prompt(ids, await model.prompts.decode(ids, field) if echo else "")
 
 
+@dataclass(slots=True)
+class PromptPart:
+    """The log-probabilities of a prompt: for `echo`, and in vLLM's format."""
+
+    echoed: logprobs.EchoedLogprobs | None = None
+    listed: list[dict[str, Any] | None] | None = None
+
+
 class Completions:
     """One request to /v1/completions: a generation for each of its prompts."""
 
@@ -102,8 +112,9 @@ class Completions:
         """Set the prompts and build the submissions."""
         call, asked, self.prompts = self.call, self.asked, prompts
         call.names.shape = shape = requested_shape(asked)
-        sampling = sampling_of(asked, asked.logprobs or 0, shape)
-        options = call.options(sampling, asked, asked.max_tokens or MAX_TOKENS)
+        sampling = sampling_of(asked, asked.logprobs or 0, shape, self._prompt_logprobs())
+        most = MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+        options = call.options(sampling, asked, most)
         self.wanted = [
             Submission(
                 prompt=prompt.ids,
@@ -129,16 +140,33 @@ class Completions:
             raise InvalidRequest("best_of", f"is {self.best_of}; the limit is {SAMPLES_MAX}")
         if asked.stream and self.best_of > self.n:
             raise InvalidRequest("best_of", "cannot be streamed: the best answers are known only at the end")
-        if asked.echo and asked.logprobs is not None:
-            raise InvalidRequest("echo", "log-probabilities of a prompt are not stored: omit echo or logprobs")
+        if asked.stream and asked.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs", NOT_STREAMED)
+        if asked.stream and self.scores_echo:
+            raise InvalidRequest("echo", f"with logprobs {NOT_STREAMED}")
+        if asked.max_tokens == 0 and self.best_of > 1:
+            raise InvalidRequest("n", f"is {self.n} and best_of {self.best_of}; with max_tokens 0 both must be 1")
+
+    @property
+    def scores_echo(self) -> bool:
+        """Whether the log-probabilities of the answer begin with those of the prompt."""
+        return bool(self.asked.echo) and self.asked.logprobs is not None
+
+    def _prompt_logprobs(self) -> int | None:
+        """Return how many of the most likely tokens to ask for in each place of the prompt; None: nothing of it."""
+        echoed = self.asked.logprobs if self.scores_echo else None
+        wanted = [count for count in (echoed, self.asked.prompt_logprobs) if count is not None]
+        return max(wanted, default=None)
 
     async def whole(self, generations: list[Generation]) -> bytes:
         """Return the body of the complete response."""
         choices = []
         for at, (prompt, generation) in enumerate(zip(self.prompts, generations, strict=True)):
             answers = await generation.whole()
+            scored = generation.answers[0].stream.prompt
+            part = await self._of_prompt(prompt, scored) if scored is not None else PromptPart()
             for place, answer in enumerate(self._best(answers)):
-                choices.append(self._choice(at * self.n + place, prompt, answer))
+                choices.append(self._choice(at * self.n + place, prompt, answer, part))
         usage = total(generations)
         return encode(
             {
@@ -159,7 +187,16 @@ class Completions:
             : self.n
         ]
 
-    def _choice(self, index: int, prompt: Prompt, answer: CompleteAnswer) -> dict[str, Any]:
+    async def _of_prompt(self, prompt: Prompt, scored: PromptStream) -> PromptPart:
+        """Return the log-probabilities of a prompt in the forms that the request wants."""
+        prompts, ids, part = self.call.model.prompts, prompt.ids.tolist(), PromptPart()
+        if self.scores_echo:
+            part.echoed = await logprobs.EchoedLogprobs.of(prompts, ids, scored, self.asked.logprobs or 0)
+        if self.asked.prompt_logprobs is not None:
+            part.listed = await logprobs.of_prompt(prompts, ids, scored, self.asked.prompt_logprobs)
+        return part
+
+    def _choice(self, index: int, prompt: Prompt, answer: CompleteAnswer, part: PromptPart) -> dict[str, Any]:
         text = prompt.text if self.asked.echo else ""
         choice: dict[str, Any] = {
             "index": index,
@@ -168,7 +205,10 @@ class Completions:
             "finish_reason": answer.reason,
         }
         if self.logprobs is not None:
-            choice["logprobs"], _ = self.logs(answer.stream, 0, len(answer.stream.tokens), len(text))
+            logs, _ = self.logs(answer.stream, 0, len(answer.stream.tokens), len(text))
+            choice["logprobs"] = logs if part.echoed is None else part.echoed.before(logs)
+        if part.listed is not None:
+            choice["prompt_logprobs"] = part.listed
         if self.returns_ids:
             choice["token_ids"] = list(answer.stream.tokens)
             choice["prompt_token_ids"] = prompt.ids.tolist()

@@ -78,6 +78,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=LOGPROBS_MAX)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     # aliases of the fields of structured_outputs
@@ -99,13 +100,14 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     detokenize: bool | None = None
 
 
-def sampling_of(asked: Common, logprobs: int, shape: Shape) -> SamplingParams:
+def sampling_of(asked: Common, logprobs: int, shape: Shape, prompt_logprobs: int | None = None) -> SamplingParams:
     """Return the sampling parameters.
 
     Args:
         asked: The request.
         logprobs: How many of the most likely tokens to report.
         shape: The output constraint.
+        prompt_logprobs: The same for each prompt token; None: report nothing of the prompt.
 
     Raises:
         InvalidRequest: Names the field.
@@ -124,7 +126,7 @@ def sampling_of(asked: Common, logprobs: int, shape: Shape) -> SamplingParams:
         "logit_bias": None if asked.logit_bias is None else _biases(asked.logit_bias),
     }
     given = {name: value for name, value in named.items() if value is not None} | shape.named
-    sampling = SamplingParams(logprobs=logprobs, **given)
+    sampling = SamplingParams(logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
     sampling.message()
     return sampling
 

@@ -13,7 +13,6 @@ from . import request_body, responses_body
 from .fields import Common, StreamOptions
 from .shapes import JsonSchema, StructuredOutputs
 
-LOGPROBS_OF_PROMPT = "log-probabilities of a prompt are not stored"
 MEDIA = "this service reads text only"
 ELSEWHERE = "the service moves KV caches itself"
 BY_SDK = "added by OpenAI's SDK to an answer"
@@ -46,7 +45,6 @@ _VLLM: Mapping[str, Known] = {
     "min_tokens": only("is not supported: use ignore_eos with max_tokens, or structured_outputs", 0),
     "mm_processor_kwargs": no_effect(MEDIA),
     "prompt_embeds": only("prompts must be text or token ids"),
-    "prompt_logprobs": only(LOGPROBS_OF_PROMPT),
     "repetition_detection": only("is not supported: use max_tokens, or repetition_penalty"),
     "request_id": no_effect("a label for the caller; the response header x-request-id has the service's id"),
     "return_tokens_as_token_ids": only("is not supported: use return_token_ids", False),
@@ -136,6 +134,7 @@ _RESPONSE: Mapping[str, Known] = {
     "ignore_eos": only("is not supported by this API: use /v1/chat/completions", False),
     "logit_bias": only("is not supported by this API: use /v1/chat/completions", {}),
     "max_tool_calls": no_effect("it limits built-in tools of OpenAI, and there are none"),
+    "prompt_logprobs": only("is not supported by this API: use /v1/chat/completions"),
     "presence_penalty": only("is not supported by this API: use /v1/chat/completions", 0),
     "previous_input_messages": only("are not stored: send the conversation so far as `input`", []),
     "prompt": only("prompt templates are not stored: send `instructions` and `input`"),

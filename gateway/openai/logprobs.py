@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
+from kvforge.client.pending import PromptStream
 from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.replicas.stream import Stream
+
+PROMPT_TOKENS_AT_A_TIME = 256
 
 
 def of_chat(prompts: Prompts, stream: Stream, start: int, end: int) -> dict[str, Any]:
@@ -47,6 +52,85 @@ def of_completion(
         "text_offset": offsets,
     }
     return body, offset
+
+
+class EchoedLogprobs:
+    """The log-probabilities of a prompt, as part of those of a completion choice. The first token has none."""
+
+    @classmethod
+    async def of(cls, prompts: Prompts, ids: Sequence[int], scored: PromptStream, most_likely: int) -> EchoedLogprobs:
+        """Spell the tokens of a prompt.
+
+        Args:
+            prompts: Spells the tokens.
+            ids: The prompt, [n].
+            scored: Its log-probabilities, [n - 1].
+            most_likely: How many of the most likely tokens are requested.
+        """
+        echoed, offset = cls(), 0
+        for at, token in enumerate(ids):
+            name, _ = prompts.spelled(token)
+            echoed.tokens.append(name)
+            echoed.text_offset.append(offset)
+            offset += len(name)
+            echoed.token_logprobs.append(_finite(scored.logprobs[at - 1]) if at else None)
+            best = scored.top_logprobs[at - 1][:most_likely] if at else ()
+            echoed.top_logprobs.append(
+                {prompts.spelled(other)[0]: _finite(value) for other, value in best} if at else None
+            )
+            await _breathe(at)
+        return echoed
+
+    def __init__(self) -> None:
+        self.tokens: list[str] = []
+        self.text_offset: list[int] = []
+        self.token_logprobs: list[float | None] = []
+        self.top_logprobs: list[dict[str, float] | None] = []
+
+    def before(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the log-probabilities of the prompt and, behind them, those of the answer in `body`."""
+        joined = {name: getattr(self, name) + body[name] for name in ("tokens", "token_logprobs", "text_offset")}
+        tops = None if body["top_logprobs"] is None else self.top_logprobs + body["top_logprobs"]
+        return {**body, **joined, "top_logprobs": tops}
+
+
+async def of_prompt(
+    prompts: Prompts, ids: Sequence[int], scored: PromptStream, most_likely: int
+) -> list[dict[str, Any] | None]:
+    """Return the log-probabilities of a prompt in vLLM's format.
+
+    Args:
+        prompts: Spells the tokens.
+        ids: The prompt, [n].
+        scored: Its log-probabilities, [n - 1].
+        most_likely: How many of the most likely tokens are requested.
+
+    Returns:
+        [n] entries: null for the first token, then by token id the token itself and the most likely ones.
+    """
+    entries: list[dict[str, Any] | None] = [None]
+    for at, token in enumerate(ids[1:]):
+        rows = [(token, scored.logprobs[at], scored.ranks[at])]
+        best = scored.top_logprobs[at][:most_likely]
+        rows += [(other, value, rank) for rank, (other, value) in enumerate(best, 1)]
+        entries.append(
+            {
+                str(other): {"logprob": _finite(value), "rank": rank, "decoded_token": _spelled(prompts, other)}
+                for other, value, rank in rows
+            }
+        )
+        await _breathe(at)
+    return entries
+
+
+def _spelled(prompts: Prompts, token: int) -> str | None:
+    return prompts.spelled(token)[0] if prompts.has_text else None
+
+
+async def _breathe(at: int) -> None:
+    """Let other requests go on, now and then in a long prompt."""
+    if at % PROMPT_TOKENS_AT_A_TIME == PROMPT_TOKENS_AT_A_TIME - 1:
+        await asyncio.sleep(0)
 
 
 def _entry(prompts: Prompts, token: int, logprob: float) -> dict[str, Any]:

@@ -22,7 +22,8 @@ class Completion(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     # One text, several texts, token ids, or several lists of token ids.
     prompt: str | list[str | int | list[int]]
-    max_tokens: Tokens | None = None
+    # 0: only the log-probabilities of the prompt.
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)] | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=LOGPROBS_MAX)] | None = None

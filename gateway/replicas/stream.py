@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvforge.client.aio import AsyncStream
+from kvforge.client.pending import PromptStream
 from kvforge.protocol.errors import InternalError, KvforgeError
 from kvforge.protocol.messages import Ended
 
@@ -32,6 +33,10 @@ class Stream(Protocol):
     @property
     def top_logprobs(self) -> Sequence[tuple[tuple[int, float], ...]]:
         """The most likely alternatives of each token: (token id, log-probability)."""
+
+    @property
+    def prompt(self) -> PromptStream | None:
+        """The log-probabilities of the prompt, complete once the request has ended; None if not wanted."""
 
     @property
     def ended(self) -> Ended | None:
@@ -67,6 +72,7 @@ class MovingStream:
         self.tokens: Sequence[int] = ()
         self.logprobs: Sequence[float] = ()
         self.top_logprobs: Sequence[tuple[tuple[int, float], ...]] = ()
+        self.prompt: PromptStream | None = None
         self.ended: Ended | None = None
         self.error: KvforgeError | None = None
         self.wanted = True
@@ -135,7 +141,7 @@ class MovingStream:
             self.tokens, self.logprobs, self.top_logprobs = inner.tokens, inner.logprobs, inner.top_logprobs
             if self._finish and not inner.done:
                 inner.finish_at(self._finish)
-        self.ended = inner.ended
+        self.prompt, self.ended = inner.prompt, inner.ended
         return news or self.done or bool(len(self.tokens))
 
     def _caught_up(self, inner: AsyncStream) -> bool:

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvforge.client.aio import AsyncClient, AsyncStreams
 from kvforge.client.options import RequestOptions
+from kvforge.client.pending import PromptStream
 from kvforge.gateway.access import Access
 from kvforge.gateway.anthropic.routes import Anthropic
 from kvforge.gateway.chat.prompt_cleaner import PromptCleaner
@@ -110,6 +111,7 @@ class Stream:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
+        self.prompt: PromptStream | None = None
         self._script, self._id, self._prompt, self._ids, self._changed = script, request_id, prompt, ids, changed
         self._reason = reason
         self._limit: int | None = None
@@ -181,6 +183,18 @@ class Stream:
         )
 
 
+def scored(prompt: Sequence[int], width: int) -> PromptStream:
+    """Return the scripted log-probabilities of a prompt: token t has -t / 100 and rank 1, or 4 if it is odd."""
+    stream = PromptStream(len(prompt) - 1)
+    for token in prompt[1:]:
+        stream.tokens.append(token)
+        stream.logprobs.append(-token / 100)
+        stream.ranks.append(4 if token % 2 else 1)
+        best = token if token % 2 == 0 else token + 1
+        stream.top_logprobs.append(tuple((best + 2 * i, -best / 100 - i) for i in range(width)))
+    return stream
+
+
 def _soon(call: Callable[[], None], turns: int = TURNS) -> None:
     """Wait until the waiters notified earlier have run."""
     loop = asyncio.get_running_loop()
@@ -214,9 +228,12 @@ class Streams:
             ids = self._spoken.encode(text, special=False)
             reason = "length" if len(ids) > options.max_tokens else script.reason
             ids = ids[: options.max_tokens]
-            if reason == "stop":
+            if reason == "stop" and options.max_tokens:
                 ids += self._spoken.encode(EOS, special=False)
             streams.append(Stream(script, script.next_id, len(prompt), ids, changed, reason))
+            width = options.sampling.prompt_logprobs if options.sampling is not None else None
+            if width is not None and len(streams) == 1:
+                streams[0].prompt = scored(prompt.tolist(), width)
             script.next_id += 1
             if key:
                 script.keyed[key] = streams[-1], ids, reason

@@ -203,7 +203,7 @@ def test_what_says_what_happens_anyway_is_accepted_also_strictly(path: str, fiel
         (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
         (CHAT, {"audio": {"voice": "a"}}, "audio"),
         (CHAT, {"functions": [{"name": "f"}]}, "functions"),
-        (CHAT, {"prompt_logprobs": 0}, "prompt_logprobs"),
+        (RESPONSES, {"prompt_logprobs": 0}, "prompt_logprobs"),
         (CHAT, {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         (CHAT, {"logprob_token_ids": [1]}, "logprob_token_ids"),
         (CHAT, {"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),

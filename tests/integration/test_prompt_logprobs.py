@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
 import transformers
 
 from kvforge import AsyncClient, Client, InvalidRequest, SamplingParams
 from kvforge.client.results import ScoredToken
+from tests.gateway.served import Gateway
 from tools.cluster.cluster import Cluster
 
 CONFIG = {
@@ -115,6 +118,32 @@ def test_deaths_change_nothing(cluster: Cluster, kv: Client, expected: torch.Ten
         cluster.start_worker("w0") if victim == "w0" else cluster.start_coordinator()
         for request in requests:
             check(request.result(60).prompt_logprobs, expected, WIDTH)
+
+
+def test_over_http_a_batch_of_token_ids(cluster: Cluster, expected: torch.Tensor, tmp_path: Path) -> None:
+    """As lm-evaluation-harness asks for loglikelihoods; the model has no tokenizer, so nothing is echoed as text."""
+    body: dict[str, Any] = {
+        "prompt": [PROMPT, PROMPT[:20]],
+        "temperature": 0,
+        "max_tokens": 0,
+        "prompt_logprobs": 1,
+        "seed": 1234,
+    }
+    with Gateway(cluster.runtime, tmp_path) as gateway, httpx.Client(timeout=60) as http:
+        response = http.post(f"{gateway.url}/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    for choice, prompt in zip(response.json()["choices"], body["prompt"], strict=True):
+        assert choice["finish_reason"] == "length" and choice["token_ids"] == []
+        first, *entries = choice["prompt_logprobs"]
+        assert first is None
+        for at, (token, entry) in enumerate(zip(prompt[1:], entries, strict=True)):
+            assert entry[str(token)]["logprob"] == pytest.approx(float(expected[at][token]), abs=2e-4)
+            best = min(entry.values(), key=lambda value: value["rank"])
+            assert best == {
+                "logprob": pytest.approx(float(expected[at].max()), abs=2e-4),
+                "rank": 1,
+                "decoded_token": None,
+            }
 
 
 def test_two_ranks_share_the_vocabulary(model: Path, expected: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from kvforge import SamplingParams
 from kvforge.client.options import RequestOptions
+from kvforge.client.pending import PromptStream
 from kvforge.gateway.config import Replica as Place
 from kvforge.gateway.config import Settings
 from kvforge.gateway.replicas import failover
@@ -43,6 +44,7 @@ class Inner:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[Any] = []
+        self.prompt: PromptStream | None = None
         self.said: list[Any] = []
 
     @property
@@ -157,6 +159,26 @@ def test_it_goes_on_elsewhere_and_gives_no_token_twice(error: KvforgeError) -> N
         await settle()
         assert list(stream.tokens) == [5, 6, 7] and stream.ended is not None and stream.error is None
         assert stream.request_id == name and both.a.options == both.b.options and not both.b.guests
+
+    run(test)
+
+
+def test_the_log_probabilities_of_a_prompt_come_from_the_replica_that_finishes() -> None:
+    async def test() -> None:
+        both = Both()
+        made, _ = start(both)
+        (stream,) = made.streams
+        await settle()
+        both.a.inner.prompt = PromptStream(2)
+        both.a.inner.gives()
+        await settle()
+        both.a.inner.fails(CoordinatorUnavailable("gone"))
+        await settle()
+        both.b.inner.prompt = PromptStream(2)
+        both.b.inner.gives(5)
+        both.b.inner.ends()
+        await settle()
+        assert stream.ended is not None and stream.prompt is both.b.inner.prompt
 
     run(test)
 
