@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvforge.client.arguments import SAMPLES_MAX, token_array
-from kvforge.client.pending import PromptStream
+from kvforge.client.prompt_stream import PromptStream
 from kvforge.gateway.chat.prompts import NO_TOKENIZER
 from kvforge.gateway.generate.answer import Piece
 from kvforge.gateway.generate.generation import CompleteAnswer, Generation, Submission

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from kvforge.client.pending import PromptStream
+from kvforge.client.prompt_stream import PromptStream
 from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.replicas.stream import Stream
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvforge.client.aio import AsyncStream
-from kvforge.client.pending import PromptStream
+from kvforge.client.prompt_stream import PromptStream
 from kvforge.protocol.errors import InternalError, KvforgeError
 from kvforge.protocol.messages import Ended
 

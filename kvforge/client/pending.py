@@ -26,6 +26,8 @@ from kvforge.protocol.messages import (
     Message,
 )
 
+from .prompt_stream import PromptStream
+
 M = TypeVar("M", bound=Message)
 # Idempotent commands.
 REPEATABLE = (
@@ -122,38 +124,6 @@ class PendingCommand(Watched):
             raise again(self.error)
         assert isinstance(self.reply, expects), "the reply has not arrived, or has another type"
         return self.reply
-
-
-class PromptStream:
-    """The log-probabilities of a prompt of `total` + 1 tokens: those of its tokens but the first, as they arrive.
-
-    Attributes:
-        tokens: The tokens with known log-probabilities, from the second one on.
-        logprobs: Their log-probabilities, in nats.
-        ranks: Their ranks among all tokens, from 1.
-        top_logprobs: The most likely tokens in their places, as (token id, log-probability).
-    """
-
-    __slots__ = ("logprobs", "ranks", "tokens", "top_logprobs", "total")
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.ranks: list[int] = []
-        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
-
-    @property
-    def lacking(self) -> int:
-        """Return how many log-probabilities have not arrived."""
-        return self.total - len(self.tokens)
-
-    def settle(self) -> None:
-        """Drop a partly stored row, which a signal handler may have interrupted."""
-        columns: tuple[list[Any], ...] = (self.tokens, self.logprobs, self.ranks, self.top_logprobs)
-        whole = min(map(len, columns))
-        for column in columns:
-            del column[whole:]
 
 
 class RequestStream(Watched):

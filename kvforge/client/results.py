@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from kvforge.protocol.messages import Timings
 
 from .deprecated import warn_renamed
-from .pending import PromptStream, RequestStream
+from .pending import RequestStream
+from .prompt_stream import PromptStream
 
 
 @dataclass(frozen=True, slots=True)

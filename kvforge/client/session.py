@@ -38,7 +38,8 @@ from kvforge.protocol.messages import (
 )
 
 from .argument_names import in_terms_of_arguments
-from .pending import PendingCommand, PromptStream, RequestStream
+from .pending import PendingCommand, RequestStream
+from .prompt_stream import PromptStream
 
 NAME_BYTES = 16
 SEEDS = 1 << 64

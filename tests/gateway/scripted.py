@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvforge.client.aio import AsyncClient, AsyncStreams
 from kvforge.client.options import RequestOptions
-from kvforge.client.pending import PromptStream
+from kvforge.client.prompt_stream import PromptStream
 from kvforge.gateway.access import Access
 from kvforge.gateway.anthropic.routes import Anthropic
 from kvforge.gateway.chat.prompt_cleaner import PromptCleaner

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from kvforge.client.pending import PendingCommand, PromptStream, RequestStream, again
+from kvforge.client.pending import PendingCommand, RequestStream, again
+from kvforge.client.prompt_stream import PromptStream
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import Accepted, Done, Ended, FinishAt, Int32Array, Submit
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvforge import SamplingParams
 from kvforge.client.options import RequestOptions
-from kvforge.client.pending import PromptStream
+from kvforge.client.prompt_stream import PromptStream
 from kvforge.gateway.config import Replica as Place
 from kvforge.gateway.config import Settings
 from kvforge.gateway.replicas import failover
