@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvforge.gateway.config import Settings
 from kvforge.gateway.serve.protocol import protocol_of
+from kvforge.gateway.storage.inline import InlineStorage
 from kvforge.launch.listener import listening, url_of
 from tests.gateway.scripted import Script, application
 
@@ -129,7 +131,10 @@ class Stage:
 
     def __init__(self) -> None:
         self._script = Script()
-        self._recorder = Recorder(application(self._script, Settings(), context=CONTEXT))
+        self._folder = tempfile.TemporaryDirectory(prefix="kvforge-stage-")
+        self._storage = InlineStorage(f"sqlite:{self._folder.name}/stored.sqlite")
+        app = application(self._script, Settings(), context=CONTEXT, storage=self._storage)
+        self._recorder = Recorder(app)
         self._socket = listening("127.0.0.1", 0)
         self._refusing = listening("127.0.0.1", 0)
         self.url, self.proxy = url_of("127.0.0.1", self._socket), url_of("127.0.0.1", self._refusing)
@@ -157,6 +162,7 @@ class Stage:
         self._thread.join(END_S)
         self._socket.close()
         self._refusing.close()
+        self._folder.cleanup()
         assert not self._thread.is_alive(), "the scripted gateway did not end"
 
     def play(self, scenes: Mapping[str, Sequence[Answer]], result: str = RESULT) -> Play:
@@ -189,6 +195,7 @@ class Stage:
                     await asyncio.sleep(0.01)
                 self._started.set()
                 await serving
+            await self._storage.close()
 
         asyncio.run(main())
 

@@ -120,6 +120,10 @@ def test_langchain_js(stage: Stage, home: Home, modules: Path) -> None:
 def test_openai_agents(stage: Stage, home: Home, python: Python) -> None:
     stage.play(SCENES)
     found = in_python("with_openai_agents.py", home, stage, python("agents"))
+    stored = found.pop("stored")
+    assert stored["following"] == FOUND["next"] and stored["session"] == [FOUND["tool"], FOUND["next"]]
+    assert stored["kinds"].count("function_call") == stored["kinds"].count("function_call_output") == 1
+    assert (stored["last"], stored["background"]) == ("assistant", FOUND["whole"])
     passed = {"passed": ["The colleague answers.", "colleague"]}
     assert found == dict.fromkeys(("chat", "responses"), FOUND | passed)
     assert stage.refused() == []

@@ -5,7 +5,15 @@ import json
 import os
 from typing import Any
 
-from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from agents import (
+    Agent,
+    OpenAIChatCompletionsModel,
+    OpenAIConversationsSession,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
@@ -61,6 +69,29 @@ async def talk(model: Any) -> dict[str, Any]:
     }
 
 
+async def stored(client: AsyncOpenAI) -> dict[str, Any]:
+    """Run turns that name stored ones: by the response before, and in a session that the service keeps."""
+    model = OpenAIResponsesModel("scripted", client)
+    agent = Agent(name="agent", model=model, instructions="Be short.", tools=[weather])
+    called = await Runner.run(agent, RAIN)
+    following = await Runner.run(agent, TOMORROW, previous_response_id=called.last_response_id)
+    session = OpenAIConversationsSession(openai_client=client)
+    in_session = [(await Runner.run(agent, text, session=session)).final_output for text in (RAIN, TOMORROW)]
+    kinds = [item.get("type", "message") for item in await session.get_items()]
+    last = await session.pop_item()
+    await session.clear_session()
+    background = await client.responses.create(model="scripted", input=HELLO, background=True)
+    while background.status in ("queued", "in_progress"):
+        background = await client.responses.retrieve(background.id)
+    return {
+        "following": following.final_output,
+        "session": in_session,
+        "kinds": kinds,
+        "last": last["role"] if last else None,
+        "background": background.output_text,
+    }
+
+
 async def main() -> None:
     """Both APIs."""
     set_tracing_disabled(True)
@@ -69,7 +100,8 @@ async def main() -> None:
         "chat": OpenAIChatCompletionsModel("scripted", client),
         "responses": OpenAIResponsesModel("scripted", client),
     }
-    print(json.dumps({name: await talk(model) for name, model in models.items()}))
+    found = {name: await talk(model) for name, model in models.items()}
+    print(json.dumps({**found, "stored": await stored(client)}))
 
 
 asyncio.run(main())
