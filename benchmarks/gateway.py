@@ -85,11 +85,11 @@ COMPARED = ("asked", "read")
 
 
 @asynccontextmanager
-async def gateway(endpoint: str, core: int) -> AsyncIterator[tuple[str, int]]:
-    """Run one gateway process over a coordinator; yield its address and its process id."""
+async def gateway(endpoint: str, core: int, more: str = "") -> AsyncIterator[tuple[str, int]]:
+    """Run one gateway process over a coordinator; yield its address and its process id. more: further settings."""
     with tempfile.TemporaryDirectory(prefix="kvforge-bench-") as folder:
         file = Path(folder) / "gateway.toml"
-        file.write_text(f'endpoint = "{endpoint}"\ntokenizer = "{MODEL}"\nport = 0\nlog_level = "warning"\n')
+        file.write_text(f'endpoint = "{endpoint}"\ntokenizer = "{MODEL}"\nport = 0\nlog_level = "warning"\n{more}')
         with pinned(core):
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "kvforge.gateway", "--config", str(file)), stdout=asyncio.subprocess.PIPE
