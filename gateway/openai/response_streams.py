@@ -68,9 +68,7 @@ class LiveEvents:
         if not self._begun:
             self._begun = True
             written.append(self._writer.begin(self._work.body(None, [])))
-        pieces = self._answer.pop_each()
-        # The last piece comes with the response.
-        written += [self._writer.add(piece.events) for piece in pieces if not piece.reason]
+        written += [self._writer.add(piece.events) for piece in self._answer.pop_each()]
         return b"".join(written)
 
 

@@ -6,6 +6,7 @@ The model is tiny and random, with a tokenizer that has a token for each byte.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,8 @@ ASKED: dict[str, Any] = {
     "max_output_tokens": TOKENS,
     "extra_body": {"seed": 7},
 }
+SHORT = {**ASKED, "input": "Be short.", "max_output_tokens": 40}
+OTHERS = 12
 WITHIN_S = 120.0
 
 
@@ -84,6 +87,9 @@ def survives(tmp_path: Path, url: str) -> None:
             stream = client.responses.create(**ASKED, background=True, stream=True)
             events = [next(stream) for _ in range(20)]
             name = events[0].response.id  # type: ignore[union-attr]
+            others = [
+                client.responses.create(**SHORT, background=True, metadata={"at": str(at)}) for at in range(OTHERS)
+            ]
             first.kill()
         cluster.kill("w0")
         cluster.kill("coordinator")
@@ -97,6 +103,11 @@ def survives(tmp_path: Path, url: str) -> None:
                 model="tiny", input="Go on.", max_output_tokens=1, previous_response_id=name
             )
             assert following.usage is not None and following.usage.input_tokens > TOKENS
+            short = client.responses.create(**SHORT, store=False)
+            for at, other in enumerate(others):
+                while (found := client.responses.retrieve(other.id)).status in ("queued", "in_progress"):
+                    time.sleep(0.05)
+                assert (found.output_text, found.metadata) == (short.output_text, {"at": str(at)})
             talk = client.conversations.create(items=[{"type": "message", "role": "user", "content": "I am Ada."}])
             client.responses.create(model="tiny", input="Hi.", max_output_tokens=1, conversation=talk.id)
             assert [item.role for item in client.conversations.items.list(talk.id, order="asc", limit=1)] == [  # type: ignore[union-attr]
@@ -109,7 +120,7 @@ def survives(tmp_path: Path, url: str) -> None:
         assert final.usage is not None and final.usage.output_tokens == TOKENS
     storage = InlineStorage(url)
     (usage,) = storage.done(Usage())[0]  # type: ignore[misc,union-attr]
-    assert (usage.documents, usage.in_progress) == (4, 0), "nothing is lost and nothing doubled"
+    assert (usage.documents, usage.in_progress) == (4 + OTHERS, 0), "nothing is lost and nothing doubled"
     documents = storage.done(List(tenant="default", kind="response"))[0]
     assert documents[0].id == name  # type: ignore[union-attr,index]
     storage._engine.close()

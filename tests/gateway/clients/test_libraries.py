@@ -106,6 +106,8 @@ def test_vercel_ai(stage: Stage, home: Home, modules: Path) -> None:
     found = in_node("with_vercel_ai.mjs", home, stage, modules)
     assert found == dict.fromkeys(("compatible", "chat", "responses", "anthropic"), FOUND)
     assert stage.refused() == []
+    inputs = [exchange.asked["input"] for exchange in stage.exchanges if exchange.path == "/v1/responses"]
+    assert any(item.get("type") == "item_reference" for items in inputs for item in items), "it names stored items"
     assert asked_streams(stage, "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 

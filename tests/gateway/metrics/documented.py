@@ -21,8 +21,10 @@ FILE, ALERTS = ROOT / "docs" / "metrics.md", ROOT / "deploy" / "monitoring" / "a
 HEAD = f"""# Metrics
 
 A gateway exports metrics of the service to Prometheus at `/metrics`, as text or as OpenMetrics, as the request
-prefers. It reads the coordinator's shared tables and sends no message: a scrape costs the service nothing and works
-while the service hangs. If gateway.toml has `[keys]`, the caller needs the right `see`. The coordinator has to run on
+prefers. It reads the coordinator's shared tables and sends it no message: a scrape costs the service nothing and works
+while the service hangs. The numbers of stored objects come from their database.
+
+If gateway.toml has `[keys]`, the caller needs the right `see`. The coordinator has to run on
 the gateway's machine; for a coordinator behind a network (`endpoint`), a gateway beside that coordinator exports its
 metrics, and this one exports its own requests only.
 

@@ -527,3 +527,22 @@ def test_another_gateway_cancels_what_this_one_follows(tmp_path: Path) -> None:
         assert (await first.get(f"/v1/responses/{posted.id}")).json() == cancelled
 
     play(tmp_path, script, work)
+
+
+def test_the_outcome_is_written_by_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(["Hello you"], hang=True)
+    monkeypatch.setattr(Background, "cancel_request", lambda background, work: None)  # the request goes on
+
+    async def work(world: World) -> None:
+        first, second = world.gateway(), world.gateway()
+        posted = await respond(first, background=True)
+        cancelled = (await second.post(f"/v1/responses/{posted.id}/cancel")).json()
+        deleted = await respond(first, background=True)
+        assert (await second.delete(f"/v1/responses/{deleted.id}")).status_code == 200
+        script.resume()
+        while world.backgrounds[0].runs:
+            await asyncio.sleep(0.01)
+        assert (await first.get(f"/v1/responses/{posted.id}")).json() == cancelled
+        assert (await first.get(f"/v1/responses/{deleted.id}")).status_code == 404
+
+    play(tmp_path, script, work)

@@ -24,8 +24,6 @@ for (const [name, model] of Object.entries(models)) {
     execute: async ({ city }) => (asked.push(city), "rain"),
   });
   const options = { model, maxRetries: 0, tools: { weather }, stopWhen: stepCountIs(4) };
-  // Nothing is stored here: the items themselves are sent back, not their ids.
-  if (name === "responses") options.providerOptions = { openai: { store: false } };
   const whole = await generateText({ ...options, prompt: "Say hello." });
   const streamed = streamText({ ...options, prompt: "Say hello." });
   let text = "";
