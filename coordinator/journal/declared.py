@@ -25,7 +25,7 @@ from ..core.events import ClientGone
 from ..core.rights import Access
 from ..core.waits import Event, Wait
 from .declared_cache import SavedCache
-from .marks import F32, I32, I64, U64, F32Table, Flags, Frames, I32Table, Kept, Saved
+from .field_markers import F32, I32, I64, U64, F32Table, Flags, Frames, I32Table, Saved, SpecialContainer
 
 RequestIndex: TypeAlias = int  # in `SavedRequests.known`
 WorkerIndex: TypeAlias = int  # in `SavedReports.processes`
@@ -260,7 +260,7 @@ class SavedCommands(Saved):
     draining: bool
     drain_deadline_us: int
     request_ids: int
-    gone: Annotated[dict[int, tuple[str, str]], Kept(OrderedDict)]
+    gone: Annotated[dict[int, tuple[str, str]], SpecialContainer(OrderedDict)]
     again: I64
     alive: dict[str, set[int]]
     paid_us: dict[str, int]

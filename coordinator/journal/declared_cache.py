@@ -7,7 +7,21 @@ from typing import Annotated
 
 from kvforge.protocol.messages import ModelInfo
 
-from .marks import F64, I8, I32, I64, U64, Big, F32Table, Flags, Frames, I32Table, I64Table, Kept, Saved
+from .field_markers import (
+    F64,
+    I8,
+    I32,
+    I64,
+    U64,
+    Big,
+    F32Table,
+    Flags,
+    Frames,
+    I32Table,
+    I64Table,
+    Saved,
+    SpecialContainer,
+)
 
 
 class SavedMeters(Saved):
@@ -99,7 +113,7 @@ class SavedSequences(Saved):
     slot_of: dict[int, int]
     expiry_us: int | None
     _free: list[int]
-    quarantine: Annotated[list[tuple[int, int, int]], Kept(deque)]
+    quarantine: Annotated[list[tuple[int, int, int]], SpecialContainer(deque)]
 
 
 class SavedCosts(Saved):
@@ -183,7 +197,7 @@ class SavedPool(Saved):
     referenced_peak: int
     allocated_total: int
     freed_total: int
-    _awaited: Annotated[list[int], Kept(deque)]
+    _awaited: Annotated[list[int], SpecialContainer(deque)]
     zeroing: SavedZeroing | None
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from .marks import Array, Decimal, Kept, Saved
+from .field_markers import Array, Decimal, Saved, SpecialContainer
 from .memory import AnyArray, ArrayWriter
 
 _Saved = TypeVar("_Saved", bound=Saved)
@@ -19,7 +19,7 @@ class FieldKind(NamedTuple):
     """A field: its name, which is also that of the attribute, and its encoding; `mark` is None for a plain value."""
 
     name: str
-    mark: Array | Kept | Decimal | None
+    mark: Array | SpecialContainer | Decimal | None
 
 
 @cache
@@ -29,10 +29,10 @@ def fields_of(cls: type[msgspec.Struct]) -> tuple[FieldKind, ...]:
     return tuple(FieldKind(name, _mark(hints[name])) for name in cls.__struct_fields__)
 
 
-def _mark(hint: Any) -> Array | Kept | Decimal | None:
+def _mark(hint: Any) -> Array | SpecialContainer | Decimal | None:
     for part in (hint, *typing.get_args(hint)):
         for mark in getattr(part, "__metadata__", ()):
-            if isinstance(mark, Array | Kept | Decimal):
+            if isinstance(mark, Array | SpecialContainer | Decimal):
                 return mark
     return None
 

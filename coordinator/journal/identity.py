@@ -90,7 +90,7 @@ def unpack_head(data: memoryview, name: str) -> tuple[SegmentHead, int] | None:
         raise JournalCorrupt(name, _SIZES.size, problem="cannot decode the head of the segment") from None
 
 
-class Mark(NamedTuple):
+class AcknowledgedPosition(NamedTuple):
     """The position up to which a journal was acknowledged.
 
     Attributes:
@@ -106,7 +106,7 @@ class Mark(NamedTuple):
     host_boot: str
 
 
-class MarkWriter:
+class AcknowledgedPositionWriter:
     """Writes the mark of one journal in place: 80 bytes, within one sector of the disk."""
 
     def __init__(self, folder: Path, durable: bool, journal: bytes) -> None:
@@ -137,7 +137,7 @@ class MarkWriter:
             self._descriptor = -1
 
 
-def read_mark(folder: Path) -> Mark | None:
+def read_acknowledged_position(folder: Path) -> AcknowledgedPosition | None:
     """Return the mark of a journal; None if there is no such file.
 
     Raises:
@@ -156,4 +156,4 @@ def read_mark(folder: Path) -> Mark | None:
     if magic != _MARK_MAGIC or crc != zlib.crc32(_MARK.pack(magic, 0, *rest)):
         raise JournalCorrupt(ACKNOWLEDGED, 0, problem="its checksum does not match")
     number, before, durable, journal, boot = rest
-    return Mark(number, before, bool(durable), journal, boot.rstrip(b"\0").decode(errors="replace"))
+    return AcknowledgedPosition(number, before, bool(durable), journal, boot.rstrip(b"\0").decode(errors="replace"))

@@ -23,7 +23,7 @@ from kvforge.protocol.errors import JournalFull, KvforgeError, StateRemoved
 from ..core.events import Boot, Event
 from .disk import failed, sync_folder
 from .entries import STATE_VERSION, Frame, pack
-from .identity import ACKNOWLEDGED, MarkWriter, Origin, SegmentHead, host_boot, pack_head
+from .identity import ACKNOWLEDGED, AcknowledgedPositionWriter, Origin, SegmentHead, host_boot, pack_head
 from .records import HEADER, crc_of, record
 from .unwritten import UnwrittenRecords
 
@@ -119,7 +119,7 @@ class Journal:
         self.poison_detector: MessageInFlight | None = None
         self._end = self._first = 0
         self._descriptor = -1
-        self._mark = MarkWriter(folder, durable, self._origin.journal)
+        self._mark = AcknowledgedPositionWriter(folder, durable, self._origin.journal)
         self._begin()
         self._acknowledge()
         if durable:

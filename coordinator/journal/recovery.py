@@ -18,7 +18,7 @@ from ..core.machine import Machine
 from ..publish import all_changed, forget_changes
 from . import snapshot
 from .entries import Entry, Reader, check_snapshot_version, check_version
-from .identity import ACKNOWLEDGED, Origin, SegmentHead, host_boot, read_mark, unpack_head
+from .identity import ACKNOWLEDGED, Origin, SegmentHead, host_boot, read_acknowledged_position, unpack_head
 from .log import segments, states
 from .records import Record, read
 
@@ -70,7 +70,7 @@ class Replay:
         self.number, self._end = 1, 0
         self.torn: tuple[Path, int, int] | None = None
         self.origin = Origin(b"")
-        self._mark = read_mark(folder)  # before the rest, which a running coordinator keeps extending
+        self._mark = read_acknowledged_position(folder)  # before the rest, which a running coordinator keeps extending
         self._reader = Reader()
         for self.number, path in list(states(folder).items())[-1:]:
             found = snapshot.Snapshot(path)

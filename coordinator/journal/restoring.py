@@ -41,8 +41,8 @@ from ..core.workers.teams import RANKS_MAX, Team
 from ..core.workers.worker import Worker
 from . import declared as d
 from . import declared_cache as c
+from .field_markers import I64, Array
 from .fields import Restorer, fields_of
-from .marks import I64, Array
 from .memory import AnyArray
 
 _Kind = TypeVar("_Kind", bound=Message)

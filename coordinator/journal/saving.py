@@ -24,8 +24,8 @@ from ..core.workers.teams import Team
 from ..core.workers.worker import Worker
 from . import declared as d
 from . import declared_cache as c
+from .field_markers import Saved
 from .fields import save
-from .marks import Saved
 from .memory import ArrayWriter
 
 _Saved = TypeVar("_Saved", bound=Saved)

@@ -10,7 +10,7 @@ from kvforge.protocol.errors import JournalCorrupt
 
 from .disk import sync_file, sync_folder
 from .entries import FROM_CLIENT, raw_entries
-from .identity import MarkWriter, read_mark, unpack_head
+from .identity import AcknowledgedPositionWriter, read_acknowledged_position, unpack_head
 from .log import segments
 from .poison_detector import PoisonDetector
 from .records import read
@@ -35,7 +35,7 @@ def set_aside(folder: Path, poison_detector: PoisonDetector) -> None:
     number, deaths = poison_detector.record, poison_detector.record_deaths
     (*_, path) = segments(folder).values()
     data = memoryview(path.read_bytes())
-    head, mark = unpack_head(data, path.name), read_mark(folder)
+    head, mark = unpack_head(data, path.name), read_acknowledged_position(folder)
     records = list(read(data, head[0].number, path.name, head[1], head[0].before)) if head is not None else []
     if not records or records[-1].number != number or mark is None:
         ended = f"{deaths} coordinators in a row ended while they applied record {number}"
@@ -48,7 +48,7 @@ def set_aside(folder: Path, poison_detector: PoisonDetector) -> None:
     messages = [frames for kind, frames in raw_entries(last.payload) if kind == FROM_CLIENT]
     for frames in messages:
         poison_detector.suspect(frames)
-    writer = MarkWriter(folder, mark.durable, mark.journal)
+    writer = AcknowledgedPositionWriter(folder, mark.durable, mark.journal)
     writer.write(min(mark.number, number), last.before)
     writer.sync()
     writer.close()

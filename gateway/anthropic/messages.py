@@ -23,10 +23,10 @@ from kvforge.gateway.parse.events import Arguments, Content, Event, Reasoning, T
 from kvforge.protocol.messages import SAMPLING_RANGES
 
 from .conversation import choice_of, messages_of, tools_of
-from .known import KNOWN, MINE
 from .request_body import Conversation, Create
+from .unimplemented_fields import READ_IF, UNIMPLEMENTED
 
-CREATE, COUNT = Reader(Create, KNOWN, MINE), Reader(Conversation, KNOWN, MINE)
+CREATE, COUNT = Reader(Create, UNIMPLEMENTED, READ_IF), Reader(Conversation, UNIMPLEMENTED, READ_IF)
 encode = msgspec.json.encode
 TOP_P_MIN = SAMPLING_RANGES["top_p"][0]
 TOOL_USE = "tool_use"

@@ -13,7 +13,7 @@ from kvforge.text.token_table import TokenTable
 from kvforge.text.tokenizer import TextStream, Tokenizer
 
 from .prompt_cleaner import PromptCleaner
-from .template import TOOL, Needs, conversation_for, probe, tool_for
+from .template import TOOL, TemplateNeeds, conversation_for, probe, tool_for
 
 # Arguments of the function that runs a template, which requests must not set.
 RESERVED = frozenset(
@@ -52,11 +52,11 @@ class Prompts:
         tokenizer: Tokenizer | TokenTable | None,
         texts: Texts,
         hygiene: PromptCleaner | None = None,
-        needs: Needs | None = None,
+        needs: TemplateNeeds | None = None,
     ) -> None:
         self._tokenizer, self._texts = tokenizer, texts
         self._hygiene = hygiene or PromptCleaner()
-        self.needs = needs or Needs()
+        self.needs = needs or TemplateNeeds()
         self._write_calls: WriteCalls | None = None
 
     async def look(self, write_calls: WriteCalls | None = None) -> None:

@@ -30,7 +30,7 @@ ALPHABET = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class TemplateNeeds:
     """How a template expects conversations.
 
     Attributes:
@@ -64,7 +64,7 @@ class Needs:
     tools_problem: str = ""
 
 
-async def probe(render: Render, template: str, *, writes_calls: bool = False) -> Needs:
+async def probe(render: Render, template: str, *, writes_calls: bool = False) -> TemplateNeeds:
     """Detect the needs of a template.
 
     Args:
@@ -84,22 +84,22 @@ async def probe(render: Render, template: str, *, writes_calls: bool = False) ->
     return needs if needs.tools_problem else await _content_beside(render, needs)
 
 
-async def _contents(render: Render) -> tuple[Needs, str]:
+async def _contents(render: Render) -> tuple[TemplateNeeds, str]:
     """Detect which roles need parts, and whether system messages are supported."""
-    needs, reason = Needs(), ""
+    needs, reason = TemplateNeeds(), ""
     for parts in (frozenset[str](), frozenset({USER})):
-        needs = Needs(parts=parts)
+        needs = TemplateNeeds(parts=parts)
         text, reason = await _rendered(render, [{"role": USER, "content": WORDS[USER]}], needs)
         if _holds(text, WORDS[USER]):
             break
     else:
-        return Needs(), _lost("words of a user's message", reason)
+        return TemplateNeeds(), _lost("words of a user's message", reason)
     for role in (SYSTEM, ASSISTANT):
         needs = await _role(render, role, needs)
     return needs, ""
 
 
-async def _role(render: Render, role: str, needs: Needs) -> Needs:
+async def _role(render: Render, role: str, needs: TemplateNeeds) -> TemplateNeeds:
     message, user = {"role": role, "content": WORDS[role]}, {"role": USER, "content": WORDS[USER]}
     messages = [message, user] if role == SYSTEM else [user, message, user]
     for parts in (needs.parts, needs.parts | {role}):
@@ -110,7 +110,7 @@ async def _role(render: Render, role: str, needs: Needs) -> Needs:
     return replace(needs, system=False) if role == SYSTEM else replace(needs, lost=frozenset({role}))
 
 
-async def _tools(render: Render, needs: Needs) -> tuple[Needs, str]:
+async def _tools(render: Render, needs: TemplateNeeds) -> tuple[TemplateNeeds, str]:
     reason = ""
     for flat in (False, True):
         wanted = replace(needs, flat_tools=flat)
@@ -121,9 +121,9 @@ async def _tools(render: Render, needs: Needs) -> tuple[Needs, str]:
     return needs, _lost("names of tools", reason)
 
 
-async def _calls(render: Render, needs: Needs, writes_calls: bool) -> Needs:
+async def _calls(render: Render, needs: TemplateNeeds, writes_calls: bool) -> TemplateNeeds:
     """Detect how calls and their results reach the prompt, with the fewest changes."""
-    found: list[tuple[Needs, str]] = []
+    found: list[tuple[TemplateNeeds, str]] = []
     reason, named = "", False
     before, _ = await _rendered(render, _conversation()[:1], needs, tools=True)
     ways = product(
@@ -159,7 +159,7 @@ async def _calls(render: Render, needs: Needs, writes_calls: bool) -> Needs:
     return replace(needs, tools_problem=problem)
 
 
-async def _content_beside(render: Render, needs: Needs) -> Needs:
+async def _content_beside(render: Render, needs: TemplateNeeds) -> TemplateNeeds:
     """Detect whether the template drops content beside calls."""
     if needs.written_calls:
         return needs
@@ -185,7 +185,9 @@ def _conversation() -> list[Message]:
     return [user, {"role": ASSISTANT, "content": "", "tool_calls": calls}, *results]
 
 
-async def _rendered(render: Render, messages: list[Message], needs: Needs, *, tools: bool = False) -> tuple[str, str]:
+async def _rendered(
+    render: Render, messages: list[Message], needs: TemplateNeeds, *, tools: bool = False
+) -> tuple[str, str]:
     """Return the rendered text, or the reason why there is none."""
     options: dict[str, Any] = {"add_generation_prompt": True}
     if tools:
@@ -230,14 +232,14 @@ def _lost(what: str, reason: str) -> str:
 # ------------------------------------------------------------------------------------------------------- adaptation
 
 
-def tool_for(tool: Mapping[str, Any], needs: Needs) -> dict[str, Any]:
+def tool_for(tool: Mapping[str, Any], needs: TemplateNeeds) -> dict[str, Any]:
     """Return a tool in the form that the template expects."""
     return {**tool["function"]} if needs.flat_tools else {**tool}
 
 
 def conversation_for(
     messages: Sequence[Mapping[str, Any]],
-    needs: Needs,
+    needs: TemplateNeeds,
     write_calls: Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str] | None = None,
 ) -> list[Message]:
     """Return a conversation in the form that the template expects.
@@ -270,7 +272,7 @@ def conversation_for(
 
 def _adapt_calls(
     message: Message,
-    needs: Needs,
+    needs: TemplateNeeds,
     write_calls: Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str] | None,
 ) -> None:
     calls = message["tool_calls"]
@@ -282,7 +284,7 @@ def _adapt_calls(
     message["tool_calls"] = [_call_for(call, needs) for call in calls]
 
 
-def _call_for(call: Mapping[str, Any], needs: Needs) -> Message:
+def _call_for(call: Mapping[str, Any], needs: TemplateNeeds) -> Message:
     function = {**call["function"]}
     if needs.arguments_text and not isinstance(function["arguments"], str):
         function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)

@@ -23,7 +23,7 @@ UNKNOWN = "unknown field: remove it, or see the API's documentation"
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class UnimplementedField:
     """A field of a published specification that no structure has.
 
     Attributes:
@@ -54,19 +54,19 @@ class Known:
         ignored.add(name, problem)
 
 
-def no_effect(why: str) -> Known:
+def no_effect(why: str) -> UnimplementedField:
     """Return a field that has no effect, whatever its value."""
-    return Known(why)
+    return UnimplementedField(why)
 
 
-def only(why: str, *values: Any) -> Known:
+def only(why: str, *values: Any) -> UnimplementedField:
     """Return a field that is refused unless it has one of these values, which match the default behaviour."""
     kept = tuple(values)
     words = ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in (None, *kept))
-    return Known(why, lambda value: any(_same(value, one) for one in kept), words)
+    return UnimplementedField(why, lambda value: any(_same(value, one) for one in kept), words)
 
 
-def left_out(why: str, *values: Any) -> Known:
+def left_out(why: str, *values: Any) -> UnimplementedField:
     """Return a field that asks the provider for extra work: ignored and reported, unless its value asks for none."""
     return replace(only(why, *values), left_out=True)
 
@@ -77,7 +77,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 # The keys are msgspec structures, for which mypy has no type.
-Table = Mapping[Any, Mapping[str, Known]]
+Table = Mapping[Any, Mapping[str, UnimplementedField]]
 ReadPredicates = Mapping[Any, Callable[[Mapping[str, Any]], bool]]
 
 
@@ -103,14 +103,14 @@ class _Node:
     Attributes:
         fields: The fields; None if objects are not inspected.
         known: The known fields that are not read.
-        mine: Whether an object is of a kind that is read. Fields of another kind are not reported, since the whole
+        read_if: Whether an object is of a kind that is read. Fields of another kind are not reported, since the whole
             object is refused or ignored by its kind.
         items: The type of the items.
     """
 
     fields: dict[str, _Field] | None = None
-    known: Mapping[str, Known] = field(default_factory=dict)
-    mine: Callable[[Mapping[str, Any]], bool] | None = None
+    known: Mapping[str, UnimplementedField] = field(default_factory=dict)
+    read_if: Callable[[Mapping[str, Any]], bool] | None = None
     items: _Node | None = None
 
 
@@ -120,16 +120,16 @@ class Reader(Generic[T]):
     Args:
         kind: A msgspec structure that forbids unknown fields, as do those within it.
         known: The known fields that are not read, by structure.
-        mine: For some structures, whether an object is of a kind that is read (see `_Node`).
+        read_if: For some structures, whether an object is of a kind that is read (see `_Node`).
     """
 
     def __init__(
         self,
         kind: type[T],
         known: Table | None = None,
-        mine: ReadPredicates | None = None,
+        read_if: ReadPredicates | None = None,
     ) -> None:
-        self._kind, self._known, self._mine = kind, known or {}, mine or {}
+        self._kind, self._known, self._read_if = kind, known or {}, read_if or {}
         self._decoder = msgspec.json.Decoder(kind)
         self._made: dict[type, _Node] = {}
         self._root = self._node(inspect.type_info(kind))
@@ -140,7 +140,7 @@ class Reader(Generic[T]):
         return self._kind
 
     @property
-    def known_fields(self) -> dict[type, Mapping[str, Known]]:
+    def unimplemented_fields(self) -> dict[type, Mapping[str, UnimplementedField]]:
         """The known fields that are not read, by structure."""
         return {kind: node.known for kind, node in self._made.items()}
 
@@ -186,12 +186,12 @@ class Reader(Generic[T]):
         self, node: _Node, fields: Mapping[str, _Field], value: dict[str, Any], path: str, ignored: Ignored
     ) -> None:
         ignored.look(len(value), path)
-        mine = node.mine is None or node.mine(value)
+        read_if = node.read_if is None or node.read_if(value)
         for name, given in list(value.items()):
             read = fields.get(name)
             if read is None:
                 del value[name]
-                if mine:
+                if read_if:
                     self._unread(node, _joined(path, name), name, given, ignored)
             elif given is None and read.optional and not read.nullable:
                 del value[name]
@@ -227,13 +227,13 @@ class Reader(Generic[T]):
         both = objects[0] if objects else _Node()
         if not arrays:
             return both
-        return _Node(both.fields, both.known, both.mine, arrays[0])
+        return _Node(both.fields, both.known, both.read_if, arrays[0])
 
     def _object(self, kind: inspect.StructType) -> _Node:
         if kind.cls in self._made:
             return self._made[kind.cls]
         assert kind.forbid_unknown_fields, f"{kind.cls.__name__} would drop fields silently"
-        node = self._made[kind.cls] = _Node(fields={}, mine=self._mine.get(kind.cls))
+        node = self._made[kind.cls] = _Node(fields={}, read_if=self._read_if.get(kind.cls))
         node.known = {
             name: known for base in reversed(kind.cls.__mro__) for name, known in self._known.get(base, {}).items()
         }

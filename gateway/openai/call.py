@@ -19,7 +19,7 @@ from .fields import Common
 from .request_body import Chat, Completion
 from .responses_body import Create
 
-Asked = Chat | Completion | Create
+RequestBody = Chat | Completion | Create
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Call:
         caller: Caller,
         settings: Settings,
         model: Model,
-        asked: Asked,
+        asked: RequestBody,
         ignored: Ignored,
     ) -> Call:
         """Build the context from the headers and the body.
@@ -101,7 +101,7 @@ class Call:
         return f"{prefix}{mark}{generations[0].request_id:016x}"
 
 
-def names_of(asked: Asked) -> Names:
+def names_of(asked: RequestBody) -> Names:
     """Return the names of a request's fields."""
     if isinstance(asked, Create):
         return Names({"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"})
@@ -122,7 +122,7 @@ def total(generations: list[Generation]) -> Usage:
     )
 
 
-def _whole(asked: Asked) -> str:
+def _whole(asked: RequestBody) -> str:
     """Return why the answer cannot be resumed, or ""."""
     if isinstance(asked, Create):
         return "events of this API are not numbered"

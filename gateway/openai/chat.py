@@ -20,10 +20,10 @@ from . import logprobs, request_body
 from .bodies import DONE, EventEncoder, encode, usage_of
 from .call import Call
 from .fields import check_ignored, requested_shape, sampling_of, stops_of
-from .known import KNOWN, MINE
 from .request_body import Chat, Message
+from .unimplemented_fields import READ_IF, UNIMPLEMENTED
 
-READER = Reader(Chat, KNOWN, MINE)
+READER = Reader(Chat, UNIMPLEMENTED, READ_IF)
 KIND, CHUNK = "chat.completion", "chat.completion.chunk"
 TOOL_CALLS = "tool_calls"
 

@@ -25,10 +25,10 @@ from . import logprobs
 from .bodies import DONE, EventEncoder, encode, usage_of
 from .call import Call, total
 from .fields import check_ignored, requested_shape, sampling_of, stops_of
-from .known import KNOWN
 from .request_body import Completion
+from .unimplemented_fields import UNIMPLEMENTED
 
-READER = Reader(Completion, KNOWN)
+READER = Reader(Completion, UNIMPLEMENTED)
 MAX_TOKENS = 16  # OpenAI's own default
 PROMPTS_MAX = 128
 KIND = "text_completion"

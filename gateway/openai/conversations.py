@@ -20,7 +20,6 @@ from kvforge.gateway.http.notes import notes_of
 from kvforge.gateway.storage import Delete, Entry, GetEntry, Read, RemoveEntry
 from kvforge.protocol.errors import Conflict, InvalidRequest
 
-from .known import KNOWN, MINE
 from .paging import Page, listed
 from .responses_body import Item
 from .stored import (
@@ -35,6 +34,7 @@ from .stored import (
     known_id,
     new_id,
 )
+from .unimplemented_fields import READ_IF, UNIMPLEMENTED
 
 ITEMS_MAX = 1000
 METADATA_MAX, NAME_MAX, VALUE_MAX = 16, 64, 512
@@ -61,9 +61,9 @@ class NewItems(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 _INCLUDE = {NewItems: {"include": no_effect("no further data exists")}}
-CREATE = Reader(NewConversation, KNOWN, MINE)
-UPDATE = Reader(ChangedConversation, KNOWN, MINE)
-ADD = Reader(NewItems, {**KNOWN, **_INCLUDE}, MINE)
+CREATE = Reader(NewConversation, UNIMPLEMENTED, READ_IF)
+UPDATE = Reader(ChangedConversation, UNIMPLEMENTED, READ_IF)
+ADD = Reader(NewItems, {**UNIMPLEMENTED, **_INCLUDE}, READ_IF)
 
 
 class Conversations:

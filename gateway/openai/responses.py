@@ -22,13 +22,13 @@ from kvforge.protocol.errors import KvforgeError
 from .bodies import encode
 from .call import Call
 from .fields import top_k_of, top_p_of
-from .known import KNOWN, MINE
 from .response_items import EventWriter, Items, event
 from .responses_body import NOT_STORED, Create, check, messages_of, shape
-from .responses_tools import Offered, echoed
+from .responses_tools import OfferedFunctions, echoed
 from .stored import Stored, StoredResponse, input_items, items_of, new_id
+from .unimplemented_fields import READ_IF, UNIMPLEMENTED
 
-READER = Reader(Create, KNOWN, MINE)
+READER = Reader(Create, UNIMPLEMENTED, READ_IF)
 log = logging.getLogger(__name__)
 
 
@@ -79,7 +79,7 @@ class Responses:
         self.created = int(time.time())
         self.wanted: list[Submission] = []
         self.input = input_items(asked.input, self.base)
-        self.offered = Offered(asked, call.ignored)
+        self.offered = OfferedFunctions(asked, call.ignored)
         self.ending, self.shape = "", Shape()
 
     @property

@@ -22,7 +22,7 @@ NAMESPACE = "namespace"
 SEPARATOR = "__"
 
 
-class Offered:
+class OfferedFunctions:
     """The functions of one request.
 
     Args:

@@ -35,15 +35,15 @@ from kvforge.gateway.storage import (
 )
 from kvforge.protocol.errors import CapacityExceeded, InvalidRequest, NotFound
 
-from .known import KNOWN, MINE
 from .responses_body import Create, Item
+from .unimplemented_fields import READ_IF, UNIMPLEMENTED
 
 RESPONSE, CONVERSATION = "response", "conversation"
 ITEMS, TOKENS, REFERENCE = "items", "tokens", "item_reference"
 CONTEXT_BYTES_MAX = 64 << 20
 CONTEXT_ITEMS_MAX = 20_000
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-_READER = Reader(Create, KNOWN, MINE)
+_READER = Reader(Create, UNIMPLEMENTED, READ_IF)
 _OWNER = re.compile(r"[a-z]+_([0-9a-f]{32})_i?[0-9]+")  # the id of an item names its response
 ItemBody = dict[str, Any]
 

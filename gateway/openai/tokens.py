@@ -15,8 +15,8 @@ from kvforge.gateway.http.ignored import Ignored
 from kvforge.protocol.errors import InvalidRequest
 
 from .chat import messages_of, tools_of
-from .known import KNOWN, MINE
 from .request_body import Message, Tool
+from .unimplemented_fields import READ_IF, UNIMPLEMENTED
 
 
 class Tokenize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +40,7 @@ class Detokenize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: str = ""
 
 
-TOKENIZE, DETOKENIZE = Reader(Tokenize, KNOWN, MINE), Reader(Detokenize)
+TOKENIZE, DETOKENIZE = Reader(Tokenize, UNIMPLEMENTED, READ_IF), Reader(Detokenize)
 
 
 async def tokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, Any]:

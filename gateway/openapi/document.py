@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvforge import __version__
-from kvforge.gateway.http.fields import Known, Reader
+from kvforge.gateway.http.fields import Reader, UnimplementedField
 
 from .operations import JSON, OPERATIONS, Operation, Schema
 
@@ -65,7 +65,7 @@ def document() -> dict[str, Any]:
     references, schemas = msgspec.json.schema_components(kinds, ref_template=_REFERENCE + "{name}")
     for body in readers:
         if isinstance(body, Reader):
-            for kind, known in body.known_fields.items():
+            for kind, known in body.unimplemented_fields.items():
                 _describe(schemas, kind, known)
     for schema in schemas.values():
         if schema.get("additionalProperties") is False:
@@ -118,7 +118,7 @@ def _operation(operation: Operation, body: Schema | None) -> dict[str, Any]:
     return described
 
 
-def _describe(schemas: dict[str, Any], kind: type, known: Mapping[str, Known]) -> None:
+def _describe(schemas: dict[str, Any], kind: type, known: Mapping[str, UnimplementedField]) -> None:
     """Add the known fields that are not read to a structure's schema, with their accepted values."""
     schema = schemas.get(f"{kind.__module__}.{kind.__qualname__}", schemas.get(kind.__name__))
     if schema is None:

@@ -21,7 +21,7 @@ OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class OfferedTool:
     """A tool.
 
     Attributes:
@@ -47,14 +47,14 @@ class Shaped:
     kind: str
     text: str
 
-    def rule(self, writing: Writing) -> str:
+    def rule(self, writing: GrammarBuilder) -> str:
         """Add the rule or terminal for this text and return its name."""
         if self.kind == "regex":
             return writing.terminal("/" + self.text.replace("/", "\\/") + "/")
         return writing.json(json.loads(self.text) if self.kind == "json_schema" else OBJECT)
 
 
-class Writing:
+class GrammarBuilder:
     """A grammar under construction. `special` maps special tokens to their ids."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
@@ -108,11 +108,11 @@ class Writing:
         return "\n".join([f"start: {start}", *self.rules]) + "\n"
 
 
-Call = Callable[[Writing, Offered], str]
+Call = Callable[[GrammarBuilder, OfferedTool], str]
 
 
 def _object(name: str, arguments: str) -> Call:
-    def call(writing: Writing, tool: Offered) -> str:
+    def call(writing: GrammarBuilder, tool: OfferedTool) -> str:
         head = f'{{"{name}": {json.dumps(tool.name)}, "{arguments}": '
         return f"{writing.mark(head)} {writing.json(tool.parameters)} {writing.mark('}')}"
 
@@ -122,14 +122,14 @@ def _object(name: str, arguments: str) -> Call:
 def _between(before: str, after: str) -> Call:
     """Return a writer of calls with JSON arguments; `{}` in `before` is the name."""
 
-    def call(writing: Writing, tool: Offered) -> str:
+    def call(writing: GrammarBuilder, tool: OfferedTool) -> str:
         head = before.replace("{}", tool.name)
         return f"{writing.mark(head)} {writing.json(tool.parameters)} {writing.mark(after)}".strip()
 
     return call
 
 
-def _kimi(writing: Writing, tool: Offered) -> str:
+def _kimi(writing: GrammarBuilder, tool: OfferedTool) -> str:
     """Write a call with its number."""
     number = writing.terminal("/[0-9]{1,2}/")
     head = f"{writing.mark(f'<|tool_call_begin|>functions.{tool.name}:')} {number}"
@@ -143,7 +143,7 @@ def _tags(before: str, key: str, value_end: str, after: str) -> Call:
     In `key`, `{}` is the name of an argument and `{string}` whether it is a string.
     """
 
-    def call(writing: Writing, tool: Offered) -> str:
+    def call(writing: GrammarBuilder, tool: OfferedTool) -> str:
         properties = tool.parameters.get("properties") or {}
         required = tool.parameters.get("required") or ()
         parts = [writing.mark(before.replace("{}", tool.name))]
@@ -158,7 +158,7 @@ def _tags(before: str, key: str, value_end: str, after: str) -> Call:
     return call
 
 
-def _text(writing: Writing, tool: Offered, name: str, schema: Mapping[str, Any], end: str) -> str:
+def _text(writing: GrammarBuilder, tool: OfferedTool, name: str, schema: Mapping[str, Any], end: str) -> str:
     """Write an unquoted string. Raises InvalidRequest for an enforced constraint that has no grammar."""
     if values := schema.get("enum", [schema["const"]] if "const" in schema else []):
         return f"({' | '.join(writing.mark(str(value)) for value in values)})"
@@ -170,7 +170,7 @@ def _text(writing: Writing, tool: Offered, name: str, schema: Mapping[str, Any],
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class CallSyntax:
     """How a format writes calls.
 
     Attributes:
@@ -189,47 +189,47 @@ class Written:
 
 
 _DEEPSEEK_CALL = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n"
-WRITTEN: dict[str, Written] = {
-    "hermes": Written(
+WRITTEN: dict[str, CallSyntax] = {
+    "hermes": CallSyntax(
         _object("name", "arguments"), "<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>", "<tool_call>"
     ),
-    "llama3_json": Written(_object("name", "parameters"), between="; "),
-    "mistral": Written(_object("name", "arguments"), "[TOOL_CALLS][", ", ", "]", "[TOOL_CALLS]"),
-    "deepseek_v3": Written(
+    "llama3_json": CallSyntax(_object("name", "parameters"), between="; "),
+    "mistral": CallSyntax(_object("name", "arguments"), "[TOOL_CALLS][", ", ", "]", "[TOOL_CALLS]"),
+    "deepseek_v3": CallSyntax(
         _between(_DEEPSEEK_CALL, "\n```<｜tool▁call▁end｜>"),
         "<｜tool▁calls▁begin｜>",
         "\n",
         "<｜tool▁calls▁end｜>",
         "<｜tool▁calls▁begin｜>",
     ),
-    "qwen3_coder": Written(
+    "qwen3_coder": CallSyntax(
         _tags("<tool_call>\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n", "</function>\n</tool_call>"),
         between="\n",
         begins="<tool_call>",
     ),
-    "glm45": Written(
+    "glm45": CallSyntax(
         _tags("<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>"),
         between="\n",
         begins="<tool_call>",
     ),
-    "lfm2": Written(
+    "lfm2": CallSyntax(
         *(_object("name", "arguments"), "<|tool_call_start|>[", ", ", "]<|tool_call_end|>", "<|tool_call_start|>")
     ),
-    "kimi_k2": Written(
+    "kimi_k2": CallSyntax(
         _kimi, "<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>", "<|tool_calls_section_begin|>"
     ),
-    "granite": Written(_object("name", "arguments"), "<|tool_call|>[", ", ", "]", "<|tool_call|>"),
-    "minimax": Written(
+    "granite": CallSyntax(_object("name", "arguments"), "<|tool_call|>[", ", ", "]", "<|tool_call|>"),
+    "minimax": CallSyntax(
         _tags('<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n", "</invoke>\n"),
         *("<minimax:tool_call>\n", "", "</minimax:tool_call>", "<minimax:tool_call>"),
     ),
-    "nemotron": Written(_object("name", "arguments"), "<TOOLCALL>[", ", ", "]</TOOLCALL>", "<TOOLCALL>"),
-    "command_a": Written(
+    "nemotron": CallSyntax(_object("name", "arguments"), "<TOOLCALL>[", ", ", "]</TOOLCALL>", "<TOOLCALL>"),
+    "command_a": CallSyntax(
         *(_object("tool_name", "parameters"), "<|START_ACTION|>[\n    ", ",\n    ", "\n]<|END_ACTION|>"),
         "<|START_ACTION|>",
     ),
-    "hunyuan": Written(_object("name", "arguments"), "<tool_calls>[", ", ", "]</tool_calls>", "<tool_calls>"),
-    "deepseek_v32": Written(
+    "hunyuan": CallSyntax(_object("name", "arguments"), "<tool_calls>[", ", ", "]</tool_calls>", "<tool_calls>"),
+    "deepseek_v32": CallSyntax(
         _tags(
             '<｜DSML｜invoke name="{}">\n',
             '<｜DSML｜parameter name="{}" string="{string}">',
@@ -238,14 +238,14 @@ WRITTEN: dict[str, Written] = {
         ),
         *("<｜DSML｜function_calls>\n", "", "</｜DSML｜function_calls>", "<｜DSML｜function_calls>"),
     ),
-    "seed_oss": Written(
+    "seed_oss": CallSyntax(
         _tags(
             "<seed:tool_call>\n<function={}>\n", "<parameter={}>", "</parameter>\n", "</function>\n</seed:tool_call>"
         ),
         between="\n",
         begins="<seed:tool_call>",
     ),
-    "harmony": Written(
+    "harmony": CallSyntax(
         _between("<|channel|>commentary to=functions.{} <|constrain|>json<|message|>", ""),
         begins="<|channel|>commentary to=",
     ),
@@ -282,9 +282,9 @@ def calls_grammar(
     if written is None:
         problem = f"calls cannot be enforced in this model's format, {format_.name}"
         raise InvalidRequest("tool_choice" if must else "tools", f"{problem}; see tool_format in gateway.toml")
-    writing = Writing(special)
+    writing = GrammarBuilder(special)
     each = " | ".join(
-        writing.rule(written.each(writing, Offered(name, _schema(name, schema, name in strict), name in strict)))
+        writing.rule(written.each(writing, OfferedTool(name, _schema(name, schema, name in strict), name in strict)))
         for name, schema in tools.items()
     )
     one = writing.rule(f"({each})")
@@ -307,17 +307,17 @@ def calls_grammar(
 
 def after_reasoning(format_: Format, special: Mapping[str, int], shaped: Shaped) -> str:
     """Return the grammar of a constraint behind reasoning that the prompt opens."""
-    writing = Writing(special)
+    writing = GrammarBuilder(special)
     shape = shaped.rule(writing)
     return writing.text(f"{_reasoning(writing, format_)} {shape}")
 
 
-def _reasoning(writing: Writing, format_: Format) -> str:
+def _reasoning(writing: GrammarBuilder, format_: Format) -> str:
     close = format_.think[1]
     return f"{writing.free(close)} {writing.mark(close)} {writing.terminal('/[ ' + chr(92) + 'n]{0,4}/')}"
 
 
-def _mark(writing: Writing, text: str) -> str:
+def _mark(writing: GrammarBuilder, text: str) -> str:
     return writing.mark(text) if text else ""
 
 

@@ -112,7 +112,7 @@ def _more_keys(hashes: Path | None) -> dict[str, dict[str, Any]]:
 def _serve(options: argparse.Namespace, settings: Settings, listener: socket.socket) -> int:
     if settings.processes > 1:
         with tempfile.TemporaryDirectory(prefix="kvforge-gateway-") as folder, Signals() as signals:
-            _Several(options, settings, listener, Path(folder)).run(signals)
+            _Children(options, settings, listener, Path(folder)).run(signals)
         return OK
     from .process import serve
 
@@ -133,7 +133,7 @@ def _serve(options: argparse.Namespace, settings: Settings, listener: socket.soc
     return OK
 
 
-class _Several:
+class _Children:
     """The children of a port. They accept from one shared socket, so pending connections survive a child's crash."""
 
     def __init__(self, options: argparse.Namespace, settings: Settings, listener: socket.socket, folder: Path) -> None:

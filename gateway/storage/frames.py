@@ -23,7 +23,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     tenant_bytes_max: int
 
 
-class Asked(msgspec.Struct, frozen=True):
+class Call(msgspec.Struct, frozen=True):
     """A call."""
 
     number: int
@@ -47,7 +47,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 OPENED = msgspec.msgpack.Decoder(Opened)
-ASKED = msgspec.msgpack.Decoder(Asked)
+ASKED = msgspec.msgpack.Decoder(Call)
 ANSWER: msgspec.msgpack.Decoder[Done | Failed] = msgspec.msgpack.Decoder(Done | Failed)
 
 

@@ -17,7 +17,7 @@ from kvforge.protocol.errors import InternalError, KvforgeError
 
 from .database import Database
 from .engine import Engine, Outcome
-from .frames import ASKED, HEAD_BYTES, OPENED, Asked, Done, Failed, Opened, framed
+from .frames import ASKED, HEAD_BYTES, OPENED, Call, Done, Failed, Opened, framed
 from .sqlite import SqliteDatabase
 
 GROUP_MAX, GROUP_BYTES_MAX = 256, 16 << 20
@@ -73,7 +73,7 @@ def _serve(peer: socket.socket) -> None:
         engine.close()
 
 
-def _run(engine: Engine, asked: list[Asked]) -> list[Outcome]:
+def _run(engine: Engine, asked: list[Call]) -> list[Outcome]:
     try:
         return engine.run([one.operations for one in asked])
     except Exception as error:  # noqa: BLE001 - reported to the gateway as an internal error
@@ -82,7 +82,7 @@ def _run(engine: Engine, asked: list[Asked]) -> list[Outcome]:
         return [failed for _ in asked]
 
 
-def _answer(asked: Asked, outcome: Outcome) -> Done | Failed:
+def _answer(asked: Call, outcome: Outcome) -> Done | Failed:
     if isinstance(outcome, KvforgeError):
         return Failed(asked.number, outcome.code, outcome.message, outcome.fields)
     return Done(asked.number, outcome)

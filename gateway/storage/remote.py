@@ -18,7 +18,7 @@ from kvforge.protocol.errors import InternalError, KvforgeError, QueueFull, Stor
 from kvforge.protocol.steady_clock import monotonic
 from kvforge.protocol.steady_timeout import steady_timeout
 
-from .frames import ANSWER, HEAD_BYTES, Asked, Done, Failed, Opened, framed
+from .frames import ANSWER, HEAD_BYTES, Call, Done, Failed, Opened, framed
 from .operations import RESULTS, Operation, Result
 
 ENTRY = Path(kvforge.__file__ or "").parent / "launch" / "entry.py"
@@ -139,7 +139,7 @@ class _Link:
             raise QueueFull(WAITING_MAX, RETRY_MS, "the storage process of the gateway")
         self._number += 1
         number = self._number
-        frame = framed(Asked(number, operations))
+        frame = framed(Call(number, operations))
         answer: asyncio.Future[Done | Failed] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         self._waiting_bytes += len(frame)

@@ -85,7 +85,7 @@ class TextPool:
         self._limits, self._waiting_max = limits, waiting_max
         self._places, self._waiting = asyncio.Semaphore(processes), 0
         self._idle: list[_Helper] = []
-        self._first: _First | None = None
+        self._first: _ForkServer | None = None
         self._table: TokenTable | str = ""
         self._starting = asyncio.Lock()
         self._jobs: set[asyncio.Task[Result]] = set()
@@ -208,19 +208,19 @@ class TextPool:
                     raise Unavailable(f"cannot start a text helper: {error or type(error).__name__}") from None
         raise AssertionError("returned or raised")
 
-    async def _forking(self) -> _First:
+    async def _forking(self) -> _ForkServer:
         async with self._starting:
             if self._first is None or self._first.ended:
                 if self._first is not None:
                     await self._first.close()
-                self._first = await _First.start(self._load)
+                self._first = await _ForkServer.start(self._load)
                 if self._load.table:  # those that replace it have the same
                     self._table, self._first.table = self._first.table, ""
                     self._load = msgspec.structs.replace(self._load, table=False)
             return self._first
 
 
-class _First:
+class _ForkServer:
     """The process that has loaded the tokenizer and forks the helpers."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
@@ -229,7 +229,7 @@ class _First:
         self.table: TokenTable | str = ""
 
     @classmethod
-    async def start(cls, load: Load) -> _First:
+    async def start(cls, load: Load) -> _ForkServer:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-P", str(ENTRY), "kvforge.gateway.text", str(theirs.fileno())]

@@ -51,7 +51,7 @@ GROWN_BYTES = 256 << 20
 PAGE_BYTES = resource.getpagesize()
 
 
-class _OutOfTime(Exception):
+class _CpuTimeExceeded(Exception):
     """The template has exceeded its CPU time."""
 
 
@@ -209,15 +209,15 @@ class _Helper:
                     signal.setitimer(signal.ITIMER_PROF, limits.template_s, AGAIN_S)
                 return self._work.do(job, rendered)
             finally:
-                with suppress(_OutOfTime):
+                with suppress(_CpuTimeExceeded):
                     signal.setitimer(signal.ITIMER_PROF, 0)
         except KvforgeError as error:
-            if _out_of(error, _OutOfTime):
+            if _out_of(error, _CpuTimeExceeded):
                 return _failed(template_time(limits))
             if _out_of(error, MemoryError):
                 return _failed(memory(limits, job))
             return _failed(error)
-        except _OutOfTime:
+        except _CpuTimeExceeded:
             return _failed(template_time(limits))
         except MemoryError:
             return _failed(memory(limits, job))
@@ -251,7 +251,7 @@ def _out_of(error: BaseException, kind: type[BaseException]) -> bool:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    raise _OutOfTime
+    raise _CpuTimeExceeded
 
 
 def _pages(column: int) -> int:

@@ -1,4 +1,4 @@
-"""Kept data is bounded, and dropped once no client needs it."""
+"""SpecialContainer data is bounded, and dropped once no client needs it."""
 
 from __future__ import annotations
 

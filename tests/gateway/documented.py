@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from kvforge.gateway.anthropic import known as messages_known
 from kvforge.gateway.anthropic import request_body as messages
-from kvforge.gateway.http.fields import Known
-from kvforge.gateway.openai import fields, known, responses_body, shapes
+from kvforge.gateway.anthropic import unimplemented_fields as anthropic_fields
+from kvforge.gateway.http.fields import UnimplementedField
+from kvforge.gateway.openai import fields, responses_body, shapes, unimplemented_fields
 from kvforge.gateway.openai import request_body as chat
 
 FILE = Path(__file__).parents[2] / "docs" / "http.md"
@@ -55,7 +55,7 @@ HEADS = (
         "| field | API | accepted | why |\n|---|---|---|---|\n",
     ),
 )
-Row = tuple[str, str, Known]
+Row = tuple[str, str, UnimplementedField]
 
 
 def document() -> str:
@@ -87,23 +87,23 @@ def _refused(rows: Iterable[Row], left_out: bool) -> Iterator[str]:
 def _rows() -> Iterator[Row]:
     for name, why in fields.IGNORED.items():
         too = name in responses_body.Create.__struct_fields__
-        yield name, "chat, completions, responses" if too else "chat, completions", Known(why)
+        yield name, "chat, completions, responses" if too else "chat, completions", UnimplementedField(why)
     for where, table in (
         ("chat", chat.IGNORED),
         ("responses", responses_body.IGNORED),
         ("messages", messages.IGNORED),
     ):
         for name, why in table.items():
-            yield name, where, Known(why)
-    for kind, table in (*known.KNOWN.items(), *messages_known.KNOWN.items()):
+            yield name, where, UnimplementedField(why)
+    for kind, table in (*unimplemented_fields.UNIMPLEMENTED.items(), *anthropic_fields.UNIMPLEMENTED.items()):
         for name, one in table.items():
             where, prefix = PLACES[kind]
-            yield prefix + name, "count_tokens" if one.why == messages_known.NOT_COUNTED else where, one
+            yield prefix + name, "count_tokens" if one.why == anthropic_fields.NOT_COUNTED else where, one
 
 
 def _joined(rows: Iterable[Row]) -> list[Row]:
     """Join the rows of a field with the same meaning in several APIs."""
-    found: dict[tuple[str, str, str, bool], tuple[list[str], Known]] = {}
+    found: dict[tuple[str, str, str, bool], tuple[list[str], UnimplementedField]] = {}
     for name, where, one in rows:
         apis, _ = found.setdefault((name, one.why, one.accepted, one.left_out), ([], one))
         apis += [api for api in where.split(", ") if api not in apis]

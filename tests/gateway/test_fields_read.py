@@ -16,11 +16,11 @@ import openai.types.responses as items
 import pytest
 from openai.types import shared_params
 
-from kvforge.gateway.anthropic import known as messages_known
 from kvforge.gateway.anthropic import request_body as messages
+from kvforge.gateway.anthropic import unimplemented_fields as anthropic_fields
 from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.http.ignored import Ignored
-from kvforge.gateway.openai import fields, known, request_body, responses_body, shapes, tokens
+from kvforge.gateway.openai import fields, request_body, responses_body, shapes, tokens, unimplemented_fields
 from tests.gateway.scripted import NAME, Script, application, ask, prompt_text
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +125,9 @@ def test_every_nested_field_of_openais_specification_is_known(
     structure: type[msgspec.Struct], published: tuple[Any, ...]
 ) -> None:
     names = {name for kind in published for name in typing.get_type_hints(kind)}
-    assert sorted(names - Reader(structure, known.KNOWN, known.MINE).names) == []
+    assert (
+        sorted(names - Reader(structure, unimplemented_fields.UNIMPLEMENTED, unimplemented_fields.READ_IF).names) == []
+    )
 
 
 @pytest.mark.parametrize(("structure", "published"), ANTHROPIC, ids=[one.__name__ for one, _ in ANTHROPIC])
@@ -133,13 +135,13 @@ def test_every_nested_field_of_anthropics_specification_is_known(
     structure: type[msgspec.Struct], published: tuple[Any, ...]
 ) -> None:
     names = {name for kind in published for name in typing.get_type_hints(kind)}
-    assert sorted(names - Reader(structure, messages_known.KNOWN, messages_known.MINE).names) == []
+    assert sorted(names - Reader(structure, anthropic_fields.UNIMPLEMENTED, anthropic_fields.READ_IF).names) == []
 
 
 @pytest.mark.parametrize(
     ("structure", "reader"),
-    [(one, Reader(one, known.KNOWN, known.MINE)) for one, _ in OPENAI]
-    + [(one, Reader(one, messages_known.KNOWN, messages_known.MINE)) for one, _ in ANTHROPIC],
+    [(one, Reader(one, unimplemented_fields.UNIMPLEMENTED, unimplemented_fields.READ_IF)) for one, _ in OPENAI]
+    + [(one, Reader(one, anthropic_fields.UNIMPLEMENTED, anthropic_fields.READ_IF)) for one, _ in ANTHROPIC],
     ids=[one.__name__ for one, _ in (*OPENAI, *ANTHROPIC)],
 )
 def test_a_nested_null_is_a_field_that_was_not_given(structure: type[msgspec.Struct], reader: Reader[Any]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvforge.coordinator.core.limits import Quota
-from tools.simulation.actions import Drawer
+from tools.simulation.actions import ActionDrawer
 from tools.simulation.draws import Draws
 from tools.simulation.faults import FAULTS, plant
 from tools.simulation.faults_of_death import FAULTS_OF_DEATH
@@ -109,7 +109,7 @@ IN_A_CROWD = {"floor_spares_nobody"}
 
 def run_crowded(seed: int) -> Outcome:
     """Run the crowded world with actions drawn from the seed."""
-    drawer = Drawer(CROWDED, Draws(f"crowded/{seed}"))
+    drawer = ActionDrawer(CROWDED, Draws(f"crowded/{seed}"))
     return play(seed, CROWDED, drawer.actions(), EVENTS, check_every=4)
 
 
@@ -126,7 +126,7 @@ def run_mortal(seed: int, name: str) -> Outcome:
     settings = replace(drawn(seed)[0], kinds=False, ranks=())
     settings = with_ranks(settings, Random(f"ranks/{seed}"), share=1.0 if "rank" in name else 0.0)
     mortal = settings if settings.crash_gap_us else with_crashes(settings, Random(f"mortal/{seed}"), share=1.0)
-    drawer = Drawer(mortal, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))
+    drawer = ActionDrawer(mortal, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))
     return play(seed, mortal, drawer.actions(), MORTAL_EVENTS)
 
 

@@ -41,7 +41,7 @@ def orphans(folder: Path, wait_s: float = GONE_S) -> Iterator[str]:
 
 
 def _holders(folder: Path) -> dict[int, str]:
-    """Return processes with open files of a folder: a worker of the nursery does not name it in its command line."""
+    """Return processes with open files of a folder: a worker of the fork server does not name it."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

@@ -18,7 +18,7 @@ from typing import Self
 from kvforge import Client
 from kvforge.protocol.transport import client_endpoint, worker_endpoint
 
-from .nursery import Child, nursery
+from .fork_server import Child, fork_server
 from .running import tiny_model
 
 READY_S = 120.0
@@ -138,7 +138,7 @@ class Cluster:
         arguments, environment = ["--config", str(config)], {**os.environ, "OMP_NUM_THREADS": "1"}
         path = self.folder / f"{name}.log"
         if module == "worker" and self._device == "cpu":  # fork copies no driver threads or device handles
-            self._processes[name] = nursery().start(arguments, path, environment)
+            self._processes[name] = fork_server().start(arguments, path, environment)
             return
         with path.open("ab") as log:
             self._processes[name] = subprocess.Popen(

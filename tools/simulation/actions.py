@@ -99,7 +99,7 @@ HOSTILE = (
 )
 
 
-class Drawer:
+class ActionDrawer:
     """Draws actions from a seed, from the settings and its own labels alone.
 
     The coordinator's deaths come from the stream `deaths`, and conversations from another one, so that all other

@@ -73,7 +73,7 @@ class Calm:
             client = next(iter(world.clients.values()))
             if world.settings.drain_by_signal:
                 world.coordinator.begin_drain(now_us, now_us + drain_ms * 1000 if drain_ms else 0)
-                world.ledger.dues.drain(drain_ms, now_us)
+                world.ledger.due_times.drain(drain_ms, now_us)
             else:
                 client.send(Drain, deadline_ms=drain_ms)
             client.send(Submit, ("never",), max_tokens=1, prompt=np.array([1], np.int32))

@@ -172,7 +172,7 @@ class SimulatedCoordinator:
         now_us = self._world.steady_us
         self.up = True
         self._due_us = self._turned_us = now_us
-        self._ledger.dues.rises(now_us)
+        self._ledger.due_times.rises(now_us)
         self.loop.restarted(now_us)
         self.wake()
 
@@ -241,7 +241,7 @@ class SimulatedCoordinator:
         if isinstance(event, Turn):
             ledger.left(now_us)
             self._flushed = True
-            ledger.dues.turn(now_us)
+            ledger.due_times.turn(now_us)
             self.checker.turned(now_us)
         elif isinstance(event, FromClient):
             self._replied(event, applied.effects, before)
@@ -272,7 +272,7 @@ class SimulatedCoordinator:
         if isinstance(reply, Accepted) and not reply.repeated:
             ledger.prompt_sizes[reply.request_id] = self.machine.requests.live[reply.request_id].prompt.size
         if isinstance(event.message, Drain) and isinstance(reply, Done):
-            ledger.dues.drain(event.message.deadline_ms, now_us)
+            ledger.due_times.drain(event.message.deadline_ms, now_us)
         ledger.replied(event.client, event.message, reply, now_us)
         ledger.isolation.replied(event, reply)
 
@@ -423,7 +423,7 @@ class SimulatedCoordinator:
         self._mark = NO_CHANGES
         self._flushed = self._unpublished = self.published = False
         world.turns += 1
-        self._ledger.dues.late(now_us)
+        self._ledger.due_times.late(now_us)
         self._ledger.stream_checker.late(now_us - world.settings.turn_us)
         try:
             self._due_us = self._loop_turn(now_us)

@@ -3,7 +3,7 @@
 It sees every reply when the core gives it, every Stream when it is sent (both decoded from their bytes), and every end
 of a request when it happens. Requests are checked against their oracle, client sequences against a list of tokens. The
 ledger takes one datum from the core: the length where a request continues a sequence on which another request was cut
-short (`prompt_sizes`). `stream_checker` tracks the readers of requests, `dues` the due times.
+short (`prompt_sizes`). `stream_checker` tracks the readers of requests, `due_times` the due times.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvforge.protocol.messages import (
     Stream,
     Submit,
 )
-from tools.simulation.dues import Dues
+from tools.simulation.due_times import DueTimes
 from tools.simulation.isolation import Isolation
 from tools.simulation.model import Oracle, tops_of
 from tools.simulation.presence import Presence
@@ -93,7 +93,7 @@ class Ledger:
         self.live: dict[int, BookedRequest] = {}
         self.stream_checker = StreamChecker(self.requests)
         self.presence = Presence(settings)
-        self.dues = Dues(settings, self.live, known)
+        self.due_times = DueTimes(settings, self.live, known)
         self.keys: dict[tuple[str, str], BookedKey] = {}
         self.sequences: dict[int, BookedSequence] = {}
         self.isolation = Isolation(settings, known, self.sequences)
@@ -129,7 +129,7 @@ class Ledger:
         if reply.repeated:
             self._repeated(client, reply)
             return
-        if self.dues.draining:
+        if self.due_times.draining:
             raise Violation("a request was accepted while draining")
         prompt = self._prompt(command, sequence, reply)
         salt = sequence.salt if sequence is not None else f"by name {command.salt}" if command.salt else tenant
@@ -175,7 +175,7 @@ class Ledger:
         booked.early = not self.model_known
         booked.tops = command.sampling.logprobs
         self.requests[request_id] = self.live[request_id] = booked
-        self.dues.accepted(request_id, booked, command, now_us)
+        self.due_times.accepted(request_id, booked, command, now_us)
         prefixes = self.prefixes.setdefault(salt, {})
         for fingerprint in oracle.fingerprints:
             prefixes[fingerprint] = request_id if fingerprint not in prefixes else SEVERAL
@@ -337,7 +337,7 @@ class Ledger:
         elif request.reason == "failed":
             self._failed(request, booked, now_us)
         elif request.reason == "expired":
-            self.dues.expired(request, booked, now_us)
+            self.due_times.expired(request, booked, now_us)
         elif not self._cancelled(request, booked, now_us, cause):
             raise Violation(f"request {request.id} ended by {request.reason!r} without a cause: {cause!r}")
         booked.reason, booked.over_us, booked.generated = request.reason, now_us, len(tokens)
@@ -358,7 +358,7 @@ class Ledger:
         """Check an accepted request's failure: a worker's error, too many worker crashes, or the end of a drain."""
         error: Any = request.error
         if error.code == "draining":
-            allowed = self.dues.drained(now_us)
+            allowed = self.due_times.drained(now_us)
         elif error.code in ("capacity_exceeded", "quota_exceeded") and request.id in self.hopeless:
             allowed = True
         # in a deadly world, only the deadly requests themselves may crash workers and fail
@@ -379,11 +379,11 @@ class Ledger:
             if isinstance(message, RemoveSequences):
                 return booked.sequence_id in message.sequence_ids.tolist()
             if isinstance(message, Drain):  # with a deadline: due times are checked
-                return self.dues.lease_over(booked, now_us)
+                return self.due_times.lease_over(booked, now_us)
             return isinstance(message, Cancel) and message.request_id == request.id
         if isinstance(cause, ClientGone):
             return self._ends_with(booked, {cause.client: cause.goodbye})
-        return self._ends_with(booked, self.presence.leaving) or self.dues.lease_over(booked, now_us)
+        return self._ends_with(booked, self.presence.leaving) or self.due_times.lease_over(booked, now_us)
 
     def _ends_with(self, booked: BookedRequest, leaving: dict[int, bool]) -> bool:
         """Return whether the request ends at once with these clients, which may have no lease."""
@@ -425,7 +425,7 @@ class Ledger:
             if booked.reader == client:
                 if not booked.detached and (goodbye or not self._settings.lease_us):
                     raise Violation(f"request {request_id} outlives its client")
-                self.dues.orphaned(request_id, booked, now_us)
+                self.due_times.orphaned(request_id, booked, now_us)
 
     @staticmethod
     def _compare_top_logprobs(stream: Stream, expected: list[list[tuple[int, float]]]) -> None:

@@ -78,7 +78,7 @@ def _forget_published(cache: Any) -> None:
     cache.blocks.changed.clear()
 
 
-class Left:
+class OutputDigest:
     """Digest of everything that leaves the core.
 
     It covers the messages to each peer, the requests to the shell, the log entries, and the due times. It depends on

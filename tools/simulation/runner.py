@@ -15,9 +15,9 @@ from random import Random
 
 import msgspec
 
-from tools.simulation.actions import Action, Drawer, text
+from tools.simulation.actions import Action, ActionDrawer, text
 from tools.simulation.draws import Draws
-from tools.simulation.replay import Left
+from tools.simulation.replay import OutputDigest
 from tools.simulation.settings import Settings, draw_settings, with_crashes, with_kinds, with_ranks, with_standstills
 from tools.simulation.shrink import shrink
 from tools.simulation.world import FULL_CHECK_EVERY, World
@@ -40,12 +40,12 @@ class Outcome(msgspec.Struct):
     actions: list[Action]
 
 
-def drawn(seed: int) -> tuple[Settings, Drawer]:
+def drawn(seed: int) -> tuple[Settings, ActionDrawer]:
     """Return the settings and the action drawer of a seed."""
     settings = with_crashes(draw_settings(Random(f"settings/{seed}")), Random(f"crashes/{seed}"))
     settings = with_ranks(with_kinds(settings, Random(f"kinds/{seed}")), Random(f"ranks/{seed}"))
     settings = with_standstills(settings, Random(f"stands/{seed}"))
-    return settings, Drawer(settings, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))
+    return settings, ActionDrawer(settings, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))
 
 
 def run_seed(seed: int, events: int, check_every: int = FULL_CHECK_EVERY) -> Outcome:
@@ -102,7 +102,7 @@ def digest_seed(seed: int, events: int) -> str:
     settings, drawer = drawn(seed)
     with _quiet(), tempfile.TemporaryDirectory(dir=FOLDERS) as folder:
         world = World(settings, str(seed), Path(folder))
-        world.recording = left = Left()
+        world.recording = left = OutputDigest()
         try:
             world.run(drawer.actions(), events)
             return left.over(world.coordinator.tables)

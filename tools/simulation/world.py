@@ -35,7 +35,7 @@ from tools.simulation.mirroring import Router
 from tools.simulation.model import Oracle
 from tools.simulation.network import Clock, Delays, SimulatedPeers
 from tools.simulation.performing import Performer
-from tools.simulation.replay import Left, Recording
+from tools.simulation.replay import OutputDigest, Recording
 from tools.simulation.settings import Settings
 from tools.simulation.workers import SimulatedWorker, Violation
 
@@ -61,7 +61,7 @@ class World:
         self.events = self.turns = 0
         self.left_out_us = 0  # time that the coordinator's clock leaves out, because its process stood still
         self.trace: list[str] | None = None
-        self.recording: Recording | Left | None = None
+        self.recording: Recording | OutputDigest | None = None
         self.clock = Clock()
         self.ledger = Ledger(settings, self._known)
         self.delays = Delays(settings.short_us, settings.long_us, settings.long_share)

@@ -30,7 +30,7 @@ QUERIES, KEYS = ("q_proj", "o_proj", "sinks"), ("k_proj", "v_proj")
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorSlice:
     """A slice of one tensor.
 
     Attributes:
@@ -79,13 +79,13 @@ class Slices:
     rank: int
     count: int
     styles: dict[str, str]
-    cuts: dict[str, Cut]
+    cuts: dict[str, TensorSlice]
     whole: dict[str, tuple[int, ...]]
     first_only: frozenset[str]
 
-    def cut(self, name: str) -> Cut:
+    def cut(self, name: str) -> TensorSlice:
         """Return the cut of a parameter."""
-        return self.cuts.get(name, Cut())
+        return self.cuts.get(name, TensorSlice())
 
 
 def slices_of(module: Any, rank: int, count: int) -> Slices:
@@ -97,7 +97,7 @@ def slices_of(module: Any, rank: int, count: int) -> Slices:
     name = type(module).__name__
     plan = plan_of(module)
     styles: dict[str, str] = {}
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, TensorSlice] = {}
     first_only: set[str] = set()
     for path, part in module.named_modules():
         style = _style(plan, path)
@@ -136,7 +136,7 @@ def _style(plan: dict[str, str], path: str) -> str | None:
     return plan.get(path) or plan.get(re.sub(r"\d+", "*", path))
 
 
-def _cut(module: Any, path: str, which: str, shape: tuple[int, ...], style: str, rank: int, count: int) -> Cut:
+def _cut(module: Any, path: str, which: str, shape: tuple[int, ...], style: str, rank: int, count: int) -> TensorSlice:
     """Return the cut of one parameter.
 
     Raises:
@@ -144,21 +144,21 @@ def _cut(module: Any, path: str, which: str, shape: tuple[int, ...], style: str,
     """
     last = len(shape) - 1
     if style in WHOLE or style in (LOCAL, EXPERTS):
-        return Cut()
+        return TensorSlice()
     if style == COLUMNS or style in GATHERED:
         dimension = 0 if which else max(last - 1, 0)
-        return Cut(dimension, (_range(module, path, shape[dimension], rank, count),))
+        return TensorSlice(dimension, (_range(module, path, shape[dimension], rank, count),))
     if style == ROWS or style in SPLIT:
         if which == "bias":
-            return Cut()
-        return Cut(last, (_range(module, path, shape[last], rank, count),))
+            return TensorSlice()
+        return TensorSlice(last, (_range(module, path, shape[last], rank, count),))
     if style == VOCABULARY:
-        return Cut(0, (_range(module, path, shape[0], rank, count),))
+        return TensorSlice(0, (_range(module, path, shape[0], rank, count),))
     if style in (PACKED_COLUMNS, PACKED_ROWS):
         dimension = last if style == PACKED_ROWS else (0 if which else last - 1)
         half = shape[dimension] // 2
         start, stop = _range(module, path, half, rank, count)
-        return Cut(dimension, ((start, stop), (half + start, half + stop)))
+        return TensorSlice(dimension, ((start, stop), (half + start, half + stop)))
     name = type(module).__name__
     raise UnsupportedModel(name, f"transformers' plan splits {path} as {style!r}, which kvforge does not know")
 

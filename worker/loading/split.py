@@ -27,7 +27,7 @@ from kvforge.worker.device.ranks import Ranks
 from .composite import is_composite
 from .progress import Progress
 from .report import EXPERT, LoadReport, check_experts, check_finite, check_unpacked, reject_mismatches
-from .slices import EXPERTS, GATHERED, ROWS, SPLIT, VOCABULARY, Cut, Slices, slices_of, stored_names
+from .slices import EXPERTS, GATHERED, ROWS, SPLIT, VOCABULARY, Slices, TensorSlice, slices_of, stored_names
 from .source import Source
 
 # Experts stored one by one, and the parameter that joins them.
@@ -146,7 +146,7 @@ def _read(
     check_unpacked(module, stored, source.name)
 
 
-def _found(name: str, cut: Cut, of: dict[str, Any]) -> tuple[list[str], torch.Tensor] | None:
+def _found(name: str, cut: TensorSlice, of: dict[str, Any]) -> tuple[list[str], torch.Tensor] | None:
     """Return the stored names of a parameter and this rank's slice; None if it is not stored."""
     for stored in stored_names(name):
         if stored in of:
@@ -163,11 +163,11 @@ def _found(name: str, cut: Cut, of: dict[str, Any]) -> tuple[list[str], torch.Te
     return None
 
 
-def _parts(cut: Cut, names: list[str], of: dict[str, Any]) -> list[torch.Tensor]:
+def _parts(cut: TensorSlice, names: list[str], of: dict[str, Any]) -> list[torch.Tensor]:
     """Return one expert's slice of each of the weights that are joined. cut: the cut of all experts in one tensor."""
     if cut.is_whole:
         return [of[name].get_slice(name)[...] for name in names]
-    one = Cut(cut.dimension - 1, cut.ranges[:1])  # the same of each
+    one = TensorSlice(cut.dimension - 1, cut.ranges[:1])  # the same of each
     return [one.of(of[name].get_slice(name)) for name in names]
 
 
@@ -247,7 +247,7 @@ def _exchange(module: Any, mine: Slices, ranks: Ranks) -> None:
             _look_up(part, mine.cut(f"{path}.weight"), ranks)
 
 
-def _look_up(part: Any, cut: Cut, ranks: Ranks) -> None:
+def _look_up(part: Any, cut: TensorSlice, ranks: Ranks) -> None:
     """Replace a table's lookup: rows of other ranks are zero, and the sum over the ranks is the row."""
     start, stop = cut.ranges[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvforge.coordinator.journal.entries import STATE_VERSION
-from kvforge.coordinator.journal.identity import MarkWriter, unpack_head
+from kvforge.coordinator.journal.identity import AcknowledgedPositionWriter, unpack_head
 from kvforge.coordinator.journal.log import segments
 from kvforge.coordinator.journal.records import Record, read
 from kvforge.coordinator.journal.snapshot import Head
@@ -31,6 +31,6 @@ def acknowledge(folder: Path, last: Record) -> None:
     (path,) = segments(folder).values()
     head = unpack_head(memoryview(path.read_bytes()), path.name)
     assert head is not None
-    mark = MarkWriter(folder, False, head[0].journal)
+    mark = AcknowledgedPositionWriter(folder, False, head[0].journal)
     mark.write(last.number + 1, last.crc)
     mark.close()

@@ -24,10 +24,10 @@ from kvforge.coordinator.core.requests.phases import Phases
 from kvforge.coordinator.core.requests.request import Request
 from kvforge.coordinator.core.requests.streams import StreamRows
 from kvforge.coordinator.core.requests.top_logprobs import TopLogprobs
-from kvforge.coordinator.journal import declared, declared_cache, entries, marks, snapshot
+from kvforge.coordinator.journal import declared, declared_cache, entries, field_markers, snapshot
 from kvforge.coordinator.journal.entries import STATE_VERSION
 from kvforge.coordinator.journal.fields import Restorer, fields_of
-from kvforge.coordinator.journal.identity import MarkWriter
+from kvforge.coordinator.journal.identity import AcknowledgedPositionWriter
 from kvforge.coordinator.journal.memory import ArrayWriter, Bytes, read_arrays
 from kvforge.coordinator.journal.recovery import recover
 from kvforge.coordinator.journal.saving import saved
@@ -129,7 +129,7 @@ def test_a_field_that_the_writer_did_not_know_takes_its_default() -> None:
     """New fields have defaults: an array is as in a new machine, a plain value as declared."""
 
     class Later(declared_cache.SavedBlocks):
-        added: marks.I64 | None = None
+        added: field_markers.I64 | None = None
         counted: int = 7
 
     arrays = ArrayWriter()
@@ -153,7 +153,7 @@ def test_snapshots_of_this_version_and_of_the_one_before_are_read(
     (path,) = folder.glob("state-*")
     (stopped / path.name).write_bytes(path.read_bytes())
     head = snapshot.Snapshot(path).head
-    mark = MarkWriter(stopped, False, head.journal)
+    mark = AcknowledgedPositionWriter(stopped, False, head.journal)
     mark.write(head.number, head.before)
     mark.close()
     assert recover(stopped) is not None

@@ -13,7 +13,7 @@ from kvforge.coordinator.core.events import Boot, ClientCame
 from kvforge.coordinator.core.limits import Limits
 from kvforge.coordinator.journal import unwritten
 from kvforge.coordinator.journal.entries import pack
-from kvforge.coordinator.journal.identity import Origin, read_mark
+from kvforge.coordinator.journal.identity import Origin, read_acknowledged_position
 from kvforge.coordinator.journal.log import Journal, segments
 from kvforge.coordinator.journal.segment_completion import complete_segment
 from kvforge.coordinator.journal.unwritten import FILE, FIRST_AT, START, UnwrittenRecords, read_unwritten
@@ -60,7 +60,7 @@ def test_a_record_is_in_its_segment_after_the_turn(journal: Journal, tmp_path: P
     journal.flush()
     assert written(tmp_path) == [(number, payload(number)) for number in (1, 2, 3)]
     assert read_unwritten(tmp_path) is None
-    mark = read_mark(tmp_path)
+    mark = read_acknowledged_position(tmp_path)
     assert mark is not None and mark.number == journal.number == 4
 
 

@@ -15,7 +15,7 @@ class Array(NamedTuple):
     axes: int = 1
 
 
-class Kept(NamedTuple):
+class SpecialContainer(NamedTuple):
     """Marks a field with a special container; the file has a list or a map."""
 
     kind: Any

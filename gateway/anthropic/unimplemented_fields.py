@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvforge.gateway.http.errors import ThreadsUnsupported
-from kvforge.gateway.http.fields import Known, ReadPredicates, Table, left_out, no_effect, only
+from kvforge.gateway.http.fields import ReadPredicates, Table, UnimplementedField, left_out, no_effect, only
 
 from . import request_body
 
@@ -42,7 +42,7 @@ _OPENAI: Mapping[str, tuple[Any, ...]] = {
     "seed": (),
     "structured_outputs": (),
 }
-_CONVERSATION: Mapping[str, Known] = {
+_CONVERSATION: Mapping[str, UnimplementedField] = {
     **{name: no_effect(NOT_COUNTED) for name in _CREATE_ONLY},
     "betas": no_effect("everything that is served may be used without a beta flag"),
     "billing_policy": no_effect("there is no billing"),
@@ -56,13 +56,13 @@ _CONVERSATION: Mapping[str, Known] = {
     "user_profile_id": no_effect("a label for the caller"),
     "workspace_id": no_effect("a label for the caller"),
 }
-_CREATE: Mapping[str, Known] = {
+_CREATE: Mapping[str, UnimplementedField] = {
     **{name: only(f"belongs to another API: use {own}") for name, own in _ELSEWHERE.items()},
     **{name: only("is not supported by this API: use /v1/chat/completions", *none) for name, none in _OPENAI.items()},
     "container": only("there is no code execution"),
     "kv_transfer_params": only("the service moves KV caches itself"),
 }
-KNOWN: Table = {
+UNIMPLEMENTED: Table = {
     request_body.Conversation: _CONVERSATION,
     request_body.Create: _CREATE,
     request_body.Message: {
@@ -90,4 +90,4 @@ def is_custom(tool: Mapping[str, object]) -> bool:
     return tool.get("type") in (None, request_body.CUSTOM)
 
 
-MINE: ReadPredicates = {request_body.Tool: is_custom}
+READ_IF: ReadPredicates = {request_body.Tool: is_custom}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvforge.gateway.http.fields import Known, ReadPredicates, Table, left_out, no_effect, only
+from kvforge.gateway.http.fields import ReadPredicates, Table, UnimplementedField, left_out, no_effect, only
 
 from . import request_body, responses_body
 from .fields import Common, StreamOptions
@@ -19,18 +19,18 @@ BY_SDK = "added by OpenAI's SDK to an answer"
 BEAMS = "beam search is not supported"
 
 
-def _elsewhere(**names: str) -> Mapping[str, Known]:
+def _elsewhere(**names: str) -> Mapping[str, UnimplementedField]:
     """Return fields of other APIs, each with the name that this API has for it."""
     return {name: only(f"belongs to another API: use {own}") for name, own in names.items()}
 
 
-_OPENAI: Mapping[str, Known] = {
+_OPENAI: Mapping[str, UnimplementedField] = {
     "store": left_out("only responses of /v1/responses are stored", False),
     "moderation": only("there is no moderation"),
     "prompt_cache_options": no_effect("prefix caching is automatic and based on content"),
     "verbosity": no_effect("not given to the model"),
 }
-_VLLM: Mapping[str, Known] = {
+_VLLM: Mapping[str, UnimplementedField] = {
     "allowed_token_ids": only("is not supported: use structured_outputs, or logit_bias"),
     "bad_words": only("is not supported: use logit_bias", []),
     "early_stopping": only(BEAMS, False),
@@ -55,7 +55,7 @@ _VLLM: Mapping[str, Known] = {
     "use_beam_search": only(BEAMS, False),
     "vllm_xargs": only("no extensions exist", {}),
 }
-_SGLANG: Mapping[str, Known] = {
+_SGLANG: Mapping[str, UnimplementedField] = {
     "bootstrap_host": only(ELSEWHERE),
     "bootstrap_port": only(ELSEWHERE),
     "bootstrap_room": only(ELSEWHERE),
@@ -78,7 +78,7 @@ _SETTINGS_OF_SAMPLERS = (
     *("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent"),
     *("mirostat_eta", "mirostat_tau", "repeat_last_n", "xtc_threshold"),
 )
-_LLAMA_CPP: Mapping[str, Known] = {
+_LLAMA_CPP: Mapping[str, UnimplementedField] = {
     "cache_prompt": no_effect("prefix caching is always on"),
     "dry_multiplier": only("is not supported: use repetition_penalty", 0),
     "dynatemp_range": only("is not supported: use temperature", 0),
@@ -98,7 +98,7 @@ _LLAMA_CPP: Mapping[str, Known] = {
     "xtc_probability": only("is not supported: use min_p", 0),
 }
 OLDER = "is deprecated: use `tools` and `tool_choice`"
-_CHAT: Mapping[str, Known] = {
+_CHAT: Mapping[str, UnimplementedField] = {
     **_elsewhere(input="messages", max_output_tokens="max_completion_tokens", prompt="messages"),
     **_elsewhere(stop_sequences="stop", system="messages", instructions="messages"),
     "audio": only(MEDIA),
@@ -115,14 +115,14 @@ _CHAT: Mapping[str, Known] = {
     "stream_reasoning": only("reasoning is always streamed", True),
     "web_search_options": left_out("only OpenAI runs web searches"),
 }
-_COMPLETION: Mapping[str, Known] = {
+_COMPLETION: Mapping[str, UnimplementedField] = {
     **_elsewhere(input="prompt", max_completion_tokens="max_tokens", max_output_tokens="max_tokens"),
     **_elsewhere(messages="prompt, or /v1/chat/completions", stop_sequences="stop"),
     "chat_template_kwargs": no_effect("completions use no chat template"),
     "suffix_tokens": only("the model only continues a prompt"),
     "prediction": no_effect("a prediction can only speed up an answer"),
 }
-_RESPONSE: Mapping[str, Known] = {
+_RESPONSE: Mapping[str, UnimplementedField] = {
     **_elsewhere(max_completion_tokens="max_output_tokens", max_tokens="max_output_tokens", messages="input"),
     **_elsewhere(reasoning_effort="reasoning.effort", response_format="text.format", system="instructions"),
     **{name: _OPENAI[name] for name in _OPENAI if name != "store"},
@@ -142,7 +142,7 @@ _RESPONSE: Mapping[str, Known] = {
     "stop": only("is not supported by this API: use /v1/chat/completions", [], ""),
     "top_logprobs": only("is not supported here: use /v1/chat/completions", 0),
 }
-KNOWN: Table = {
+UNIMPLEMENTED: Table = {
     Common: {**_OPENAI, **_VLLM, **_SGLANG, **_LLAMA_CPP},
     request_body.Completion: _COMPLETION,
     request_body.Chat: _CHAT,
@@ -197,4 +197,4 @@ def is_function(tool: Mapping[str, object]) -> bool:
     return tool.get("type") in (*FUNCTION_TYPES, "namespace")
 
 
-MINE: ReadPredicates = {request_body.Tool: is_function, responses_body.FunctionTool: is_function}
+READ_IF: ReadPredicates = {request_body.Tool: is_function, responses_body.FunctionTool: is_function}

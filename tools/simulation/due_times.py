@@ -14,7 +14,7 @@ from tools.simulation.workers import Violation
 DEADLINE, FIRST_TOKEN, LEASE = "deadline", "first token", "lease"
 
 
-class Dues:
+class DueTimes:
     """Due times by request.
 
     `live` holds the requests that have not ended, by id; `known` returns the core's request of an id.

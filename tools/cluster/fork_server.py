@@ -1,9 +1,9 @@
 """Workers for tests as real processes, without the seconds that each needs to import torch and transformers.
 
-A test process starts one nursery, which imports the modules of `python -m kvforge.worker` and then only forks: a child
-runs `worker` as `__main__`, with the given arguments, environment and output. The child is an ordinary worker, with its
-own process id, signals and exit status. Tests with `kvforge up`, systemd or an explicit start cover the start in a
-fresh interpreter.
+A test process starts a fork server, which imports the modules of `python -m kvforge.worker` and then only forks: a
+child runs `worker` as `__main__`, with the given arguments, environment and output. The child is an ordinary worker,
+with its own process id, signals and exit status. Tests with `kvforge up`, systemd or an explicit start cover the start
+in a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ FORK_S = 90.0  # the first fork includes the import of torch
 class Child:
     """The part of subprocess.Popen that a worker needs."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: ForkServer, pid: int) -> None:
+        self._fork_server = fork_server
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """Return the exit status (minus the signal's number if killed), None while it runs."""
-        self._nursery.listen(0.0)
+        self._fork_server.listen(0.0)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -47,7 +47,7 @@ class Child:
             left_s = deadline - monotonic()
             if left_s <= 0:
                 raise subprocess.TimeoutExpired("worker", timeout)
-            self._nursery.listen(left_s)
+            self._fork_server.listen(left_s)
         return self.returncode
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -61,7 +61,7 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
 
-class Nursery:
+class ForkServer:
     """The process that forks workers."""
 
     def __init__(self) -> None:
@@ -88,12 +88,12 @@ class Nursery:
         return self._children[self._born.pop()]
 
     def listen(self, wait_s: float) -> None:
-        """Read the nursery's messages, waiting up to `timeout` seconds."""
+        """Read the fork server's messages, waiting up to `timeout` seconds."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], max(0.0, wait_s))[0]:
             return
         said = self._process.stdout.read(1 << 16)
-        assert said, "the nursery has ended"
+        assert said, "the fork server has ended"
         *lines, self._answers = (self._answers + said).split(b"\n")
         for line in lines:
             pid, status = json.loads(line)
@@ -113,9 +113,9 @@ class Nursery:
 
 
 @cache
-def nursery() -> Nursery:
-    """Return this process's nursery, started on first use."""
-    made = Nursery()
+def fork_server() -> ForkServer:
+    """Return this process's fork server, started on first use."""
+    made = ForkServer()
     atexit.register(made.close)
     return made
 
