@@ -15,9 +15,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.worker.kernels.compiled import VERSION
 from tests.worker.kernels.launches import compiler_environment
 from tools.amdgcn.suite import NAMES, WHOLE, checks
+from tools.aot.results import VERSION
 
 # Other Triton releases choose other instructions and registers, and refuse other code.
 known_triton = pytest.mark.skipif(version("triton") != VERSION, reason=f"needs the code of Triton {VERSION}")

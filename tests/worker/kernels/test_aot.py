@@ -30,12 +30,12 @@ from kvforge.worker.device.device import Device
 from kvforge.worker.device.target import HEAD_CLASSES, Target, TileKey
 from kvforge.worker.device.targets import TARGETS, current_target
 from kvforge.worker.kernels.registry import KERNELS
-from tests.worker.kernels.compiled import VERSION, _code, code_of, every, fingerprint, kept, module_code
 from tests.worker.kernels.launches import compiler_environment
 from tools.aot import compilation
 from tools.aot.attention import DTYPES
 from tools.aot.compilation import Compiled, Configuration
 from tools.aot.configurations import configurations_of
+from tools.aot.results import VERSION, _code, code_of, every, fingerprint, kept, module_code
 from tools.aot.specialise import recorded
 
 COMPILED = [name for name, target in TARGETS.items() if target.backend != "cpu"]
@@ -75,7 +75,7 @@ def test_every_configuration_compiles_within_bounds(backend: str, tmp_path: Path
     names = [name for name in COMPILED if TARGETS[name].backend == backend]
     within = _within_amds if backend == "hip" else _within_nvidias
     result = subprocess.run(
-        [sys.executable, "-m", "tests.worker.kernels.compiled", "--print", "--target", *names],
+        [sys.executable, "-m", "tools.aot.results", "--print", "--target", *names],
         env=compiler_environment(tmp_path),
         capture_output=True,
         text=True,
@@ -154,9 +154,7 @@ def test_the_stored_results_are_current(name: str) -> None:
     """Otherwise the compilation of the others takes minutes in each run."""
     stored = kept(TARGETS[name])
     missing = [each.label for each in every(TARGETS[name]) if fingerprint(each, TARGETS[name]) not in stored]
-    assert not missing, (
-        f"run `python -m tests.worker.kernels.compiled`: {len(missing)} kernels changed, {missing[0]} first"
-    )
+    assert not missing, f"run `python -m tools.aot.results`: {len(missing)} kernels changed, {missing[0]} first"
 
 
 def test_documentation_does_not_change_a_fingerprint() -> None:

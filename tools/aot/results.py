@@ -1,14 +1,13 @@
 """Compile results of every kernel in every configuration, stored in tests/data/compiled to recompile only changes.
 
-    python -m tests.worker.kernels.compiled [--target gfx942 ...]    # compiles missing results, rewrites the files
-    python -m tests.worker.kernels.compiled --print --target gfx942 ...  # a line of JSON each: for the tests
+    python -m tools.aot.results [--target gfx942 ...]  # compiles missing results, rewrites the files
+    python -m tools.aot.results --print --target gfx942 ...  # a line of JSON each: for the tests
 
 Compiling all kernels takes a core three minutes for each target. Each result is therefore stored under a *fingerprint*,
 which covers all its inputs: Triton's version, the target, the launcher's specialisation of the arguments, the code of
 the kernel and of every function it calls (without comments, docstrings and imports, wherever they lie), and the code
-that reads the assembly. A missing
-fingerprint is compiled on the spot: an outdated file makes the tests slow, never wrong. Each run verifies the stored
-results by recompiling a share (`anew`), and another share after every change.
+that reads the assembly. A missing fingerprint is compiled on the spot: an outdated file makes the tests slow, never
+wrong. Each run verifies the stored results by recompiling a share (`anew`), and another share after every change.
 """
 
 from __future__ import annotations
@@ -37,12 +36,13 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 from kvforge.worker.device.target import Target
 from kvforge.worker.device.targets import TARGETS
-from tools.aot import compilation
-from tools.aot.compilation import Compiled, Configuration, compile_one
-from tools.aot.configurations import every_configuration
+
+from . import compilation
+from .compilation import Compiled, Configuration, compile_one
+from .configurations import every_configuration
 
 VERSION = "3.6.0"  # Triton's version for the files; others compile other code, within other bounds
-FOLDER = Path(__file__).parents[2] / "data" / "compiled"
+FOLDER = Path(__file__).parents[2] / "tests" / "data" / "compiled"
 GLUON = ("kvforge.worker.attention.prefill_hopper", "kvforge.worker.attention.gluon_names")
 SHARE = 0.2  # share of each target's kernels that is verified in each run, one configuration each
 UNTIDY = "gfx950"  # compiled last: after it, Triton 3.6 uses some of its instructions for other targets as well
@@ -50,6 +50,7 @@ READING = (compile_one, compilation._hip_usage, compilation._cuda_usage, compila
 
 
 def every(target: Target) -> list[Configuration]:
+    """Return every configuration of every kernel for `target`."""
     return list(every_configuration(target))
 
 
@@ -143,8 +144,7 @@ def _plain(function: Any) -> str:
 def _code(tree: ast.Module) -> str:
     """Return the code without docstrings."""
     for node in ast.walk(tree):
-        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-        if documented and ast.get_docstring(node) is not None:
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             del node.body[0]
     return ast.unparse(tree)
 
@@ -199,6 +199,7 @@ def numbers(result: Compiled) -> tuple[int, ...]:
 
 
 def main() -> int:
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(description="Compile every kernel in every configuration that has changed.")
     names = [name for name, target in TARGETS.items() if target.backend != "cpu"]
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=names)
@@ -212,7 +213,7 @@ def main() -> int:
         return 0
     if len(arguments.target) == 1:
         return _renew(TARGETS[arguments.target[0]])
-    command = [sys.executable, "-m", "tests.worker.kernels.compiled", "--target"]
+    command = [sys.executable, "-m", "tools.aot.results", "--target"]
     return max(subprocess.run([*command, name], check=False).returncode for name in arguments.target)
 
 
