@@ -78,6 +78,7 @@ FOLDERS = {
 }
 EXCEPTIONS = {
     "tests/amdgcn/test_machine.py": "torch",
+    "tests/chaos/test_background.py": "soak",
     "tests/chaos/test_chaos.py": "soak",
     "tests/gateway/page/test_browser.py": "process",
     "tests/gateway/page/test_served.py": "process",

@@ -116,7 +116,7 @@ class Run:
     """A background response that this process follows.
 
     Args:
-        background: All of them.
+        background: The manager of all runs.
         work: The request, with its submission.
         version: The version of its document.
         fresh: Its sender still waits: a refusal is for the sender, and nothing is kept.
@@ -231,7 +231,7 @@ class Run:
         """Follow the request to its end. Return its token counts, or None if it was cancelled.
 
         Raises:
-            KvforgeError: Its error, or the loss of it.
+            KvforgeError: The request failed or was lost.
             _CancelledHere: This process was asked to cancel it.
         """
         work, tokens = self.work, self.tokens

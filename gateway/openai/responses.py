@@ -63,7 +63,7 @@ class Responses:
 
         Raises:
             InvalidRequest: Names the field.
-            NotFound: What it continues does not exist.
+            NotFound: The response or conversation to continue does not exist.
         """
         work = cls(call, asked, stored)
         await work.converse()

@@ -80,7 +80,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
         input: Its own input items, each with an id.
         pieces: For each output item the lengths of the pieces in which its text came.
         conversation: The conversation that it belongs to, or "".
-        work: What is still to be done; None at its end.
+        work: The remaining work; None at the end.
     """
 
     response: dict[str, Any]
@@ -208,12 +208,12 @@ class Stored:
     # ----------------------------------------------------------------------------------------------------- context
 
     async def context(self, tenant: str, asked: Create) -> list[ItemBody]:
-        """Return the items before those of a request: of its conversation, or of the responses that it continues.
+        """Return the stored items that precede a request, from its conversation or the responses that it continues.
 
         Raises:
-            NoSuchObject: What it continues does not exist, or a part of it was removed.
+            NoSuchObject: The response or conversation to continue does not exist, or was removed in part.
             InvalidRequest: It names both, or what it continues is still running.
-            CapacityExceeded: What it continues is too long.
+            CapacityExceeded: The stored items are too long.
         """
         if asked.previous_response_id is not None and asked.conversation_id:
             raise InvalidRequest("previous_response_id", "cannot be combined with conversation")

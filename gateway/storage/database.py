@@ -1,4 +1,4 @@
-"""What the engine needs of a database, and the errors of both."""
+"""The interface between the engine and a database."""
 
 from __future__ import annotations
 

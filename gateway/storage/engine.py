@@ -10,6 +10,7 @@ from kvforge.protocol.errors import CapacityExceeded, Conflict, KvforgeError, No
 from .database import Busy, Database, Row
 from .failures import StorageFailed, TenantFull
 from .operations import (
+    READING,
     Append,
     Chain,
     Claim,
@@ -33,7 +34,6 @@ from .operations import (
     Watch,
 )
 
-READING = (Get, List, Read, GetEntry, Usage)
 TRIES = 5
 EVICTED_MAX = 1000  # documents that one operation may push out
 TENANTS_MAX = 10_000

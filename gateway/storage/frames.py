@@ -1,4 +1,4 @@
-"""What crosses the socket between a gateway and its storage process: MessagePack behind four bytes of length."""
+"""The messages between a gateway and its storage process: MessagePack behind four bytes of length."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tenant, kind, id: Its key. A document of another tenant does not exist for the caller.
         body: Its content.
-        group: What `Claim` selects by, such as the model that the work needs.
+        group: The key that `Claim` selects by, such as the model that the work needs.
         parent: The id of the document of the same tenant and kind that it continues, or "".
         state: "" for a document at rest; anything else names work in progress, which `Claim` finds.
         version: Rises by one with each `Put`.
         created_at, updated_at: Times of the first and the last `Put` or `Append`.
         expires_at: When it is removed; 0: never.
-        size_bytes: Of the body and the entries.
+        size_bytes: The size of the body and the entries.
     """
 
     tenant: str
@@ -95,7 +95,7 @@ class List(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """List documents in the order of their creation. Returns a list of `Document`.
 
     Attributes:
-        tenant, kind: Of the documents.
+        tenant, kind: Select the documents.
         after: Begin behind this id; "": with the first. An id that does not exist is NotFound.
         limit: How many at most.
         descending: The newest first.
@@ -116,7 +116,7 @@ class Chain(_Keyed, frozen=True, kw_only=True, tag=True):
     The list is empty if the document does not exist. It begins with a document that has a parent if that was removed.
 
     Attributes:
-        keep_s: Keep all of them for at least this long from now; 0: as they are.
+        keep_s: Extend the retention of all documents to at least this long from now; 0: leave it.
         documents_max, bytes_max: Beyond these the call fails with CapacityExceeded.
     """
 
@@ -126,12 +126,12 @@ class Chain(_Keyed, frozen=True, kw_only=True, tag=True):
 
 
 class Append(_Keyed, frozen=True, kw_only=True, tag=True):
-    """Append entries to a list of a document. Returns the position of the first of them.
+    """Append entries to a list of a document. Returns the position of the first entry.
 
     Fails with NotFound if there is no such document, and with Conflict if an entry's id is in the list.
 
     Attributes:
-        name: Of the list.
+        name: The list.
         entries: Their positions are ignored.
         keep_s: As in `Put`; negative: as it is.
         skip: Leave out entries with ids that are in the list, instead of a Conflict.
@@ -147,7 +147,7 @@ class Read(_Keyed, frozen=True, kw_only=True, tag=True):
     """Read a list of a document. Returns a list of `Entry`, empty if there is no such document or list.
 
     Attributes:
-        name: Of the list.
+        name: The list.
         after: Begin behind this entry; "": with the first. An id that is not in the list is NotFound.
         behind: Begin behind this position.
         limit: How many at most.
@@ -179,7 +179,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Take over work in progress without a living owner. Returns a list of `Document`, the oldest first.
 
     Attributes:
-        kind: Of the documents.
+        kind: The kind of the documents.
         groups: Only work of these groups; empty: of all.
         owner: The new owner, a name that no other process has.
         lease_s: How long the work is its own, unless it calls `Renew`.
@@ -230,13 +230,13 @@ class Expire(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Return a list of `TenantUsage`: of one tenant, or of all with `tenant` "" (at most 10,000)."""
+    """Return a list of `TenantUsage` for one tenant, or for all with `tenant` "" (at most 10,000)."""
 
     tenant: str = ""
 
 
 class TenantUsage(msgspec.Struct, frozen=True):
-    """What a tenant holds. `in_progress` is the number of documents with a state."""
+    """The storage that a tenant uses. `in_progress` is the number of documents with a state."""
 
     tenant: str
     documents: int
@@ -262,6 +262,7 @@ Operation = (
     | Expire
     | Usage
 )
+READING = (Get, List, Read, GetEntry, Usage)  # operations that change nothing
 RESULTS: dict[type, Any] = {
     Put: Document,
     Get: Document | None,

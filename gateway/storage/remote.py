@@ -19,7 +19,7 @@ from kvforge.protocol.steady_clock import monotonic
 from kvforge.protocol.steady_timeout import steady_timeout
 
 from .frames import ANSWER, HEAD_BYTES, Call, Done, Failed, Opened, framed
-from .operations import RESULTS, Operation, Result
+from .operations import READING, RESULTS, Operation, Result
 
 ENTRY = Path(kvforge.__file__ or "").parent / "launch" / "entry.py"
 WAITING_MAX, WAITING_BYTES_MAX = 4096, 256 << 20
@@ -74,7 +74,7 @@ class RemoteStorage:
                 await self._link.close()
                 self._link = None
 
-    async def _answered(self, operations: tuple[Operation, ...]) -> Done | Failed:
+    async def _answered(self, operations: tuple[Operation, ...], *, again: bool = True) -> Done | Failed:
         link = await self._connected()
         try:
             async with steady_timeout(self._answer_s):
@@ -84,6 +84,8 @@ class RemoteStorage:
             problem = f"did not answer within {self._answer_s:g} s ([storage] answer_s in gateway.toml)"
             raise StorageFailed("process", problem, "try again: it is not known whether the call was done") from None
         except (EOFError, OSError):
+            if again and all(isinstance(operation, READING) for operation in operations):
+                return await self._answered(operations, again=False)
             raise StorageFailed("process", "ended", "try again: it is not known whether the call was done") from None
 
     async def _connected(self) -> _Link:

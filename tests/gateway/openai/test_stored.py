@@ -546,3 +546,52 @@ def test_the_outcome_is_written_by_the_first(tmp_path: Path, monkeypatch: pytest
         assert (await first.get(f"/v1/responses/{deleted.id}")).status_code == 404
 
     play(tmp_path, script, work)
+
+
+def test_the_fields_that_clients_send_by_default_are_accepted_strictly(tmp_path: Path) -> None:
+    """What openai, openai-agents and Codex send with each request; `null` and empty values are theirs."""
+    fields: dict[str, Any] = {
+        "store": True,
+        "background": False,
+        "previous_response_id": None,
+        "conversation": None,
+        "metadata": None,
+        "include": ["reasoning.encrypted_content"],
+        "truncation": "auto",
+        "parallel_tool_calls": False,
+        "tools": [],
+        "top_logprobs": None,
+        "max_tool_calls": None,
+        "prompt": None,
+        "prompt_cache_key": "a",
+        "service_tier": "auto",
+        "stream_options": {"include_obfuscation": False},
+        "text": {"verbosity": "medium"},
+        "safety_identifier": "a",
+        "reasoning": {"effort": None, "summary": "auto"},
+        "prompt_cache_retention": "24h",
+        "user": "a",
+        "context_management": None,
+        "prompt_cache_options": None,
+        "moderation": None,
+        "tool_choice": "auto",
+    }
+
+    async def work(world: World) -> None:
+        http = world.gateway()
+        first = await respond(http, **fields)
+        await respond(http, **{**fields, "previous_response_id": first.id})
+        made = await http.post("/v1/conversations", json={"items": [], "metadata": None})
+        answer = await http.post(
+            "/v1/responses", json={"input": "Hi", "conversation": made.json()["id"], "store": True}
+        )
+        assert (made.status_code, answer.status_code) == (200, 200), answer.text
+        paths = (
+            f"/v1/responses/{first.id}?include_obfuscation=true&include[]=x",
+            f"/v1/responses/{first.id}/input_items?include=x",
+        )
+        for path in paths:
+            assert (await http.get(path)).status_code == 200
+
+    settings = Settings(strict_fields=True, storage=StorageSection(lease_s=LEASE_S))
+    play(tmp_path, Script(), work, settings)

@@ -33,7 +33,7 @@ def why_not() -> str:
     if programs() is None:
         return "PostgreSQL is not installed (apt install postgresql)"
     if os.getuid() == 0 and _unprivileged() is None:
-        return "PostgreSQL does not run as root, and there is no user postgres or nobody"
+        return "PostgreSQL does not run as root, and there is no unprivileged user"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""SQLite's file: what is deleted leaves it, and a disk that fails loses nothing."""
+"""SQLite's file: deleted content leaves it, and a failing disk loses nothing."""
 
 from __future__ import annotations
 

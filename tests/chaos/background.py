@@ -1,0 +1,203 @@
+"""Background responses while gateways, coordinator and worker are killed: none lost, doubled, changed or left.
+
+    python -m tests.chaos.background [--responses 1000] [--seed 1] [--postgres] [--json FILE]
+
+Two gateways share a database and a coordinator, with a tiny random model. In each round some responses are posted to
+either gateway; then a process is killed and started again. A POST without an answer is repeated with its idempotency
+key. In the end every response is read, compared with the answer to the same request with `store: false`, and deleted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvforge.gateway.storage import TenantUsage, Usage
+from kvforge.gateway.storage.inline import InlineStorage
+from tests.gateway.served import Gateway
+from tests.gateway.storage.postgres_server import PostgresServer
+from tests.gateway.test_background_deaths import prepare
+from tools.chaos import leftovers
+from tools.cluster.cluster import Cluster
+
+EACH = 25  # responses of a round
+ASKED = 12  # different requests
+WAIT_S = 120.0
+AGAIN_S = 0.1
+BUSY = (429, 503)
+VICTIMS = ("gateway 0", "gateway 1", "coordinator", "w0")
+
+
+class Run:
+    """One run.
+
+    Attributes:
+        faults: A description of each violation.
+        killed: How often each process was killed.
+    """
+
+    def __init__(self, responses: int, seed: int, url: str, folder: Path, log: Callable[[str], None]) -> None:
+        self._responses, self._rng, self._url, self._folder, self._log = (
+            responses,
+            random.Random(seed),
+            url,
+            folder,
+            log,
+        )
+        self.faults: list[str] = []
+        self.killed: Counter[str] = Counter()
+        self._ids: dict[str, int] = {}  # of a response: which request it answers
+
+    def run(self) -> dict[str, Any]:
+        """Run to the end and return the report."""
+        began = time.monotonic()
+        settings = f'names = ["tiny"]\ndrain_s = 1\n[storage]\nurl = "{self._url}"\nlease_s = 1.0\n'
+        limits = "[limits]\nreattach_s = 60.0\nfinished_max = 100000\nqueue_max = 4096\nsequences_max = 64\n"
+        with ExitStack() as stack:
+            self._cluster = stack.enter_context(Cluster(coordinator=limits, blocks=512))
+            prepare(self._cluster.model)
+            self._kv = self._cluster.start("w0")
+            self._http = stack.enter_context(httpx.Client(timeout=WAIT_S))
+            self._gateways = []
+            for at in range(2):
+                folder = self._folder / f"gateway-{at}"
+                folder.mkdir()
+                self._gateways.append(stack.enter_context(Gateway(self._cluster.runtime, folder, settings)))
+            expected = [self._expected(at) for at in range(ASKED)]
+            while len(self._ids) < self._responses:
+                for _ in range(min(EACH, self._responses - len(self._ids))):
+                    self._post()
+                self._kill(self._rng.choice(VICTIMS))
+            self._log(f"{len(self._ids)} posted, {dict(self.killed)} killed")
+            ended = Counter(self._compare(name, expected[at]) for name, at in self._ids.items())
+            usage = self._usage()
+            if (usage.documents, usage.in_progress) != (self._responses, 0):
+                self.faults.append(f"the database has {usage}, expected {self._responses} responses that have ended")
+            with self._cluster.client() as kv:
+                stats = kv.stats()
+            self.faults += leftovers.not_given_back(stats)
+            if (accepted := stats.requests.accepted_total) != self._responses + ASKED:
+                self.faults.append(f"the coordinator accepted {accepted} requests, expected {self._responses + ASKED}")
+            for name in self._ids:
+                self._http.delete(f"{self._gateways[0].url}/v1/responses/{name}").raise_for_status()
+            if left := self._usage().documents:
+                self.faults.append(f"{left} responses are left after all were deleted")
+            self._kv.close()
+        return {
+            "responses": self._responses,
+            "killed": dict(self.killed),
+            "ended": dict(ended),
+            "took_s": round(time.monotonic() - began, 1),
+            "faults": self.faults,
+        }
+
+    def _body(self, at: int) -> dict[str, Any]:
+        tokens = 8 + 3 * at
+        return {"model": "tiny", "input": f"Question {at}", "seed": at, "temperature": 1.0, "max_output_tokens": tokens}
+
+    def _expected(self, at: int) -> str:
+        answer = self._http.post(f"{self._gateways[0].url}/v1/responses", json={**self._body(at), "store": False})
+        return str(answer.raise_for_status().json()["output"][0]["content"][0]["text"])
+
+    def _post(self) -> None:
+        """Post one response, until one of the gateways has answered."""
+        at, key = self._rng.randrange(ASKED), f"response-{len(self._ids)}"
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            gateway = self._rng.choice(self._gateways)
+            try:
+                answer = self._http.post(
+                    f"{gateway.url}/v1/responses",
+                    json={**self._body(at), "background": True},
+                    headers={"idempotency-key": key},
+                )
+            except httpx.TransportError:
+                time.sleep(AGAIN_S)
+                continue
+            if answer.status_code in BUSY:
+                time.sleep(AGAIN_S)
+                continue
+            self._ids[answer.raise_for_status().json()["id"]] = at
+            return
+        raise TimeoutError(f"{key} was not accepted within {WAIT_S:g} s")
+
+    def _kill(self, victim: str) -> None:
+        self.killed[victim] += 1
+        if victim == "coordinator":
+            self._cluster.kill(victim)
+            self._cluster.start_coordinator()
+        elif victim == "w0":
+            self._cluster.kill(victim)
+            self._cluster.start_worker(victim)
+        else:
+            gateway = self._gateways[int(victim[-1])]
+            gateway.kill()
+            gateway.start(0)
+
+    def _compare(self, name: str, expected: str) -> str:
+        """Wait for the end of a response and compare its text. Return its status."""
+        deadline = time.monotonic() + WAIT_S
+        status = ""
+        while time.monotonic() < deadline:
+            answer = self._http.get(f"{self._rng.choice(self._gateways).url}/v1/responses/{name}")
+            if answer.status_code == httpx.codes.NOT_FOUND:
+                self.faults.append(f"{name} is lost")
+                return "lost"
+            body = answer.raise_for_status().json()
+            status = body["status"]
+            if status not in ("queued", "in_progress"):
+                if (text := body["output"][0]["content"][0]["text"] if body["output"] else "") != expected:
+                    self.faults.append(f"{name} is {status} with {text!r}, expected {expected!r}: {body['error']}")
+                return str(status)
+            time.sleep(AGAIN_S)
+        self.faults.append(f"{name} is still {status} after {WAIT_S:g} s")
+        return str(status)
+
+    def _usage(self) -> TenantUsage:
+        storage = InlineStorage(self._url)
+        (tenants,) = storage.done(Usage())
+        storage._engine.close()
+        assert isinstance(tenants, list)
+        found = [one for one in tenants if isinstance(one, TenantUsage)]
+        return found[0] if found else TenantUsage("", 0, 0, 0)
+
+
+def run(responses: int, seed: int, *, postgres: bool, log: Callable[[str], None]) -> dict[str, Any]:
+    """Run in a folder of its own and return the report."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvforge-background-")))
+        url = f"sqlite:{folder}/stored.sqlite"
+        if postgres:
+            url = stack.enter_context(PostgresServer()).new_database()
+        report = Run(responses, seed, url, folder, log).run()
+    return {"seed": seed, "database": "postgresql" if postgres else "sqlite", **report}
+
+
+def main() -> int:
+    """Print the report; return exit status 1 if it has faults."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--responses", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--postgres", action="store_true", help="instead of SQLite")
+    parser.add_argument("--json", type=Path, help="also write the report to this file")
+    options = parser.parse_args()
+    report = run(options.responses, options.seed, postgres=options.postgres, log=lambda words: print(words, flush=True))
+    print(json.dumps(report, indent=1))
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 1 if report["faults"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
