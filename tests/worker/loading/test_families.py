@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,39 @@ LENGTHS = (11, 1, 6)  # longer than the windows
 ROUNDING = 2e-5  # of the largest logit, in float32
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """saved(name, dtype) -> the folder of a described model with random weights, written once."""
+    folder = tmp_path_factory.mktemp("described")
+
+    @cache
+    def write(name: str, dtype: str) -> Path:
+        return save(folder / f"{name} {dtype}".replace(" ", "_"), *DESCRIBED[name], getattr(torch, dtype))
+
+    return write
+
+
 @pytest.fixture
-def loaded(tmp_path: Path, cpu: Device) -> Callable[..., LoadedModel]:
+def loaded(saved: Callable[[str, str], Path], cpu: Device) -> Callable[..., LoadedModel]:
     """loaded(name, kernels=False, dtype="float32") -> a described model with random weights."""
 
     def load(name: str, kernels: bool = False, dtype: str = "float32") -> LoadedModel:
-        folder = tmp_path / name.replace(" ", "_")
-        if not folder.exists():
-            save(folder, *DESCRIBED[name], getattr(torch, dtype))
-        return load_model(folder, device=replace(cpu, kernels=kernels), block_size=4, dtype=dtype)
+        device = replace(cpu, kernels=kernels)
+        return load_model(saved(name, dtype), device=device, block_size=4, dtype=dtype)
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def is_described(saved: Callable[[str, str], Path], cpu: Device) -> Callable[[str, str], bool]:
+    """is_described(name, dtype) -> whether the model loads as described while nothing is wrong, tried once."""
+
+    @cache
+    def load(name: str, dtype: str) -> bool:
+        return (
+            load_model(saved(name, dtype), device=replace(cpu, kernels=False), block_size=4, dtype=dtype).fused
+            is not None
+        )
 
     return load
 
@@ -172,6 +197,7 @@ def test_a_wrong_part_is_caught_at_load(
     what: str,
     dtype: str,
     loaded: Callable[..., LoadedModel],
+    is_described: Callable[[str, str], bool],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -188,7 +214,7 @@ def test_a_wrong_part_is_caught_at_load(
         assert changed != found
         return changed
 
-    assert loaded(name, dtype=dtype).fused is not None
+    assert is_described(name, dtype)
     monkeypatch.setattr(fusion, "parts_of", planted)
     assert loaded(name, dtype=dtype).fused is None
     assert "running its layers one operation at a time" in caplog.text
