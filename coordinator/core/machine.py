@@ -6,15 +6,15 @@ arrived, then a Turn, and only then publishes tables and sends.
 
 Nothing here waits for an unrelated event. A Turn runs until nothing more follows from it, and `apply` returns when
 the next one is due: an absolute time that stays the same until it comes or an event changes it. Any work that time
-alone makes necessary must belong to `_timed` or to `sessions`. Any work that a later part of a turn makes possible for
-an earlier part must show in `Admission.stirred`. The simulator runs turns only when they are due, and so detects
-omissions.
+alone makes necessary must have a timer in `Deadlines`, or belong to a part in `_timed` that arms its bound there. Any
+work that a later part of a turn makes possible for an earlier part must show in `Admission.stirred`. The simulator runs
+turns only when they are due, and compares the time with a scan of all deadlines; so it detects omissions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -94,19 +94,6 @@ READING = (Explain, FindPrefix, GetBlock, GetHealth, GetRequest, GetSequence, Ge
 DRAIN_MS_MAX = 7 * 24 * 3600 * 1000
 
 
-class Timed(Protocol):
-    """A part of the core in which time alone makes work necessary.
-
-    `pass_time` must not depend on `due_us`. A wrong `due_us` then shows as a Turn that does work before it was due.
-    """
-
-    def due_us(self) -> int | None:
-        """Return the absolute time when `pass_time` has work; None if only an event can create any."""
-
-    def pass_time(self) -> None:
-        """Do what is due by now."""
-
-
 class Machine:
     """The whole state of the coordinator, created by a Boot event at time `now_us`."""
 
@@ -126,11 +113,12 @@ class Machine:
         self.blocks = BlockCommands(self.cache)
         self.explainer = Explainer(self.cache, self.requests, self.admission, self.sequences, self.blocks)
         commands = self._request_commands = RequestCommands(*parts, self.finisher, self.streams, self.sequences)
-        results = StepResults(*parts, self.streams, self.finisher, commands.deadlines)
+        results = StepResults(*parts, self.streams, self.finisher)
         self._reports = WorkerReports(*parts, self.finisher, results, commands, self._effects, event.boot)
         self.sessions = Sessions(clock, limits.bounds)
         # Requests come before the sequences that they kept.
-        self._timed: tuple[Timed, ...] = (self.requests, self._request_commands, self.sequences, self._reports)
+        acting = (self.requests, commands, self.sequences, self._reports, self.sessions)
+        self._timed = tuple(part.pass_time for part in acting)
         self.workers = self._reports.workers
         spending = Spending(clock, self.requests)
         self._guard = Guard(self.requests, self.admission, self.sequences, self.blocks, spending)
@@ -221,14 +209,12 @@ class Machine:
         return Applied(effects, due_us)
 
     def _turn(self) -> int | None:
-        """Let time pass and plan steps until nothing more follows. Return `_due_us` after that."""
+        """Let time pass and plan steps until nothing more follows. Return when time alone makes the next turn due."""
         self.turns += 1
-        now_us, live, deadlines = self._clock.now_us, self.requests.live, self._request_commands.deadlines
+        now_us, live, deadlines = self._clock.now_us, self.requests.live, self._clock.deadlines
         for _ in range(ROUNDS_MAX):
-            for part in self._timed:
-                part.pass_time()
-            if self.sessions.away:
-                self.sessions.pass_time()
+            if deadlines.first_us <= now_us:
+                deadlines.pass_time(self._timed)
             while self.sessions.over:
                 self._client_gone(self.sessions.over.pop())
             if self.admission.waiting.size:
@@ -237,7 +223,7 @@ class Machine:
                 self.scheduler.fill(self.cache.groups[number])
             if deadlines.heap and deadlines.heap[0][1] not in live:  # planning ends rows that can never continue
                 deadlines.drop_ended(live)
-            due_us = self._due_us()
+            due_us = deadlines.next_us(now_us, live, self._timed)
             self._stirred = due_us is not None and due_us <= now_us
             if self.admission.waiting.size and self.admission.stirred:
                 self._stirred = True
@@ -363,17 +349,9 @@ class Machine:
 
         The time stays the same until it comes or an event changes it; the call changes nothing.
         """
-        due_us, told_us = self._due_us(), self.streams.due_us
+        clock, told_us = self._clock, self.streams.due_us
+        due_us = clock.deadlines.next_us(clock.now_us, self.requests.live, self._timed)
         return told_us if due_us is None or (told_us is not None and told_us < due_us) else due_us
-
-    def _due_us(self) -> int | None:
-        """Return `due_us` without streams, which are flushed at the end of a turn."""
-        earliest_us = self.sessions.due_us() if self.sessions.away else None
-        for part in self._timed:
-            at_us = part.due_us()
-            if at_us is not None and (earliest_us is None or at_us < earliest_us):
-                earliest_us = at_us
-        return earliest_us
 
     # ---------------------------------------------------------------------------------------------------------- other
 

@@ -208,7 +208,8 @@ class _Restoring:
     def _commands(self, saved: d.SavedCommands) -> None:
         machine = self._machine
         request_commands, guard, sequences = machine._request_commands, machine._guard, machine.sequences
-        request_commands.deadlines.heap = saved.heap
+        machine._clock.deadlines.heap = saved.heap
+        machine._clock.deadlines.arm_all(machine._clock.now_us)
         request_commands.draining, request_commands.drain_deadline_us = saved.draining, saved.drain_deadline_us
         request_commands._request_ids = saved.request_ids
         sequences._gone = OrderedDict(saved.gone)

@@ -62,7 +62,7 @@ class _Saving:
         cache, table, request_commands = machine.cache, machine.requests, machine._request_commands
         keys = [_place(self._key_places, self._keys, key) for key in table.keys._entries.values()]
         commands = d.SavedCommands(
-            heap=request_commands.deadlines.heap,
+            heap=machine._clock.deadlines.heap,
             draining=request_commands.draining,
             drain_deadline_us=request_commands.drain_deadline_us,
             request_ids=request_commands._request_ids,

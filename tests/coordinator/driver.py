@@ -76,6 +76,7 @@ from kvforge.protocol.messages import (
     WorkerReady,
 )
 from tools.simulation.digest import refusal_digest
+from tools.simulation.due_scan import check_due
 from tools.simulation.limits import make_limits
 
 VOCABULARY = 1000
@@ -312,6 +313,8 @@ class Driver:
         if isinstance(event, Turn):
             seen_to = due_us is None or due_us > self.now_us
             assert seen_to != self.machine.streams.more, "a due timer was not handled, or the streams were not flushed"
+            if seen_to:
+                check_due(self.machine, due_us)
         return effects
 
     def _to_client(self, effect: ToClient) -> None:
@@ -492,7 +495,9 @@ class Driver:
 
     def nothing_due(self) -> bool:
         """Return whether no timer is due except the eviction of finished requests."""
-        return self.machine.due_us() == self.machine.requests.due_us()
+        finished = self.machine.requests.finished.values()
+        ttl_us = self.machine.requests._ttl_us
+        return self.machine.due_us() == min((request.ended_us + ttl_us for request in finished), default=None)
 
     def tokens_read(self, client: int, request: int) -> dict[int, int]:
         """Return the request's tokens that the client has received since its last attach, by offset."""

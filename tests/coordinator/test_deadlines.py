@@ -189,7 +189,7 @@ def test_timers_are_as_many_as_live_requests_need() -> None:
         driver.submit([1], deadline_ms=1000, first_token_ms=500)
         if i >= 20:
             driver.cancel(i - 19)
-    assert len(driver.machine._request_commands.deadlines.heap) <= 64 + 6 * 40
+    assert len(driver.machine._clock.deadlines.heap) <= 64 + 6 * 40
 
 
 # -------------------------------------------------------------------------------------------------------------- leases

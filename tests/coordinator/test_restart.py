@@ -40,6 +40,7 @@ from tools.simulation.digest import refusal_digest
 
 BACK = 50  # the number of a worker's next connection
 NOT_ENDED = 1 << 60
+TIMEOUT_US = 60_000
 
 
 def driver(**limits: int) -> Driver:
@@ -314,3 +315,17 @@ def test_who_waits_for_those_that_are_away_is_told_so_and_begins_when_one_is_bac
     d.turn()
     assert d.request(waits).state == "running"
     assert "limit" not in d.explain(request_id=waits).facts
+
+
+def test_a_worker_that_is_back_may_hang_while_another_is_still_away() -> None:
+    d = driver(step_timeout_us=TIMEOUT_US)
+    d.add_worker(blocks=8)
+    second = d.add_worker(blocks=8)
+    restart(d)
+    come_back(d, second)
+    d.turn()
+    assert d.machine.due_us() == d.now_us + REATTACH_US, "neither has a step, and the first is away"
+    d.submit(PROMPT, max_tokens=2, deadline_ms=1000)  # before the end of the first one's time, after a step's timeout
+    d.turn()
+    assert second.inbox
+    assert d.machine.due_us() == d.now_us + TIMEOUT_US + 1

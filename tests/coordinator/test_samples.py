@@ -161,7 +161,7 @@ def test_the_others_finish_when_the_first_ends_early(how: str, when: str) -> Non
     elif how == "failed":
         driver.machine.finisher.end(live[first], "fail", "failed", None)
     else:
-        driver.machine._request_commands.deadlines.set(driver.now_us, first, 0)
+        driver.machine._clock.deadlines.set(driver.now_us, first, 0)
     driver.turn()
     assert driver.request(first).state == how
     if when == "pending":

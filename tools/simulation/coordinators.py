@@ -52,6 +52,7 @@ from kvforge.protocol.tables import TablesWriter
 from tools.simulation.checks import Checker, Generations
 from tools.simulation.crashes import AFTER, Crash, CrashingJournal, CrashPlan, LedgerCopy, copied
 from tools.simulation.digest import digest
+from tools.simulation.due_scan import check_due
 from tools.simulation.mirroring import Mirrored
 from tools.simulation.progress import Progress
 from tools.simulation.snapshots import NOTHING, Snapshot, Snapshots
@@ -431,6 +432,8 @@ class SimulatedCoordinator:
             self._die()
             return
         self._turned_us, before_us = now_us, self._turned_us
+        if self._core_due_us is None or self._core_due_us > now_us:  # otherwise the next turn follows at once
+            check_due(self.machine, self._core_due_us)
         if self._flushed:
             self._ledger.stream_checker.turn_ends(self.machine.clients)
         if world.turns % WAITS_EVERY == 0:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +14,7 @@ import numpy as np
 
 from kvforge.coordinator import publish as publishing
 from kvforge.coordinator import turn as turns
+from kvforge.coordinator.core import deadlines
 from kvforge.coordinator.core.cache import changes
 from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.block_tables import BlockTables
@@ -33,10 +34,9 @@ from kvforge.coordinator.core.commands.blocks import BlockCommands
 from kvforge.coordinator.core.commands.guard import Guard
 from kvforge.coordinator.core.commands.requests import RequestCommands
 from kvforge.coordinator.core.commands.sequences import SequenceCommands
+from kvforge.coordinator.core.deadlines import Deadlines, Parts
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.reporting.explain import Explainer
-from kvforge.coordinator.core.requests import deadlines
-from kvforge.coordinator.core.requests.deadlines import Deadlines
 from kvforge.coordinator.core.requests.streams import Streams
 from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.coordinator.core.requests.top_logprobs import TopLogprobs, TopLogprobsRecord
@@ -424,7 +424,7 @@ def lease_survives_an_attach() -> list[Patch]:
 @fault
 def time_slept_through() -> list[Patch]:
     """The core reports no due time."""
-    return [(Machine, "_due_us", lambda self: None)]
+    return [(Deadlines, "next_us", lambda self, now_us, live, parts: None)]
 
 
 @fault
@@ -439,43 +439,50 @@ def loop_keeps_the_time_to_itself() -> list[Patch]:
     return [(turns.TurnLoop, "turn", turn)]
 
 
+def _not_due(part: int, timers: bool = True) -> list[Patch]:
+    """Let the deadlines of a part, and without `timers` those of requests, make no turn due."""
+    real = Deadlines.next_us
+
+    def next_us(self: Deadlines, now_us: int, live: Container[int], parts: Parts) -> int | None:
+        bound_us, heap = self.bounds_us[part], self.heap
+        self.bounds_us[part] = deadlines.NEVER
+        if not timers:
+            self.heap = []
+        found = real(self, now_us, live, parts)
+        self.bounds_us[part], self.heap = bound_us, heap
+        return found
+
+    return [(Deadlines, "next_us", next_us)]
+
+
 @fault
 def deadlines_not_due() -> list[Patch]:
-    """Deadlines, leases and the end of a drain are handled in any turn, but make none due."""
-    return [(RequestCommands, "due_us", lambda self: None)]
+    """Deadlines, leases and the end of a drain make no turn due."""
+    return _not_due(deadlines.DRAIN, timers=False)
 
 
 @fault
 def end_of_a_drain_not_due() -> list[Patch]:
     """The end of a drain makes no turn due."""
-    return [(RequestCommands, "due_us", lambda self: self.deadlines.next_us(self._requests.live))]
+    return _not_due(deadlines.DRAIN)
 
 
 @fault
 def hung_worker_not_due() -> list[Patch]:
     """The timeout of a hung worker makes no turn due."""
-    return [(WorkerReports, "due_us", lambda self: None)]
+    return _not_due(deadlines.WORKERS)
 
 
 @fault
 def forgetting_not_due() -> list[Patch]:
     """The eviction of finished requests makes no turn due."""
-    return [(RequestTable, "due_us", lambda self: None)]
+    return _not_due(deadlines.OLD_REQUESTS)
 
 
 @fault
 def time_to_live_not_due() -> list[Patch]:
     """The removal of idle sequences makes no turn due."""
-    real = Machine._due_us
-
-    def due_us(self: Machine) -> int | None:
-        s = self.cache.sequences
-        expiry_us, s.expiry_us = s.expiry_us, None
-        found = real(self)
-        s.expiry_us = expiry_us
-        return found
-
-    return [(Machine, "_due_us", due_us)]
+    return _not_due(deadlines.SEQUENCES)
 
 
 @fault
@@ -501,11 +508,45 @@ def paused_stream_not_due() -> list[Patch]:
 def asking_takes_the_timer_away() -> list[Patch]:
     """Asking for the next due time removes the timer."""
 
-    def due_us(self: RequestCommands) -> int | None:
-        heap = self.deadlines.heap
-        return heap.pop(0)[0] if heap else None
+    def next_us(self: Deadlines, now_us: int, live: Container[int], parts: Parts) -> int | None:
+        return self.heap.pop(0)[0] if self.heap else None
 
-    return [(RequestCommands, "due_us", due_us)]
+    return [(Deadlines, "next_us", next_us)]
+
+
+@fault
+def sent_step_not_armed() -> list[Patch]:
+    """A step that is sent makes no turn due at its timeout."""
+    real = Deadlines.arm
+
+    def arm(self: Deadlines, part: int, due_us: int) -> None:
+        if part != deadlines.WORKERS:
+            real(self, part, due_us)
+
+    return [(Deadlines, "arm", arm)]
+
+
+@fault
+def later_deadline_hides_an_earlier_one() -> list[Patch]:
+    """A part's new deadline takes the place of its earlier one."""
+
+    def arm(self: Deadlines, part: int, due_us: int) -> None:
+        self.bounds_us[part] = due_us
+        self.first_us = min(self.first_us, due_us)
+
+    return [(Deadlines, "arm", arm)]
+
+
+@fault
+def bound_taken_for_a_deadline() -> list[Patch]:
+    """A turn is due when the bound of a part comes, though its deadline has moved."""
+
+    def next_us(self: Deadlines, now_us: int, live: Container[int], parts: Parts) -> int | None:
+        timers = (due_us for due_us, request_id, _ in self.heap if request_id in live)
+        self.first_us = min(*self.bounds_us, min(timers, default=deadlines.NEVER))
+        return self.first_us if self.first_us < deadlines.NEVER else None
+
+    return [(Deadlines, "next_us", next_us)]
 
 
 @fault
@@ -783,7 +824,7 @@ def suspect_runs_among_others() -> list[Patch]:
 @fault
 def hung_worker_kept() -> list[Patch]:
     """A worker that never answers is never replaced."""
-    return [(WorkerReports, "pass_time", lambda self: None)]
+    return [(WorkerReports, "pass_time", lambda self: deadlines.NEVER)]
 
 
 # ------------------------------------------------------------------------------------------------ tenant isolation

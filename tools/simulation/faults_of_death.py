@@ -15,6 +15,7 @@ from kvforge.coordinator import publish as publishing
 from kvforge.coordinator.core.cache.changes import Change, Cleared
 from kvforge.coordinator.core.commands.requests import RequestCommands
 from kvforge.coordinator.core.commands.sessions import Sessions
+from kvforge.coordinator.core.deadlines import NEVER, Deadlines
 from kvforge.coordinator.core.events import Boot, ClientCame, ClientGone, FromClient, ToWorker
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.workers import reports
@@ -163,7 +164,13 @@ def whoever_is_away_is_streamed_to() -> list[Patch]:
 @fault
 def whoever_is_away_is_waited_for_for_ever() -> list[Patch]:
     """A disconnected client keeps its requests and sequences forever."""
-    return [(Sessions, "pass_time", lambda _self: None)]
+    return [(Sessions, "pass_time", lambda _self: NEVER)]
+
+
+@fault
+def deadlines_not_found_again() -> list[Patch]:
+    """A coordinator that recovered does not know when its parts have something to do."""
+    return [(Deadlines, "arm_all", lambda _self, _due_us: None)]
 
 
 @fault

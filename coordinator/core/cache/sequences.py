@@ -24,6 +24,7 @@ from kvforge.protocol.errors import CapacityExceeded, SequenceNotFound
 from kvforge.protocol.messages import GENERATED
 
 from ..clock import Clock
+from ..deadlines import SEQUENCES
 from ..limits import Limits
 from ..waits import SLOT, Waits
 
@@ -253,6 +254,7 @@ class Sequences:
         if ttl_us:
             end_us = int(self.accessed_us[slot]) + ttl_us
             self.expiry_us = end_us if self.expiry_us is None else min(self.expiry_us, end_us)
+            self._clock.deadlines.arm(SEQUENCES, end_us)
 
     def collect_expired(self) -> list[int]:
         """Return the ids of expired sequences, for the caller to remove."""

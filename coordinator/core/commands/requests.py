@@ -42,9 +42,9 @@ from kvforge.protocol.messages import (
 )
 
 from ..cache.kv_cache_manager import KVCacheManager
+from ..deadlines import DEADLINE, DRAIN, FIRST_TOKEN, LEASE, NEVER, TRIAL
 from ..events import FromClient
 from ..limits import microseconds
-from ..requests.deadlines import DEADLINE, FIRST_TOKEN, LEASE, TRIAL, Deadlines
 from ..requests.request import CANCELLED, FINISHED, NO_SLOT, Request
 from ..requests.streams import Streams
 from ..requests.table import RequestTable
@@ -74,7 +74,7 @@ class RequestCommands:
         self._finisher, self._streams, self._sequences = finisher, streams, sequences
         self._bounds, self._clock = cache.limits.bounds, cache.clock
         self._lease_us = microseconds(self._bounds.lease_s)
-        self.deadlines = Deadlines()
+        self._deadlines = cache.clock.deadlines
         self.draining = False
         self.drain_deadline_us = 0
         self._request_ids = requests.first_id
@@ -145,15 +145,15 @@ class RequestCommands:
                 request.siblings = made
             self._requests.add(request)
             self._admission.enqueue(request)
-            self.deadlines.set(deadline_us, request.id, DEADLINE)
+            self._deadlines.set(deadline_us, request.id, DEADLINE)
             if message.first_token_ms:
-                self.deadlines.set(self._clock.now_us + message.first_token_ms * 1000, request.id, FIRST_TOKEN)
+                self._deadlines.set(self._clock.now_us + message.first_token_ms * 1000, request.id, FIRST_TOKEN)
         if message.sequence_id:
             s = self._cache.sequences
             slot = s.find(message.sequence_id)
             s.request[slot] = first
             s.touch(slot)
-        self.deadlines.sweep(self._requests.live)
+        self._deadlines.sweep(self._requests.live)
         return Accepted(rid=message.rid, request_id=first, seed=seed, count=message.count)
 
     def again(self, event: FromClient, message: Submit, answer: Message) -> Message:
@@ -274,13 +274,12 @@ class RequestCommands:
                 self._admission.rows.set_reader(request.slot, 0)
             if not request.detached:
                 request.orphan_us = self._clock.now_us
-                self.deadlines.set(self._clock.now_us + lease_us, request.id, LEASE)
+                self._deadlines.set(self._clock.now_us + lease_us, request.id, LEASE)
         self._streams.forget(client)
 
-    def pass_time(self) -> None:
-        """End requests at their deadlines, leases and drain deadline."""
-        heap, now_us = self.deadlines.heap, self._clock.now_us
-        for request_id, kind in self.deadlines.due(now_us) if heap and heap[0][0] <= now_us else ():
+    def pass_time(self) -> int:
+        """End requests at their deadlines, leases and drain deadline. Return a drain deadline to come, or NEVER."""
+        for request_id, kind in self._deadlines.due(self._clock.now_us):
             request = self._requests.live.get(request_id)
             if request is None:
                 continue
@@ -300,14 +299,7 @@ class RequestCommands:
             for request in list(self._requests.live.values()):
                 problem = f"request {request.id} was handed back: the coordinator is draining; submit it elsewhere"
                 self._finisher.end(request, "fail", "failed", Draining(problem, request_id=request.id))
-
-    def due_us(self) -> int | None:
-        """Return when `pass_time` has work, or None."""
-        heap, live = self.deadlines.heap, self._requests.live
-        timer_us = heap[0][0] if heap and heap[0][1] in live else self.deadlines.next_us(live)
-        if self.drain_deadline_us and self._requests.live:
-            return self.drain_deadline_us if timer_us is None else min(timer_us, self.drain_deadline_us)
-        return timer_us
+        return self.drain_deadline_us if self.drain_deadline_us and self._requests.live else NEVER
 
     def _expire(self, request: Request, what: str) -> None:
         state = request.state
@@ -322,6 +314,7 @@ class RequestCommands:
         self.draining = True
         if deadline_us:
             self.drain_deadline_us = min(deadline_us, self.drain_deadline_us or deadline_us)
+            self._deadlines.arm(DRAIN, self.drain_deadline_us)
             self.pass_time()
 
     def end_drain(self) -> None:

@@ -31,6 +31,7 @@ from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.placement import Placement
 from ..cache.sequences import NO_POOL, Slots
 from ..cache.supply import NO_SPARE
+from ..deadlines import NEVER
 from ..events import FromClient
 from ..limits import microseconds
 from ..requests.table import LOST, RequestTable
@@ -242,17 +243,12 @@ class SequenceCommands:
         freed = sum(self._end(slot, "") for slot in slots.tolist())
         return Removed(rid=message.rid, freed_blocks=freed)
 
-    def due_us(self) -> int | None:
-        """Return the earliest time when a sequence may expire, or None."""
-        return self._cache.sequences.expiry_us
-
-    def pass_time(self) -> None:
-        """Remove expired sequences."""
+    def pass_time(self) -> int:
+        """Remove expired sequences. Return the earliest time when another may expire, or NEVER."""
         s = self._cache.sequences
-        if s.expiry_us is None or s.expiry_us > self._clock.now_us:
-            return
         for slot in s.collect_expired():
             self._end(slot, f"it was idle for its time to live of {s.idle_ttl_us[slot] / 1e6:g} s")
+        return NEVER if s.expiry_us is None else s.expiry_us
 
     def client_gone(self, client: int) -> None:
         """Remove the sequences of a connection that ended, except those with a time to live.

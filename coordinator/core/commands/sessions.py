@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvforge.protocol.messages import Attach, Message
 
 from ..clock import Clock
+from ..deadlines import NEVER, SESSIONS
 from ..events import ClientGone
 from ..limits import Bounds, microseconds
 
@@ -71,6 +72,7 @@ class Sessions:
         until_us = self._clock.now_us + lease_us
         last_us = next((away.until_us for away in reversed(self.away.values())), until_us)
         self.away[client] = Away(until_us, leased=True)
+        self._clock.deadlines.arm(SESSIONS, until_us)
         if last_us > until_us:  # clients that a restart cut off have a different deadline
             self.away = dict(sorted(self.away.items(), key=lambda entry: entry[1].until_us))
         if len(self.away) > self._bounds.away_max:
@@ -90,6 +92,7 @@ class Sessions:
         """Mark every session as away. Return those of `clients` that cannot reconnect."""
         until_us = self._clock.now_us + microseconds(self._bounds.reattach_s)
         self.away = {client: Away(until_us, leased=False) for client in self._names}
+        self._clock.deadlines.arm(SESSIONS, until_us)
         return sorted(clients - self._names.keys())
 
     # --------------------------------------------------------------------------------------------------------- answers
@@ -109,17 +112,14 @@ class Sessions:
 
     # ------------------------------------------------------------------------------------------------------------ time
 
-    def due_us(self) -> int | None:
-        """Return when the first client will have been away for too long, or None."""
-        return next(iter(self.away.values())).until_us if self.away else None
-
-    def pass_time(self) -> None:
-        """Give up the clients that have been away for too long."""
+    def pass_time(self) -> int:
+        """Give up the clients that have been away for too long. Return when the next will have been, or NEVER."""
         while self.away:
             client, away = next(iter(self.away.items()))
             if away.until_us > self._clock.now_us:
-                break
+                return away.until_us
             self._give_up(client)
+        return NEVER
 
     def _give_up(self, client: int) -> None:
         # The lease is over, as after a goodbye.

@@ -22,6 +22,7 @@ from kvforge.protocol.meters import (
 
 from ..cache.tenants import Tenants
 from ..clock import Clock
+from ..deadlines import NEVER, OLD_REQUESTS
 from ..limits import Bounds, microseconds
 from .idempotency import IdempotencyKeys
 from .request import FINISHED, NO_SAMPLING, NO_SLOT, RUNNING, TERMINAL, Request
@@ -103,6 +104,7 @@ class RequestTable:
         self.ended_total[request.state] += 1
         self._count_end(request)
         self.finished[request.id] = request
+        self._clock.deadlines.arm(OLD_REQUESTS, request.ended_us + self._ttl_us)
         self.kept_bytes += request.kept_bytes
         most, most_bytes = self._bounds.finished_max, self._bounds.finished_bytes_max
         while len(self.finished) > most or (self.kept_bytes > most_bytes and len(self.finished) > 1):
@@ -136,15 +138,11 @@ class RequestTable:
             self._forget(request)
         return len(old)
 
-    def pass_time(self) -> None:
-        """Forget finished requests that have reached their time to live."""
-        if self.finished:
-            self.purge(self._ttl_us)
-
-    def due_us(self) -> int | None:
-        """Return when the oldest finished request is due to be forgotten, or None."""
+    def pass_time(self) -> int:
+        """Forget finished requests that have reached their time to live. Return when the next is due, or NEVER."""
+        self.purge(self._ttl_us)
         oldest = next(iter(self.finished.values()), None)
-        return None if oldest is None else oldest.ended_us + self._ttl_us
+        return NEVER if oldest is None else oldest.ended_us + self._ttl_us
 
     def _forget(self, request: Request) -> None:
         del self.finished[request.id]

@@ -21,6 +21,7 @@ from ..cache.holders import largest_holders
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.sequences import NO_SLOTS, ONE, ZERO, Slots, Tokens, unmarked
 from ..cache.supply import NO_SPARE
+from ..deadlines import WORKERS
 from ..events import Effect, ToWorker
 from ..limits import microseconds
 from ..requests.request import NO_SLOT, Request
@@ -50,6 +51,7 @@ class Scheduler:
         self._cache, self._requests, self._admission = cache, requests, admission
         self._finisher, self._effects = finisher, effects
         self._limits, self._clock = cache.limits.schedule, cache.clock
+        self._deadlines, self._timeout_us = cache.clock.deadlines, microseconds(self._limits.step_timeout_s)
         self._decode_gap_us = microseconds(self._limits.decode_gap_ms / 1000)
         self._rows = admission.rows
 
@@ -66,6 +68,8 @@ class Scheduler:
                 self._effects.append(ToWorker(group.worker, step))
                 for rank in group.others:
                     self._effects.append(ToWorker(rank, step))
+                if self._deadlines.bounds_us[WORKERS] > self._clock.now_us + self._timeout_us:
+                    self._deadlines.arm(WORKERS, self._clock.now_us + self._timeout_us)
                 if len(group.sent) >= self._limits.steps_in_flight_max:
                     return
             if group.sent or not group.skip_step():

@@ -28,6 +28,7 @@ from ..cache.groups import Group
 from ..cache.kv_cache_manager import KVCacheManager
 from ..commands import validate
 from ..commands.requests import RequestCommands
+from ..deadlines import NEVER, WORKERS
 from ..events import DropWorker, Effect, FromWorker, Log, ReplaceWorker, ToWorker
 from ..limits import microseconds
 from ..requests.request import NO_SLOT, Request
@@ -72,38 +73,41 @@ class WorkerReports:
             WorkerFailed: self._worker_failed,
         }
 
-    def pass_time(self) -> None:
-        """Replace workers that have worked on one step for too long, and drop those that did not return in time."""
-        for worker in list(self.workers.values()):
-            if worker.number not in self.workers:
-                continue  # a rank of a worker that has just ended
-            if worker.group is not None and worker.group.away:
-                if worker.away_until_us <= self._clock.now_us:
-                    self.end_worker(worker.number, False)
-                continue
-            if worker.group is None or not worker.group.sent:
-                continue
-            since_us = self._clock.now_us - max(worker.group.sent[0].sent_us, worker.group.result_us)
-            if since_us > self._timeout_us:
-                reason = f"worker {worker.name}{self._lagging(worker)} has done no step for {since_us / 1e6:.3g} s"
-                reason += " while one was due"
-                self._log("error", f"{reason}: it is replaced", "worker_hung", worker)
-                self._drop_worker(worker.number, reason)
-                self._effects.append(ReplaceWorker(worker.number, worker.pid, reason))
+    def pass_time(self) -> int:
+        """Replace workers that have worked on one step for too long, and drop those that did not return in time.
 
-    def due_us(self) -> int | None:
-        """Return when the first worker will have exceeded the time for its step or its return, or None."""
-        first_us = None
-        for worker in self.workers.values():
+        Returns:
+            When the next worker will have exceeded the time for its step or its return, or NEVER.
+        """
+        first_us, now_us = NEVER, self._clock.now_us
+        for worker in list(self.workers.values()):
             group = worker.group
-            if group is None or not (group.sent or group.away):
+            if group is None or worker.number not in self.workers:  # a rank of a worker that has just ended
                 continue
             if group.away:
-                until_us = worker.away_until_us
+                due_us = worker.away_until_us
+                if due_us <= now_us:
+                    self.end_worker(worker.number, False)
+                    continue
+            elif group.sent:
+                since_us = max(group.sent[0].sent_us, group.result_us)
+                due_us = since_us + self._timeout_us + 1
+                if due_us <= now_us:
+                    self._replace(worker, now_us - since_us)
+                    continue
             else:
-                until_us = max(group.sent[0].sent_us, group.result_us) + self._timeout_us + 1
-            first_us = until_us if first_us is None else min(first_us, until_us)
+                continue
+            if due_us < first_us:
+                first_us = due_us
         return first_us
+
+    def _replace(self, worker: Worker, silent_us: int) -> None:
+        """Replace a worker that has done no step for `silent_us`."""
+        reason = f"worker {worker.name}{self._lagging(worker)} has done no step for {silent_us / 1e6:.3g} s"
+        reason += " while one was due"
+        self._log("error", f"{reason}: it is replaced", "worker_hung", worker)
+        self._drop_worker(worker.number, reason)
+        self._effects.append(ReplaceWorker(worker.number, worker.pid, reason))
 
     def facts(self) -> Iterator[WorkerInfo]:
         """Yield the facts of each worker for monitors. The ranks of one worker share an entry."""
@@ -206,6 +210,7 @@ class WorkerReports:
             return
         group.worker, group.others = team.members[0].number, team.others
         group.away, group.result_us = False, self._clock.now_us
+        self._clock.deadlines.arm(WORKERS, self._clock.now_us + self._timeout_us)
         self.returned_total += 1
         self._cache.waits.wake_all()
         self._log("info", "worker is back", "worker_back", worker, steps=len(group.sent))
@@ -229,6 +234,7 @@ class WorkerReports:
                 self.end_worker(worker.number, False)
             else:
                 worker.group.away, worker.away_until_us = True, self._clock.now_us + self._reattach_us
+                self._clock.deadlines.arm(WORKERS, worker.away_until_us)
                 if worker.ranks > 1:
                     self._teams[worker.name].back.clear()
                 self.changed.add(worker.number)
@@ -239,6 +245,7 @@ class WorkerReports:
         self.workers[number] = worker
         worker.number = group.worker = number
         group.away, group.result_us = False, self._clock.now_us
+        self._clock.deadlines.arm(WORKERS, self._clock.now_us + self._timeout_us)
         self.returned_total += 1
         self.changed.add(number)
         self._cache.waits.wake_all()
@@ -398,6 +405,7 @@ class WorkerReports:
                 self._requests.live[int(s.request[slot])].phases.lose_worker(now_us)
                 self._admission.rows.set_fresh(slot, True)
         group.away, worker.away_until_us = True, now_us + self._reattach_us
+        self._clock.deadlines.arm(WORKERS, worker.away_until_us)
         self.changed.add(number)
         reattach_s = self._reattach_us / 1e6
         text = f"worker cut off while the coordinator stood still: it has {reattach_s:g} s to come back with its pool"

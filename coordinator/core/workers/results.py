@@ -12,7 +12,7 @@ from kvforge.protocol.meters import FIRST_TOKEN, GAP, PREFILLED
 from ..cache.groups import Group, SampledRows, SentStep
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.sequences import GENERATED_MARK, ONE, ONE_32, Slots
-from ..requests.deadlines import TRIAL, Deadlines
+from ..deadlines import TRIAL
 from ..requests.prompt_logprobs import ScoredTokens
 from ..requests.streams import StreamRows, Streams
 from ..requests.table import RequestTable
@@ -38,10 +38,9 @@ class StepResults:
         admission: Admission,
         streams: Streams,
         finisher: RequestFinisher,
-        deadlines: Deadlines,
     ) -> None:
         self._cache, self._requests, self._admission, self._streams = cache, requests, admission, streams
-        self._finisher, self._deadlines, self._clock = finisher, deadlines, cache.clock
+        self._finisher, self._deadlines, self._clock = finisher, cache.clock.deadlines, cache.clock
         self._meters = cache.tenants.meters
 
     def apply(self, group: Group, result: StepResult) -> None:
