@@ -18,8 +18,7 @@ from kvforge import __version__
 from kvforge.client.aio import AsyncClient
 from kvforge.gateway.access import Access
 from kvforge.gateway.anthropic.routes import Anthropic
-from kvforge.gateway.batches.file_routes import FileRoutes
-from kvforge.gateway.batches.files import Files
+from kvforge.gateway.batches import Batches
 from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.config import SEE, Settings
 from kvforge.gateway.generate.loading import prompts_of
@@ -83,12 +82,13 @@ def make_app(
     guard = Guard(access)
     storage = _storage(settings)
     background = Background(service, Stored(storage, settings.storage), settings) if storage is not None else None
-    files = Files(storage, settings) if storage is not None else None
+    batches = Batches(service, storage, settings) if storage is not None else None
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:  # noqa: ARG001
         looking = asyncio.ensure_future(service.serving())
         keeping = asyncio.ensure_future(background.keep()) if background is not None else None
+        batching = asyncio.ensure_future(batches.runner.keep()) if batches is not None else None
         try:
             if patience_s:
                 with suppress(TimeoutError):
@@ -100,6 +100,11 @@ def make_app(
                 with suppress(asyncio.CancelledError):
                     await keeping
                 await background.close()
+            if batches is not None and batching is not None:
+                batching.cancel()
+                with suppress(asyncio.CancelledError):
+                    await batching
+                await batches.runner.close()
             if storage is not None:
                 await storage.close()
             looking.cancel()
@@ -158,7 +163,7 @@ def make_app(
         Route("/version", version, methods=["GET"]),
         *OpenAI(service, settings, background).routes(guard),
         *Anthropic(service, settings).routes(guard),
-        *(FileRoutes(files, settings).routes(guard) if files is not None else ()),
+        *(batches.routes(guard) if batches is not None else ()),
         *described(),
     ]
     counts = Counts([route.path for route in routes if "{" not in route.path], counted)

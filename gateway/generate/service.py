@@ -14,12 +14,27 @@ from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.parse import Format
 from kvforge.gateway.replicas.replica_set import ReplicaSet
 from kvforge.protocol.errors import KvforgeError, ModelNotFound, NotReady
-from kvforge.protocol.messages import Health, ModelInfo
+from kvforge.protocol.messages import Health, ModelInfo, PrefixFound
 
 from .generation import Generation, Submission, WakeUp
 
 LOOK_S = 2.0
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the service does at this moment, over all replicas.
+
+    Attributes:
+        running: Running requests.
+        pending: Waiting requests.
+        rows_free: How many more requests may run.
+    """
+
+    running: int
+    pending: int
+    rows_free: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +140,24 @@ class Service:
         if self._streams is None:
             raise NotReady(f"no model is served yet: {self._reason}")
         return Generation(self._streams, wanted, bell)
+
+    async def load(self, within_s: float) -> Load | None:
+        """Return the load; None if no coordinator answers within a time."""
+        if self.fleet is not None:
+            clients = [replica.client for replica in self.fleet.replicas if replica.ready]
+        else:
+            clients = [self._client] if self._client is not None else []
+        answers = await asyncio.gather(
+            *(client.find_prefix((0,), timeout_s=within_s) for client in clients), return_exceptions=True
+        )
+        found = [answer for answer in answers if isinstance(answer, PrefixFound) and answer.ready]
+        if not found:
+            return None
+        return Load(
+            running=sum(one.running for one in found),
+            pending=sum(one.pending for one in found),
+            rows_free=sum(one.rows_free for one in found),
+        )
 
     async def ready(self) -> None:
         """Wait until a model is known."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvforge.gateway.anthropic import messages
+from kvforge.gateway.batches import batch_routes
 from kvforge.gateway.batches.file_routes import OCTETS
 from kvforge.gateway.batches.files import FILES_MAX
 from kvforge.gateway.http.errors import ANTHROPIC, OPENAI, api_of
@@ -109,6 +110,8 @@ _FILE = _object(
     purpose=STRING,
     status=STRING,
 )
+_BATCH = _object(id=STRING, object={"const": "batch"}, status=STRING, request_counts=ANY)
+_BATCH_ID = Parameter("batch_id", "path", "The id of a batch.")
 _FILE_ID = Parameter("file_id", "path", "The id of a file.")
 _FILES_LIMIT = Parameter("limit", "query", f"How many files, 1 to {FILES_MAX}.", INTEGER)
 _READY = _object(ready={"type": "boolean"}, reason=STRING)
@@ -296,6 +299,22 @@ OPERATIONS = (
         "Read the content of a file.",
         answers={"200": {OCTETS: STRING}},
         parameters=(_FILE_ID,),
+    ),
+    Operation("post", "/v1/batches", "Begin a batch of requests.", batch_routes.CREATE, _whole(_BATCH)),
+    Operation(
+        "get",
+        "/v1/batches",
+        "List the batches.",
+        answers=_whole(_object(object={"const": "list"}, data=_list(_BATCH), has_more={"type": "boolean"})),
+        parameters=_PAGING,
+    ),
+    Operation("get", "/v1/batches/{batch_id}", "Describe a batch.", answers=_whole(_BATCH), parameters=(_BATCH_ID,)),
+    Operation(
+        "post",
+        "/v1/batches/{batch_id}/cancel",
+        "Cancel a batch; what was answered stays in its output file.",
+        answers=_whole(_BATCH),
+        parameters=(_BATCH_ID,),
     ),
     Operation(
         "post",

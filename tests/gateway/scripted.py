@@ -23,11 +23,12 @@ from kvforge.client.options import RequestOptions
 from kvforge.client.prompt_stream import PromptStream
 from kvforge.gateway.access import Access
 from kvforge.gateway.anthropic.routes import Anthropic
+from kvforge.gateway.batches import Batches
 from kvforge.gateway.chat.prompt_cleaner import PromptCleaner
 from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.config import Settings
 from kvforge.gateway.generate.generation import Generation, Submission, WakeUp
-from kvforge.gateway.generate.service import Model
+from kvforge.gateway.generate.service import Load, Model
 from kvforge.gateway.http.guard import Guard
 from kvforge.gateway.openai.background import Background
 from kvforge.gateway.openai.routes import OpenAI
@@ -274,6 +275,10 @@ class Service:
         self.reason = ""
         self._streams = Streams(script, spoken)
 
+    async def load(self, within_s: float) -> Load | None:
+        """See the original. Nothing is known."""
+        return None
+
     def start(self, wanted: Submission, bell: WakeUp, session: str = "") -> Generation:
         """See the original."""
         return Generation(cast(AsyncStreams, self._streams), wanted, bell)
@@ -291,8 +296,8 @@ def application(
 ) -> Starlette:
     """Return the application with both APIs.
 
-    context: token limit of a prompt and its answer. storage: of stored responses. started: called with what follows
-    background responses.
+    context: token limit of a prompt and its answer. storage: of stored responses, files and batches. started: called
+    with what follows background responses.
     """
     settings = settings or Settings()
     hygiene, format_ = PromptCleaner(settings.strip, settings.move), settings.tool_format
@@ -302,6 +307,8 @@ def application(
     if background is not None:
         started(background)
     apis = [*OpenAI(service, settings, background).routes(guard), *Anthropic(service, settings).routes(guard)]
+    if storage is not None:
+        apis += Batches(service, storage, settings).routes(guard)
     return Starlette(routes=[*apis, *described()])
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,8 +14,7 @@ import openai
 from starlette.applications import Starlette
 
 from kvforge.gateway.access import Access
-from kvforge.gateway.batches.file_routes import FileRoutes
-from kvforge.gateway.batches.files import Files
+from kvforge.gateway.batches import Batches
 from kvforge.gateway.config import Settings
 from kvforge.gateway.http.guard import Guard
 from kvforge.gateway.storage import List
@@ -34,9 +34,9 @@ class App:
             f"sqlite:{folder / 'stored.sqlite'}", tenant_bytes_max=self.settings.storage.tenant_bytes_max
         )
         self.service = cast(Any, scripted.Service(self.script, scripted.tokenizer()))
-        self.files = Files(self.storage, self.settings)
         guard = Guard(Access(self.settings))
-        self.app = Starlette(routes=FileRoutes(self.files, self.settings).routes(guard))
+        self.batches = Batches(self.service, self.storage, self.settings)
+        self.app = Starlette(routes=self.batches.routes(guard))
 
     def files_held(self) -> int:
         """Return the number of stored files, incomplete ones included."""
@@ -49,15 +49,24 @@ class App:
         http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app))
         return openai.AsyncOpenAI(base_url="http://localhost/v1", api_key=key, max_retries=0, http_client=http)
 
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Work on batches meanwhile."""
+        keeping = asyncio.ensure_future(self.batches.runner.keep())
+        try:
+            yield
+        finally:
+            keeping.cancel()
+            await asyncio.wait((keeping,))
+            await self.batches.runner.close()
+            await self.storage.close()
+
     def run(self, work: Callable[[openai.AsyncOpenAI], Awaitable[None]], key: str = "none") -> None:
         """Run `work` with a client."""
 
         async def main() -> None:
-            try:
-                async with self.client(key) as client:
-                    await work(client)
-            finally:
-                await self.storage.close()
+            async with self.opened(), self.client(key) as client:
+                await work(client)
 
         asyncio.run(main())
 
@@ -71,3 +80,19 @@ def jsonl(bodies: list[dict[str, Any]], url: str = "/v1/chat/completions") -> by
 def chats(count: int) -> bytes:
     """Return an input file of so many chats."""
     return jsonl([{"model": scripted.NAME, "messages": [{"role": "user", "content": str(at)}]} for at in range(count)])
+
+
+async def ended(client: openai.AsyncOpenAI, name: str) -> Any:
+    """Wait for the end of a batch."""
+    async with asyncio.timeout(30):
+        while True:
+            batch = await client.batches.retrieve(name)
+            if batch.status in ("completed", "failed", "expired", "cancelled"):
+                return batch
+            await asyncio.sleep(0.01)
+
+
+async def output(client: openai.AsyncOpenAI, name: str | None) -> list[dict[str, Any]]:
+    """Return the lines of an output file, in the order of their custom ids."""
+    text = (await client.files.content(name)).text if name else ""
+    return sorted((json.loads(line) for line in text.splitlines()), key=lambda line: int(line["custom_id"]))

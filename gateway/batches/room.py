@@ -1,0 +1,98 @@
+"""How many lines of batches run at once in this process: as many as the service has no other use for.
+
+A batch must not make interactive requests wait, and the coordinator admits whatever fits. The gateway therefore submits
+a line only while rows stay free for others, and looks at the service several times a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from types import TracebackType
+from typing import Self
+
+from kvforge.gateway.generate.service import Load
+
+START = 16
+SPARE_SHARE = 8  # one row in so many stays free for interactive requests
+GROWTH = 4
+
+
+class Room:
+    """Places for lines. `limit` may change while places are taken.
+
+    Args:
+        most: The highest limit.
+
+    Attributes:
+        limit: How many places there are.
+        used: How many are taken.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.limit, self.used = min(START, most), 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    def place(self, count: int) -> Place:
+        """Return a context that holds so many places, or all of them if there are fewer."""
+        return Place(self, count)
+
+    def adjust(self, load: Load) -> None:
+        """Set the limit for the load that the service has now, of which `used` requests are lines of batches."""
+        rows = load.running + load.rows_free
+        spare = min(max(1, rows // SPARE_SHARE), max(0, rows - 1))
+        if load.pending:
+            limit = self.used - load.pending
+        else:
+            limit = self.used + min(load.rows_free - spare, max(GROWTH, self.used // GROWTH))
+        self.limit = min(max(1, limit), self._most)
+        self._admit()
+
+    async def take(self, count: int) -> None:
+        """Wait for places and take them, in the order of the calls."""
+        if not self._waiting and self._fits(count):
+            self.used += count
+            return
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((count, admitted))
+        try:
+            await admitted
+        except asyncio.CancelledError:
+            if admitted.done() and not admitted.cancelled():
+                self.give(count)
+            raise
+
+    def give(self, count: int) -> None:
+        """Return places."""
+        self.used -= count
+        self._admit()
+
+    def _fits(self, count: int) -> bool:
+        return not self.used or self.used + count <= self.limit
+
+    def _admit(self) -> None:
+        while self._waiting:
+            count, admitted = self._waiting[0]
+            if not admitted.cancelled():
+                if not self._fits(count):
+                    return
+                self.used += count
+                admitted.set_result(None)
+            self._waiting.popleft()
+
+
+class Place:
+    """Places of one line; see `Room.place`."""
+
+    def __init__(self, room: Room, count: int) -> None:
+        self._room, self._count = room, count
+
+    async def __aenter__(self) -> Self:
+        await self._room.take(self._count)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._room.give(self._count)

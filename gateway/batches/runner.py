@@ -1,0 +1,143 @@
+"""The batches that this process works on: claimed from the storage, and given back when the process stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from contextlib import suppress
+
+from kvforge.gateway.config import Settings
+from kvforge.gateway.generate.service import Service
+from kvforge.gateway.storage import Claim, Document, Release, Renew, StorageFailed
+from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.steady_timeout import steady_timeout
+
+from .files import Files
+from .records import BATCH, CANCELLING
+from .requests import Requests
+from .room import Room
+from .run import BatchRun
+
+RUNS_MAX = 4
+LOOK_S = 0.05
+LOAD_S = 1.0
+log = logging.getLogger(__name__)
+
+
+class Runner:
+    """Claims batches and runs them.
+
+    Args:
+        service: The connection to the coordinator.
+        files: All files.
+        settings: The gateway's settings.
+
+    Attributes:
+        room: How many lines run at once.
+        runs: By tenant and id.
+    """
+
+    def __init__(self, service: Service, files: Files, settings: Settings) -> None:
+        self._service, self._files = service, files
+        self._lease_s = settings.storage.lease_s
+        self._owner = f"batches-{secrets.token_hex(8)}"
+        self.room = Room(settings.batches.in_flight_max)
+        self._requests = Requests(service, settings, self.room)
+        self.runs: dict[tuple[str, str], BatchRun] = {}
+        self._wake = asyncio.Event()
+        self._failed = False
+        self._completed = self._failures = 0
+
+    @property
+    def completed(self) -> int:
+        """The requests of batches that this process has answered."""
+        return self._completed + sum(run.completed for run in self.runs.values())
+
+    @property
+    def failed(self) -> int:
+        """The requests of batches that failed in this process."""
+        return self._failures + sum(run.failed for run in self.runs.values())
+
+    def wake(self) -> None:
+        """Look for batches at once."""
+        self._wake.set()
+
+    async def keep(self) -> None:
+        """Claim and run batches until cancelled."""
+        measuring = asyncio.ensure_future(self._measure())
+        try:
+            while True:
+                self._wake.clear()
+                try:
+                    await self._look()
+                    self._failed = False
+                except StorageFailed as error:
+                    if not self._failed:
+                        log.warning("batches wait for the storage: %s", error.message)
+                    self._failed = True
+                except KvforgeError as error:
+                    log.warning("cannot look for batches: %s", error.message)
+                with suppress(TimeoutError):  # asyncio.wait_for of Python 3.11 may swallow a cancellation
+                    async with steady_timeout(self._lease_s / 3):
+                        await self._wake.wait()
+        finally:
+            measuring.cancel()
+            await asyncio.wait((measuring,))
+
+    async def stop(self, tenant: str, name: str) -> None:
+        """Stop a batch that was cancelled, if it runs here, and claim it again for its end."""
+        if (run := self.runs.get((tenant, name))) is not None:
+            await run.close(cancel=True)
+        self.wake()
+
+    async def close(self) -> None:
+        """Give all batches back. Their requests go on, and the next owner joins them."""
+        for run in tuple(self.runs.values()):
+            await run.close()
+        with suppress(KvforgeError):
+            if self._files.storage.exists:
+                await self._files.storage.apply(Release(owner=self._owner))
+
+    async def _look(self) -> None:
+        if not self._files.storage.exists or self._service.reason:
+            return
+        if self.runs:
+            await self._files.storage.apply(Renew(owner=self._owner, lease_s=self._lease_s))
+        if (places := RUNS_MAX - len(self.runs)) <= 0:
+            return
+        group = self._service.known.info.name
+        claim = Claim(kind=BATCH, groups=[group], owner=self._owner, lease_s=self._lease_s, limit=places)
+        (documents,) = await self._files.storage.apply(claim)
+        assert isinstance(documents, list)
+        for document in documents:
+            assert isinstance(document, Document)
+            former = self.runs.get((document.tenant, document.id))
+            if former is not None and former.version == document.version:
+                continue  # its lease had run out, and is ours again
+            if former is not None:
+                await former.close(cancel=document.state == CANCELLING)
+            self._start(document)
+
+    def _start(self, document: Document) -> None:
+        run = BatchRun(document, self._files, self._requests, self.room, owner=self._owner, lease_s=self._lease_s)
+        self.runs[run.key] = run
+        run.task.add_done_callback(lambda _: self._ended(run))
+
+    def _ended(self, run: BatchRun) -> None:
+        self._completed, self._failures = self._completed + run.completed, self._failures + run.failed
+        if self.runs.get(run.key) is run:
+            del self.runs[run.key]
+        self.wake()
+
+    async def _measure(self) -> None:
+        """Adjust the room to the load of the service while batches run."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if not self.runs:
+                continue
+            load = await self._service.load(LOAD_S)
+            if load is not None:
+                self.room.adjust(load)
+                for run in self.runs.values():
+                    run.wake()

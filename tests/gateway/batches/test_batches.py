@@ -1,0 +1,347 @@
+"""/v1/batches with OpenAI's client."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import openai
+import pytest
+
+from kvforge.gateway.config import BatchesSection, Key, StorageSection
+from kvforge.gateway.storage import Append, Get
+from kvforge.protocol.errors import StorageFailed
+from tests.gateway import scripted
+from tests.gateway.batches.app import App, chats, ended, jsonl, output
+
+
+def test_a_batch_of_chats(tmp_path: Path) -> None:
+    script = scripted.Script(reply=lambda prompt: prompt[::-1])
+    app = App(tmp_path, script)
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        made = await client.files.create(file=("in.jsonl", chats(100)), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=made.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"a": "b"}
+        )
+        assert (batch.status, batch.object, batch.metadata) == ("validating", "batch", {"a": "b"})
+        assert batch.expires_at == batch.created_at + 86_400
+        batch = await ended(client, batch.id)
+        assert batch.status == "completed" and batch.error_file_id is None
+        assert (batch.request_counts.total, batch.request_counts.completed) == (100, 100)
+        for one in (batch.in_progress_at, batch.finalizing_at, batch.completed_at):
+            assert one >= batch.created_at
+        lines = await output(client, batch.output_file_id)
+        assert [line["custom_id"] for line in lines] == [str(at) for at in range(100)]
+        for at, line in enumerate(lines):
+            assert line["error"] is None and line["response"]["status_code"] == 200
+            assert str(at)[::-1] in line["response"]["body"]["choices"][0]["message"]["content"]
+        assert len({line["id"] for line in lines}) == 100
+        assert all(options.priority == -100 and options.detached for _, _, options in script.asked)
+        assert len({options.idempotency_key for _, _, options in script.asked}) == 100
+
+    app.run(work)
+
+
+def test_each_endpoint_and_lines_that_fail(tmp_path: Path) -> None:
+    """A failed request is a line of the error file with the status and the body that it would have had over HTTP."""
+    bodies = {
+        "/v1/completions": [{"prompt": "x"}, {"prompt": "x", "n": 2}, {"prompt": ""}, {"prompt": "x", "stream": True}],
+        "/v1/responses": [{"input": "x"}, {"input": "x", "model": "other-model"}],
+        "/v1/chat/completions": [{"messages": []}, {"messages": [{"role": "user", "content": "x"}]}],
+    }
+    wanted = {"/v1/completions": [200, 200, 400, 400], "/v1/responses": [200, 404], "/v1/chat/completions": [400, 200]}
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        for endpoint, asked in bodies.items():
+            made = await client.files.create(file=("in.jsonl", jsonl(asked, endpoint)), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=made.id, endpoint=cast(Any, endpoint), completion_window="24h"
+            )
+            batch = await ended(client, batch.id)
+            good, bad = [await output(client, name) for name in (batch.output_file_id, batch.error_file_id)]
+            found = {int(line["custom_id"]): line["response"]["status_code"] for line in (*good, *bad)}
+            assert [found[at] for at in range(len(asked))] == wanted[endpoint]
+            assert all(line["response"]["status_code"] == 200 for line in good)
+            assert all(line["response"]["body"]["error"]["message"] for line in bad)
+            counts = batch.request_counts
+            assert (counts.total, counts.completed, counts.failed) == (len(asked), len(good), len(bad))
+
+    App(tmp_path).run(work)
+
+
+def test_malformed_lines_fail_a_batch_by_their_numbers(tmp_path: Path) -> None:
+    good = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    lines: list[Any] = [
+        good,
+        b"",
+        b"{not json",
+        {**good, "custom_id": "b", "method": "GET"},
+        {**good, "custom_id": "c", "url": "/v1/embeddings"},
+        good,
+        {**good, "custom_id": ""},
+        {**good, "custom_id": "d", "body": []},
+        {"custom_id": "e"},
+    ]
+    content = b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        made = await client.files.create(file=("in.jsonl", content), purpose="batch")
+        batch = await client.batches.create(input_file_id=made.id, endpoint="/v1/completions", completion_window="24h")
+        batch = await ended(client, batch.id)
+        assert batch.status == "failed" and batch.failed_at and batch.output_file_id is None
+        assert batch.errors is not None and batch.errors.data is not None
+        assert [(one.line, one.code) for one in batch.errors.data] == [
+            (3, "invalid_json_line"),
+            (4, "invalid_method"),
+            (5, "mismatched_endpoint"),
+            (6, "duplicate_custom_id"),
+            (7, "invalid_custom_id"),
+            (8, "invalid_json_line"),
+            (9, "invalid_json_line"),
+        ]
+
+    script = scripted.Script()
+    App(tmp_path, script).run(work)
+    assert not script.asked, "nothing runs of a batch that is refused"
+
+
+def test_files_without_requests_or_with_too_many_fail(tmp_path: Path) -> None:
+    app = App(tmp_path, batches=BatchesSection(lines_max=3), body_bytes_max=2048)
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        for content, line, code in (
+            (b"\n \n", None, "empty_file"),
+            (chats(4), 4, "too_many_requests"),
+            (chats(1) + b" " * 3000, 2, "line_too_long"),
+        ):
+            made = await client.files.create(file=("in.jsonl", content), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=made.id, endpoint="/v1/chat/completions", completion_window="24h"
+            )
+            batch = await ended(client, batch.id)
+            assert batch.errors is not None and batch.errors.data is not None
+            assert [(one.line, one.code) for one in batch.errors.data] == [(line, code)]
+
+    app.run(work)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"input_file_id": "file-0"}, "input_file_id|there is no file"),
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"completion_window": "1 year"}, "completion_window"),
+        ({"completion_window": "15d"}, "completion_window"),
+        ({"metadata": {str(at): "" for at in range(17)}}, "metadata"),
+        ({"metadata": {"a": "x" * 513}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "seconds"),
+    ],
+)
+def test_a_wrong_batch_is_refused_and_nothing_is_stored(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    async def work(client: openai.AsyncOpenAI) -> None:
+        made = await client.files.create(file=("in.jsonl", chats(1)), purpose="batch")
+        given = {"input_file_id": made.id, "endpoint": "/v1/chat/completions", "completion_window": "24h", **changes}
+        with pytest.raises(openai.APIStatusError, match=named) as refused:
+            await client.batches.create(**cast(Any, given))
+        assert refused.value.status_code in (400, 404)
+        assert [batch.id async for batch in client.batches.list()] == []
+
+    App(tmp_path).run(work)
+
+
+def test_lists_quotas_and_tenants(tmp_path: Path) -> None:
+    keys = {
+        name: Key(hash="sha256:" + hashlib.sha256(name.encode()).hexdigest(), tenant=f"tenant-{name}") for name in "ab"
+    }
+    script = scripted.Script(hang=True)
+    app = App(tmp_path, script, keys=keys, batches=BatchesSection(tenant_batches_max=2))
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        made = await client.files.create(file=("in.jsonl", chats(1)), purpose="batch")
+        given: Any = {"input_file_id": made.id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        both = [(await client.batches.create(**given)).id for _ in range(2)]
+        with pytest.raises(openai.RateLimitError, match="tenant_batches_max"):
+            await client.batches.create(**given)
+        assert [batch.id async for batch in client.batches.list(limit=1)] == both[::-1]
+        async with app.client("b") as other:
+            assert [batch.id async for batch in other.batches.list()] == []
+            for call in (other.batches.retrieve, other.batches.cancel):
+                with pytest.raises(openai.NotFoundError):
+                    await call(both[0])
+            with pytest.raises(openai.NotFoundError):
+                await other.batches.create(**given)
+        for name in both:
+            await client.batches.cancel(name)
+            assert (await ended(client, name)).status == "cancelled"
+        last = await client.batches.create(**given)
+        await client.batches.cancel(last.id)
+        await ended(client, last.id)
+
+    app.run(work, "a")
+    assert {options.tenant for _, _, options in script.asked} == {"tenant-a"}
+
+
+def test_a_cancelled_batch_keeps_its_answers_and_names_the_rest(tmp_path: Path) -> None:
+    script = scripted.Script()
+    app = App(tmp_path, script, batches=BatchesSection(in_flight_max=4))
+
+    def reply(prompt: str) -> str:
+        script.hang = len(script.asked) > 20
+        return "hello"
+
+    script.reply = reply
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        made = await client.files.create(file=("in.jsonl", chats(50)), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=made.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        while (await client.batches.retrieve(batch.id)).request_counts.completed < 15:
+            await asyncio.sleep(0.01)
+        batch = await client.batches.cancel(batch.id)
+        assert batch.status == "cancelling" and batch.cancelling_at
+        batch = await ended(client, batch.id)
+        assert batch.status == "cancelled" and batch.cancelled_at
+        good, bad = [await output(client, name) for name in (batch.output_file_id, batch.error_file_id)]
+        assert {line["custom_id"] for line in (*good, *bad)} == {str(at) for at in range(50)}
+        assert len(good) + len(bad) == 50 and len(good) == batch.request_counts.completed >= 15
+        assert {line["error"]["code"] for line in bad} == {"batch_cancelled"} and bad[0]["response"] is None
+        assert script.cancelled, "requests that ran are cancelled"
+        with pytest.raises(openai.ConflictError, match="ended"):
+            await client.batches.cancel(batch.id)
+
+    app.run(work)
+
+
+def test_an_expired_batch_keeps_its_answers_and_names_the_rest(tmp_path: Path) -> None:
+    script = scripted.Script(hang=True)
+    app = App(tmp_path, script)
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        made = await client.files.create(file=("in.jsonl", chats(50)), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=made.id, endpoint="/v1/chat/completions", completion_window="4s"
+        )
+        batch = await ended(client, batch.id)
+        assert batch.status == "expired" and batch.expired_at and batch.output_file_id is None
+        bad = await output(client, batch.error_file_id)
+        assert [line["custom_id"] for line in bad] == [str(at) for at in range(50)]
+        assert {line["error"]["code"] for line in bad} == {"batch_expired"} and script.cancelled
+
+    app.run(work)
+
+
+def test_the_next_process_continues_and_doubles_nothing(tmp_path: Path) -> None:
+    """The first process is given up between two writes, in any order of outcomes."""
+    first, second = scripted.Script(), scripted.Script()
+    keys: list[str] = []
+
+    def reply(prompt: str) -> str:
+        first.hang = len(first.asked) > 40  # the last lines never end in the first process
+        return "hello"
+
+    first.reply = reply
+
+    async def begin(client: openai.AsyncOpenAI) -> None:
+        made = await client.files.create(file=("in.jsonl", chats(60)), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=made.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        keys.append(batch.id)
+        while (await client.batches.retrieve(batch.id)).request_counts.completed < 20:
+            await asyncio.sleep(0.01)
+
+    async def finish(client: openai.AsyncOpenAI) -> None:
+        batch = await ended(client, keys[0])
+        lines = await output(client, batch.output_file_id)
+        assert [line["custom_id"] for line in lines] == [str(at) for at in range(60)]
+        assert batch.request_counts.completed == 60 and batch.status == "completed"
+
+    App(tmp_path, first).run(begin)
+    App(tmp_path, second).run(finish)
+    assert first.left and not first.cancelled, "requests go on for the next owner"
+    again = {options.idempotency_key: options for _, _, options in first.asked}
+    joined = [options for _, _, options in second.asked if options.idempotency_key in again]
+    assert len(second.asked) < 60 and joined
+    assert all(again[options.idempotency_key].sampling == options.sampling for options in joined)
+
+
+def test_a_full_disk_delays_a_batch(tmp_path: Path) -> None:
+    app = App(tmp_path)
+    apply, failures = app.storage.apply, 5
+
+    async def full(*operations: Any) -> Any:
+        nonlocal failures
+        if failures and any(isinstance(operation, Append) and operation.name == "chunks" for operation in operations):
+            failures -= 1
+            raise StorageFailed("stored.sqlite", "database or disk is full", "free space on its disk")
+        return await apply(*operations)
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        made = await client.files.create(file=("in.jsonl", chats(10)), purpose="batch")
+        app.storage.apply = full  # type: ignore[method-assign]
+        batch = await client.batches.create(
+            input_file_id=made.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        batch = await ended(client, batch.id)
+        assert batch.status == "completed" and not failures
+        assert len(await output(client, batch.output_file_id)) == 10
+
+    app.run(work)
+
+
+def test_a_tenant_without_room_gets_what_was_written_and_a_reason(tmp_path: Path) -> None:
+    script = scripted.Script(answers=["x" * 300])
+    app = App(tmp_path, script, storage=StorageSection(tenant_bytes_max=60_000))
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        made = await client.files.create(file=("in.jsonl", chats(200)), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=made.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        batch = await ended(client, batch.id)
+        assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
+        assert batch.errors.data[0].code == "capacity_exceeded"
+        assert len(await output(client, batch.output_file_id)) == batch.request_counts.completed
+
+    app.run(work)
+
+
+def test_a_deleted_input_file_ends_its_batch(tmp_path: Path) -> None:
+    app = App(tmp_path, scripted.Script(hang=True), batches=BatchesSection(in_flight_max=1))
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        big = jsonl([{"messages": [{"role": "user", "content": "x" * 1000}]}] * 2000)
+        made = await client.files.create(file=("in.jsonl", big), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=made.id, endpoint="/v1/chat/completions", completion_window="2s"
+        )
+        while (await client.batches.retrieve(batch.id)).status == "validating":
+            await asyncio.sleep(0.01)
+        await client.files.delete(made.id)
+        batch = await ended(client, batch.id)
+        assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
+        assert batch.errors.data[0].code == "input_file_deleted"
+
+    app.run(work)
+
+
+def test_an_input_file_expires_only_after_its_batches(tmp_path: Path) -> None:
+    app = App(tmp_path)
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        made = await client.files.create(file=("in.jsonl", chats(3)), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=made.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        (document,) = app.storage.done(Get(tenant="default", kind="file", id=made.id))
+        assert document.expires_at == 0  # type: ignore[union-attr]
+        await ended(client, batch.id)
+        (document,) = app.storage.done(Get(tenant="default", kind="file", id=made.id))
+        assert document.expires_at == pytest.approx(made.expires_at, abs=5)  # type: ignore[union-attr]
+
+    app.run(work)
