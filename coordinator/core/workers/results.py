@@ -51,7 +51,16 @@ class StepResults:
         """
         sent = group.sent[0]
         tokens, logprobs, top_logprobs, errors = self._aligned(group, sent, result)
-        prompts = self._scored_rows(group, sent, result)
+        prompts: list[tuple[int, int, ScoredTokens]] = []
+        # Steps that score nothing, as nearly all decodes, make no call for it.
+        if sent.message.scored.size or (
+            result.prompt_logprobs.size
+            or result.prompt_ranks.size
+            or result.prompt_top_counts.size
+            or result.prompt_top_tokens.size
+            or result.prompt_top_logprobs.size
+        ):
+            prompts = self._scored_rows(group, sent, result)
         s, running = self._cache.sequences, self._admission.rows
         group.sent.popleft()
         slots, rows, counts = sent.slots, sent.sampled, sent.counts
