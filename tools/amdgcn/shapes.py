@@ -21,8 +21,8 @@ from kvforge.worker.kernels.layer_weights import (
     HeadNorms,
     Norm,
     Projection,
-    RotaryTable,
 )
+from kvforge.worker.kernels.positions import RotaryTable
 from kvforge.worker.sampling import selftest as sampling_selftest
 
 from .driver import Emulated

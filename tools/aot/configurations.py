@@ -27,6 +27,7 @@ DECLARED: dict[tuple[str, str], Declared] = {
     ("kernels.exchange", "join_of_ranks_kernel"): layers.join_configurations,
     ("kernels.rotary", "rotary_kernel"): layers.rotary_configurations,
     ("kernels.activation", "activation_kernel"): layers.activation_configurations,
+    ("kernels.xielu", "xielu_kernel"): layers.xielu_configurations,
     ("kernels.linear", "linear_kernel"): layers.linear_configurations,
     ("kernels.project", "project_kernel"): layers.project_configurations,
     ("kernels.router_kernel", "route_kernel"): experts.route_configurations,

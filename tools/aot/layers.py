@@ -20,6 +20,7 @@ from kvforge.worker.kernels.activations import Activation
 from kvforge.worker.kernels.layer_weights import Norm
 from kvforge.worker.kernels.linear import OTHER_PARTS_MAX, choose_tiles, linear_parts
 from kvforge.worker.kernels.project import HEAD_SIZES, project
+from kvforge.worker.kernels.xielu import apply_xielu
 from kvforge.worker.sampling.kernels import PIECE, choose_tokens, feed_tokens
 from kvforge.worker.sampling.sampler import COLUMNS, WORD_BITS
 
@@ -52,6 +53,7 @@ USES = ("whole", "wide", "parts", "gated")  # use of a product: as it is, float3
 BLOCKS = tuple(1 << exponent for exponent in range(norm.BLOCK_MIN.bit_length() - 1, HIDDEN_MAX.bit_length()))
 HIDDEN = BLOCKS
 HEADS = tuple(size for head in HEAD_CLASSES for size in (head, head - 8))
+GEMMA4_HEAD = 512  # its attention runs in plain torch, its rotation does not
 PARTS = (1, 2, 3, OTHER_PARTS_MAX)
 RANKS = (2, 4, 8)
 FAR = (False, True)  # whether a weight, K and V, or the logits take 2 GiB or more; nothing else can
@@ -150,7 +152,7 @@ def head_norm_configurations(target: Target) -> list[Configuration]:
 
 def rotary_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `rotary_kernel` on `target`."""
-    return distinct(_rotary(target, *each) for each in product(FLOATS, HEADS))
+    return distinct(_rotary(target, *each) for each in product(FLOATS, (*HEADS, GEMMA4_HEAD)))
 
 
 def activation_configurations(target: Target) -> list[Configuration]:
@@ -158,6 +160,14 @@ def activation_configurations(target: Target) -> list[Configuration]:
     gated = (*KINDS, "clamped_swiglu")
     every = (*product(FLOATS, (14336, 1000), gated, (True,)), *product(FLOATS, (14336, 1000), KINDS, (False,)))
     return distinct(_activation(target, *each) for each in every)
+
+
+def xielu_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `xielu_kernel` on `target`."""
+    activation = Activation("xielu", negative=1.0)
+    numbers = [meta_tensor(1, 21504, dtype=dtype) for dtype in FLOATS]
+    made = [(DTYPE_NAMES[x.dtype], partial(apply_xielu, launched_on(target), x, activation)) for x in numbers]
+    return distinct(_configuration(target, f"xielu {name}", launch) for name, launch in made)
 
 
 def scan_configurations(target: Target) -> list[Configuration]:

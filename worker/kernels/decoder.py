@@ -14,11 +14,20 @@ from kvforge.worker.attention.reference import rotate
 from kvforge.worker.device.exchange import ATTENTION, INNER, LOGITS
 from kvforge.worker.device.ranks import Ranks
 
+from .heads import Rotary, norm_heads, own_query
 from .interface import LayerOperations
-from .layer_weights import FeedForward, FusedLayer, HeadNorms, MixtureOfExperts, Norm, Projection, RotaryTable
+from .layer_weights import (
+    ExpertsBeside,
+    FeedForward,
+    FusedLayer,
+    MixtureOfExperts,
+    Norm,
+    Projection,
+    TokenInputs,
+)
 from .partition import apply_aligned
-
-Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin, each [tokens, rotated]
+from .positions import RotaryTable
+from .token_inputs import add_token_block, token_inputs
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,7 @@ class FusedDecoder:
         ranks: The ranks that hold the other heads and the other inner columns; this rank then computes one part of each
             sum.
         head_is_split: Whether the head has only this rank's share of the vocabulary.
+        token_inputs: Inputs of the layers' third blocks; None: none.
     """
 
     operations: LayerOperations
@@ -53,6 +63,7 @@ class FusedDecoder:
     logit_softcap: float = 0.0
     ranks: Ranks | None = None
     head_is_split: bool = False
+    token_inputs: TokenInputs | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -74,9 +85,9 @@ class FusedDecoder:
     def product_weights(self) -> Iterator[torch.Tensor]:
         """Yield every weight of a product, the head last."""
         for layer in self.layers:
-            yield layer.projected.weight
-            yield layer.output.weight
-            yield from layer.feed.product_weights()
+            yield from layer.product_weights()
+        if self.token_inputs is not None:
+            yield self.token_inputs.projection.weight
         yield self.head.weight
 
     def forward(
@@ -152,9 +163,11 @@ class FusedDecoder:
         rotary = [ops.rotary(positions, each.frequencies, each.scaling, self.table.dtype) for each in self.rotary]
         scales = {layer.query_scale for layer in self.layers if layer.query_scale is not None}
         factors = {scale: scale.factors(positions, residual.dtype) for scale in scales}
+        inputs = None if self.token_inputs is None else token_inputs(ops, self.token_inputs, token_ids, residual)
         following = (*(layer.input_norm for layer in self.layers[1:]), self.final_norm)
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
-            cache = pool.layers[index]
+            cache = pool.layers[index if layer.kv_layer is None else layer.kv_layer]
+            last = None if layer.token_block is not None or layer.output_scale != 1.0 else next_norm
             query = self.project(layer, normed, None if layer.rotary is None else rotary[layer.rotary], cache, batch)
             if layer.query_scale is not None:
                 query.mul_(factors[layer.query_scale])
@@ -165,11 +178,29 @@ class FusedDecoder:
             if isinstance(feed, MixtureOfExperts):
                 mixed = self.mix(feed, x)
                 parts = mixed if self.ranks is None else self.ranks.gather(mixed[0])
-                normed = combine(ops, parts, residual, layer.fed_norm, scale, next_norm)
+                normed = combine(ops, parts, residual, layer.fed_norm, scale, last)
+            elif layer.experts_beside is not None:
+                both = self._feed_beside(feed, layer.experts_beside, x, residual)
+                normed = combine(ops, both[None], residual, layer.fed_norm, scale, last)
             else:
                 inner = self.feed(feed, x)
-                normed = self.add(INNER, inner, feed.down, residual, layer.fed_norm, scale, next_norm)
+                normed = self.add(INNER, inner, feed.down, residual, layer.fed_norm, scale, last)
+            if last is not next_norm:
+                if layer.token_block is not None and inputs is not None:
+                    add_token_block(ops, layer.token_block, inputs[:, index], residual)
+                residual.mul_(layer.output_scale)
+                normed = residual if next_norm is None else ops.norm(residual, next_norm)
         return normed
+
+    def _feed_beside(
+        self, feed: FeedForward, beside: ExpertsBeside, normed: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sum of a dense block and the experts beside it, [tokens, hidden]."""
+        ops = self.operations
+        dense = ops.linear(self.feed(feed, normed), feed.down.weight, feed.down.bias)
+        routed = ops.norm(residual, beside.router_norm)
+        mixed = self.mix(beside.mixture, ops.norm(residual, beside.input_norm), routed, whole=True)[0]
+        return ops.norm(dense, beside.dense_norm).add_(ops.norm(mixed, beside.output_norm))
 
     def _embed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the embeddings and their norms, [tokens, hidden] each."""
@@ -188,21 +219,32 @@ class FusedDecoder:
             return ops.gated(normed, weight, bias, feed.activation)
         return ops.activated(normed, weight, bias, feed.activation)
 
-    def mix(self, experts: MixtureOfExperts, normed: torch.Tensor) -> torch.Tensor:
-        """Return the result of a mixture of experts as a sum [parts, tokens, hidden].
+    def mix(
+        self, experts: MixtureOfExperts, normed: torch.Tensor, routed: torch.Tensor | None = None, whole: bool = False
+    ) -> torch.Tensor:
+        """Compute a mixture of experts.
 
-        With several ranks: one part, which is this rank's.
+        Args:
+            experts: The mixture.
+            normed: [tokens, hidden].
+            routed: What the router reads, [tokens, hidden]; None: `normed`.
+            whole: Whether to return one part.
+
+        Returns:
+            The result as a sum [parts, tokens, hidden]. With several ranks: one part, which is this rank's.
         """
         ops, gate = self.operations, experts.gate
+        routed = normed if routed is None else routed
         if gate.weight.dtype != normed.dtype:  # a router in float32
-            logits = ops.wide_linear(normed, gate.weight, gate.bias)
+            logits = ops.wide_linear(routed, gate.weight, gate.bias)
         else:
-            logits = ops.linear(normed, gate.weight, gate.bias)
-        chosen, weights = ops.route(logits, experts.router, experts.choice_bias)
-        run = ops.expert_parts if experts.shared is None and self.ranks is None else ops.experts
+            logits = ops.linear(routed, gate.weight, gate.bias)
+        chosen, weights = ops.route(logits, experts.router, experts.choice_bias, experts.factors)
+        whole = whole or experts.shared is not None or self.ranks is not None
+        run = ops.experts if whole else ops.expert_parts
         mixed = run(normed, chosen, weights, experts.matrices, experts.activation, experts.interleaved)
         if experts.shared is None:
-            return mixed if self.ranks is None else mixed[None]
+            return mixed[None] if whole else mixed
         shared = experts.shared
         found = ops.linear(self.feed(shared, normed), shared.down.weight, shared.down.bias)
         if experts.shared_gate is not None:
@@ -260,6 +302,10 @@ class FusedDecoder:
             if query is not None:
                 return query
         projected = ops.linear(normed, weight, bias)
+        if layer.kv_layer is not None:
+            return own_query(ops, layer, projected, rotary)
+        if layer.value_is_key:
+            projected = torch.cat((projected, projected[:, layer.heads * layer.head_size :]), dim=1)
         norms = layer.head_norms
         if norms is not None and not norms.after_rotation:
             norm_heads(ops, layer, norms, projected)
@@ -289,20 +335,3 @@ def combine(
     if after is None and scale == 1.0 and following is not None and following.is_plain:
         return ops.add_norm(parts, residual, following.weight, following.epsilon)
     return ops.combine(parts, residual, after, scale, following)
-
-
-def norm_heads(ops: LayerOperations, layer: FusedLayer, norms: HeadNorms, projected: torch.Tensor) -> None:
-    """Normalise Q and K in place. projected: [tokens, (heads + 2 x kv_heads) x head_size], contiguous."""
-    query, key = norms.query, norms.key
-    if layer.norms_each_head and query.is_plain:
-        ops.head_norm(projected, query.weight, key.weight, layer.heads, layer.kv_heads, query.epsilon)
-        return
-    if layer.norms_each_head and query.bias is None:
-        ops.norm_heads(projected, query, key, layer.heads, layer.kv_heads)
-        return
-    first = 0
-    for norm, heads in ((query, layer.heads), (key, layer.kv_heads)):
-        columns = projected[:, first : first + heads * layer.head_size]
-        first += heads * layer.head_size
-        rows = columns.unflatten(1, (-1, len(norm.weight)))
-        ops.norm(rows, norm, rows)

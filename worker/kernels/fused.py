@@ -27,6 +27,7 @@ from .plain import PlainOperations
 from .project import can_project, project
 from .rotary import rotary
 from .router_kernel import route
+from .xielu import apply_xielu
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -72,6 +73,8 @@ class FusedOperations:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
     ) -> torch.Tensor:
         """Implement `LayerOperations.activated`."""
+        if activation.kind == "xielu":
+            return apply_xielu(self, self.linear(x, weight, bias), activation)
         return self._activated(x, weight, bias, activation, gated=False)
 
     def _activated(

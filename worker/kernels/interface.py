@@ -12,7 +12,8 @@ from kvforge.worker.attention.pool import KvPool
 
 from .activations import SILU, Activation
 from .expert_loop import ExpertMatrices
-from .layer_weights import FusedLayer, Norm, RotaryTable
+from .layer_weights import FusedLayer, Norm
+from .positions import RotaryTable
 from .router import Router
 
 SLAB = 32  # rows per product where products must not depend on the row count, but ours and torch's differ

@@ -15,7 +15,7 @@ from kvforge.worker.attention import AttentionOptions
 
 from .activations import SILU, Activation
 from .expert_loop import ExpertMatrices
-from .partition import apply_aligned
+from .positions import QueryScale
 from .router import Router
 
 
@@ -62,57 +62,13 @@ class HeadNorms:
         query: With [head_size] numbers for each head, or [heads x head_size] for all heads of a token together.
         key: As `query`, for the KV heads.
         after_rotation: Whether they follow the rotary embedding (Hunyuan), not precede it.
+        value: As `key`, for V (Gemma 4); None: none.
     """
 
     query: Norm
     key: Norm
     after_rotation: bool = False
-
-
-@dataclass(frozen=True)
-class RotaryTable:
-    """Frequencies of a rotary embedding.
-
-    Attributes:
-        frequencies: [rotated / 2] float32; the first `rotated` numbers of each head are rotated.
-        scaling: Factor of cos and sin.
-    """
-
-    frequencies: torch.Tensor
-    scaling: float
-
-
-@dataclass(frozen=True)
-class QueryScale:
-    """A factor of queries that grows with the position p: 1 + growth x log(1 + floor((p + offset) / length)).
-
-    Ministral 3 and Llama 4 (arXiv 2501.19399) keep attention sharp over many keys with it.
-
-    Attributes:
-        growth: Factor of the logarithm.
-        length: Positions from one step of the factor to the next.
-        offset: Added to the position.
-        rounds_first: Round the factor to the dtype of queries before the product, not only the product.
-    """
-
-    growth: float
-    length: float
-    offset: float = 0.0
-    rounds_first: bool = True
-
-    def factors(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the factor of each position.
-
-        Args:
-            positions: [tokens] int64.
-            dtype: Dtype of queries.
-
-        Returns:
-            [tokens, 1, 1] float32, or `dtype` where the factor is rounded.
-        """
-        steps = torch.floor((positions.float() + self.offset) / self.length)
-        found = 1.0 + self.growth * apply_aligned(torch.log1p, steps)
-        return (found.to(dtype) if self.rounds_first else found)[:, None, None]
+    value: Norm | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +102,7 @@ class MixtureOfExperts:
         router: The choice from its logits.
         choice_bias: [experts] float32, added to scores for the choice only; None: none.
         matrices: Their matrices.
+        factors: [experts], a factor of each expert's weight (Gemma 4); None: none.
         activation: Applied to the gate of each expert.
         interleaved: Whether rows of gate and up alternate.
         shared: Experts that every token uses, as one dense block; None: none.
@@ -160,6 +117,7 @@ class MixtureOfExperts:
     interleaved: bool = False
     shared: FeedForward | None = None
     shared_gate: Projection | None = None
+    factors: torch.Tensor | None = None
 
     def product_weights(self) -> Iterator[torch.Tensor]:
         """Yield every weight of a product but the router's."""
@@ -167,6 +125,69 @@ class MixtureOfExperts:
             yield from (matrices,) if isinstance(matrices, torch.Tensor) else matrices
         if self.shared is not None:
             yield from self.shared.product_weights()
+
+
+@dataclass(frozen=True)
+class ExpertsBeside:
+    """Experts beside a dense feed-forward block, both of the same residual (Gemma 4).
+
+    With the dense result d and the residual x, the block's result is
+
+        dense_norm(d) + output_norm(mixture(input_norm(x)))
+
+    Attributes:
+        mixture: The experts; the router reads router_norm(x).
+        input_norm: Norm before the experts.
+        router_norm: Norm before the router.
+        dense_norm: Norm of the dense result.
+        output_norm: Norm of the experts' result.
+    """
+
+    mixture: MixtureOfExperts
+    input_norm: Norm
+    router_norm: Norm
+    dense_norm: Norm
+    output_norm: Norm
+
+
+@dataclass(frozen=True)
+class TokenBlock:
+    """A third block of a layer, with an input of the token itself t (Gemma 4): x += norm(output(gate(x) * t)).
+
+    Attributes:
+        gate: [n, hidden], with an activation behind it.
+        activation: The activation.
+        output: [hidden, n].
+        norm: Norm of the result.
+    """
+
+    gate: Projection
+    activation: Activation
+    output: Projection
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """The inputs of every layer's `TokenBlock`.
+
+        scale * (norm(projection_scale * projection(embedding)) + table_scale * table[token])
+
+    Attributes:
+        table: [vocab, layers x n].
+        table_scale: Factor of its rows.
+        projection: [layers x n, hidden].
+        projection_scale: Factor of its result.
+        norm: Norm of n numbers.
+        scale: Factor of the sum.
+    """
+
+    table: torch.Tensor
+    table_scale: float
+    projection: Projection
+    projection_scale: float
+    norm: Norm
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -198,6 +219,11 @@ class FusedLayer:
         is_parallel: Whether attention and feed-forward read the same norm.
         query_scale: Factor of rotated queries by position; None: none.
         clip: Largest size of numbers of Q, K and V before the rotation; 0: unlimited.
+        value_is_key: Whether V is K before norm and rotation; `projected` then has Q and K only.
+        kv_layer: Index of the layer with the K and V that this layer reads; `projected` then has Q only. None: its own.
+        experts_beside: Experts beside the dense block `feed`; None: none.
+        token_block: The third block; None: none.
+        output_scale: Factor of the residual after the last block.
     """
 
     options: AttentionOptions
@@ -217,6 +243,29 @@ class FusedLayer:
     is_parallel: bool = False
     query_scale: QueryScale | None = None
     clip: float = 0.0
+    value_is_key: bool = False
+    kv_layer: int | None = None
+    experts_beside: ExpertsBeside | None = None
+    token_block: TokenBlock | None = None
+    output_scale: float = 1.0
+
+    @property
+    def mixture(self) -> MixtureOfExperts | None:
+        """The experts, of the feed-forward block or beside it; None: none."""
+        if self.experts_beside is not None:
+            return self.experts_beside.mixture
+        return self.feed if isinstance(self.feed, MixtureOfExperts) else None
+
+    def product_weights(self) -> Iterator[torch.Tensor]:
+        """Yield every weight of a product but the router's."""
+        yield self.projected.weight
+        yield self.output.weight
+        yield from self.feed.product_weights()
+        if self.experts_beside is not None:
+            yield from self.experts_beside.mixture.product_weights()
+        if self.token_block is not None:
+            yield self.token_block.gate.weight
+            yield self.token_block.output.weight
 
     @property
     def dense(self) -> FeedForward | None:
@@ -231,7 +280,9 @@ class FusedLayer:
             return False
         if self.attended_norm is not None or self.fed_norm is not None or self.residual_scale != 1.0:
             return False
-        if self.query_scale is not None or self.clip:
+        if self.query_scale is not None or self.clip or self.value_is_key or self.kv_layer is not None:
+            return False
+        if self.experts_beside is not None or self.token_block is not None or self.output_scale != 1.0:
             return False
         feed = self.feed
         has_plain_feed = isinstance(feed, FeedForward) and feed.is_gated and feed.activation == SILU
@@ -241,7 +292,10 @@ class FusedLayer:
     def has_plain_heads(self) -> bool:
         """Whether Q and K have no norms, or those of Qwen3."""
         return self.head_norms is None or (
-            not self.head_norms.after_rotation and self.norms_each_head and self.head_norms.query.is_plain
+            not self.head_norms.after_rotation
+            and self.head_norms.value is None
+            and self.norms_each_head
+            and self.head_norms.query.is_plain
         )
 
     @property

@@ -189,6 +189,7 @@ KERNELS = (
     Kernel("kvforge.worker.kernels.exchange", "join_of_ranks_kernel", torch.cat, _exchange),
     Kernel("kvforge.worker.kernels.rotary", "rotary_kernel", PlainOperations.rotary, _layers),
     Kernel("kvforge.worker.kernels.activation", "activation_kernel", PlainOperations.gated, _layers),
+    Kernel("kvforge.worker.kernels.xielu", "xielu_kernel", PlainOperations.activated, _layers),
     Kernel("kvforge.worker.kernels.linear", "linear_kernel", PlainOperations.linear, _layers),
     Kernel("kvforge.worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers),
     Kernel("kvforge.worker.kernels.router_kernel", "route_kernel", route, _experts),

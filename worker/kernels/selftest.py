@@ -18,7 +18,8 @@ from kvforge.worker.attention.reference import rotate
 from kvforge.worker.device.check import require_right
 from kvforge.worker.device.device import WAY_OUT, Device
 
-from .decoder import FusedDecoder, combine, norm_heads
+from .decoder import FusedDecoder, combine
+from .heads import norm_heads
 from .interface import LayerOperations
 from .plain import PlainOperations
 from .quantised import PlainInputQuantiser, choose_input_quantiser, rotation_of

@@ -17,7 +17,7 @@ from kvforge.worker.attention import KvLayer, PagedBatch
 from kvforge.worker.device.device import Device
 
 from .decoder import FusedDecoder, combine
-from .layer_weights import MixtureOfExperts, Norm, Projection
+from .layer_weights import Norm, Projection
 
 # One token; counts around the tiles of the worker's kernels; and counts with special kernels in torch's library.
 CORES_LADDER = (1, 2, 3, 7, 16, 33, 65, 129)  # for CPUs, where each row costs time
@@ -89,7 +89,7 @@ def _products(fused: FusedDecoder, device: Device) -> Iterator[tuple[str, int, t
         inner = dense.down.weight.shape[1]
         yield "the gated product", hidden, LADDER, lambda x: (fused.feed(dense, x),)
         yield "the product behind it", inner, LADDER, summed(dense.down, layer.fed_norm, fused.final_norm)
-    experts = next((each.feed for each in fused.layers if isinstance(each.feed, MixtureOfExperts)), None)
+    experts = next(filter(None, (each.mixture for each in fused.layers)), None)
     if experts is not None:
         yield "the mixture of experts", hidden, LADDER, lambda x: tuple(fused.mix(experts, x))
     yield "the head's product", hidden, HEAD_LADDER, logits

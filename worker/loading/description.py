@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvforge.worker.kernels.layer_weights import QueryScale
+from kvforge.worker.kernels.positions import QueryScale
 from kvforge.worker.kernels.router import Router
 
 
@@ -15,6 +15,10 @@ def _always(_attention: Any) -> bool:
 
 
 def _unscaled(_attention: Any) -> None:
+    return None
+
+
+def _own(_decoder: Any, _layer: int) -> None:
     return None
 
 
@@ -31,6 +35,7 @@ class Mixture:
         gate: The module with the router's weight.
         weight: Its weight, or the module inside that has it.
         choice_bias: Tensor that is added to scores for the choice, by its path; "": none.
+        factors: Tensor with a factor of each expert's weight, by its path; "": none.
         wide: Whether the weights of experts stay in float32.
         experts: transformers' module of experts.
         shared: The module of shared experts, whose projections are those of the family; "": none.
@@ -43,11 +48,62 @@ class Mixture:
     gate: str = "gate"
     weight: str = ""
     choice_bias: str = ""
+    factors: str = ""
     wide: bool = False
     experts: str = "experts"
     shared: str = ""
     is_shared_outside: bool = False
     shared_gate: str = ""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The names of the parts of experts beside a dense block, in a layer. The defaults are Gemma 4's.
+
+    Attributes:
+        mixture: The experts, with names in the layer.
+        input_norm: Norm before the experts.
+        router: The router. Its norm has no weight: a scale per number and one of all follow.
+        router_norm: Its norm.
+        router_scale: Its scale of each number.
+        router_factor: Its scale of all numbers.
+        dense_norm: Norm of the dense result.
+        output_norm: Norm of the experts' result.
+    """
+
+    mixture: Mixture
+    input_norm: str = "pre_feedforward_layernorm_2"
+    router: str = "router"
+    router_norm: str = "norm"
+    router_scale: str = "scale"
+    router_factor: str = "scalar_root_size"
+    dense_norm: str = "post_feedforward_layernorm_1"
+    output_norm: str = "post_feedforward_layernorm_2"
+
+
+@dataclass(frozen=True)
+class TokenBlocks:
+    """The names of blocks with an input of the token itself. The defaults are Gemma 4's.
+
+    Attributes:
+        table: The decoder's table of inputs.
+        projection: The decoder's projection of embeddings to inputs.
+        projection_scale: Factor of that projection.
+        projection_norm: Norm of its result.
+        scale: Factor of the sum.
+        gate: A layer's projection of the residual.
+        output: A layer's projection to the residual.
+        norm: A layer's norm of the result.
+    """
+
+    table: str = "embed_tokens_per_layer"
+    projection: str = "per_layer_model_projection"
+    projection_scale: str = "per_layer_model_projection_scale"
+    projection_norm: str = "per_layer_projection_norm"
+    scale: str = "per_layer_input_scale"
+    gate: str = "per_layer_input_gate"
+    output: str = "per_layer_projection"
+    norm: str = "post_per_layer_input_norm"
 
 
 @dataclass(frozen=True)
@@ -63,6 +119,8 @@ class Family:
         output: Projection of the heads' results.
         head_norms: Norms of Q and K; both may be missing in a model.
         norms_after_rotation: Whether these follow the rotary embedding.
+        value_norm: Norm of V; "": none.
+        kv_layer: Index of the layer with the K and V that a layer reads, from the decoder and the layer's index; None: its own.
         rotates: Whether an attention module rotates Q and K.
         rotary: The module with the rotary embedding of a layer, from the decoder and the layer's index; None: none.
         query_scale: An attention module's factor of queries by position; None: none.
@@ -75,6 +133,9 @@ class Family:
         activation: Setting that names the activation.
         mixture: The mixture of experts, in layers that have one.
         is_parallel: Whether attention and feed-forward read the same norm.
+        beside: Experts beside the dense block, in models that have them.
+        token_blocks: Blocks with an input of the token, in models that have them.
+        output_scale: Tensor with the factor of the residual after a layer; "": none.
         embedding_scale: Setting with the factor of embeddings; "": that of the embedding module, or none.
         residual_scale: Setting with the factor of both results; "": none.
         logit_scale: Setting with the factor of logits; "": none.
@@ -90,6 +151,8 @@ class Family:
     output: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     norms_after_rotation: bool = False
+    value_norm: str = ""
+    kv_layer: Callable[[Any, int], int | None] = _own
     rotates: Callable[[Any], bool] = _always
     rotary: Callable[[Any, int], Any] = _rotary
     query_scale: Callable[[Any], QueryScale | None] = _unscaled
@@ -102,6 +165,9 @@ class Family:
     activation: str = "hidden_act"
     mixture: Mixture | None = None
     is_parallel: bool = False
+    beside: Beside | None = None
+    token_blocks: TokenBlocks | None = None
+    output_scale: str = ""
     embedding_scale: str = ""
     residual_scale: str = ""
     logit_scale: str = ""

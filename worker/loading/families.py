@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvforge.worker.kernels.layer_weights import QueryScale
+from kvforge.worker.kernels.positions import QueryScale
 from kvforge.worker.kernels.router import Router
 
-from .description import Family, Mixture
+from .description import Beside, Family, Mixture, TokenBlocks
 
 
 def _scaled_by_position(attention: Any) -> QueryScale | None:
@@ -38,6 +38,18 @@ def _rotary_of_theta(decoder: Any, layer: int) -> Any:
     theta = decoder.config.layer_rope_theta[layer]
     rotary = (each for each in decoder.rotary_embs if each.config.rope_parameters["rope_theta"] == theta)
     return next(rotary) if theta else None
+
+
+def _last_of_kind(decoder: Any, layer: int) -> int | None:
+    """Gemma 4's last layers read the K and V of the last layer of their kind that has its own."""
+    kinds, modes = decoder.config.layer_types, decoder.config.kv_sharing_modes
+    if modes[layer] != "reuse":
+        return None
+    return max(index for index in range(layer) if modes[index] != "reuse" and kinds[index] == kinds[layer])
+
+
+def _softmax_of_gemma(config: Any) -> Router:
+    return Router(config.top_k_experts, normalises=True)
 
 
 def _softmax(config: Any) -> Router:
@@ -88,6 +100,16 @@ _GEMMA2 = Family(
     activation="hidden_activation",
     logit_softcap="final_logit_softcapping",
 )
+_GEMMA4 = replace(
+    _GEMMA2,
+    value_norm="v_norm",
+    kv_layer=_last_of_kind,
+    beside=Beside(
+        Mixture(_softmax_of_gemma, gate="router", weight="proj", factors="router.per_expert_scale", wide=True)
+    ),
+    token_blocks=TokenBlocks(),
+    output_scale="layer_scalar",
+)
 _PHI3 = Family(projected=("qkv_proj",), gate_up=("gate_up_proj",))
 _GRANITE = Family(
     embedding_scale="embedding_multiplier", residual_scale="residual_multiplier", logit_divisor="logits_scaling"
@@ -128,6 +150,7 @@ FAMILIES = {
     "gemma.GemmaForCausalLM": Family(),
     "gemma2.Gemma2ForCausalLM": _GEMMA2,
     "gemma3.Gemma3ForCausalLM": _GEMMA2,
+    "gemma4.Gemma4ForCausalLM": _GEMMA4,
     "glm.GlmForCausalLM": Family(gate_up=("gate_up_proj",), interleaved=True),
     "glm4.Glm4ForCausalLM": _GLM4,
     "glm4_moe.Glm4MoeForCausalLM": _GLM4_EXPERTS,

@@ -24,12 +24,21 @@ import torch
 from kvforge.worker.attention import AttentionOptions, PagedAttention
 from kvforge.worker.device.ranks import Ranks
 from kvforge.worker.kernels import LayerOperations
+from kvforge.worker.kernels.activations import Activation
 from kvforge.worker.kernels.decoder import FusedDecoder
-from kvforge.worker.kernels.layer_weights import FeedForward, FusedLayer, MixtureOfExperts, Projection
+from kvforge.worker.kernels.layer_weights import (
+    ExpertsBeside,
+    FeedForward,
+    FusedLayer,
+    MixtureOfExperts,
+    Projection,
+    TokenBlock,
+    TokenInputs,
+)
 from kvforge.worker.kernels.packed import PackedRows
 from kvforge.worker.kernels.packed_table import PackedEmbedding, PackedTable, table_of
 
-from .description import Family
+from .description import Family, TokenBlocks
 from .mixtures import MixtureParts, packed_experts
 from .parts import DecoderParts, LayerParts, parts_of
 from .quantisation import Packer
@@ -89,6 +98,7 @@ def fuse(
         logit_softcap=_setting(config, family.logit_softcap, 0.0),
         ranks=ranks,
         head_is_split=split,
+        token_inputs=_token_inputs(module.model, parts, packer),
     )
 
 
@@ -135,7 +145,9 @@ def _fuse_layer(
     family, attention = parts.family, layer.self_attn
     head_size = attention.head_dim
     heads = getattr(attention, family.output).in_features // head_size
-    projected = sum(getattr(attention, name).out_features for name in family.projected) // head_size
+    names = [name for name in family.projected if getattr(attention, name, None) is not None]
+    value_is_key = len(names) == 2 and len(family.projected) == 3
+    others = sum(getattr(attention, name).out_features for name in names) // head_size - heads
     rotary = found.rotary
     order = None
     if family.interleaved and rotary is not None:
@@ -144,10 +156,10 @@ def _fuse_layer(
         options=options,
         rotary=rotary,
         heads=heads,
-        kv_heads=(projected - heads) // 2,
+        kv_heads=others if value_is_key else others // 2,
         head_size=head_size,
         input_norm=found.input_norm,
-        projected=_join(attention, family.projected, packer, order),
+        projected=_join(attention, names, packer, order),
         head_norms=found.head_norms,
         output=_join(attention, (family.output,), packer),
         inner_norm=found.inner_norm,
@@ -158,40 +170,76 @@ def _fuse_layer(
         is_parallel=family.is_parallel,
         query_scale=found.query_scale,
         clip=found.clip,
+        value_is_key=value_is_key,
+        kv_layer=found.kv_layer,
+        experts_beside=_beside(layer, found, packer),
+        token_block=_token_block(layer, found, family.token_blocks, packer),
+        output_scale=found.output_scale,
     )
 
 
 def _feed(layer: Any, found: LayerParts, parts: DecoderParts, packer: Packer | None) -> FeedForward | MixtureOfExperts:
     feed = parts.family.feed_of(layer)
     if found.mixture is None:
-        return _feed_forward(feed, parts, packer)
-    return _mixture(layer, feed, found.mixture, parts, packer)
+        return _feed_forward(feed, found.activation, parts, packer)
+    shared = parts.family.shared_of(layer, feed) if found.mixture.is_shared else None
+    dense = None if shared is None else _feed_forward(shared, found.activation, parts, packer)
+    return _mixture(feed, found.mixture, dense, packer)
 
 
-def _feed_forward(feed: Any, parts: DecoderParts, packer: Packer | None) -> FeedForward:
+def _beside(layer: Any, found: LayerParts, packer: Packer | None) -> ExpertsBeside | None:
+    beside = found.beside
+    if beside is None:
+        return None
+    norms = (beside.input_norm, beside.router_norm, beside.dense_norm, beside.output_norm)
+    return ExpertsBeside(_mixture(layer, beside.mixture, None, packer), *norms)
+
+
+def _token_block(layer: Any, found: LayerParts, names: TokenBlocks | None, packer: Packer | None) -> TokenBlock | None:
+    if names is None or found.token_norm is None:
+        return None
+    gate, output = _join(layer, (names.gate,), packer), _join(layer, (names.output,), packer)
+    return TokenBlock(gate, found.activation, output, found.token_norm)
+
+
+def _token_inputs(decoder: Any, parts: DecoderParts, packer: Packer | None) -> TokenInputs | None:
+    names = parts.family.token_blocks
+    if names is None or parts.input_norm is None:
+        return None
+    table = getattr(decoder, names.table)
+    return TokenInputs(
+        table=table.weight,
+        table_scale=float(table.embed_scale.to(table.weight.dtype)),
+        projection=_join(decoder, (names.projection,), packer),
+        projection_scale=getattr(decoder, names.projection_scale),
+        norm=parts.input_norm,
+        scale=getattr(decoder, names.scale),
+    )
+
+
+def _feed_forward(feed: Any, activation: Activation, parts: DecoderParts, packer: Packer | None) -> FeedForward:
     family = parts.family
     return FeedForward(
         gate_up=_join(feed, family.gate_up, packer),
         down=_join(feed, (family.down,), packer),
-        activation=parts.activation,
+        activation=activation,
         is_gated=family.is_gated,
     )
 
 
-def _mixture(
-    layer: Any, feed: Any, found: MixtureParts, parts: DecoderParts, packer: Packer | None
-) -> MixtureOfExperts:
+def _mixture(owner: Any, found: MixtureParts, shared: FeedForward | None, packer: Packer | None) -> MixtureOfExperts:
     mixture = found.mixture
     experts = found.experts
     return MixtureOfExperts(
         gate=found.gate,
         router=found.router,
         choice_bias=found.choice_bias,
+        factors=found.factors,
         matrices=experts.matrices if packer is None else packed_experts(experts, packer),
         activation=found.activation,
         interleaved=experts.interleaved,
-        shared=_feed_forward(parts.family.shared_of(layer, feed), parts, packer) if found.is_shared else None,
-        shared_gate=_join(feed, (mixture.shared_gate,), packer) if mixture.shared_gate else None,
+        shared=shared,
+        shared_gate=_join(owner, (mixture.shared_gate,), packer) if mixture.shared_gate else None,
     )
 
 

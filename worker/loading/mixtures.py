@@ -28,6 +28,7 @@ class MixtureParts:
         gate: The router's weight and bias.
         router: The router.
         choice_bias: [experts] float32; None: none.
+        factors: [experts] float32; None: none.
         experts: The experts, with the weights of their module.
         activation: Their activation.
         is_shared: Whether there are shared experts.
@@ -37,6 +38,7 @@ class MixtureParts:
     gate: Projection
     router: Router
     choice_bias: torch.Tensor | None
+    factors: torch.Tensor | None
     experts: Experts
     activation: Activation
     is_shared: bool
@@ -64,12 +66,16 @@ def mixture_of(feed: Any, mixture: Mixture, config: Any, is_shared: bool) -> Mix
         return None
     assert isinstance(experts.matrices.up, torch.Tensor)
     router = mixture.router(config)
-    choice_bias = reduce(getattr, mixture.choice_bias.split("."), feed).flatten() if mixture.choice_bias else None
+    choice_bias, factors = (
+        reduce(getattr, path.split("."), feed).flatten() if path else None
+        for path in (mixture.choice_bias, mixture.factors)
+    )
     return MixtureParts(
         mixture=mixture,
         gate=Projection(holder.weight, getattr(holder, "bias", None)),
         router=router if mixture.wide else replace(router, dtype=experts.matrices.up.dtype),
         choice_bias=choice_bias,
+        factors=None if factors is None else factors.detach().float(),
         experts=experts,
         activation=experts.activation,
         is_shared=is_shared,

@@ -13,7 +13,7 @@ from kvforge.worker.kernels.layer_weights import Norm
 from kvforge.worker.kernels.plain import normalise
 
 ROWS = 3
-SMALL = 2.0**-14  # numbers whose norm shows epsilon, also in 16 bits
+SMALL = 2.0**-14  # small enough to show epsilon in the result, also in 16 bits
 EPSILON_TOLERANCE = 5e-2
 # Largest difference of a right description, relative to the largest number: both round, perhaps in another place.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kvforge.worker.device.target import HEAD_UNIT
-from kvforge.worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX
-from kvforge.worker.kernels.activations import NAMES, Activation
-from kvforge.worker.kernels.layer_weights import HeadNorms, Norm, QueryScale, RotaryTable
+from kvforge.worker.kernels import HIDDEN_MAX
+from kvforge.worker.kernels.activations import NAMES, SILU, Activation
+from kvforge.worker.kernels.layer_weights import HeadNorms, Norm
+from kvforge.worker.kernels.positions import QueryScale, RotaryTable
 
-from .description import Family
+from .description import Beside, Family, TokenBlocks
 from .families import family_of
 from .mixtures import MixtureParts, mixture_of
 from .norms import norm_of
 from .reordered import ReorderedRows
 from .rope import STATIC_ROPE
+from .xielu import xielu_of
 
+HEAD_LIMIT = 512  # heads of more than HEAD_SIZE_MAX attend in plain torch on a GPU
 log = logging.getLogger("worker")
+
+
+@dataclass(frozen=True)
+class BesideParts:
+    """The small parts of experts beside a dense block; see `ExpertsBeside`."""
+
+    mixture: MixtureParts
+    input_norm: Norm
+    router_norm: Norm
+    dense_norm: Norm
+    output_norm: Norm
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,19 @@ class LayerParts:
     mixture: MixtureParts | None = None
     query_scale: QueryScale | None = None
     clip: float = 0.0
+    activation: Activation = SILU
+    kv_layer: int | None = None
+    beside: BesideParts | None = None
+    token_norm: Norm | None = None
+    output_scale: float = 1.0
+    head_size: int = 0
+
+    @property
+    def can_be_split(self) -> bool:
+        """Whether ranks share the layer by heads and inner columns."""
+        if self.kv_layer is not None or self.beside is not None or self.token_norm is not None:
+            return False
+        return self.head_norms is None or len(self.head_norms.query.weight) == self.head_size
 
 
 @dataclass(frozen=True)
@@ -46,9 +73,8 @@ class DecoderParts:
     layers: tuple[LayerParts, ...]
     final_norm: Norm
     rotary: tuple[RotaryTable, ...]
-    activation: Activation
     residual_scale: float
-    head_size: int
+    input_norm: Norm | None = None
 
     @property
     def can_be_split(self) -> bool:
@@ -57,9 +83,8 @@ class DecoderParts:
         transformers cuts a joined projection elsewhere, and gathers its output.
         """
         family = self.family
-        norms = [layer.head_norms.query for layer in self.layers if layer.head_norms is not None]
         is_joined = len(family.projected) < 3 or len(family.gate_up) < 1 + family.is_gated
-        return not is_joined and all(len(norm.weight) == self.head_size for norm in norms)
+        return not is_joined and all(layer.can_be_split for layer in self.layers)
 
 
 class _NotDescribedError(Exception):
@@ -87,9 +112,6 @@ def parts_of(module: Any) -> DecoderParts | None:
 
 def _parts(module: Any, family: Family) -> DecoderParts:
     decoder, config = module.model, module.config
-    name = getattr(config, family.activation, None) or getattr(config, "hidden_act", None)
-    if name not in NAMES:
-        raise _NotDescribedError(f"its activation is {name!r}")
     if config.hidden_size > HIDDEN_MAX or config.hidden_size % HEAD_UNIT:
         raise _NotDescribedError(f"its hidden size is {config.hidden_size}")
     if getattr(config, "clip_qkv", None) is not None and not family.clip:
@@ -102,9 +124,8 @@ def _parts(module: Any, family: Family) -> DecoderParts:
         layers=layers,
         final_norm=_norm(decoder, "norm", decoder.embed_tokens.weight[0]),
         rotary=tuple(tables.found),
-        activation=Activation(NAMES[name]),
-        head_size=int(decoder.layers[0].self_attn.head_dim),
         residual_scale=float(getattr(config, family.residual_scale)) if family.residual_scale else 1.0,
+        input_norm=_input_norm(decoder, family.token_blocks),
     )
 
 
@@ -147,26 +168,79 @@ class _RotaryTables:
 
 def _layer(layer: Any, index: int, decoder: Any, family: Family, tables: _RotaryTables) -> LayerParts:
     attention, config = layer.self_attn, decoder.config
-    if attention.head_dim > HEAD_SIZE_MAX or attention.head_dim % 2:
+    if attention.head_dim > HEAD_LIMIT or attention.head_dim % 2:
         raise _NotDescribedError(f"its head size is {attention.head_dim}")
     rotary = family.rotary(decoder, index) if family.rotates(attention) else None
-    query, key = family.head_norms
     hidden = decoder.embed_tokens.weight[0]
     norms = None
-    if getattr(attention, query, None) is not None:
+    if getattr(attention, family.head_norms[0], None) is not None:
         head = hidden.new_ones(attention.head_dim)
-        norms = HeadNorms(_norm(attention, query, head), _norm(attention, key, head), family.norms_after_rotation)
+        norms = _head_norms(attention, family, head)
     return LayerParts(
         rotary=None if rotary is None else tables.index(rotary, attention),
         head_norms=norms,
         mixture=_mixture(layer, family, config),
         query_scale=family.query_scale(attention),
+        kv_layer=family.kv_layer(decoder, index),
+        beside=_beside(layer, family.beside, config, hidden),
+        token_norm=_token_norm(layer, family.token_blocks, hidden),
+        output_scale=float(getattr(layer, family.output_scale)) if family.output_scale else 1.0,
+        head_size=int(attention.head_dim),
+        activation=_activation(layer, family, config),
         clip=float((getattr(config, family.clip) if family.clip else None) or 0.0),
         **{
             name: _norm(layer, getattr(family, name), hidden) if getattr(family, name) else None
             for name in ("input_norm", "attended_norm", "inner_norm", "fed_norm")
         },
     )
+
+
+def _activation(layer: Any, family: Family, config: Any) -> Activation:
+    name = getattr(config, family.activation, None) or getattr(config, "hidden_act", None)
+    if name in NAMES:
+        return Activation(NAMES[name])
+    found = xielu_of(getattr(family.feed_of(layer), "act_fn", None)) if name == "xielu" else None
+    if found is None:
+        raise _NotDescribedError(f"its activation is {name!r}")
+    return found
+
+
+def _head_norms(attention: Any, family: Family, head: torch.Tensor) -> HeadNorms:
+    query, key, value = *family.head_norms, family.value_norm
+    norm = _norm(attention, query, head)
+    return HeadNorms(
+        norm,
+        _norm(attention, key, head) if hasattr(attention, key) else norm,  # K of another layer
+        family.norms_after_rotation,
+        _norm(attention, value, head) if value and hasattr(attention, value) else None,
+    )
+
+
+def _beside(layer: Any, names: Beside | None, config: Any, hidden: torch.Tensor) -> BesideParts | None:
+    router = None if names is None else getattr(layer, names.router, None)
+    if names is None or router is None:
+        return None
+    found = mixture_of(layer, names.mixture, config, is_shared=False)
+    if found is None:
+        raise _NotDescribedError("its experts compute in another way")
+    scale = getattr(router, names.router_scale) * getattr(router, names.router_factor)
+    return BesideParts(
+        found,
+        _norm(layer, names.input_norm, hidden),
+        replace(_norm(router, names.router_norm, hidden), weight=scale.detach(), rounds_first=True),
+        _norm(layer, names.dense_norm, hidden),
+        _norm(layer, names.output_norm, hidden),
+    )
+
+
+def _token_norm(layer: Any, names: TokenBlocks | None, hidden: torch.Tensor) -> Norm | None:
+    return _norm(layer, names.norm, hidden) if names is not None and hasattr(layer, names.norm) else None
+
+
+def _input_norm(decoder: Any, names: TokenBlocks | None) -> Norm | None:
+    if names is None or not hasattr(decoder, names.projection_norm):
+        return None
+    return _norm(decoder, names.projection_norm, decoder.embed_tokens.weight[0])
 
 
 def _mixture(layer: Any, family: Family, config: Any) -> MixtureParts | None:

@@ -13,7 +13,7 @@ from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
 # A type in `rope_parameters` of kvforge's own: each frequency has its own divisor, in "divisors".
 DIVIDED = "kvforge_divided"
 # Types with frequencies that depend only on the configuration.
-STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", DIVIDED})
+STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional", DIVIDED})
 CONTEXT_TOKENS_MIN = 8  # the checks at load need as many
 
 

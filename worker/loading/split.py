@@ -135,8 +135,9 @@ def _read(
             if found[1].shape != parameter.shape:
                 report.mismatched.add((name, tuple(found[1].shape), tuple(parameter.shape)))
                 continue
-            filled = found[1].to(dtype=dtype).to(device.torch_device)
+            filled = found[1].to(dtype=_dtype_of(module, name, dtype)).to(device.torch_device)
             _put(module, name, torch.nn.Parameter(filled, requires_grad=False))
+        used |= _read_buffers(module, of, report, dtype)
     ignored = [re.compile(each) for each in module._keys_to_ignore_on_load_unexpected or ()]
     copies = {each for name in tied for each in stored_names(name)}
     report.unused = {
@@ -144,6 +145,34 @@ def _read(
     }
     reject_mismatches(report, source.name)
     check_unpacked(module, stored, source.name)
+
+
+def _read_buffers(module: Any, of: dict[str, Any], report: LoadReport, dtype: torch.dtype) -> set[str]:
+    """Fill the stored buffers, which every rank has as a whole. Return their stored names."""
+    used = set()
+    lasting = module.state_dict().keys()
+    for name, buffer in module.named_buffers():
+        stored = next((each for each in stored_names(name) if each in of), None)
+        if name not in lasting:
+            continue
+        if stored is None:
+            report.missing.add(name)
+            continue
+        used.add(stored)
+        found = of[stored].get_slice(stored)[...]
+        if found.shape != buffer.shape:
+            report.mismatched.add((name, tuple(found.shape), tuple(buffer.shape)))
+            continue
+        parent, _, last = name.rpartition(".")
+        wanted = _dtype_of(module, name, dtype) if found.is_floating_point() else found.dtype
+        module.get_submodule(parent)._buffers[last] = found.to(wanted)
+    return used
+
+
+def _dtype_of(module: Any, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a tensor: transformers keeps some in float32."""
+    kept = module._keep_in_fp32_modules_strict or ()
+    return torch.float32 if any(re.search(rf"(^|\.){each}($|\.)", name) for each in kept) else dtype
 
 
 def _found(name: str, cut: TensorSlice, of: dict[str, Any]) -> tuple[list[str], torch.Tensor] | None:

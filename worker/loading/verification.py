@@ -32,7 +32,6 @@ from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.attention.reference import ReferenceAttention
-from kvforge.worker.kernels.layer_weights import MixtureOfExperts
 from kvforge.worker.kernels.wide import WideOperations
 
 from .model import ATTENTION_NAME, LoadedModel, use_attention
@@ -238,7 +237,7 @@ def _right_in_float32(model: LoadedModel, sequences: Sequences, exact: Logits) -
 
 
 def _has_described_router(model: LoadedModel) -> bool:
-    return model.fused is not None and any(isinstance(each.feed, MixtureOfExperts) for each in model.fused.layers)
+    return model.fused is not None and any(each.mixture is not None for each in model.fused.layers)
 
 
 def _eager_logits(model: LoadedModel, sequences: Sequences) -> Logits:

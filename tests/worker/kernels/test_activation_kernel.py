@@ -17,6 +17,7 @@ from triton import knobs
 from kvforge.worker.kernels.activation import apply_activation
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.launching import LaunchSettings
+from kvforge.worker.kernels.xielu import apply_xielu
 
 # numpy warns where an exponential overflows.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*")
@@ -24,9 +25,10 @@ interpreted = pytest.mark.skipif(not knobs.runtime.interpret, reason="only under
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GATED = [*map(Activation, KINDS), Activation("clamped_swiglu", 1.702, 7.0)]
 PLAIN = list(map(Activation, KINDS))
+XIELU = Activation("xielu", alpha=0.9, negative=1.3)
 # Largest difference relative to the largest number: an exponential may round differently.
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-EACH = [*((each, True) for each in GATED), *((each, False) for each in PLAIN)]
+EACH = [*((each, True) for each in GATED), *((each, False) for each in (*PLAIN, XIELU))]
 
 
 def check(device: Device, dtype: torch.dtype, activation: Activation, gated: bool) -> None:
@@ -34,8 +36,12 @@ def check(device: Device, dtype: torch.dtype, activation: Activation, gated: boo
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(5, 2062, generator=generator) * 8).to(dtype=dtype, device=device.torch_device)
     x[2, :3] = x[2, 1031:1034] = float("nan")
-    found = apply_activation(LaunchSettings(current_target(device)), x, activation, gated)
     wanted = activation.gate(*x.chunk(2, dim=-1)) if gated else activation.apply(x)
+    launch = LaunchSettings(current_target(device))
+    if activation == XIELU:
+        found = apply_xielu(launch, x, activation)
+    else:
+        found = apply_activation(launch, x, activation, gated)
     assert found.dtype == dtype
     assert torch.equal(found.isnan(), wanted.isnan())
     difference = (found.float() - wanted.float()).nan_to_num().abs() / wanted.float().nan_to_num().abs().clamp_min(1.0)

@@ -100,6 +100,7 @@ def operate(operations: FusedOperations, random: Random) -> None:
     operations.add_norm(operations.linear_parts(gated, made(hidden, inner), bias(hidden)), residual, weight, 1e-5)
     apply_activation(operations, made(tokens, 2 * inner), Activation(random.choice(GATED)), True)
     apply_activation(operations, made(tokens, inner), Activation(random.choice(GATED[1:])), False)
+    operations.activated(normed, made(width, hidden), bias(width), Activation("xielu", negative=1.0))
     operations.linear(normed, made(500, hidden), bias(500), torch.empty((tokens, 500)))
     operations.linear(normed, made(1, hidden), bias(1))
     places: Any = _Places(random.choice(RANKS) if dtype == torch.bfloat16 and hidden == 4096 else 2)

@@ -197,6 +197,8 @@ def serving(
 def model_of(kernel: Kernel) -> str:
     if kernel.module == "kvforge.worker.kernels.combine":
         return "gemma2"
+    if kernel.name == "xielu_kernel":
+        return "apertus"
     return "qwen3" if kernel.name == "head_norm_kernel" else "llama"
 
 

@@ -32,7 +32,8 @@ ATTENDING = {"layer_types": ["full_attention"] * 3, "shared_intermediate_size": 
 
 # Configurations of every described family, with each of its features on.
 DESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
-    "apertus": ("apertus", {"hidden_act": "relu2"}),
+    "apertus": ("apertus", {}),  # with xIELU
+    "apertus with relu2": ("apertus", {"hidden_act": "relu2"}),
     "cohere": ("cohere", {"logit_scale": 0.25}),
     "cohere2": ("cohere2", {**HEADS, **LAYERS, "logit_scale": 0.25}),
     "ernie4_5": ("ernie4_5", {**HEADS, "use_bias": True}),
@@ -49,6 +50,21 @@ DESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3": ("gemma3_text", {**HEADS, **LAYERS, "query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0}),
+    "gemma4": (  # with inputs of each token, and K and V of another layer
+        "gemma4_text",
+        {
+            **HEADS,
+            "sliding_window": 6,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", *["full_attention"] * 3],
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 97,
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "glm": ("glm", {**HEADS, "partial_rotary_factor": 0.5, "attention_bias": True}),
     "glm4": ("glm4", {**HEADS, "partial_rotary_factor": 0.5, "attention_bias": True}),
     "granite": ("granite", GRANITE),
@@ -91,6 +107,22 @@ DESCRIBED |= {
             "moe_layer_start_index": 1,
             "moe_layer_end_index": 2,
             "moe_layer_interval": 1,
+        },
+    ),
+    "gemma4 with experts": (  # and V from K
+        "gemma4_text",
+        {
+            **HEADS,
+            **LAYERS,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 48,
         },
     ),
     "glm4_moe": (
@@ -152,5 +184,7 @@ def save(folder: Path, model_type: str, fields: dict[str, Any], dtype: torch.dty
     for name, buffer in module.named_buffers():
         if "correction_bias" in name:
             buffer.copy_(0.2 * torch.empty(buffer.shape).normal_(generator=generator))
+        if "layer_scalar" in name:
+            buffer.fill_(0.7)
     module.save_pretrained(folder)
     return folder

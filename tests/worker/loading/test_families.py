@@ -14,7 +14,7 @@ import torch
 
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels.activations import Activation
-from kvforge.worker.kernels.layer_weights import QueryScale
+from kvforge.worker.kernels.positions import QueryScale
 from kvforge.worker.loading import families, fusion, parts, verification
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
@@ -96,10 +96,6 @@ def test_a_described_decoder_computes_transformers_layers(
     assert packed.info.determinism == "batch-invariant"
 
 
-def _other_activation(found: parts.DecoderParts) -> parts.DecoderParts:
-    return replace(found, activation=Activation("relu"))
-
-
 def _unscaled(found: parts.DecoderParts) -> parts.DecoderParts:
     return replace(found, residual_scale=1.0)
 
@@ -120,6 +116,27 @@ def _layers(**changes: Any) -> Callable[[parts.DecoderParts], parts.DecoderParts
         return replace(found, layers=tuple(replace(layer, **changes) for layer in found.layers))
 
     return change
+
+
+def _each(change: Callable[[Any], Any]) -> Callable[[parts.DecoderParts], parts.DecoderParts]:
+    return lambda found: replace(found, layers=tuple(map(change, found.layers)))
+
+
+def _without_norm_of_values(layer: Any) -> Any:
+    return replace(layer, head_norms=replace(layer.head_norms, value=None))
+
+
+def _of_second_layer(layer: Any) -> Any:
+    return layer if layer.kv_layer is None else replace(layer, kv_layer=1)
+
+
+def _without_factors(layer: Any) -> Any:
+    return replace(layer, beside=replace(layer.beside, mixture=replace(layer.beside.mixture, factors=None)))
+
+
+def _routed_by_another_norm(layer: Any) -> Any:
+    norm = replace(layer.beside.router_norm, epsilon=100.0)
+    return replace(layer, beside=replace(layer.beside, router_norm=norm))
 
 
 def _one_table(found: parts.DecoderParts) -> parts.DecoderParts:
@@ -153,7 +170,8 @@ def _of_mixtures(change: Callable[[Any], Any]) -> Callable[[parts.DecoderParts],
 
 # One changed part of each kind: family, change.
 PLANTED: dict[str, tuple[str, Callable[[parts.DecoderParts], parts.DecoderParts]]] = {
-    "another activation": ("llama", _other_activation),
+    "another activation": ("llama", _layers(activation=Activation("relu"))),
+    "another factor of xIELU": ("apertus", _layers(activation=Activation("xielu", alpha=0.5, negative=1.0))),
     "no factor of residuals": ("granite", _unscaled),
     "no factor of embeddings": ("granite", _family(embedding_scale="")),
     "no divisor of logits": ("granite", _family(logit_divisor="")),
@@ -179,6 +197,13 @@ PLANTED: dict[str, tuple[str, Callable[[parts.DecoderParts], parts.DecoderParts]
     "one rotary table": ("gemma3", _layers(rotary=1)),
     "halves for neighbours": ("glm4", _family(interleaved=False)),
     "blocks in series": ("cohere2", _family(is_parallel=False)),
+    "no norm of V": ("gemma4", _each(_without_norm_of_values)),
+    "K and V of another layer": ("gemma4", _each(_of_second_layer)),
+    "no block of the token": ("gemma4", _layers(token_norm=None)),
+    "no factor of a layer": ("gemma4", _layers(output_scale=1.0)),
+    "no experts beside": ("gemma4 with experts", _layers(beside=None)),
+    "no factors of experts": ("gemma4 with experts", _each(_without_factors)),
+    "another norm before a router": ("gemma4 with experts", _each(_routed_by_another_norm)),
     "another activation of experts": ("mixtral", _mixtures(activation=Activation("relu"))),
     "no shared experts": ("glm4_moe", _mixtures(is_shared=False)),
     "no bias of the choice": ("minimax_m2", _mixtures(choice_bias=None)),

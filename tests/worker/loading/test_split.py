@@ -37,7 +37,25 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16, **EXPERTS},
     "gemma2": {"head_dim": 16},
     "olmo2": {},  # norms over all heads
+    "glm4_moe": {  # a stored buffer
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "granite_swa": {"layer_types": ["full_attention", "sliding_attention"]},  # sinks, one of each head
+    "gemma4_text": {  # V from K
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    },
     "olmo": {"clip_qkv": 0.5},  # norms without weights
     "ministral3": {"head_dim": 16, "rope_parameters": YARN_BY_POSITION},  # queries by position
     "odd": {"vocab_size": 255},  # a head that two ranks cannot divide
@@ -50,6 +68,8 @@ FUSED = (
     "mixtral",
     "qwen3_moe",
     "granite_swa",
+    "gemma4_text",
+    "glm4_moe",
     "olmo",
     "ministral3",
     "odd",
@@ -71,6 +91,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for name, parameter in module.named_parameters():
             if name.endswith(("bias", "sinks")):
                 torch.nn.init.normal_(parameter, std=0.2 if name.endswith("bias") else 2.0)
+        for name, buffer in module.named_buffers():
+            if "correction_bias" in name:
+                torch.nn.init.normal_(buffer, std=0.5)
+            elif "layer_scalar" in name:
+                buffer.fill_(0.7)
         made[kind] = tmp_path_factory.mktemp(kind)
         module.save_pretrained(made[kind])
     return made
