@@ -120,7 +120,7 @@ class Family:
         head_norms: Norms of Q and K; both may be missing in a model.
         norms_after_rotation: Whether these follow the rotary embedding.
         value_norm: Norm of V; "": none.
-        kv_layer: Index of the layer with the K and V that a layer reads, from the decoder and the layer's index; None: its own.
+        kv_layer: Index of the layer with the K and V of a layer, from the decoder and the layer's index; None: its own.
         rotates: Whether an attention module rotates Q and K.
         rotary: The module with the rotary embedding of a layer, from the decoder and the layer's index; None: none.
         query_scale: An attention module's factor of queries by position; None: none.
