@@ -35,6 +35,7 @@ from .operations import (
 )
 
 TRIES = 5
+USED_S = 600.0
 EVICTED_MAX = 1000  # documents that one operation may push out
 TENANTS_MAX = 10_000
 DOCUMENT_BYTES = 256  # charged for a document beside its bodies, and for an entry
@@ -237,7 +238,8 @@ class Engine:
         if chain.keep_s:
             until = self._now + chain.keep_s
             for document in found:
-                if 0 < document.expires_at < until - chain.keep_s / 100:  # spares a write of each one in each turn
+                # A use shortly after another one is not written down: that would rewrite all of them in each turn.
+                if 0 < document.expires_at < until - min(chain.keep_s / 100, USED_S):
                     self._db.execute(
                         f"UPDATE documents SET expires = ? WHERE {_WHERE}", (until, *_key(chain, document.id))
                     )
@@ -404,7 +406,7 @@ class Engine:
             evicted.append(row)
             over -= row[2]
         if over > 0:
-            raise TenantFull(tenant, size, max(0, size - over))
+            raise TenantFull(tenant, self._tenant_bytes_max + over, self._tenant_bytes_max)
         self._remove(evicted)
 
     def _charge(self, tenant: str, documents: int, size: int) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from kvforge.protocol.errors import CapacityExceeded, StorageFailed
+from kvforge.protocol.errors import KvforgeError, QuotaExceeded, StorageFailed
 
 
-class TenantFull(CapacityExceeded):
+class TenantFull(QuotaExceeded):
     """A tenant's bytes are used up by documents that may not be removed to make room."""
 
-    def __init__(self, tenant: str, needed: int, available: int) -> None:
-        hint = "delete stored objects, or raise [storage] tenant_bytes_max in gateway.toml"
-        super().__init__(f"storage of tenant {tenant!r} in bytes", needed, available, hint)
+    def __init__(self, tenant: str, needed: int, ceiling: int) -> None:
+        problem = f"tenant {tenant!r} would store {needed} bytes; its ceiling is {ceiling}"
+        remedy = "delete stored objects, or raise [storage] tenant_bytes_max in gateway.toml"
+        KvforgeError.__init__(self, f"{problem}; {remedy}", tenant=tenant, needed=needed, ceiling=ceiling)
 
 
 __all__ = ["StorageFailed", "TenantFull"]

@@ -20,12 +20,12 @@ class Storage(Protocol):
     - **Private:** every operation names its tenant; documents of others are not found.
     - **Bounded:** a document with `keep_s` is removed that long after its last use, and sooner, the least recently used
       first, where its tenant needs more than `tenant_bytes_max`. Documents in progress and documents without `keep_s`
-      are never removed by the storage. A call for which there is no room fails with CapacityExceeded.
+      are never removed by the storage. A call for which there is no room fails with QuotaExceeded.
     - **Gone:** the bytes of a removed document are overwritten in SQLite's file and cut from its log. In PostgreSQL its
       rows are vacuumed; the server's own log is the server's matter.
     - **Work in progress:** a document with a `state` belongs to an owner for as long as it renews its lease. After that
       any process claims it, so work outlives its process. Two processes may both believe that they own it: write the
-      outcome with `Put(expect=VERSION)`, which one of them wins.
+      outcome with `Put(expect=VERSION)`, where the first write wins.
 
     The event loop may call it at any time. Calls are done in the order in which they were made.
     """
@@ -39,7 +39,9 @@ class Storage(Protocol):
         Raises:
             NotFound: A document or entry that an operation needs does not exist.
             Conflict: A document has another version, or an entry's id is taken.
-            CapacityExceeded: There is no room for the tenant, or too many calls wait.
+            QuotaExceeded: There is no room for the tenant.
+            QueueFull: Too many calls wait.
+            CapacityExceeded: A `Chain` is longer than its limits.
             StorageFailed: The database cannot be reached, is damaged or has no room on its disk.
         """
 

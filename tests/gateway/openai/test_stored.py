@@ -548,6 +548,39 @@ def test_the_outcome_is_written_by_the_first(tmp_path: Path, monkeypatch: pytest
     play(tmp_path, script, work)
 
 
+def test_a_full_tenant_loses_what_it_used_longest_ago(tmp_path: Path) -> None:
+    settings = Settings(storage=StorageSection(lease_s=LEASE_S, retention_s=5.0))
+
+    async def work(world: World) -> None:
+        http = world.gateway(InlineStorage(world.url, tenant_bytes_max=26_000))
+        first, second = [await respond(http, input="x" * 8000) for _ in range(2)]
+        await asyncio.sleep(0.06)  # longer than a hundredth of the retention
+        await respond(http, input="y", previous_response_id=first.id)
+        await respond(http, input="x" * 8000)
+        found = [(await http.get(f"/v1/responses/{one.id}")).status_code for one in (first, second)]
+        assert found == [200, 404], "the first was used since"
+        too_large = await respond(http, input="x" * 31_000)
+        assert too_large.model_extra == {"store": False}
+        refused = await http.post("/v1/responses", json={"input": "x" * 20_000, "background": True})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
+
+    play(tmp_path, Script(), work, settings)
+
+
+def test_a_response_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvforge.gateway.openai.background.EXPIRE_S", 0.0)
+    settings = Settings(storage=StorageSection(lease_s=LEASE_S, retention_s=1.0))
+
+    async def work(world: World) -> None:
+        http = world.gateway()
+        first = await respond(http)
+        while world.storage.done(Usage()) != [[]]:
+            await asyncio.sleep(0.05)
+        assert (await http.get(f"/v1/responses/{first.id}")).status_code == 404
+
+    play(tmp_path, Script(), work, settings)
+
+
 def test_the_fields_that_clients_send_by_default_are_accepted_strictly(tmp_path: Path) -> None:
     """What openai, openai-agents and Codex send with each request; `null` and empty values are theirs."""
     fields: dict[str, Any] = {
