@@ -157,7 +157,9 @@ def make_app(
         return bool(app.state.ending)
 
     routes = [
-        *page(shown, allowed=lambda request, right: access.caller(request.headers, right), ending=ending),
+        *page(
+            shown, allowed=lambda request, right: access.caller(request.headers, right), ending=ending, storage=storage
+        ),
         *(Route(path, health, methods=["GET"]) for path in ("/health", "/readyz")),
         Route("/livez", live, methods=["GET"]),
         Route("/version", version, methods=["GET"]),

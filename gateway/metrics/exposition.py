@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 
+from kvforge.gateway.storage.totals import StorageTotals
 from kvforge.protocol.service_metrics import ServiceMetrics
 
 from .service import SERVICE
 from .shared import OPEN, OTHER_STATUS, RECEIVED, SECONDS, SENT, Counts
 from .snapshot import COUNTER, GAUGE, HISTOGRAM, Buckets, Metric, MetricsSnapshot
-from .stored import StorageNumbers
 from .vllm import VLLM
 
 UP = "kvforge_up"
@@ -57,7 +57,7 @@ class Exposition:
         *,
         names: bool,
         serves: bool = True,
-        stored: StorageNumbers | None = None,
+        stored: StorageTotals | None = None,
     ) -> None:
 
         self._metrics, self._counts, self._names, self._serves = metrics, counts, names, serves

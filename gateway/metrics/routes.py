@@ -18,12 +18,12 @@ from starlette.routing import Route
 from kvforge.client.tables import Tables
 from kvforge.gateway.http.errors import headers_of, openai_error, status_of
 from kvforge.gateway.storage import Storage
+from kvforge.gateway.storage.totals import storage_totals
 from kvforge.protocol.errors import CoordinatorUnavailable, KvforgeError
 from kvforge.protocol.service_metrics import ServiceMetrics
 
 from .exposition import Exposition
 from .shared import Counts
-from .stored import storage_numbers
 
 OPENMETRICS, EOF = "application/openmetrics-text", b"# EOF\n"
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def routes(
         except KvforgeError as error:
             return JSONResponse(openai_error(error), status_of(error), headers_of(error))
         metrics = source.read() if source is not None else None
-        stored = await storage_numbers(storage) if storage is not None else None
+        stored = await storage_totals(storage) if storage is not None else None
         exposition = Exposition(metrics, counts, names=names, serves=source is not None, stored=stored)
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         if content_type.startswith(OPENMETRICS):

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from kvforge import AsyncClient
 from kvforge.gateway.http.errors import headers_of, openai_error, status_of
 from kvforge.gateway.http.stream import ErrorEventSource, EventStream
+from kvforge.gateway.storage import Storage
 from kvforge.protocol.errors import KvforgeError, NotAllowed
 
 from . import actions, files
@@ -26,7 +27,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def routes(
-    client: Callable[[], AsyncClient], *, allowed: Allowed, ending: Callable[[], bool] = lambda: False
+    client: Callable[[], AsyncClient],
+    *,
+    allowed: Allowed,
+    ending: Callable[[], bool] = lambda: False,
+    storage: Storage | None = None,
 ) -> list[Route]:
     """Return the routes of the page at `/`.
 
@@ -37,8 +42,9 @@ def routes(
             long as the routes are served.
         allowed: `allowed(request, right)` raises NotAllowed if the sender may not SEE the state or act as ADMIN.
         ending: Whether this process shuts down, which ends every stream.
+        storage: The storage, if there is one.
     """
-    sampler, explaining = Sampler(client, ending), actions.ExplainLimiter(client)
+    sampler, explaining = Sampler(client, ending, storage), actions.ExplainLimiter(client)
 
     async def events(request: Request) -> Response:
         allowed(request, SEE)

@@ -19,6 +19,8 @@ from typing import Any
 import msgspec
 
 from kvforge import AsyncClient, Tables
+from kvforge.gateway.storage import Storage
+from kvforge.gateway.storage.totals import storage_totals
 from kvforge.protocol.errors import InvalidRequest, KvforgeError, NotFound, QueueFull, Unavailable
 from kvforge.protocol.messages import RequestList, RequestRow
 
@@ -31,7 +33,7 @@ from .history import EVERY_S, History, Point
 from .latency import Latencies
 from .view import SILENT_S, ServiceState, Waiting, summary
 
-LOOK_S, ASK_S = 0.5, 1.0
+LOOK_S, ASK_S, STORED_S = 0.5, 1.0, 5.0
 LARGE, LARGE_LOOK_S = 32_768, 1.0  # larger maps are sampled less often
 VIEWERS_MAX = 32
 AGAIN_MS = 5000  # Retry-After of a refused viewer
@@ -82,9 +84,13 @@ class Sampler:
     Args:
         client: Returns the client of the displayed coordinator.
         ending: Whether this process shuts down.
+        storage: The storage, if there is one.
     """
 
-    def __init__(self, client: Callable[[], AsyncClient], ending: Callable[[], bool]) -> None:
+    def __init__(
+        self, client: Callable[[], AsyncClient], ending: Callable[[], bool], storage: Storage | None = None
+    ) -> None:
+        self._storage = storage
         self._client, self.ending = client, ending
         self._tables: Tables | None = None
         self._map, self._documents, self._history = BlockMap(), DocumentStore(), History()
@@ -147,6 +153,7 @@ class Sampler:
     async def _run(self) -> None:
         self._counts.clear()
         asking = asyncio.create_task(self._ask_on())
+        storing = asyncio.create_task(self._ask_storage_on())
         try:
             while not asking.done():
                 self._look()
@@ -158,6 +165,7 @@ class Sampler:
             log.exception("sampling for the live page failed")
         finally:
             asking.cancel()
+            storing.cancel()
             if self._work is asyncio.current_task():
                 self._work = None
                 self._looked.set()
@@ -172,6 +180,11 @@ class Sampler:
             else:
                 self._view.problem, self._asked = "", 0.0
             await asyncio.sleep(ASK_S)
+
+    async def _ask_storage_on(self) -> None:
+        while self._storage is not None:
+            self._view.stored = await storage_totals(self._storage)
+            await asyncio.sleep(STORED_S)
 
     async def _ask(self) -> None:
         """Query what the tables do not hold. Raises what the client raises."""

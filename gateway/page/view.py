@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kvforge.gateway.storage.totals import StorageTotals
 from kvforge.protocol.messages import Health, RequestList, Stats
 
 from .disconnected_workers import GONE, STARTING, DisconnectedWorker
@@ -52,6 +53,7 @@ class ServiceState:
         absent: Lost workers.
         stats, health, listed: The last answers; None before the first.
         waiting: The longest-waiting requests of the tenants with the most waiting ones.
+        stored: The totals of the storage; None before the first answer, or without a storage.
         gone_s: Seconds since the coordinator's process ended; None while it runs or cannot be observed.
         silent_s: Seconds since the oldest unanswered query.
         problem: The error of the last query.
@@ -64,6 +66,7 @@ class ServiceState:
     health: Health | None = None
     listed: RequestList | None = None
     waiting: tuple[Waiting, ...] = ()
+    stored: StorageTotals | None = None
     gone_s: float | None = None
     silent_s: float = 0.0
     problem: str = ""
@@ -99,7 +102,8 @@ def summary(view: ServiceState) -> Summary:
     if view.silent_s >= SILENT_S:
         silent = f"The coordinator has not answered for {_seconds(view.silent_s)}."
         return Summary(BAD, silent, (view.problem,), stale=True)
-    return _serving(view, view.health, _work(view, view.stats.requests.pending))
+    said = _serving(view, view.health, _work(view, view.stats.requests.pending))
+    return replace(said, notes=(*said.notes, *_stored(view.stored)))
 
 
 def _serving(view: ServiceState, health: Health, work: str) -> Summary:
@@ -119,6 +123,16 @@ def _serving(view: ServiceState, health: Health, work: str) -> Summary:
     if view.pending:
         return Summary(NOTICE, f"{work}.", loading)
     return Summary(GOOD, f"All is well: {work}.", loading)
+
+
+def _stored(totals: StorageTotals | None) -> tuple[str, ...]:
+    if totals is None or (totals.up and not totals.documents):
+        return ()
+    if not totals.up:
+        return ("The database of stored objects does not answer; see the gateway's log.",)
+    size = f"{totals.size_bytes / 1e6:.1f} MB" if totals.size_bytes >= 1e5 else f"{totals.size_bytes / 1e3:.1f} kB"
+    objects = "1 object" if totals.documents == 1 else f"{totals.documents} objects"
+    return (f"Stored: {objects} of {size}, {totals.in_progress} in progress.",)
 
 
 def _absences(absent: tuple[DisconnectedWorker, ...]) -> str:

@@ -25,12 +25,14 @@ import httpx
 
 from kvforge.gateway.storage import TenantUsage, Usage
 from kvforge.gateway.storage.inline import InlineStorage
+from kvforge.loadtest.machine import machine, versions
 from tests.gateway.served import Gateway
 from tests.gateway.storage.postgres_server import PostgresServer
 from tests.gateway.test_background_deaths import prepare
 from tools.chaos import leftovers
 from tools.cluster.cluster import Cluster
 
+TITLE = "chaos: background responses lost, doubled, changed or left while processes were killed"
 EACH = 25  # responses of a round
 ASKED = 12  # different requests
 WAIT_S = 120.0
@@ -195,7 +197,8 @@ def main() -> int:
     report = run(options.responses, options.seed, postgres=options.postgres, log=lambda words: print(words, flush=True))
     print(json.dumps(report, indent=1))
     if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        document = {"title": TITLE, "machine": machine(), "versions": versions(), "results": report}
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return 1 if report["faults"] else 0
 
 

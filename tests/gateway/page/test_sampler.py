@@ -10,6 +10,7 @@ import pytest
 
 from kvforge.gateway.page import sampler
 from kvforge.gateway.page.sampler import Sampler
+from kvforge.gateway.storage import Operation, Result, TenantUsage
 from kvforge.protocol.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from kvforge.protocol.messages import Health, RequestList, RequestStats, Stats
 
@@ -75,6 +76,30 @@ def test_viewers_are_bounded_ask_once_and_the_last_one_ends_the_looking() -> Non
             assert tasks
         await asyncio.wait(tasks, timeout=LIMIT_S)
         assert looking.viewers == 0 and all(task.done() for task in tasks)
+
+    asyncio.run(run())
+
+
+class Stored:
+    """A storage with three objects."""
+
+    exists, reason = True, ""
+
+    async def apply(self, *operations: Operation) -> list[Result]:
+        return [[TenantUsage("a", 3, 4000, 1)]]
+
+    async def close(self) -> None: ...
+
+
+def test_stored_work_is_shown() -> None:
+    async def run() -> None:
+        torn = Torn()
+        looking = Sampler(lambda: torn, lambda: False, Stored())  # type: ignore[arg-type]
+        with looking.watching({}) as viewer:
+            came = b""
+            while b"Stored: 3 objects of 4.0 kB, 1 in progress." not in came:
+                await asyncio.wait_for(viewer.more(), LIMIT_S)
+                came += viewer.pop_events()
 
     asyncio.run(run())
 

@@ -16,6 +16,7 @@ from kvforge.gateway.page.disconnected_workers import (
     DisconnectedWorkers,
 )
 from kvforge.gateway.page.view import BAD, GOOD, NOTICE, ServiceState, Waiting, summary
+from kvforge.gateway.storage.totals import StorageTotals
 from kvforge.protocol.messages import GetHealth, Health, RequestStats, Stats, WorkerHealth
 from tests.coordinator.driver import Driver
 
@@ -119,3 +120,22 @@ def test_what_a_coordinator_says_of_a_worker_that_left_is_known() -> None:
     gone = driver.ask(GetHealth(rid=1)).gone
     assert list(gone) == ["w1", "w2"]
     assert [(one.name, one.state) for one in DisconnectedWorkers().look(gone, (), 0.0)] == [("w2", STARTING)]
+
+
+@pytest.mark.parametrize(
+    ("stored", "notes"),
+    [
+        (None, ()),
+        (StorageTotals(), ()),
+        (StorageTotals(documents=1, size_bytes=1500), ("Stored: 1 object of 1.5 kB, 0 in progress.",)),
+        (
+            StorageTotals(documents=12, size_bytes=2_340_000, in_progress=3),
+            ("Stored: 12 objects of 2.3 MB, 3 in progress.",),
+        ),
+        (StorageTotals(up=False), ("The database of stored objects does not answer; see the gateway's log.",)),
+    ],
+)
+def test_stored_work_is_a_note(stored: StorageTotals | None, notes: tuple[str, ...]) -> None:
+    seen = view()
+    seen.stored = stored
+    assert summary(seen).notes == notes

@@ -1,16 +1,18 @@
-"""The numbers of the storage for one scrape."""
+"""The totals of a storage, for metrics and the live page."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvforge.gateway.storage import Storage, TenantUsage, Usage
 from kvforge.protocol.errors import KvforgeError
+
+from .interface import Storage
+from .operations import TenantUsage, Usage
 
 
 @dataclass(frozen=True, slots=True)
-class StorageNumbers:
-    """What all tenants store. `up`: whether the database answered."""
+class StorageTotals:
+    """The storage that all tenants use. `up`: whether the database answered."""
 
     up: bool = True
     documents: int = 0
@@ -18,17 +20,17 @@ class StorageNumbers:
     in_progress: int = 0
 
 
-async def storage_numbers(storage: Storage) -> StorageNumbers:
+async def storage_totals(storage: Storage) -> StorageTotals:
     """Ask a storage. One that was never used is not started for it."""
     if not storage.exists:
-        return StorageNumbers()
+        return StorageTotals()
     try:
         (tenants,) = await storage.apply(Usage())
     except KvforgeError:
-        return StorageNumbers(up=False)
+        return StorageTotals(up=False)
     assert isinstance(tenants, list)
     found = [one for one in tenants if isinstance(one, TenantUsage)]
-    return StorageNumbers(
+    return StorageTotals(
         documents=sum(one.documents for one in found),
         size_bytes=sum(one.size_bytes for one in found),
         in_progress=sum(one.in_progress for one in found),
