@@ -123,6 +123,8 @@ class BatchesSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         tenant_batches_max: Batches of a tenant in progress at once; further ones are refused (429).
         in_flight_max: Lines that one gateway process has in progress at once. It uses fewer while the service has no
             free rows.
+        beside_share: The share of the service's rows that batches may use while other requests run, and for ten
+            seconds after. More rows make every step longer, and so the answers of the others slower.
     """
 
     file_bytes_max: int = 200 << 20
@@ -130,6 +132,7 @@ class BatchesSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     lines_max: int = 100_000
     tenant_batches_max: int = 16
     in_flight_max: int = 256
+    beside_share: float = 0.0625
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -138,9 +141,10 @@ class BatchesSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ("lines_max", 1, 10_000_000),
             ("tenant_batches_max", 1, 10_000),
             ("in_flight_max", 1, 65_536),
+            ("beside_share", 0.001, 1.0),
         ):
             if not least <= getattr(self, name) <= most:
-                problem = f"is {getattr(self, name)}; it must be {least} to {most}"
+                problem = f"is {getattr(self, name)}; it must be {least:g} to {most:g}"
                 raise InvalidConfiguration(f"batches.{name}", problem)
 
 

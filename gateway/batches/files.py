@@ -13,7 +13,7 @@ from contextlib import suppress
 from kvforge.gateway.config import Settings
 from kvforge.gateway.http.errors import TooLarge
 from kvforge.gateway.storage import Append, Delete, Document, Entry, Get, List, Put, Read, Storage
-from kvforge.protocol.errors import CapacityExceeded, Conflict, KvforgeError
+from kvforge.protocol.errors import Conflict, KvforgeError, QuotaExceeded
 
 from .records import (
     CHUNKS,
@@ -34,6 +34,15 @@ READ_CHUNKS = 4
 FILES_MAX = 10_000
 UPLOAD_S = 3600.0  # a file that is not complete is removed this long after its last piece
 TRIES = 8
+
+
+class FilesFull(QuotaExceeded):
+    """A tenant's files have reached a limit."""
+
+    def __init__(self, tenant: str, needed: int, ceiling: int, unit: str, setting: str = "") -> None:
+        problem = f"tenant {tenant!r} would have {needed} {unit}; its ceiling is {ceiling}"
+        remedy = "delete files" + (f", or raise {setting} in gateway.toml" if setting else "")
+        KvforgeError.__init__(self, f"{problem}; {remedy}", tenant=tenant, needed=needed, ceiling=ceiling)
 
 
 class Files:
@@ -123,7 +132,7 @@ class Files:
 
         Raises:
             TooLarge: The file is too large.
-            CapacityExceeded: The tenant has too many files, or too much in them.
+            FilesFull: The tenant has too many files, or too much in them.
         """
         left = await self._room(tenant)
         upload = Upload(self, tenant, min(left, self.limits.file_bytes_max), left)
@@ -163,7 +172,7 @@ class Files:
         (documents,) = await self.storage.apply(every)
         assert isinstance(documents, list)
         if len(documents) >= FILES_MAX:
-            raise CapacityExceeded("files of the tenant", len(documents) + 1, FILES_MAX, "delete files")
+            raise FilesFull(tenant, len(documents) + 1, FILES_MAX, "files")
         held = sum(document.size_bytes for document in documents if isinstance(document, Document))
         return max(0, self.limits.tenant_file_bytes_max - held)
 
@@ -183,13 +192,15 @@ class Upload:
 
         Raises:
             TooLarge: It may never be.
-            CapacityExceeded: It may not beside the tenant's other files.
+            FilesFull: It may not beside the tenant's other files.
         """
         most = self._files.limits.file_bytes_max
         if size > most:
             raise TooLarge("file", f"is larger than the limit of {most} bytes (batches.file_bytes_max in gateway.toml)")
         if size > self._bytes_max:
-            raise CapacityExceeded("bytes of the tenant's files", size, self._left, "delete files")
+            ceiling = self._files.limits.tenant_file_bytes_max
+            needed = ceiling - self._left + size
+            raise FilesFull(self._tenant, needed, ceiling, "bytes in files", "[batches] tenant_file_bytes_max")
 
     async def begin(self) -> None:
         """Write the document, which is not shown yet."""

@@ -1,7 +1,10 @@
 """How many lines of batches run at once in this process: as many as the service has no other use for.
 
 A batch must not make interactive requests wait, and the coordinator admits whatever fits. The gateway therefore submits
-a line only while rows stay free for others, and looks at the service several times a second.
+a line only while rows stay free for others, and looks at the service several times a second. While others run, batches
+use a small share of the rows, since each row makes the steps of all longer; otherwise they fill the service.
+
+Lines that other processes submit look like requests of others: several processes are cautious together.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from kvforge.gateway.generate.service import Load
 START = 16
 SPARE_SHARE = 8  # one row in so many stays free for interactive requests
 GROWTH = 4
+QUIET_S = 10.0  # how long after the last request of others the service counts as free
 
 
 class Room:
@@ -23,14 +27,16 @@ class Room:
 
     Args:
         most: The highest limit.
+        beside_share: The share of the rows while others run.
 
     Attributes:
         limit: How many places there are.
         used: How many are taken.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, beside_share: float) -> None:
+        self._most, self._beside_share = most, beside_share
+        self._others_at = -QUIET_S
         self.limit, self.used = min(START, most), 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
@@ -38,15 +44,26 @@ class Room:
         """Return a context that holds so many places, or all of them if there are fewer."""
         return Place(self, count)
 
-    def adjust(self, load: Load) -> None:
-        """Set the limit for the load that the service has now, of which `used` requests are lines of batches."""
+    def adjust(self, load: Load, used: int, now: float) -> None:
+        """Set the limit for the load of the service.
+
+        Args:
+            load: The load.
+            used: The places that were taken just before it was asked for, at most.
+            now: The time in seconds, by any clock.
+        """
         rows = load.running + load.rows_free
+        if load.running + load.pending > used:
+            self._others_at = now
+        most = self._most
+        if now - self._others_at < QUIET_S:
+            most = min(most, int(rows * self._beside_share))
         spare = min(max(1, rows // SPARE_SHARE), max(0, rows - 1))
         if load.pending:
             limit = self.used - load.pending
         else:
             limit = self.used + min(load.rows_free - spare, max(GROWTH, self.used // GROWTH))
-        self.limit = min(max(1, limit), self._most)
+        self.limit = max(1, min(limit, most))
         self._admit()
 
     async def take(self, count: int) -> None:

@@ -100,24 +100,32 @@ class BatchRun:
         files: All files.
         requests: Runs its requests.
         room: How many may run.
+        count: Called with each outcome: whether it is an answer.
         owner: The name of this process.
         lease_s: How long it owns the batch after the last renewal.
 
     Attributes:
         record: What is written down.
         version: Of its document.
-        completed, failed: The requests that ended here.
         task: Ends with the batch, or when it is stopped.
     """
 
     def __init__(
-        self, document: Document, files: Files, requests: Requests, room: Room, *, owner: str, lease_s: float
+        self,
+        document: Document,
+        files: Files,
+        requests: Requests,
+        room: Room,
+        count: Callable[[bool], None],
+        *,
+        owner: str,
+        lease_s: float,
     ) -> None:
         self.tenant, self.id, self._group = document.tenant, document.id, document.group
         self.version = document.version
         self.record: BatchRecord = BATCH_RECORD.decode(document.body)
         self._files, self._requests, self._room = files, requests, room
-        self._owner, self._lease_s = owner, lease_s
+        self._count, self._owner, self._lease_s = count, owner, lease_s
         self._line_bytes_max = requests.line_bytes_max
         self._caller = Caller(name=self.record.caller, tenant=self.tenant)
         self._writing = asyncio.Lock()
@@ -134,7 +142,6 @@ class BatchRun:
         self._next, self._read_to = self.record.next, self.record.at
         self._done = {number for first, last in self.record.done for number in range(first, last + 1)}
         self._starts: dict[int, int] = {}
-        self.completed = self.failed = 0
         self.task = asyncio.ensure_future(self._run())
 
     @property
@@ -363,7 +370,7 @@ class BatchRun:
         self._outcomes.append((number, line, good))
         self._outcome_bytes += len(line)
         self._held_bytes += len(line)
-        self.completed, self.failed = self.completed + good, self.failed + (not good)
+        self._count(good)
 
     def _cancel_requests(self) -> None:
         for generation in self._running:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 
 from kvforge.gateway.config import Settings
 from kvforge.gateway.generate.service import Service
 from kvforge.gateway.storage import Claim, Document, Release, Renew, StorageFailed
 from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.steady_clock import monotonic
 from kvforge.protocol.steady_timeout import steady_timeout
 
 from .files import Files
@@ -36,28 +38,19 @@ class Runner:
     Attributes:
         room: How many lines run at once.
         runs: By tenant and id.
+        count: Called with the outcome of each request: whether it is an answer.
     """
 
     def __init__(self, service: Service, files: Files, settings: Settings) -> None:
         self._service, self._files = service, files
         self._lease_s = settings.storage.lease_s
         self._owner = f"batches-{secrets.token_hex(8)}"
-        self.room = Room(settings.batches.in_flight_max)
+        self.room = Room(settings.batches.in_flight_max, settings.batches.beside_share)
         self._requests = Requests(service, settings, self.room)
         self.runs: dict[tuple[str, str], BatchRun] = {}
         self._wake = asyncio.Event()
         self._failed = False
-        self._completed = self._failures = 0
-
-    @property
-    def completed(self) -> int:
-        """The requests of batches that this process has answered."""
-        return self._completed + sum(run.completed for run in self.runs.values())
-
-    @property
-    def failed(self) -> int:
-        """The requests of batches that failed in this process."""
-        return self._failures + sum(run.failed for run in self.runs.values())
+        self.count: Callable[[bool], None] = lambda _: None
 
     def wake(self) -> None:
         """Look for batches at once."""
@@ -120,12 +113,13 @@ class Runner:
             self._start(document)
 
     def _start(self, document: Document) -> None:
-        run = BatchRun(document, self._files, self._requests, self.room, owner=self._owner, lease_s=self._lease_s)
+        run = BatchRun(
+            document, self._files, self._requests, self.room, self.count, owner=self._owner, lease_s=self._lease_s
+        )
         self.runs[run.key] = run
         run.task.add_done_callback(lambda _: self._ended(run))
 
     def _ended(self, run: BatchRun) -> None:
-        self._completed, self._failures = self._completed + run.completed, self._failures + run.failed
         if self.runs.get(run.key) is run:
             del self.runs[run.key]
         self.wake()
@@ -136,8 +130,9 @@ class Runner:
             await asyncio.sleep(LOOK_S)
             if not self.runs:
                 continue
+            used = self.room.used
             load = await self._service.load(LOAD_S)
             if load is not None:
-                self.room.adjust(load)
+                self.room.adjust(load, max(used, self.room.used), monotonic())
                 for run in self.runs.values():
                     run.wake()

@@ -27,7 +27,8 @@ ROWS = 64
 STATUSES = (200, 201, 204, 304, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 499, 500, 503, 504)
 OTHER_STATUS, OTHER_PATH = 0, "other"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-OPEN, RECEIVED, SENT = range(3)
+OPEN, RECEIVED, SENT, LINES_ANSWERED, LINES_FAILED = range(5)
+_HEAD = 5
 _BUCKETS = len(SECONDS) + 1
 
 
@@ -47,8 +48,8 @@ class Counts:
 
     def __init__(self, paths: Sequence[str], path: Path | None = None) -> None:
         self.paths = (*paths, OTHER_PATH)
-        self._at = {name: 3 + i * self._width for i, name in enumerate(self.paths)}
-        cells = 3 + len(self.paths) * self._width
+        self._at = {name: _HEAD + i * self._width for i, name in enumerate(self.paths)}
+        cells = _HEAD + len(self.paths) * self._width
         self._file = -1
         if path is None:
             self._rows: npt.NDArray[np.int64] = np.zeros((1, cells), np.int64)
@@ -108,6 +109,10 @@ class Counts:
         """Count ignored fields and tools of a request."""
         if fields:
             self._row[(self._at.get(path) or self._at[OTHER_PATH]) + self._width - 1] += fields
+
+    def line(self, *, answered: bool) -> None:
+        """Count a request of a batch that has an outcome."""
+        self._row[LINES_ANSWERED if answered else LINES_FAILED] += 1
 
     def total(self) -> npt.NDArray[np.int64]:
         """Return [cells] int64, summed over all processes."""

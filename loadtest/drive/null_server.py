@@ -29,6 +29,7 @@ from kvforge.protocol.errors import RequestNotFound
 
 TURN_MS = 1
 VOCABULARY = 32_000
+ROWS_MAX = 1024  # as many requests as it claims to run at once
 CONTEXT_MAX = 1 << 20
 MODEL = m.ModelInfo(
     name="null",
@@ -110,6 +111,10 @@ class NullServer:
                 self._send(peer, m.Welcome(rid=rid, version=m.PROTOCOL_VERSION, boot=self._boot, tables_path="/none"))
             case m.GetHealth(rid=rid):
                 self._send(peer, m.Health(rid=rid, live=True, ready=True, reason="", workers=(), model=MODEL))
+            case m.FindPrefix(rid=rid):
+                running = len(self._jobs)
+                free = max(0, ROWS_MAX - running)
+                self._send(peer, m.PrefixFound(rid=rid, ready=True, running=running, rows_free=free))
             case m.GetStats(rid=rid):
                 self._send(peer, self._stats(rid))
             case m.Cancel(rid=rid, request_id=request_id):

@@ -53,6 +53,8 @@ def test_each_endpoint_and_lines_that_fail(tmp_path: Path) -> None:
         "/v1/responses": [{"input": "x"}, {"input": "x", "model": "other-model"}],
         "/v1/chat/completions": [{"messages": []}, {"messages": [{"role": "user", "content": "x"}]}],
     }
+    app, counted = App(tmp_path), list[bool]()
+    app.batches.runner.count = counted.append
     wanted = {"/v1/completions": [200, 200, 400, 400], "/v1/responses": [200, 404], "/v1/chat/completions": [400, 200]}
 
     async def work(client: openai.AsyncOpenAI) -> None:
@@ -70,7 +72,8 @@ def test_each_endpoint_and_lines_that_fail(tmp_path: Path) -> None:
             counts = batch.request_counts
             assert (counts.total, counts.completed, counts.failed) == (len(asked), len(good), len(bad))
 
-    App(tmp_path).run(work)
+    app.run(work)
+    assert (counted.count(True), counted.count(False)) == (4, 4)
 
 
 def test_malformed_lines_fail_a_batch_by_their_numbers(tmp_path: Path) -> None:
@@ -305,7 +308,7 @@ def test_a_tenant_without_room_gets_what_was_written_and_a_reason(tmp_path: Path
         )
         batch = await ended(client, batch.id)
         assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
-        assert batch.errors.data[0].code == "capacity_exceeded"
+        assert batch.errors.data[0].code == "quota_exceeded"
         assert len(await output(client, batch.output_file_id)) == batch.request_counts.completed
 
     app.run(work)
