@@ -124,6 +124,7 @@ class SavedRequest(Saved):
     ended_us: int
     orphan_us: int
     prompt_logprobs: SavedPromptLogprobs | None = None
+    reads_prompt: bool = True
 
 
 class SavedKey(Saved):

@@ -164,6 +164,8 @@ class ChatCompletion:
         if most is None:
             most = max(1, call.model.info.context_tokens_max - len(prompt))
         call.names.shape = conversation.shape
+        if asked.prompt_logprobs is not None:
+            logprobs.check_size("prompt_logprobs", len(prompt), asked.prompt_logprobs)
         sampling = sampling_of(asked, self.shown or 0, conversation.shape, asked.prompt_logprobs)
         self.wanted = [
             Submission(

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvforge.client.arguments import SAMPLES_MAX, token_array
@@ -112,7 +113,11 @@ class Completions:
         """Set the prompts and build the submissions."""
         call, asked, self.prompts = self.call, self.asked, prompts
         call.names.shape = shape = requested_shape(asked)
-        sampling = sampling_of(asked, asked.logprobs or 0, shape, self._prompt_logprobs())
+        width = self._prompt_logprobs()
+        if width is not None:
+            field = "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"
+            logprobs.check_size(field, sum(len(prompt.ids) for prompt in prompts), width)
+        sampling = sampling_of(asked, asked.logprobs or 0, shape, width)
         most = MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
         options = call.options(sampling, asked, most)
         self.wanted = [
@@ -166,7 +171,8 @@ class Completions:
             scored = generation.answers[0].stream.prompt
             part = await self._of_prompt(prompt, scored) if scored is not None else PromptPart()
             for place, answer in enumerate(self._best(answers)):
-                choices.append(self._choice(at * self.n + place, prompt, answer, part))
+                choice = self._choice(at * self.n + place, prompt, answer, part)
+                choices.append(msgspec.Raw(encode(choice)))  # smaller than its dictionaries
         usage = total(generations)
         return encode(
             {

@@ -9,8 +9,10 @@ from typing import Any
 from kvforge.client.prompt_stream import PromptStream
 from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.replicas.stream import Stream
+from kvforge.protocol.errors import InvalidRequest
 
 PROMPT_TOKENS_AT_A_TIME = 256
+PROMPT_ENTRIES_MAX = 1 << 20  # about 100 bytes each until the response is encoded
 
 
 def of_chat(prompts: Prompts, stream: Stream, start: int, end: int) -> dict[str, Any]:
@@ -52,6 +54,20 @@ def of_completion(
         "text_offset": offsets,
     }
     return body, offset
+
+
+def check_size(field: str, prompt_tokens: int, most_likely: int) -> None:
+    """Refuse more log-probabilities of prompts than a response may hold.
+
+    Raises:
+        InvalidRequest: Names `field`.
+    """
+    entries = prompt_tokens * (1 + most_likely)
+    if entries > PROMPT_ENTRIES_MAX:
+        problem = f"{most_likely} for each of {prompt_tokens} prompt tokens are {entries} entries"
+        raise InvalidRequest(
+            field, f"{problem}; the limit is {PROMPT_ENTRIES_MAX}: ask for fewer, or send fewer tokens"
+        )
 
 
 class EchoedLogprobs:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvforge.coordinator.core.limits import Quota
 from kvforge.coordinator.core.requests.prompt_logprobs import PromptLogprobs, ScoredTokens
 from kvforge.coordinator.core.requests.top_logprobs import TopLogprobs
 from kvforge.coordinator.journal import snapshot
@@ -101,6 +102,18 @@ def test_a_request_that_only_scores_may_fill_the_context_and_samples_nothing() -
     assert not any(step.samples.any() for step in steps_of(d))
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_request_that_only_scores_may_fill_its_tenants_ceiling(beside: bool) -> None:
+    """It needs no room for a first token."""
+    d = ScoringDriver(quotas={"ant": Quota(floor=0, ceiling=2)})
+    d.add_worker(2 if not beside else 16)
+    if beside:
+        d.submit(PROMPT, 8)
+    request = d.score(PROMPT[:8], tenant="ant")
+    d.run_until_idle()
+    assert d.scored(request) == expected(PROMPT[:8])
+
+
 def test_cached_blocks_are_not_shared_for_positions_without_a_log_probability() -> None:
     d = ScoringDriver()
     d.add_worker(32)
@@ -179,6 +192,39 @@ def test_a_failed_row_leaves_the_others_their_log_probabilities() -> None:
     d.run_until_idle()
     assert d.ended[bad].reason == "failed" and not d.scored(bad)
     assert d.scored(good) == expected()
+
+
+def test_a_step_with_failed_rows_alone_has_nothing_to_record() -> None:
+    d = ScoringDriver()
+    d.add_worker(64).poison = {42}
+    bad = d.score([1, 42, 3])
+    d.run_until_idle()
+    assert d.ended[bad].reason == "failed" and not d.scored(bad)
+
+
+def test_a_reader_behind_the_prompt_gets_nothing_of_it() -> None:
+    d = ScoringDriver(step_tokens_max=8)
+    d.add_worker(16)
+    request = d.score(max_tokens=2)
+    d.step()
+    d.turn()
+    before = d.scored(request)
+    assert 0 < len(before) < LAST
+    d.attach(request, client=2)
+    d.run_until_idle()
+    assert d.scored(request) == before
+    assert list(d.tokens_read(2, request).values()) == continuation(PROMPT, 2)
+
+
+def test_an_offset_before_which_log_probabilities_are_due_is_refused() -> None:
+    d = ScoringDriver(step_tokens_max=8)
+    d.add_worker(16)
+    request = d.score(max_tokens=2)
+    d.step()
+    d.turn()
+    known = len(d.scored(request)) - LAST
+    d.refused(d.attach_message(request, known + 1), InvalidRequest)
+    assert d.ask(d.attach_message(request, known)).offset == known
 
 
 def test_only_the_first_answer_scores_the_prompt() -> None:

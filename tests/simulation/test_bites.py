@@ -56,6 +56,7 @@ LIKELY = {
     "sibling_never_released": 5,
     "cut_not_told": 1,
     "cut_not_made": 1,
+    "prompt_read_from_behind": 30,
     "tops_of_another_row": 2,
     "tops_lost_in_a_replay": 1,
     "crash_never_counted": 19,
@@ -115,11 +116,13 @@ def run_of(name: str, seed: int) -> Outcome:
 
 
 def run_mortal(seed: int, name: str) -> Outcome:
-    """Run a seed's world with deaths of the coordinator, even if its settings have none, and without conversations.
+    """Run a seed's world with deaths of the coordinator, even if its settings have none, and as it was first drawn.
+
+    It has no conversations and no log-probabilities of prompts, so that the seeds in LIKELY stay likely.
 
     For a fault of ranks, some workers have several.
     """
-    settings = replace(drawn(seed)[0], kinds=False, ranks=())
+    settings = replace(drawn(seed)[0], kinds=False, ranks=(), scores=False)
     settings = with_ranks(settings, Random(f"ranks/{seed}"), share=1.0 if "rank" in name else 0.0)
     mortal = settings if settings.crash_gap_us else with_crashes(settings, Random(f"mortal/{seed}"), share=1.0)
     drawer = ActionDrawer(mortal, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))

@@ -71,6 +71,7 @@ MIX = {
     "hang": 0.3,
     "garble": 1,
 }
+SCORES_SHARE = 0.15  # of the requests want log-probabilities of their prompts
 # faults that look like the crash of a worker
 DEATHS = ("kill", "hang", "garble")
 HOSTILE = (
@@ -102,8 +103,8 @@ HOSTILE = (
 class ActionDrawer:
     """Draws actions from a seed, from the settings and its own labels alone.
 
-    The coordinator's deaths come from the stream `deaths`, and conversations from another one, so that all other
-    actions are the same as in a world without them.
+    The coordinator's deaths come from the stream `deaths`; conversations and log-probabilities of prompts come from
+    others, so that all other actions are the same as in a world without them.
     """
 
     def __init__(self, settings: Settings, random: Random, deaths: Random | None = None) -> None:
@@ -111,6 +112,7 @@ class ActionDrawer:
         self._talks = Draws(f"talks/{settings.gap_us}/{settings.step_us}/{settings.workers}")
         self._jumps = Draws(f"jumps/{settings.gap_us}/{settings.step_us}/{settings.workers}")
         self._stands = Draws(f"stands/{settings.gap_us}/{settings.step_us}/{settings.workers}")
+        self._scores = Draws(f"scores/{settings.gap_us}/{settings.step_us}/{settings.workers}")
         self._requests = self._sequences = 0
         shared = [[self._token() for _ in range(settings.context)] for _ in range(3)]
         self._stems = shared
@@ -321,6 +323,10 @@ class ActionDrawer:
         labels = tuple(f"r{self._requests + 1 + i}" for i in range(count))
         self._requests += count
         more = self._more(labels[0], ("count", count) if count > 1 else None)
+        if self._settings.scores and self._scores.random() < SCORES_SHARE:
+            more = (*more, ("prompt_logprobs", self._scores.choice((0, 1, 3))))
+            if count == 1 and self._scores.random() < 0.5:
+                answer = 0
         return (self._client(), labels, self._prompt(size), answer, seed, stops, self._tenant(), more)
 
     def _prompt(self, size: int) -> tuple[int, ...]:

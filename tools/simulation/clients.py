@@ -42,6 +42,11 @@ SEEK_US = 2_000  # delay before it looks for another coordinator
 NOT_GREETED = "the first message of a client must be hello"
 
 
+def first_offset(command: Any) -> int:
+    """Return the offset of the first row of the first request of a Submit."""
+    return 1 - command.prompt.size if command.sampling.prompt_logprobs is not None else 0
+
+
 class Host(Protocol):
     """A client's view of the world."""
 
@@ -215,7 +220,7 @@ class SimulatedClient:
         elif isinstance(message, Accepted):
             for i in range(message.count):
                 self.ids[labels[i]] = message.request_id + i
-                self.readings.begin(message.request_id + i, 0)
+                self.readings.begin(message.request_id + i, 0 if i else first_offset(command))
         elif isinstance(message, Attached):
             self.readings.begin(message.request_id, message.offset)
         elif isinstance(message, Refused):

@@ -37,6 +37,7 @@ from kvforge.coordinator.core.commands.sequences import SequenceCommands
 from kvforge.coordinator.core.deadlines import Deadlines, Parts
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.reporting.explain import Explainer
+from kvforge.coordinator.core.requests.request import Request
 from kvforge.coordinator.core.requests.streams import Streams
 from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.coordinator.core.requests.top_logprobs import TopLogprobs, TopLogprobsRecord
@@ -754,6 +755,41 @@ def tops_of_another_row() -> list[Patch]:
 def tops_lost_in_a_replay() -> list[Patch]:
     """A replayed stream has no top log-probabilities."""
     return [(TopLogprobsRecord, "top_logprobs", lambda self, first=0: TopLogprobs.none(self.size - first))]
+
+
+@fault
+def prompt_scored_one_position_late() -> list[Patch]:
+    """In a chunk after the first, the log-probability is that of the next token but one."""
+    real = Scheduler._scored
+
+    def scored(self: Scheduler, slots: Any, starts: Any, counts: Any) -> Any:
+        places, following = real(self, slots, starts, counts)
+        ends = np.cumsum(counts)
+        rows = np.searchsorted(ends, places, "right")
+        positions = places - (ends - counts)[rows] + starts[rows]
+        s = self._cache.sequences
+        next_but_one = unmarked(s.tokens[slots[rows], np.minimum(positions + 2, s.length[slots[rows]] - 1)])
+        return places, np.where(starts[rows] > 0, next_but_one, following).astype(np.int32)
+
+    return [(Scheduler, "_scored", scored)]
+
+
+@fault
+def cached_prompt_not_scored() -> list[Patch]:
+    """A request shares all cached blocks of its prompt, though these positions have no log-probability yet."""
+    return [(Request, "shareable_tokens", None)]
+
+
+@fault
+def prompt_read_from_behind() -> list[Patch]:
+    """A client that attaches behind the prompt gets the rest of the prompt's log-probabilities all the same."""
+    real = RequestCommands._give
+
+    def give(self: RequestCommands, request: Any, client: int, offset: int) -> None:
+        real(self, request, client, offset)
+        request.reads_prompt = True
+
+    return [(RequestCommands, "_give", give)]
 
 
 @fault

@@ -135,6 +135,9 @@ class Ledger:
         salt = sequence.salt if sequence is not None else f"by name {command.salt}" if command.salt else tenant
         for i, request_id in enumerate(ids):
             self._book(request_id, client, command, (reply.seed + i) % (1 << 64), prompt, salt, now_us)
+        booked = self.requests[reply.request_id]
+        booked.scores = command.sampling.prompt_logprobs
+        booked.at = self.stream_checker.first_offset(reply.request_id)
 
     def _repeated(self, client: int, reply: Accepted) -> None:
         """Expect the streams of a repeated command from their beginning."""
@@ -142,7 +145,7 @@ class Ledger:
             if self._known(request_id) is None:
                 self.stream_checker.forgotten(request_id, client)
             else:
-                self.stream_checker.give(request_id, client, 0)
+                self.stream_checker.give(request_id, client, self.stream_checker.first_offset(request_id))
 
     def _check_key(self, tenant: str, command: Submit, reply: Accepted, ids: range) -> None:
         """Check that a known key returns its previous ids, and only for an equal command."""
@@ -310,12 +313,17 @@ class Ledger:
             now_us: the coordinator's time.
             lost: whether the client did not accept it.
         """
-        rows = zip(stream.request_ids.tolist(), stream.offsets.tolist(), stream.tokens.tolist(), strict=True)
+        ranks = stream.ranks.tolist() or [0] * stream.tokens.size
+        columns = (stream.request_ids, stream.offsets, stream.tokens, stream.logprobs)
+        rows = zip(*(column.tolist() for column in columns), ranks, strict=True)
         expected = []
-        for request_id, offset, token in rows:
+        for request_id, offset, token, logprob, rank in rows:
             booked = self.requests[request_id]
-            self._compare(request_id, booked.oracle, offset, [token])
             self.stream_checker.row(client, request_id, offset)
+            if offset < 0:
+                expected.append(self._compare_scored(request_id, booked, offset, (token, logprob, rank)))
+                continue
+            self._compare(request_id, booked.oracle, offset, [token])
             expected.append(tops_of(token, booked.tops, self._settings.vocabulary))
         self._compare_top_logprobs(stream, expected)
         self.stream_checker.news(client, stream, lost, now_us)
@@ -334,6 +342,7 @@ class Ledger:
                 raise Violation(f"request {request.id} ended by {request.reason} after {len(tokens)} tokens")
             if oracle.poisoned:
                 raise Violation(f"request {request.id} was poisoned and finished")
+            self._check_scores(request, booked)
         elif request.reason == "failed":
             self._failed(request, booked, now_us)
         elif request.reason == "expired":
@@ -426,6 +435,32 @@ class Ledger:
                 if not booked.detached and (goodbye or not self._settings.lease_us):
                     raise Violation(f"request {request_id} outlives its client")
                 self.due_times.orphaned(request_id, booked, now_us)
+
+    def _compare_scored(
+        self, request_id: int, booked: BookedRequest, offset: int, found: tuple[int, float, int]
+    ) -> list[tuple[int, float]]:
+        """Check the token, log-probability and rank of a row of a prompt, and return the top tokens that are due."""
+        prompt = booked.oracle.prompt
+        assert booked.scores is not None, "the reader's first offset is 0"
+        logprob, rank, tops = booked.oracle.score(len(prompt) + offset, booked.scores, self._settings.vocabulary)
+        if found != (prompt[offset], logprob, rank):
+            raise Violation(
+                f"request {request_id}: {found} at {offset}; the oracle says {(prompt[offset], logprob, rank)}"
+            )
+        return tops
+
+    def _check_scores(self, request: Request, booked: BookedRequest) -> None:
+        """Check that a finished request has all log-probabilities of its prompt."""
+        record, positions = request.prompt_logprobs, range(1, len(booked.oracle.prompt))
+        if record is None or booked.scores is None:
+            if record is not None or booked.scores is not None:
+                raise Violation(f"request {request.id} wants log-probabilities of its prompt, or has them unasked")
+            return
+        _, scored = record.known()
+        due = [booked.oracle.score(position, booked.scores, self._settings.vocabulary) for position in positions]
+        found = list(zip(scored.logprobs.tolist(), scored.ranks.tolist(), strict=True))
+        if found != [(logprob, rank) for logprob, rank, _ in due]:
+            raise Violation(f"request {request.id} finished with log-probabilities {found} of its prompt, not {due}")
 
     @staticmethod
     def _compare_top_logprobs(stream: Stream, expected: list[list[tuple[int, float]]]) -> None:

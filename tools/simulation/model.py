@@ -12,6 +12,7 @@ from itertools import accumulate
 from operator import mul
 
 MASK = (1 << 64) - 1
+Score = tuple[float, int, list[tuple[int, float]]]
 CONTEXT_MAX = 1024
 _WEIGHTS: list[int] = [
     weight | 1 for (weight,) in struct.iter_unpack("<Q", hashlib.shake_256(b"simulated model").digest(8 * CONTEXT_MAX))
@@ -35,6 +36,12 @@ def choose(fingerprint: int, seed: int, generated: int, vocabulary: int) -> int:
 def tops_of(token: int, count: int, vocabulary: int) -> list[tuple[int, float]]:
     """Return the `count` most likely tokens and log-probabilities where `token` was chosen."""
     return [((token + i) % vocabulary, -float(i)) for i in range(count)]
+
+
+def score_of(fingerprint: int, token: int, width: int, vocabulary: int) -> Score:
+    """Return what a worker reports for a prompt token behind a context: log-probability, rank and top tokens."""
+    drawn = choose(fingerprint, token, 0, 1 << 16)
+    return -drawn / 256, 1 + drawn % vocabulary, tops_of(drawn % vocabulary, width, vocabulary)
 
 
 def poison(vocabulary: int) -> int:
@@ -75,6 +82,10 @@ class Oracle:
         stop_at = next((i for i, token in enumerate(self.tokens) if token in stops), None)
         self.answer_size = max_tokens if stop_at is None else stop_at + 1
         self.reason = "length" if stop_at is None else "stop"
+
+    def score(self, position: int, width: int, vocabulary: int) -> Score:
+        """Return what is due for the prompt token at a position from 1 on."""
+        return score_of(self.fingerprints[position], self.prompt[position], width, vocabulary)
 
     def fingerprint(self, length: int) -> int:
         """Return the fingerprint of the first `length` tokens of prompt and continuation."""

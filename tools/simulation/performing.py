@@ -118,8 +118,8 @@ class Performer:
     ) -> None:
         fields = {"max_tokens": answer, "tenant": self._acting(client, tenant, len(prompt)), "prompt": int32(prompt)}
         fields.update(more)
-        tops = fields.pop("logprobs", 0)
-        fields["sampling"] = SamplingParams(temperature=0.7, seed=seed, stop_tokens=stops, logprobs=tops)
+        wanted = {name: fields.pop(name) for name in ("logprobs", "prompt_logprobs") if name in fields}
+        fields["sampling"] = SamplingParams(temperature=0.7, seed=seed, stop_tokens=stops, **wanted)
         self._tenants.update(dict.fromkeys(labels, fields["tenant"]))
         self._send_submit(client, labels, fields)
 

@@ -34,6 +34,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         backlog_max: replies kept for a slow consumer.
         bound: clients restricted to one tenant; never c0, which releases everything at the end.
         zeroes: blocks that change tenant are zeroed first.
+        scores: some requests want log-probabilities of their prompts.
         kinds: workers compute generated tokens differently from prompts, so their KV differs.
         ranks: processes of each worker; empty for one each.
         stand_gap_us: mean time between two standstills of the coordinator; 0 for none.
@@ -76,6 +77,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     turn_us: int = 50
     bound: dict[str, str] = {}
     zeroes: bool = False
+    scores: bool = True
     kinds: bool = False
     ranks: tuple[int, ...] = ()
     stand_gap_us: int = 0

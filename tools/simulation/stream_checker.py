@@ -24,6 +24,7 @@ class BookedRequest:
         cut: tokens that its end took back.
         orphan_us: when its connection ended, or -1.
         tops: top tokens wanted per position.
+        scores: top tokens wanted for each prompt token; None for no log-probabilities of the prompt.
         early: it came before any model was known, and may fail.
         reason: why it ended, or "".
     """
@@ -32,6 +33,7 @@ class BookedRequest:
         self.reader, self.oracle, self.sequence_id = client, oracle, sequence_id
         self.detached, self.salt = detached, salt
         self.tops = 0
+        self.scores: int | None = None
         self.at = self.seen = self.generated = self.cut = 0
         self.paused = self.early = False
         self.before: list[list[int]] = []
@@ -74,6 +76,11 @@ class StreamChecker:
 
     def _of(self, client: int) -> Owed:
         return self._owed.setdefault(client, Owed())
+
+    def first_offset(self, request_id: int) -> int:
+        """Return the offset of the first row of a request: negative if its prompt is scored."""
+        booked = self._requests[request_id]
+        return 1 - len(booked.oracle.prompt) if booked.scores is not None else 0
 
     def give(self, request_id: int, client: int, offset: int) -> None:
         """Give the stream to this client; the previous reader must get a notice."""
@@ -148,7 +155,12 @@ class StreamChecker:
         if not 0 <= end.cut_tokens <= booked.cut:
             raise Violation(f"request {end.request_id}: {booked.cut} tokens were cut, not {end.cut_tokens}")
         told = end.generated_tokens + end.cut_tokens
-        if told not in [at for reader, at in ((booked.reader, booked.at), *booked.before) if reader == client]:
+        whole = booked.reason in ("length", "stop")  # otherwise it may end in the middle of its prompt
+        if told not in [
+            at if whole else max(0, at)
+            for reader, at in ((booked.reader, booked.at), *booked.before)
+            if reader == client
+        ]:
             raise Violation(f"request {end.request_id}: {told} tokens, but {booked.at} were streamed")
 
     def _lost(self, client: int, stream: Stream, owed: Owed) -> None:

@@ -38,7 +38,7 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.tables import TablesReader
 from tools.simulation.draws import Draws
-from tools.simulation.model import CONTEXT_MAX, DEADLY, Oracle, choose, fingerprint_of, poison, tops_of
+from tools.simulation.model import CONTEXT_MAX, DEADLY, Oracle, Score, choose, fingerprint_of, poison, score_of, tops_of
 from tools.simulation.network import Clock, Connection, SimulatedPeers
 from tools.simulation.settings import Settings
 
@@ -172,6 +172,7 @@ class Row:
     def __init__(self, begin: RowStart) -> None:
         self.request_id, self.seed, self.generated = begin.request_id, begin.seed, begin.generated
         self.tops = begin.sampling.logprobs
+        self.scores = begin.sampling.prompt_logprobs
         self.last = -1
         self.failed = False
 
@@ -417,8 +418,9 @@ class SimulatedWorker:
         if how == "missing" and result.tokens.size:
             lost = int(result.top_counts[0]) if result.top_counts.size else 0
             tops = (result.top_counts[1:], result.top_tokens[lost:], result.top_logprobs[lost:])
+            names = ("slots", "tokens", "logprobs", "top_counts", "top_tokens", "top_logprobs")
             short = (result.slots[1:], result.tokens[1:], result.logprobs[1:], *tops)
-            return StepResult(result.step_id, result.epoch, result.errors, 0, *short)
+            return msgspec.structs.replace(result, duration_us=0, **dict(zip(names, short, strict=True)))
         if how == "step":
             return StepResult(result.step_id + 1, result.epoch)
         if how == "epoch":
@@ -449,7 +451,34 @@ class SimulatedWorker:
         if self._host.settings.deadly and any(c and p >= DEADLY for c, p in zip(counting, poisons, strict=True)):
             raise WorkerCrashed
         fingerprints = list(map(fingerprint_of, found))
-        return self._sampled(step, ends, counting, fingerprints, [p > 0 for p in poisons], took_us)
+        result = self._sampled(step, ends, counting, fingerprints, [p > 0 for p in poisons], took_us)
+        return self._scored(step, found, result) if step.scored.size else result
+
+    def _scored(self, step: Step, found: list[list[int]], result: StepResult) -> StepResult:
+        """Add the log-probabilities of prompt tokens, computed from the contents of the memory."""
+        failed = {error.slot for error in result.errors}
+        ends = np.cumsum(step.counts)
+        scores: list[Score] = []
+        for place, token in zip(step.scored.tolist(), step.following.tolist(), strict=True):
+            row = int(np.searchsorted(ends, place, "right"))
+            slot = int(step.slots[row])
+            if slot in failed:
+                continue
+            position = int(step.starts[row]) + place - int(ends[row] - step.counts[row])
+            width = self._rows[slot].scores
+            if width is None:
+                raise Violation(f"slot {slot} is scored, but its request does not want it")
+            context = fingerprint_of(found[row][: position + 1])
+            scores.append(score_of(context, token, width, self._host.settings.vocabulary))
+        pairs = [pair for _, _, tops in scores for pair in tops]
+        return msgspec.structs.replace(
+            result,
+            prompt_logprobs=np.array([logprob for logprob, _, _ in scores], np.float32),
+            prompt_ranks=np.array([rank for _, rank, _ in scores], np.int32),
+            prompt_top_counts=np.array([len(tops) for _, _, tops in scores], np.int32),
+            prompt_top_tokens=np.array([token for token, _ in pairs], np.int32),
+            prompt_top_logprobs=np.array([logprob for _, logprob in pairs], np.float32),
+        )
 
     def _resolved(self, step: Step) -> list[int]:
         tokens: list[int] = step.tokens.tolist()

@@ -192,7 +192,8 @@ class RequestCommands:
                 request_id=request.id,
             )
         most = self._admission.generated(request) + request.cut
-        if not request.first_offset <= message.offset <= most:
+        in_prompt = request.known_offset < message.offset < 0
+        if in_prompt or not request.first_offset <= message.offset <= most:
             problem = f"must be {request.first_offset} to {most}, the tokens generated so far, not {message.offset}"
             raise InvalidRequest("offset", problem)
         self._give(request, event.client, message.offset)
@@ -202,7 +203,7 @@ class RequestCommands:
         if request.client not in (0, client):
             self._streams.hand_over(request.client, request.id)
         request.client, request.orphan_us = client, -1
-        request.stream, request.paused = True, False
+        request.stream, request.paused, request.reads_prompt = True, False, offset < 0 or not request.first_offset
         request.phases.resume(self._clock.now_us)
         self._streams.restart(client, request.id)
         if request.slot != NO_SLOT:

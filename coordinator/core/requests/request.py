@@ -69,6 +69,7 @@ class Request:
         token_us: Arrival of its latest token, while it holds no slot.
         model_defaults: Fields of `sampling` that the model will set once it is known.
         prompt_logprobs: The log-probabilities of its prompt; None if it does not want them.
+        reads_prompt: Its reader wants these too: it has not attached behind the prompt.
         prompt_tokens: Length of the prompt; the prompt and the sampling parameters are dropped at the end.
     """
 
@@ -111,6 +112,7 @@ class Request:
     crashes: int = 0
     crash_length: int = 0
     paused: bool = False
+    reads_prompt: bool = True
     prompt_known: bool = False
     wait: Wait | None = None
     hashes: Hashes | None = None
@@ -179,6 +181,11 @@ class Request:
     def first_offset(self) -> int:
         """The offset of the first token in its stream: negative if log-probabilities of the prompt precede."""
         return -self.prompt_logprobs.total if self.prompt_logprobs is not None else 0
+
+    @property
+    def known_offset(self) -> int:
+        """The offset behind the last known log-probability of its prompt: 0 if nothing of the prompt is due."""
+        return self.prompt_logprobs.size - self.prompt_logprobs.total if self.prompt_logprobs is not None else 0
 
     @property
     def shareable_tokens(self) -> int | None:

@@ -144,7 +144,7 @@ class Choice:
         placement = self.plan(group, request)
         supply, held = self._cache.eviction.supply_when_idle(group)
         shared = int(np.count_nonzero(held[placement.hits - group.pool.base]))
-        first = self._cache.sequences.blocks_for(self.length(request) + 1)
+        first = self._cache.sequences.blocks_for(self.length(request) + min(1, request.max_tokens))
         needed = max(first, placement.needed + placement.hits.size) - shared
         return supply.has(request.tenant, needed, NO_SPARE)
 
@@ -159,7 +159,8 @@ class Choice:
             return Spare(pool)
         mine = int(np.count_nonzero(s.running & (s.pool == group.number) & (s.tenant == request.tenant)))
         length = self.length(request)
-        return Spare(pool, mine + 1 if mine else s.blocks_for(length + 1) - s.blocks_for(length))
+        first = s.blocks_for(length + min(1, request.max_tokens)) - s.blocks_for(length)
+        return Spare(pool, mine + 1 if mine else first)
 
 
 def lack(group: Group, error: CapacityExceeded, needed: int, events: tuple[Event, ...] = ()) -> Wait:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 
@@ -197,9 +199,6 @@ class StepResults:
             result.prompt_ranks,
             TopLogprobs(result.prompt_top_counts, result.prompt_top_tokens, result.prompt_top_logprobs),
         )
-        if not step.scored.size:
-            found.check(0, 1)
-            return []
         ends = np.cumsum(sent.counts)
         rows = np.searchsorted(ends, step.scored, "right")
         positions = step.scored - (ends - sent.counts)[rows] + step.starts[rows]
@@ -210,7 +209,7 @@ class StepResults:
         running = self._admission.rows.run[sent.slots] == sent.runs
         first = np.flatnonzero(np.diff(rows, prepend=-1))
         parts = []
-        for start, end in zip(first.tolist(), [*first[1:].tolist(), rows.size], strict=True):
+        for start, end in itertools.pairwise((*first.tolist(), rows.size)):
             row = int(rows[start])
             if running[row]:
                 parts.append((int(sent.slots[row]), int(positions[start]), found.pick(np.arange(start, end))))
@@ -226,7 +225,8 @@ class StepResults:
             record.add(scored)
             tokens = record.prompt[position + 1 : record.size + 1]
             columns = (tokens, scored.logprobs, scored.tops, scored.ranks)
-            self._streams.add_tokens(int(running.reader[slot]), request.id, position - record.total, *columns)
+            reader = int(running.reader[slot]) if request.reads_prompt else 0
+            self._streams.add_tokens(reader, request.id, position - record.total, *columns)
 
     def _finish_scored(self, slots: Slots) -> None:
         """End requests that generate no token once their prompts are computed."""

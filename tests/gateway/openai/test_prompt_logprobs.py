@@ -143,6 +143,22 @@ def test_a_long_prompt_lets_other_requests_go_on(monkeypatch: pytest.MonkeyPatch
     assert paused == [0] * (4 * 256 // logprobs.PROMPT_TOKENS_AT_A_TIME - 1)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": [ONCE * 4] * 3, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": [ONCE * 4] * 3, "echo": True, "logprobs": 1}, "logprobs"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 60}], "prompt_logprobs": 1}, ""),
+    ],
+)
+def test_a_response_is_bounded(path: str, fields: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(["ab"])
+    monkeypatch.setattr(logprobs, "PROMPT_ENTRIES_MAX", 95)
+    response = ask(application(script), path, fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param or "prompt_logprobs")
+    assert "the limit is 95" in response.json()["error"]["message"] and not script.asked
+
+
 def test_what_lm_eval_computes_from_a_batch() -> None:
     """Its loglikelihood requests: a batch of token ids, one token to generate, which is left out of the sums."""
     contexts = [2, 3]
