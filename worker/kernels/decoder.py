@@ -242,7 +242,10 @@ class FusedDecoder:
         chosen, weights = ops.route(logits, experts.router, experts.choice_bias, experts.factors)
         whole = whole or experts.shared is not None or self.ranks is not None
         run = ops.experts if whole else ops.expert_parts
-        mixed = run(normed, chosen, weights, experts.matrices, experts.activation, experts.interleaved)
+        x = normed
+        if experts.scales_input:
+            x, weights = (normed * weights).to(normed.dtype), torch.ones_like(weights)
+        mixed = run(x, chosen, weights, experts.matrices, experts.activation, experts.interleaved)
         if experts.shared is None:
             return mixed[None] if whole else mixed
         shared = experts.shared

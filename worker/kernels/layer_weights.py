@@ -106,6 +106,7 @@ class MixtureOfExperts:
         activation: Applied to the gate of each expert.
         interleaved: Whether rows of gate and up alternate.
         shared: Experts that every token uses, as one dense block; None: none.
+        scales_input: Whether the only expert's weight is a factor of its input, not of its result (Llama 4).
         shared_gate: Projection to one number, whose sigmoid is the factor of `shared`; None: 1.
     """
 
@@ -118,6 +119,7 @@ class MixtureOfExperts:
     shared: FeedForward | None = None
     shared_gate: Projection | None = None
     factors: torch.Tensor | None = None
+    scales_input: bool = False
 
     def product_weights(self) -> Iterator[torch.Tensor]:
         """Yield every weight of a product but the router's."""

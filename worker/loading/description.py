@@ -36,6 +36,7 @@ class Mixture:
         weight: Its weight, or the module inside that has it.
         choice_bias: Tensor that is added to scores for the choice, by its path; "": none.
         factors: Tensor with a factor of each expert's weight, by its path; "": none.
+        scales_input: Whether an expert's weight is a factor of its input, and its module is that of Llama 4.
         wide: Whether the weights of experts stay in float32.
         experts: transformers' module of experts.
         shared: The module of shared experts, whose projections are those of the family; "": none.
@@ -49,6 +50,7 @@ class Mixture:
     weight: str = ""
     choice_bias: str = ""
     factors: str = ""
+    scales_input: bool = False
     wide: bool = False
     experts: str = "experts"
     shared: str = ""
@@ -124,6 +126,7 @@ class Family:
         rotates: Whether an attention module rotates Q and K.
         rotary: The module with the rotary embedding of a layer, from the decoder and the layer's index; None: none.
         query_scale: An attention module's factor of queries by position; None: none.
+        counts_positions: Whether attention modules count positions themselves, so that only the description serves.
         clip: Setting with the largest size of numbers of Q, K and V; "": none.
         interleaved: Whether the rotary embedding pairs neighbours (numbers 2i and 2i + 1), not halves.
         feed: The feed-forward module of a layer.
@@ -156,6 +159,7 @@ class Family:
     rotates: Callable[[Any], bool] = _always
     rotary: Callable[[Any, int], Any] = _rotary
     query_scale: Callable[[Any], QueryScale | None] = _unscaled
+    counts_positions: bool = False
     clip: str = ""
     interleaved: bool = False
     feed: str = "mlp"

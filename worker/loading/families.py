@@ -22,6 +22,12 @@ def _scaled_by_position(attention: Any) -> QueryScale | None:
     return QueryScale(growth, rope["original_max_position_embeddings"]) if growth else None
 
 
+def _scaled_without_rotation(attention: Any) -> QueryScale | None:
+    if attention.use_rope or not attention.attn_temperature_tuning:
+        return None
+    return QueryScale(attention.attn_scale, attention.floor_scale, offset=1.0, rounds_first=False)
+
+
 def _used(attention: Any) -> bool:
     return bool(attention.use_rope)
 
@@ -59,6 +65,10 @@ def _softmax(config: Any) -> Router:
 
 def _softmax_of_chosen(config: Any) -> Router:
     return Router(config.num_experts_per_tok, scores="", weights="softmax")
+
+
+def _sigmoid_of_chosen(config: Any) -> Router:
+    return Router(config.num_experts_per_tok, scores="", weights="sigmoid")
 
 
 def _sigmoid(config: Any) -> Router:
@@ -109,6 +119,16 @@ _GEMMA4 = replace(
     ),
     token_blocks=TokenBlocks(),
     output_scale="layer_scalar",
+)
+_LLAMA4 = Family(
+    head_norms=("qk_norm", "qk_norm"),
+    norms_after_rotation=True,
+    rotates=_used,
+    interleaved=True,
+    query_scale=_scaled_without_rotation,
+    counts_positions=True,
+    feed="feed_forward",
+    mixture=Mixture(_sigmoid_of_chosen, gate="router", scales_input=True, shared="shared_expert"),
 )
 _PHI3 = Family(projected=("qkv_proj",), gate_up=("gate_up_proj",))
 _GRANITE = Family(
@@ -169,6 +189,7 @@ FAMILIES = {
         _HUNYUAN, mixture=Mixture(_softmax_of_hunyuan, weight="wg", wide=True, shared="shared_mlp")
     ),
     "llama.LlamaForCausalLM": LLAMA,
+    "llama4.Llama4ForCausalLM": _LLAMA4,
     "minimax_m2.MiniMaxM2ForCausalLM": Family(
         mixture=Mixture(_sigmoid, choice_bias="e_score_correction_bias", wide=True)
     ),
@@ -204,3 +225,9 @@ def family_of(module: Any) -> Family | None:
     if parts[:2] != ["transformers", "models"]:
         return None
     return FAMILIES.get(f"{parts[2]}.{kind.__qualname__}")
+
+
+def counts_positions(module: Any) -> bool:
+    """Return whether a model's attention counts positions itself, so that only its description can serve it."""
+    family = family_of(module)
+    return family is not None and family.counts_positions

@@ -235,6 +235,7 @@ def _mixture(owner: Any, found: MixtureParts, shared: FeedForward | None, packer
         router=found.router,
         choice_bias=found.choice_bias,
         factors=found.factors,
+        scales_input=mixture.scales_input,
         matrices=experts.matrices if packer is None else packed_experts(experts, packer),
         activation=found.activation,
         interleaved=experts.interleaved,

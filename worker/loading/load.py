@@ -27,6 +27,7 @@ from .answer_ends import eos_tokens
 from .build import build, lacks_memory
 from .configuration import model_dtype, read_config
 from .determinism import FAST_WAY_OUT, attends_in_plain_torch, describe_determinism, make_batch_invariant
+from .families import counts_positions
 from .fingerprint import fingerprint, joined_digest
 from .fusion import fuse, is_known
 from .library_errors import sentence
@@ -162,6 +163,9 @@ def load_model(
     packs = isinstance(operations, PackedOperations)
     first = PlainOperations() if packs else operations
     fused = fuse(module, bound_options(module), first, context.attention, ranks=ranks)
+    if fused is None and counts_positions(module):
+        problem = "its attention computes positions from the length of a transformers cache, and it is not described"
+        raise UnsupportedModel(found.name, problem)
     vocab_size = int(module.get_input_embeddings().num_embeddings)
     checked = replace(fused, operations=operations) if fused is not None else None  # plain until it is packed
     count = ranks.count if ranks is not None else 1
@@ -201,7 +205,7 @@ def load_model(
         try:
             reference = verify(model)
         except UnsupportedModel as error:
-            if fused is None or quantisation is not None:
+            if fused is None or quantisation is not None or counts_positions(module):
                 raise
             log.warning("%s; running its layers one operation at a time", error)
             model = replace(model, fused=None)

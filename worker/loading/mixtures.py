@@ -17,6 +17,7 @@ from kvforge.worker.kernels.router import Router
 
 from .description import Mixture
 from .quantisation import Packer
+from .scaled_experts import ScaledExperts
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,10 @@ def mixture_of(feed: Any, mixture: Mixture, config: Any, is_shared: bool) -> Mix
         AttributeError: A declared name is missing.
     """
     gate, part = getattr(feed, mixture.gate), getattr(feed, mixture.experts)
+    if mixture.scales_input:
+        if config.num_experts_per_tok != 1:
+            return None  # one input for each expert of a token
+        part = ScaledExperts(part)
     holder = getattr(gate, mixture.weight) if mixture.weight else gate
     experts = grouped_experts(part, PlainOperations()) if is_experts(part) else None
     if experts is None or experts.activation is None:
@@ -97,10 +102,14 @@ def packed_experts(experts: Experts, packer: Packer) -> ExpertMatrices:
         KvforgeError: As raised by `packer`.
     """
     part, matrices = experts.part, experts.matrices
+    owner = part.part if isinstance(part, ScaledExperts) else part
     up, down = (
-        [packer.pack(each.contiguous(), [part], is_reordered=True) for each in m] for m in (matrices.up, matrices.down)
+        [packer.pack(each.contiguous(), [owner], is_reordered=True) for each in m] for m in (matrices.up, matrices.down)
     )
     packed = replace(matrices, up=up, down=down)
+    if isinstance(part, ScaledExperts):
+        part.compute_with(packer.operations, packed)
+        return packed
     for name in ("gate_up_proj" if part.has_gate else "up_proj", "down_proj"):
         delattr(part, name)
     part.forward = replace(experts, operations=packer.operations, matrices=packed, activation=None)

@@ -23,6 +23,7 @@ from kvforge.worker.attention.reference import ReferenceAttention
 from kvforge.worker.attention.selftest import AttentionShape
 from kvforge.worker.device.device import Device
 
+from .families import counts_positions
 from .model import ATTENTION_NAME, BINDING, ForwardContext, LayerBinding, use_attention
 from .rope import context_range
 
@@ -124,8 +125,9 @@ def bind_layers(module: Any, context: ForwardContext, context_tokens: int, devic
         problem = f"{len(calls)} of its {layers} layers attend through the registered function"
         raise UnsupportedModel(name, problem)
     shapes = []
+    is_described = counts_positions(module)
     for index, call in enumerate(calls):
-        options, shape = _read_call(call, name)
+        options, shape = _read_call(call, name, is_described)
         call.module.__dict__[BINDING] = LayerBinding(index, call.query[1], options, context)
         shapes.append(shape)
     use_attention(module, ATTENTION_NAME)
@@ -229,7 +231,7 @@ def _recording_pass(module: Any, name: str, tokens: int, device: Device, first: 
         _calls.clear()
 
 
-def _read_call(call: _Call, name: str) -> tuple[AttentionOptions, LayerShape]:
+def _read_call(call: _Call, name: str, is_described: bool) -> tuple[AttentionOptions, LayerShape]:
     """Check the arguments of one layer's call.
 
     Raises:
@@ -243,8 +245,8 @@ def _read_call(call: _Call, name: str) -> tuple[AttentionOptions, LayerShape]:
         raise UnsupportedModel(name, "its attention is not causal")
     if call.keywords.get("dropout"):
         raise UnsupportedModel(name, "it drops attention weights at inference")
-    if "get_seq_length" in inspect.getsource(type(call.module).forward):
-        # Llama 4 scales queries this way: without a transformers cache it would count positions within the batch.
+    if not is_described and "get_seq_length" in inspect.getsource(type(call.module).forward):
+        # Without a transformers cache it would count positions within the batch.
         raise UnsupportedModel(name, "its attention computes positions from the length of a transformers cache")
     if call.key != call.value:
         raise UnsupportedModel(name, f"its K and V differ in shape: {tuple(call.key)} and {tuple(call.value)}")

@@ -38,6 +38,7 @@ def context_range(config: Any) -> ContextRange:
     - `yarn`: max_position_embeddings may be the length before or after the extension. The trained length times the
       factor is what was meant (as Qwen documents it).
     - `linear` and `llama3`: max_position_embeddings is the stated length; the factor gives the possible one.
+    - Llama 4's layers attend within chunks: such models are served up to the length of one.
     - `dynamic` and `longrope`: every frequency changes once the longest sequence *of the batch* passes a length, so a
       request's tokens would depend on its neighbours. Such models are served up to that length.
 
@@ -50,6 +51,10 @@ def context_range(config: Any) -> ContextRange:
         name = str((getattr(config, "architectures", None) or [config.model_type])[0])
         raise UnsupportedModel(name, "its configuration gives no max_position_embeddings")
     found = ContextRange(stated, stated, f"its max_position_embeddings is {stated}")
+    chunk = getattr(text, "attention_chunk_size", None)
+    if chunk and "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        stated = min(stated, chunk)
+        found = ContextRange(stated, stated, f"its layers attend within chunks of {chunk}")
     rope = getattr(text, "rope_parameters", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         kind, factor = parameters.get("rope_type"), float(parameters.get("factor") or 1.0)

@@ -60,7 +60,7 @@ class TensorSlice:
             return found
         before = (slice(None),) * self.dimension
         parts = [tensor[(*before, slice(start, stop))] for start, stop in self.ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dimension)
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, self.dimension)  # no view of the whole
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,8 @@ def slices_of(module: Any, rank: int, count: int) -> Slices:
 
 def plan_of(module: Any) -> dict[str, str]:
     """Return transformers' plan: names of modules, with * for numbers, and their styles."""
-    prefix = f"{module.base_model_prefix}." if hasattr(module, module.base_model_prefix) else ""
+    names = (module.base_model_prefix, "model")  # Llama 4's decoder is not where its prefix says
+    prefix = next((f"{name}." for name in names if hasattr(module, name)), "")
     config = module.config.get_text_config(decoder=True)
     plan = {f"{prefix}{path}": style for path, style in (getattr(config, "base_model_tp_plan", None) or {}).items()}
     return plan | dict(type(module)._tp_plan or {})

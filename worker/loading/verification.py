@@ -34,6 +34,7 @@ from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.attention.reference import ReferenceAttention
 from kvforge.worker.kernels.wide import WideOperations
 
+from .families import counts_positions
 from .model import ATTENTION_NAME, LoadedModel, use_attention
 from .probe import RECORDED_TOKENS, query_norms
 
@@ -132,7 +133,7 @@ def _compare_distant_queries(model: LoadedModel) -> None:
     Raises:
         UnsupportedModel: They grow otherwise.
     """
-    if model.fused is None:
+    if model.fused is None or counts_positions(model.module):
         return
     most = model.info.context_tokens_max - RECORDED_TOKENS
     near = query_norms(model.module, 0, model.device)

@@ -151,6 +151,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
     **ROTARY,
 }
+LLAMA4 = {
+    "head_dim": 16,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 32,
+    "intermediate_size_mlp": 96,
+}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, **ROTARY}
 
 
@@ -182,6 +189,7 @@ def test_context_ends_where_rotary_frequencies_would_depend_on_the_batch(
         ("llama", {"rope_scaling": LLAMA3}, 256, "(llama3, factor 8, of 32) reaches to 256"),
         ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 32}, 32, "(longrope) changes after 32"),
         ("gpt2", GPT2, 128, "its max_position_embeddings is 128"),
+        ("llama4_text", LLAMA4, 32, "its layers attend within chunks of 32"),
     ],
 )
 def test_a_context_may_be_set_as_far_as_the_rotary_embedding_reaches(
@@ -219,14 +227,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "falcon_h1": ("falcon_h1", {}, "recurrent state"),
     "linear attention": ("qwen3_next", {"num_experts": 4, "head_dim": 16}, "recurrent state"),
     "convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "1 of its 2 layers"),
-    "chunked attention": (
+    "positions from a cache": (  # and no description
         "llama4_text",
-        {"head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 96},
-        "neither causal nor a sliding window",
-    ),
-    "positions from a cache": (
-        "llama4_text",
-        {"head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 128, "intermediate_size_mlp": 96},
+        {**LLAMA4, "num_experts_per_tok": 2},
         "length of a transformers cache",
     ),
     "different K and V": (

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels.activations import Activation
 from kvforge.worker.kernels.positions import QueryScale
@@ -88,7 +89,10 @@ def test_a_described_decoder_computes_transformers_layers(
         self_test(others[-1].fused, model.device)  # type: ignore[arg-type]
     rng = np.random.default_rng(3)
     sequences = [rng.integers(0, model.vocab_size, count) for count in LENGTHS]
-    wanted = paged_logits(replace(model, fused=None), sequences, SCHEDULE)
+    if families.counts_positions(model.module):
+        wanted, others = verification._eager_logits(model, sequences), [each for each in others if each.fused]
+    else:
+        wanted = paged_logits(replace(model, fused=None), sequences, SCHEDULE)
     scale = max(float(want.abs().max()) for want in wanted)
     for other in others:
         for got, want in zip(paged_logits(other, sequences, SCHEDULE), wanted, strict=True):
@@ -168,6 +172,10 @@ def _of_mixtures(change: Callable[[Any], Any]) -> Callable[[parts.DecoderParts],
     return changed
 
 
+def _scaling_results(mixture: Any) -> Any:
+    return replace(mixture, mixture=replace(mixture.mixture, scales_input=False))
+
+
 # One changed part of each kind: family, change.
 PLANTED: dict[str, tuple[str, Callable[[parts.DecoderParts], parts.DecoderParts]]] = {
     "another activation": ("llama", _layers(activation=Activation("relu"))),
@@ -212,6 +220,8 @@ PLANTED: dict[str, tuple[str, Callable[[parts.DecoderParts], parts.DecoderParts]
     "weights that are normalised": ("qwen2_moe", _routers(normalises=True)),
     "another function of scores": ("minimax_m2", _routers(scores="softmax")),
     "no factor of a router": ("glm4_moe", _routers(scaling=1.0)),
+    "a factor of results, not of inputs": ("llama4", _of_mixtures(_scaling_results)),
+    "no factor of queries without rotation": ("llama4", _layers(query_scale=None)),
     "no groups of experts": ("glm4_moe", _routers(groups=1)),
 }
 
@@ -241,6 +251,10 @@ def test_a_wrong_part_is_caught_at_load(
 
     assert is_described(name, dtype)
     monkeypatch.setattr(fusion, "parts_of", planted)
+    if name == "llama4":  # transformers' layers cannot take its place
+        with pytest.raises(UnsupportedModel, match=r"logits|paged attention"):
+            loaded(name, dtype=dtype)
+        return
     assert loaded(name, dtype=dtype).fused is None
     assert "running its layers one operation at a time" in caplog.text
 

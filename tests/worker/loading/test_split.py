@@ -56,6 +56,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0,
     },
+    "llama4_text": {  # experts of another layout
+        "head_dim": 16,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 96,
+        "no_rope_layers": [1, 0],
+        "moe_layers": [0],
+    },
     "olmo": {"clip_qkv": 0.5},  # norms without weights
     "ministral3": {"head_dim": 16, "rope_parameters": YARN_BY_POSITION},  # queries by position
     "odd": {"vocab_size": 255},  # a head that two ranks cannot divide
@@ -70,6 +78,7 @@ FUSED = (
     "granite_swa",
     "gemma4_text",
     "glm4_moe",
+    "llama4_text",
     "olmo",
     "ministral3",
     "odd",
