@@ -183,10 +183,7 @@ class Conversations:
 def _items(given: list[Item]) -> list[dict[str, Any]]:
     if len(given) > ITEMS_MAX:
         raise InvalidRequest("items", f"has {len(given)} items; the limit is {ITEMS_MAX}")
-    items = input_items(given, new_id(""))
-    for at, item in enumerate(items):
-        known_id("item", item["id"], f"items[{at}].id")
-    return items
+    return input_items(given, new_id(""))
 
 
 def _checked(metadata: dict[str, Any] | None) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from .unimplemented_fields import READ_IF, UNIMPLEMENTED
 
 RESPONSE, CONVERSATION = "response", "conversation"
 ITEMS, TOKENS, REFERENCE = "items", "tokens", "item_reference"
+ID_LENGTH_MAX = 200
 CONTEXT_BYTES_MAX = 64 << 20
 CONTEXT_ITEMS_MAX = 20_000
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -328,9 +329,14 @@ def known_id(kind: str, name: str, field: str | None = None) -> str:
     Raises:
         NoSuchObject: It cannot be: it is empty, too long, or not printable ASCII.
     """
-    if 0 < len(name) <= 200 and name.isascii() and name.isprintable():
+    if is_id(name):
         return name
     raise NoSuchObject(kind, name, field)
+
+
+def is_id(name: str) -> bool:
+    """Return whether a text may be an id: 1 to 200 printable ASCII characters."""
+    return 0 < len(name) <= ID_LENGTH_MAX and name.isascii() and name.isprintable()
 
 
 def items_of(plain: Sequence[ItemBody]) -> list[Item]:
@@ -345,7 +351,7 @@ def input_items(given: str | Sequence[Item] | None, base: str) -> list[ItemBody]
 
     Args:
         given: A text, which is a message of the user, or items.
-        base: The base of the ids of items without one.
+        base: The base of the ids of items without a valid one.
     """
     items = [Item(role="user", content=given)] if isinstance(given, str) else given or ()
     return [_input_item(item, f"{base}_i{at}") for at, item in enumerate(items)]
@@ -363,7 +369,7 @@ def _input_item(item: Item, base: str) -> ItemBody:
         plain["content"] = [_part(part) for part in plain["content"]]
     if isinstance(plain.get("output"), list):
         plain["output"] = [_part(part) for part in plain["output"]]
-    plain["id"] = item.id or f"{_PREFIXES.get(item.type, 'item')}{base}"
+    plain["id"] = item.id if is_id(item.id or "") else f"{_PREFIXES.get(item.type, 'item')}{base}"
     return plain
 
 

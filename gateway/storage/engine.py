@@ -34,7 +34,7 @@ from .operations import (
     Watch,
 )
 
-TRIES = 5
+TRIES = 4
 USED_S = 600.0
 EVICTED_MAX = 1000  # documents that one operation may push out
 TENANTS_MAX = 10_000

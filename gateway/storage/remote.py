@@ -134,9 +134,11 @@ class _Link:
 
     @property
     def ended(self) -> bool:
-        return self._reading.done() or self._process.poll() is not None
+        return self._reading.done() or self._writer.is_closing() or self._process.poll() is not None
 
     async def ask(self, operations: list[Operation]) -> Done | Failed:
+        if self.ended:
+            raise EOFError
         if len(self._waiting) >= WAITING_MAX or self._waiting_bytes >= WAITING_BYTES_MAX:
             raise QueueFull(WAITING_MAX, RETRY_MS, "the storage process of the gateway")
         self._number += 1
@@ -146,7 +148,10 @@ class _Link:
         self._waiting[number] = answer
         self._waiting_bytes += len(frame)
         try:
-            self._writer.write(frame)
+            try:
+                self._writer.write(frame)
+            except RuntimeError as error:  # uvloop's: the process has closed its end
+                raise EOFError from error
             return await answer
         finally:
             self._waiting_bytes -= len(frame)
@@ -175,9 +180,8 @@ class _Link:
 
     async def close(self) -> None:
         """Let the process finish what it has received."""
-        with suppress(OSError):
-            if self._writer.can_write_eof():
-                self._writer.write_eof()
+        with suppress(OSError, RuntimeError):  # uvloop's RuntimeError: the process has closed its end
+            self._writer.write_eof()
         deadline = monotonic() + CLOSE_S
         while self._process.poll() is None:
             if monotonic() > deadline:

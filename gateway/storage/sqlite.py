@@ -13,7 +13,7 @@ from .database import Busy, Row
 from .failures import StorageFailed
 from .schema import SCHEMA_VERSION, TABLES, VERSION_TABLE
 
-BUSY_S, TIDY_S = 10.0, 0.2
+BUSY_S, TIDY_S = 2.0, 0.2
 CACHE_KIB = 8192
 FREED_PAGES = 1000  # returned to the file system after each deletion
 _NUMBER, _BLOB = "INTEGER PRIMARY KEY AUTOINCREMENT", "BLOB"
@@ -36,6 +36,7 @@ class SqliteDatabase:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._connection: sqlite3.Connection | None = None
+        self._identity: tuple[int, int] | None = None
         self.changed = 0
 
     def open(self) -> None:
@@ -45,6 +46,7 @@ class SqliteDatabase:
             with suppress(FileExistsError):  # readable by its user alone, as its log will be
                 os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             self._connection = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None)
+            self._identity = _identity(self._path)
         except OSError as error:
             raise self._failed(error.strerror or str(error)) from None
         except sqlite3.Error as error:
@@ -86,7 +88,12 @@ class SqliteDatabase:
         return time.time()
 
     def begin(self, *, writes: bool) -> None:
-        """Begin a transaction; see `Database`."""
+        """Begin a transaction; see `Database`.
+
+        A file that was removed or replaced would take what is written and lose it when the process ends.
+        """
+        if self._identity != _identity(self._path):
+            raise self._failed("the file was removed or replaced while it was open")
         self.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     def commit(self) -> None:
@@ -124,3 +131,12 @@ class SqliteDatabase:
         if any(word in text for word in _FULL) or not isinstance(text, str):
             remedy = "free space on its disk and check its permissions; nothing that was stored is lost"
         return StorageFailed(str(self._path), text, remedy)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return the device and inode of a file, or None if it does not exist."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,4 +1,4 @@
-"""Background responses while gateways, coordinator and worker are killed: none lost, doubled, changed or left.
+"""Background responses while processes are killed: none lost, doubled, changed or left.
 
     python -m tests.chaos.background [--responses 1000] [--seed 1] [--postgres] [--json FILE]
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -38,7 +40,12 @@ ASKED = 12  # different requests
 WAIT_S = 120.0
 AGAIN_S = 0.1
 BUSY = (429, 503)
-VICTIMS = ("gateway 0", "gateway 1", "coordinator", "w0")
+STOPPED = "stopped "  # by SIGTERM: it hands its responses over
+STORAGE = "storage of "  # the storage process of a gateway, while responses are posted
+VICTIMS = (
+    *("gateway 0", "gateway 1", f"{STOPPED}gateway 0", f"{STOPPED}gateway 1", "coordinator", "w0"),
+    *(f"{STORAGE}gateway 0", f"{STORAGE}gateway 1"),
+)
 
 
 class Run:
@@ -78,9 +85,13 @@ class Run:
                 self._gateways.append(stack.enter_context(Gateway(self._cluster.runtime, folder, settings)))
             expected = [self._expected(at) for at in range(ASKED)]
             while len(self._ids) < self._responses:
-                for _ in range(min(EACH, self._responses - len(self._ids))):
+                victim, before = self._rng.choice(VICTIMS), self._rng.randrange(EACH)
+                for at in range(min(EACH, self._responses - len(self._ids))):
+                    if at == before and victim.startswith(STORAGE):
+                        self._kill(victim)
                     self._post()
-                self._kill(self._rng.choice(VICTIMS))
+                if not victim.startswith(STORAGE):
+                    self._kill(victim)
             self._log(f"{len(self._ids)} posted, {dict(self.killed)} killed")
             ended = Counter(self._compare(name, expected[at]) for name, at in self._ids.items())
             usage = self._usage()
@@ -142,9 +153,12 @@ class Run:
         elif victim == "w0":
             self._cluster.kill(victim)
             self._cluster.start_worker(victim)
+        elif victim.startswith(STORAGE):
+            for pid in storage_processes(self._gateways[int(victim[-1])].process.pid):
+                os.kill(pid, signal.SIGKILL)
         else:
             gateway = self._gateways[int(victim[-1])]
-            gateway.kill()
+            gateway.stop() if victim.startswith(STOPPED) else gateway.kill()
             gateway.start(0)
 
     def _compare(self, name: str, expected: str) -> str:
@@ -173,6 +187,12 @@ class Run:
         assert isinstance(tenants, list)
         found = [one for one in tenants if isinstance(one, TenantUsage)]
         return found[0] if found else TenantUsage("", 0, 0, 0)
+
+
+def storage_processes(gateway: int) -> list[int]:
+    """Return the storage processes of a gateway process."""
+    children = Path(f"/proc/{gateway}/task/{gateway}/children").read_text().split()
+    return [int(pid) for pid in children if b"kvforge.gateway.storage" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def run(responses: int, seed: int, *, postgres: bool, log: Callable[[str], None]) -> dict[str, Any]:

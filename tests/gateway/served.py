@@ -93,6 +93,13 @@ class Gateway:
         except OSError:
             return False
 
+    def stop(self) -> None:
+        """Stop it by SIGTERM."""
+        self.process.terminate()
+        assert self.process.wait(END_S) == 0
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
     def kill(self) -> None:
         """kill -9."""
         self.process.kill()

@@ -364,6 +364,21 @@ def test_a_conversation_grows_with_its_responses(tmp_path: Path) -> None:
     play(tmp_path, script, work)
 
 
+def test_an_id_of_an_item_that_cannot_be_one_is_replaced(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        http = world.gateway()
+        ids = ["mine", "a\u0000b", "x" * 300, "", "\u2603"]
+        items = [{"id": name, "role": "user", "content": "x"} for name in ids]
+        made = (await http.post("/v1/conversations", json={"items": items})).json()
+        await respond(http, conversation=made["id"], input=items)
+        listed = (await http.get(f"/v1/conversations/{made['id']}/items", params={"order": "asc"})).json()["data"]
+        found = [item["id"] for item in listed]
+        assert found[0] == "mine" and found.count("mine") == 1, "an item is in a conversation once"
+        assert len(found) == len(set(found)) == 5 + 4 + 1 and all(name.isprintable() for name in found)
+
+    play(tmp_path, Script(), work)
+
+
 def test_a_background_response_outlives_its_request(tmp_path: Path) -> None:
     script = Script(["Hello ☕ you"], step=2, hang=True)
 

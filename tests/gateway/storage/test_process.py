@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvforge.gateway.serve.process import _loop_factory
 from kvforge.gateway.storage import Get, Put, StorageFailed, Usage
 from kvforge.gateway.storage.remote import RemoteStorage
 from kvforge.protocol.errors import Conflict
@@ -33,7 +34,8 @@ def with_storage(url: str, work: Callable[[RemoteStorage], Coroutine[Any, Any, N
         async with opened(url, **options) as storage:
             await work(storage)
 
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:  # as a gateway runs
+        runner.run(run())
 
 
 def pid(storage: RemoteStorage) -> int:

@@ -131,6 +131,17 @@ def test_tables_of_another_version_are_refused(file: Path, storage: InlineStorag
         storage.done(Get(**X))
 
 
+def test_a_file_that_is_removed_is_an_error_and_then_a_new_one(file: Path, storage: InlineStorage) -> None:
+    storage.done(Put(**X, body=b"1"))
+    for path in file.parent.iterdir():
+        path.unlink()
+    with pytest.raises(StorageFailed, match="was removed or replaced while it was open"):
+        storage.done(Put(**X, body=b"2"))
+    assert storage.done(Get(**X)) == [None]
+    storage.done(Put(**X, body=b"3"))
+    assert file.exists()
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     storage = InlineStorage(f"sqlite:{tmp_path}/file/gateway.sqlite")
