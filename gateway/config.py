@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -153,7 +154,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         runtime_dir: The directory of the coordinator's socket.
-        state_dir: The directory of what is stored; "": `gateway` in the directory of the coordinator's journal.
+        state_dir: The directory of what is stored; "": `gateway` in systemd's STATE_DIRECTORY, or else in the directory
+            of the coordinator's journal.
         endpoint: `tcp://HOST:PORT` of a coordinator on another machine.
         server_key: The public key of the coordinator at `endpoint`.
         key_file: This gateway's own key pair for `endpoint`.
@@ -299,7 +301,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             return f"sqlite:{expand(url.removeprefix('sqlite:'))}"
         if url:
             return url
-        folder = expand(self.state_dir) if self.state_dir else default_state_dir(self.folder) / "gateway"
+        if self.state_dir:
+            folder = expand(self.state_dir)
+        elif unit := os.environ.get("STATE_DIRECTORY"):  # systemd's StateDirectory=, the only writable one
+            folder = Path(unit.partition(":")[0]) / "gateway"
+        else:
+            folder = default_state_dir(self.folder) / "gateway"
         return f"sqlite:{folder / 'stored.sqlite'}"
 
 

@@ -42,8 +42,15 @@ def test_keys_come_beside_those_of_the_file_and_open_it_to_others(tmp_path: Path
         settings(tmp_path, 'host = "192.0.2.1"')
 
 
-def test_what_is_stored_is_beside_the_journal_unless_a_place_is_named(tmp_path: Path) -> None:
+def test_what_is_stored_is_beside_the_journal_unless_a_place_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runtime = f'runtime_dir = "{tmp_path}"\n'
+    with monkeypatch.context() as unit:
+        unit.setenv("STATE_DIRECTORY", "/var/lib/kvforge:/var/lib/more")
+        assert settings(tmp_path, runtime).storage_url == "sqlite:/var/lib/kvforge/gateway/stored.sqlite"
+        assert settings(tmp_path, 'state_dir = "/b"').storage_url == "sqlite:/b/stored.sqlite"
+    monkeypatch.delenv("STATE_DIRECTORY", raising=False)
     assert settings(tmp_path, runtime).storage_url == f"sqlite:{tmp_path}/state/gateway/stored.sqlite"
     assert settings(tmp_path, runtime, default_state_dir="/a").storage_url == "sqlite:/a/stored.sqlite"
     assert settings(tmp_path, 'state_dir = "/b"', default_state_dir="/a").storage_url == "sqlite:/b/stored.sqlite"
