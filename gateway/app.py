@@ -171,6 +171,7 @@ def make_app(
     counts = Counts([route.path for route in routes if "{" not in route.path], counted)
     if batches is not None:
         batches.runner.count = lambda answered: counts.line(answered=answered)
+        batches.runner.share = counts.lines_running
     source = None if settings.endpoint or settings.replicas else Source(settings.folder)
     routes += metrics(
         source, counts, may_see_tenants=lambda request: bool(access.caller(request.headers, SEE)), storage=storage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from kvforge.gateway.config import Settings
 from kvforge.gateway.http.errors import TooSlow, WrongEncoding
 from kvforge.gateway.http.guard import Guard
 from kvforge.gateway.openai.paging import Page, listed
-from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.errors import InvalidRequest, KvforgeError
 from kvforge.protocol.steady_timeout import steady_timeout
 
 from .files import CHUNK_BYTES, FILES_MAX, Files, Upload
@@ -27,6 +28,7 @@ FILENAME_LENGTH_MAX = 255
 KEEP_S_MIN, KEEP_S_MAX = 3600, 2_592_000
 FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 OCTETS = "application/octet-stream"
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -138,7 +140,7 @@ class FileRoutes:
 
     async def _content(self, request: Request, caller: Caller) -> Response:
         document, record = await self._files.get(caller.tenant, request.path_params["file_id"])
-        content = self._files.content(caller.tenant, document.id)
+        content = _until_failure(self._files.content(caller.tenant, document.id), document.id)
         return StreamingResponse(content, media_type=OCTETS, headers={"content-length": str(record.bytes)})
 
 
@@ -173,6 +175,15 @@ def keep_of(fields: dict[str, bytes], default_s: float) -> float:
         problem = f"is {text[:40]!r}; it must be a whole number from {KEEP_S_MIN} to {KEEP_S_MAX}"
         raise InvalidRequest("expires_after[seconds]", problem)
     return float(text)
+
+
+async def _until_failure(content: AsyncIterator[bytes], name: str) -> AsyncIterator[bytes]:
+    """Yield the content of a file. If the storage fails, it ends early, and with it the connection."""
+    try:
+        async for piece in content:
+            yield piece
+    except KvforgeError as error:
+        log.warning("the content of %s was cut off: %s", name, error.message)
 
 
 async def _pieces(request: Request, within_s: float) -> AsyncIterator[bytes]:

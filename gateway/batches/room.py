@@ -4,7 +4,7 @@ A batch must not make interactive requests wait, and the coordinator admits what
 a line only while rows stay free for others, and looks at the service several times a second. While others run, batches
 use a small share of the rows, since each row makes the steps of all longer; otherwise they fill the service.
 
-Lines that other processes submit look like requests of others: several processes are cautious together.
+The processes of one port know each other's lines. Those of other gateways look like requests of others.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Room:
 
         Args:
             load: The load.
-            used: The places that were taken just before it was asked for, at most.
+            used: The lines of all processes that ran when it was asked for, at most.
             now: The time in seconds, by any clock.
         """
         rows = load.running + load.rows_free

@@ -39,6 +39,7 @@ class Runner:
         room: How many lines run at once.
         runs: By tenant and id.
         count: Called with the outcome of each request: whether it is an answer.
+        share: Called with the lines that run in this process; returns those of all processes of the port.
     """
 
     def __init__(self, service: Service, files: Files, settings: Settings) -> None:
@@ -51,6 +52,7 @@ class Runner:
         self._wake = asyncio.Event()
         self._failed = False
         self.count: Callable[[bool], None] = lambda _: None
+        self.share: Callable[[int], int] = lambda used: used
 
     def wake(self) -> None:
         """Look for batches at once."""
@@ -71,6 +73,8 @@ class Runner:
                     self._failed = True
                 except KvforgeError as error:
                     log.warning("cannot look for batches: %s", error.message)
+                except Exception:
+                    log.exception("internal error while looking for batches")
                 with suppress(TimeoutError):  # asyncio.wait_for of Python 3.11 may swallow a cancellation
                     async with steady_timeout(self._lease_s / 3):
                         await self._wake.wait()
@@ -93,11 +97,11 @@ class Runner:
                 await self._files.storage.apply(Release(owner=self._owner))
 
     async def _look(self) -> None:
-        if not self._files.storage.exists or self._service.reason:
+        if not self._files.storage.exists:
             return
         if self.runs:
             await self._files.storage.apply(Renew(owner=self._owner, lease_s=self._lease_s))
-        if (places := RUNS_MAX - len(self.runs)) <= 0:
+        if self._service.reason or (places := RUNS_MAX - len(self.runs)) <= 0:
             return
         group = self._service.known.info.name
         claim = Claim(kind=BATCH, groups=[group], owner=self._owner, lease_s=self._lease_s, limit=places)
@@ -129,10 +133,11 @@ class Runner:
         while True:
             await asyncio.sleep(LOOK_S)
             if not self.runs:
+                self.share(0)
                 continue
-            used = self.room.used
+            used = self.share(self.room.used)
             load = await self._service.load(LOAD_S)
             if load is not None:
-                self.room.adjust(load, max(used, self.room.used), monotonic())
+                self.room.adjust(load, max(used, self.share(self.room.used)), monotonic())
                 for run in self.runs.values():
                     run.wake()

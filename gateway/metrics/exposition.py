@@ -11,7 +11,7 @@ from kvforge.gateway.storage.totals import StorageTotals
 from kvforge.protocol.service_metrics import ServiceMetrics
 
 from .service import SERVICE
-from .shared import LINES_ANSWERED, LINES_FAILED, OPEN, OTHER_STATUS, RECEIVED, SECONDS, SENT, Counts
+from .shared import LINES_ANSWERED, LINES_FAILED, LINES_RUNNING, OPEN, OTHER_STATUS, RECEIVED, SECONDS, SENT, Counts
 from .snapshot import COUNTER, GAUGE, HISTOGRAM, Buckets, Metric, MetricsSnapshot
 from .vllm import VLLM
 
@@ -33,6 +33,7 @@ GATEWAY = {
     "kvforge_http_received_bytes_total": (COUNTER, "Bytes of request bodies.", ()),
     "kvforge_http_sent_bytes_total": (COUNTER, "Bytes of response bodies.", ()),
     "kvforge_batch_requests_total": (COUNTER, "Requests of batches by outcome: answered, failed.", ("outcome",)),
+    "kvforge_batch_requests_running": (GAUGE, "Requests of batches that run.", ()),
     "kvforge_storage_up": (GAUGE, "1 while the database of stored objects answers.", ()),
     "kvforge_storage_documents": (GAUGE, "Stored objects of all tenants, such as responses and conversations.", ()),
     "kvforge_storage_bytes": (GAUGE, "Bytes of the stored objects.", ()),
@@ -138,6 +139,7 @@ def _own(counts: Counts) -> Iterator[Family]:
             (("answered",), int(total[LINES_ANSWERED])),
             (("failed",), int(total[LINES_FAILED])),
         ],
+        "kvforge_batch_requests_running": [((), int(total[LINES_RUNNING]))],
     }
     for name, samples in values.items():
         yield _family(name, *GATEWAY[name], samples=samples)

@@ -27,8 +27,8 @@ ROWS = 64
 STATUSES = (200, 201, 204, 304, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 499, 500, 503, 504)
 OTHER_STATUS, OTHER_PATH = 0, "other"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-OPEN, RECEIVED, SENT, LINES_ANSWERED, LINES_FAILED = range(5)
-_HEAD = 5
+OPEN, RECEIVED, SENT, LINES_ANSWERED, LINES_FAILED, LINES_RUNNING = range(6)
+_HEAD = 6
 _BUCKETS = len(SECONDS) + 1
 
 
@@ -62,7 +62,7 @@ class Counts:
         self._map = mmap.mmap(self._file, ROWS * cells * 8)
         self._rows = np.frombuffer(self._map, np.int64).reshape(ROWS, cells)
         self._row = self._rows[self._lock_row()]
-        self._row[OPEN] = 0
+        self._row[OPEN] = self._row[LINES_RUNNING] = 0
 
     _width = len(STATUSES) + 1 + _BUCKETS + 1 + 1
 
@@ -78,7 +78,7 @@ class Counts:
     def close(self) -> None:
         """Release the row to the next process."""
         if self._file >= 0:
-            self._row[OPEN] = 0
+            self._row[OPEN] = self._row[LINES_RUNNING] = 0
             os.close(self._file)
             self._file = -1
 
@@ -113,6 +113,11 @@ class Counts:
     def line(self, *, answered: bool) -> None:
         """Count a request of a batch that has an outcome."""
         self._row[LINES_ANSWERED if answered else LINES_FAILED] += 1
+
+    def lines_running(self, here: int) -> int:
+        """Note how many lines of batches run in this process. Return those of all processes."""
+        self._row[LINES_RUNNING] = here
+        return int(self._rows[:, LINES_RUNNING].sum())
 
     def total(self) -> npt.NDArray[np.int64]:
         """Return [cells] int64, summed over all processes."""

@@ -75,8 +75,8 @@ class Script:
 
     keyed: requests by their idempotency key; one that comes again takes the stream over.
     answers: the text of each request's answer in turn; EOS follows an answer with the reason "stop". reply: computes
-    the answer to a prompt, in place of `answers`. step: tokens that arrive together. error: the refusal, or the error
-    after an answer's tokens.
+    the answer to a prompt, in place of `answers`. stuck: whether the answer to a prompt never ends. step: tokens that
+    arrive together. error: the refusal, or the error after an answer's tokens.
     """
 
     answers: list[str] = field(default_factory=lambda: ["hello"])
@@ -92,6 +92,7 @@ class Script:
     given: int = 0
     hang: bool = False
     reply: Callable[[str], str] | None = None
+    stuck: Callable[[str], bool] | None = None
     keyed: dict[str, tuple[Stream, list[int], str]] = field(default_factory=dict)
     next_id: int = FIRST_ID
 
@@ -115,6 +116,7 @@ class Stream:
         self.prompt: PromptStream | None = None
         self._script, self._id, self._prompt, self._ids, self._changed = script, request_id, prompt, ids, changed
         self._reason = reason
+        self.stuck = False
         self._limit: int | None = None
         self._gone = False
         self.failure: KvforgeError | None = None
@@ -162,10 +164,10 @@ class Stream:
             self.top_logprobs += [((token, -0.5), (token + 1, -1.5)) for token in came]
         elif self._script.error is not None:
             self.error = self.failure = self._script.error
-        elif not self._script.hang:
+        elif not (self._script.hang or self.stuck):
             self._end()
         self._changed()
-        if not self.done and not (self._script.hang and not came):
+        if not self.done and not ((self._script.hang or self.stuck) and not came):
             _soon(self._step)
 
     def _end(self) -> None:
@@ -215,6 +217,9 @@ class Streams:
         script = self._script
         script.asked.append((prompt.tolist(), count, options))
         key, streams = options.idempotency_key, []
+        spoken = ""
+        if script.reply is not None or script.stuck is not None:
+            spoken = self._spoken.stream(continues=True, keep=frozenset(SPECIAL)).push(prompt.tolist())
         if key in script.keyed:
             before, ids, reason = script.keyed[key]
             before.taken_over()
@@ -223,7 +228,7 @@ class Streams:
             return (again,)
         for _ in range(count):
             if script.reply is not None:
-                text = script.reply(self._spoken.stream(continues=True, keep=frozenset(SPECIAL)).push(prompt.tolist()))
+                text = script.reply(spoken)
             else:
                 text = script.answers.pop(0) if len(script.answers) > 1 else script.answers[0]
             ids = self._spoken.encode(text, special=False)
@@ -232,6 +237,7 @@ class Streams:
             if reason == "stop" and options.max_tokens:
                 ids += self._spoken.encode(EOS, special=False)
             streams.append(Stream(script, script.next_id, len(prompt), ids, changed, reason))
+            streams[-1].stuck = script.stuck is not None and script.stuck(spoken)
             width = options.sampling.prompt_logprobs if options.sampling is not None else None
             if width is not None and len(streams) == 1:
                 streams[0].prompt = scored(prompt.tolist(), width)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -239,38 +240,39 @@ def test_an_expired_batch_keeps_its_answers_and_names_the_rest(tmp_path: Path) -
 
 
 def test_the_next_process_continues_and_doubles_nothing(tmp_path: Path) -> None:
-    """The first process is given up between two writes, in any order of outcomes."""
-    first, second = scripted.Script(), scripted.Script()
-    keys: list[str] = []
-
-    def reply(prompt: str) -> str:
-        first.hang = len(first.asked) > 40  # the last lines never end in the first process
-        return "hello"
-
-    first.reply = reply
+    """The first process ends with outcomes behind requests that still run; the second one joins these."""
+    script = scripted.Script(reply=lambda prompt: "answer to " + re.findall(r"[0-9]+", prompt)[0])
+    script.stuck = lambda prompt: int(re.findall(r"[0-9]+", prompt)[0]) % 10 == 3 or len(script.asked) > 40
+    names: list[str] = []
 
     async def begin(client: openai.AsyncOpenAI) -> None:
-        made = await client.files.create(file=("in.jsonl", chats(60)), purpose="batch")
+        made = await client.files.create(file=("in.jsonl", b"\n" + chats(60)), purpose="batch")
         batch = await client.batches.create(
             input_file_id=made.id, endpoint="/v1/chat/completions", completion_window="24h"
         )
-        keys.append(batch.id)
+        names.append(batch.id)
         while (await client.batches.retrieve(batch.id)).request_counts.completed < 20:
             await asyncio.sleep(0.01)
 
     async def finish(client: openai.AsyncOpenAI) -> None:
-        batch = await ended(client, keys[0])
+        batch = await ended(client, names[0])
         lines = await output(client, batch.output_file_id)
         assert [line["custom_id"] for line in lines] == [str(at) for at in range(60)]
+        for at, line in enumerate(lines):
+            assert line["response"]["body"]["choices"][0]["message"]["content"] == f"answer to {at}"
         assert batch.request_counts.completed == 60 and batch.status == "completed"
 
-    App(tmp_path, first).run(begin)
-    App(tmp_path, second).run(finish)
-    assert first.left and not first.cancelled, "requests go on for the next owner"
-    again = {options.idempotency_key: options for _, _, options in first.asked}
-    joined = [options for _, _, options in second.asked if options.idempotency_key in again]
-    assert len(second.asked) < 60 and joined
-    assert all(again[options.idempotency_key].sampling == options.sampling for options in joined)
+    App(tmp_path, script).run(begin)
+    assert script.left and not script.cancelled, "requests go on for the next owner"
+    first = {options.idempotency_key: (prompt, options.sampling) for prompt, _, options in script.asked}
+    before = len(script.asked)
+    script.stuck = None
+    App(tmp_path, script).run(finish)
+    again = {options.idempotency_key: (prompt, options.sampling) for prompt, _, options in script.asked[before:]}
+    joined = first.keys() & again.keys()
+    assert len(again) == len(script.asked) - before < 60 and len(joined) >= 3
+    assert {key: first[key] for key in joined} == {key: again[key] for key in joined}
+    assert {*first, *again} == {f"{names[0]}:{at}" for at in range(60)}
 
 
 def test_a_full_disk_delays_a_batch(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ for _ in range(3):
     counts.began()
     counts.ended("/a", 200, 0.5, 1, 2)
 counts.began()
+counts.lines_running(2)
 print("counted", flush=True)
 sys.stdin.read()
 """
@@ -62,6 +63,7 @@ def test_processes_count_together_and_one_that_takes_anothers_place_goes_on_with
             assert child.stdout is not None and child.stdout.readline() == "counted\n"
             total = counts.total()
             assert (total[OPEN], total[SENT], counts.by_status(total, "/a")) == (1, 6 * lives, {200: 3 * lives})
+            assert counts.lines_running(3) == 5
             child.kill()  # with an open request
     assert counts.by_status(counts.total(), "/a") == {200: 6}
     counts.close()
