@@ -5,6 +5,7 @@
 lines    a batch over a null server, which invents tokens at once. The gateway has one core; its storage process
          (SQLite) and the null server share another. Completions of 64 token ids and 16 tokens. Rate: from `in_progress`
          to `completed`, checks of the input file excluded; memory: the gateway's, every 50 ms
+chats    the same with chats of 200 characters, whose prompts the gateway's helper processes render and tokenise
 beside   interactive requests (Poisson, 256 + 64 tokens, streamed) over a simulated device (`kvforge.loadtest.fleet`),
          alone and beside a batch of the same shape. Latency: to the first token, and of whole requests
 
@@ -35,23 +36,26 @@ from kvforge.loadtest.drive.outcome import FINISHED, Outcome
 from kvforge.loadtest.drive.spec import HTTP, KVFORGE
 from kvforge.loadtest.fleet.simulated import SimulatedFleet
 
-from .gateway import Case, driven, resident_mb, served
+from .gateway import MODEL, Case, driven, resident_mb, served
 from .load_capacity import cpu_s
 from .load_driver import pinned
 from .report import report
 
 SAMPLE_S = 0.05
 PROMPT, ANSWER = 64, 16
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+SCENARIOS = ("lines", "chats", "beside")
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 @asynccontextmanager
-async def gateway(endpoint: str, core: int) -> AsyncIterator[tuple[str, int]]:
+async def gateway(endpoint: str, core: int, tokenizer: str = "") -> AsyncIterator[tuple[str, int]]:
     """Run one gateway process with a new SQLite file; yield its address and its process id."""
     with tempfile.TemporaryDirectory(prefix="kvforge-bench-") as folder:
         file = Path(folder) / "gateway.toml"
         file.write_text(
-            f'endpoint = "{endpoint}"\nstate_dir = "{folder}"\nport = 0\nlog_level = "warning"\n'
+            f'endpoint = "{endpoint}"\nstate_dir = "{folder}"\ntokenizer = "{tokenizer}"\nport = 0\n'
+            'log_level = "warning"\n'
             "[batches]\nin_flight_max = 1024\n"
         )
         with pinned(core):
@@ -70,23 +74,26 @@ async def gateway(endpoint: str, core: int) -> AsyncIterator[tuple[str, int]]:
             await process.wait()
 
 
-def input_file(lines: int, prompt: int, answer: int, model: str) -> bytes:
-    """Return a file of completions with prompts that share no prefix."""
+def input_file(lines: int, prompt: int, answer: int, model: str, *, chats: bool = False) -> bytes:
+    """Return a file of completions with prompts that share no prefix, or of chats."""
     draw = np.random.default_rng(0)
     made = []
     for at in range(lines):
-        body = {"model": model, "prompt": draw.integers(0, 30_000, prompt).tolist(), "max_tokens": answer}
-        body["ignore_eos"] = True
-        line = {"custom_id": str(at), "method": "POST", "url": "/v1/completions", "body": body}
+        body: dict[str, Any] = {"model": model, "max_tokens": answer, "ignore_eos": True}
+        if chats:
+            body["messages"] = [{"role": "user", "content": f"Question {at}: " + "why and what for? " * 11}]
+        else:
+            body["prompt"] = draw.integers(0, 30_000, prompt).tolist()
+        line = {"custom_id": str(at), "method": "POST", "url": CHATS if chats else COMPLETIONS, "body": body}
         made.append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
     return b"".join(made)
 
 
-async def begun(http: httpx.AsyncClient, content: bytes) -> str:
+async def begun(http: httpx.AsyncClient, content: bytes, endpoint: str = COMPLETIONS) -> str:
     """Upload a file and begin its batch. Return the id."""
     given = await http.post("/v1/files", files={"file": ("in.jsonl", content)}, data={"purpose": "batch"})
     file = given.raise_for_status().json()
-    body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "24h"}
     return str((await http.post("/v1/batches", json=body)).raise_for_status().json()["id"])
 
 
@@ -96,17 +103,20 @@ async def batch(http: httpx.AsyncClient, name: str) -> dict[str, Any]:
     return found
 
 
-async def run_lines(lines: int, cores: Sequence[int]) -> dict[str, Any]:
+async def run_lines(lines: int, cores: Sequence[int], *, chats: bool = False) -> dict[str, Any]:
     """Measure one batch over a null server."""
-    content = input_file(lines, PROMPT, ANSWER, "null")
+    content = input_file(lines, PROMPT, ANSWER, "null", chats=chats)
     with pinned(cores[1]):
         server = null_server(KVFORGE)
         endpoint = await server.__aenter__()
     try:
-        async with gateway(endpoint, cores[0]) as (url, pid), httpx.AsyncClient(base_url=url, timeout=120) as http:
+        async with (
+            gateway(endpoint, cores[0], MODEL if chats else "") as (url, pid),
+            httpx.AsyncClient(base_url=url, timeout=120) as http,
+        ):
             before = resident_mb(pid)
             upload = time.monotonic()
-            name = await begun(http, content)
+            name = await begun(http, content, CHATS if chats else COMPLETIONS)
             upload = time.monotonic() - upload
             _pin_children(pid, cores[1])
             mb, began, used_s = [resident_mb(pid)], 0.0, 0.0
@@ -214,7 +224,7 @@ def latencies(outcomes: Sequence[Outcome], warm_s: float) -> dict[str, Any]:
 def main() -> None:
     """Prints tables, and writes the file that was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=("lines", "beside"), default=["lines", "beside"])
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=SCENARIOS)
     parser.add_argument("--lines", type=int, default=100_000)
     parser.add_argument("--rate", type=float, default=20.0, help="interactive requests a second")
     parser.add_argument("--seconds", type=float, default=30.0)
@@ -226,9 +236,10 @@ def main() -> None:
         parser.error("two cores required: one for the gateway, one for all else")
     found: dict[str, Any] = {}
     rows: list[list[object]] = []
-    if "lines" in options.only:
-        lines = found["lines"] = asyncio.run(run_lines(options.lines, cores))
-        rows += [[name, value] for name, value in lines.items()]
+    for scenario in ("lines", "chats"):
+        if scenario in options.only:
+            lines = found[scenario] = asyncio.run(run_lines(options.lines, cores, chats=scenario == "chats"))
+            rows += [[f"{scenario}: {name}", value] for name, value in lines.items()]
     if "beside" in options.only:
         beside = found["beside"] = asyncio.run(run_beside(options.rate, options.seconds, options.table, cores))
         rows += [[f"{which}: {name}", value] for which, row in beside.items() for name, value in row.items()]
