@@ -6,7 +6,7 @@ lines    a batch over a null server, which invents tokens at once. The gateway h
          (SQLite) and the null server share another. Completions of 64 token ids and 16 tokens. Rate: from `in_progress`
          to `completed`, checks of the input file excluded; memory: the gateway's, every 50 ms
 chats    the same with chats of 200 characters, whose prompts the gateway's helper processes render and tokenise
-beside   interactive requests (Poisson, 256 + 64 tokens, streamed) over a simulated device (`kvforge.loadtest.fleet`),
+beside   interactive requests (Poisson, 64 + 64 tokens, streamed) over a simulated device (`kvforge.loadtest.fleet`),
          alone and beside a batch of the same shape. Latency: to the first token, and of whole requests
 
 Upload and download are timed with `lines`. busy: rows of the device in use, the mean of samples taken every 50 ms.

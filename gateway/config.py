@@ -82,9 +82,10 @@ class StorageSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Attributes:
         url: "": SQLite in `state_dir`; `sqlite:PATH`; `postgresql://USER@HOST/DATABASE`, for several gateways; "none":
             nothing is stored.
-        retention_s: How long a response or a conversation is kept after its last use.
+        retention_s: How long a response or a conversation is kept after its last use, a file after its upload, and a
+            batch with its output after its end.
         tenant_bytes_max: The bytes that a tenant may store. What it used longest ago is removed first.
-        lease_s: How soon another gateway continues the background responses of one that died.
+        lease_s: How soon another gateway continues the background responses and batches of one that died.
         answer_s: How long the database may take for a call.
     """
 

@@ -19,6 +19,7 @@ from kvforge.gateway.generate.service import Load
 START = 16
 SPARE_SHARE = 8  # one row in so many stays free for interactive requests
 GROWTH = 4
+QUEUED_TOKENS_MAX = 2048  # beside others
 QUIET_S = 10.0  # how long after the last request of others the service counts as free
 
 
@@ -58,6 +59,8 @@ class Room:
         most = self._most
         if now - self._others_at < QUIET_S:
             most = min(most, int(rows * self._beside_share))
+            if load.queued_tokens > QUEUED_TOKENS_MAX:  # a prompt of others would wait for those of batches
+                most = min(most, self.used // 2)
         spare = min(max(1, rows // SPARE_SHARE), max(0, rows - 1))
         if load.pending:
             limit = self.used - load.pending

@@ -30,11 +30,13 @@ class Load:
         running: Running requests.
         pending: Waiting requests.
         rows_free: How many more requests may run.
+        queued_tokens: Prompt tokens that are not computed yet, of the mean replica.
     """
 
     running: int
     pending: int
     rows_free: int
+    queued_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,7 @@ class Service:
             running=sum(one.running for one in found),
             pending=sum(one.pending for one in found),
             rows_free=sum(one.rows_free for one in found),
+            queued_tokens=sum(one.queued_tokens for one in found) // len(found),
         )
 
     async def ready(self) -> None:

@@ -1,10 +1,11 @@
-"""Background responses while processes are killed: none lost, doubled, changed or left.
+"""Background responses and a batch while processes are killed: none lost, doubled, changed or left.
 
     python -m tests.chaos.background [--responses 1000] [--seed 1] [--postgres] [--json FILE]
 
 Two gateways share a database and a coordinator, with a tiny random model. In each round some responses are posted to
 either gateway; then a process is killed and started again. A POST without an answer is repeated with its idempotency
-key. In the end every response is read, compared with the answer to the same request with `store: false`, and deleted.
+key. Beside them a batch with as many requests runs. In the end every response and every line of the batch is read,
+compared with the answer to the same request with `store: false`, and deleted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tests.gateway.test_background_deaths import prepare
 from tools.chaos import leftovers
 from tools.cluster.cluster import Cluster
 
-TITLE = "chaos: background responses lost, doubled, changed or left while processes were killed"
+TITLE = "chaos: background responses and lines of a batch lost, doubled, changed or left while processes were killed"
 EACH = 25  # responses of a round
 ASKED = 12  # different requests
 WAIT_S = 120.0
@@ -84,6 +85,7 @@ class Run:
                 folder.mkdir()
                 self._gateways.append(stack.enter_context(Gateway(self._cluster.runtime, folder, settings)))
             expected = [self._expected(at) for at in range(ASKED)]
+            batch = self._begin_batch()
             while len(self._ids) < self._responses:
                 victim, before = self._rng.choice(VICTIMS), self._rng.randrange(EACH)
                 for at in range(min(EACH, self._responses - len(self._ids))):
@@ -94,18 +96,22 @@ class Run:
                     self._kill(victim)
             self._log(f"{len(self._ids)} posted, {dict(self.killed)} killed")
             ended = Counter(self._compare(name, expected[at]) for name, at in self._ids.items())
-            usage = self._usage()
-            if (usage.documents, usage.in_progress) != (self._responses, 0):
-                self.faults.append(f"the database has {usage}, expected {self._responses} responses that have ended")
+            files = self._compare_batch(batch, expected)
+            usage, kept = self._usage(), self._responses + len(files) + 1
+            if (usage.documents, usage.in_progress) != (kept, 0):
+                self.faults.append(f"the database has {usage}, expected {kept} documents that have ended")
             with self._cluster.client() as kv:
                 stats = kv.stats()
             self.faults += leftovers.not_given_back(stats)
-            if (accepted := stats.requests.accepted_total) != self._responses + ASKED:
-                self.faults.append(f"the coordinator accepted {accepted} requests, expected {self._responses + ASKED}")
+            wanted = 2 * self._responses + ASKED
+            if (accepted := stats.requests.accepted_total) != wanted:
+                self.faults.append(f"the coordinator accepted {accepted} requests, expected {wanted}")
             for name in self._ids:
                 self._http.delete(f"{self._gateways[0].url}/v1/responses/{name}").raise_for_status()
-            if left := self._usage().documents:
-                self.faults.append(f"{left} responses are left after all were deleted")
+            for name in files:
+                self._http.delete(f"{self._gateways[0].url}/v1/files/{name}").raise_for_status()
+            if (left := self._usage().documents) != 1:  # the batch
+                self.faults.append(f"{left - 1} responses and files are left after all were deleted")
             self._kv.close()
         return {
             "responses": self._responses,
@@ -122,6 +128,44 @@ class Run:
     def _expected(self, at: int) -> str:
         answer = self._http.post(f"{self._gateways[0].url}/v1/responses", json={**self._body(at), "store": False})
         return str(answer.raise_for_status().json()["output"][0]["content"][0]["text"])
+
+    def _begin_batch(self) -> str:
+        """Begin a batch with as many requests as there are responses. Return its id."""
+        lines = [
+            {"custom_id": str(at), "method": "POST", "url": "/v1/responses", "body": self._body(at % ASKED)}
+            for at in range(self._responses)
+        ]
+        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        url = self._gateways[0].url
+        given = self._http.post(
+            f"{url}/v1/files", files={"file": ("in.jsonl", content)}, data={"purpose": "batch"}
+        ).raise_for_status()
+        body = {"input_file_id": given.json()["id"], "endpoint": "/v1/responses", "completion_window": "24h"}
+        return str(self._http.post(f"{url}/v1/batches", json=body).raise_for_status().json()["id"])
+
+    def _compare_batch(self, name: str, expected: list[str]) -> list[str]:
+        """Wait for the end of the batch and compare its output. Return its files."""
+        deadline, url = time.monotonic() + WAIT_S, self._gateways[0].url
+        while True:
+            batch = self._http.get(f"{url}/v1/batches/{name}").raise_for_status().json()
+            if batch["status"] not in ("validating", "in_progress", "finalizing"):
+                break
+            if time.monotonic() > deadline:
+                self.faults.append(f"{name} has not ended: {batch}")
+                return [batch["input_file_id"]]
+            time.sleep(AGAIN_S)
+        if batch["status"] != "completed" or batch["request_counts"]["completed"] != self._responses:
+            self.faults.append(f"{name} did not complete: {batch}")
+        text = self._http.get(f"{url}/v1/files/{batch['output_file_id']}/content").raise_for_status().text
+        outcomes = [json.loads(line) for line in text.splitlines()]
+        seen = Counter(int(line["custom_id"]) for line in outcomes)
+        if wrong := {at: seen[at] for at in range(self._responses) if seen[at] != 1}:
+            self.faults.append(f"lines of {name} that are not in its output once: {wrong}")
+        for line in outcomes:
+            at = int(line["custom_id"])
+            if (found := line["response"]["body"]["output"][0]["content"][0]["text"]) != expected[at % ASKED]:
+                self.faults.append(f"line {at} of {name} is {found!r}, expected {expected[at % ASKED]!r}")
+        return [batch["input_file_id"], batch["output_file_id"]]
 
     def _post(self) -> None:
         """Post one response, until one of the gateways has answered."""
