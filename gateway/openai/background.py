@@ -176,8 +176,11 @@ class Run:
             await self._followed()
         except Exception as error:
             log.exception("internal error in the background response %s", self.work.id)
+            # Its answer may be the cause, so the outcome has none.
+            failure = _failure(InternalError(f"{type(error).__name__}: {error}"))
+            body = self.work.body(None, [], status="failed", error=failure)
             with suppress(KvforgeError):
-                await self._end("failed", InternalError(f"{type(error).__name__}: {error}"))
+                self.final = await self._written(StoredResponse(response=body, input=self.work.input))
         finally:
             if self._publishing is not None:
                 self._publishing.cancel()

@@ -98,9 +98,9 @@ class StoredConversation(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int = 0
 
 
-encode = msgspec.msgpack.encode
-_RESPONSE = msgspec.msgpack.Decoder(StoredResponse)
-_CONVERSATION = msgspec.msgpack.Decoder(StoredConversation)
+encode = msgspec.json.encode  # MessagePack has no integers beyond 64 bits
+_RESPONSE = msgspec.json.Decoder(StoredResponse)
+_CONVERSATION = msgspec.json.Decoder(StoredConversation)
 
 
 class NoSuchObject(NotFound):

@@ -563,6 +563,41 @@ def test_the_outcome_is_written_by_the_first(tmp_path: Path, monkeypatch: pytest
     play(tmp_path, script, work)
 
 
+def test_a_fault_of_the_gateway_ends_a_background_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(work: Any, tokens: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("kvforge.gateway.openai.background.answer_of", fault)
+
+    async def work(world: World) -> None:
+        http = world.gateway()
+        failed = await ended(http, (await respond(http, background=True)).id)
+        assert failed.status == "failed" and failed.error is not None and "a bug" in failed.error.message
+        assert (await streamed(http, failed.id))[-1]["type"] == "response.failed"
+
+    play(tmp_path, Script(), work)
+
+
+def test_any_json_can_be_stored(tmp_path: Path) -> None:
+    odd = {"n": 10**40, "f": 1e300, "deep": [[[{"\u0000": "\u2603"}]]], "": None}
+    tool = {**TOOL, "parameters": {"type": "object", "properties": {"a": {"type": "integer", "maximum": 10**40}}}}
+
+    async def work(world: World) -> None:
+        http = world.gateway()
+        for background in (False, True):
+            body = {"input": "Hi", "metadata": odd, "tools": [tool], "background": background}
+            posted = await http.post("/v1/responses", json=body)
+            found = posted.json()
+            while found["status"] != "completed":
+                assert found["status"] in ("queued", "in_progress"), found
+                await asyncio.sleep(0.01)
+                found = (await http.get(f"/v1/responses/{found['id']}")).json()
+            assert (found["metadata"], found["store"]) == (odd, True)
+            assert found["output"][0]["content"][0]["text"] == "hello"
+
+    play(tmp_path, Script(), work)
+
+
 def test_a_full_tenant_loses_what_it_used_longest_ago(tmp_path: Path) -> None:
     settings = Settings(storage=StorageSection(lease_s=LEASE_S, retention_s=5.0))
 
