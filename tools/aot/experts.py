@@ -50,6 +50,7 @@ ROUTERS = {
         True,
     ),
     "of GLM-4": (Router(8, "sigmoid", normalises=True, sum_added=1e-20), 128, F32, True),
+    "of Llama 4": (Router(1, scores="", weights="sigmoid", dtype=BF16), 16, BF16, False),
 }
 
 

@@ -8,7 +8,7 @@ slots below a row's length.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -47,10 +47,18 @@ KV_DTYPES: dict[str, KvDtype] = {
 
 @dataclass(frozen=True)
 class LayerShape:
-    """KV heads and head size of one layer."""
+    """The memory of one layer.
+
+    Attributes:
+        kv_heads: KV heads.
+        head_size: Numbers of a head.
+        shared_with: Index of an earlier layer of the same shape with the same K and V, which has the memory of both;
+            None: memory of its own.
+    """
 
     kv_heads: int
     head_size: int
+    shared_with: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class KvGeometry:
     """Layout of a block: `block_size` tokens of K and V for every layer. Layers may differ in shape.
 
     Raises:
-        InvalidConfiguration: Names the invalid field: block_size, layers, kv_heads, head_size, kv_dtype,
+        InvalidConfiguration: Names the invalid field: block_size, layers, kv_heads, head_size, shared_with, kv_dtype,
             bytes_per_block.
     """
 
@@ -74,6 +82,15 @@ class KvGeometry:
         for shape in self.layers:
             require_positive("kv_heads", shape.kv_heads)
             require_positive("head_size", shape.head_size)
+        for index, shape in enumerate(self.layers):
+            shared = shape.shared_with
+            if shared is not None and not (
+                0 <= shared < index and self.layers[shared] == replace(shape, shared_with=None)
+            ):
+                problem = (
+                    f"layer {index} cannot share the memory of layer {shared}: expected an earlier layer of its shape"
+                )
+                raise InvalidConfiguration("shared_with", problem)
         if self.bytes_per_block > BYTES_MAX:
             raise InvalidConfiguration("bytes_per_block", f"{self.bytes_per_block} does not fit in 64 bits")
 
@@ -98,13 +115,15 @@ class KvGeometry:
     def bytes_per_block(self) -> int:
         """Bytes of a block.
 
-        That is 2 (K and V) x sum over layers of kv_heads x (head_size x itemsize + scale bytes) x block_size.
+        That is 2 (K and V) x sum over layers of kv_heads x (head_size x itemsize + scale bytes) x block_size. A layer
+        that shares another one's memory adds nothing.
 
         For equal layers without scales: 2 x layers x kv_heads x head_size x block_size x itemsize. Quantised dtypes
         (int8, fp8) store one float32 scale per token and head, for K and for V: 4 bytes beside head_size bytes.
         """
         dtype = self.dtype
-        per_token = sum(s.kv_heads * (s.head_size * dtype.itemsize + dtype.scale_bytes) for s in self.layers)
+        own = [shape for shape in self.layers if shape.shared_with is None]
+        per_token = sum(s.kv_heads * (s.head_size * dtype.itemsize + dtype.scale_bytes) for s in own)
         return 2 * per_token * self.block_size
 
     def bytes_for(self, blocks: int) -> int:
@@ -149,7 +168,7 @@ class KvPool:
     """K and V of `blocks` blocks for every layer. Memory is uninitialised, and committed as it is written.
 
     Attributes:
-        layers: One KvLayer per layer.
+        layers: One KvLayer per layer; layers that share memory have the same one.
 
     Raises:
         InvalidConfiguration: The size is invalid.
@@ -167,7 +186,10 @@ class KvPool:
             problem = f"{blocks} blocks take {self.bytes} bytes; {device.name} has {device.free_bytes()} free"
             raise InvalidConfiguration("blocks", problem)
         with device.errors(f"allocating a KV pool of {self.bytes} bytes"):
-            self.layers = [self._allocate(shape) for shape in geometry.layers]
+            self.layers: list[KvLayer] = []
+            for shape in geometry.layers:
+                shared = shape.shared_with
+                self.layers.append(self._allocate(shape) if shared is None else self.layers[shared])
 
     def _allocate(self, layer: LayerShape) -> KvLayer:
         dtype, shape = self.geometry.dtype, (self.blocks, self.block_size, layer.kv_heads)
@@ -213,8 +235,10 @@ class KvPool:
         self.device.release_cached()
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """Yield every tensor of the pool: [blocks, block_size, ...] each."""
-        for layer in self.layers:
+        """Yield every tensor of the pool once: [blocks, block_size, ...] each."""
+        for layer, shape in zip(self.layers, self.geometry.layers, strict=False):  # none once it is closed
+            if shape.shared_with is not None:
+                continue
             for tensor in (layer.keys, layer.values, layer.key_scales, layer.value_scales):
                 if tensor is not None:
                     yield tensor

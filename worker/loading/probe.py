@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +47,7 @@ class _Call:
     query: torch.Size
     key: torch.Size
     value: torch.Size
+    key_value: tuple[torch.Tensor, torch.Tensor]
     mask: torch.Tensor | None
     keywords: dict[str, Any]
     norms: torch.Tensor  # of each token's query, [tokens] float32
@@ -63,7 +65,7 @@ def _record(
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     norms = query[0].float().square().sum((0, 2)).sqrt()
-    _calls.append(_Call(module, query.shape, key.shape, value.shape, attention_mask, keywords, norms))
+    _calls.append(_Call(module, query.shape, key.shape, value.shape, (key, value), attention_mask, keywords, norms))
     batch, heads, tokens, _ = query.shape
     return value.new_zeros((batch, tokens, heads, value.shape[-1])), None
 
@@ -129,7 +131,7 @@ def bind_layers(module: Any, context: ForwardContext, context_tokens: int, devic
     for index, call in enumerate(calls):
         options, shape = _read_call(call, name, is_described)
         call.module.__dict__[BINDING] = LayerBinding(index, call.query[1], options, context)
-        shapes.append(shape)
+        shapes.append(replace(shape, shared_with=_same_key_value(calls[:index], call)))
     use_attention(module, ATTENTION_NAME)
     return tuple(shapes)
 
@@ -257,6 +259,12 @@ def _read_call(call: _Call, name: str, is_described: bool) -> tuple[AttentionOpt
     softcap = float(call.keywords.get("softcap") or 0.0)
     options = AttentionOptions(float(scaling), _window(call, name), softcap, _sinks(call, name))
     return options, LayerShape(kv_heads=call.key[1], head_size=call.key[3])
+
+
+def _same_key_value(earlier: list[_Call], call: _Call) -> int | None:
+    """Return the index of the first call with the same K and V (Gemma 4); None: there is none."""
+    same = (index for index, each in enumerate(earlier) if all(map(operator.is_, each.key_value, call.key_value)))
+    return next(same, None)
 
 
 def _sinks(call: _Call, name: str) -> torch.Tensor | None:

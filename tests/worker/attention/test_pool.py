@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,26 @@ ONES: dict[str, Any] = {"layers": 1, "kv_heads": 1, "head_size": 1, "block_size"
 
 def geometry(**fields: Any) -> KvGeometry:
     return KvGeometry.uniform(**(ONES | fields))
+
+
+def test_layers_that_share_memory_count_once(cpu: Device) -> None:
+    own, other = LayerShape(2, 8), LayerShape(1, 16)
+    found = KvGeometry((own, other, replace(own, shared_with=0)), 4, "int8")
+    assert found.bytes_per_block == KvGeometry((own, other), 4, "int8").bytes_per_block
+    pool = KvPool(found, 3, cpu)
+    assert pool.layers[2] is pool.layers[0]
+    tensors = list(pool.tensors())
+    assert len(tensors) == 2 * 4
+    assert sum(each.numel() * each.itemsize for each in tensors) == pool.bytes
+    pool.close()
+    assert not list(pool.tensors())
+
+
+@pytest.mark.parametrize("shape", [LayerShape(2, 8, 1), LayerShape(2, 8, 2), LayerShape(2, 8, -1), LayerShape(2, 8, 3)])
+def test_memory_is_shared_with_an_earlier_layer_of_the_same_shape(shape: LayerShape) -> None:
+    with pytest.raises(InvalidConfiguration, match="layer 2 cannot share the memory of layer") as caught:
+        KvGeometry((LayerShape(2, 8), LayerShape(1, 16), shape), 4, "float32")
+    assert caught.value.field == "shared_with"
 
 
 # behaviour 1

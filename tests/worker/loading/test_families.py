@@ -285,6 +285,12 @@ def test_a_name_that_is_missing_leaves_the_model_to_transformers(
     assert "Qwen3ForCausalLM runs through transformers" in caplog.text and "second_norm" in caplog.text
 
 
+def test_layers_with_the_same_k_and_v_share_their_memory(loaded: Callable[..., LoadedModel]) -> None:
+    shapes = loaded("gemma4").geometry.layers
+    assert [each.shared_with for each in shapes] == [None, None, None, 2]
+    assert all(each.shared_with is None for each in loaded("gemma3").geometry.layers)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
