@@ -188,7 +188,8 @@ class FusedDecoder:
             if last is not next_norm:
                 if layer.token_block is not None and inputs is not None:
                     add_token_block(ops, layer.token_block, inputs[:, index], residual)
-                residual.mul_(layer.output_scale)
+                if layer.output_scale != 1.0:
+                    residual.mul_(layer.output_scale)
                 normed = residual if next_norm is None else ops.norm(residual, next_norm)
         return normed
 
@@ -300,7 +301,7 @@ class FusedDecoder:
     ) -> torch.Tensor:
         """Project the new tokens to Q [tokens, heads, head_size], and store their K and V in the cache."""
         ops, weight, bias = self.operations, layer.projected.weight, layer.projected.bias
-        if rotary is not None and layer.head_norms is None and not layer.clip:
+        if rotary is not None and layer.head_norms is None and not layer.clip and layer.value_scale == 1.0:
             query = ops.project(normed, weight, bias, *rotary, cache, partial(self.attention.kv_slots, batch))
             if query is not None:
                 return query
@@ -316,6 +317,8 @@ class FusedDecoder:
             projected.clamp_(-layer.clip, layer.clip)
         by_head = projected.view(len(projected), -1, layer.head_size)
         query, key, value = by_head.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
+        if layer.value_scale != 1.0:
+            value.mul_(layer.value_scale)
         if norms is not None and norms.after_rotation:
             if rotary is not None:
                 by_head[:, : layer.heads + layer.kv_heads] = rotate(by_head[:, : layer.heads + layer.kv_heads], *rotary)

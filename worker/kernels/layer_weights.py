@@ -221,6 +221,7 @@ class FusedLayer:
         is_parallel: Whether attention and feed-forward read the same norm.
         query_scale: Factor of rotated queries by position; None: none.
         clip: Largest size of numbers of Q, K and V before the rotation; 0: unlimited.
+        value_scale: Factor of V.
         value_is_key: Whether V is K before norm and rotation; `projected` then has Q and K only.
         kv_layer: Index of the layer with the K and V that this layer reads; `projected` then has Q only. None: its own.
         experts_beside: Experts beside the dense block `feed`; None: none.
@@ -245,6 +246,7 @@ class FusedLayer:
     is_parallel: bool = False
     query_scale: QueryScale | None = None
     clip: float = 0.0
+    value_scale: float = 1.0
     value_is_key: bool = False
     kv_layer: int | None = None
     experts_beside: ExpertsBeside | None = None
@@ -282,7 +284,13 @@ class FusedLayer:
             return False
         if self.attended_norm is not None or self.fed_norm is not None or self.residual_scale != 1.0:
             return False
-        if self.query_scale is not None or self.clip or self.value_is_key or self.kv_layer is not None:
+        if (
+            self.value_scale != 1.0
+            or self.query_scale is not None
+            or self.clip
+            or self.value_is_key
+            or self.kv_layer is not None
+        ):
             return False
         if self.experts_beside is not None or self.token_block is not None or self.output_scale != 1.0:
             return False

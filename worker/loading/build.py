@@ -22,6 +22,7 @@ from .progress import Progress, ProgressBars, bars_to
 from .rehearsal import check_memory, drop_removed_parts, rehearse
 from .report import check_experts, check_finite, check_unpacked, reject_mismatches, reported
 from .source import Source
+from .wide_values import widen_values
 
 NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
@@ -65,7 +66,7 @@ def build(
                 module = _dummy(config, dtype, device, seed)
             else:
                 module = _load(source, config, dtype, device)
-            module = text_part(module.to(device.torch_device).eval(), _name(source, config))
+            module = widen_values(text_part(module.to(device.torch_device).eval(), _name(source, config)))
         except OSError as error:
             raise ModelNotFound(str(source.path), f"its weights cannot be read: {sentence(error)}") from error
         except KvforgeError:
@@ -107,7 +108,7 @@ def _load(source: Source, config: Any, dtype: torch.dtype, device: Device) -> An
         if rehearsed is not None:
             check_unpacked(rehearsed, stored, source.name, method)
             check_memory(rehearsed, device, source.name)
-            foresee(text_part(rehearsed, source.name), device)
+            foresee(widen_values(text_part(rehearsed, source.name)), device)
             del rehearsed
     header = source.gguf_header if source.format == "gguf" else None
     with reported() as report, noted_names(header, source.name) as names:

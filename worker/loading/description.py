@@ -122,6 +122,8 @@ class Family:
         head_norms: Norms of Q and K; both may be missing in a model.
         norms_after_rotation: Whether these follow the rotary embedding.
         value_norm: Norm of V; "": none.
+        value_size: Attribute of an attention module with the size of the heads of V, if it differs from that of K.
+        value_scale: Attribute with the factor of V; "": none.
         kv_layer: Index of the layer with the K and V of a layer, from the decoder and the layer's index; None: its own.
         rotates: Whether an attention module rotates Q and K.
         rotary: The module with the rotary embedding of a layer, from the decoder and the layer's index; None: none.
@@ -155,6 +157,8 @@ class Family:
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     norms_after_rotation: bool = False
     value_norm: str = ""
+    value_size: str = ""
+    value_scale: str = ""
     kv_layer: Callable[[Any, int], int | None] = _own
     rotates: Callable[[Any], bool] = _always
     rotary: Callable[[Any, int], Any] = _rotary

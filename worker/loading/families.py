@@ -190,6 +190,11 @@ FAMILIES = {
     ),
     "llama.LlamaForCausalLM": LLAMA,
     "llama4.Llama4ForCausalLM": _LLAMA4,
+    "mimo_v2_flash.MiMoV2FlashForCausalLM": Family(
+        value_size="v_head_dim",
+        value_scale="v_scale",
+        mixture=Mixture(_sigmoid_in_groups, choice_bias="gate.e_score_correction_bias", wide=True),
+    ),
     "minimax_m2.MiniMaxM2ForCausalLM": Family(
         mixture=Mixture(_sigmoid, choice_bias="e_score_correction_bias", wide=True)
     ),

@@ -170,6 +170,7 @@ def _fuse_layer(
         is_parallel=family.is_parallel,
         query_scale=found.query_scale,
         clip=found.clip,
+        value_scale=found.value_scale,
         value_is_key=value_is_key,
         kv_layer=found.kv_layer,
         experts_beside=_beside(layer, found, packer),

@@ -50,6 +50,7 @@ class LayerParts:
     mixture: MixtureParts | None = None
     query_scale: QueryScale | None = None
     clip: float = 0.0
+    value_scale: float = 1.0
     activation: Activation = SILU
     kv_layer: int | None = None
     beside: BesideParts | None = None
@@ -182,6 +183,7 @@ def _layer(layer: Any, index: int, decoder: Any, family: Family, tables: _Rotary
         mixture=_mixture(layer, family, config),
         query_scale=family.query_scale(attention),
         kv_layer=family.kv_layer(decoder, index),
+        value_scale=float(getattr(attention, family.value_scale)) if family.value_scale else 1.0,
         beside=_beside(layer, family.beside, config, hidden),
         token_norm=_token_norm(layer, family.token_blocks, hidden),
         output_scale=float(getattr(layer, family.output_scale)) if family.output_scale else 1.0,

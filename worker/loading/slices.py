@@ -193,4 +193,5 @@ def stored_names(name: str) -> Iterator[str]:
     """Yield the names that files may use for a parameter, the likeliest first."""
     yield name
     yield name.replace(".mlp.", ".block_sparse_moe.")
+    yield name.replace(".self_attn.sinks", ".self_attn.attention_sink_bias")
     yield name.partition(".")[2]  # a base model that was stored alone

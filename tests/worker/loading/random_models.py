@@ -164,6 +164,28 @@ DESCRIBED |= {
             "attn_scale": 3.0,
         },
     ),
+    "mimo_v2_flash": (  # with sinks in layers with a window, and twice their K and V heads
+        "mimo_v2_flash",
+        {
+            **HEADS,
+            **LAYERS,
+            **LOCAL_EXPERTS,
+            "num_key_value_heads": 1,
+            "v_head_dim": 8,
+            "attention_value_scale": 0.6,
+            "attention_bias": True,
+            "moe_intermediate_size": 48,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+                for kind, theta in (("full_attention", 1e4), ("sliding_attention", 1e3))
+            },
+        },
+    ),
     "minimax_m2": ("minimax_m2", {**HEADS, **LOCAL_EXPERTS, "rotary_dim": 8}),
     "mixtral": ("mixtral", LOCAL_EXPERTS),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True, "clip_qkv": 0.8}),

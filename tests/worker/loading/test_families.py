@@ -205,6 +205,7 @@ PLANTED: dict[str, tuple[str, Callable[[parts.DecoderParts], parts.DecoderParts]
     "one rotary table": ("gemma3", _layers(rotary=1)),
     "halves for neighbours": ("glm4", _family(interleaved=False)),
     "blocks in series": ("cohere2", _family(is_parallel=False)),
+    "no factor of V": ("mimo_v2_flash", _layers(value_scale=1.0)),
     "no norm of V": ("gemma4", _each(_without_norm_of_values)),
     "K and V of another layer": ("gemma4", _each(_of_second_layer)),
     "no block of the token": ("gemma4", _layers(token_norm=None)),

@@ -64,6 +64,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0],
         "moe_layers": [0],
     },
+    "mimo_v2_flash": {  # heads of V that are widened, sinks with another name in files
+        "head_dim": 16,
+        "v_head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+            for kind in ("full_attention", "sliding_attention")
+        },
+    },
     "olmo": {"clip_qkv": 0.5},  # norms without weights
     "ministral3": {"head_dim": 16, "rope_parameters": YARN_BY_POSITION},  # queries by position
     "odd": {"vocab_size": 255},  # a head that two ranks cannot divide
@@ -79,6 +92,7 @@ FUSED = (
     "gemma4_text",
     "glm4_moe",
     "llama4_text",
+    "mimo_v2_flash",
     "olmo",
     "ministral3",
     "odd",
