@@ -241,6 +241,16 @@ class Shell:
             self._on_input[descriptor]()
         return self.clients.waiting or self.workers.waiting
 
+    def receive_as_worker(self) -> list[bytes]:
+        """Return the frames of the worker's next message, and keep sending to the worker meanwhile.
+
+        A step of thousands of rows can exceed what its socket accepts at once. The rest is written when the coordinator
+        polls, which is this thread: a plain `recv_multipart` would wait for itself.
+        """
+        while not self.worker.poll(1):
+            self.waiting(0)
+        return self.worker.recv_multipart()
+
     def close(self) -> None:
         """Everything."""
         if self.journal is not None:
@@ -276,7 +286,7 @@ def whole(
             pauses = GarbageCollector(perf_counter_ns)
             pauses.start()
             while len(taken) < steps:
-                step = decoder.decode(shell.worker.recv_multipart())
+                step = decoder.decode(shell.receive_as_worker())
                 if not isinstance(step, Step):
                     continue
                 while shell.client.poll(0):

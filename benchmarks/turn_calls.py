@@ -77,7 +77,7 @@ def steady_turn(sequences: int = 256, durability: str = "none") -> list[Call]:
             while shell.machine.admission.running_total < sequences:
                 shell.turn()
             while len(turns) < steps:
-                step = decoder.decode(shell.worker.recv_multipart())
+                step = decoder.decode(shell.receive_as_worker())
                 if not isinstance(step, Step):
                     continue
                 decodes = step.slots.size == sequences and step.counts.max() == 1
