@@ -36,7 +36,7 @@ from .operations import (
 
 TRIES = 4
 USED_S = 600.0
-EVICTED_MAX = 1000  # documents that one operation may push out
+EVICTED_MAX, EVICTED_AT_ONCE = 1000, 16  # documents that one operation may remove, and that it reads at once
 TENANTS_MAX = 10_000
 DOCUMENT_BYTES = 256  # charged for a document beside its bodies, and for an entry
 _COLUMNS = "tenant, kind, id, grouped, parent, state, version, created, updated, expires, bytes"
@@ -343,9 +343,13 @@ class Engine:
         return [_document(row[:-1]) for row in rows]
 
     def _renew(self, renew: Renew) -> list[Document]:
-        self._db.execute("UPDATE documents SET lease = ? WHERE owner = ?", (self._now + renew.lease_s, renew.owner))
+        # Without the second condition, the partial index cannot be used and all documents are read.
+        self._db.execute(
+            "UPDATE documents SET lease = ? WHERE owner = ? AND owner <> ''", (self._now + renew.lease_s, renew.owner)
+        )
         rows = self._db.execute(
-            f"SELECT {_COLUMNS} FROM documents WHERE owner = ? AND watched > ?", (renew.owner, self._now)
+            f"SELECT {_COLUMNS} FROM documents WHERE owner = ? AND owner <> '' AND watched > ?",
+            (renew.owner, self._now),
         )
         return [_document(row) for row in rows]
 
@@ -357,7 +361,7 @@ class Engine:
         return self._db.changed > 0
 
     def _release(self, release: Release) -> int:
-        self._db.execute("UPDATE documents SET lease = 0, owner = '' WHERE owner = ?", (release.owner,))
+        self._db.execute("UPDATE documents SET lease = 0, owner = '' WHERE owner = ? AND owner <> ''", (release.owner,))
         return self._db.changed
 
     def _watch(self, watch: Watch) -> bool:
@@ -378,13 +382,14 @@ class Engine:
         return len(rows)
 
     def _usage(self, usage: Usage) -> list[TenantUsage]:
+        only, values = ("WHERE tenant = ?", (usage.tenant,)) if usage.tenant else ("WHERE tenant <> ''", ())
+        progress = f"SELECT tenant, COUNT(*) FROM documents {only} AND state <> '' GROUP BY tenant"
+        in_progress: dict[str, int] = dict(self._db.execute(progress, values))
         rows = self._db.execute(
-            "SELECT tenant, documents, bytes, (SELECT COUNT(*) FROM documents"
-            " WHERE documents.tenant = tenants.tenant AND state <> '') FROM tenants"
-            " WHERE documents > 0 AND (? = '' OR tenant = ?) ORDER BY bytes DESC LIMIT ?",
-            (usage.tenant, usage.tenant, TENANTS_MAX),
+            f"SELECT tenant, documents, bytes FROM tenants {only} AND documents > 0 ORDER BY bytes DESC LIMIT ?",
+            (*values, TENANTS_MAX),
         )
-        return [TenantUsage(*row) for row in rows]
+        return [TenantUsage(tenant, count, size, in_progress.get(tenant, 0)) for tenant, count, size in rows]
 
     def _account(self, tenant: str, documents: int, size: int, key: tuple[str, str, str]) -> None:
         """Charge a tenant, and make room where its limit is exceeded. `key` is the document that must stay."""
@@ -394,20 +399,19 @@ class Engine:
         over = self._held(tenant) - self._tenant_bytes_max
         if over <= 0:
             return
-        rows = self._db.execute(
-            "SELECT number, tenant, bytes FROM documents WHERE tenant = ? AND expires > 0 AND state = ''"
-            " AND NOT (kind = ? AND id = ?) ORDER BY expires, number LIMIT ?",
-            (tenant, key[1], key[2], EVICTED_MAX),
-        )
-        evicted: list[Row] = []
-        for row in rows:
-            if over <= 0:
-                break
-            evicted.append(row)
-            over -= row[2]
-        if over > 0:
-            raise TenantFull(tenant, self._tenant_bytes_max + over, self._tenant_bytes_max)
-        self._remove(evicted)
+        evicted = 0
+        while over > 0:
+            rows = self._db.execute(
+                "SELECT number, tenant, bytes FROM documents WHERE tenant = ? AND expires > 0 AND state = ''"
+                " AND NOT (kind = ? AND id = ?) ORDER BY expires LIMIT ?",
+                (tenant, key[1], key[2], EVICTED_AT_ONCE),
+            )
+            if not rows or evicted >= EVICTED_MAX:  # the whole call is undone
+                raise TenantFull(tenant, self._tenant_bytes_max + over, self._tenant_bytes_max)
+            for row in rows:
+                if over > 0:
+                    self._remove([row])
+                    over, evicted = over - row[2], evicted + 1
 
     def _charge(self, tenant: str, documents: int, size: int) -> None:
         self._db.execute(

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvforge.protocol.errors import InternalError, KvforgeError
+from kvforge.protocol.steady_clock import monotonic
 
 from .database import Database
 from .engine import Engine, Outcome
@@ -22,7 +23,7 @@ from .sqlite import SqliteDatabase
 
 GROUP_MAX, GROUP_BYTES_MAX = 256, 16 << 20
 PIECE_BYTES = 1 << 20
-TIDY_S = 0.5
+TIDY_S, UNTIDY_MAX_S = 0.5, 2.0  # after a deletion: when idle for this long, and at the latest
 
 
 def main(descriptor: int) -> None:
@@ -58,9 +59,15 @@ def _serve(peer: socket.socket) -> None:
         return
     opened: Opened = OPENED.decode(first[0])
     engine = Engine(database_of(opened.url), opened.tenant_bytes_max)
+    untidy_since = monotonic()
     try:
         while True:
-            if engine.untidy and not frames.waiting and not select.select([peer], [], [], TIDY_S)[0]:
+            if not engine.untidy:
+                untidy_since = monotonic()
+            elif monotonic() - untidy_since > UNTIDY_MAX_S:
+                engine.tidy()
+                untidy_since = monotonic()
+            elif not frames.waiting and not select.select([peer], [], [], TIDY_S)[0]:
                 engine.tidy()
                 continue
             group = frames.next_group(GROUP_MAX)

@@ -34,6 +34,7 @@ TABLES = (
     "CREATE INDEX documents_by_expiry ON documents (expires) WHERE expires > 0 AND state = ''",
     "CREATE INDEX documents_by_use ON documents (tenant, expires) WHERE expires > 0 AND state = ''",
     "CREATE INDEX documents_in_progress ON documents (kind, lease) WHERE state <> ''",
+    "CREATE INDEX documents_in_progress_of ON documents (tenant) WHERE state <> ''",
     "CREATE INDEX documents_by_owner ON documents (owner) WHERE owner <> ''",
     """CREATE TABLE entries (
         document BIGINT NOT NULL,

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from kvforge.gateway.serve.process import _loop_factory
-from kvforge.gateway.storage import Get, Put, StorageFailed, Usage
+from kvforge.gateway.storage import Delete, Get, Put, StorageFailed, Usage
+from kvforge.gateway.storage.process import TIDY_S
 from kvforge.gateway.storage.remote import RemoteStorage
 from kvforge.protocol.errors import Conflict
 
@@ -132,3 +133,16 @@ def test_two_gateways_share_a_database(url: str) -> None:
             assert usage[0].documents == 21  # type: ignore[union-attr,index]
 
     with_storage(url, work)
+
+
+def test_a_deleted_document_leaves_the_disk_also_under_load(tmp_path: Path) -> None:
+    secret = b"the quick brown secret"
+
+    async def work(storage: RemoteStorage) -> None:
+        await storage.apply(Put(**X, id="x", body=secret))
+        await storage.apply(Delete(**X, id="x"))
+        while any(secret in path.read_bytes() for path in tmp_path.iterdir()):
+            await storage.apply(Get(**X, id="x"))
+            await asyncio.sleep(TIDY_S / 5)  # it is never idle for long enough
+
+    with_storage(f"sqlite:{tmp_path}/a.sqlite", work)

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import sqlite3
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from kvforge.gateway.storage import Append, Claim, Delete, Entry, Expire, Get, List, Put, RemoveEntry, StorageFailed
+from kvforge.gateway.storage import (
+    Append,
+    Chain,
+    Claim,
+    Delete,
+    Entry,
+    Expire,
+    Get,
+    GetEntry,
+    List,
+    Mark,
+    Put,
+    Read,
+    Release,
+    RemoveEntry,
+    Renew,
+    StorageFailed,
+    Usage,
+    Watch,
+)
+from kvforge.gateway.storage.database import Row
 from kvforge.gateway.storage.inline import InlineStorage
 from kvforge.gateway.storage.schema import SCHEMA_VERSION
 from kvforge.gateway.storage.sqlite import SqliteDatabase
@@ -140,6 +160,37 @@ def test_a_file_that_is_removed_is_an_error_and_then_a_new_one(file: Path, stora
     assert storage.done(Get(**X)) == [None]
     storage.done(Put(**X, body=b"3"))
     assert file.exists()
+
+
+def test_statements_that_are_run_often_read_no_document_but_their_own(
+    storage: InlineStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant may have millions of documents: each statement finds its rows by an index."""
+    storage.done(Put(**X, body=b"x", keep_s=60.0), Append(**X, name="items", entries=[Entry("e", b"")]))
+    plans: list[str] = []
+    execute = SqliteDatabase.execute
+
+    def explained(database: SqliteDatabase, statement: str, values: Sequence[object] = ()) -> list[Row]:
+        if statement.startswith(("SELECT", "UPDATE", "DELETE")):
+            plans.extend(
+                f"{row[3]}: {statement}" for row in execute(database, f"EXPLAIN QUERY PLAN {statement}", values)
+            )
+        return execute(database, statement, values)
+
+    monkeypatch.setattr(SqliteDatabase, "execute", explained)
+    storage._engine._tenant_bytes_max = 600
+    held = {**X, "name": "items"}
+    storage.done(
+        *(Get(**X), List(tenant="a", kind="thing", after="x"), Chain(**X, keep_s=600.0), Usage(), Usage(tenant="a")),
+        *(Read(**held, after="e"), GetEntry(**held, entry="e"), RemoveEntry(**held, entry="e"), Watch(**X, for_s=1.0)),
+        *(Claim(kind="thing", owner="me", lease_s=1.0), Renew(owner="me", lease_s=1.0), Release(owner="me")),
+        *(Mark(**X, owner="me", state="on"), Put(**{**X, "id": "y"}, body=b"y" * 200), Expire(), Delete(**X)),
+    )
+    assert len(plans) > 20
+    scans = [plan for plan in plans if plan.startswith("SCAN") and "USING" not in plan and "SCAN tenants" not in plan]
+    assert scans == []
+    whole = [plan for plan in plans if "SCAN documents USING" in plan]
+    assert all("documents_in_progress_of" in plan for plan in whole)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
