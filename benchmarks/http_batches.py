@@ -8,6 +8,7 @@ lines    a batch over a null server, which invents tokens at once. The gateway h
 chats    the same with chats of 200 characters, whose prompts the gateway's helper processes render and tokenise
 beside   interactive requests (Poisson, 64 + 64 tokens, streamed) over a simulated device (`kvforge.loadtest.fleet`),
          alone and beside a batch of the same shape. Latency: to the first token, and of whole requests
+busy     the same with 50 requests/s of 16 tokens over a null server: the gateway's core is what they share
 
 Upload and download are timed with `lines`. busy: rows of the device in use, the mean of samples taken every 50 ms.
 """
@@ -44,7 +45,7 @@ from .report import report
 SAMPLE_S = 0.05
 PROMPT, ANSWER = 64, 16
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-SCENARIOS = ("lines", "chats", "beside")
+SCENARIOS = ("lines", "chats", "beside", "busy")
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -163,18 +164,34 @@ def _pin_children(pid: int, core: int) -> None:
 
 
 async def run_beside(rate: float, seconds: float, table: str, cores: Sequence[int]) -> dict[str, Any]:
-    """Measure interactive requests alone and beside a batch."""
+    """Measure interactive requests alone and beside a batch, over a simulated device."""
     case = Case(rate=rate, tokens=64, pace=0, warm_s=8.0, measured_s=seconds)
+    async with SimulatedFleet(table) as fleet:
+        return await _alone_and_beside(case, fleet.endpoint, cores, lines=20_000)
+
+
+async def run_busy(seconds: float, cores: Sequence[int]) -> dict[str, Any]:
+    """Measure the same over a null server: the gateway's core is what they share."""
+    case = Case(rate=50, tokens=ANSWER, pace=0, warm_s=8.0, measured_s=seconds)
+    with pinned(cores[1]):
+        server = null_server(KVFORGE)
+        endpoint = await server.__aenter__()
+    try:
+        return await _alone_and_beside(case, endpoint, cores, lines=100_000)
+    finally:
+        await server.__aexit__(None, None, None)
+
+
+async def _alone_and_beside(case: Case, endpoint: str, cores: Sequence[int], lines: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     async with (
-        SimulatedFleet(table) as fleet,
-        gateway(fleet.endpoint, cores[0]) as (url, pid),
+        gateway(endpoint, cores[0]) as (url, pid),
         httpx.AsyncClient(base_url=url, timeout=120) as http,
-        AsyncClient(fleet.endpoint) as client,
+        AsyncClient(endpoint) as client,
     ):
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
         where = {"http": {"url": f"{url}/v1", "model": model}}
-        content = input_file(20_000, PROMPT, case.tokens, model)
+        content = input_file(lines, PROMPT, case.tokens, model)
         for name in ("alone", "beside"):
             driving = asyncio.ensure_future(driven(case, HTTP, where, cores[1], pid))
             await asyncio.sleep(case.warm_s / 4)
@@ -185,9 +202,9 @@ async def run_beside(rate: float, seconds: float, table: str, cores: Sequence[in
             sampling = asyncio.ensure_future(_sample(client, busy))
             outcomes, _, used_s, wall_s = await driving
             sampling.cancel()
-            lines = await _completed(http, batch_id) - before
+            came = await _completed(http, batch_id) - before
             found[name] = latencies(outcomes, case.warm_s) | {
-                "lines_per_s": round(lines / (time.monotonic() - began), 1),
+                "lines_per_s": round(came / (time.monotonic() - began), 1),
                 "busy": round(float(np.mean(busy)), 1),
                 "cpu": round(used_s / wall_s, 3),
             }
@@ -243,6 +260,9 @@ def main() -> None:
     if "beside" in options.only:
         beside = found["beside"] = asyncio.run(run_beside(options.rate, options.seconds, options.table, cores))
         rows += [[f"{which}: {name}", value] for which, row in beside.items() for name, value in row.items()]
+    if "busy" in options.only:
+        busy = found["busy"] = asyncio.run(run_busy(options.seconds, cores))
+        rows += [[f"busy, {which}: {name}", value] for which, row in busy.items() for name, value in row.items()]
     report("Batches", ("", ""), rows, found, options.json)
 
 

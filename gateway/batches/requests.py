@@ -44,11 +44,13 @@ class Requests:
 
     Attributes:
         line_bytes_max: The longest line of an input file.
+        started: How many prompts were submitted.
     """
 
     def __init__(self, service: Service, settings: Settings, room: Room) -> None:
         self._service, self._settings, self._room = service, settings, room
         self.line_bytes_max = settings.body_bytes_max
+        self.started = 0
         # Prompts of batches leave the text processes to others.
         self._preparing = asyncio.Semaphore(settings.text_processes)
 
@@ -90,6 +92,7 @@ class Requests:
         async with self._room.place(sum(one.count for one in wanted)), AsyncExitStack() as stack:
             try:
                 for one in wanted:
+                    self.started += 1
                     generations.append(await stack.enter_async_context(self._service.start(one, bell)))
                     running.add(generations[-1])
                 content = await work.whole(generations)

@@ -19,7 +19,7 @@ from kvforge.gateway.generate.service import Load
 START = 16
 SPARE_SHARE = 8  # one row in so many stays free for interactive requests
 GROWTH = 4
-QUEUED_TOKENS_MAX = 2048  # beside others
+QUEUED_TOKENS_MAX, BUSY_MAX = 2048, 0.5  # beside others
 QUIET_S = 10.0  # how long after the last request of others the service counts as free
 
 
@@ -45,21 +45,27 @@ class Room:
         """Return a context that holds so many places, or all of them if there are fewer."""
         return Place(self, count)
 
-    def adjust(self, load: Load, used: int, now: float) -> None:
+    def meet_others(self, now: float) -> None:
+        """Note that requests of others have come."""
+        self._others_at = now
+
+    def adjust(self, load: Load, used: int, now: float, busy: float = 0.0) -> None:
         """Set the limit for the load of the service.
 
         Args:
             load: The load.
             used: The lines of all processes that ran when it was asked for, at most.
             now: The time in seconds, by any clock.
+            busy: The share of a core that this process used since the last call.
         """
         rows = load.running + load.rows_free
         if load.running + load.pending > used:
-            self._others_at = now
+            self.meet_others(now)
         most = self._most
         if now - self._others_at < QUIET_S:
             most = min(most, int(rows * self._beside_share))
-            if load.queued_tokens > QUEUED_TOKENS_MAX:  # a prompt of others would wait for those of batches
+            # A prompt of others would wait for those of batches, or their answers for the event loop.
+            if load.queued_tokens > QUEUED_TOKENS_MAX or busy > BUSY_MAX:
                 most = min(most, self.used // 2)
         spare = min(max(1, rows // SPARE_SHARE), max(0, rows - 1))
         if load.pending:

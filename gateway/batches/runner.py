@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -130,14 +131,21 @@ class Runner:
 
     async def _measure(self) -> None:
         """Adjust the room to the load of the service while batches run."""
+        others = 0
         while True:
+            began, used_s = monotonic(), time.process_time()
             await asyncio.sleep(LOOK_S)
+            busy = (time.process_time() - used_s) / (monotonic() - began)
             if not self.runs:
                 self.share(0)
                 continue
             used = self.share(self.room.used)
             load = await self._service.load(LOAD_S)
+            started = self._service.started - self._requests.started
+            if started != others:  # some of them may have ended between two looks
+                self.room.meet_others(monotonic())
+            others = started
             if load is not None:
-                self.room.adjust(load, max(used, self.share(self.room.used)), monotonic())
+                self.room.adjust(load, max(used, self.share(self.room.used)), monotonic(), busy)
                 for run in self.runs.values():
                     run.wake()

@@ -79,6 +79,9 @@ class Service:
         prompts: Loads the tokenizer and output format of a model.
         names: Names of the model for requests, before its own.
         settled: Called when a model, the first or another one, is loaded with its tokenizer.
+
+    Attributes:
+        started: How many prompts were submitted.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Service:
         self._not_ready = False
         self._known = asyncio.Event()
         self.health: Health | None = None
+        self.started = 0
 
     @property
     def known(self) -> Model:
@@ -137,6 +141,7 @@ class Service:
             NotReady: No model has been served yet.
             KvforgeError: The coordinator refused this gateway.
         """
+        self.started += 1
         if self.fleet is not None:
             return Generation(self.fleet.of(session), wanted, bell)
         if self._streams is None:

@@ -279,6 +279,7 @@ class Service:
         at_once(prompts.look(format_.write_calls))
         self.model = self.known = Model(info, (NAME, "other"), prompts, 1, format_)
         self.reason = ""
+        self.started = 0
         self._streams = Streams(script, spoken)
 
     async def load(self, within_s: float) -> Load | None:

@@ -35,6 +35,14 @@ def test_beside_other_requests_a_share_is_left_to_batches() -> None:
     asyncio.run(work())
 
 
+def test_requests_of_others_that_ended_between_two_looks_count() -> None:
+    room = Room(1000, 0.125)
+    room.used = 20
+    room.meet_others(5.0)
+    room.adjust(Load(running=20, pending=0, rows_free=44), 20, 5.1)
+    assert room.limit == 8
+
+
 def test_prompts_that_wait_hold_back_batches_beside_others() -> None:
     room = Room(1000, 0.125)
     room.used = 20
@@ -44,6 +52,15 @@ def test_prompts_that_wait_hold_back_batches_beside_others() -> None:
     assert room.limit == 25
     room.adjust(Load(running=20, pending=0, rows_free=236, queued_tokens=5000), 20, QUIET_S)
     assert room.limit == 25, "alone, prompts may fill the steps"
+
+
+def test_a_busy_process_holds_back_batches_beside_others() -> None:
+    room = Room(1000, 1.0)
+    room.used = 20
+    room.adjust(Load(running=21, pending=0, rows_free=235), 20, 0.0, busy=0.9)
+    assert room.limit == 10
+    room.adjust(Load(running=20, pending=0, rows_free=236), 20, QUIET_S, busy=0.9)
+    assert room.limit == 25, "alone, they may use all of it"
 
 
 def test_waiting_requests_end_the_growth_and_one_line_always_runs() -> None:
