@@ -13,9 +13,11 @@ import pytest
 from kvforge.coordinator.core.limits import Quota
 from kvforge.coordinator.core.requests.prompt_logprobs import PromptLogprobs, ScoredTokens
 from kvforge.coordinator.core.requests.top_logprobs import TopLogprobs
+from kvforge.coordinator.core.scheduling import scheduler
 from kvforge.coordinator.journal import snapshot
+from kvforge.protocol.codec import FRAME_BYTES_MAX
 from kvforge.protocol.errors import InvalidRequest
-from kvforge.protocol.messages import SamplingParams, Step, Stream
+from kvforge.protocol.messages import TOP_LOGPROBS_MAX, SamplingParams, Step, Stream
 from tests.coordinator.driver import Driver, Score, continuation, int32, scores_of
 from tests.coordinator.journal.files import head_of
 
@@ -359,6 +361,21 @@ def test_values_that_were_not_asked_for_end_the_workers_connection() -> None:
     result = worker.execute(worker.inbox.popleft())
     d.report(worker, msgspec.structs.replace(result, prompt_logprobs=np.zeros(1, np.float32), prompt_ranks=int32([1])))
     assert "prompt_logprobs" in worker.dropped
+
+
+def test_a_step_scores_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "SCORED_TOKENS_MAX", 5)
+    d = ScoringDriver(step_tokens_max=32)
+    d.add_worker(64)
+    requests = [d.score(), d.score(PROMPT[::-1])]
+    d.run_until_idle()
+    assert max(step.scored.size for step in steps_of(d)) == 5
+    assert [d.scored(request) for request in requests] == [expected(), expected(PROMPT[::-1])]
+
+
+def test_the_largest_result_fits_a_message() -> None:
+    each = 3 * 4 + TOP_LOGPROBS_MAX * 8  # log-probability, rank, number of top tokens, and these
+    assert scheduler.SCORED_TOKENS_MAX * each <= FRAME_BYTES_MAX // 16
 
 
 def test_a_record_grows_with_what_is_known() -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from kvforge.coordinator.core.cache.zeroing import Zeroing
 from kvforge.coordinator.core.limits import CacheLimits, Limits
+from kvforge.coordinator.core.scheduling.scheduler import SCORED_TOKENS_MAX
+from kvforge.protocol.codec import FRAME_BYTES_MAX
 from kvforge.protocol.errors import Conflict, InvalidConfiguration
 from kvforge.protocol.messages import Refused, Step, WorkerHello
 from tests.coordinator.driver import Driver, FakeWorker, FromWorker, ToWorker, continuation, int32, model_info
@@ -144,4 +146,6 @@ def test_a_step_that_zeroes_a_whole_pool_fits_a_message() -> None:
     with pytest.raises(InvalidConfiguration) as caught:
         Limits(cache=CacheLimits(zero_on_tenant_change=True), bounds=make_limits(blocks_max=(4 << 20) + 1).bounds)
     assert caught.value.field == "limits.blocks_max"
-    assert Step.FRAMES[-1][0] == "zeros"
+    # What follows zeros is bounded on its own, and small.
+    assert [name for name, _ in Step.FRAMES[-3:]] == ["zeros", "scored", "following"]
+    assert 2 * 4 * SCORED_TOKENS_MAX <= FRAME_BYTES_MAX // 64
