@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tools.simulation import calm, workers
 from tools.simulation.actions import text
 from tools.simulation.digest import digest
 from tools.simulation.faults import plant
@@ -104,6 +105,43 @@ def test_a_standstill_does_not_prolong_the_wait_for_workers_that_were_away_befor
     crash, stand = (10_000, "crash", "k", "after", 1, 100, 0.0), (10_900, "stand", "k", 100_000, (False,))
     outcome = play(0, settings, [crash, stand], NO_LIMIT)
     assert (outcome.error, outcome.actions) == ("", [crash, stand]), outcome.where
+
+
+@pytest.mark.parametrize(("watchdog", "problem"), [(workers.WATCHDOG_TIMEOUTS, ""), (1 << 40, "all workers are ready")])
+def test_ranks_that_hang_in_a_step_during_a_restart_are_ended_by_their_watchdogs(
+    watchdog: int, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for each other and cannot reconnect, so the coordinator cannot end them (seed 454)."""
+    monkeypatch.setattr(workers, "WATCHDOG_TIMEOUTS", watchdog)
+    monkeypatch.setattr(calm, "CALM_TURNS_MAX", 100 if not problem else 20)  # each of the last 20 takes a second
+    settings = Settings(
+        workers=(26,),
+        ranks=(3,),
+        clients=1,
+        short_us=50,
+        long_share=0.0,
+        turn_us=20,
+        step_us=2000,
+        step_timeout_us=20_000,
+        step_tokens_max=4,
+        steps_in_flight_max=3,
+        crash_gap_us=1,
+        reattach_us=20_000,
+    )
+    outcome = play(
+        0,
+        settings,
+        [
+            (0, "connect", "c0", False),
+            (11_000, "submit", "c0", ("r1",), tuple(range(12)), 12, 1, (), "ant", ()),
+            (11_292, "hang", "w0"),  # rank 0, in a step that the others have not begun
+            (19_292, "crash", "k", "after", 1, 1000, 0.0),  # before the step timeout; the others are a step ahead now
+            (31_292, "connect", "c0", True),
+        ],
+        NO_LIMIT,
+    )
+    assert problem in outcome.error, outcome.where
+    assert bool(problem) == bool(outcome.error), outcome.where
 
 
 def test_a_digest_sees_every_change_but_not_identity() -> None:

@@ -45,6 +45,9 @@ from tools.simulation.settings import Settings
 RETRY_US = 3_000
 REBORN_US = 5_000
 LOOKS_US = 200
+# The watchdog of a worker's unit ends a process whose loop makes no turn for this many step timeouts: 120 s and 60 s in
+# deploy/. The coordinator ends a worker that hangs earlier, but only one that is connected.
+WATCHDOG_TIMEOUTS = 2
 ANSWERS_KEPT = 16  # more than the steps in flight
 PIDS = 100_000
 POSITIONS = list(range(CONTEXT_MAX))
@@ -242,13 +245,15 @@ class SimulatedWorker:
         self._steps: deque[Step] = deque()
         self._answers: deque[StepResult] = deque(maxlen=ANSWERS_KEPT)
         self._working = self._registered = self._stands = False
-        self._begun = 0
+        self._begun = self._stood_us = 0
         self._reader: TablesReader | None = None
 
     def _connect(self) -> None:
         if self._stands:
             if self.hangs and len(self._host.others(self)) < self.ranks - 1:
                 self.kill(REBORN_US)  # in `_finish` it would notice that another rank is gone, if it got there
+            elif self._host.clock.now_us - self._stood_us > WATCHDOG_TIMEOUTS * self._host.settings.step_timeout_us:
+                self.kill(REBORN_US)  # it cannot reconnect, so the coordinator cannot end it
             else:
                 self._lost()
             return
@@ -374,8 +379,9 @@ class SimulatedWorker:
         if len(others) < self.ranks - 1:
             self.kill(REBORN_US)
             return True
-        self._stands = any(other._begun < self._begun for other in others)
+        stood, self._stands = self._stands, any(other._begun < self._begun for other in others)
         if self._stands:
+            self._stood_us = self._stood_us if stood else self._host.clock.now_us
             self._host.clock.after(LOOKS_US, lambda: self._finish(life, took_us))
         return self._stands
 
