@@ -169,7 +169,7 @@ def load_model(
     vocab_size = int(module.get_input_embeddings().num_embeddings)
     checked = replace(fused, operations=operations) if fused is not None else None  # plain until it is packed
     count = ranks.count if ranks is not None else 1
-    experts = first_experts(module, operations) if device.runs_kernels else None
+    experts = first_experts(module, operations, fused) if device.runs_kernels else None
     serving = Serving(
         *(device, chosen, kinds, torch_dtype, stored, block_size, vocab_size, checked), ranks=count, experts=experts
     )

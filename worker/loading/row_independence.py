@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels import LayerOperations
+from kvforge.worker.kernels.decoder import FusedDecoder
 from kvforge.worker.kernels.expert_loop import ExpertMatrices, Matrices
 from kvforge.worker.kernels.experts import Experts, grouped_experts, is_experts
 from kvforge.worker.kernels.packed import PackedOperations, PackedRows, Product, is_packed
@@ -101,10 +102,15 @@ def make_rows_steady(module: Any, operations: LayerOperations, device: Device) -
         part.forward = _inside(SteadyFunctions(operations), part.forward)
 
 
-def first_experts(module: Any, operations: LayerOperations) -> Experts | None:
-    """Return the first experts of a model that run as grouped products."""
+def first_experts(module: Any, operations: LayerOperations, fused: FusedDecoder | None) -> Experts | None:
+    """Return the first experts of a model that run as grouped products, in transformers' module or as described."""
     found = (grouped_experts(part, operations) for part in module.modules() if is_experts(part))
-    return next(filter(None, found), None)
+    if (experts := next(filter(None, found), None)) is not None or fused is None:
+        return experts
+    mixture = next(filter(None, (layer.mixture for layer in fused.layers)), None)
+    if mixture is None:
+        return None
+    return Experts(None, operations, mixture.matrices, mixture.activation, mixture.interleaved)
 
 
 def packed_weights(module: Any) -> Iterator[torch.Tensor]:

@@ -15,10 +15,12 @@ import torch
 from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels.activations import Activation
+from kvforge.worker.kernels.plain import PlainOperations
 from kvforge.worker.kernels.positions import QueryScale
 from kvforge.worker.loading import families, fusion, parts, verification
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.row_independence import first_experts
 
 from .random_models import DESCRIBED, save
 
@@ -290,6 +292,18 @@ def test_layers_with_the_same_k_and_v_share_their_memory(loaded: Callable[..., L
     shapes = loaded("gemma4").geometry.layers
     assert [each.shared_with for each in shapes] == [None, None, None, 2]
     assert all(each.shared_with is None for each in loaded("gemma3").geometry.layers)
+
+
+@pytest.mark.parametrize("name", ["llama4", "gemma4 with experts", "mixtral", "llama"])
+def test_the_kernels_of_experts_are_checked_at_start(name: str, loaded: Callable[..., LoadedModel]) -> None:
+    model = loaded(name)
+    assert model.fused is not None
+    mixture = next(filter(None, (each.mixture for each in model.fused.layers)), None)
+    experts = first_experts(model.module, PlainOperations(), model.fused)
+    assert (experts is None) == (mixture is None) == (name == "llama")
+    if experts is not None and mixture is not None:
+        pairs = ((experts.matrices.up, mixture.matrices.up), (experts.matrices.down, mixture.matrices.down))
+        assert all(torch.equal(one, other) for one, other in pairs)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
