@@ -32,7 +32,6 @@ WRITTEN = (*DTYPES[:3], *((model, I8) for model in (BF16, F16, F32)))  # int8 an
 PADDED = {64: 56, 128: 120, 256: 192}  # for each class of head sizes, one that is padded
 SPLIT = (96, 80)  # of the class of 128, in two tiles that hold 96: see `head_tiles`
 HEAD_SIZES = (*PADDED, *PADDED.values(), *SPLIT)
-HOPPER_HEAD_SIZES = (*PADDED, 56, 80, 192)  # Hopper's kernel has one tile for a head
 GROUPS = (4, 32, 128)  # query heads of one KV head: one tile of rows, a tall one, several
 CAPPED = (False, True)
 FEW = (False, True)  # rows: see decode.is_few
@@ -61,8 +60,7 @@ def hopper_configurations(target: Target) -> list[Configuration]:
     if not target.hopper:
         return []
     made = [
-        _hopper(target, *each)
-        for each in itertools.product((BF16, F16), HOPPER_HEAD_SIZES, BLOCK_SIZES, WINDOWED, CAPPED)
+        _hopper(target, *each) for each in itertools.product((BF16, F16), HEAD_SIZES, BLOCK_SIZES, WINDOWED, CAPPED)
     ]
     return distinct(each for each in made if each is not None)
 

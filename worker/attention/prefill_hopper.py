@@ -21,19 +21,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kvforge.worker.device.target import HEAD_UNIT, in_units
+from kvforge.worker.device.target import in_units
 
 from .gluon_names import thread_barrier
 from .interface import AttentionOptions, KvLayer
-from .prefill_hopper_work import COLUMNS, Buffers, Sizes, Work, box_layout, constants, copy_tiles
+from .prefill_hopper_products import await_sums, multiply_keys, multiply_values, scale_sums, store_sums
+from .prefill_hopper_work import Buffers, Sizes, Work, box_layout, constants, copy_tiles
+from .sinks import sinks_of
 
 ROWS = 128  # rows of a tile: tokens times query heads of one pack; each computing group of warps has half
-UNIT = gl.constexpr(HEAD_UNIT)
+LOG2_E = gl.constexpr(1.4426950408889634)
 NOWHERE = gl.constexpr(2147483647)  # position of a place that holds no token: after every query
 
 
@@ -105,27 +106,24 @@ def _advance(
     WHICH: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Compute scores and weights of `step`, while the previous step's weights multiply V. at: steps done so far."""
-    sums, weights, largest, total = state
+    sums, sums_rest, weights, largest, total = state
     slot = at % sizes.STAGES
     before = (at - 1) % sizes.STAGES
     mbarrier.wait(buffers.k_ready.index(slot), (at // sizes.STAGES) & 1)
     _await_turn(buffers, turn, WHICH)
-    scores = gl.zeros([64, sizes.KEYS], gl.float32, sizes.SCORES)
-    k = buffers.k.index(slot).permute((1, 0))
-    scores = warpgroup_mma(buffers.q.index(WHICH), k, scores, use_acc=False, is_async=True)
+    scores = multiply_keys(slot, buffers, sizes, WHICH)
     mbarrier.wait(buffers.v_ready.index(before), ((at - 1) // sizes.STAGES) & 1)
-    operand = gl.convert_layout(weights.to(buffers.q.dtype), sizes.WEIGHTS)
-    sums = warpgroup_mma(operand, buffers.v.index(before), sums, is_async=True)
+    sums, sums_rest = multiply_values(weights, before, sums, sums_rest, buffers, sizes)
     _arrive(buffers.turns.index(1 - WHICH))
-    scores = warpgroup_mma_wait(1, deps=(scores,))
+    scores = warpgroup_mma_wait(sizes.PRODUCTS, deps=(scores,))
     _arrive(buffers.k_empty.index(slot))
     weights, largest, total, fade = _softmax(
         scores, largest, total, scale, cap, step, queries, first_key, length, window, sizes, MASKED
     )
-    sums = warpgroup_mma_wait(0, deps=(sums,))
+    sums, sums_rest = await_sums(sums, sums_rest, sizes)
     _arrive(buffers.v_empty.index(before))
-    sums = sums * gl.convert_layout(fade, gl.SliceLayout(1, sizes.SUMS))[:, None]
-    return sums, weights, largest, total
+    sums, sums_rest = scale_sums(sums, sums_rest, fade, sizes)
+    return sums, sums_rest, weights, largest, total
 
 
 @gluon.jit
@@ -134,9 +132,7 @@ def _begin(at, step, turn, scale, cap, queries, first_key, length, window, buffe
     slot = at % sizes.STAGES
     mbarrier.wait(buffers.k_ready.index(slot), (at // sizes.STAGES) & 1)
     _await_turn(buffers, turn, WHICH)
-    scores = gl.zeros([64, sizes.KEYS], gl.float32, sizes.SCORES)
-    k = buffers.k.index(slot).permute((1, 0))
-    scores = warpgroup_mma(buffers.q.index(WHICH), k, scores, use_acc=False, is_async=True)
+    scores = multiply_keys(slot, buffers, sizes, WHICH)
     _arrive(buffers.turns.index(1 - WHICH))
     scores = warpgroup_mma_wait(0, deps=(scores,))
     _arrive(buffers.k_empty.index(slot))
@@ -145,27 +141,35 @@ def _begin(at, step, turn, scale, cap, queries, first_key, length, window, buffe
     weights, largest, total, _ = _softmax(
         scores, largest, total, scale, cap, step, queries, first_key, length, window, sizes, True
     )
-    return gl.zeros([64, sizes.HEAD_PAD], gl.float32, sizes.SUMS), weights, largest, total
+    sums = gl.zeros([64, sizes.HEAD_TILE], gl.float32, sizes.SUMS)
+    sums_rest = gl.zeros([64, sizes.REST_TILE], gl.float32, sizes.SUMS_REST)
+    return sums, sums_rest, weights, largest, total
 
 
 @gluon.jit
-def _end(at, state, buffers, sizes):
-    """Compute the last product with V, divided by the total of the weights: [64, HEAD_PAD] float32."""
-    sums, weights, _, total = state
+def _end(at, state, sinks, buffers, sizes):
+    """Compute the last product with V, divided by the total of the weights: [64, HEAD_TILE] and the rest, float32.
+
+    sinks: [64] addresses of the rows' sinks.
+    """
+    sums, sums_rest, weights, largest, total = state
     before = (at - 1) % sizes.STAGES
     mbarrier.wait(buffers.v_ready.index(before), ((at - 1) // sizes.STAGES) & 1)
-    operand = gl.convert_layout(weights.to(buffers.q.dtype), sizes.WEIGHTS)
-    sums = warpgroup_mma(operand, buffers.v.index(before), sums, is_async=True)
-    inverse = 1.0 / total
-    sums = warpgroup_mma_wait(0, deps=(sums,))
+    sums, sums_rest = multiply_values(weights, before, sums, sums_rest, buffers, sizes)
+    sink = gl.load(sinks) * LOG2_E
+    new_largest = gl.maximum(largest, sink)
+    fade = gl.exp2(largest - new_largest)
+    inverse = fade / (total * fade + gl.exp2(sink - new_largest))
+    sums, sums_rest = await_sums(sums, sums_rest, sizes)
     _arrive(buffers.v_empty.index(before))
-    return sums * gl.convert_layout(inverse, gl.SliceLayout(1, sizes.SUMS))[:, None]
+    return scale_sums(sums, sums_rest, inverse, sizes)
 
 
 @gluon.jit
-def _compute(WHICH: gl.constexpr, output, token_stride, head_stride, scale, cap, work, buffers, sizes):
+def _compute(WHICH: gl.constexpr, sinks, output, token_stride, head_stride, scale, cap, work, buffers, sizes):
     """Run one computing group: rows from WHICH x 64 on of every tile. Loops take the same steps in both groups."""
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16] if sizes.HEAD_PAD >= 128 else [4, 8], [4, 1], [1, 0])
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16] if sizes.HEAD_TILE >= 128 else [4, 8], [4, 1], [1, 0])
+    STORE_REST: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     rows = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, sizes.SCORES))
     at = 0
     turn = 0
@@ -203,22 +207,23 @@ def _compute(WHICH: gl.constexpr, output, token_stride, head_stride, scale, cap,
                 at += 1
                 turn += 1
         _arrive(buffers.q_empty.index(WHICH))
-        sums = gl.convert_layout(_end(at, state, buffers, sizes).to(output.dtype.element_ty), STORE)
-        row = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE))
-        column = gl.arange(0, sizes.HEAD_PAD, gl.SliceLayout(0, STORE))
-        head = pack * sizes.PACK + row % sizes.PACK
-        place = output + (token + row // sizes.PACK).to(gl.int64) * (token_stride * UNIT) + head * (head_stride * UNIT)
-        mine = (row // sizes.PACK < count)[:, None] & (column < sizes.HEAD)[None, :]
-        gl.store(place[:, None] + column[None, :], sums, mask=mine)
+        addresses = sinks + pack * sizes.PACK + rows % sizes.PACK
+        sums, sums_rest = _end(at, state, addresses, buffers, sizes)
+        strides = (token_stride, head_stride)
+        store_sums(sums, 0, token, pack, count, output, strides, sizes, WHICH, STORE)
+        if sizes.REST:
+            store_sums(sums_rest, sizes.HEAD_TILE, token, pack, count, output, strides, sizes, WHICH, STORE_REST)
 
 
 @gluon.jit(
-    do_not_specialize=["output_token_stride", "output_head_stride", "table_stride", "n_items", "window", "blocks"]
+    do_not_specialize=["output_token_stride", "output_head_stride", "table_stride", "n_items", "window", "blocks"],
+    do_not_specialize_on_alignment=["sinks"],
 )
 def prefill_hopper(
     q_desc,
     k_desc,
     v_desc,
+    sinks,
     output,
     output_token_stride,
     output_head_stride,
@@ -237,7 +242,9 @@ def prefill_hopper(
     CHUNK: gl.constexpr,
     KEYS: gl.constexpr,
     HEAD: gl.constexpr,
-    HEAD_PAD: gl.constexpr,
+    HEAD_TILE: gl.constexpr,
+    REST: gl.constexpr,
+    COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -247,18 +254,34 @@ def prefill_hopper(
 ):
     """Compute tiles. Grid: [multiprocessors, or fewer for less work]. n_items: tiles x PACKS. num_warps: 4.
 
-    q_desc: [tokens, PACKS, PACK, head_size]; k_desc, v_desc: [blocks, block_size, kv_heads, head_size]. scale, cap:
-    see `prefill.exponents`. Strides of the output: in units of HEAD_UNIT numbers. CHUNK: slots per copy, a block or a
-    part of one.
+    q_desc: [tokens, PACKS, PACK, head_size]; k_desc, v_desc: [blocks, block_size, kv_heads, head_size]. sinks: [PACKS x
+    PACK] float32, -inf: none. scale, cap: see `prefill.exponents`. Strides of the output: in units of HEAD_UNIT
+    numbers. CHUNK: slots per copy, a block or a part of one. HEAD_TILE, REST: see `head_tiles`. COLUMNS: see
+    `constants`.
     """
     dtype: gl.constexpr = q_desc.dtype
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    layout: gl.constexpr = gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    sizes = Sizes(PACKS, PACK, SHARE, BLOCK, CHUNK, KEYS, HEAD, HEAD_PAD, STAGES, WINDOW, SOFTCAP, PAGED)
+    sizes = Sizes(
+        PACKS, PACK, SHARE, BLOCK, CHUNK, KEYS, HEAD, HEAD_TILE, REST, COLUMNS, STAGES, WINDOW, SOFTCAP, PAGED
+    )
+    q = gl.allocate_shared_memory(dtype, [2, 64, HEAD_TILE], layout)
+    k = gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_TILE], layout)
+    v = gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_TILE], layout)
+    q_rest = q
+    k_rest = k
+    v_rest = v
+    if REST:
+        q_rest = gl.allocate_shared_memory(dtype, [2, 64, REST], layout)
+        k_rest = gl.allocate_shared_memory(dtype, [STAGES, KEYS, REST], layout)
+        v_rest = gl.allocate_shared_memory(dtype, [STAGES, KEYS, REST], layout)
     buffers = Buffers(
-        gl.allocate_shared_memory(dtype, [2, 64, HEAD_PAD], layout),
-        gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_PAD], layout),
-        gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_PAD], layout),
+        q,
+        k,
+        v,
+        q_rest,
+        k_rest,
+        v_rest,
         gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
@@ -285,8 +308,8 @@ def prefill_hopper(
     work = Work(items, count, programs, window)
     gl.warp_specialize(
         [
-            (_compute, (0, output, output_token_stride, output_head_stride, scale, cap, work, buffers, sizes)),
-            (_compute, (1, output, output_token_stride, output_head_stride, scale, cap, work, buffers, sizes)),
+            (_compute, (0, sinks, output, output_token_stride, output_head_stride, scale, cap, work, buffers, sizes)),
+            (_compute, (1, sinks, output, output_token_stride, output_head_stride, scale, cap, work, buffers, sizes)),
             (copy_tiles, (q_desc, k_desc, v_desc, tables, table_stride, blocks, work, buffers, sizes)),
         ],
         [4, 1],
@@ -313,16 +336,18 @@ def launch(
     tokens, heads, head_size = query.shape
     numbers = constants(heads, layer.keys.shape, pack, options, paged)
     queries = query.view(tokens, heads // pack, pack, head_size)
-    layout = box_layout()
+    columns = numbers["COLUMNS"]
+    layout = box_layout(columns)
 
     def descriptor(tensor: torch.Tensor, box: list[int]) -> TensorDescriptor:
         return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, layout)
 
     work = items.shape[0] * (heads // pack)
     prefill_hopper[(min(work, multiprocessors),)](
-        descriptor(queries, [ROWS // 2 // pack, 1, pack, COLUMNS]),
-        descriptor(layer.keys, [1, numbers["CHUNK"], 1, COLUMNS]),
-        descriptor(layer.values, [1, numbers["CHUNK"], 1, COLUMNS]),
+        descriptor(queries, [ROWS // 2 // pack, 1, pack, columns]),
+        descriptor(layer.keys, [1, numbers["CHUNK"], 1, columns]),
+        descriptor(layer.values, [1, numbers["CHUNK"], 1, columns]),
+        sinks_of(options, heads, query.device),
         output,
         *in_units(output.stride(0), output.stride(1)),
         tables,

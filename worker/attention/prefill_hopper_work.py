@@ -12,11 +12,12 @@ there.
 
 # No `from __future__ import annotations`: the annotations of an aggregate are looked at.
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
+
+from kvforge.worker.device.target import head_tiles
 
 from .gluon_names import as_boxes, copy_box
 from .interface import AttentionOptions
@@ -31,16 +32,19 @@ ROW, FIRST_TOKEN, POSITION, TOKENS, ROW_START, ROW_LENGTH, FIRST_PAGE = (
     for name in ("row", "first_token", "position", "tokens", "row_start", "row_length", "first_page")
 )
 CHUNK_MAX = 16  # keys that the matrix instructions add at once, in any order
-COLUMNS = 64  # columns of one copy: 128 bytes, the widest swizzle
 REGISTERS, COPY_REGISTERS = 240, 24  # registers per thread of the computing and copying warps
 
 
 def constants(
     heads: int, keys_shape: tuple[int, ...] | torch.Size, pack: int, options: AttentionOptions, paged: bool = True
 ) -> dict[str, int | bool]:
-    """Return the compile-time constants of `prefill_hopper`. keys_shape: [blocks, block_size, kv_heads, head_size]."""
+    """Return the compile-time constants of `prefill_hopper`. keys_shape: [blocks, block_size, kv_heads, head_size].
+
+    COLUMNS are those of one copy: 128 bytes, the widest swizzle, or the 64 bytes of the smaller tile.
+    """
     _, block_size, kv_heads, head_size = keys_shape
     keys = hopper_keys(head_size)
+    head_tile, rest = head_tiles(head_size)
     return {
         "PACKS": heads // pack,
         "PACK": pack,
@@ -49,7 +53,9 @@ def constants(
         "CHUNK": min(block_size, CHUNK_MAX if paged else keys),
         "KEYS": keys,
         "HEAD": head_size,
-        "HEAD_PAD": max(COLUMNS, triton.next_power_of_2(head_size)),
+        "HEAD_TILE": head_tile,
+        "REST": rest,
+        "COLUMNS": rest or 64,
         "STAGES": STAGES,
         "WINDOW": options.window > 0,
         "SOFTCAP": options.softcap > 0,
@@ -59,9 +65,9 @@ def constants(
     }
 
 
-def box_layout() -> gl.NVMMASharedLayout:
-    """Return the layout of a copied box in shared memory: swizzled over 128 bytes, for the matrix instructions."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+def box_layout(columns: int) -> gl.NVMMASharedLayout:
+    """Return the layout of a copied box in shared memory: swizzled over its columns, for the matrix instructions."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=2 * columns, element_bitwidth=16, rank=4)
 
 
 @aggregate
@@ -78,7 +84,11 @@ class Sizes:
     CHUNK: gl.constexpr
     KEYS: gl.constexpr
     HEAD: gl.constexpr
-    HEAD_PAD: gl.constexpr
+    HEAD_TILE: gl.constexpr
+    REST: gl.constexpr
+    REST_TILE: gl.constexpr
+    PRODUCTS: gl.constexpr
+    COLUMNS: gl.constexpr
     STAGES: gl.constexpr
     WINDOW: gl.constexpr
     SOFTCAP: gl.constexpr
@@ -87,29 +97,45 @@ class Sizes:
     SCORES: gl.constexpr
     SUMS: gl.constexpr
     WEIGHTS: gl.constexpr
+    SUMS_REST: gl.constexpr
+    WEIGHTS_REST: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, PACKS, PACK, SHARE, BLOCK, CHUNK, KEYS, HEAD, HEAD_PAD, STAGES, WINDOW, SOFTCAP, PAGED):
+    def __init__(
+        self, PACKS, PACK, SHARE, BLOCK, CHUNK, KEYS, HEAD, HEAD_TILE, REST, COLUMNS, STAGES, WINDOW, SOFTCAP, PAGED
+    ):
         self.PACKS, self.PACK, self.SHARE = gl.constexpr(PACKS), gl.constexpr(PACK), gl.constexpr(SHARE)
         self.BLOCK, self.CHUNK, self.KEYS = gl.constexpr(BLOCK), gl.constexpr(CHUNK), gl.constexpr(KEYS)
-        self.HEAD, self.HEAD_PAD = gl.constexpr(HEAD), gl.constexpr(HEAD_PAD)
+        self.HEAD, self.HEAD_TILE, self.REST = gl.constexpr(HEAD), gl.constexpr(HEAD_TILE), gl.constexpr(REST)
+        self.REST_TILE = gl.constexpr(REST or 8)  # without a rest the sums of these columns stay unused
+        self.PRODUCTS = gl.constexpr(2 if REST else 1)  # products of one step with V
+        self.COLUMNS = gl.constexpr(COLUMNS)
         self.STAGES = gl.constexpr(STAGES)
         self.WINDOW, self.SOFTCAP = gl.constexpr(WINDOW), gl.constexpr(SOFTCAP)
         self.PAGED = gl.constexpr(PAGED)
         self.TOKENS = gl.constexpr(128 // PACK)
-        sums = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_PAD, 16])
+        sums = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_TILE, 16])
+        sums_rest = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST or 8, 16])
         self.SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
         self.SUMS = gl.constexpr(sums)
         self.WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, sums, 2))
+        self.SUMS_REST = gl.constexpr(sums_rest)
+        self.WEIGHTS_REST = gl.constexpr(gl.DotOperandLayout(0, sums_rest, 2))
 
 
 @aggregate
 class Buffers:
-    """Shared memory, with barriers that signal that a part is filled (ready) or was read (empty)."""
+    """Shared memory, with barriers that signal that a part is filled (ready) or was read (empty).
+
+    q_rest, k_rest, v_rest: the tiles of REST; not used without a rest.
+    """
 
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
+    q_rest: gl.shared_memory_descriptor
+    k_rest: gl.shared_memory_descriptor
+    v_rest: gl.shared_memory_descriptor
     q_ready: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     k_ready: gl.shared_memory_descriptor
@@ -119,8 +145,9 @@ class Buffers:
     turns: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns):
+    def __init__(self, q, k, v, q_rest, k_rest, v_rest, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns):
         self.q, self.k, self.v = q, k, v
+        self.q_rest, self.k_rest, self.v_rest = q_rest, k_rest, v_rest
         self.q_ready, self.q_empty = q_ready, q_empty
         self.k_ready, self.k_empty = k_ready, k_empty
         self.v_ready, self.v_empty = v_ready, v_empty
@@ -179,17 +206,19 @@ class Work:
 
 
 @gluon.jit
-def _copy_step(desc, target, ready, step, row, sizes):
-    """Copy KEYS keys from step x KEYS on of one KV head to `target` [KEYS, HEAD_PAD], by chunks and 64 columns.
+def _copy_step(desc, target, target_rest, ready, step, row, sizes):
+    """Copy KEYS keys from step x KEYS on of one KV head to `target` [KEYS, HEAD_TILE] and the rest to `target_rest`.
+
+    A copy takes a chunk and COLUMNS columns.
 
     row: its block table; its first page if not PAGED; the KV head; the first key that any query of the row sees; the
     row's length; the number of blocks, an index beyond the last block.
     """
     table, page, kv_head, first_key, length, beyond = row
     CHUNKS: gl.constexpr = sizes.KEYS // sizes.CHUNK
-    PARTS: gl.constexpr = sizes.HEAD_PAD // 64
-    view = as_boxes(target, [PARTS * CHUNKS, 1, sizes.CHUNK, 1, 64], desc.layout)
-    mbarrier.expect(ready, sizes.KEYS * sizes.HEAD_PAD * 2)
+    PARTS: gl.constexpr = sizes.HEAD_TILE // sizes.COLUMNS
+    view = as_boxes(target, [PARTS * CHUNKS, 1, sizes.CHUNK, 1, sizes.COLUMNS], desc.layout)
+    mbarrier.expect(ready, sizes.KEYS * (sizes.HEAD_TILE + sizes.REST) * 2)
     for chunk in gl.static_range(CHUNKS):
         key = step * sizes.KEYS + chunk * sizes.CHUNK
         wanted = key < length
@@ -205,7 +234,11 @@ def _copy_step(desc, target, ready, step, row, sizes):
         if sizes.PAGED and sizes.WINDOW:
             offset += gl.maximum(gl.minimum(first_key - key, sizes.CHUNK - 1), 0)
         for part in gl.static_range(PARTS):
-            copy_box(desc, [block, offset, kv_head, part * 64], ready, view.index(part * CHUNKS + chunk))
+            columns = part * sizes.COLUMNS
+            copy_box(desc, [block, offset, kv_head, columns], ready, view.index(part * CHUNKS + chunk))
+        if sizes.REST:
+            rest = as_boxes(target_rest, [CHUNKS, 1, sizes.CHUNK, 1, sizes.COLUMNS], desc.layout)
+            copy_box(desc, [block, offset, kv_head, sizes.HEAD_TILE], ready, rest.index(chunk))
 
 
 @gluon.jit
@@ -215,7 +248,7 @@ def copy_tiles(q_desc, k_desc, v_desc, tables, table_stride, beyond, work, buffe
     (Reading the block table ahead, or copying K and V in two warps, was measured to be no faster.)
     """
     HALF: gl.constexpr = 64 // sizes.PACK  # tokens of one group of warps
-    PARTS: gl.constexpr = sizes.HEAD_PAD // 64
+    PARTS: gl.constexpr = sizes.HEAD_TILE // sizes.COLUMNS
     done = 0
     for index in range(work.count):
         pack, number, token, position, _, start, length, page = work.tile(index, sizes)
@@ -225,19 +258,38 @@ def copy_tiles(q_desc, k_desc, v_desc, tables, table_stride, beyond, work, buffe
         for half in gl.static_range(2):
             mbarrier.wait(buffers.q_empty.index(half), (index & 1) ^ 1)
             ready = buffers.q_ready.index(half)
-            mbarrier.expect(ready, 64 * sizes.HEAD_PAD * 2)
-            view = as_boxes(buffers.q.index(half), [PARTS, HALF, 1, sizes.PACK, 64], q_desc.layout)
+            mbarrier.expect(ready, 64 * (sizes.HEAD_TILE + sizes.REST) * 2)
+            view = as_boxes(buffers.q.index(half), [PARTS, HALF, 1, sizes.PACK, sizes.COLUMNS], q_desc.layout)
             for part in gl.static_range(PARTS):
-                copy_box(q_desc, [token + half * HALF, pack, 0, part * 64], ready, view.index(part))
+                copy_box(q_desc, [token + half * HALF, pack, 0, part * sizes.COLUMNS], ready, view.index(part))
+            if sizes.REST:
+                rest = as_boxes(buffers.q_rest.index(half), [1, HALF, 1, sizes.PACK, sizes.COLUMNS], q_desc.layout)
+                copy_box(q_desc, [token + half * HALF, pack, 0, sizes.HEAD_TILE], ready, rest.index(0))
         for i in range(last - low + 1):
             if i < last - low:
                 at = done + i
                 slot = at % sizes.STAGES
                 mbarrier.wait(buffers.k_empty.index(slot), ((at // sizes.STAGES) & 1) ^ 1)
-                _copy_step(k_desc, buffers.k.index(slot), buffers.k_ready.index(slot), last - 1 - i, row, sizes)
+                _copy_step(
+                    k_desc,
+                    buffers.k.index(slot),
+                    buffers.k_rest.index(slot),
+                    buffers.k_ready.index(slot),
+                    last - 1 - i,
+                    row,
+                    sizes,
+                )
             if i > 0:
                 at = done + i - 1
                 slot = at % sizes.STAGES
                 mbarrier.wait(buffers.v_empty.index(slot), ((at // sizes.STAGES) & 1) ^ 1)
-                _copy_step(v_desc, buffers.v.index(slot), buffers.v_ready.index(slot), last - i, row, sizes)
+                _copy_step(
+                    v_desc,
+                    buffers.v.index(slot),
+                    buffers.v_rest.index(slot),
+                    buffers.v_ready.index(slot),
+                    last - i,
+                    row,
+                    sizes,
+                )
         done += last - low

@@ -86,8 +86,6 @@ def hopper_problem(
     window = options.window
     if not target.hopper:
         return "this device is not a Hopper GPU"
-    if options.sinks is not None:
-        return "the Hopper kernel has no attention sinks"
     if problem := gluon_problem():
         return problem
     if stored != query_dtype or query_dtype not in (torch.float16, torch.bfloat16):

@@ -63,7 +63,7 @@ def test_a_triton_attention_tells_its_kernels(cpu: Device, monkeypatch: pytest.M
     assert told("sm_90", 128, BF16, BF16, 16, plain) == ("Triton, tiles for sm_90", "Triton for Hopper")
     assert told("sm_90", 128, BF16, I8, 16, plain)[1] == "Triton for Hopper after a copy, portable for few new tokens"
     assert told("sm_86", 128, BF16, BF16, 16, plain)[1] == "Triton, portable: this device is not a Hopper GPU"
-    assert told("sm_90", 128, BF16, BF16, 16, sinks)[1] == "Triton, portable: the Hopper kernel has no attention sinks"
+    assert told("sm_90", 128, BF16, BF16, 16, sinks)[1] == "Triton for Hopper"
     assert told("sm_90", 300, BF16, BF16, 16, plain) == ("plain torch: no kernel supports heads of 300",) * 2
     monkeypatch.setattr(prefill_plan, "gluon_problem", lambda: "Triton is too old")
     assert told("sm_90", 128, BF16, BF16, 16, plain)[1] == "Triton, portable: Triton is too old"
