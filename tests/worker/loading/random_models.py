@@ -61,6 +61,10 @@ DESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size_per_layer_input": 16,
             "vocab_size_per_layer_input": 97,
             "num_kv_shared_layers": 1,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            },
             "use_double_wide_mlp": True,
             "final_logit_softcapping": 3.0,
         },
