@@ -75,8 +75,8 @@ class Room:
         self.limit = max(1, min(limit, most))
         self._admit()
 
-    async def take(self, count: int) -> None:
-        """Wait for places and take them, in the order of the calls."""
+    async def reserve(self, count: int) -> None:
+        """Wait for places and reserve them, in the order of the calls."""
         if not self._waiting and self._fits(count):
             self.used += count
             return
@@ -86,10 +86,10 @@ class Room:
             await admitted
         except asyncio.CancelledError:
             if admitted.done() and not admitted.cancelled():
-                self.give(count)
+                self.release(count)
             raise
 
-    def give(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """Return places."""
         self.used -= count
         self._admit()
@@ -115,10 +115,10 @@ class Place:
         self._room, self._count = room, count
 
     async def __aenter__(self) -> Self:
-        await self._room.take(self._count)
+        await self._room.reserve(self._count)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        self._room.give(self._count)
+        self._room.release(self._count)

@@ -97,4 +97,4 @@ async def fill(room: Room) -> None:
     """Take all places that there are."""
     assert room.limit >= 1 and START >= 1
     while room.used < room.limit:
-        await room.take(1)
+        await room.reserve(1)
