@@ -93,7 +93,7 @@ class Tokens:
         self.tokens: Sequence[int] = ()
         self.logprobs: Sequence[float] = ()
         self.top_logprobs: Sequence[tuple[tuple[int, float], ...]] = ()
-        self.prompt: None = None
+        self.prompt_logprobs: None = None
         self.ended: Ended | None = None
         self.error: KvforgeError | None = None
 

@@ -196,7 +196,7 @@ class ChatCompletion:
         name = self.call.name("chatcmpl", generations)
         prompt = self.wanted[0].prompt.tolist()
         more: dict[str, Any] = {"prompt_token_ids": prompt} if self.asked.return_token_ids else {}
-        scored, width = generation.answers[0].stream.prompt, self.asked.prompt_logprobs
+        scored, width = generation.answers[0].stream.prompt_logprobs, self.asked.prompt_logprobs
         if scored is not None and width is not None:
             more["prompt_logprobs"] = await logprobs.of_prompt(self.call.model.prompts, prompt, scored, width)
         return encode(

@@ -168,7 +168,7 @@ class Completions:
         choices = []
         for at, (prompt, generation) in enumerate(zip(self.prompts, generations, strict=True)):
             answers = await generation.whole()
-            scored = generation.answers[0].stream.prompt
+            scored = generation.answers[0].stream.prompt_logprobs
             part = await self._of_prompt(prompt, scored) if scored is not None else PromptPart()
             for place, answer in enumerate(self._best(answers)):
                 choice = self._choice(at * self.n + place, prompt, answer, part)

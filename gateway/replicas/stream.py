@@ -35,7 +35,7 @@ class Stream(Protocol):
         """The most likely alternatives of each token: (token id, log-probability)."""
 
     @property
-    def prompt(self) -> PromptStream | None:
+    def prompt_logprobs(self) -> PromptStream | None:
         """The log-probabilities of the prompt, complete once the request has ended; None if not wanted."""
 
     @property
@@ -72,7 +72,7 @@ class MovingStream:
         self.tokens: Sequence[int] = ()
         self.logprobs: Sequence[float] = ()
         self.top_logprobs: Sequence[tuple[tuple[int, float], ...]] = ()
-        self.prompt: PromptStream | None = None
+        self.prompt_logprobs: PromptStream | None = None
         self.ended: Ended | None = None
         self.error: KvforgeError | None = None
         self.wanted = True
@@ -141,7 +141,7 @@ class MovingStream:
             self.tokens, self.logprobs, self.top_logprobs = inner.tokens, inner.logprobs, inner.top_logprobs
             if self._finish and not inner.done:
                 inner.finish_at(self._finish)
-        self.prompt, self.ended = inner.prompt, inner.ended
+        self.prompt_logprobs, self.ended = inner.prompt_logprobs, inner.ended
         return news or self.done or bool(len(self.tokens))
 
     def _caught_up(self, inner: AsyncStream) -> bool:

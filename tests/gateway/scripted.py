@@ -113,7 +113,7 @@ class Stream:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
-        self.prompt: PromptStream | None = None
+        self.prompt_logprobs: PromptStream | None = None
         self._script, self._id, self._prompt, self._ids, self._changed = script, request_id, prompt, ids, changed
         self._reason = reason
         self.stuck = False
@@ -240,7 +240,7 @@ class Streams:
             streams[-1].stuck = script.stuck is not None and script.stuck(spoken)
             width = options.sampling.prompt_logprobs if options.sampling is not None else None
             if width is not None and len(streams) == 1:
-                streams[0].prompt = scored(prompt.tolist(), width)
+                streams[0].prompt_logprobs = scored(prompt.tolist(), width)
             script.next_id += 1
             if key:
                 script.keyed[key] = streams[-1], ids, reason

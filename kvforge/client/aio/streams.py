@@ -38,13 +38,13 @@ class AsyncStream:
             shrinks only at an end that takes tokens back.
         logprobs: Their log-probabilities in nats.
         top_logprobs: The `Token.top_logprobs` of each token.
-        prompt: The log-probabilities of its prompt so far, complete before the first token; None if not wanted, or
-            before the request is accepted.
+        prompt_logprobs: The log-probabilities of its prompt so far, complete before the first token. None if they are
+            not wanted, or before the request is accepted.
     """
 
     __slots__ = (
         *("_changed", "_kept", "_streams", "_submission", "_track", "ended", "error", "logprobs", "request_id"),
-        *("prompt", "tokens", "top_logprobs"),
+        *("prompt_logprobs", "tokens", "top_logprobs"),
     )
 
     def __init__(self, streams: AsyncStreams, changed: Callable[[], None], kept: bool) -> None:
@@ -57,7 +57,7 @@ class AsyncStream:
         self.tokens: Sequence[int] = NOTHING
         self.logprobs: Sequence[float] = NO_LOGPROBS
         self.top_logprobs: Sequence[tuple[tuple[int, float], ...]] = NO_TOP_LOGPROBS
-        self.prompt: PromptStream | None = None
+        self.prompt_logprobs: PromptStream | None = None
         self.ended: Ended | None = None
         self.error: KvforgeError | None = None
 
@@ -110,7 +110,7 @@ class AsyncStream:
     def _accepted(self, track: RequestStream) -> None:
         self._track, self._submission = track, None
         track.kept = self._kept
-        self.request_id, self.prompt = track.request_id, track.prompt
+        self.request_id, self.prompt_logprobs = track.request_id, track.prompt
         self.tokens, self.logprobs, self.top_logprobs = track.tokens, track.logprobs, track.top_logprobs
         if self._changed is not None:
             track.wakers.add(self._moved)

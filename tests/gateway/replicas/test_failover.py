@@ -44,7 +44,7 @@ class Inner:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[Any] = []
-        self.prompt: PromptStream | None = None
+        self.prompt_logprobs: PromptStream | None = None
         self.said: list[Any] = []
 
     @property
@@ -169,16 +169,16 @@ def test_the_log_probabilities_of_a_prompt_come_from_the_replica_that_finishes()
         made, _ = start(both)
         (stream,) = made.streams
         await settle()
-        both.a.inner.prompt = PromptStream(2)
+        both.a.inner.prompt_logprobs = PromptStream(2)
         both.a.inner.gives()
         await settle()
         both.a.inner.fails(CoordinatorUnavailable("gone"))
         await settle()
-        both.b.inner.prompt = PromptStream(2)
+        both.b.inner.prompt_logprobs = PromptStream(2)
         both.b.inner.gives(5)
         both.b.inner.ends()
         await settle()
-        assert stream.ended is not None and stream.prompt is both.b.inner.prompt
+        assert stream.ended is not None and stream.prompt_logprobs is both.b.inner.prompt_logprobs
 
     run(test)
 

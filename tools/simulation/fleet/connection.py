@@ -32,6 +32,7 @@ class Stream:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
+        self.prompt_logprobs: None = None
         self.wanted = True
         self.job: Job | None = None
 
