@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,27 @@ def test_openai_completions_responses_and_errors(served: Served) -> None:
             client.chat.completions.create(
                 model=NAME, messages=QUESTION, tools=[{"type": "function", "function": {"name": "f"}}]
             )
+
+
+def test_openai_batch(served: Served) -> None:
+    """The answer of a line is that of the same request over HTTP."""
+    body = {"model": NAME, "messages": QUESTION, "temperature": 0, "max_tokens": 30}
+    lines = [{"custom_id": str(at), "method": "POST", "url": "/v1/chat/completions", "body": body} for at in range(3)]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    with served.openai() as client:
+        file = client.files.create(file=("in.jsonl", content), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        deadline = time.monotonic() + 60
+        while batch.status != "completed":
+            assert time.monotonic() < deadline, batch
+            time.sleep(0.05)
+            batch = client.batches.retrieve(batch.id)
+        assert batch.output_file_id is not None
+        text = client.files.content(batch.output_file_id).text
+        answers = [json.loads(line)["response"]["body"] for line in text.splitlines()]
+        assert [answer["choices"][0]["message"]["content"] for answer in answers] == [PARIS] * 3
+        for name in (file.id, batch.output_file_id):
+            assert client.files.delete(name).deleted
 
 
 def test_anthropic_messages_whole_and_streamed(served: Served) -> None:

@@ -221,6 +221,53 @@ def test_a_cancelled_batch_keeps_its_answers_and_names_the_rest(tmp_path: Path) 
     app.run(work)
 
 
+def test_another_process_cancels_a_batch(tmp_path: Path) -> None:
+    script = scripted.Script(hang=True)
+    app, other = App(tmp_path, script), App(tmp_path)
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        made = await client.files.create(file=("in.jsonl", chats(5)), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=made.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        while len(script.asked) < 5:
+            await asyncio.sleep(0.01)
+        async with other.client() as elsewhere:  # it does not work on batches itself
+            assert (await elsewhere.batches.cancel(batch.id)).status == "cancelling"
+        assert (await ended(client, batch.id)).status == "cancelled"
+        assert len(script.cancelled) == 5
+        await other.storage.close()
+
+    app.run(work)
+
+
+def test_two_processes_share_the_batches(tmp_path: Path) -> None:
+    """Each batch runs in one of them, and each line once."""
+    script = scripted.Script()
+    app, other = App(tmp_path, script), App(tmp_path, script)
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        async with other.opened():
+            made = await client.files.create(file=("in.jsonl", chats(20)), purpose="batch")
+            names = [
+                (
+                    await client.batches.create(
+                        input_file_id=made.id, endpoint="/v1/chat/completions", completion_window="24h"
+                    )
+                ).id
+                for _ in range(6)
+            ]
+            for name in names:
+                batch = await ended(client, name)
+                assert (batch.status, batch.request_counts.completed) == ("completed", 20)
+                lines = await output(client, batch.output_file_id)
+                assert [line["custom_id"] for line in lines] == [str(at) for at in range(20)]
+        keys = [options.idempotency_key for _, _, options in script.asked]
+        assert len(keys) == len(set(keys)) == 6 * 20
+
+    app.run(work)
+
+
 def test_an_expired_batch_keeps_its_answers_and_names_the_rest(tmp_path: Path) -> None:
     script = scripted.Script(hang=True)
     app = App(tmp_path, script)
