@@ -13,8 +13,11 @@ from pathlib import Path
 from kvforge.process.leash import leashed
 from kvforge.protocol.steady_clock import monotonic
 
+from .watchdog import ChildWatchdog
+
 BACKOFF_S_MIN = 0.5
 BACKOFF_S_MAX = 30.0
+ABORT_S = 5.0  # for a hanging child to write its stack to its log
 # A child that ends this often in a row without serving is given up.
 RESTARTS_MAX = 5
 LINE_BYTES_MAX = 4096
@@ -32,6 +35,7 @@ class Child:
         log_file: The file for its output.
         descriptors: Descriptors of this process that it inherits.
         once: Further arguments for its first start.
+        watchdog: Notices when the process hangs; None: nothing does.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Child:
         *,
         descriptors: tuple[int, ...] = (),
         once: tuple[str, ...] = (),
+        watchdog: ChildWatchdog | None = None,
     ) -> None:
         self.name = name
         self.log_file = log_file
@@ -53,6 +58,7 @@ class Child:
         self._command = command
         self._once = once
         self._environment = {**os.environ, "TMPDIR": str(temporary)}
+        self._watchdog, self._aborted_at = watchdog, 0.0
         self._line = line
         self._descriptors = descriptors
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,7 +85,9 @@ class Child:
     def start(self) -> None:
         """Start the process in its own process group, so that Ctrl-C in the terminal reaches only the supervisor."""
         assert self._process is None, "started while it runs"
-        self.restart_at, self.served = None, False
+        self.restart_at, self.served, self._aborted_at = None, False, 0.0
+        if self._watchdog is not None:
+            self._environment |= self._watchdog.begin()
         # -P: do not import a folder of the same name from the working directory.
         command = leashed([sys.executable, "-P", *self._command, *self._once])
         self._once = ()
@@ -116,11 +124,31 @@ class Child:
         if self._process is None or (status := self._process.poll()) is None:
             return None
         self._process = None
+        if self._watchdog is not None:
+            self._watchdog.close()
         self.read()
         if self._output >= 0:  # a grandchild holds the other end
             os.close(self._output)
             self._output = -1
         return status
+
+    def end_if_it_hangs(self) -> float:
+        """End the process if its watchdog has waited too long for a report: it writes its stack, then is killed.
+
+        Call it at least every `steady_clock.WAIT_S_MAX`.
+
+        Returns:
+            Seconds that the watchdog waited, once for each hanging process; else 0.
+        """
+        if self._watchdog is None or self._process is None or not self._watchdog.hangs():
+            return 0.0
+        if self._aborted_at:
+            if monotonic() > self._aborted_at + ABORT_S:
+                self.send(signal.SIGKILL)
+            return 0.0
+        self._aborted_at = monotonic()
+        self.send(signal.SIGABRT)
+        return self._watchdog.period_s
 
     def plan_restart(self) -> None:
         """Schedule the next start, or give the child up. A child that had served restarts after the shortest pause."""

@@ -19,7 +19,7 @@ if sys.platform != "win32":
 PRIVATE_FOLDER = "up"
 MARK = "made-by-kvforge-up"
 # Files of `kvforge up` in its folder, and files that a killed coordinator leaves in the runtime folder.
-OURS = re.compile(r"(coordinator|worker-\d+(\.\d+)?)\.toml|gateway\.keys")
+OURS = re.compile(r"(coordinator|worker-\d+(\.\d+)?)\.(toml|notify)|gateway\.(keys|notify)")
 KEY_HASHES = "gateway.keys"
 LEFT_BY_KILLED = (
     transport.CLIENT_SOCKET,

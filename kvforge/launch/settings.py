@@ -18,6 +18,8 @@ Setting = Value | list[str] | dict[str, Value | list[str]]
 WORKERS_MAX = 64
 DRAIN_S = 30.0
 STOP_S = 10.0
+WORKER_WATCHDOG_S = 120.0  # as in deploy/
+STEP_TIMEOUTS = 2  # a worker feeds its watchdog between steps
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,13 @@ class Settings:
     def processes(self) -> int:
         """Return the number of processes of all workers."""
         return self.workers * self.tensor_parallel
+
+    @property
+    def worker_watchdog_s(self) -> float:
+        """Return after how many seconds without a report a worker hangs: later than the coordinator ends it."""
+        step_timeout_s = self.schedule.get("step_timeout_s", 0)
+        assert isinstance(step_timeout_s, int | float), "checked by the parser"
+        return max(WORKER_WATCHDOG_S, STEP_TIMEOUTS * step_timeout_s)
 
     def worker_of(self, process: int) -> str:
         """Return the name of the worker that a process belongs to."""

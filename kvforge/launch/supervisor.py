@@ -31,6 +31,7 @@ from .console import ConsoleReporter
 from .listener import listening, url_of
 from .private_folder import KEY_HASHES, PrivateFolder
 from .settings import Http, Settings
+from .watchdog import ChildWatchdog
 
 ENTRY = Path(__file__).parent / "entry.py"
 ASK_TIMEOUT_S = 0.5
@@ -38,6 +39,7 @@ ASK_CONNECT_S = 0.1
 TURN_S = 1.0
 STARTING_TURN_S = 0.1
 KILL_S = 5.0
+WATCHDOG_S = 20.0  # as in deploy/
 UNSERVED_STOP_S = 3.0
 OK_STATUS = 200
 
@@ -72,11 +74,13 @@ class Supervisor:
             if settings.log_dir is not None:
                 _make_log_dir(settings.log_dir)
             once = ("--fresh",) if settings.fresh else ()
-            self.coordinator = self._child("coordinator", "kvforge.coordinator", settings.coordinator_file(), once)
+            config = settings.coordinator_file()
+            self.coordinator = self._child("coordinator", "kvforge.coordinator", config, WATCHDOG_S, once)
             for process in range(settings.processes):
                 name = settings.process_name(process)
                 self._worker_of[name] = settings.worker_of(process)
-                self.workers.append(self._child(name, settings.worker_module, settings.worker_file(process)))
+                config, watchdog_s = settings.worker_file(process), settings.worker_watchdog_s
+                self.workers.append(self._child(name, settings.worker_module, config, watchdog_s))
             if settings.http is not None:
                 self.gateway = self._make_gateway(settings.http)
             for child in self.children:
@@ -127,6 +131,8 @@ class Supervisor:
             elif ready in outputs:
                 outputs[ready].read()
         for child in self.children:
+            if restart and (waited_s := child.end_if_it_hangs()):
+                self._print_line(f"{child.name} hangs: no report for {waited_s:g} s; ending it")
             if (status := child.ended()) is not None and restart:
                 self._on_end(child, status)
             elif restart and child.restart_at is not None and child.restart_at <= monotonic():
@@ -198,12 +204,16 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------------- inside
 
-    def _child(self, name: str, module: str, config: str, once: tuple[str, ...] = ()) -> Child:
+    def _child(self, name: str, module: str, config: str, watchdog_s: float, once: tuple[str, ...] = ()) -> Child:
         file = self._folder.path / f"{name}.toml"
         file.write_text(config, encoding="utf-8")
         log = self.settings.log_dir / f"{name}.log" if self.settings.log_dir is not None else None
         command = [str(ENTRY), module, "--config", str(file)]
-        return Child(name, command, self._folder.temporary, partial(self._console.child, name), log, once=once)
+        line, watchdog = partial(self._console.child, name), self._watchdog(name, watchdog_s)
+        return Child(name, command, self._folder.temporary, line, log, once=once, watchdog=watchdog)
+
+    def _watchdog(self, name: str, period_s: float) -> ChildWatchdog:
+        return ChildWatchdog(self._folder.path / f"{name}.notify", period_s)
 
     def _make_gateway(self, http: Http) -> Child:
         self._listener = listening(http.host, http.port, "--http")
@@ -230,7 +240,8 @@ class Supervisor:
             command += ["--key-hashes", str(hashes)]
         log = settings.log_dir / "gateway.log" if settings.log_dir is not None else None
         line = partial(self._console.child, "gateway")
-        return Child("gateway", command, folder.temporary, line, log, descriptors=(self._listener.fileno(),))
+        descriptors, watchdog = (self._listener.fileno(),), self._watchdog("gateway", WATCHDOG_S)
+        return Child("gateway", command, folder.temporary, line, log, descriptors=descriptors, watchdog=watchdog)
 
     def _gateway_serves(self) -> bool:
         """Return whether the gateway answers, or there is none."""

@@ -24,7 +24,7 @@ from .exchange import Exchange, Sharing
 
 log = logging.getLogger(__name__)
 # Timeouts of the rendezvous and of one collective. The coordinator ends a connected group that hangs long before. Ranks
-# that wait in a gloo collective while the coordinator restarts cannot reconnect: systemd's watchdog ends them.
+# that wait in a gloo collective while the coordinator restarts cannot reconnect: a watchdog ends them.
 MEETING_S, STEP_S = 300, 3600
 TEXT_MAX = 1 << 16
 
