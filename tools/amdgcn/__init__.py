@@ -1,10 +1,10 @@
 """Interpreter for the AMDGCN assembly that Triton emits: runs kernels for AMD GPUs on a machine without one.
 
-Supported targets are gfx90a, gfx942 and gfx950 (wave64), gfx1100 and gfx1201 (wave32); the semantics follow AMD's ISA
-manuals. The lanes of a wave are the columns of numpy arrays. The interpreter executes the assembly text that the
-compiler's own assembler turns into the binary. The metadata in that text lays out the arguments, hidden ones included,
-and Triton's launcher specialises and compiles as on the real machine (`driver`). The worker's self-tests therefore run
-as they would on the GPU, on torch's CPU tensors.
+Supported targets are gfx90a, gfx942 and gfx950 (wave64), gfx1100, gfx1151 and gfx1201 (wave32); the semantics follow
+AMD's ISA manuals. The lanes of a wave are the columns of numpy arrays. The interpreter executes the assembly text
+that the compiler's own assembler turns into the binary. The metadata in that text lays out the arguments, hidden ones
+included, and Triton's launcher specialises and compiles as on the real machine (`driver`). The worker's self-tests
+therefore run as they would on the GPU, on torch's CPU tensors.
 
 The interpreter reports these faults, which a GPU would not:
 

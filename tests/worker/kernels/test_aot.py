@@ -43,12 +43,12 @@ ATTENTION = [kernel for kernel in KERNELS if kernel.module.startswith("kvforge.w
 KIB = 1024
 SHARED_KIB = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
 # Limit of a thread's private memory in bytes. gfx9 has 512 registers and needs none. RDNA has 256: too few for heads
-# of more than 128 on gfx1100, where matrix instructions take every operand twice, and for float32, which has no matrix
+# of more than 128 on gfx11, where matrix instructions take every operand twice, and for float32, which has no matrix
 # instructions there.
-LOCAL_BYTES_MAX = {"gfx90a": 0, "gfx942": 0, "gfx950": 0, "gfx1100": 96, "gfx1201": 0}
-LOCAL_BYTES_MAX_LARGE = LOCAL_BYTES_MAX | {"gfx1100": 384, "gfx1201": 96}
-LOCAL_BYTES_MAX_LARGE_DECODE = LOCAL_BYTES_MAX | {"gfx1100": 544, "gfx1201": 128}  # with sinks
-LOCAL_BYTES_MAX_FLOAT32 = LOCAL_BYTES_MAX | {"gfx1100": 640, "gfx1201": 640}
+LOCAL_BYTES_MAX = {"gfx90a": 0, "gfx942": 0, "gfx950": 0, "gfx1100": 96, "gfx1151": 96, "gfx1201": 0}
+LOCAL_BYTES_MAX_LARGE = LOCAL_BYTES_MAX | {"gfx1100": 384, "gfx1151": 384, "gfx1201": 96}
+LOCAL_BYTES_MAX_LARGE_DECODE = LOCAL_BYTES_MAX | {"gfx1100": 544, "gfx1151": 544, "gfx1201": 128}  # with sinks
+LOCAL_BYTES_MAX_FLOAT32 = LOCAL_BYTES_MAX | {"gfx1100": 640, "gfx1151": 640, "gfx1201": 640}
 # NVIDIA GPUs have 255: a few numbers spill where heads are large, or a tile was tuned on a device ("": elsewhere).
 NVIDIA_LOCAL_BYTES_MAX = {
     "decode": {"sm_90": 248, "": 96},  # the maximum is float32, and 32 query heads of a quantised KV head

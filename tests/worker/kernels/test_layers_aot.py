@@ -36,7 +36,7 @@ EXPERTS = ("router_kernel", "expert_sort", "grouped")
 LAYERS = [kernel for kernel in KERNELS if kernel.module.startswith("kvforge.worker.kernels.")]
 OF_EXPERTS = [kernel for kernel in LAYERS if kernel.module.endswith(EXPERTS)]
 # The other targets launch the same kernels as one of these.
-COMPILED = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx1100", "gfx1201")
+COMPILED = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx1100", "gfx1151", "gfx1201")
 
 
 @pytest.mark.parametrize("name", COMPILED)
