@@ -184,6 +184,7 @@ class SimulatedCoordinator:
     def go_on(self) -> None:
         """Continue the process; its clock leaves out the time between."""
         self._stands = False
+        self._ledger.due_times.rises(self._world.steady_us)  # the stop cancelled a turn that was about to come
         self.loop.stood_still(self._world.steady_us)
         self.wake()
 

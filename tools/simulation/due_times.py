@@ -27,7 +27,7 @@ class DueTimes:
         self._heap: list[tuple[int, int, str]] = []
         self.draining = False
         self._drain_us = 0
-        self._rose_us = -1  # start of the current process
+        self._rose_us = -1  # when the process was started or continued
 
     def accepted(self, request_id: int, booked: BookedRequest, command: Submit, now_us: int) -> None:
         """Record an accepted request."""
@@ -94,7 +94,7 @@ class DueTimes:
             raise Violation("no turn came at the end of the drain")
 
     def rises(self, now_us: int) -> None:
-        """Record the start of another process."""
+        """Record that a process was started, or continued after a stop."""
         self._rose_us = now_us
 
     def _relevant(self) -> bool:
