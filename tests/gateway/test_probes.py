@@ -31,7 +31,11 @@ def test_readiness_says_why_not(tmp_path: Path, path: str) -> None:
     answer = asked(tmp_path, path)
     assert (answer.status_code, answer.json()) == (
         503,
-        {"ready": False, "reason": "the coordinator has not answered yet"},
+        {
+            "ready": False,
+            "reason": "the coordinator has not answered yet",
+            "storage": {"ready": True, "reason": ""},
+        },
     )
     assert asked(tmp_path, path, ending=True).json()["reason"] == "this gateway is stopping"
 
