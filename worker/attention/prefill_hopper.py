@@ -207,7 +207,7 @@ def _compute(WHICH: gl.constexpr, sinks, output, token_stride, head_stride, scal
                 at += 1
                 turn += 1
         _arrive(buffers.q_empty.index(WHICH))
-        addresses = sinks + pack * sizes.PACK + rows % sizes.PACK
+        addresses = sinks + (pack * sizes.PACK + rows % sizes.PACK)
         sums, sums_rest = _end(at, state, addresses, buffers, sizes)
         strides = (token_stride, head_stride)
         store_sums(sums, 0, token, pack, count, output, strides, sizes, WHICH, STORE)
