@@ -7,9 +7,9 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from .creation import commit_tables
 from .database import Busy, Row
 from .failures import StorageFailed
-from .schema import SCHEMA_VERSION, TABLES, VERSION_TABLE
 
 CONNECT_S = 5
 STATEMENT_MS = 20_000
@@ -51,17 +51,7 @@ class PostgresDatabase:
             raise self._failed(error) from None
         self.begin(writes=True)
         self.execute("SELECT pg_advisory_xact_lock(?)", (LOCK,))
-        self.execute(VERSION_TABLE)
-        rows = self.execute("SELECT version FROM kvforge_schema")
-        if not rows:
-            for table in TABLES:
-                self.execute(table.format(number=_NUMBER, blob=_BLOB))
-            self.execute("INSERT INTO kvforge_schema VALUES (?)", (SCHEMA_VERSION,))
-        elif rows[0][0] != SCHEMA_VERSION:
-            self.rollback()
-            problem = f"its tables have version {rows[0][0]}, and this gateway knows {SCHEMA_VERSION}"
-            raise StorageFailed(shown(self._url), problem, "use the gateway that wrote it, or name another database")
-        self.commit()
+        commit_tables(self, shown(self._url), _NUMBER, _BLOB, "database")
 
     def execute(self, statement: str, values: Sequence[object] = ()) -> list[Row]:
         """Run one statement; see `Database`."""

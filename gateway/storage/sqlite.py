@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from .creation import commit_tables
 from .database import Busy, Row
 from .failures import StorageFailed
-from .schema import SCHEMA_VERSION, TABLES, VERSION_TABLE
 
 BUSY_S, TIDY_S = 2.0, 0.2
 CACHE_KIB = 8192
@@ -61,17 +61,7 @@ class SqliteDatabase:
         ):
             self.execute(f"PRAGMA {setting}")
         self.begin(writes=True)
-        self.execute(VERSION_TABLE)
-        rows = self.execute("SELECT version FROM kvforge_schema")
-        if not rows:
-            for table in TABLES:
-                self.execute(table.format(number=_NUMBER, blob=_BLOB))
-            self.execute("INSERT INTO kvforge_schema VALUES (?)", (SCHEMA_VERSION,))
-        elif rows[0][0] != SCHEMA_VERSION:
-            self.rollback()
-            problem = f"its tables have version {rows[0][0]}, and this gateway knows {SCHEMA_VERSION}"
-            raise StorageFailed(str(self._path), problem, "use the gateway that wrote it, or name another file")
-        self.commit()
+        commit_tables(self, str(self._path), _NUMBER, _BLOB, "file")
 
     def execute(self, statement: str, values: Sequence[object] = ()) -> list[Row]:
         """Run one statement; see `Database`."""

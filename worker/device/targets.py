@@ -207,24 +207,6 @@ TARGETS: dict[str, Target] = {
             write=WriteTiles(warps=4),
             **RDNA,
         ),
-        # RDNA 3.5: gfx1100's matrix instructions and tiles, scalar float instructions, and fewer compute units.
-        Target(
-            name="gfx1151",
-            backend="hip",
-            arch="gfx1151",
-            warp_size=32,
-            shared_bytes=64 * KIB,
-            matrix="v_wmma",
-            multiprocessors=20,
-            decode_rows=16,
-            decode=_decode_rdna(),
-            decode_few=_decode_rdna(),
-            prefill=_prefill((64, 16, 8, 1), (64, 16, 16, 1), (16, 16, 8, 1), stored=(1,))
-            | _prefill((64, 32, 4, 1), (64, 16, 8, 1), (16, 16, 8, 1), stored=(2,))
-            | _prefill((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), stored=(4,)),
-            write=WriteTiles(warps=4),
-            **RDNA,
-        ),
         Target(
             name="gfx1201",
             backend="hip",
@@ -260,6 +242,8 @@ TARGETS: dict[str, Target] = {
         ),
     )
 }
+# RDNA 3.5: gfx1100's matrix instructions and tiles, scalar float instructions, and fewer compute units.
+TARGETS["gfx1151"] = replace(TARGETS["gfx1100"], name="gfx1151", arch="gfx1151", multiprocessors=20)
 # Architectures that use the tiles of another one of the same family, newer or smaller. Unlisted ones use the family's.
 _LIKE = {"gfx940": "gfx942", "gfx941": "gfx942", "gfx1101": "gfx1100", "gfx1102": "gfx1100", "gfx1200": "gfx1201"} | {
     "gfx1150": "gfx1151",
