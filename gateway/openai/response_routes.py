@@ -16,7 +16,8 @@ from kvforge.gateway.http.guard import Guard
 from kvforge.gateway.http.stream import COMMENT, ErrorEventSource, EventStream, Pings
 from kvforge.protocol.errors import Conflict, InvalidRequest, KeyReused
 
-from .background import Background, Run
+from .background import Background
+from .background_run import Run
 from .paging import Page, whole_number
 from .response_streams import EndedEvents, OthersEvents, OwnEvents
 from .responses import Responses, response_failed

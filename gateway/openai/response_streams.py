@@ -13,7 +13,9 @@ from kvforge.gateway.generate.generation import WakeUp
 from kvforge.gateway.storage import Document, Entry, Get, Read, Watch
 from kvforge.protocol.errors import KvforgeError, NotFound, Unavailable
 
-from .background import Background, Run, Tokens, answer_of
+from .background import Background
+from .background_run import Run
+from .background_tokens import Tokens, answer_of
 from .response_items import EventWriter, replayed
 from .responses import Responses
 from .stored import RESPONSE, TOKENS, StoredResponse, decoded_response

@@ -567,7 +567,7 @@ def test_a_fault_of_the_gateway_ends_a_background_response(tmp_path: Path, monke
     def fault(work: Any, tokens: Any) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("kvforge.gateway.openai.background.answer_of", fault)
+    monkeypatch.setattr("kvforge.gateway.openai.background_run.answer_of", fault)
 
     async def work(world: World) -> None:
         http = world.gateway()
