@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from contextlib import suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 from kvforge.protocol.steady_clock import monotonic
 
 REPORT_BYTES_MAX = 4096
+log = logging.getLogger(__name__)
 READ_MAX = 64  # reports read in one call
 
 
@@ -20,7 +22,7 @@ class ChildWatchdog:
     this process itself stood still. EXTEND_TIMEOUT_USEC postpones the next one.
 
     Args:
-        path: A name for the socket; short enough for an address.
+        path: A name for the socket. Without room for it, on the disk or in an address, there is no watch.
         period_s: Seconds without a report after which the child hangs.
     """
 
@@ -34,18 +36,16 @@ class ChildWatchdog:
         """Create the socket for a new process, and forget the reports of the one before.
 
         Returns:
-            Environment variables for the process.
-
-        Raises:
-            OSError: The socket cannot be created.
+            Environment variables for the process; NOTIFY_SOCKET is empty if the socket cannot be created.
         """
         self.close()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             self._socket.bind(os.fspath(self._path))
-        except OSError:
+        except OSError as error:
+            log.warning("no watchdog at %s: %s", self._path, error.strerror or error)
             self.close()
-            raise
+            return {"NOTIFY_SOCKET": "", "WATCHDOG_USEC": ""}
         return {"NOTIFY_SOCKET": os.fspath(self._path), "WATCHDOG_USEC": str(int(self.period_s * 1e6))}
 
     def hangs(self) -> bool:

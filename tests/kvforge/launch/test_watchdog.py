@@ -97,6 +97,25 @@ def test_its_socket_goes_with_it(watchdog: ChildWatchdog, tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir()) and not watchdog.hangs()
 
 
+def test_a_name_that_is_no_address_leaves_the_child_without_a_watch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A runtime folder may be too long a name for one more socket, though not for the coordinator's."""
+    watchdog = ChildWatchdog(tmp_path / ("n" * 120), PERIOD_S)
+    lines: list[str] = []
+    child = Child(
+        "worker-0",
+        ["-c", f"{READY.replace('assert ', 'assert not ')}; print('ready')"],
+        tmp_path,
+        lines.append,
+        watchdog=watchdog,
+    )
+    child.start()
+    assert child.wait(time.monotonic() + END_S)
+    assert lines == ["ready"] and child.end_if_it_hangs() == 0.0
+    assert "no watchdog at" in caplog.text and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_child_that_hangs_is_aborted_and_then_killed(ignored: bool, tmp_path: Path, clock: Clock) -> None:
     """One that ignores SIGABRT too."""
