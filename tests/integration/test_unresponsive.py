@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import select
 import signal
 from time import monotonic
@@ -39,7 +40,10 @@ def test_a_hung_worker_is_killed_and_its_requests_end_with_the_same_tokens() -> 
         cluster.start_worker("w0")
         assert request.result(120).tokens == expected
         assert f"worker process {cluster.pid('w0')}" not in cluster.log("coordinator")
-        assert "worker w0 has done no step for 4 s" in cluster.log("coordinator")
+        # The check runs between turns, so the silence that is logged may be a little longer than the limit.
+        silence = re.search(r"worker w0 has done no step for ([0-9.]+) s while one was due", cluster.log("coordinator"))
+        assert silence is not None
+        assert float(silence[1]) >= 4
         assert "was killed" in cluster.log("coordinator")
 
 
