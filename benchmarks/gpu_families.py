@@ -32,15 +32,15 @@ from .report import report
 MODELS = "llama-3.1-8b,granite-3.3-8b,olmo-2-7b,phi-3-mini,gemma-3-12b"
 
 
-def weights_read(model: LoadedModel, rows: int) -> tuple[float, float]:
+def weights_read(module: Any, rows: int) -> tuple[float, float]:
     """Return the numbers of weights that a step reads, and those that each row multiplies with."""
-    config = model.module.config.get_text_config(decoder=True)
+    config = module.config.get_text_config(decoder=True)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
     chosen = getattr(config, "num_experts_per_tok", 0) or 0
-    table = model.module.get_input_embeddings().weight
-    is_tied = table is model.module.get_output_embeddings().weight
+    table = module.get_input_embeddings().weight
+    is_tied = table is module.get_output_embeddings().weight
     read = used = 0.0
-    for name, weight in model.module.named_parameters():
+    for name, weight in module.named_parameters():
         if weight is table and not is_tied:
             continue
         if ".experts." in name and weight.dim() >= 2:
@@ -54,7 +54,7 @@ def weights_read(model: LoadedModel, rows: int) -> tuple[float, float]:
 
 def floor_us(model: LoadedModel, roof: Roof, rows: int, context: int) -> float:
     """Return the least time of a step."""
-    read, used = weights_read(model, rows)
+    read, used = weights_read(model.module, rows)
     kv = 0.0
     for layer, options in zip(model.geometry.layers, bound_options(model.module), strict=True):
         seen = min(context, options.window) if options.window else context

@@ -50,12 +50,14 @@ class Installation:
         limits: Mapping[str, Value] | None = None,
         more: Callable[[Path], Mapping[str, Mapping[str, Any]]] | None = None,
         ranks: int = 1,
+        groups: int = 1,
     ) -> None:
         """context_tokens: the longest sequence; blocks: size of the pool; schedule, limits: settings of those sections.
         more: other sections of the coordinator's, for an installation in a folder.
 
         worker: settings of the worker in place of the tiny model's on a CPU; `blocks` is then the most it may have.
-        ranks: processes of the worker, each on a device of its own where there are GPUs.
+        ranks: processes of a worker, each on a device of its own where there are GPUs. groups: workers of so many
+        ranks.
         """
         self.folder = Path(tempfile.mkdtemp(prefix="kvf-bench-"))
         self.runtime = self.folder / "r"
@@ -82,14 +84,17 @@ class Installation:
             "blocks": blocks,
         }
         settings: Mapping[str, Value] = tiny if worker is None else worker
-        place: dict[str, Value] = {"name": "w0", "runtime_dir": runtime, "load_format": "dummy"}
+        place: dict[str, Value] = {"runtime_dir": runtime, "load_format": "dummy"}
         self.children = [self._child("coordinator", "coordinator", coordinator, temporary)]
-        for rank in range(ranks):
-            own: dict[str, Value] = {} if ranks == 1 else {"ranks": ranks, "rank": rank}
-            if ranks > 1 and settings.get("device") != "cpu":
-                own["device_index"] = rank
+        for number in range(groups * ranks):
+            group, rank = divmod(number, ranks)
+            own: dict[str, Value] = {"name": f"w{group}"}
+            if ranks > 1:
+                own |= {"ranks": ranks, "rank": rank}
+            if groups * ranks > 1 and settings.get("device") != "cpu":
+                own["device_index"] = number
             file = toml({**place, **settings, **own}, {})
-            self.children.append(self._child("worker", f"worker{rank or ''}", file, temporary))
+            self.children.append(self._child("worker", f"worker{number or ''}", file, temporary))
 
     def _child(self, module: str, name: str, config: str, temporary: Path) -> Child:
         file = self.folder / f"{name}.toml"
@@ -100,7 +105,7 @@ class Installation:
         )
 
     def log_of(self, name: str) -> str:
-        """Return the log so far of the named process ("coordinator", "worker", other ranks "worker1")."""
+        """Return the log so far of the named process ("coordinator", "worker", other ranks and workers "worker1")."""
         path = self.folder / f"{name}.log"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 

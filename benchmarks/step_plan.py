@@ -27,6 +27,7 @@ class Plan:
     attention: str = "auto"
     transformers_steps: int = 24
     determinism: str = "batch-invariant"
+    worker: tuple[tuple[str, str | bool | int], ...] = ()  # further settings of the worker
 
     @property
     def prompt_tokens(self) -> int:

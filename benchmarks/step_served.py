@@ -34,9 +34,9 @@ def measure_served(plan: Plan, save: Save) -> dict[str, Any]:
     return found
 
 
-def open_served(plan: Plan, ranks: int = 1, tokens_min: int = 0) -> Installation:
-    """Return a coordinator and a worker of `ranks` ranks for a plan. tokens_min: length that sequences may have at
-    least."""
+def open_served(plan: Plan, ranks: int = 1, tokens_min: int = 0, groups: int = 1) -> Installation:
+    """Return a coordinator and `groups` workers of `ranks` ranks for a plan. tokens_min: length that sequences may
+    have at least."""
     rows = max(plan.batches)
     schedule: dict[str, float] = {
         "step_rows_max": rows,
@@ -44,7 +44,7 @@ def open_served(plan: Plan, ranks: int = 1, tokens_min: int = 0) -> Installation
         "decode_gap_ms": 10_000.0,  # prompts at full speed: the measurement starts after them
     }
     worker: dict[str, Any] = {"model": plan.model, "kv_dtype": plan.kv_dtype, "attention": plan.attention}
-    worker["determinism"] = plan.determinism
+    worker |= {"determinism": plan.determinism, **dict(plan.worker)}
     if plan.tiny:
         worker |= {"device": "cpu", "dtype": "float32", "threads": 1, "graphs": "on"}
         worker["blocks"] = rows * plan.context_max // BLOCK_SIZE
@@ -55,6 +55,7 @@ def open_served(plan: Plan, ranks: int = 1, tokens_min: int = 0) -> Installation
         sequences=rows + 8,
         worker=worker,
         ranks=ranks,
+        groups=groups,
     )
 
 

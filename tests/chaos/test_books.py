@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvforge import CapacityExceeded, CoordinatorUnavailable
+from kvforge import CapacityExceeded, CoordinatorUnavailable, Draining
 from kvforge.protocol.messages import RequestInfo, RequestRow
 from tools.chaos.cases import Answer, Case, Known
+from tools.chaos.interruptions import GATEWAY
 from tools.chaos.ledger import Ledger, Record
 from tools.chaos.notes import (
     ACCEPTED,
@@ -222,6 +223,20 @@ def test_errors_are_excused_by_an_absence_and_by_want_of_room_alone(books: Books
     (books.folder / "notes").unlink()
     books.absences[0] = Suspension("p1.1", 98.0, 101.0)
     assert ["unexcused error" in fault for fault in books.faults()] == [True]
+
+
+def test_an_answer_that_the_gateway_cuts_off_is_excused_by_its_drain_alone(books: Books) -> None:
+    books.note(ASKED, name="g", case=0, turn=1, count=1, how="plain")
+    books.note(UNKNOWN, name="g", code=Draining.code, message="cut off", at=100.0)
+    books.absences.append(Suspension(GATEWAY, 97.0, 101.0))
+    assert books.faults() == []
+    (books.folder / "notes").unlink()
+    books.absences[0] = Suspension(GATEWAY, 101.0, 105.0)
+    assert ["unexcused error" in fault for fault in books.faults()] == [True]
+    (books.folder / "notes").unlink()
+    books.absences.clear()
+    books.note(UNKNOWN, name="g", code=CoordinatorUnavailable.code, message="gone", at=103.0)
+    assert len(books.faults()) == 2
 
 
 def test_the_next_process_takes_up_what_is_open_and_the_last_that_were_left(tmp_path: Path) -> None:

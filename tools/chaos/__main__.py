@@ -39,12 +39,17 @@ def main() -> int:
         "--dtype", default="float32", help="the workers' dtype; tokens must match for every dtype [float32]"
     )
     parser.add_argument(
-        "--ranks", action="store_true", help="run the worker processes as ranks of one worker (tensor parallel)"
+        "--ranks",
+        type=int,
+        nargs="?",
+        default=1,
+        const=2,
+        help="run this many processes as ranks of one worker in place of two workers [2 if no number]",
     )
     options = parser.parse_args()
     log = _silent if options.quiet else _print
     computing = (options.device, options.dtype)
-    report = Driver(options.minutes, options.seed, log, options.plant, *computing, together=options.ranks).run()
+    report = Driver(options.minutes, options.seed, log, options.plant, *computing, ranks=options.ranks).run()
     print(json.dumps(report, indent=1))
     if options.json is not None:
         document = {"title": TITLE, "machine": machine(), "versions": versions(), "results": report}

@@ -28,7 +28,7 @@ from .interruptions import COORDINATOR, GATEWAY
 from .ledger import FINISHED, LIST_MAX, Ledger
 from .processes import CLIENT_END_S, Processes
 
-WORKERS = ("w0", "w1")
+WORKERS = 2
 CLIENTS = ("p0", "p1", "p2", "p3", "h0")  # the last process uses HTTP
 CLIENTS_EACH = 4
 BLOCKS = 128
@@ -79,7 +79,7 @@ class Driver:
         device: str = "cpu",
         dtype: str = "float32",
         *,
-        together: bool = False,
+        ranks: int = 1,
     ) -> None:
         """Create a run.
 
@@ -90,12 +90,13 @@ class Driver:
             fault: the bug to plant (see `planted`), or "".
             device: the workers' device.
             dtype: the workers' dtype.
-            together: run the workers as ranks of one worker.
+            ranks: if above 1, run so many processes as ranks of one worker; else run two workers.
         """
         self._minutes, self._seed, self._log = minutes, seed, log
         self._computing = {"device": device, "dtype": dtype}
         self._planted = fault
-        self._together = together
+        self._ranks = ranks
+        self._workers = tuple(f"w{number}" for number in range(ranks if ranks > 1 else WORKERS))
         self.faults: list[str] = []
         self._struck: Counter[str] = Counter()
         self._sizes: dict[str, Any] = {}
@@ -103,10 +104,9 @@ class Driver:
 
     def run(self) -> dict[str, Any]:
         """Run to the end and return the report, with all violations in its `faults`."""
-        ranks = len(WORKERS) if self._together else 1
-        with self._cluster_of(blocks=BLOCKS, coordinator=CONFIG, ranks=ranks, **self._computing) as cluster:
+        with self._cluster_of(blocks=BLOCKS, coordinator=CONFIG, ranks=self._ranks, **self._computing) as cluster:
             tokenizer.write(cluster.model)
-            kv = cluster.start(*WORKERS)
+            kv = cluster.start(*self._workers)
             self._known = cases.answered(kv, cases.draw(self._seed))
             kv.close()
             file = cluster.folder / "cases.json"
@@ -121,7 +121,7 @@ class Driver:
             }
             self._cluster = cluster
             self._ledger = Ledger(self._known)
-            self._processes = Processes(cluster, WORKERS, CLIENTS, options, self._together)
+            self._processes = Processes(cluster, self._workers, CLIENTS, options, self._ranks > 1)
             try:
                 asyncio.run(self._run())
             except (KvforgeError, AssertionError, subprocess.TimeoutExpired) as error:
@@ -131,7 +131,7 @@ class Driver:
                 if self.faults:
                     kept = shutil.copytree(cluster.folder, f"{cluster.folder}-failed", ignore=_no_sockets)
                     self._log(f"kept logs, notes and journal in {kept}")
-        return {**self._computing, "ranks_of_one": self._together, **self._report, "faults": self.faults}
+        return {**self._computing, "ranks_of_one": self._ranks, **self._report, "faults": self.faults}
 
     def _cluster_of(self, **options: Any) -> Cluster:
         return planted.PlantedCluster(self._planted, **options) if self._planted else Cluster(**options)
@@ -141,7 +141,7 @@ class Driver:
     async def _run(self) -> None:
         began = time.monotonic()
         processes = self._processes
-        for member in (COORDINATOR, *WORKERS):
+        for member in (COORDINATOR, *self._workers):
             processes.begin(member)
         async with AsyncClient(
             self._cluster.endpoint, timeout_s=WAIT_S, connect_timeout_s=WAIT_S, reconnect_s=WAIT_S
@@ -158,7 +158,7 @@ class Driver:
             await self._interrupt_members()
             self._log("calm")
             processes.calm()
-            await self._until("both workers serve", lambda: self._serving(kv), READY_S)
+            await self._until("all workers serve", lambda: self._serving(kv), READY_S)
             await asyncio.sleep(CALM_S)
             for task in background:
                 task.cancel()
@@ -173,7 +173,7 @@ class Driver:
 
     async def _interrupt_members(self) -> None:
         until = time.monotonic() + self._minutes * 60
-        drawn = interruptions.draw(self._seed, WORKERS, CLIENTS, SILENCE_S, PEER_SILENCE_S)
+        drawn = interruptions.draw(self._seed, self._workers, CLIENTS, SILENCE_S, PEER_SILENCE_S)
         for pause_s, interruption in drawn:
             if time.monotonic() + pause_s > until:
                 break
@@ -204,7 +204,7 @@ class Driver:
 
     async def _serving(self, kv: AsyncClient) -> bool:
         health = await kv.health()
-        return sum(worker.state == "ready" for worker in health.workers) == len(WORKERS)
+        return sum(worker.state == "ready" for worker in health.workers) == len(self._workers)
 
     # ----------------------------------------------------------------------------------------------------- the end
 
@@ -219,7 +219,7 @@ class Driver:
         await self._until("all requests have ended", lambda: self._ended(kv), WAIT_S)
         stories = processes.stories()
         await self._attach(kv, stories)
-        ledger.account(stories, processes.absences, processes.killed_clients)
+        ledger.account(stories, processes.absences + processes.drains, processes.killed_clients)
         self.faults += ledger.faults
         self.excused = Counter(note["code"] for story in stories for note in story.broken)
         await self._until("only the books' own client is left", lambda: self._alone(kv), WAIT_S)
@@ -275,15 +275,15 @@ class Driver:
                 self.faults.append(f"the recovered machine has {len(found.machine.requests.live)} unfinished requests")
         cluster.start_coordinator()
         with cluster.client() as kv:
-            cluster.wait_workers(kv, len(WORKERS))
+            cluster.wait_workers(kv, len(self._workers))
             self._check_last(kv)
-        for member in (COORDINATOR, *WORKERS):
+        for member in (COORDINATOR, *self._workers):
             cluster.signal(member, signal.SIGTERM)
             if (status := cluster.end(member)) != 0:
                 self.faults.append(f"{member} exited with status {status}")
         self.faults += leftovers.orphans(cluster.folder)
         self.faults += leftovers.files(cluster.runtime)
-        for member in (COORDINATOR, GATEWAY, *WORKERS, *CLIENTS):
+        for member in (COORDINATOR, GATEWAY, *self._workers, *CLIENTS):
             self.faults += leftovers.complaints(member, cluster.log(member))
 
     def _check_last(self, kv: Client) -> None:

@@ -10,7 +10,7 @@ from kvforge import AsyncClient
 from kvforge.protocol.messages import RequestInfo
 
 from .cases import Answer, Known
-from .interruptions import COORDINATOR
+from .interruptions import COORDINATOR, GATEWAY
 from .notes import LOST, ClientNotes, Intent
 from .processes import Suspension
 from .python_client import CANCELLED, FIRST
@@ -19,6 +19,7 @@ LIST_MAX = 1000
 FINISHED = "finished"
 ENDED_STATES = (FINISHED, CANCELLED, "failed", "expired")
 NO_ROOM = "capacity_exceeded"  # expected: the pools are small and running requests may fill them
+DRAINING = "draining"  # the end of an answer that a stopped gateway cut off after its drain_s
 EXCUSED_S = 60.0  # errors may show up this long after an absence
 
 
@@ -88,7 +89,7 @@ class Ledger:
 
         Args:
             stories: the notes of each client process.
-            absences: when processes were stopped long enough to be dropped.
+            absences: when processes were stopped long enough to be dropped, and when the gateway was asked to end.
             killed: names of killed client processes.
         """
         self.faults += [fault for story in stories for fault in story.faults]
@@ -111,9 +112,7 @@ class Ledger:
         for request_id, (intent, index) in owners.items():
             self._compare(request_id, intent, index)
         for story in stories:
-            self._read(
-                story, [a for a in absences if a.member in (story.process, COORDINATOR)], story.process in killed
-            )
+            self._read(story, absences, story.process in killed)
         self._cancels(stories, owners, absences, killed)
 
     def _compare(self, request_id: int, intent: Intent, index: int) -> None:
@@ -136,8 +135,10 @@ class Ledger:
                     f"request {request_id} ended as {note} for {story.process}, but the coordinator has {record}"
                 )
         for note in story.broken:
+            cut = GATEWAY if note["code"] == DRAINING else COORDINATOR
+            away = [absence for absence in absences if absence.member in (story.process, COORDINATOR, cut)]
             if note["code"] not in (NO_ROOM, LOST) and not any(
-                a.since <= note["at"] <= a.until + EXCUSED_S for a in absences
+                a.since <= note["at"] <= a.until + EXCUSED_S for a in away
             ):
                 self._fault(f"{story.process} got an unexcused error (no absence): {note}")
         broken = {note.get("id") for note in story.broken}
@@ -166,7 +167,7 @@ class Ledger:
             for intent in story.intents.values()
             for request_id in intent.ids
         }
-        excused |= {note.get("id", 0) for story in stories for note in story.broken if note["code"] == LOST}
+        excused |= {note.get("id", 0) for story in stories for note in story.broken if note["code"] in (LOST, DRAINING)}
         for request_id, record in self.records.items():
             if record.state != CANCELLED or request_id in wanted or request_id not in owners:
                 continue

@@ -88,6 +88,7 @@ class Processes:
         self.lives: dict[str, list[ProcessRun]] = {}
         self.stopped: dict[str, tuple[float, float]] = {}  # since, until
         self.absences: list[Suspension] = []
+        self.drains: list[Suspension] = []  # of gateways that were asked to end
         self.killed_clients: set[str] = set()  # process names
         self.faults: list[str] = []
         self._again: dict[str, float] = {}
@@ -206,6 +207,8 @@ class Processes:
         if self._poll(member) is not None:
             return False
         self.lives[member][-1].ended_by_us.add(number)
+        if member == GATEWAY and number == signal.SIGTERM:  # what still runs after its drain is cut off
+            self.drains.append(Suspension(member, monotonic(), monotonic() + GATEWAY_END_S))
         if number == signal.SIGKILL and member in self.clients:
             self.killed_clients.add(self.process_name(member))
         self._signal(member, number)
