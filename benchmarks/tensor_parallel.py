@@ -180,7 +180,7 @@ def _burst_s(kv: Any, requests: int, prompt_tokens: int, answer_tokens: int, see
     return took
 
 
-def _other(command: list[str], timeout_s: float) -> dict[str, Any]:
+def run_other(command: list[str], timeout_s: float) -> dict[str, Any]:
     """Run another benchmark; return its JSON, or an empty object if it fails."""
     with tempfile.TemporaryDirectory(prefix="kvf-tp-") as folder:
         path = Path(folder) / "found.json"
@@ -194,13 +194,15 @@ def _other(command: list[str], timeout_s: float) -> dict[str, Any]:
 
 def floor_ms(shape: dict[str, Any], ranks: int, batch: int, context: float, exchange_us: float) -> float:
     """Return the minimum time of a step of `batch` rows of `context` tokens."""
-    read = shape["weight_bytes"][str(batch)] + batch * context * shape["kv_bytes_per_token"]
+    kv = sum(size * min(context, window or context) for window, size in shape["kv_bytes_per_token"])
+    read = shape["weight_bytes"][str(batch)] + batch * kv
     exchanges = 2 * shape["layers"] + 1 if ranks > 1 else 0
     return float(read / ranks / shape["read_bytes_per_s"] * 1e3 + exchanges * exchange_us / 1e3)
 
 
 def bytes_read(model: str, kv_dtype: str, batches: tuple[int, ...]) -> dict[str, Any]:
-    """Return the bytes that a step of each batch reads: bfloat16 weights by batch, and K and V of a token."""
+    """Return the bytes that a step of each batch reads: bfloat16 weights by batch, and K and V of a token as pairs of
+    (window, bytes), window 0 for layers that see the whole context."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -212,13 +214,17 @@ def bytes_read(model: str, kv_dtype: str, batches: tuple[int, ...]) -> dict[str,
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
     layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    windows = [config.sliding_window if kind == "sliding_attention" else 0 for kind in kinds]
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     stored = 2 if kv_dtype == "auto" else 1 + 4 / size
     return {
         "layers": layers,
         "hidden": config.hidden_size,
         "weight_bytes": {str(batch): 2 * weights_read(module, batch)[0] for batch in batches},
-        "kv_bytes_per_token": 2 * layers * kv_heads * size * stored,
+        "kv_bytes_per_token": [
+            (window, 2 * windows.count(window) * kv_heads * size * stored) for window in sorted(set(windows))
+        ],
     }
 
 
@@ -275,12 +281,12 @@ def main() -> int:
         if options.tiny:
             given += ["--model", options.model]
         names = options.ranks.split(",")
-        sides = {name: _other(["benchmarks.tensor_parallel", *given, "--side", name], SIDE_S) for name in names}
+        sides = {name: run_other(["benchmarks.tensor_parallel", *given, "--side", name], SIDE_S) for name in names}
         ranks = max(Side.parse(name).ranks for name in names)
         shape: dict[str, Any] = {}
         exchange: dict[str, Any] = {}
         if not options.tiny:
-            shape = _other(["benchmarks.tensor_parallel", *given, "--side", SHAPE], SIDE_S)
+            shape = run_other(["benchmarks.tensor_parallel", *given, "--side", SHAPE], SIDE_S)
             command = [
                 "benchmarks.gpu_exchange",
                 "--ranks",
@@ -288,7 +294,7 @@ def main() -> int:
                 "--hidden",
                 str(shape.get("hidden", 4096)),
             ]
-            exchange = _other([*command, "--tokens", options.batches], SIDE_S) if ranks > 1 else {}
+            exchange = run_other([*command, "--tokens", options.batches], SIDE_S) if ranks > 1 else {}
     rows = [_row(batch, sides, shape, exchange) for batch in map(str, batches)]
     header = ["batch"]
     for name in names:
