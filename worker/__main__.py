@@ -50,6 +50,7 @@ from kvforge.protocol.exits import FAILED, OK, TIMED_OUT, UNAVAILABLE, status_of
 from .config import WorkerConfig, load_config
 from .cores import CoreShare, choose
 from .model_path import find_model
+from .startup import StartupTimeline
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="check the model and the device, then exit")
     options = parser.parse_args(arguments)
     try:
+        timeline = StartupTimeline()
         config = load_config(options.config)
         logs.configure(config.name, config.log_level, config.log_format)
         # torch creates this folder on import, in /tmp by default. Compiled code belongs in kvforge's cache.
@@ -68,11 +70,12 @@ def main(arguments: list[str] | None = None) -> int:
             return _check(config, model)
         with closing(CoreShare(config.runtime_path, config.name)) as place:
             cores = choose(place, config.threads, os.environ)  # before OpenMP reads it, on torch's import
+            timeline.enter("imports")
             with collector_paused():
                 from .step.loop import Worker  # slow: imports torch, so settings and files are checked first
 
             keep_all()
-            Worker(config, cores, place).run()
+            Worker(config, cores, place, timeline).run()
     except ImportError as error:
         problem = f"a worker needs torch and transformers ({error}): {install_command('worker')}"
         return _fail(Unavailable(problem))

@@ -153,7 +153,7 @@ def load_model(
     digest = fingerprint(module, dtype_name if quantisation is None else f"{dtype_name} {quantisation.digest}")
     if ranks is not None:
         digest = joined_digest(ranks.texts(digest))
-    progress("checking attention", 0.9)
+    progress("checking kernels", 0.9)
     context = ForwardContext(chosen)
     shapes = bind_layers(module, context, served_tokens, device)
     geometry = KvGeometry(shapes, block_size, kv_dtype)
@@ -201,6 +201,7 @@ def load_model(
         fused=fused,
         ranks=ranks,
     )
+    progress("comparing with transformers", 0.93)
     with device.errors("comparing the model with transformers' own"):
         try:
             reference = verify(model)
@@ -217,6 +218,7 @@ def load_model(
     elif model.fused is None and device.steady and not attends_in_plain_torch(model):
         progress("making rows independent", 0.95)
         _make_row_independent(model, operations, reference)
+    progress("comparing rows alone and in company", 0.97)
     with device.errors("comparing products of few tokens with those of many"):
         problem = make_batch_invariant(model, operations)
         info = structs.replace(info, determinism=describe_determinism(problem))

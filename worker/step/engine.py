@@ -60,6 +60,7 @@ class Engine:
         if cores is not None or config.threads:
             torch.set_num_threads(config.threads if cores is None else cores.threads)
         self.config, self._cores = config, cores
+        progress("opening the device", 0.0)
         self.device: Device = open_device(
             config.device, config.device_index, config.kernels != "reference", config.determinism != FAST
         )
@@ -88,8 +89,9 @@ class Engine:
             rows_max = min(welcome.step_rows_max, welcome.slots_max)
             with self.device.errors("sharing memory with the other ranks"):
                 share_memory(self.ranks, self.model.fused, welcome.step_tokens_max, rows_max)
-        progress("making the KV pool", 1.0)
+        progress("trying the largest step", 1.0)
         blocks = pool_blocks(config, self.model, welcome, self._graph_rows)
+        progress("making the KV pool", 1.0)
         self.pool = KvPool(self.model.geometry, blocks, self.device)
         info = self.model.info
         log.info("%s in %s, weights in %s, on %s", info.name, info.dtype, info.weight_dtype, self.device.name)
@@ -98,6 +100,7 @@ class Engine:
             log.debug("kernels: %s by %s", what, kernel)  # `kvforge health` lists them
         self.runner: ModelRunner = self._make_runner(welcome)
         self._limits = _limits(welcome)
+        progress("preparing grammars", 1.0)
         # Otherwise steps would stall for a second when the first grammar arrives.
         problem = self.runner.shaping.grammars.prepare()
         if problem:
@@ -192,7 +195,7 @@ class Engine:
         if runner.graphs is not None:
             self._progress("capturing decode graphs", 1.0)
             runner.graphs.capture()
-            log.info("%d decode graphs captured in %.1f s", runner.graphs.captured, time.monotonic() - started)
+            log.debug("%d decode graphs captured in %.1f s", runner.graphs.captured, time.monotonic() - started)
         self._accounts.graphs = max(0, free_before - self.device.free_bytes()) if self.device.owns_memory else 0
         log.info("%s", self.device_bytes().line())
         return runner

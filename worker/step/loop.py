@@ -57,6 +57,7 @@ from kvforge.protocol.steady_clock import monotonic
 from kvforge.protocol.tables import TablesReader
 from kvforge.worker.config import WorkerConfig
 from kvforge.worker.cores import Cores, CoreShare
+from kvforge.worker.startup import StartupTimeline
 
 from .connection import CoordinatorConnection
 from .engine import Engine
@@ -79,18 +80,22 @@ log = logging.getLogger("worker")
 class Worker:
     """One worker process."""
 
-    def __init__(self, config: WorkerConfig, cores: Cores, place: CoreShare) -> None:
+    def __init__(
+        self, config: WorkerConfig, cores: Cores, place: CoreShare, timeline: StartupTimeline | None = None
+    ) -> None:
         """Prepare the connection; `run` connects.
 
         Args:
             config: The worker's configuration.
             cores: This worker's share of the cores at start.
             place: Its registration among the workers that share the cores.
+            timeline: The phases of the start so far.
 
         Raises:
             InvalidConfiguration: The endpoint or a key is invalid.
         """
         self.config, self._cores, self._place = config, cores, place
+        self._timeline = timeline if timeline is not None else StartupTimeline()
         endpoint, proof = config.coordinator()
         self._stopping = False
         self._read_wakeup, self._write_wakeup = sockets.socketpair()
@@ -143,6 +148,7 @@ class Worker:
 
     def _shake_hands(self) -> WorkerWelcome | None:
         """Exchange the handshake. Return None if a signal or a disconnection came first."""
+        self._timeline.enter("connecting")
         working("waiting for a coordinator", self.config.coordinator_wait_s + REPLY_WAIT_S)
         self._connection.wait_connected(self.config.coordinator_wait_s)
         if not self._connection.connected:
@@ -274,6 +280,7 @@ class Worker:
         return True
 
     def _report_progress(self, phase: str, fraction: float) -> None:
+        self._timeline.enter(phase)
         now = time.monotonic()
         if now - self._progress_at < PROGRESS_EVERY_S and fraction < 1:
             return
@@ -286,6 +293,7 @@ class Worker:
     def _register(self) -> bool:
         """Register the pool. Return False if the coordinator went away."""
         assert self._engine is not None
+        self._timeline.enter("registering")
         model, pool = self._engine.model, self._engine.pool
         ready = WorkerReady(
             rid=self._next_rid(),
@@ -306,7 +314,8 @@ class Worker:
             return False
         self._watch_pool(reply)
         notify("READY=1", f"STATUS=serving {model.info.name}, {pool.blocks} blocks")
-        log.info("registered: blocks %d to %d", reply.base_block, reply.base_block + pool.blocks - 1)
+        took = "; ".join(filter(None, ("", self._timeline.finish())))
+        log.info("registered: blocks %d to %d%s", reply.base_block, reply.base_block + pool.blocks - 1, took)
         return True
 
     def _watch_pool(self, place: PoolRegistered) -> None:
