@@ -56,10 +56,10 @@ class Entry(NamedTuple):
 
 def pack(event: Event | Boot, now_us: int, frames: Sequence[Frame] = ()) -> list[Frame]:
     """Return the parts of an entry. `frames` are those of the message if the event is one."""
+    if isinstance(event, Turn):  # with a result, one of these comes in every turn
+        return [HEAD.pack(TURN, 0, 0, 0, now_us, 0)]
     kind, flag, peer, more = 0, 0, 0, 0
-    if isinstance(event, Turn):
-        kind = TURN
-    elif isinstance(event, FromWorker):
+    if isinstance(event, FromWorker):
         kind, peer = FROM_WORKER, event.worker
     elif isinstance(event, FromClient):
         kind, peer, more = FROM_CLIENT, event.client, event.entropy

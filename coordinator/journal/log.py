@@ -115,7 +115,7 @@ class Journal:
         self._before = self._origin.before  # the CRC-32 of the last record
         self.bytes = bytes_before
         self._durable, self._stopping, self._unwritten = durable, stopping, unwritten
-        self._noted: list[Frame] = []
+        self._noted: list[tuple[Event | Boot, int, Sequence[Frame]]] = []
         self.poison_detector: MessageInFlight | None = None
         self._end = self._first = 0
         self._descriptor = -1
@@ -153,7 +153,7 @@ class Journal:
 
     def note(self, event: Event | Boot, now_us: int, frames: Sequence[Frame] = ()) -> None:
         """Add an event that enters the core at `now_us`, with the frames of its message."""
-        self._noted += pack(event, now_us, frames)
+        self._noted.append((event, now_us, frames))
 
     def commit(self) -> None:
         """Keep the events added since the last call. If this raises, none of their effects may leave.
@@ -165,16 +165,19 @@ class Journal:
         """
         if not self._noted:
             return
+        parts: list[Frame] = []
+        for event, now_us, frames in self._noted:  # together, because what runs after the core starts with empty caches
+            parts += pack(event, now_us, frames)
         unwritten = self._unwritten
         if unwritten is not None:
             self._check_named()
-            if size := unwritten.add(self._noted):
+            if size := unwritten.add(parts):
                 self.bytes += HEADER.size + size
                 self._noted.clear()
                 self.number += 1
                 return
             self.flush()
-        data = record(self.number, self._noted, self._before)
+        data = record(self.number, parts, self._before)
         self._append(data)
         self.bytes += len(data)
         self._noted.clear()
@@ -227,7 +230,7 @@ class Journal:
         self._mark.write(self.number, self._before)
 
     def _put(self, data: bytearray) -> None:
-        told_s = 0.0
+        logged_s = 0.0
         while True:
             try:
                 written = os.write(self._descriptor, data)
@@ -239,13 +242,13 @@ class Journal:
                 if error.errno not in NO_ROOM:
                     raise
             os.ftruncate(self._descriptor, self._end)  # remove a partial record
-            if time.monotonic() - told_s > FULL_TELL_S:
-                told_s = time.monotonic()
+            if time.monotonic() - logged_s > FULL_TELL_S:
+                logged_s = time.monotonic()
                 log.error("no room for the journal in %s: waiting for space", self.folder)
             if self._stopping():
                 raise JournalFull(str(self.folder))
             time.sleep(FULL_LOOK_S)
-        if told_s:
+        if logged_s:
             log.warning("there is space for the journal in %s again", self.folder)
         self._end += len(data)
 

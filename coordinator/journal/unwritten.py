@@ -78,10 +78,10 @@ class UnwrittenRecords:
         room = self._map
         _ENTRY.pack_into(room, self._end, self._number, size, size ^ _LOW)
         for part in parts:
-            length = len(part)
-            room[at : at + length] = part
-            room[at + size : at + size + length] = part
-            at += length
+            after = at + len(part)
+            room[at:after] = part
+            room[at + size : after + size] = part
+            at = after
         room[END_AT:START] = packed_end(end)  # from here on, the record counts
         self._end = end
         self._number += 1
