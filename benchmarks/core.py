@@ -167,16 +167,16 @@ class NoTransport:
         return []
 
     def answer(self, who: bytes, number: bytes, payload: bytes) -> bool | None:
-        """To nobody."""
+        """Refuse to send."""
         del who, number, payload
         return None
 
 
 class Decodes:
     """A core and a worker that answers at once: prompts of 512 tokens, then decodes that each fill a 16th of the rows'
-    blocks. told: whether changes of the prefix index are published as KV events."""
+    blocks. events: whether changes of the prefix index are published as KV events."""
 
-    def __init__(self, steps: int, told: bool) -> None:
+    def __init__(self, steps: int, events: bool) -> None:
         bounds = control_plane.limits(DECODED_ROWS, steps, DECODED_PROMPT)
         core, self._answerer = Machine(Boot("benchmark", b"key", bounds), 0), control_plane.Answerer()
         self._core, self._now_us = core, 1
@@ -185,7 +185,7 @@ class Decodes:
         core.apply(FromWorker(1, control_plane.ready(bounds)), 0)
         for message in control_plane.submissions(DECODED_ROWS, steps, DECODED_PROMPT):
             core.apply(FromClient(2, message, 1), 0)
-        self._stream = EventStream(core, NoTransport(), KvEventsSection(), time) if told else None
+        self._stream = EventStream(core, NoTransport(), KvEventsSection(), time) if events else None
         self._pending = deque(self._steps(core.apply(Turn(), 1).effects))
 
     @staticmethod
@@ -211,7 +211,7 @@ class Decodes:
 def decodes(steps: int) -> tuple[float, float]:
     """Run decode steps of 256 rows in the core, without and with KV events, in turns. Return mean microseconds, because
     only some steps have events."""
-    worlds = Decodes(steps, told=False), Decodes(steps, told=True)
+    worlds = Decodes(steps, events=False), Decodes(steps, events=True)
     taken: tuple[list[int], list[int]] = [], []
     while len(taken[1]) < steps:
         for world, times in zip(worlds, taken, strict=True):
@@ -257,7 +257,7 @@ def main() -> None:
     hit, miss = prefix_lookups(options.seconds)
     each = {bulk: allocations(options.seconds, bulk) for bulk in (256, 4096)}
     admitted, admitted_cached = admissions(options.seconds)
-    silent, told = decodes(options.decodes)
+    silent, published = decodes(options.decodes)
     rows: list[list[object]] = [
         ["create + remove of a 1,000-token sequence", f"{created:.1f} us", "100 us"],
         ["look up 8,192 tokens, all cached", f"{hit:.1f} us", "1000 us"],
@@ -267,7 +267,7 @@ def main() -> None:
     ]
     rows += [
         [f"decode step of {DECODED_ROWS} rows, no KV events (mean)", f"{silent:.1f} us", ""],
-        ["the same with KV events", f"{told:.1f} us, x {told / silent:.3f}", ""],
+        ["the same with KV events", f"{published:.1f} us, x {published / silent:.3f}", ""],
     ]
     for bulk, ns in each.items():
         rows.append([f"allocate or free a block, {bulk:,} at a time", f"{ns:.1f} ns", "50 ns"])
@@ -279,7 +279,7 @@ def main() -> None:
         "admit_us": admitted,
         "admit_cached_us": admitted_cached,
         "decode_us": silent,
-        "decode_kv_events_us": told,
+        "decode_kv_events_us": published,
     }
     if options.seeds:
         results["simulator"] = simulated(options.seeds)

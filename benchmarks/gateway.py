@@ -96,9 +96,9 @@ async def gateway(endpoint: str, core: int, more: str = "") -> AsyncIterator[tup
             )
         assert process.stdout is not None, "a pipe"
         try:
-            said = (await process.stdout.readline()).decode()
-            found = re.search(r"http://\S+", said)
-            assert found is not None, f"the gateway did not start: {said}"
+            line = (await process.stdout.readline()).decode()
+            found = re.search(r"http://\S+", line)
+            assert found is not None, f"the gateway did not start: {line}"
             await served(found.group())
             yield found.group(), process.pid
         finally:

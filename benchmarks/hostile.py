@@ -67,11 +67,11 @@ def flood(runtime: str, seed: int, stop: Event) -> None:
     """The flooding client's process."""
     random, peer = Random(seed), RawPeer(str(Path(runtime) / CLIENT_SOCKET))
     peer.send(frames(Hello(rid=1)))
-    said = [frames(message) for message in FLOOD]
+    messages = [frames(message) for message in FLOOD]
     sent = 0
     while not stop.is_set():
         if not peer.waits:
-            sent += peer.send(random.choice(said))
+            sent += peer.send(random.choice(messages))
         elif not peer.send(b""):
             select.select([peer.socket], [peer.socket], [], 0.01)
         peer.ended()  # also reads the answers
@@ -93,11 +93,11 @@ def flood_sealed(key: Key, _runtime: str, seed: int, stop: Event) -> None:
     socket = dealer(context, credentials_for(key.endpoint, key.server_key, key.key_file))
     socket.connect(key.endpoint)
     socket.send_multipart(encode(Hello(rid=1)))
-    said = [encode(message) for message in FLOOD]
+    messages = [encode(message) for message in FLOOD]
     sent = 0
     while not stop.is_set():
         with contextlib.suppress(zmq.Again):
-            socket.send_multipart(random.choice(said), zmq.NOBLOCK)
+            socket.send_multipart(random.choice(messages), zmq.NOBLOCK)
             sent += 1
         if socket.poll(0, zmq.POLLIN) or not socket.poll(10, zmq.POLLIN | zmq.POLLOUT):
             with contextlib.suppress(zmq.Again):
@@ -242,9 +242,9 @@ def main() -> int:
                 if options.over not in (None, side):
                     continue
                 chosen = {name: what for name, what in places.items() if options.only in (None, name) or what is None}
-                figures, told = measured(side, kv, chosen, installation.runtime, options)
+                figures, shown = measured(side, kv, chosen, installation.runtime, options)
                 results |= figures
-                rows += told
+                rows += shown
     title = "an honest client alone, beside a busy neighbour, a flooding client, hostile clients and workers"
     heads = ["call", "over", "beside", "p50, us", "p99, us", "a second", "p99 x alone"]
     report(title, heads, rows, results, options.json)

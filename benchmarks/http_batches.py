@@ -65,9 +65,9 @@ async def gateway(endpoint: str, core: int, tokenizer: str = "") -> AsyncIterato
             )
         assert process.stdout is not None, "a pipe"
         try:
-            said = (await process.stdout.readline()).decode()
-            found = re.search(r"http://\S+", said)
-            assert found is not None, f"the gateway did not start: {said}"
+            announced = (await process.stdout.readline()).decode()
+            found = re.search(r"http://\S+", announced)
+            assert found is not None, f"the gateway did not start: {announced}"
             await served(found.group())
             yield found.group(), process.pid
         finally:

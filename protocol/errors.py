@@ -158,8 +158,8 @@ class RequestNotFound(NotFound):
 
     def __init__(self, request_id: int, why: str = "") -> None:
         problem = f"there is no request {request_id}"
-        told = f"{problem}: {why}" if why else f"{problem} (never submitted, or finished and purged)"
-        super().__init__(told, request_id=request_id)
+        text = f"{problem}: {why}" if why else f"{problem} (never submitted, or finished and purged)"
+        super().__init__(text, request_id=request_id)
 
 
 class ModelNotFound(NotFound):

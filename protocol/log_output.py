@@ -45,9 +45,9 @@ class LogOutput(logging.Handler):
             self.lost += 1
             return
         if self.lost:
-            told = f"{self.lost} log lines dropped: standard error did not take them"
+            text = f"{self.lost} log lines dropped: standard error did not take them"
             self.lost = 0
-            gap = logging.LogRecord(record.name, logging.WARNING, record.pathname, record.lineno, told, (), None)
+            gap = logging.LogRecord(record.name, logging.WARNING, record.pathname, record.lineno, text, (), None)
             self._keep((self.format(gap) + "\n").encode())
         self._keep(line)
         self.flush()

@@ -162,9 +162,9 @@ def choose(place: CoreShare, wanted: int, environment: MutableMapping[str, str])
     """
     count, others = usable_cores(), place.others()
     cores = Cores(count, others, wanted=wanted)
-    said = [f"{name}={environment[name]}" for name in OPENMP_VARIABLES if name in environment]
-    if said or "torch" in sys.modules:
-        return Cores(count, others, f"waiting as set by {' '.join(said)}" if said else "waiting as OpenMP does", wanted)
+    env = [f"{name}={environment[name]}" for name in OPENMP_VARIABLES if name in environment]
+    if env or "torch" in sys.modules:
+        return Cores(count, others, f"waiting as set by {' '.join(env)}" if env else "waiting as OpenMP does", wanted)
     if cores.threads == 1:
         return cores
     used = used_by_others()

@@ -7,7 +7,7 @@ arrived, then a Turn, and only then publishes tables and sends.
 Nothing here waits for an unrelated event. A Turn runs until nothing more follows from it, and `apply` returns when
 the next one is due: an absolute time that stays the same until it comes or an event changes it. Any work that time
 alone makes necessary must have a timer in `Deadlines`, or belong to a part in `_timed` that arms its bound there. Any
-work that a later part of a turn makes possible for an earlier part must show in `Admission.stirred`. The simulator runs
+work that a later part of a turn makes possible for an earlier part must show in `Admission.due`. The simulator runs
 turns only when they are due, and compares the time with a scan of all deadlines; so it detects omissions.
 """
 
@@ -124,7 +124,7 @@ class Machine:
         self._guard = Guard(self.requests, self.admission, self.sequences, self.blocks, spending)
         self.clients: dict[int, Access | None] = {}  # None: unrestricted access
         self.turns = self.restarts_total = 0
-        self._stirred = False  # an event has occurred that a Turn must follow
+        self._turn_due = False  # an event has occurred that a Turn must follow
         # Commands that do not depend on the client.
         self._commands: dict[type[Message], Callable[[Any], Message]] = {
             Cancel: commands.cancel,
@@ -173,14 +173,14 @@ class Machine:
         elif isinstance(event, FromClient):
             self._from_client(event)
         elif isinstance(event, FromWorker):
-            self._stirred = True
+            self._turn_due = True
             self._reports.apply(event)
         elif isinstance(event, CommandRefused):
             self.requests.refused_total += event.submit
         elif isinstance(event, ClientFull):
             self._request_commands.client_full(event.client, event.lost)
         else:
-            self._stirred = True
+            self._turn_due = True
             if isinstance(event, ClientGone):
                 if not event.goodbye and self.sessions.left(event.client):
                     self._request_commands.client_away(event.client)
@@ -202,7 +202,7 @@ class Machine:
                 self._restarted(before_us)
         effects = self._effects.copy()
         self._effects.clear()
-        if self._stirred:
+        if self._turn_due:
             due_us = now_us
         elif not isinstance(event, Turn):
             due_us = self.due_us()
@@ -224,13 +224,13 @@ class Machine:
             if deadlines.heap and deadlines.heap[0][1] not in live:  # planning ends rows that can never continue
                 deadlines.drop_ended(live)
             due_us = deadlines.next_us(now_us, live, self._timed)
-            self._stirred = due_us is not None and due_us <= now_us
-            if self.admission.waiting.size and self.admission.stirred:
-                self._stirred = True
-            if not self._stirred:
+            self._turn_due = due_us is not None and due_us <= now_us
+            if self.admission.waiting.size and self.admission.due:
+                self._turn_due = True
+            if not self._turn_due:
                 break
         if self.streams.flush(self._effects):
-            self._stirred = True
+            self._turn_due = True
         return due_us
 
     # -------------------------------------------------------------------------------------------------------- clients
@@ -248,7 +248,7 @@ class Machine:
                 if access is not None:
                     self._guard.done(access, message, reply)
             if not isinstance(message, READING):
-                self._stirred = True
+                self._turn_due = True
                 self.sessions.keep(event.client, message.rid, reply, message)
         except KvforgeError as error:
             if isinstance(message, Submit):
@@ -349,9 +349,9 @@ class Machine:
 
         The time stays the same until it comes or an event changes it; the call changes nothing.
         """
-        clock, told_us = self._clock, self.streams.due_us
+        clock, stream_us = self._clock, self.streams.due_us
         due_us = clock.deadlines.next_us(clock.now_us, self.requests.live, self._timed)
-        return told_us if due_us is None or (told_us is not None and told_us < due_us) else due_us
+        return stream_us if due_us is None or (stream_us is not None and stream_us < due_us) else due_us
 
     # ---------------------------------------------------------------------------------------------------------- other
 

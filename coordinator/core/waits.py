@@ -85,13 +85,13 @@ class Waits:
     """Waiting requests by event.
 
     Attributes:
-        stirred: Set when a request arrived or may continue; the scheduler clears it.
+        admission_due: Set when a request arrived or may continue; the scheduler clears it.
     """
 
     def __init__(self) -> None:
         self._by_event: dict[Event, dict[int, Waiter]] = {}
         self._prefixes = 0
-        self.stirred = False
+        self.admission_due = False
 
     def put(self, request: Waiter, wait: Wait) -> None:
         """Record that the request waits for the first of the events."""
@@ -118,7 +118,7 @@ class Waits:
 
     def wake_all(self) -> None:
         """Wake all requests except those that wait for a sibling, because a worker came or went."""
-        self.stirred = True
+        self.admission_due = True
         blocked = {request.id: request for waiting in self._by_event.values() for request in waiting.values()}
         for request in blocked.values():
             if request.wait is not None and request.wait.limit != SIBLING:
@@ -126,7 +126,7 @@ class Waits:
 
     def clear(self, request: Waiter) -> None:
         """Remove the request's wait record, because it is tried again or no longer waits."""
-        self.stirred = True
+        self.admission_due = True
         wait, request.wait = request.wait, None
         if wait is None:
             return

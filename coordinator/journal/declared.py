@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Annotated, Any, TypeAlias
 
+import msgspec
+
 from kvforge.protocol.errors import Field
 from kvforge.protocol.messages import Ended, SamplingParams
 
@@ -212,7 +214,7 @@ class SavedWaits(Saved):
 
     by_event: list[tuple[Event, list[RequestIndex]]]
     _prefixes: int
-    stirred: bool
+    admission_due: bool = msgspec.field(name="stirred")  # the name in snapshots stays
 
 
 class SavedTops(Saved):
@@ -335,4 +337,4 @@ class SavedMachine(Saved):
     clients: dict[int, Access | None]
     turns: int
     restarts_total: int
-    _stirred: bool
+    _turn_due: bool = msgspec.field(name="stirred")

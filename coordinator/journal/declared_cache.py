@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Annotated
 
+import msgspec
+
 from kvforge.protocol.messages import ModelInfo
 
 from .field_markers import (
@@ -230,8 +232,8 @@ class SavedGroup(Saved):
     result_us: int
     costs: SavedCosts
     step_times: list[int]
-    told: I64 | None
-    told_us: int
+    last_sampled: I64 | None = msgspec.field(name="told")  # the name in snapshots stays
+    last_sampled_us: int = msgspec.field(name="told_us")
 
 
 class SavedCache(Saved):

@@ -103,8 +103,8 @@ class SealedReader(zmtp.Reader):
         at = 9 + COOKIE_BYTES
         nonce, box = body[at : at + NONCE_BYTES], body[at + NONCE_BYTES :]
         self._open_key = _shared(self._transient, self._transient_secret)
-        said = _open(box, b"CurveZMQINITIATE" + nonce, self._open_key, "INITIATE is not encrypted for this connection")
-        key, vouch, metadata = said[:KEY_BYTES], said[KEY_BYTES:][:VOUCH_BYTES], said[KEY_BYTES + VOUCH_BYTES :]
+        plain = _open(box, b"CurveZMQINITIATE" + nonce, self._open_key, "INITIATE is not encrypted for this connection")
+        key, vouch, metadata = plain[:KEY_BYTES], plain[KEY_BYTES:][:VOUCH_BYTES], plain[KEY_BYTES + VOUCH_BYTES :]
         vouched = _open(
             vouch[LONG_NONCE_BYTES:],
             b"VOUCH---" + vouch[:LONG_NONCE_BYTES],
@@ -197,7 +197,7 @@ def _shared(public: bytes, secret: bytes) -> bytes:
 def _open(box: bytes, nonce: bytes, shared: bytes, problem: str) -> bytes:
     """Decrypt a box. Raise Violation with `problem` if it is not authentic."""
     try:
-        said: bytes = crypto_box_open_easy_afternm(box, nonce, shared)
+        opened: bytes = crypto_box_open_easy_afternm(box, nonce, shared)
     except CryptoError:
         raise Violation(problem) from None
-    return said
+    return opened

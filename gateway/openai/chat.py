@@ -143,9 +143,9 @@ class ChatCompletion:
     async def converse(self) -> None:
         """Render the conversation and build the submission."""
         call, asked = self.call, self.asked
-        told = dict(asked.chat_template_kwargs or {})
+        variables = dict(asked.chat_template_kwargs or {})
         if asked.reasoning_effort is not None:
-            told["reasoning_effort"] = asked.reasoning_effort
+            variables["reasoning_effort"] = asked.reasoning_effort
         if asked.continue_final_message and asked.add_generation_prompt:
             problem = "cannot be combined with continue_final_message"
             raise InvalidRequest("add_generation_prompt", problem)
@@ -157,7 +157,7 @@ class ChatCompletion:
             choice=choice_of(asked),
             shape=requested_shape(asked),
             continued=continued,
-            variables=told,
+            variables=variables,
         )
         prompt = conversation.rendered.ids
         most = asked.max_completion_tokens or asked.max_tokens

@@ -57,14 +57,14 @@ async def tokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, 
         ids = (await model.prompts.text(asked.prompt, special=asked.add_special_tokens)).tolist()
     else:
         tools = [tool.plain() for tool in tools_of(asked.tools or (), ignored)]
-        told = {**(asked.chat_template_kwargs or {})}
+        variables = {**(asked.chat_template_kwargs or {})}
         messages = messages_of(asked.messages or [], asked.model)
         rendered = await model.prompts.chat(
             messages,
             tools=tools,
             continued=asked.continue_final_message,
             opened=asked.add_generation_prompt,
-            variables=told,
+            variables=variables,
         )
         ids = rendered.ids.tolist()
     names = [model.prompts.name_of(token) for token in ids] if asked.return_token_strs else None

@@ -76,10 +76,10 @@ def workers(health: Health, absent: tuple[DisconnectedWorker, ...] = ()) -> Docu
 def about(stats: Stats, health: Health, started_ms: int) -> Document:
     """Return the facts that rarely change."""
     model = health.model
-    told: Document | None = None
+    shown: Document | None = None
     if model is not None:
-        told = {"name": model.name, "dtype": model.weight_dtype or model.dtype, "context": model.context_tokens_max}
-    return {"boot": stats.boot, "started_ms": started_ms, "model": told, "draining": health.draining}
+        shown = {"name": model.name, "dtype": model.weight_dtype or model.dtype, "context": model.context_tokens_max}
+    return {"boot": stats.boot, "started_ms": started_ms, "model": shown, "draining": health.draining}
 
 
 def totals(stats: Stats) -> Document:

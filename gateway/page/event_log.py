@@ -82,8 +82,8 @@ class EventLog:
         if health.draining != stood.draining:
             self._add(now_ms, NOTICE, "draining: no new requests" if health.draining else "the drain was cancelled")
         if health.ready != stood.ready and not health.draining:
-            said = (GOOD, "ready to serve") if health.ready else (BAD, f"not ready: {health.reason}")
-            self._add(now_ms, *said)
+            status = (GOOD, "ready to serve") if health.ready else (BAD, f"not ready: {health.reason}")
+            self._add(now_ms, *status)
 
     def _away(self, now_ms: int) -> str:
         return f" after {(now_ms - self._gone_ms) / 1000:.1f} s" if self._gone_ms else ""
@@ -104,17 +104,17 @@ class EventLog:
             was, now = getattr(before.requests, name), getattr(stats.requests, name)
             if now <= was:
                 continue
-            told, counted = self._counted.get(name, (None, _Counted(was, now_ms)))
-            if told is not None and now_ms - counted.last_ms > TOGETHER_MS:
-                told, counted = None, _Counted(was, now_ms)
-            if told is not None and told in self._entries:
-                self._entries.remove(told)
+            entry, counted = self._counted.get(name, (None, _Counted(was, now_ms)))
+            if entry is not None and now_ms - counted.last_ms > TOGETHER_MS:
+                entry, counted = None, _Counted(was, now_ms)
+            if entry is not None and entry in self._entries:
+                self._entries.remove(entry)
             number = now - counted.first
             line = f"{number} request{'s' if number > 1 else ''} {what}"
             counted.last_ms = now_ms
             self._counted[name] = self._add(now_ms, level, line), counted
 
     def _add(self, at_ms: int, level: str, text: str) -> LogEntry:
-        told = LogEntry(at_ms, level, text)
-        self._entries.appendleft(told)
-        return told
+        entry = LogEntry(at_ms, level, text)
+        self._entries.appendleft(entry)
+        return entry

@@ -54,8 +54,8 @@ def routes(
 
     async def explain(request: Request) -> Response:
         allowed(request, SEE)
-        told = await explaining.explain(request)
-        return _json({"subject": told.subject, "sentences": told.sentences, "facts": told.facts})
+        explanation = await explaining.explain(request)
+        return _json({"subject": explanation.subject, "sentences": explanation.sentences, "facts": explanation.facts})
 
     async def cancel(request: Request) -> Response:
         allowed(request, ADMIN)

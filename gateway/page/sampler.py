@@ -237,9 +237,9 @@ class Sampler:
         found = []
         for tenant in most:
             with suppress(NotFound):  # it ended in the meantime
-                told = await self._client().explain(request=oldest[tenant], timeout_s=ANSWER_S)
-                if "limit" in told.facts:
-                    found.append(Waiting(tenant, pending.get(tenant, 0), str(told.facts["limit"])))
+                explanation = await self._client().explain(request=oldest[tenant], timeout_s=ANSWER_S)
+                if "limit" in explanation.facts:
+                    found.append(Waiting(tenant, pending.get(tenant, 0), str(explanation.facts["limit"])))
         return tuple(found)
 
     # ------------------------------------------------------------------------------------------------------- one look
@@ -300,17 +300,17 @@ class Sampler:
             tokens_per_s = round(max(0, count[1] - self._counts[0][1]) / passed_s, 1)
             steps_per_s = round(max(0, count[2] - self._counts[0][2]) / passed_s, 1)
         self._counts.append(count)
-        told = {"at_ms": now_ms, "tokens_per_s": tokens_per_s, "steps_per_s": steps_per_s, "map": self._map_problem}
+        sample = {"at_ms": now_ms, "tokens_per_s": tokens_per_s, "steps_per_s": steps_per_s, "map": self._map_problem}
         if gauges:
             names = ("total", "free", "cached", "referenced", "quarantined")
             blocks = {name: gauges[f"blocks_{name}"] for name in names}
             requests = {"running": gauges["requests_running"], "waiting": gauges["requests_pending"]}
-            return {**told, **requests, **blocks, "lives": {name: gauges[name] for name in LIVES}}
+            return {**sample, **requests, **blocks, "lives": {name: gauges[name] for name in LIVES}}
         assert stats is not None, "checked above"
         sums = {name: sum(getattr(pool, name) for pool in stats.pools) for name in
                 ("free", "cached", "referenced", "quarantined")}  # fmt: skip
         total = {"total": sum(pool.blocks for pool in stats.pools)}
-        return {**told, "running": stats.requests.running, "waiting": stats.requests.pending, **total, **sums}
+        return {**sample, "running": stats.requests.running, "waiting": stats.requests.pending, **total, **sums}
 
     def _point(self, now: dict[str, Any], *, known: bool) -> Point:
         if not known or "running" not in now:

@@ -102,8 +102,8 @@ def summary(view: ServiceState) -> Summary:
     if view.silent_s >= SILENT_S:
         silent = f"The coordinator has not answered for {_seconds(view.silent_s)}."
         return Summary(BAD, silent, (view.problem,), stale=True)
-    said = _serving(view, view.health, _work(view, view.stats.requests.pending))
-    return replace(said, notes=(*said.notes, *_stored(view.stored)))
+    serving = _serving(view, view.health, _work(view, view.stats.requests.pending))
+    return replace(serving, notes=(*serving.notes, *_stored(view.stored)))
 
 
 def _serving(view: ServiceState, health: Health, work: str) -> Summary:
@@ -145,8 +145,8 @@ def _absences(absent: tuple[DisconnectedWorker, ...]) -> str:
     return ", ".join(parts)
 
 
-def _work(view: ServiceState, told: int) -> str:
-    """Describe the load. `told` is how many requests waited when the reasons were queried."""
+def _work(view: ServiceState, waiting: int) -> str:
+    """Describe the load. `waiting` is how many requests waited when the reasons were queried."""
     running, pending = view.running, view.pending
     if not running and not pending:
         return "nothing runs and nothing waits"
@@ -156,12 +156,12 @@ def _work(view: ServiceState, told: int) -> str:
     for one in view.waiting:
         ceiling = f"room below tenant {one.tenant}'s ceiling"
         counts[ceiling if one.limit == CEILING else WAITS_FOR.get(one.limit, one.limit)] += one.count
-    said = f"{running} running, {pending} waiting"
+    text = f"{running} running, {pending} waiting"
     if not counts:
-        return said
-    if len(counts) == 1 and counts.total() >= told:
-        return f"{said} for {next(iter(counts))}"
-    return f"{said}: {', '.join(f'{count} for {reason}' for reason, count in counts.most_common())}"
+        return text
+    if len(counts) == 1 and counts.total() >= waiting:
+        return f"{text} for {next(iter(counts))}"
+    return f"{text}: {', '.join(f'{count} for {reason}' for reason, count in counts.most_common())}"
 
 
 def _seconds(seconds: float) -> str:

@@ -217,9 +217,9 @@ class CoordinatorLink(Watched):
         """Return the events of the connection: established, ended, or not accepted."""
         found: set[int] = set()
         while self.monitor is not None and (event := _receive(self.monitor)) is not None:
-            told = parse_monitor_message(event)
-            kind = told["event"]
-            if kind == zmq.Event.CONNECTED and not self._trusts(told["value"]):
+            details = parse_monitor_message(event)
+            kind = details["event"]
+            if kind == zmq.Event.CONNECTED and not self._trusts(details["value"]):
                 return set()
             if kind == network.REFUSED and self._proof is not None:
                 self.reconnector.turned_away(network.refusal(self._session.endpoint, self._proof))

@@ -49,13 +49,13 @@ def wait(kv: Client, wait_s: float) -> int:
     Returns:
         The number of requests left.
     """
-    deadline, told = time.monotonic() + wait_s, -1
+    deadline, printed = time.monotonic() + wait_s, -1
     while True:
         requests = kv.stats().requests
         left = requests.pending + requests.running
-        if left != told:
+        if left != printed:
             printing.print_note(f"draining: no new requests; {requests.running} running, {requests.pending} waiting")
-        told = left
+        printed = left
         if left == 0 or time.monotonic() >= deadline:
             return left
         time.sleep(POLL_S)

@@ -35,12 +35,12 @@ def run(options: argparse.Namespace) -> int:
     """
     subject: Any = options.id if options.subject == "tenant" else _number(options.subject, options.id)
     with parsing.open_client(options) as kv:
-        told = kv.explain(**{options.subject: subject})
+        explanation = kv.explain(**{options.subject: subject})
     if options.json:
-        printing.print_json(told)
+        printing.print_json(explanation)
         return 0
-    print(printable(f"{told.subject}:"))
-    for sentence in told.sentences:
+    print(printable(f"{explanation.subject}:"))
+    for sentence in explanation.sentences:
         print(f"  {printable(sentence)}")
     return 0
 

@@ -137,19 +137,19 @@ def _wait(fleet: FleetClient, wait_s: float, done: Callable[[Status], bool]) -> 
 def _show(status: Status) -> None:
     if status.ended:
         print(f"{status.fleet} is shutting down")
-    ready = sum(one.told.phase == READY for one in status.replicas)
+    ready = sum(one.status.phase == READY for one in status.replicas)
     print(f"{status.fleet}: {ready} of {status.count} replicas serve")
-    rows = [_row(one, one.told.place.endpoint if one.told.place is not None else "") for one in status.replicas]
+    rows = [_row(one, one.status.place.endpoint if one.status.place is not None else "") for one in status.replicas]
     if rows:
         printing.print_table(("replica", "revision", "state", "running", "waiting", "queue s", "where"), rows)
     for one in status.gateways:
-        reason = f": {one.told.reason}" if one.told.reason else ""
-        print(f"gateway {one.name}  {one.told.phase}  {one.told.url}{reason}".rstrip())
+        reason = f": {one.status.reason}" if one.status.reason else ""
+        print(f"gateway {one.name}  {one.status.phase}  {one.status.url}{reason}".rstrip())
     for sentence in status.sentences:
         print(sentence)
     sys.stdout.flush()
 
 
 def _row(one: Seen, where: str) -> tuple[object, ...]:
-    told = one.told
-    return one.name, one.revision, told.phase, told.running, told.pending, f"{told.queue_s:.2f}", where
+    status = one.status
+    return one.name, one.revision, status.phase, status.running, status.pending, f"{status.queue_s:.2f}", where

@@ -91,15 +91,15 @@ def _check_coordinator(places: Places, user: Account | None) -> list[Finding]:
         return findings
     runtime, state = Path(meaning["runtime_dir"]), Path(meaning["state_dir"])
     if runtime != RUNTIME_DIR:
-        told = f"{path}: runtime_dir is {runtime}, but the unit creates {RUNTIME_DIR} and allows no other"
-        findings.append(wrong(told, f'set runtime_dir = "{RUNTIME_DIR}", or RuntimeDirectory= in a drop-in'))
+        problem = f"{path}: runtime_dir is {runtime}, but the unit creates {RUNTIME_DIR} and allows no other"
+        findings.append(wrong(problem, f'set runtime_dir = "{RUNTIME_DIR}", or RuntimeDirectory= in a drop-in'))
     if state != STATE_DIR:
-        told = f"{path}: state_dir is {state}, but the unit creates {STATE_DIR}"
+        problem = f"{path}: state_dir is {state}, but the unit creates {STATE_DIR}"
         remedy = f'set state_dir = "{STATE_DIR}", or ReadWritePaths={state} in a drop-in'
-        findings.append(warning(told, remedy))
+        findings.append(warning(problem, remedy))
     if meaning.get("on_stop") == "drain":
-        told = f"{path}: with on_stop = drain a restart of the coordinator hands requests back and stops the workers"
-        findings.append(warning(told, 'set on_stop = "keep"; kvforge-drain.service drains when all services stop'))
+        problem = f"{path}: with on_stop = drain a restart of the coordinator hands requests back and stops the workers"
+        findings.append(warning(problem, 'set on_stop = "keep"; kvforge-drain.service drains when all services stop'))
     findings += check_file_system("runtime_dir", places.of(runtime), int(meaning["tables_bytes"]), lasting=False)
     findings += check_file_system("state_dir", places.of(state), STATE_BYTES_MIN, lasting=True)
     return findings
@@ -113,8 +113,8 @@ def _check_workers(places: Places, user: Account | None) -> list[Finding]:
     names: dict[tuple[str, int], Path] = {}
     ranks: dict[str, set[int]] = {}
     for instance, path in found:
-        meaning, told = _load_as_role(places, "worker", path, user)
-        findings += told
+        meaning, problems = _load_as_role(places, "worker", path, user)
+        findings += problems
         if meaning is None:
             continue
         findings += check_devices(instance, str(meaning["kind"]), user)
@@ -139,8 +139,8 @@ def _check_gateway(places: Places, user: Account | None) -> list[Finding]:
     path = places.configuration / "gateway.toml"
     meaning, findings = _load_as_role(places, "gateway", path, user)
     if meaning is not None and meaning["runtime_dir"] not in ("", str(RUNTIME_DIR)):
-        told = f"{path}: runtime_dir is {meaning['runtime_dir']}, the coordinator's is {RUNTIME_DIR}"
-        findings.append(wrong(told, f'set runtime_dir = "{RUNTIME_DIR}"'))
+        problem = f"{path}: runtime_dir is {meaning['runtime_dir']}, the coordinator's is {RUNTIME_DIR}"
+        findings.append(wrong(problem, f'set runtime_dir = "{RUNTIME_DIR}"'))
     return findings
 
 
@@ -157,8 +157,10 @@ def _load_as_role(
     if done.status != OK:
         return None, [wrong(f"{path}: {done.last_words.removeprefix(f'{role}: ')}", _remedy(role))]
     meaning = json.loads(done.output.splitlines()[-1])
-    told = {name: value for name, value in meaning.items() if name not in ("runtime_dir", "state_dir", "kind", "name")}
-    facts = ", ".join(f"{name} {value}" for name, value in told.items())
+    values = {
+        name: value for name, value in meaning.items() if name not in ("runtime_dir", "state_dir", "kind", "name")
+    }
+    facts = ", ".join(f"{name} {value}" for name, value in values.items())
     return meaning, [good(f"{path}: {facts}")]
 
 

@@ -195,13 +195,13 @@ def worker_file(instance: str, model: str | None) -> bytes:
     """Return the example configuration for one device."""
     found = INSTANCE.fullmatch(instance)
     assert found is not None, "checked before"
-    said = {"name": f'"{instance}"', "device_index": found[1] or "0"}
+    values = {"name": f'"{instance}"', "device_index": found[1] or "0"}
     if instance == "cpu":
-        said["device"] = '"cpu"'
+        values["device"] = '"cpu"'
     if model is not None:
-        said["model"] = toml_value("model", model)
+        values["model"] = toml_value("model", model)
     text = _packaged("worker.toml").decode()
-    for key, value in said.items():
+    for key, value in values.items():
         text, count = re.subn(rf"^{key} = \S+ *", lambda _: f"{key} = {value}".ljust(34), text, flags=re.MULTILINE)  # noqa: B023
         assert count == 1, f"worker.toml has {key} {count} times"
     return text.encode()

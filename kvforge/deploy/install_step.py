@@ -103,10 +103,10 @@ def place(path: Path, content: bytes, owner: Owner, record: Record) -> list[Inst
     if current == record.get(path):
         return [InstallStep(f"replace the unedited {path}", put)]
     beside = path.with_name(path.name + NEW)
-    told = InstallStep(f"keep the edited {path}; this version's file is {beside}: compare them")
+    kept = InstallStep(f"keep the edited {path}; this version's file is {beside}: compare them")
     if beside.exists() and digest(beside.read_bytes()) == wanted:
-        return [told]
-    return [told, InstallStep(f"write {beside}", lambda: write(beside, content, owner))]
+        return [kept]
+    return [kept, InstallStep(f"write {beside}", lambda: write(beside, content, owner))]
 
 
 def digest(content: bytes) -> str:

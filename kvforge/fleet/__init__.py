@@ -6,5 +6,5 @@ it. A replica on a node is what `kvforge up` runs, and a gateway is `python -m k
 
 `deciding` computes the actions, without a clock, Ray or input and output. `node` holds the two programs that run on
 nodes, without Ray. `cluster` is the thin layer over Ray, and the only package that imports it. `settings` is the file,
-`told` the messages between the parts.
+`messages` those between the parts.
 """

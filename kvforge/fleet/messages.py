@@ -105,7 +105,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     revision: str
-    told: NodeStatus
+    status: NodeStatus = msgspec.field(name="told")  # the name in messages stays
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +131,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     def serves(self) -> bool:
         """Return whether all replicas and gateways are ready and no change is pending."""
         whole = (*self.replicas, *self.gateways)
-        return not self.sentences and len(self.replicas) == self.count and all(s.told.phase == READY for s in whole)
+        return not self.sentences and len(self.replicas) == self.count and all(s.status.phase == READY for s in whole)
 
 
 def encode(document: Order | NodeStatus) -> bytes:

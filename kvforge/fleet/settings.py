@@ -248,5 +248,5 @@ def _check_sizes(file: FleetFile) -> None:
 
 
 def _digest(values: list[Any]) -> str:
-    said = msgspec.json.encode(values, order="deterministic")
-    return hashlib.sha256(said).hexdigest()[:8]
+    encoded = msgspec.json.encode(values, order="deterministic")
+    return hashlib.sha256(encoded).hexdigest()[:8]

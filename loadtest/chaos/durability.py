@@ -84,19 +84,19 @@ class DurabilityCheck:
 
     def sentences(self) -> list[str]:
         """Describe the result for people, the worst first, with at most LISTED_MAX lines of each kind."""
-        told = [
+        lines = [
             f"request {one.request_id} changed: token {one.offset} is {_token(one.token)}, without faults it is "
             f"{_token(one.twin_token)}"
             for one in self.differences[:LISTED_MAX]
         ]
-        told += [f"request {one.request_id} was lost: {one.state}, {one.problem}" for one in self.lost[:LISTED_MAX]]
-        told += [f"request {i} is unproven: {why}" for i, why in list(self.unproven.items())[:LISTED_MAX]]
+        lines += [f"request {one.request_id} was lost: {one.state}, {one.problem}" for one in self.lost[:LISTED_MAX]]
+        lines += [f"request {i} is unproven: {why}" for i, why in list(self.unproven.items())[:LISTED_MAX]]
         counts = (
             f"{self.finished} of {self.accepted} accepted requests finished, {len(self.lost)} were lost; "
             f"{self.compared} answers ({self.compared_tokens} tokens) were compared with undisturbed twins, "
             f"{len(self.differences)} differ, {len(self.unproven)} have no twin"
         )
-        return [f"the promise was {'kept' if self.kept else 'BROKEN'}: {counts}", *told]
+        return [f"the promise was {'kept' if self.kept else 'BROKEN'}: {counts}", *lines]
 
     def json(self) -> dict[str, Any]:
         """Return plain values: the counts, and the first LISTED_MAX of each kind."""

@@ -47,10 +47,10 @@ async def drive(result_fd: int) -> None:
     """
     reader = asyncio.StreamReader(LINE_BYTES_MAX)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    told = json.loads(await reader.readline())
-    spec = RunSpec(**told["spec"])
+    request = json.loads(await reader.readline())
+    spec = RunSpec(**request["spec"])
     workload = spec.workload()
-    plan = spec.plan(told["index"], told["processes"], len(workload))
+    plan = spec.plan(request["index"], request["processes"], len(workload))
     target = spec.make_target(plan)
     engine = Engine(workload, target, plan)
     await target.open()

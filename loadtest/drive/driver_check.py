@@ -96,13 +96,13 @@ async def null_server(kind: str, pace: float = 0.0, *options: str) -> AsyncItera
         command = child_command(*command, "--pace", f"{pace:g}", *options)
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None, "a pipe"
-        told: tuple[int, ...] = (0, -SIGTERM)
+        statuses: tuple[int, ...] = (0, -SIGTERM)
         try:
             async with asyncio.timeout(READY_S):
-                said = (await process.stdout.readline()).decode().split()
-            if not said:
+                words = (await process.stdout.readline()).decode().split()
+            if not words:
                 raise InternalError(f"the null server for {kind} did not start: see its output above")
-            yield said[0] if kind == HTTP else where
+            yield words[0] if kind == HTTP else where
         finally:
             with suppress(ProcessLookupError):
                 process.terminate()
@@ -111,6 +111,6 @@ async def null_server(kind: str, pace: float = 0.0, *options: str) -> AsyncItera
                     await process.wait()
             except TimeoutError:
                 process.kill()
-                told = (await process.wait(),)
-        if process.returncode not in told:
+                statuses = (await process.wait(),)
+        if process.returncode not in statuses:
             raise InternalError(f"the null server for {kind} ended early with status {process.returncode}")

@@ -77,8 +77,8 @@ class _RunningSession:
         self.held = np.concatenate((self.prompt, np.array(outcome.tokens, np.int32)))
         self.turn += 1
         self.outcome = None
-        said = ((self.text, outcome.answer),)
-        self.history = self.history + said if turns[self.turn].kept == load.ALL and self.text else ()
+        exchange = ((self.text, outcome.answer),)
+        self.history = self.history + exchange if turns[self.turn].kept == load.ALL and self.text else ()
         self._prepare()
         return turns[self.turn]
 

@@ -143,11 +143,11 @@ class HttpTarget:
             if self._ids and ask.followed:
                 body["return_token_ids"] = True
         else:
-            said = [*ask.history, (ask.text, "")] if ask.text else [(self._words.text(ask.prompt), "")]
+            pairs = [*ask.history, (ask.text, "")] if ask.text else [(self._words.text(ask.prompt), "")]
             if self._chat:
-                turns = [(role, words) for pair in said for role, words in zip(ROLES, pair, strict=True)]
+                turns = [(role, words) for pair in pairs for role, words in zip(ROLES, pair, strict=True)]
                 body["messages"] = [{"role": role, "content": words} for role, words in turns[:-1]]
             else:
-                body["prompt"] = "".join(words for pair in said for words in pair)
+                body["prompt"] = "".join(words for pair in pairs for words in pair)
         content = encode(body)
         return b"%b%d\r\n\r\n%b" % (self._head, len(content), content)

@@ -55,13 +55,13 @@ def pieces(chat: bool, ids: bool, tokens: int, prompt_tokens: int) -> tuple[byte
     """Return the chunks of an answer's first events, of one token, and of its end."""
     name = "chat.completion.chunk" if chat else "text_completion"
     begin = {"id": "null", "object": name, "created": 0, "model": "null"}
-    said: dict[str, Any] = {"delta": {"content": " null"}} if chat else {"text": " null"}
+    delta: dict[str, Any] = {"delta": {"content": " null"}} if chat else {"text": " null"}
     last: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
     if ids:
-        said["token_ids"], last["token_ids"] = [7], []
+        delta["token_ids"], last["token_ids"] = [7], []
     index = {"index": 0}
     opening = [begin | {"choices": [index | {"delta": {"role": "assistant", "content": ""}}]}] if chat else []
-    token = begin | {"choices": [index | said | {"finish_reason": None}]}
+    token = begin | {"choices": [index | delta | {"finish_reason": None}]}
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
     closing = [
         begin | {"choices": [index | last | {"finish_reason": "length"}]},

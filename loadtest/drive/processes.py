@@ -175,13 +175,13 @@ class _Child:
         """Read lines up to this word. Raises the error that the child reports instead."""
         assert self._process is not None and self._process.stdout is not None, "it has begun"
         while line := await self._process.stdout.readline():
-            said: dict[str, Any] = json.loads(line)
-            if word in said:
+            message: dict[str, Any] = json.loads(line)
+            if word in message:
                 return
-            if (error := said.get("error")) is not None:
+            if (error := message.get("error")) is not None:
                 raise restore(error["code"], error["message"], error["fields"])
-            if "progress" in said:
-                self.progress = Progress(**said["progress"])
+            if "progress" in message:
+                self.progress = Progress(**message["progress"])
                 if changed is not None:
                     changed()
         code = await self._process.wait()

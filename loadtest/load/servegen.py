@@ -164,12 +164,12 @@ def requests(
     order = np.argsort(together, kind="stable")[: int(np.searchsorted(np.sort(together), end_s or math.inf))][:wanted]
     if len(order) > REQUESTS_MAX:
         raise InvalidRequest("duration", f"exceeds {REQUESTS_MAX} requests: lower --rate-scale or give --requests")
-    whose = np.concatenate(clients)[order]
+    owners = np.concatenate(clients)[order]
     return Recorded(
         times=together[order],
         inputs=np.concatenate(inputs)[order] if inputs else None,
         outputs=np.concatenate(outputs)[order] if outputs else None,
-        kinds=[f"client-{client}" for client in whose],
+        kinds=[f"client-{client}" for client in owners],
     )
 
 

@@ -55,8 +55,8 @@ async def slowest(client: ExplainClient | None, outcomes: Sequence[Outcome], cou
     tried = [outcome for outcome in outcomes if outcome.state not in (UNSENT, INTERRUPTED) and outcome.ended_s >= 0]
     chosen = sorted(tried, key=_latency_s, reverse=True)[:count]
     until = monotonic() + ASK_S
-    said = await asyncio.gather(*(_sentence(client, outcome.request_id, until) for outcome in chosen))
-    return [_document(outcome, sentence) for outcome, sentence in zip(chosen, said, strict=True)]
+    sentences = await asyncio.gather(*(_sentence(client, outcome.request_id, until) for outcome in chosen))
+    return [_document(outcome, sentence) for outcome, sentence in zip(chosen, sentences, strict=True)]
 
 
 def breakdown(outcomes: Sequence[Outcome]) -> Document:
@@ -123,10 +123,10 @@ async def _sentence(client: ExplainClient | None, request_id: int, until: float)
     if client is None or request_id <= 0 or left_s <= 0:
         return ""
     try:
-        told = await asyncio.wait_for(client.explain(request=request_id, timeout_s=left_s), left_s)
+        explanation = await asyncio.wait_for(client.explain(request=request_id, timeout_s=left_s), left_s)
     except (KvforgeError, TimeoutError):
         return ""  # the request was forgotten, or the coordinator is gone
-    return "; ".join(told.sentences)
+    return "; ".join(explanation.sentences)
 
 
 def _document(outcome: Outcome, sentence: str) -> Document:

@@ -79,11 +79,11 @@ def latency(found: Document) -> Picture:
             log_axis(panel, "y")
         _over_time(found, axes)
 
-    said = ", ".join(_medians(found, time) for time in shown)
+    medians = ", ".join(_medians(found, time) for time in shown)
     return draw(
         "latency",
         "Latency over time",
-        alt=f"Median and 99th percentile of each latency over the run. {said}.",
+        alt=f"Median and 99th percentile of each latency over the run. {medians}.",
         caption=f"Requests due in each {series['slice_s']:g} s. {_marked(found)}",
         draws=draws,
         panels=(len(shown), 1),
@@ -153,11 +153,11 @@ def occupancy(found: Document) -> Picture:
         _over_time(found, axes)
 
     means = {name: found["occupancy"][name] for name in ("pending", "running", *states)}
-    said = ", ".join(f"{name} {number(each['mean'])}" for name, each in means.items() if each)
+    averages = ", ".join(f"{name} {number(each['mean'])}" for name, each in means.items() if each)
     return draw(
         "occupancy",
         "Occupancy",
-        alt=f"Requests and blocks of the server over the run; average over the measured span: {said}.",
+        alt=f"Requests and blocks of the server over the run; average over the measured span: {averages}.",
         caption=f"As reported by the server. {_marked(found)}",
         draws=draws,
         panels=(2 if states else 1, 1),

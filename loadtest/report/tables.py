@@ -169,9 +169,9 @@ def lag(found: Document) -> Table:
 def ends(found: Document) -> str:
     """Describe how the requests of the span ended, in one sentence."""
     requests, span = found["all"]["requests"], found["span"]
-    said = ", ".join(f"{requests[end]} {end.replace('_', ' ')}" for end in ENDS if requests[end])
+    shown = ", ".join(f"{requests[end]} {end.replace('_', ' ')}" for end in ENDS if requests[end])
     return (
         f"{requests['due']} requests in the measured {number(span['seconds'])} s "
         f"({number(span['start_s'])} s to {number(span['end_s'])} s of {number(span['wall_s'])} s)"
-        + (f": {said}" if said else "")
+        + (f": {shown}" if shown else "")
     )

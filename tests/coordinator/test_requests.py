@@ -692,7 +692,7 @@ def test_a_result_of_another_epoch_is_ignored_and_logged(make_pool: MakePool) ->
     effects = driver.report(again, old)
     assert [type(effect) for effect in effects] == [Log]
     assert "another epoch ignored" in effects[0].text
-    driver.machine._stirred = False  # the only side effect is that a turn is due
+    driver.machine._turn_due = False  # the only side effect is that a turn is due
     assert digest(driver.machine) == before
     driver.run_until_idle()
     assert driver.answer_of(request) == continuation([1, 2, 3], 6)

@@ -174,8 +174,8 @@ def results(target: Target, configurations: dict[str, Configuration]) -> Iterato
     before = kept(target)
     for key, configuration in configurations.items():
         if key in before:
-            told = replace(before[key], label=configuration.label, wants_matrix=configuration.matrix)
-            yield key, told, True
+            relabelled = replace(before[key], label=configuration.label, wants_matrix=configuration.matrix)
+            yield key, relabelled, True
         else:
             yield key, compile_one(configuration, target), False
 

@@ -63,6 +63,6 @@ def complaints(member: str, log: str) -> Iterator[str]:
     lines = log.splitlines()
     for at, line in enumerate(lines):
         if any(words in line for words in COMPLAINTS):
-            told = list(takewhile(lambda one: one.startswith(" "), lines[at + 1 :]))
-            last = [*told[-2:], *lines[at + 1 + len(told) :][:1]] if "Traceback" in line else []
+            indented = list(takewhile(lambda one: one.startswith(" "), lines[at + 1 :]))
+            last = [*indented[-2:], *lines[at + 1 + len(indented) :][:1]] if "Traceback" in line else []
             yield f"{member} wrote: {' | '.join((line, *map(str.strip, last)))}"

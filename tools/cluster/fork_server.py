@@ -92,9 +92,9 @@ class ForkServer:
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], max(0.0, wait_s))[0]:
             return
-        said = self._process.stdout.read(1 << 16)
-        assert said, "the fork server has ended"
-        *lines, self._answers = (self._answers + said).split(b"\n")
+        answers = self._process.stdout.read(1 << 16)
+        assert answers, "the fork server has ended"
+        *lines, self._answers = (self._answers + answers).split(b"\n")
         for line in lines:
             pid, status = json.loads(line)
             if status is None:

@@ -30,7 +30,7 @@ def _marks(*states: int) -> bytes:
     return bytes(state in states for state in range(256))
 
 
-NOBODY = np.zeros(0, np.bool_)
+NO_SLOTS = np.zeros(0, np.bool_)
 IS_REFERENCED, IS_KEPT = _marks(REFERENCED), _marks(REFERENCED, QUARANTINED)
 
 
@@ -133,7 +133,7 @@ class Checker:
     def turned(self, now_us: int) -> None:
         """Check after a turn that no expired sequence is left, and that no block waits for a step that was not sent."""
         s, cache = self._machine.cache.sequences, self._machine.cache
-        limited = s.owned & (s.idle_ttl_us > 0) if any(s.idle_ttl_us.tolist()) else NOBODY
+        limited = s.owned & (s.idle_ttl_us > 0) if any(s.idle_ttl_us.tolist()) else NO_SLOTS
         if _some(limited):
             over = limited & (s.request == 0) & (s.accessed_us + s.idle_ttl_us <= now_us)
             assert not _some(over), f"sequence {s.id[over][0]} outlives its time to live"
@@ -155,15 +155,15 @@ class Checker:
         assert tables.row_blocks.tolist() == used, "a count of blocks is not published"
         assert tables.row_sequence.tolist() == s.id.tolist(), "a sequence id is not published"
         rows = zip(tables.block_table.tolist(), s.table.tolist(), used, strict=True)
-        wrong = [slot for slot, (told, row, width) in enumerate(rows) if told[:width] != row[:width]]
+        wrong = [slot for slot, (stored, row, width) in enumerate(rows) if stored[:width] != row[:width]]
         assert not wrong, f"row {wrong[0]} is published with wrong blocks"
         assert tables.block_refcount.tolist() == blocks.refcount.tolist(), "a reference count is not published"
-        told, known = tables.block_generation.tolist(), blocks.generation.tolist()
-        if told != known:  # a new table has no data about lost pools
+        stored, known = tables.block_generation.tolist(), blocks.generation.tolist()
+        if stored != known:  # a new table has no data about lost pools
             pools = [group.pool for group in self._machine.cache.groups.values()]
             there = {block for pool in pools for block in range(pool.base, pool.base + pool.count)}
-            wrong = [b for b, (says, is_) in enumerate(zip(told, known, strict=True)) if says != is_]
-            assert not any(told[block] or block in there for block in wrong), "a generation is not published"
+            wrong = [b for b, (says, is_) in enumerate(zip(stored, known, strict=True)) if says != is_]
+            assert not any(stored[block] or block in there for block in wrong), "a generation is not published"
 
 
 class Generations:

@@ -553,7 +553,7 @@ def bound_taken_for_a_deadline() -> list[Patch]:
 @fault
 def one_round_a_turn() -> list[Patch]:
     """A request that planning has made possible waits for the next turn."""
-    return [(Admission, "stirred", property(lambda self: False))]
+    return [(Admission, "due", property(lambda self: False))]
 
 
 @fault

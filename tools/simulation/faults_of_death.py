@@ -245,9 +245,9 @@ def acknowledged_what_was_not() -> list[Patch]:
     real = reports._registered
 
     def registered(group: Any, rid: int) -> PoolRegistered:
-        told = real(group, rid)
+        answer = real(group, rid)
         return PoolRegistered(
-            rid=rid, epoch=told.epoch, base_block=told.base_block, pool=told.pool, done=group.last_step
+            rid=rid, epoch=answer.epoch, base_block=answer.base_block, pool=answer.pool, done=group.last_step
         )
 
     return [(reports, "_registered", registered)]

@@ -50,9 +50,9 @@ def _indexed(machine: Machine) -> list[bytes]:
     """Return a fingerprint of everything that determines prefix hits."""
     cache = machine.cache
     store, pools = cache.store, [(number, group.pool) for number, group in cache.groups.items()]
-    told = [b"%d %d %d" % (number, pool.base, pool.count) for number, pool in pools]
+    heads = [b"%d %d %d" % (number, pool.base, pool.count) for number, pool in pools]
     entries = (cache.blocks.indexed, cache.blocks.generation, store.parent, store.hash, store.tokens)
-    return [*told, *(array.tobytes() for array in entries)]
+    return [*heads, *(array.tobytes() for array in entries)]
 
 
 class Mirrored:

@@ -20,7 +20,7 @@ from kvforge.protocol.messages import Message
 Frames = Sequence[bytes | memoryview]
 Call = Callable[[], None]
 Receive = Callable[[Any], None]
-NOBODY = -1  # the life number while no coordinator runs
+NO_LIFE = -1  # the life number while no coordinator runs
 
 
 class Clock:
@@ -204,7 +204,7 @@ class SimulatedPeers:
             The connection.
         """
         self._made += 1
-        life = NOBODY if self._down else self._life
+        life = NO_LIFE if self._down else self._life
         connection = Connection(self, b"id%d" % self._made, random, receive, lost, life)
         if self._down:
             connection.end()

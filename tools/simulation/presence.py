@@ -67,11 +67,11 @@ class Presence:
         if answers is None or isinstance(command, (Attach, *READING)) or isinstance(reply, Refused):
             return False
         rid: int = command.rid  # type: ignore[attr-defined]
-        told, before = _content(reply), answers.get(rid)
+        content, before = _content(reply), answers.get(rid)
         if before is None:
-            answers[rid] = told
+            answers[rid] = content
             return False
-        if before != told or (isinstance(reply, Accepted) and not reply.repeated):
+        if before != content or (isinstance(reply, Accepted) and not reply.repeated):
             raise Violation(f"{command!r} was executed already and now has another reply: {reply!r}")
         return True
 

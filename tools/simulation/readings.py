@@ -74,9 +74,9 @@ class Readings:
             if forgotten:  # a refused Attach has reported it before
                 return
             raise Violation(f"request {ended.request_id} ends for a client that does not read it")
-        told = ended.generated_tokens + ended.cut_tokens
+        counted = ended.generated_tokens + ended.cut_tokens
         least = -(1 << 31) if ended.reason in ("length", "stop") else 0  # others may end in the middle of a prompt
         streamed, at = max(least, reading.streamed), max(least, reading.at)
-        if (told != streamed or at < ended.generated_tokens) and not forgotten:
-            raise Violation(f"request {ended.request_id} ends with {told} tokens, expected {streamed}")
+        if (counted != streamed or at < ended.generated_tokens) and not forgotten:
+            raise Violation(f"request {ended.request_id} ends with {counted} tokens, expected {streamed}")
         reading.reads = False

@@ -97,8 +97,8 @@ class OutputDigest:
             side = "worker" if kind.endswith("Worker") else kind
             by_destination.setdefault(f"{side} {receiver}", []).append(f"{kind} {digest(effect, NOT_SAID)}")
         by_destination.get("Log 0", []).sort()  # log entries of one moment have no order
-        told = (now_us, type(event).__name__, sorted(by_destination.items()), applied.due_us)
-        self._hash.update(repr(told).encode())
+        applied_text = (now_us, type(event).__name__, sorted(by_destination.items()), applied.due_us)
+        self._hash.update(repr(applied_text).encode())
 
     def over(self, tables: Any) -> str:
         """Return the digest, including the published tables."""

@@ -137,8 +137,8 @@ class StreamChecker:
             owed = Owed()
         ended = Counter(end.request_id for end in stream.ended)
         if (ended, Counter(stream.taken), set(stream.paused)) != (owed.ended, owed.taken, owed.paused):
-            told = f"ended {list(ended)}, paused {stream.paused}, taken {stream.taken}"
-            raise Violation(f"client {client} expects {owed}, got {told}")
+            found = f"ended {list(ended)}, paused {stream.paused}, taken {stream.taken}"
+            raise Violation(f"client {client} expects {owed}, got {found}")
         for end in stream.ended:
             if end.request_id not in owed.forgotten:
                 self._end(client, end)
@@ -154,14 +154,14 @@ class StreamChecker:
             raise Violation(f"request {end.request_id} ended by {booked.reason}, but {client} got {end.reason}")
         if not 0 <= end.cut_tokens <= booked.cut:
             raise Violation(f"request {end.request_id}: {booked.cut} tokens were cut, not {end.cut_tokens}")
-        told = end.generated_tokens + end.cut_tokens
+        counted = end.generated_tokens + end.cut_tokens
         whole = booked.reason in ("length", "stop")  # otherwise it may end in the middle of its prompt
-        if told not in [
+        if counted not in [
             at if whole else max(0, at)
             for reader, at in ((booked.reader, booked.at), *booked.before)
             if reader == client
         ]:
-            raise Violation(f"request {end.request_id}: {told} tokens, but {booked.at} were streamed")
+            raise Violation(f"request {end.request_id}: {counted} tokens, but {booked.at} were streamed")
 
     def _lost(self, client: int, stream: Stream, owed: Owed) -> None:
         """Record a lost Stream: its requests are paused, unless another client has taken them."""

@@ -221,8 +221,8 @@ class World:
             return SimulatedPeers(self.clock, self.delays, self._number, wake, decoder, leaves, tap)
 
         return (
-            side(codec.Decoder(CLIENT_REPLIES), lambda *told: self.coordinator.to_client(*told)),
-            side(codec.Decoder(WORKER_REPLIES), lambda *told: self.coordinator.to_worker(*told)),
+            side(codec.Decoder(CLIENT_REPLIES), lambda *message: self.coordinator.to_client(*message)),
+            side(codec.Decoder(WORKER_REPLIES), lambda *message: self.coordinator.to_worker(*message)),
         )
 
     def _number(self) -> int:

@@ -54,8 +54,8 @@ class CpuAttention:
 
     def describe(self, *_: Any) -> tuple[str, str]:
         """Implement `PagedAttention.describe`."""
-        told = f"Numba for {torch.backends.cpu.get_cpu_capability()}, K and V read in place"
-        return told, told
+        text = f"Numba for {torch.backends.cpu.get_cpu_capability()}, K and V read in place"
+        return text, text
 
     def kv_slots(self, batch: PagedBatch) -> torch.Tensor:
         """Implement `PagedAttention.kv_slots`."""

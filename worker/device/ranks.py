@@ -144,9 +144,11 @@ class Ranks:
         line[:4] = torch.tensor(list(len(octets).to_bytes(4, "little")), dtype=torch.uint8)
         if octets:
             line[4 : 4 + len(octets)] = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
-        said = self.gather(line.to(self._device.torch_device)).cpu()
-        lengths = [int.from_bytes(bytes(each[:4].tolist()), "little") for each in said]
-        return [bytes(each[4 : 4 + n].tolist()).decode(errors="replace") for each, n in zip(said, lengths, strict=True)]
+        lines = self.gather(line.to(self._device.torch_device)).cpu()
+        lengths = [int.from_bytes(bytes(each[:4].tolist()), "little") for each in lines]
+        return [
+            bytes(each[4 : 4 + n].tolist()).decode(errors="replace") for each, n in zip(lines, lengths, strict=True)
+        ]
 
     def agreed(self, mine: bool) -> bool:
         """Return whether all ranks agree.
@@ -154,8 +156,8 @@ class Ranks:
         Raises:
             WorkerError: A rank is gone.
         """
-        said = torch.full((1,), int(mine), dtype=torch.int32, device=self._device.torch_device)
-        return bool(self.gather(said).all())
+        votes = torch.full((1,), int(mine), dtype=torch.int32, device=self._device.torch_device)
+        return bool(self.gather(votes).all())
 
     def close(self) -> None:
         """Leave the group, whatever the other ranks do. Must be the last use of the group: see `must_leave_at_once`."""

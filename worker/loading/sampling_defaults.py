@@ -31,9 +31,9 @@ log = logging.getLogger("worker")
 
 def model_sampling(source: Source) -> SamplingParams:
     """Return the model's default sampling parameters. Invalid values are logged and left out."""
-    said = _of_gguf(source) if source.format == "gguf" else _of_folder(source)
+    found = _of_gguf(source) if source.format == "gguf" else _of_folder(source)
     chosen: dict[str, Any] = {}
-    for name, value in said.items():
+    for name, value in found.items():
         try:
             chosen[name] = getattr(Choice(**{name: value}).message(), name)
         except (InvalidRequest, TypeError, ValueError, OverflowError) as error:
@@ -58,5 +58,5 @@ def _of_folder(source: Source) -> dict[str, Any]:
     if not isinstance(values, dict):
         log.warning("ignoring %s: not a JSON object", FILE)
         return {}
-    said = {name: values[name] for name in MODEL_DEFAULTS if values.get(name) is not None}
-    return said | ({"temperature": 0.0} if values.get("do_sample") is False else {})
+    defaults = {name: values[name] for name in MODEL_DEFAULTS if values.get(name) is not None}
+    return defaults | ({"temperature": 0.0} if values.get("do_sample") is False else {})

@@ -23,7 +23,7 @@ def serving_kernels(model: LoadedModel) -> dict[str, str]:
     for shape, options in zip(model.geometry.layers, bound_options(model.module), strict=True):
         decode, prefill = _attention(model, shape.head_size, options)
         decodes[decode], prefills[prefill] = None, None
-    told = {
+    kernels = {
         "decode": "; ".join(decodes),
         "prefill": "; ".join(prefills),
         "layers": _layers(model),
@@ -31,8 +31,8 @@ def serving_kernels(model: LoadedModel) -> dict[str, str]:
         "determinism": model.info.determinism,
     }
     if model.ranks is not None:
-        told["ranks"] = model.ranks.describe()
-    return {what: kernel[:LENGTH_MAX] for what, kernel in told.items()}
+        kernels["ranks"] = model.ranks.describe()
+    return {what: kernel[:LENGTH_MAX] for what, kernel in kernels.items()}
 
 
 def _sampling(model: LoadedModel) -> str:
@@ -51,9 +51,9 @@ def _attention(model: LoadedModel, head_size: int, options: AttentionOptions) ->
 
 def _layers(model: LoadedModel) -> str:
     if model.fused is None:
-        told = f"transformers' own: {model.info.architecture} is run one operation at a time"
+        text = f"transformers' own: {model.info.architecture} is run one operation at a time"
         by = _multiplied_by(model)
-        return f"{told}; {by}, weights packed at load" if by else told
+        return f"{text}; {by}, weights packed at load" if by else text
     if isinstance(model.fused.operations, PackedOperations):
         between = "; Numba between the products" if model.fused.operations.kernels else ""
         head = "" if is_packed(model.fused.head.weight) else "; the head, tied to the embedding, in plain torch"
@@ -68,8 +68,8 @@ def _layers(model: LoadedModel) -> str:
 
 def _multiplied_by(model: LoadedModel) -> str:
     """Return the libraries that multiply packed weights; "" if there are none."""
-    whose = {own_product(weight) is not None for weight in model.packed_weights()}
-    return " and ".join(name for ours, name in ((True, "Numba in oneDNN's tiles"), (False, "oneDNN")) if ours in whose)
+    owners = {own_product(weight) is not None for weight in model.packed_weights()}
+    return " and ".join(name for ours, name in ((True, "Numba in oneDNN's tiles"), (False, "oneDNN")) if ours in owners)
 
 
 def _plain(model: LoadedModel) -> str:

@@ -72,10 +72,10 @@ class GrammarRow:
     def stuck(self, contradiction: str) -> KvforgeError:
         """Return the error of a stopped matcher: the contradiction, or the limit that the grammar reached."""
         assert self.matcher is not None
-        told = self.matcher.get_error()
-        if CONTRADICTS in told or not told:
+        message = self.matcher.get_error()
+        if CONTRADICTS in message or not message:
             return WorkerError(contradiction)
-        return InvalidRequest(FIELDS[self.grammar.kind], f"cannot continue: {explained(told)}")
+        return InvalidRequest(FIELDS[self.grammar.kind], f"cannot continue: {explained(message)}")
 
 
 class Grammars:

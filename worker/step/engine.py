@@ -136,10 +136,10 @@ class Engine:
 
     def kernels(self) -> dict[str, str]:
         """Describe the kernels in use, by purpose, for people."""
-        told = serving_kernels(self.model)
+        kernels = serving_kernels(self.model)
         if self._cores is not None and self.device.computes_on_cores:
-            told["threads"] = self._cores.describe()
-        return told
+            kernels["threads"] = self._cores.describe()
+        return kernels
 
     def device_bytes(self) -> DeviceBytes:
         """Return the current use of the device's memory by purpose."""

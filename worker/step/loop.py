@@ -407,8 +407,8 @@ class Worker:
         """Log a step: the requests that it serves, and how many tokens it computes for each."""
         self._request_of.update((start.slot, start.request_id) for start in step.begins)
         rows = zip(step.slots.tolist(), step.counts.tolist(), strict=True)
-        told = ", ".join(f"request {self._request_of.get(slot, 0)}: {count}" for slot, count in rows)
-        log.debug("step %d: %d rows, %d tokens (%s)", step.step_id, step.slots.size, step.tokens.size, told)
+        listed = ", ".join(f"request {self._request_of.get(slot, 0)}: {count}" for slot, count in rows)
+        log.debug("step %d: %d rows, %d tokens (%s)", step.step_id, step.slots.size, step.tokens.size, listed)
 
     def _answer(self) -> None:
         """Wait for the oldest step in flight and send its result.

@@ -338,8 +338,8 @@ class ModelRunner:
         """Raise RankDesyncError with several ranks: after a skipped pass, a rank would exchange the wrong numbers."""
         ranks = self.model.ranks
         if ranks is not None:
-            told = f"{type(error).__name__}: {error}"
-            raise RankDesyncError(f"rank {ranks.rank} of {ranks.count} failed its part of a step: {told}") from error
+            text = f"{type(error).__name__}: {error}"
+            raise RankDesyncError(f"rank {ranks.rank} of {ranks.count} failed its part of a step: {text}") from error
 
     def _forward(self, rows: Rows) -> tuple[torch.Tensor, Int32Array, list[ScoredPart]]:
         """Return logits [sampled, vocab] float32 on the device, their slots [sampled] int32, and scored tokens."""

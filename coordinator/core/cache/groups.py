@@ -125,8 +125,8 @@ class Group:
         result_us: Arrival time of the last result.
         costs: The cost model of its steps.
         step_times: The cells of STEP_TIME, as a list because counting in a list is faster.
-        told_us: Time at which the rows in `told` got the most recent tokens.
-        sampled_rows: The rows in `told`, with values derived from other parts; None after a recovery.
+        last_sampled_us: Time at which the rows in `last_sampled` got the most recent tokens.
+        sampled_rows: The rows in `last_sampled`, with values derived from other parts; None after a recovery.
     """
 
     def __init__(self, number: int, worker: int, name: str, epoch: int, pool: BlockPool, ready: WorkerReady) -> None:
@@ -149,8 +149,8 @@ class Group:
         self.result_us = 0
         self.costs = StepCosts()
         self.step_times = [0] * (POOL_CELLS - STEP_TIME.start)
-        self.told: Slots | None = None
-        self.told_us = 0
+        self.last_sampled: Slots | None = None
+        self.last_sampled_us = 0
         self.sampled_rows: SampledRows | None = None
 
     @property

@@ -37,7 +37,7 @@ def largest_holders(
             known = [shown(name) for name in holders if seen in (0, cache.pins.tenant_of(block, name))]
             names.update(known)
             others += len(holders) - len(known)
-    told = [f"{name!r} holds {_blocks(count)} by name" for name, count in names.most_common(LISTED_MAX)]
+    listed = [f"{name!r} holds {_blocks(count)} by name" for name, count in names.most_common(LISTED_MAX)]
     resident = np.flatnonzero((s.pool == group.number) & (s.id != 0))
     held = {}
     for slot in resident[resident != but].tolist():
@@ -49,9 +49,9 @@ def largest_holders(
     largest = sorted((slot for slot in held if held[slot]), key=lambda slot: -held[slot])
     idle = [slot for slot in largest if not s.running[slot]][:LISTED_MAX]
     rows = [slot for slot in largest if s.running[slot]][: LISTED_MAX if running else 0]
-    told += [f"sequence {s.id[slot]} is idle and holds {_blocks(held[slot])}" for slot in idle]
-    told += [f"request {s.request[slot]} runs and holds {_blocks(held[slot])}" for slot in rows]
-    return [*told, f"other tenants hold {_blocks(others)}"] if others else told
+    listed += [f"sequence {s.id[slot]} is idle and holds {_blocks(held[slot])}" for slot in idle]
+    listed += [f"request {s.request[slot]} runs and holds {_blocks(held[slot])}" for slot in rows]
+    return [*listed, f"other tenants hold {_blocks(others)}"] if others else listed
 
 
 def _blocks(count: int) -> str:

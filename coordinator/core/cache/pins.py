@@ -27,7 +27,7 @@ from .groups import Group
 from .tenants import Tenants
 
 NAME_LENGTH_MAX = 128
-NOBODY = -1
+NO_TENANT = -1
 OWNER_END = "\0"  # not printable, so never part of a name: ends the tenant prefix of a label
 
 
@@ -69,7 +69,7 @@ class Pins:
         if state == FREE or (state == QUARANTINED and not blocks.indexed[block]):
             raise BlockNotHeld(block)
         names = blocks.external.get(block, {})
-        if self._label(block, holder, tenant or NOBODY) is not None:
+        if self._label(block, holder, tenant or NO_TENANT) is not None:
             raise AlreadyHolder(block, holder)
         if len(names) >= self._holders_max:
             raise CapacityExceeded("holders of a block", len(names) + 1, self._holders_max)

@@ -92,8 +92,8 @@ class BlockCommands:
             BlockNotFound: No pool has this block.
             KvforgeError: As raised by Pins.drop.
         """
-        group, whose = self._cache.group_of_block(message.block_id), self._cache.tenants.peek(tenant)
-        self._cache.pins.drop(group, message.block_id, message.generation, message.holder, whose)
+        group, owner = self._cache.group_of_block(message.block_id), self._cache.tenants.peek(tenant)
+        self._cache.pins.drop(group, message.block_id, message.generation, message.holder, owner)
         return self._count(message.rid, message.block_id, tenant)
 
     def client_gone(self, client: int) -> None:

@@ -59,8 +59,8 @@ class SequenceCommands:
         slot = s.slot_of.get(sequence_id)
         if slot is not None and s.owned[slot] and (not tenant or self._tenant(slot) == tenant):
             return slot
-        whose, why = self._gone.get(sequence_id, ("", ""))
-        if not why or tenant not in ("", whose):
+        owner, why = self._gone.get(sequence_id, ("", ""))
+        if not why or tenant not in ("", owner):
             why = LOST if 0 < sequence_id <= self._requests.first_id else ""
         raise SequenceNotFound(sequence_id, why)
 

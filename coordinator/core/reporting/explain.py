@@ -119,19 +119,19 @@ class Explainer:
         s, slot = self._cache.sequences, request.slot
         left = int(self._admission.rows.limit[slot] - s.length[slot])
         facts.update({"worker": request.worker, "blocks": int(s.used[slot]), "tokens_left_max": left})
-        told = f"it runs on {request.worker}: {s.length[slot]} tokens in {s.used[slot]} blocks, at most {left} to come"
+        runs = f"it runs on {request.worker}: {s.length[slot]} tokens in {s.used[slot]} blocks, at most {left} to come"
         if request.wait is not None:
             facts.update({"limit": request.wait.limit, "blocks_short": request.wait.short})
             group = self._cache.groups[int(s.pool[slot])]
             still = f"it is stalled: {request.wait.short} blocks are missing ({request.wait.problem})"
-            return subject, [told, still, *self._what_would_free(seen, group)], facts
+            return subject, [runs, still, *self._what_would_free(seen, group)], facts
         if self._cache.groups[int(s.pool[slot])].away:
             away = "it waits for its worker to reconnect after a restart: it continues then, or elsewhere"
-            return subject, [told, away], {**facts, "limit": "away"}
+            return subject, [runs, away], {**facts, "limit": "away"}
         prefill = int(s.length[slot] - s.scheduled[slot])
         if prefill > 1:
-            return subject, [told, f"{prefill} tokens of its prompt are still to be computed"], facts
-        return subject, [told], facts
+            return subject, [runs, f"{prefill} tokens of its prompt are still to be computed"], facts
+        return subject, [runs], facts
 
     def _why_waiting(self, seen: int, request: Request) -> tuple[str, list[str], Facts]:
         """Return the limit that a request waits for, as (name, sentences, facts); "" if it will be tried next."""
@@ -140,7 +140,7 @@ class Explainer:
             return "", ["nothing holds it back: it starts in the next turn"], {"blocks_short": 0}
         slots, rows = cache.sequences.id.size, cache.limits.schedule.step_rows_max
         other = self._named(seen, wait.other)
-        told = {
+        reasons = {
             "workers": "no worker is ready: it starts when one has registered its pool",
             "away": "no worker has reconnected since the coordinator restarted: it starts when one has",
             "sequences_max": f"all {slots} sequence slots are taken: it starts when one is freed",
@@ -154,9 +154,9 @@ class Explainer:
         if wait.limit == "alone" and self._admission.choice.must_be_alone(request):
             dead = f"{request.crashes} workers in a row died while running it: it runs alone, when a worker is idle"
             return wait.limit, [dead], {"crashes": request.crashes}
-        if wait.limit in told:
+        if wait.limit in reasons:
             names_one = wait.limit in (SIBLING, "alone") and other.endswith(str(wait.other))
-            return wait.limit, [told[wait.limit]], {"other": wait.other} if names_one else {}
+            return wait.limit, [reasons[wait.limit]], {"other": wait.other} if names_one else {}
         group = next(group for group in cache.groups.values() if group.epoch == wait.group)
         short, problem = self._short(request, group)
         sentences = [f"{short} blocks are missing on {group.name} ({problem})", *self._what_would_free(seen, group)]

@@ -57,7 +57,7 @@ class Admission:
 
     def enqueue(self, request: Request) -> None:
         """Queue a new request, which waits for its turn or for its first sibling to compute the prompt."""
-        self.waits.stirred = True
+        self.waits.admission_due = True
         request.phases.queued_for = self._why_untried()
         if self.waits_for_sibling(request):
             self.waiting.park(request)
@@ -102,7 +102,7 @@ class Admission:
         request.move("preempt")
         self._meters.count(request.tenant, WAITING)
         self.waiting.put_back(request)
-        self.waits.stirred = True
+        self.waits.admission_due = True
 
     def note_computed(self, requests: Sequence[Request]) -> None:
         """Record how far running requests got: work repeated below that point counts as recomputed."""
@@ -148,18 +148,18 @@ class Admission:
     # ------------------------------------------------------------------------------------------------------ admission
 
     @property
-    def stirred(self) -> bool:
+    def due(self) -> bool:
         """Whether an event since the last `admit` may let a waiting request start."""
-        return self.waits.stirred and self._could_start()
+        return self.waits.admission_due and self._could_start()
 
     def _could_start(self) -> bool:
         return bool(self.waiting) and any(self.choice.accepts_rows(group) for group in self._cache.groups.values())
 
     def admit(self) -> None:
         """Start waiting requests where there is room."""
-        if not self.stirred:
+        if not self.due:
             return
-        self.waits.stirred = False
+        self.waits.admission_due = False
         while (found := self._next_to_start()) is not None:
             self._start(*found)
 
@@ -170,7 +170,7 @@ class Admission:
         blocked: list[Request] = []
         others, largest = 0, self._cache.limits.bounds.blocks_max
         if not self._could_start():
-            self.waits.stirred = True  # requests that are not tried now are tried when a row ends
+            self.waits.admission_due = True  # requests that are not tried now are tried when a row ends
             return None
         for request in self.waiting:
             if request.tenant in at_ceiling or request.awaits_sibling or request.awaits_trial:
@@ -383,5 +383,5 @@ class Admission:
 
     def _check_meters(self, waiting: list[Request]) -> None:
         for cell, counted in ((RUNNING_NOW, self.running_total), (WAITING, len(waiting))):
-            told = self._meters.rows[:, cell]
-            assert int(told.sum()) == counted and (told >= 0).all(), "request gauges disagree with the requests"
+            metered = self._meters.rows[:, cell]
+            assert int(metered.sum()) == counted and (metered >= 0).all(), "request gauges disagree with the requests"

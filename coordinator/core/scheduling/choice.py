@@ -184,6 +184,6 @@ def _nearest(lacks: list[Wait], besides: tuple[Event, ...]) -> Wait:
     if not lacks:
         return Wait("workers", (WORKER, *besides))
     room = [wait for wait in lacks if wait.limit == "blocks"] or [w for w in lacks if w.limit == TENANT_CEILING]
-    told = min(room, key=lambda wait: wait.short) if room else lacks[0]
+    nearest = min(room, key=lambda wait: wait.short) if room else lacks[0]
     events = dict.fromkeys(event for wait in lacks for event in wait.events)
-    return msgspec.structs.replace(told, events=(*events, *besides))
+    return msgspec.structs.replace(nearest, events=(*events, *besides))

@@ -428,8 +428,8 @@ class WorkerReports:
             if rank not in team.back:
                 continue  # this rank is away too
             # Sent as a fault even if the rank left on purpose, so that the supervisor restarts the processes.
-            told = Refused(rid=0, error=ErrorInfo.of(WorkerError(reason)))
-            self._effects.append(ToWorker(other.number, told))
+            refusal = Refused(rid=0, error=ErrorInfo.of(WorkerError(reason)))
+            self._effects.append(ToWorker(other.number, refusal))
             self._effects.append(DropWorker(other.number, reason))
             if not goodbye:
                 self._effects.append(ReplaceWorker(other.number, other.pid, reason))

@@ -177,9 +177,9 @@ class StepResults:
         asked = np.flatnonzero(self._admission.rows.tops[rows])
         counts, ends = top_logprobs.counts.tolist(), np.cumsum(top_logprobs.counts).tolist()
         for i in asked.tolist():
-            record, told = self._requests.live[int(s.request[rows[i]])].tops, slice(ends[i] - counts[i], ends[i])
+            record, part = self._requests.live[int(s.request[rows[i]])].tops, slice(ends[i] - counts[i], ends[i])
             assert record is not None
-            record.add(top_logprobs.tokens[told], top_logprobs.logprobs[told])
+            record.add(top_logprobs.tokens[part], top_logprobs.logprobs[part])
             counts[i] = 0
         if not any(counts):
             return top_logprobs  # no other row has any
@@ -303,16 +303,16 @@ class StepResults:
     def _count(self, group: Group, rows: Slots, tenant: int) -> None:
         """Record the time between tokens. Most steps repeat the rows of the step before, and share one gap."""
         now_us, token_us = self._clock.now_us, self._admission.rows.token_us
-        if rows is group.told and tenant >= 0:
-            self._meters.observe(tenant, GAP, now_us - group.told_us, rows.size)
-        elif rows is group.told:
-            self._meters.observe_gaps(self._cache.sequences.tenant[rows], now_us - group.told_us)
+        if rows is group.last_sampled and tenant >= 0:
+            self._meters.observe(tenant, GAP, now_us - group.last_sampled_us, rows.size)
+        elif rows is group.last_sampled:
+            self._meters.observe_gaps(self._cache.sequences.tenant[rows], now_us - group.last_sampled_us)
         else:
             before_us = token_us[rows]
             gaps_us = np.where(before_us >= 0, now_us - before_us, -1)
             self._meters.observe_gaps(self._cache.sequences.tenant[rows], gaps_us)
         token_us[rows] = now_us
-        group.told, group.told_us = rows, now_us
+        group.last_sampled, group.last_sampled_us = rows, now_us
 
 
 def _restored(error: ErrorInfo) -> KvforgeError:

@@ -42,7 +42,7 @@ class Worker:
     def facts(self, ranks: Iterable[Worker] = ()) -> WorkerInfo:
         """Return the facts for monitors. If `ranks` is given, they share the entry of this one."""
         group = self.group
-        told = self.health(0)
+        current = self.health(0)
         device_bytes: dict[str, int] = {}
         for each in ranks or (self,):
             for purpose, size in each.device_bytes.items():
@@ -50,7 +50,7 @@ class Worker:
         return WorkerInfo(
             name=self.name[:NAME_LENGTH_MAX],
             pid=self.pid,
-            state="away" if self.group is not None and self.group.away else told.state,
+            state="away" if self.group is not None and self.group.away else current.state,
             pool=group.number if group is not None else -1,
             block_bytes=group.bytes_per_block * self.ranks if group is not None else 0,
             kv_dtype=group.kv_dtype[:NAME_LENGTH_MAX] if group is not None else "",

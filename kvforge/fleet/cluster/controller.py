@@ -137,10 +137,10 @@ class Controller:
         stopped = {action.name for action in decision.actions if isinstance(action, StopAction)}
         places = {name: place for name, place in self._watch.places.items() if name not in stopped}
         lives = {
-            member: gateway.told.life
+            member: gateway.status.life
             for gateway in view.gateways
             for member in self._watch.members
-            if member.name == gateway.name and gateway.told.life and gateway.phase not in (DRAINING, STOPPED)
+            if member.name == gateway.name and gateway.status.life and gateway.phase not in (DRAINING, STOPPED)
         }
         await self._executor.update_gateways(spec, places, lives)
         for action in decision.actions:
@@ -159,7 +159,7 @@ class Controller:
             revision=file.revision,
             ended=spec.ended,
             sentences=sentences,
-            replicas=tuple(Seen(name=one.name, revision=one.revision, told=one.told) for one in view.replicas),
-            gateways=tuple(Seen(name=one.name, revision=one.revision, told=one.told) for one in view.gateways),
+            replicas=tuple(Seen(name=one.name, revision=one.revision, status=one.status) for one in view.replicas),
+            gateways=tuple(Seen(name=one.name, revision=one.revision, status=one.status) for one in view.gateways),
             pid=os.getpid(),
         )

@@ -50,17 +50,17 @@ class FleetWatcher:
         """Return the present state of all members."""
         self.members = self._find()
         self._forget()
-        told = await asyncio.gather(*(self._ask(member, there, file) for member, there in self.members.items()))
+        answers = await asyncio.gather(*(self._ask(member, there, file) for member, there in self.members.items()))
         replicas: list[Replica] = []
         gateways: list[Gateway] = []
-        for member, said in zip(self.members, told, strict=True):
-            silent_s = monotonic() - self._heard.get(member, self._seen[member]) if said.phase == SILENT else 0.0
+        for member, status in zip(self.members, answers, strict=True):
+            silent_s = monotonic() - self._heard.get(member, self._seen[member]) if status.phase == SILENT else 0.0
             if member.kind == REPLICA:
-                replicas.append(Replica(member.name, member.revision, said, silent_s))
-                if said.place is not None:
-                    self.places[member.name] = said.place
+                replicas.append(Replica(member.name, member.revision, status, silent_s))
+                if status.place is not None:
+                    self.places[member.name] = status.place
             else:
-                gateways.append(Gateway(member.name, member.revision, said, silent_s))
+                gateways.append(Gateway(member.name, member.revision, status, silent_s))
         names = {replica.name for replica in replicas}
         self.places = {name: place for name, place in self.places.items() if name in names}
         return View(tuple(replicas), tuple(gateways))
@@ -109,7 +109,7 @@ class FleetWatcher:
         if member.kind == REPLICA and there.placed != PLACED:
             return NodeStatus(phase=PLACING, reason=self._no_room(file.bundle, "a replica"))
         try:
-            said: bytes = await asyncio.wait_for(self.handle(member).look.remote(), ANSWER_S)
+            answer: bytes = await asyncio.wait_for(self.handle(member).look.remote(), ANSWER_S)
         except ActorDiedError as error:
             if member not in self._heard:  # it died at its start
                 self._dead[member] = (_last_line(error), monotonic())
@@ -117,7 +117,7 @@ class FleetWatcher:
         except (RayError, TimeoutError, ValueError):
             return self._unheard(member, file)
         self._heard[member] = monotonic()
-        return node_status_of(said)
+        return node_status_of(answer)
 
     def _unheard(self, member: FleetMember, file: FleetFile) -> NodeStatus:
         if member in self._heard:

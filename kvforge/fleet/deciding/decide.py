@@ -59,7 +59,7 @@ def _count(wanted: Wanted, view: View, new: list[Replica], now_s: float, memory:
     if rule is None:
         return count, memory
     settled = len(new) == len(view.replicas) == count and all(one.phase == READY for one in new)
-    return scaled(rule, count, tuple(one.told.queue_s for one in new), now_s, memory, settled=settled)
+    return scaled(rule, count, tuple(one.status.queue_s for one in new), now_s, memory, settled=settled)
 
 
 def _see_off(wanted: Wanted, ones: Sequence[Replica], decision: Decision) -> None:
@@ -68,8 +68,8 @@ def _see_off(wanted: Wanted, ones: Sequence[Replica], decision: Decision) -> Non
         if one.phase == STOPPED:
             decision.act(RemoveAction(_kind(one), one.name))
         elif one.phase == DRAINING:
-            left, limit_s = one.told.running + one.told.pending, wanted.file.replicas.drain_s + GRACE_S
-            if not left or one.told.draining_s >= limit_s:
+            left, limit_s = one.status.running + one.status.pending, wanted.file.replicas.drain_s + GRACE_S
+            if not left or one.status.draining_s >= limit_s:
                 decision.act(StopAction(_kind(one), one.name))
             else:
                 decision.sentences.append(f"{one.name} is leaving: {left} requests still run there")
@@ -80,11 +80,11 @@ def _try_again(wanted: Wanted, ones: Sequence[Replica], decision: Decision) -> N
     own = wanted.file.replicas
     for one in ones:
         if one.phase == FAILED:
-            decision.sentences.append(f"{one.name} cannot start: {one.told.reason}")
-            if wanted.again or one.told.failed_s >= own.retry_s:
+            decision.sentences.append(f"{one.name} cannot start: {one.status.reason}")
+            if wanted.again or one.status.failed_s >= own.retry_s:
                 decision.act(StopAction(_kind(one), one.name))
-        elif one.phase == STARTING and one.told.age_s >= own.start_s:
-            decision.explain(one, f"{one.name}, after {one.told.age_s:.0f} s, is")
+        elif one.phase == STARTING and one.status.age_s >= own.start_s:
+            decision.explain(one, f"{one.name}, after {one.status.age_s:.0f} s, is")
             decision.act(StopAction(_kind(one), one.name))
 
 

@@ -30,19 +30,19 @@ class Replica:
     """A replica.
 
     Attributes:
-        told: Its last status.
+        status: Its last status.
         silent_s: How long it has not answered, if its phase is silent.
     """
 
     name: str
     revision: str
-    told: NodeStatus
+    status: NodeStatus
     silent_s: float = 0.0
 
     @property
     def phase(self) -> str:
-        """Return its phase; see `told`."""
-        return self.told.phase
+        """Return its phase; see `status`."""
+        return self.status.phase
 
     @property
     def leaving(self) -> bool:
@@ -69,7 +69,7 @@ class View:
 
     def known(self, replica: Replica) -> bool:
         """Return whether all ready gateways send requests to a replica."""
-        return all(replica.name in each.told.ready for each in self.gateways if each.phase == READY)
+        return all(replica.name in each.status.ready for each in self.gateways if each.phase == READY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class Decision:
 
     def explain(self, one: Replica, words: str) -> None:
         """Add a sentence on what the fleet waits for."""
-        reason = one.told.reason
+        reason = one.status.reason
         self.sentences.append(f"{words} {one.phase}" + (f": {reason}" if reason else ""))
 
     def leave(self, one: Replica, file: FleetFile) -> None:
@@ -183,7 +183,7 @@ class Decision:
 def order_of_leaving(one: Replica) -> tuple[int, int, str]:
     """Return the sort key for leaving: members that do not serve first, then those with the fewest requests."""
     rank = (FAILED, PLACING, SILENT, STARTING, UNREADY, READY)
-    return rank.index(one.phase), one.told.running + one.told.pending, one.name
+    return rank.index(one.phase), one.status.running + one.status.pending, one.name
 
 
 Amounts = Mapping[str, float]

@@ -229,13 +229,13 @@ class Gateway:
         if self._stopping:
             self._link.send_status(NodeStatus(phase=DRAINING, age_s=age_s, url=self.url, pids=pids))
             return
-        said = self._health()
-        if said is not None and self._child is not None:
+        health = self._health()
+        if health is not None and self._child is not None:
             self._child.served = True
-        replicas: dict[str, dict[str, Any]] = said.get("replicas", {}) if said is not None else {}
-        ready = said is not None and bool(said.get("ready"))
+        replicas: dict[str, dict[str, Any]] = health.get("replicas", {}) if health is not None else {}
+        ready = health is not None and bool(health.get("ready"))
         self._served |= ready
-        reason = "" if ready else self._why_not(said)
+        reason = "" if ready else self._why_not(health)
         if replicas and self._child is not None and set(replicas) != set(self._places):
             self._hup = True  # it has not received the signal yet
         self._link.send_status(
@@ -250,10 +250,10 @@ class Gateway:
             )
         )
 
-    def _why_not(self, said: Mapping[str, Any] | None) -> str:
+    def _why_not(self, health: Mapping[str, Any] | None) -> str:
         if not self._places:
             return "no replica yet"
-        return str(said.get("reason")) if said is not None else "it does not answer yet"
+        return str(health.get("reason")) if health is not None else "it does not answer yet"
 
     def _health(self) -> dict[str, Any] | None:
         """Return the answer of /health, None if there is none."""

@@ -102,16 +102,16 @@ class Replica:
         health = supervisor.health()
         self._served |= supervisor.is_ready(health)
         pids = {child.name: child.pid for child in supervisor.children}
-        told = {**self._counted(supervisor, health), "place": place, "pids": pids, "age_s": monotonic() - self._began}
+        fields = {**self._counted(supervisor, health), "place": place, "pids": pids, "age_s": monotonic() - self._began}
         if self._drain_began:
             self._drain(supervisor, health)
-            self._send_status(NodeStatus(phase=DRAINING, draining_s=monotonic() - self._drain_began, **told))
+            self._send_status(NodeStatus(phase=DRAINING, draining_s=monotonic() - self._drain_began, **fields))
         elif health is not None and health.ready and self._served:
-            self._send_status(NodeStatus(phase=READY, **told))
+            self._send_status(NodeStatus(phase=READY, **fields))
         else:
             reason = health.reason if health is not None else "its coordinator does not answer"
             phase = UNREADY if self._served else STARTING
-            self._send_status(NodeStatus(phase=phase, reason=reason or "some workers do not serve", **told))
+            self._send_status(NodeStatus(phase=phase, reason=reason or "some workers do not serve", **fields))
 
     def _drain(self, supervisor: Supervisor, health: Health | None) -> None:
         """Drain the coordinator, and drain it again after a restart."""
@@ -125,18 +125,18 @@ class Replica:
         Without an answer, the last numbers are kept: no request is known to have ended.
         """
         last = self._last
-        told = {"running": last.running, "pending": last.pending, "queue_s": last.queue_s}
+        fields = {"running": last.running, "pending": last.pending, "queue_s": last.queue_s}
         if health is None:
-            return told
+            return fields
         with suppress(KvforgeError):
             stats = supervisor.client.stats()
             requests = stats.requests
-            told |= {"running": requests.running, "pending": requests.pending}
+            fields |= {"running": requests.running, "pending": requests.pending}
             if self._tables is None or self._tables.boot != stats.boot:
                 self._tables = supervisor.client.tables()
             begun, waited_us = begun_and_waited(self._tables.metrics())
-            told["queue_s"] = self._queue.look(monotonic(), begun, waited_us, requests.pending)
-        return told
+            fields["queue_s"] = self._queue.look(monotonic(), begun, waited_us, requests.pending)
+        return fields
 
     def _send_status(self, status: NodeStatus) -> None:
         self._last = status

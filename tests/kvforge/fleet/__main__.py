@@ -37,7 +37,7 @@ async def run(story: Story, seconds: float, seed: int, clients: int) -> Counter[
             await load.more(clients)
             what = rng.choice(("processes", "program", "actor", "controller", "node"))
             one: Seen = rng.choice((*story.status.replicas, *story.status.gateways))
-            pids = dict(one.told.pids)
+            pids = dict(one.status.pids)
             ours = {"keeper": pids.pop("keeper"), "program": pids.pop("program")}
             if what == "processes":
                 kill(*pids.values())
@@ -48,7 +48,7 @@ async def run(story: Story, seconds: float, seed: int, clients: int) -> Counter[
             elif what == "controller":
                 kill(story.status.pid)
             else:
-                story.cluster.ask("kill_node", one.told.node)
+                story.cluster.ask("kill_node", one.status.node)
                 story.cluster.ask("add_node", CORES)
             done[what] += 1
             story.note(load, f"{what} of {one.name}")

@@ -73,7 +73,7 @@ class Story:
         deadline = monotonic() + DEADLINE_S
         while True:
             self.status = await asyncio.to_thread(self.cluster.status, FLEET)
-            self._last = [one.told.url for one in self.status.gateways if one.told.url] or self._last
+            self._last = [one.status.url for one in self.status.gateways if one.status.url] or self._last
             if wanted(self.status):
                 return self.status
             assert monotonic() < deadline, self.status
@@ -81,7 +81,7 @@ class Story:
 
     def ready(self) -> list[Seen]:
         """Return the number of serving replicas."""
-        return [one for one in self.status.replicas if one.told.phase == READY]
+        return [one for one in self.status.replicas if one.status.phase == READY]
 
 
 def kill(*pids: int) -> None:

@@ -152,7 +152,7 @@ def test_no_old_one_leaves_before_every_gateway_knows_the_new_one() -> None:
     g, h = gateway("g", file=file, ready=("a", "b", "n")), gateway("h", file=file, ready=("a", "b"))
     done, said = decided(file, *there, g, h)
     assert done == [] and "n, which not all gateways know yet" in said
-    assert actions(file, *there, g, replace(h, told=g.told)) == [DrainAction("a", 600.0)]
+    assert actions(file, *there, g, replace(h, status=g.status)) == [DrainAction("a", 600.0)]
     unready = gateway("h", UNREADY, file=file)
     assert actions(file, *there, g, unready) == [DrainAction("a", 600.0)], "an unready gateway blocks no drain"
 
@@ -303,7 +303,7 @@ class World:
             assert before - len(served) >= least, "too few serving members"
         for action in decision.actions:
             if isinstance(action, StopAction) and isinstance(self.ones[action.name], Replica):
-                assert not self.ones[action.name].told.running, "its requests run"
+                assert not self.ones[action.name].status.running, "its requests run"
             self.do(action)
         if not decision.actions:
             self.pass_time()
@@ -323,7 +323,7 @@ class World:
 
     def say(self, name: str, **told: Any) -> None:
         one = self.ones[name]
-        self.ones[name] = replace(one, told=msgspec.structs.replace(one.told, **told), silent_s=0.0)
+        self.ones[name] = replace(one, status=msgspec.structs.replace(one.status, **told), silent_s=0.0)
 
     def pass_time(self) -> None:
         """Advance one pending action; update all gateways with all replicas."""

@@ -69,7 +69,7 @@ async def what_dies_is_replaced(story: Story, load: Load) -> None:
     """Kill parts of four replicas and gateways, and the controller, some while others are still down."""
     await load.more(4)
     victim = story.ready()[0]
-    kill(victim.told.pids["coordinator"], victim.told.pids["worker-0"])
+    kill(victim.status.pids["coordinator"], victim.status.pids["worker-0"])
     await load.more(4)
     story.note(load, "the processes of a replica were killed")
 
@@ -81,14 +81,14 @@ async def what_dies_is_replaced(story: Story, load: Load) -> None:
     assert not load.counts["again"], "no client has noticed"
 
     gateway = story.status.gateways[0]
-    kill(gateway.told.pids["gateway"])
+    kill(gateway.status.pids["gateway"])
     await load.more(4)
     story.note(load, "the process of a gateway was killed")
 
     killed = story.ready()[1], gateway
-    kill(*(one.told.pids["keeper"] for one in killed))
+    kill(*(one.status.pids["keeper"] for one in killed))
     await load.more(4)
-    lives = {one.told.life for one in killed}
+    lives = {one.status.life for one in killed}
     await story.until(lambda status: status.serves and not lives & lives_of(status))
     assert {one.name for one in killed} <= {one.name for one in (*story.status.replicas, *story.status.gateways)}
     story.note(load, "the actors of a replica and of a gateway were killed, and are back")
@@ -96,15 +96,15 @@ async def what_dies_is_replaced(story: Story, load: Load) -> None:
 
 async def a_node_dies(story: Story, load: Load) -> None:
     """Kill a node; its members are placed elsewhere, as far as there is room."""
-    nodes = {one.told.node for one in story.status.replicas}
+    nodes = {one.status.node for one in story.status.replicas}
     assert len(nodes) == 2, "5 cores hold two replicas of two cores"
-    lost = story.status.replicas[0].told.node
+    lost = story.status.replicas[0].status.node
     story.cluster.ask("kill_node", lost)
     await load.more(4)
     await story.until(lambda status: any("no node has 2 CPUs free" in words for words in status.sentences))
     story.cluster.ask("add_node", 5)
     await story.until(lambda status: status.serves)
-    assert lost not in {one.told.node for one in (*story.status.replicas, *story.status.gateways)}
+    assert lost not in {one.status.node for one in (*story.status.replicas, *story.status.gateways)}
     story.note(load, "the raylet of a node was killed, and all serve elsewhere")
 
 
@@ -143,7 +143,7 @@ async def it_changes(story: Story, load: Load) -> None:
     story.cluster.ask("up", story.write(limits="queue_max = 999", worker='kernels = "nonsense"'))
     stands = "the update is stopped, and the old replicas go on"
     await story.until(lambda status: stands in status.sentences)
-    assert [(one.name, one.told.phase) for one in story.status.replicas if one.name == good[0].name] == [
+    assert [(one.name, one.status.phase) for one in story.status.replicas if one.name == good[0].name] == [
         (good[0].name, READY)
     ]
     assert any(
@@ -202,4 +202,4 @@ def nothing_secret_is_logged(story: Story) -> None:
 
 
 def lives_of(status: Status) -> set[str]:
-    return {one.told.life for one in (*status.replicas, *status.gateways)}
+    return {one.status.life for one in (*status.replicas, *status.gateways)}
