@@ -44,12 +44,21 @@ _BITS = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a safetensors file. type_name: the format's name, like BF16. size: bytes."""
+    """One tensor of a safetensors file.
+
+    Attributes:
+        name: Its name.
+        type_name: The format's name of its type, like BF16.
+        shape: Its shape.
+        size: Its bytes.
+        offset: Position of its first byte in the file.
+    """
 
     name: str
     type_name: str
     shape: tuple[int, ...]
     size: int
+    offset: int = 0
 
 
 def read_header(path: Path) -> tuple[StoredTensor, ...]:
@@ -65,14 +74,14 @@ def read_header(path: Path) -> tuple[StoredTensor, ...]:
         try:
             if size < 8 or length > min(size - 8, _HEADER_BYTES_MAX):
                 raise ValueError(f"it declares a header of {length} bytes in a file of {size}")
-            return _tensors(json.loads(file.read(length)), size - 8 - length)
+            return _tensors(json.loads(file.read(length)), 8 + length, size - 8 - length)
         except (ValueError, TypeError, KeyError, RecursionError) as error:  # ValueError: JSON's and Unicode's too
             raise UnsupportedModel(
                 str(path), f"it is damaged: its safetensors header cannot be read ({error})"
             ) from error
 
 
-def _tensors(header: Any, data_bytes: int) -> tuple[StoredTensor, ...]:
+def _tensors(header: Any, header_bytes: int, data_bytes: int) -> tuple[StoredTensor, ...]:
     """Return the tensors of a header {name: {dtype, shape, data_offsets}}, with offsets from the end of the header."""
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
@@ -90,7 +99,7 @@ def _tensors(header: Any, data_bytes: int) -> tuple[StoredTensor, ...]:
             raise ValueError(f"the tensor {name} begins at byte {first}, the one before it ends at {end}")
         if type_name in _BITS and prod(shape) * _BITS[type_name] != (last - first) * 8:
             raise ValueError(f"the tensor {name} has {last - first} bytes, which do not fit {list(shape)} {type_name}")
-        tensors.append(StoredTensor(name, type_name, shape, last - first))
+        tensors.append(StoredTensor(name, type_name, shape, last - first, header_bytes + first))
         end = last
     if end != data_bytes:
         raise ValueError(f"its tensors end at byte {end} of {data_bytes} bytes of data")

@@ -2,6 +2,7 @@
 
 device.py       Device: memory, capabilities, typed errors
 queue.py        events in the device's queue, asynchronous copies to and from it
+staged_copies.py   bytes from files to the device through fixed host buffers
 capture.py      graphs: work that is queued again with one call
 target.py       an architecture as kernels see it; targets.py: the table of architectures, with their tile sizes
 file_pages.py   releases pages of libraries that only loading needed

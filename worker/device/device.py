@@ -184,6 +184,17 @@ class Device:
         """Allocate [size] in host memory that the device copies asynchronously; unspecified contents."""
         return torch.empty(size, dtype=dtype, pin_memory=self.queues)
 
+    def enter_thread(self) -> None:
+        """Make this the current device of another thread than the one that opened it."""
+        if self.queues:
+            torch.cuda.set_device(self.torch_device)
+
+    def release_host_buffers(self) -> None:
+        """Release unused `host_buffer` memory that torch keeps for the next one."""
+        release = getattr(torch._C, "_host_emptyCache", None)
+        if self.queues and release is not None:
+            release()
+
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the same memory that does not keep it alive, for tensors in the memory of graphs.
 

@@ -11,7 +11,7 @@ from kvforge.protocol.errors import KvforgeError, ModelNotFound, UnsupportedMode
 from kvforge.worker.device.device import Device, as_worker_error
 from kvforge.worker.device.ranks import Ranks
 
-from .composite import config_for, model_class, text_part
+from .composite import config_for, is_removed, model_class, text_part
 from .formats import check_scales, dequantise
 from .gguf import noted_names
 from .gguf_config import check_rotation
@@ -22,6 +22,8 @@ from .progress import Progress, ProgressBars, bars_to
 from .rehearsal import check_memory, drop_removed_parts, rehearse
 from .report import check_experts, check_finite, check_unpacked, reject_mismatches, reported
 from .source import Source
+from .streamed_files import reading_order, reads_in_parallel, streamed
+from .weight_stream import WeightStream
 from .wide_values import widen_values
 
 NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
@@ -56,7 +58,8 @@ def build(
         WorkerError: There is not enough memory.
         GpuError: There is not enough memory on the GPU.
     """
-    with bars_to(progress) as bars, less_of_torch(), refusing(source.name, "transformers cannot build it"):
+    passes = 2 if source.format == "gguf" else 1  # read, then assigned
+    with bars_to(progress, passes) as bars, less_of_torch(), refusing(source.name, "transformers cannot build it"):
         try:
             if ranks is not None:
                 from .split import build_split  # imports accelerate
@@ -65,7 +68,7 @@ def build(
             elif source.format == "dummy":
                 module = _dummy(config, dtype, device, seed)
             else:
-                module = _load(source, config, dtype, device)
+                module = _load(source, config, dtype, device, bars)
             module = widen_values(text_part(module.to(device.torch_device).eval(), _name(source, config)))
         except OSError as error:
             raise ModelNotFound(str(source.path), f"its weights cannot be read: {sentence(error)}") from error
@@ -89,7 +92,7 @@ def _dummy(config: Any, dtype: torch.dtype, device: Device, seed: int) -> Any:
         return cls._from_config(config_for(cls, config), dtype=dtype, attn_implementation="eager")
 
 
-def _load(source: Source, config: Any, dtype: torch.dtype, device: Device) -> Any:
+def _load(source: Source, config: Any, dtype: torch.dtype, device: Device, bars: ProgressBars) -> Any:
     """Load the weights from files.
 
     Raises:
@@ -97,6 +100,7 @@ def _load(source: Source, config: Any, dtype: torch.dtype, device: Device) -> An
         Exception: Any error of transformers.
     """
     stored = stored_tensors(source.model_files) if source.format == "safetensors" else {}
+    removed: set[str] = set()
     check_experts(stored, source.name)
     cls = model_class(config)
     config = config_for(cls, config)
@@ -104,14 +108,20 @@ def _load(source: Source, config: Any, dtype: torch.dtype, device: Device) -> An
     if source.format == "safetensors":
         method = dequantise(config, source.name)
         check_scales(method, config, stored, source.name)
+        bars.measure = lambda: ("comparing weights with the configuration", 0.0)
         rehearsed = rehearse(cls, config, stored, dtype, source.name)
+        bars.measure = None
         if rehearsed is not None:
             check_unpacked(rehearsed, stored, source.name, method)
             check_memory(rehearsed, device, source.name)
+            removed = {name for name in stored if is_removed(rehearsed, name)}
             foresee(widen_values(text_part(rehearsed, source.name)), device)
             del rehearsed
     header = source.gguf_header if source.format == "gguf" else None
-    with reported() as report, noted_names(header, source.name) as names:
+    stream = None
+    if source.format == "safetensors" and not method and reads_in_parallel(device):
+        stream = WeightStream(source.model_files.weights, device, reading_order(stored, removed))
+    with reported() as report, noted_names(header, source.name) as names, streamed(stream, bars):
         try:
             module = cls.from_pretrained(
                 source.folder,

@@ -43,6 +43,7 @@ from .mixtures import MixtureParts, packed_experts
 from .parts import DecoderParts, LayerParts, parts_of
 from .quantisation import Packer
 from .reordered import ReorderedRows, halves_of_pairs, in_every_head
+from .weight_stream import tensors_together
 
 # Share of all weights' bytes: 0.21 for SmolLM2-135M and Llama-3.2-1B, 0.28 for Qwen2.5-0.5B. A worker may hold 1.3
 # times its weights.
@@ -259,7 +260,10 @@ def _join(owner: Any, names: Sequence[str], packer: Packer | None, order: torch.
     ]
     weight, bias = parts[0].weight, parts[0].bias
     if len(parts) > 1:
-        weight = torch.cat([_in_order(part.weight, rows) for part, rows in zip(parts, rows_of, strict=True)])
+        together = tensors_together([part.weight for part in parts]) if packer is None and not any(reordered) else None
+        weight = together
+        if weight is None:
+            weight = torch.cat([_in_order(part.weight, rows) for part, rows in zip(parts, rows_of, strict=True)])
         if bias is not None:
             bias = torch.cat([_in_order(part.bias, rows) for part, rows in zip(parts, rows_of, strict=True)])
     packed = None if packer is None else packer.pack(weight, parts, is_reordered=any(reordered))

@@ -16,20 +16,28 @@ Progress = Callable[[str, float], None]
 
 
 class ProgressBars:
-    """Stands in for tqdm. current: the GGUF tensor being converted; "" if there is none."""
+    """Stands in for tqdm.
 
-    def __init__(self, progress: Progress) -> None:
+    Attributes:
+        current: The GGUF tensor being converted; "" if there is none.
+        measure: Returns the phase in words and the fraction that is done, if something knows them better than the bar.
+    """
+
+    def __init__(self, progress: Progress, passes: int = 1) -> None:
+        """passes: bars that follow each other, each for an equal share."""
         self.current = ""
-        self._progress = progress
-        self._phases = 0
+        self.measure: Callable[[], tuple[str, float]] | None = None
+        self._progress, self._passes = progress, passes
+        self._begun = 0
 
     def make(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Bar:
         """Return a bar in place of the next progress bar."""
-        weights_share = 0.5  # GGUF files are read (first half), then assigned (second half)
-        base = min(weights_share * self._phases, weights_share)
-        self._phases += 1
         self.current = ""
-        share = 1 - weights_share
+        if (measure := self.measure) is not None:
+            return _Bar(self, lambda _phase, _done: self._progress(*measure()), *arguments, **keywords)
+        share = 1 / self._passes
+        base = min(share * self._begun, 1 - share)
+        self._begun += 1
         return _Bar(self, lambda phase, done: self._progress(phase, base + share * done), *arguments, **keywords)
 
 
@@ -71,9 +79,9 @@ class _Bar:
 
 
 @contextlib.contextmanager
-def bars_to(progress: Progress) -> Iterator[ProgressBars]:
-    """Redirect the progress bars that transformers draws on stderr to `progress`."""
-    bars = ProgressBars(progress)
+def bars_to(progress: Progress, passes: int = 1) -> Iterator[ProgressBars]:
+    """Redirect the progress bars that transformers draws on stderr to `progress`. passes: see ProgressBars."""
+    bars = ProgressBars(progress, passes)
     gguf = _gguf_module()
     drawn = getattr(gguf, "tqdm", None)
     previous = transformers_logging.set_tqdm_hook(lambda _factory, arguments, keywords: bars.make(arguments, keywords))

@@ -8,14 +8,13 @@ exchanges between modules. Hooks perform them for layers that transformers runs;
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any
 
 import torch
 import transformers
 from accelerate import init_empty_weights
-from safetensors import safe_open
 from torch.nn.functional import embedding
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -29,9 +28,11 @@ from .progress import Progress
 from .report import EXPERT, LoadReport, check_experts, check_finite, check_unpacked, reject_mismatches
 from .slices import EXPERTS, GATHERED, ROWS, SPLIT, VOCABULARY, Slices, TensorSlice, slices_of, stored_names
 from .source import Source
+from .streamed_files import files_by_tensor, reads_in_parallel
 
 # Experts stored one by one, and the parameter that joins them.
 JOINED = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+READ_AT_ONCE = 4  # tensors; each of them is read by several threads
 STD = 0.02  # default standard deviation of random weights
 
 
@@ -118,16 +119,12 @@ def _read(
     check_experts(stored, source.name)
     report, used = LoadReport(), set()
     named = [(name, each) for name, each in module.named_parameters() if name not in tied]
-    with ExitStack() as stack:
-        files = {}
-        for path in source.model_files.weights:
-            file = files[path] = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            assert file is not None
-        of = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118 - not a dictionary
-        for number, (name, parameter) in enumerate(named):
+    with files_by_tensor(source.model_files.weights, device) as of, ThreadPoolExecutor(READ_AT_ONCE) as pool:
+        # Mapped files are read as they are needed, so that host memory never holds more than one tensor.
+        at_once = pool.map if reads_in_parallel(device) else map
+        all_found = at_once(lambda name: _found(name, mine.cut(name), of), [name for name, _ in named])
+        for number, ((name, parameter), found) in enumerate(zip(named, all_found, strict=True)):
             progress("reading weights", number / len(named))
-            cut = mine.cut(name)
-            found = _found(name, cut, of)
             if found is None:
                 report.missing.add(name)
                 continue

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from kvforge.models.files import stored_tensors
 from kvforge.worker.device.device import open_device
 from kvforge.worker.kernels.packed import quantising_problem
+from kvforge.worker.loading import split, streamed_files
+from kvforge.worker.loading.configuration import read_config
+from kvforge.worker.loading.source import find_source
+from kvforge.worker.loading.split import build_split
 from tests.worker.loading.random_models import YARN_BY_POSITION
 from tests.worker.loading.several import say, several
 
@@ -257,3 +263,33 @@ def test_three_ranks_say_what_one_says(tmp_path: Path) -> None:
             [token for token, _ in each] for each in alone["said"]
         ]
         assert rank[0]["kv_heads"] == 1 and rank[0]["fused"]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_rank_that_reads_in_parallel_has_the_same_bits(
+    kind: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, cpu = find_source(folders[kind], "auto"), open_device("cpu")
+    whole = sum(each.size for each in stored_tensors(source.model_files).values())
+
+    def part(rank: int) -> dict[str, torch.Tensor]:
+        ranks: Any = SimpleNamespace(rank=rank, count=2)
+        say: Any = lambda _phase, _share: None  # noqa: E731
+        found: dict[str, torch.Tensor] = build_split(
+            source, read_config(source), torch.bfloat16, cpu, ranks, say, 0
+        ).state_dict()
+        return found
+
+    mapped = [part(rank) for rank in range(2)]
+    read = []
+    for module in (split, streamed_files):
+        monkeypatch.setattr(module, "reads_in_parallel", lambda _device: True)
+    monkeypatch.setattr(streamed_files.WeightStream, "line", lambda self: read.append(self.bytes_read) or "")
+    for rank, want in enumerate(mapped):
+        got = part(rank)
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    assert len(read) == 2
+    assert max(read) <= whole
+    if kind == "llama":  # most of it is in rows that a rank reads alone
+        assert max(read) < 0.75 * whole
