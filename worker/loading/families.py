@@ -48,10 +48,11 @@ def _rotary_of_theta(decoder: Any, layer: int) -> Any:
 
 def _last_of_kind(decoder: Any, layer: int) -> int | None:
     """Gemma 4's last layers read the K and V of the last layer of their kind that has its own."""
-    kinds, modes = decoder.config.layer_types, decoder.config.kv_sharing_modes
-    if modes[layer] != "reuse":
+    kinds = decoder.config.layer_types
+    first_shared = decoder.config.num_hidden_layers - decoder.config.num_kv_shared_layers
+    if layer < first_shared:
         return None
-    return max(index for index in range(layer) if modes[index] != "reuse" and kinds[index] == kinds[layer])
+    return max(index for index in range(first_shared) if kinds[index] == kinds[layer])
 
 
 def _softmax_of_gemma(config: Any) -> Router:

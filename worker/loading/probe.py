@@ -76,12 +76,14 @@ def _mask_window(*, mask_function: Any, config: Any, device: Any, **_: Any) -> t
     mask_function(batch, head, query position, key position) -> bool tensor, as in transformers' masking_utils.
     """
     positions = min(context_range(config).most, MASK_POSITIONS_MAX)
-    zero = torch.tensor(0)
-    keys = torch.arange(positions)
+    # A mask function may hold tensors of the model's device; masks of models on the meta device hold none.
+    place = torch.device("cpu") if torch.device(device).type == "meta" else device
+    zero = torch.tensor(0, device=place)
+    keys = torch.arange(positions, device=place)
 
     def visible(query: int) -> torch.Tensor:
-        allowed = mask_function(zero, zero, torch.tensor(query), keys)
-        return torch.as_tensor(allowed).expand(positions)
+        allowed = mask_function(zero, zero, torch.tensor(query, device=place), keys)
+        return torch.as_tensor(allowed, device=place).expand(positions)
 
     try:
         window = int(visible(positions - 1).sum())

@@ -83,8 +83,24 @@ def test_a_model_that_cannot_be_tried_is_promised_nothing(
     monkeypatch.setattr("kvforge.worker.loading.trial._run", fail)
     model = tiny("phi3")
     assert model.info.determinism == f"not promised: {model.unsteady}"
-    assert model.unsteady.endswith("own: a trial of a few layers failed: IndexError: no layer 2")
+    assert model.unsteady.endswith("own: a trial of the layers failed: IndexError: no layer 2")
     assert not model.wants_kinds
+
+
+def test_all_layers_are_tried_if_one_needs_a_layer_that_was_left_out(tiny: Callable[..., LoadedModel]) -> None:
+    model = tiny("olmo2", num_hidden_layers=4)
+    layers = list(model.module.model.layers)
+    ran: set[int] = set()
+
+    def needs_the_second(part: Any, *_: Any) -> None:
+        ran.add(id(part))
+        if part is layers[0] and len(model.module.model.layers) < 4:
+            raise KeyError("the states of layer 1")
+
+    for layer in layers:
+        layer.register_forward_hook(needs_the_second)
+    assert make_batch_invariant(model, choose_operations(model.device, model.dtype)) == ""
+    assert ran == set(map(id, layers))
 
 
 def test_layers_of_one_kind_are_tried_once(tiny: Callable[..., LoadedModel]) -> None:
