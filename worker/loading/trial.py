@@ -1,8 +1,8 @@
 """Tests whether a row of a transformers model has the same bits in every batch, by running the model's own layers.
 
-One layer of each kind runs (all of them if that fails), between the embedding and the head, for many tokens at once and for a few.
-Attention is skipped: its inputs are compared, and the query replaces its output. The attention kernels are steady and
-have tests of their own.
+One layer of each kind runs (all of them if that fails), between the embedding and the head, for many tokens at once and
+for a few. Attention is skipped: its inputs are compared, and the query replaces its output. The attention kernels are
+steady and have tests of their own.
 """
 
 from __future__ import annotations
