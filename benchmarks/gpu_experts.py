@@ -130,7 +130,7 @@ def calls(layer: Layer, operations: FusedOperations, target: Target) -> dict[str
         "down": lambda turn: multiply_down(
             operations, inner, *down, layer.weights[turn], sorted_pairs[turn], down_tiles
         ),
-        "sum": lambda _turn: sum_places(operations, parts),
+        "sum": lambda _turn: sum_places(operations, parts, layer.chosen[0]),
     }
     if len(layer.x) > 1:  # a single token needs no sort
         made["sort"] = lambda turn: sort_by_expert(operations, layer.chosen[turn], shape.experts, tokens)

@@ -62,6 +62,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value needs a rotary embedding that is scaled for it.
         ranks: Processes that compute the model together (tensor parallelism).
         rank: Index of this process, from 0 to `ranks` - 1.
+        expert_parallel: Whether ranks divide the experts of a mixture among them (expert parallelism), so that each has
+            some experts as a whole. False: each rank has a part of every expert.
         collectives: Transport between ranks: nccl (RCCL on AMD; one GPU each), gloo (through host memory), or auto. On
             GPUs auto is nccl, replaced by direct access to the other ranks' memory where it gives the same bits faster.
         coordinator_wait_s: Seconds to wait for a coordinator.
@@ -100,6 +102,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     context_tokens_max: int = 0
     ranks: int = 1
     rank: int = 0
+    expert_parallel: bool = False
     collectives: str = "auto"
     coordinator_wait_s: float = 60.0
     grammar_s: float = 1.0
@@ -134,6 +137,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise InvalidConfiguration("ranks", f"must be 1 to {RANKS_MAX}, not {self.ranks}")
         if not 0 <= self.rank < self.ranks:
             raise InvalidConfiguration("rank", f"must be 0 to {self.ranks - 1} where ranks is {self.ranks}")
+        if self.expert_parallel and self.ranks == 1:
+            problem = "true, but ranks is 1; set ranks (--tensor-parallel) to 2 or more"
+            raise InvalidConfiguration("expert_parallel", problem)
         if self.watch_us < -1:
             raise InvalidConfiguration("watch_us", f"must be -1 (choose) or more, not {self.watch_us}")
         if not 0 <= self.memory_share <= 1:

@@ -44,6 +44,12 @@ def _model(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes per worker that compute the model together [1]",
     )
+    parser.add_argument(
+        "--expert-parallel",
+        action="store_true",
+        default=None,
+        help="divide the experts of a mixture among these processes, instead of each expert",
+    )
     parser.add_argument("--device", choices=choices.DEVICES, help="[auto]")
     parser.add_argument("--devices", metavar="LIST", help="device index of each process, like 0,1 [0,1,2,...]")
     parser.add_argument("--dtype", choices=choices.DTYPES, help="type of weights and activations [auto]")

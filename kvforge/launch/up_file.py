@@ -21,6 +21,7 @@ IN_SECTIONS = {
         "device",
         "dtype",
         "weight_dtype",
+        "expert_parallel",
         "kv_dtype",
         "kv_bytes",
         "blocks",
@@ -66,6 +67,7 @@ class UpFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     device: str | None = None
     dtype: str | None = None
     weight_dtype: str | None = None
+    expert_parallel: bool | None = None
     kv_dtype: str | None = None
     kv_bytes: int | None = None
     blocks: int | None = None

@@ -103,10 +103,9 @@ def _sort(target: Target, experts: int, tokens: int, rows: int) -> Configuration
 
 
 def _sum(target: Target, dtype: torch.dtype, width: int, n: int) -> Configuration:
-    parts = meta_tensor(width, 1, n, dtype=dtype)
-    return _one(
-        target, f"sum of {width} experts {DTYPE_NAMES[dtype]} {n}", lambda: sum_places(launched_on(target), parts)
-    )
+    parts, chosen = meta_tensor(width, 1, n, dtype=dtype), meta_tensor(1, width, dtype=torch.int32)
+    label = f"sum of {width} experts {DTYPE_NAMES[dtype]} {n}"
+    return _one(target, label, lambda: sum_places(launched_on(target), parts, chosen))
 
 
 def _products(target: Target, dtype: torch.dtype, layout: Layout, tokens: int, far: bool) -> Iterator[Configuration]:

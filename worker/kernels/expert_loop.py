@@ -39,7 +39,7 @@ def run_one_by_one(
     Args:
         run: Computes an expert, given its index and its tokens [count, hidden].
         x: [tokens, hidden].
-        chosen: [tokens, experts per token] int.
+        chosen: [tokens, experts per token] int; a negative number adds nothing: an expert of another rank.
         weights: [tokens, experts per token].
 
     Returns:
@@ -49,7 +49,7 @@ def run_one_by_one(
     if not tokens:
         return torch.empty_like(x)
     if tokens == 1:
-        given = torch.cat([run(expert, x) for expert in chosen[0].tolist()])
+        given = torch.cat([run(expert, x) if expert >= 0 else torch.zeros_like(x) for expert in chosen[0].tolist()])
     else:
         given = _by_expert(run, x, chosen.reshape(-1), width)
     weighted = (given.view(tokens, width, -1) * weights[..., None]).to(x.dtype)
@@ -64,9 +64,9 @@ def _by_expert(
 ) -> torch.Tensor:
     """Return the result of each chosen expert, [tokens x width, hidden]."""
     order = by_place.argsort(stable=True)
-    given: torch.Tensor | None = None
-    first = 0
-    for expert, count in enumerate(by_place.bincount().tolist()):
+    first, *counts = (by_place + 1).clamp_min(0).bincount(minlength=1).tolist()
+    given = x.new_zeros((len(by_place), x.shape[1])) if first else None
+    for expert, count in enumerate(counts):
         if count:
             places = order[first : first + count]
             found = run(expert, x[places // width])

@@ -122,7 +122,8 @@ def sort_by_expert(launch: Launching, chosen: torch.Tensor, experts: int, tokens
 
     Args:
         launch: How to launch it.
-        chosen: [tokens, experts per token] int32, contiguous, each expert at most once per token.
+        chosen: [tokens, experts per token] int32, contiguous, each expert at most once per token. Pairs with AWAY come
+            first in the order, and no block holds them.
         experts: Number of experts.
         tokens_per_block: Most pairs of a block.
 

@@ -86,10 +86,11 @@ class FusedOperations:
         found = linear_parts(self, x, weight, bias, tiles, x.dtype, activation=activation, gated=gated)
         return found[0]
 
-    def experts(self, *arguments: Any) -> torch.Tensor:
+    def experts(self, x: torch.Tensor, chosen: torch.Tensor, *others: Any) -> torch.Tensor:
         """Implement `LayerOperations.experts`."""
-        parts = self.expert_parts(*arguments)
-        return sum_places(self, parts) if parts.numel() else parts[0]
+        chosen = chosen.int().contiguous()
+        parts = self.expert_parts(x, chosen, *others)
+        return sum_places(self, parts, chosen) if parts.numel() else parts[0]
 
     def expert_parts(
         self,

@@ -40,7 +40,7 @@ _LINE = tl.constexpr(LINE)
 
 @triton.jit
 def _pairs_of(order, blocks, block, TOKENS: tl.constexpr, ALONE: tl.constexpr):
-    """Return the expert of a block (-1: empty), its pairs [TOKENS], and which of them exist."""
+    """Return the expert of a block (-1: empty, or AWAY), its pairs [TOKENS], and which of them exist."""
     columns = tl.arange(0, TOKENS)
     if ALONE:
         expert = tl.load(blocks + block)
@@ -171,17 +171,21 @@ def grouped_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def sum_kernel(parts, output, tokens, n, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """Add the results of a token's experts in order. Grid: [blocks of n, tokens]. parts: [WIDTH, tokens, n]."""
+def sum_kernel(parts, chosen, output, tokens, n, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Add the results of a token's experts in order. Grid: [blocks of n, tokens].
+
+    parts: [WIDTH, tokens, n]; what belongs to an expert of another rank was never written. chosen: [tokens, WIDTH].
+    """
     let_next_start(OVERLAP)
     token = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < n
     wait_for_inputs(OVERLAP)
-    total = tl.load(parts + token * n + columns, mask=inside, other=0.0).to(tl.float32)
-    for place in tl.static_range(1, WIDTH):
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(WIDTH):
+        here = tl.load(chosen + token * WIDTH + place) >= 0
         at = parts + (tl.cast(place, tl.int64) * tokens + token) * n + columns
-        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(at, mask=inside & here, other=0.0).to(tl.float32)
     tl.store(output + token * n + columns, total.to(output.dtype.element_ty), mask=inside)
 
 
@@ -237,7 +241,7 @@ def multiply_down(
         tiles: Tile sizes.
 
     Returns:
-        [experts per token, tokens, n].
+        [experts per token, tokens, n]; the parts of experts that are AWAY are not written.
     """
     tokens, width = weights.shape
     output = torch.empty((width, tokens, weight.shape[1]), dtype=inner.dtype, device=inner.device)
@@ -304,12 +308,33 @@ def _multiply(
     )
 
 
-def sum_places(launch: Launching, parts: torch.Tensor) -> torch.Tensor:
-    """Add the results of a token's experts in order. parts: [experts per token, tokens, n]. Returns [tokens, n]."""
+def sum_places(
+    launch: Launching, parts: torch.Tensor, chosen: torch.Tensor, output: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Add the results of a token's experts in order.
+
+    Args:
+        launch: How to launch it.
+        parts: [experts per token, tokens, n]. The part of an expert that is AWAY is not read.
+        chosen: [tokens, experts per token] int32, contiguous.
+        output: [tokens, n], contiguous, receives the result; None: allocate it.
+
+    Returns:
+        [tokens, n].
+    """
     width, tokens, n = parts.shape
-    output = torch.empty((tokens, n), dtype=parts.dtype, device=parts.device)
+    if output is None:
+        output = torch.empty((tokens, n), dtype=parts.dtype, device=parts.device)
     grid = (triton.cdiv(n, SUM_BLOCK), tokens)
     sum_kernel[grid](
-        parts, output, tokens, n, WIDTH=width, BLOCK=SUM_BLOCK, num_warps=SUM_WARPS, **launch_options(launch.overlap)
+        parts,
+        chosen,
+        output,
+        tokens,
+        n,
+        WIDTH=width,
+        BLOCK=SUM_BLOCK,
+        num_warps=SUM_WARPS,
+        **launch_options(launch.overlap),
     )
     return output

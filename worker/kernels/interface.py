@@ -174,7 +174,7 @@ class LayerOperations(Protocol):
 
         Returns:
             The experts [tokens, chosen] int32, in falling order of their scores, and their weights [tokens, chosen]
-            float32.
+            float32. With `router.held`: indices in this rank's experts, and AWAY for those of other ranks.
         """
 
     def experts(
@@ -190,7 +190,7 @@ class LayerOperations(Protocol):
 
         Args:
             x: [tokens, hidden].
-            chosen: [tokens, experts per token] int32 or int64; each expert at most once per token.
+            chosen: [tokens, experts per token] int32 or int64; each expert at most once per token. AWAY adds nothing.
             weights: [tokens, experts per token] float.
             matrices: The matrices; without a gate, `up` has as many rows as `down` has columns.
             activation: The activation.

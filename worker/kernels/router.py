@@ -12,6 +12,7 @@ import torch
 from .partition import apply_aligned
 
 GROUP_BEST = 2  # a group's score is the sum of its best two
+AWAY = -1  # stands for an expert that another rank holds
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Router:
         sum_min: Smallest divisor.
         scaling: Factor of the weights.
         dtype: Dtype that the weights are rounded to at last; None: float32.
+        first_held: The first expert that this process holds (expert parallelism). Experts are numbered from it on, and
+            the others are AWAY.
+        held: The experts that this process holds; 0: all.
     """
 
     chosen: int
@@ -41,6 +45,8 @@ class Router:
     sum_min: float = 0.0
     scaling: float = 1.0
     dtype: torch.dtype | None = None
+    first_held: int = 0
+    held: int = 0
 
     def __post_init__(self) -> None:
         assert self.scores in SCORES and self.weights in SCORES, (self.scores, self.weights)
@@ -70,6 +76,9 @@ def route(
         weights = weights * factors.float()[chosen]
     weights = weights * router.scaling
     rounded = weights if router.dtype is None else weights.to(router.dtype).float()
+    if router.held:
+        chosen = chosen - router.first_held
+        chosen = torch.where((chosen >= 0) & (chosen < router.held), chosen, AWAY)
     return chosen.int(), rounded
 
 

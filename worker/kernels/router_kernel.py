@@ -12,8 +12,9 @@ import triton.language as tl
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .launching import Launching
-from .router import Router
+from .router import AWAY, Router
 
+_AWAY = tl.constexpr(AWAY)
 LOWEST = tl.constexpr(-(2**63))  # below the key of every score, NaN included
 
 
@@ -53,7 +54,7 @@ def _function(numbers, inside, axis: tl.constexpr, KIND: tl.constexpr):
         return numbers
 
 
-@triton.jit(do_not_specialize=["experts"])
+@triton.jit(do_not_specialize=["experts", "first_held", "held"])
 def route_kernel(
     logits,
     bias,
@@ -61,6 +62,8 @@ def route_kernel(
     chosen,
     weights,
     experts,
+    first_held,
+    held,
     sum_added,
     sum_min,
     scaling,
@@ -82,7 +85,8 @@ def route_kernel(
 
     logits: [tokens, experts], contiguous. bias, factors: [experts] float32. chosen: [tokens, CHOSEN] int32. weights:
     [tokens, CHOSEN] float32. GROUP_BLOCK: a power of two that holds the experts of a group. CHOSEN_BLOCK, GROUPS_BLOCK:
-    likewise for the choices and the groups. ROUNDED: the dtype that the weights are rounded to. Others: see Router.
+    likewise for the choices and the groups. ROUNDED: the dtype that the weights are rounded to. held: not 0.
+    Others: see Router.
     """
     let_next_start(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -134,6 +138,8 @@ def route_kernel(
     if HAS_FACTORS:
         found = found * tl.load(factors + found_places, mask=counted, other=0.0)
     found = (found * scaling).to(ROUNDED).to(tl.float32)
+    found_places -= first_held
+    found_places = tl.where((found_places >= 0) & (found_places < held), found_places, _AWAY)
     tl.store(chosen + token * CHOSEN + order, found_places, mask=counted)
     tl.store(weights + token * CHOSEN + order, found, mask=counted)
 
@@ -159,6 +165,8 @@ def route(
         chosen,
         weights,
         experts,
+        router.first_held,
+        router.held or experts,
         router.sum_added,
         router.sum_min,
         router.scaling,

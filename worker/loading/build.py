@@ -37,6 +37,7 @@ def build(
     progress: Progress,
     seed: int,
     ranks: Ranks | None = None,
+    expert_parallel: bool = False,
 ) -> Any:
     """Build the transformers model with its weights, in eval mode, on `device`, with eager attention.
 
@@ -48,6 +49,7 @@ def build(
         progress: Called with fractions from 0 to 1.
         seed: Seed of random weights.
         ranks: The group of ranks; only this rank's part is read (see `split`).
+        expert_parallel: Whether ranks divide the experts among them, not each expert.
 
     Returns:
         The model.
@@ -64,7 +66,7 @@ def build(
             if ranks is not None:
                 from .split import build_split  # imports accelerate
 
-                module = build_split(source, config, dtype, device, ranks, progress, seed)
+                module = build_split(source, config, dtype, device, ranks, progress, seed, expert_parallel)
             elif source.format == "dummy":
                 module = _dummy(config, dtype, device, seed)
             else:

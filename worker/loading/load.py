@@ -98,6 +98,7 @@ def load_model(
     seed: int = 0,
     context_tokens_max: int = 0,
     ranks: Ranks | None = None,
+    expert_parallel: bool = False,
 ) -> LoadedModel:
     """Load a model, and verify that it computes the same as transformers' own layers and attention.
 
@@ -114,6 +115,7 @@ def load_model(
         seed: Seed of random weights.
         context_tokens_max: Positions to serve; 0: the model's context length (see `loading.rope`).
         ranks: The group of ranks that compute the model together; all load it at the same time.
+        expert_parallel: Whether ranks divide the experts of a mixture among them, not each expert.
 
     Returns:
         The loaded model.
@@ -121,8 +123,8 @@ def load_model(
     Raises:
         ModelNotFound: There is no such model.
         UnsupportedModel: Names the architecture.
-        InvalidConfiguration: A setting is invalid: load_format, dtype, weight_dtype, kv_dtype, attention, block_size or
-            context_tokens_max.
+        InvalidConfiguration: A setting is invalid: load_format, dtype, weight_dtype, kv_dtype, attention, block_size,
+            context_tokens_max or expert_parallel.
         KernelError: A kernel is wrong or does not compile.
         WorkerError: There is not enough memory.
         GpuError: There is not enough memory on the GPU.
@@ -143,7 +145,11 @@ def load_model(
         chosen = choose_attention(device, attention)
 
         progress("loading weights", 0.05)
-        module = build(found, config, torch_dtype, device, lambda p, f: progress(p, 0.05 + 0.8 * f), seed, ranks)
+        module = build(
+            *(found, config, torch_dtype, device, lambda p, f: progress(p, 0.05 + 0.8 * f), seed),
+            ranks=ranks,
+            expert_parallel=expert_parallel,
+        )
 
     if quantisation is not None and not is_known(module):
         _refuse_quantising(weight_dtype, type(module).__name__)

@@ -18,6 +18,7 @@ from kvforge.worker.kernels.router import Router
 from .description import Mixture
 from .quantisation import Packer
 from .scaled_experts import ScaledExperts
+from .split_experts import first_held
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def mixture_of(feed: Any, mixture: Mixture, config: Any, is_shared: bool) -> Mix
         AttributeError: A declared name is missing.
     """
     gate, part = getattr(feed, mixture.gate), getattr(feed, mixture.experts)
+    first = first_held(part)
     if mixture.scales_input:
         if config.num_experts_per_tok != 1:
             return None  # one input for each expert of a token
@@ -70,7 +72,9 @@ def mixture_of(feed: Any, mixture: Mixture, config: Any, is_shared: bool) -> Mix
     if experts is None or experts.activation is None:
         return None
     assert isinstance(experts.matrices.up, torch.Tensor)
-    router = mixture.router(config)
+    router, held = mixture.router(config), len(experts.matrices.up)
+    if held < len(holder.weight):  # expert parallelism
+        router = replace(router, first_held=first, held=held)
     choice_bias, factors = (
         reduce(getattr, path.split("."), feed).flatten() if path else None
         for path in (mixture.choice_bias, mixture.factors)

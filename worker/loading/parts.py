@@ -81,11 +81,12 @@ class DecoderParts:
     def can_be_split(self) -> bool:
         """Whether ranks share layers by heads and inner columns: no projection or norm covers those of several ranks.
 
-        transformers cuts a joined projection elsewhere, and gathers its output.
+        transformers cuts a joined projection elsewhere, and gathers its output. That of shared experts is cut by
+        `slices`, gate and up alike.
         """
         family = self.family
-        is_joined = len(family.projected) < 3 or len(family.gate_up) < 1 + family.is_gated
-        return not is_joined and all(layer.can_be_split for layer in self.layers)
+        is_joined = len(family.gate_up) < 1 + family.is_gated and family.mixture is None
+        return len(family.projected) == 3 and not is_joined and all(layer.can_be_split for layer in self.layers)
 
 
 class _NotDescribedError(Exception):

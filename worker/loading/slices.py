@@ -2,18 +2,24 @@
 
 A plan names modules ("layers.*.self_attn.q_proj") and how each is cut. Every rank has the whole of all other modules.
 An unknown style or an indivisible shape is rejected by name: a model is served only if the plan covers it.
+
+With expert parallelism each rank has some experts as a whole instead of a part of each expert.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from kvforge.protocol.errors import UnsupportedModel
+from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
+from kvforge.worker.kernels.experts import is_experts
+
+from .description import Family, Mixture
+from .families import family_of
 
 # Styles: the cut, and the exchange around the module. The second names are from earlier transformers.
 COLUMNS = "colwise"  # output columns; each rank continues with its own
@@ -23,6 +29,12 @@ SPLIT = ("rowwise_split_input", "rowwise_rep")  # the same if every rank has the
 VOCABULARY = "embedding_rowwise"  # rows of a table; missing rows are zero, and the results are summed
 PACKED_COLUMNS, PACKED_ROWS = "packed_colwise", "packed_rowwise"  # the same for two weights in one
 EXPERTS = "moe_tp_experts"  # each rank has a slice of all experts; the results are summed
+# Names in files of Granite's experts.
+_GRANITE_NAMES = (
+    ("experts.gate_up_proj", "input_linear.weight"),
+    ("experts.down_proj", "output_linear.weight"),
+    ("router.weight", "router.layer.weight"),
+)
 # Modules that every rank has whole, and computes unchanged.
 WHOLE = ("replicate", "replicated_with_grad_allreduce", "sequence_parallel")
 LOCAL = "local_params"  # a module whose own parameters are in the plan, if they are cut
@@ -64,6 +76,15 @@ class TensorSlice:
 
 
 @dataclass(frozen=True)
+class ExpertRange:
+    """The experts of one rank: those from `first` up to, but without, `stop` of `total`."""
+
+    first: int
+    stop: int
+    total: int
+
+
+@dataclass(frozen=True)
 class Slices:
     """One rank's part of a model.
 
@@ -74,6 +95,7 @@ class Slices:
         cuts: Cuts by names of parameters that are not whole.
         whole: Shapes of these parameters in the whole model.
         first_only: Parameters that only rank 0 adds.
+        experts: With expert parallelism, this rank's experts by names of modules.
     """
 
     rank: int
@@ -82,25 +104,37 @@ class Slices:
     cuts: dict[str, TensorSlice]
     whole: dict[str, tuple[int, ...]]
     first_only: frozenset[str]
+    experts: dict[str, ExpertRange] = field(default_factory=dict)
 
     def cut(self, name: str) -> TensorSlice:
         """Return the cut of a parameter."""
         return self.cuts.get(name, TensorSlice())
 
 
-def slices_of(module: Any, rank: int, count: int) -> Slices:
+def slices_of(module: Any, rank: int, count: int, expert_parallel: bool = False) -> Slices:
     """Apply transformers' plan to a model without weights.
+
+    Args:
+        module: The model.
+        rank: This rank.
+        count: Number of ranks.
+        expert_parallel: Whether ranks divide the experts among them, not each expert.
+
+    Returns:
+        The rank's part.
 
     Raises:
         UnsupportedModel: The plan is missing, unknown, or does not fit the number of ranks.
+        InvalidConfiguration: There are no experts, or fewer than ranks, with `expert_parallel`.
     """
     name = type(module).__name__
     plan = plan_of(module)
+    experts = _expert_ranges(module, rank, count) if expert_parallel else {}
     styles: dict[str, str] = {}
     cuts: dict[str, TensorSlice] = {}
     first_only: set[str] = set()
     for path, part in module.named_modules():
-        style = _style(plan, path)
+        style = EXPERTS if path in experts else _style(plan, path)
         if style is None:
             continue
         held = list(part.named_parameters(recurse=False))
@@ -116,12 +150,37 @@ def slices_of(module: Any, rank: int, count: int) -> Slices:
                 cuts[full] = cut
     for full, parameter in module.named_parameters():  # experts are parameters with styles of their own
         style = _style(plan, full)
-        if style is not None:
+        if (mine := experts.get(full.rpartition(".")[0])) is not None:
+            cuts[full] = TensorSlice(0, ((mine.first, mine.stop),))
+        elif style is not None:
             cuts[full] = _cut(module, full, "", tuple(parameter.shape), style, rank, count)
     if not cuts:
         raise UnsupportedModel(name, f"transformers has no plan for splitting it: it cannot be served by {count} ranks")
     whole = {full: tuple(module.get_parameter(full).shape) for full in cuts}
-    return Slices(rank, count, styles, cuts, whole, frozenset(first_only))
+    return Slices(rank, count, styles, cuts, whole, frozenset(first_only), experts)
+
+
+def _expert_ranges(module: Any, rank: int, count: int) -> dict[str, ExpertRange]:
+    """Return the experts of a rank by names of modules. Ranks have equal numbers of them, or differ by one.
+
+    Raises:
+        InvalidConfiguration: There are no experts, or fewer than ranks.
+    """
+    family = family_of(module)
+    scaled = "experts" if family is not None and family.mixture is not None and family.mixture.scales_input else ""
+    found = {}
+    for path, part in module.named_modules():
+        if not is_experts(part) and not (scaled and path.rpartition(".")[2] == scaled):
+            continue
+        total = len(part.down_proj)
+        if total < count:
+            problem = f"true: {path} has {total} experts for {count} ranks; use at most {total} ranks, or false"
+            raise InvalidConfiguration("expert_parallel", problem)
+        found[path] = ExpertRange(total * rank // count, total * (rank + 1) // count, total)
+    if not found:
+        problem = f"true: {type(module).__name__} has no experts that can be divided; use false"
+        raise InvalidConfiguration("expert_parallel", problem)
+    return found
 
 
 def plan_of(module: Any) -> dict[str, str]:
@@ -130,7 +189,28 @@ def plan_of(module: Any) -> dict[str, str]:
     prefix = next((f"{name}." for name in names if hasattr(module, name)), "")
     config = module.config.get_text_config(decoder=True)
     plan = {f"{prefix}{path}": style for path, style in (getattr(config, "base_model_tp_plan", None) or {}).items()}
+    family = family_of(module)
+    if family is not None and family.mixture is not None:
+        plan |= _missing_cuts(family, family.mixture, f"{prefix}layers.*", plan)
+        plan = {path: style for path, style in plan.items() if style != VOCABULARY}  # fused layers have the whole table
     return plan | dict(type(module)._tp_plan or {})
+
+
+def _missing_cuts(family: Family, mixture: Mixture, layer: str, plan: dict[str, str]) -> dict[str, str]:
+    """Return the cuts of a mixture's attention and shared experts, where transformers' plan leaves them whole."""
+    gate_up = COLUMNS if len(family.gate_up) == 1 + family.is_gated else PACKED_COLUMNS
+    groups: list[tuple[str, tuple[str, ...], str, str]] = []
+    if len(family.projected) == 3:
+        groups.append((f"{layer}.self_attn", family.projected, COLUMNS, family.output))
+    if mixture.shared:
+        shared = f"{layer}.{mixture.shared}" if mixture.is_shared_outside else f"{layer}.{family.feed}.{mixture.shared}"
+        groups.append((shared, family.gate_up, gate_up, family.down))
+    added: dict[str, str] = {}
+    for owner, first, style, last in groups:
+        if not any(f"{owner}.{name}" in plan for name in first):
+            added |= {f"{owner}.{name}": style for name in first} | {f"{owner}.{last}": ROWS}
+            added[f"{owner}.sinks"] = COLUMNS
+    return added
 
 
 def _style(plan: dict[str, str], path: str) -> str | None:
@@ -178,10 +258,18 @@ def _range(module: Any, path: str, size: int, rank: int, count: int) -> tuple[in
     raise UnsupportedModel(type(module).__name__, problem)
 
 
+def kv_heads_of(module: Any, attention: Any) -> int:
+    """Return the K and V heads of an attention module, which may differ from layer to layer."""
+    config = module.config.get_text_config(decoder=True)
+    if groups := getattr(attention, "num_key_value_groups", None):
+        return int(config.num_attention_heads // groups)
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
 def _units(module: Any, path: str, size: int) -> tuple[int, str]:
-    config, last = module.config.get_text_config(decoder=True), path.rpartition(".")[2]
-    heads = getattr(config, "num_attention_heads", None)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    owner, _, last = path.rpartition(".")
+    heads = getattr(module.config.get_text_config(decoder=True), "num_attention_heads", None)
+    kv_heads = kv_heads_of(module, module.get_submodule(owner)) if last in KEYS else None
     if last in QUERIES and heads and size % heads == 0:
         return int(heads), "attention heads"
     if last in KEYS and kv_heads and size % kv_heads == 0:
@@ -194,4 +282,8 @@ def stored_names(name: str) -> Iterator[str]:
     yield name
     yield name.replace(".mlp.", ".block_sparse_moe.")
     yield name.replace(".self_attn.sinks", ".self_attn.attention_sink_bias")
+    yield name.replace(".gate.moe_statics.", ".moe_statics.")
+    for last, stored in _GRANITE_NAMES:
+        if name.endswith(f".block_sparse_moe.{last}"):
+            yield name.removesuffix(last) + stored
     yield name.partition(".")[2]  # a base model that was stored alone

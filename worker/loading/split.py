@@ -2,7 +2,7 @@
 
 Only the rank's slice of each tensor is read, so no rank ever holds the whole model. The plan (`slices`) defines the
 exchanges between modules. Hooks perform them for layers that transformers runs; fused layers exchange by themselves
-(`kernels.decoder`) and share the weights.
+(`kernels.decoder`) and share the weights. With expert parallelism, hooks also leave out the experts of other ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,20 @@ from kvforge.worker.device.ranks import Ranks
 from .composite import is_composite
 from .progress import Progress
 from .report import EXPERT, LoadReport, check_experts, check_finite, check_unpacked, reject_mismatches
-from .slices import EXPERTS, GATHERED, ROWS, SPLIT, VOCABULARY, Slices, TensorSlice, slices_of, stored_names
+from .slices import (
+    EXPERTS,
+    GATHERED,
+    ROWS,
+    SPLIT,
+    VOCABULARY,
+    Slices,
+    TensorSlice,
+    kv_heads_of,
+    slices_of,
+    stored_names,
+)
 from .source import Source
+from .split_experts import FIRST_HELD, leave_out_others
 from .streamed_files import files_by_tensor, reads_in_parallel
 
 # Experts stored one by one, and the parameter that joins them.
@@ -37,12 +49,20 @@ STD = 0.02  # default standard deviation of random weights
 
 
 def build_split(
-    source: Source, config: Any, dtype: torch.dtype, device: Device, ranks: Ranks, progress: Progress, seed: int
+    source: Source,
+    config: Any,
+    dtype: torch.dtype,
+    device: Device,
+    ranks: Ranks,
+    progress: Progress,
+    seed: int,
+    expert_parallel: bool = False,
 ) -> Any:
     """Build one rank's part as `build.build` does.
 
     Raises:
         UnsupportedModel: Names the part that cannot be split.
+        InvalidConfiguration: `expert_parallel` does not suit the model.
     """
     if source.format == "gguf":
         problem = "a GGUF file is read as a whole: several ranks take a folder with safetensors"
@@ -56,7 +76,7 @@ def build_split(
         module = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
         )
-    mine = slices_of(module, ranks.rank, ranks.count)
+    mine = slices_of(module, ranks.rank, ranks.count, expert_parallel)
     tied = _tied(module)
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         shape = mine.cut(name).shape(tuple(parameter.shape))
@@ -184,9 +204,17 @@ def _found(name: str, cut: TensorSlice, of: dict[str, Any]) -> tuple[list[str], 
             )
             names = [[f"{path}.{number}.{part}.weight" for part in parts] for number in experts]
             if names and all(each in of for expert in names for each in expert):
-                joined = [torch.cat(_parts(cut, expert, of)) for expert in names]
+                mine, within = _of_experts(cut, len(names))
+                joined = [torch.cat(_parts(within, expert, of)) for expert in names[mine]]
                 return [each for expert in names for each in expert], torch.stack(joined)
     return None
+
+
+def _of_experts(cut: TensorSlice, count: int) -> tuple[slice, TensorSlice]:
+    """Return which experts a cut of all in one tensor has, and the cut of each."""
+    if cut.dimension == 0:
+        return slice(*cut.ranges[0]), TensorSlice()
+    return slice(0, count), cut
 
 
 def _parts(cut: TensorSlice, names: list[str], of: dict[str, Any]) -> list[torch.Tensor]:
@@ -235,14 +263,18 @@ def _make_up(
 
 def _fit(module: Any, mine: Slices) -> None:
     """Adjust the sizes that modules report to those of their slices."""
+    for path, held in mine.experts.items():
+        part = module.get_submodule(path)
+        part.num_experts = held.stop - held.first
+        setattr(part, FIRST_HELD, held.first)
     for path in mine.styles:
         part = module.get_submodule(path)
         if isinstance(part, torch.nn.Linear):
             part.out_features, part.in_features = part.weight.shape
-    config = module.config.get_text_config(decoder=True)
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     for path, part in module.named_modules():
-        if kv_heads % mine.count and f"{path}.k_proj" in mine.styles and hasattr(part, "num_key_value_groups"):
+        if f"{path}.k_proj" not in mine.styles or not hasattr(part, "num_key_value_groups"):
+            continue
+        if (kv_heads := kv_heads_of(module, part)) % mine.count:
             part.num_key_value_groups = part.num_key_value_groups * kv_heads // mine.count  # per head on this rank
 
 
@@ -263,6 +295,8 @@ def _exchange(module: Any, mine: Slices, ranks: Ranks) -> None:
 
     for path, style in mine.styles.items():
         part = module.get_submodule(path)
+        if path in mine.experts:
+            leave_out_others(part, mine.experts[path])
         if style in (ROWS, EXPERTS, *SPLIT):
             part.register_forward_hook(summed)
         if style in SPLIT:

@@ -81,6 +81,7 @@ class Engine:
             seed=config.seed,
             context_tokens_max=config.context_tokens_max,
             ranks=self.ranks,
+            expert_parallel=config.expert_parallel,
         )
         self.device.release_cached()
         self._accounts.weights = weight_bytes(self.model)

@@ -12,6 +12,7 @@ from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels.activations import SILU, Activation
 from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.plain import PlainOperations
+from kvforge.worker.kernels.router import AWAY
 
 triton = pytest.importorskip("triton")
 
@@ -150,6 +151,33 @@ def test_all_tokens_of_one_expert_and_none(cpu: Device) -> None:
         layer.run(FusedOperations(cpu), x, chosen, weights), layer.run(PlainOperations(), x, chosen, weights), 4e-3
     )
     assert layer.run(FusedOperations(cpu), x[:0], chosen[:0], weights[:0]).shape == (0, 64)
+
+
+@interpreted
+@pytest.mark.parametrize("count", [1, 5, 40])
+@pytest.mark.parametrize("case", ["silu", "gpt-oss"])
+def test_experts_of_other_ranks_add_nothing(case: str, count: int, cpu: Device, monkeypatch: Any) -> None:
+    """Parts that no program writes hold NaN here."""
+    torch.manual_seed(count)
+    layer = layer_of(cpu, torch.float16, (8, 64, 32), **CASES[case])
+    x, chosen, weights = tokens_of(cpu, torch.float16, count, layer, 3)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        parts = []
+        for held in (slice(0, 3), slice(3, 7)):
+            matrices = (None if each is None else each[held] for each in (layer.up, layer.up_bias))
+            others = (None if each is None else each[held] for each in (layer.down, layer.down_bias))
+            mine = Layer(*matrices, *others, layer.activation, layer.interleaved)  # type: ignore[arg-type]
+            here = (chosen >= held.start) & (chosen < held.stop)
+            local = torch.where(here, chosen - held.start, AWAY)
+            got, want = (mine.run(each, x, local, weights) for each in (FusedOperations(cpu), PlainOperations()))
+            assert got.isfinite().all() and near(got, want, DTYPES[torch.float16])
+            assert not got[~here.any(1)].any(), "a token without experts here"
+            parts.append(got.float())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert near(parts[0] + parts[1], layer.run(PlainOperations(), x, chosen, weights), DTYPES[torch.float16])
 
 
 @pytest.mark.gpu

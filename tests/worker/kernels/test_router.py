@@ -20,7 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from kvforge.worker.device.targets import TARGETS
 from kvforge.worker.kernels.launching import LaunchSettings
 from kvforge.worker.kernels.plain import PlainOperations
-from kvforge.worker.kernels.router import Router
+from kvforge.worker.kernels.router import AWAY, Router
 
 pytest.importorskip("triton")
 
@@ -184,3 +184,11 @@ def test_factors_of_experts(route: Route) -> None:
     logits, factors = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([2.0, 0.5, 4.0])
     chosen, weights = route(logits, Router(2, scores="", scaling=10.0), None, factors)
     assert chosen.tolist() == [[1, 2]] and weights.tolist() == [[15.0, 80.0]]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_experts_of_other_ranks_are_away(route: Route) -> None:
+    logits, factors = torch.tensor([[1.0, 3.0, 2.0, 0.0]]), torch.tensor([1.0, 2.0, 4.0, 8.0])
+    found = [route(logits, Router(3, scores="", first_held=first, held=2), None, factors) for first in (0, 2)]
+    assert [chosen.tolist() for chosen, _ in found] == [[[1, AWAY, 0]], [[AWAY, 0, AWAY]]]
+    assert all(weights.tolist() == [[6.0, 8.0, 1.0]] for _, weights in found), "all ranks have the same weights"

@@ -1,10 +1,10 @@
 """A rank process that loads models together with the other ranks and prints each model's answers.
 
-    python -m tests.worker.loading.several RANK COUNT MEETING ASKED DEVICE/COLLECTIVES/COMPANY MODEL ...
+    python -m tests.worker.loading.several RANK COUNT MEETING ASKED DEVICE/COLLECTIVES/COMPANY/EXPERTS MODEL ...
 
 MODEL is DTYPE/WEIGHT_DTYPE/FOLDER. Prints one line of JSON for each model: its answers, or the error. A folder without
 weights gets random ones. COMPANY: number of requests that also run in random batches and are compared with themselves
-alone.
+alone. EXPERTS: 1 if ranks divide the experts among them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvforge.worker.device.ranks import Ranks
 from kvforge.worker.kernels.sharing import share_memory
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.step.memory import weight_bytes
 from tests.worker.step.company import Alone, Company, Request, compare, draw
 
 ASKED = 3
@@ -42,6 +43,7 @@ def say(
     asked: int = ASKED,
     device: Device | None = None,
     company: int = 0,
+    expert_parallel: bool = False,
 ) -> dict[str, Any]:
     """Return a model's answers to some prompts (tokens and the bits of their log-probabilities) and its properties."""
     device = open_device("cpu") if device is None else device
@@ -55,6 +57,7 @@ def say(
             device=device,
             block_size=16,
             ranks=ranks,
+            expert_parallel=expert_parallel,
         )
     except KvforgeError as error:
         return {"error": str(error)}
@@ -83,6 +86,7 @@ def say(
         "fused": model.fused is not None,
         "kv_heads": model.geometry.layers[0].kv_heads,
         "numbers": held,
+        "bytes": weight_bytes(model),
         "company": differs,
         "ranks": exchanged,
     }
@@ -111,14 +115,16 @@ def several(
     device: str = "cpu",
     collectives: str = "auto",
     company: int = 0,
+    expert_parallel: bool = False,
 ) -> list[list[dict[str, Any]]]:
     """Return the result of `say` for each rank and model. models: folder, dtype and weight_dtype. device: "cuda": one
     GPU for each rank."""
     command = [sys.executable, "-m", __name__]
     named = [f"{dtype}/{weight_dtype}/{folder}" for folder, dtype, weight_dtype in models]
+    how = f"{device}/{collectives}/{company}/{int(expert_parallel)}"
     ranks = [
         subprocess.Popen(
-            [*command, *map(str, (rank, count, meeting, asked)), f"{device}/{collectives}/{company}", *named],
+            [*command, *map(str, (rank, count, meeting, asked)), how, *named],
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -136,7 +142,7 @@ def several(
 
 def main() -> None:
     rank, count, meeting, asked, how, *models = sys.argv[1:]
-    kind, collectives, company = how.split("/")
+    kind, collectives, company, experts = how.split("/")
     torch.set_num_threads(1)
     device = open_device(kind, 0 if kind == "cpu" else int(rank))
     ranks = Ranks(int(rank), int(count), device, collectives)
@@ -145,7 +151,7 @@ def main() -> None:
     try:
         for model in models:
             dtype, weight_dtype, folder = model.split("/", 2)
-            told = say(Path(folder), dtype, weight_dtype, ranks, int(asked), device, int(company))
+            told = say(Path(folder), dtype, weight_dtype, ranks, int(asked), device, int(company), experts == "1")
             print(json.dumps(told), flush=True)
         status = 0
     except Exception:  # noqa: BLE001 - printed; the process still has to exit as a worker does

@@ -1,0 +1,110 @@
+"""Ranks that divide the experts answer as one process does, for every described family, and hold their part alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.worker.config import WorkerConfig
+from kvforge.worker.loading.slices import slices_of
+from tests.worker.conftest import TINY
+from tests.worker.loading.random_models import DESCRIBED, save
+from tests.worker.loading.several import say, several
+
+COMPANY = 6
+SIZES = {"vocab_size": 256, "max_position_embeddings": 2048}
+KINDS = (
+    "ernie4_5_moe",
+    "gemma4 with experts",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "hunyuan_moe",
+    "llama4",
+    "mimo_v2_flash",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
+THREE = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}  # for three ranks
+THROUGH_TRANSFORMERS = ("gemma4 with experts", "minimax_m2", "olmoe")  # see `can_be_split`
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a checkpoint of each kind."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        kind: save(root / kind.replace(" ", "_"), DESCRIBED[kind][0], {**DESCRIBED[kind][1], **SIZES}) for kind in KINDS
+    }
+
+
+def answers(count: int, folders: dict[str, Path], meeting: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the answers of each rank by kind. One group of processes loads all models, because its start is slow."""
+    models = [(folder, "float32", "dtype") for folder in folders.values()]
+    told = several(count, models, meeting, asked=2, company=COMPANY, expert_parallel=True)
+    return {kind: [rank[place] for rank in told] for place, kind in enumerate(folders)}
+
+
+@pytest.fixture(scope="module")
+def of_two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return answers(2, folders, tmp_path_factory.mktemp("meeting") / "two")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_say_what_one_says(
+    kind: str, folders: dict[str, Path], of_two: dict[str, list[dict[str, Any]]]
+) -> None:
+    alone, (first, second) = say(folders[kind], "float32", "dtype", asked=2), of_two[kind]
+    assert "error" not in first, first
+    assert first["said"] == second["said"], "both draw the same tokens, with the same bits"
+    assert [[token for token, _ in each] for each in first["said"]] == [
+        [token for token, _ in each] for each in alone["said"]
+    ]
+    assert first["company"] == second["company"] == "", "the same bits in every company"
+    assert first["fused"] == second["fused"] == (kind not in THROUGH_TRANSFORMERS)
+    assert first["determinism"] == alone["determinism"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "problem"),
+    [
+        ("llama", {}, "LlamaForCausalLM has no experts that can be divided; use false"),
+        ("mixtral", {"num_local_experts": 3}, "has 3 experts for 4 ranks; use at most 3 ranks, or false"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(model_type: str, fields: dict[str, Any], problem: str) -> None:
+    module = without_weights(model_type, fields)
+    with pytest.raises(InvalidConfiguration, match="expert_parallel: true: ") as refused:
+        slices_of(module, 0, 4, expert_parallel=True)
+    assert problem in str(refused.value)
+
+
+def test_one_rank_has_nothing_to_divide() -> None:
+    with pytest.raises(InvalidConfiguration, match="expert_parallel: true, but ranks is 1; set ranks"):
+        WorkerConfig(name="w", model="m", expert_parallel=True)
+    assert WorkerConfig(name="w", model="m", expert_parallel=True, ranks=2).expert_parallel
+
+
+def test_ranks_have_every_expert_once() -> None:
+    """Seven experts over three ranks: two, two and three."""
+    module = without_weights("mixtral", {"num_local_experts": 7, **THREE})
+    ranges = [slices_of(module, rank, 3, expert_parallel=True).experts for rank in range(3)]
+    of_layer = [each["model.layers.1.mlp.experts"] for each in ranges]
+    assert [(each.first, each.stop, each.total) for each in of_layer] == [(0, 2, 7), (2, 4, 7), (4, 7, 7)]
+
+
+def without_weights(model_type: str, fields: dict[str, Any]) -> Any:
+    config = transformers.AutoConfig.for_model(model_type, **{**TINY, "vocab_size": 96, **fields})
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
