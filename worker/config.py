@@ -17,6 +17,7 @@ from kvforge.text.grammar_helper import TrialLimits
 ATTENTIONS = ("auto", "triton", "reference")
 KERNELS = ("auto", "reference")
 GRAPHS = ("auto", "on", "off")
+CAPTURE_IDLE, CAPTURE_START = GRAPH_CAPTURES = ("idle", "start")
 BATCH_INVARIANT, FAST = DETERMINISMS = ("batch-invariant", "fast")
 # Default pool sizes. A CPU's memory is shared with other processes: half a GiB. A GPU belongs to this worker: a share
 # of its free memory, less what the trial of steps and graphs took. The remainder covers what no trial shows.
@@ -56,6 +57,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             fast: they may differ in the last bits. `kvforge health` shows whether the model guarantees it.
         graphs: Whether decode steps run from captured graphs: on, off, or auto (on a GPU).
         graph_rows_max: Largest batch, in rows, that runs from a captured graph.
+        graph_capture: When graphs are captured: idle (at start those of 1, 2, 4, ... rows, which hold every batch, and
+            the others one by one while the worker is idle or after some use), or start (all before it serves, for about
+            a minute at most).
         threads: CPU threads of torch; 0: this worker's share of the cores.
         seed: Seed of random weights.
         context_tokens_max: Longest sequence (prompt and answer) in tokens; 0: the model's context length. A larger
@@ -97,6 +101,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     determinism: str = BATCH_INVARIANT
     graphs: str = "auto"
     graph_rows_max: int = 512
+    graph_capture: str = CAPTURE_IDLE
     threads: int = 0
     seed: int = 0
     context_tokens_max: int = 0
@@ -122,7 +127,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         logs.check(self.log_level, self.log_format)
         named = {"attention": ATTENTIONS, "kernels": KERNELS, "determinism": DETERMINISMS, "graphs": GRAPHS}
         named["weight_dtype"] = choices.WEIGHT_DTYPES
-        named["collectives"] = COLLECTIVES
+        named |= {"collectives": COLLECTIVES, "graph_capture": GRAPH_CAPTURES}
         for field, known in named.items():
             if getattr(self, field) not in known:
                 raise InvalidConfiguration(field, f"must be one of {', '.join(known)}")

@@ -16,7 +16,7 @@ from kvforge.models.store import default_cache_dir
 from kvforge.protocol.errors import ProtocolError
 from kvforge.protocol.messages import WorkerWelcome
 from kvforge.worker.attention.pool import KvPool
-from kvforge.worker.config import FAST, WorkerConfig
+from kvforge.worker.config import CAPTURE_IDLE, FAST, WorkerConfig
 from kvforge.worker.cores import Cores
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.ranks import Ranks
@@ -135,6 +135,17 @@ class Engine:
         if self.device.computes_on_cores:
             self.device.release_cached()
 
+    def use_idle_time(self) -> bool:
+        """Do one piece of work that was left for idle time, the capture of a graph; return whether there is more."""
+        graphs = self.runner.graphs
+        if graphs is None or self.ranks is not None:
+            return False
+        free_before = self.device.free_bytes()
+        more = graphs.capture_missing()
+        if self.device.owns_memory:
+            self._accounts.graphs += max(0, free_before - self.device.free_bytes())
+        return more
+
     def kernels(self) -> dict[str, str]:
         """Describe the kernels in use, by purpose, for people."""
         kernels = serving_kernels(self.model)
@@ -195,7 +206,7 @@ class Engine:
         runner = make_runner(self.model, self.pool, welcome, self._graph_rows, self.config.grammar_trials)
         if runner.graphs is not None:
             self._progress("capturing decode graphs", 1.0)
-            runner.graphs.capture()
+            runner.graphs.capture(few=self.config.graph_capture == CAPTURE_IDLE)
             log.debug("%d decode graphs captured in %.1f s", runner.graphs.captured, time.monotonic() - started)
         self._accounts.graphs = max(0, free_before - self.device.free_bytes()) if self.device.owns_memory else 0
         log.info("%s", self.device_bytes().line())

@@ -1,9 +1,13 @@
 """Captured decode graphs: every row feeds one token, and the host launches the whole step with one call.
 
-A graph is captured for each of a few row counts (buckets). A step runs in the smallest bucket that holds it. Spare rows
-are padding: length 0, no token wanted, and a reserved slot. The graph covers everything from the embedding to the
-sampled token. Rows with filters, penalties, biases or top log-probabilities are sampled after the graph, from the
-logits that it leaves.
+A graph is captured for each of a few row counts (buckets). A step runs in the smallest captured bucket that holds it.
+Spare rows are padding: length 0, no token wanted, and a reserved slot. The graph covers everything from the embedding
+to the sampled token. Rows with filters, penalties, biases or top log-probabilities are sampled after the graph, from
+the logits that it leaves.
+
+A start captures few buckets, by default (`start_sizes`); they hold every step, at most half of it padding. The others
+follow one by one while the worker is idle, or, without idle time, at a step that has run in a larger bucket several
+times. No step waits longer than one capture takes. A row's bits do not depend on the bucket.
 
 All graphs read the same input buffers, which one copy fills before each replay: those of the static batch, with tokens,
 slots, positions and flags before the structure. The graphs share the memory of their intermediate results, so only one
@@ -15,7 +19,8 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,7 +39,8 @@ from .pending import Sampled
 
 ROWS_MAX = 512  # larger batches keep the device busy without graphs
 INPUTS = 4  # int32 values per row beside its structure: see _Bucket
-CAPTURE_S = 60.0  # graphs not captured by then are captured on first use
+CAPTURE_S = 60.0  # graphs not captured by then are captured later
+CAPTURE_USES = 16  # steps that run in a larger graph before their own is captured, without idle time
 log = logging.getLogger("worker")
 
 
@@ -43,6 +49,11 @@ def bucket_sizes(rows_max: int) -> tuple[int, ...]:
     sizes = {1, 2, 4, *range(8, 257, 8), *range(288, ROWS_MAX + 1, 32)}
     largest = min(rows_max, ROWS_MAX)
     return (*sorted(size for size in sizes if size < largest), largest)
+
+
+def start_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the sizes to capture before anything is served: powers of two, and the largest."""
+    return tuple(size for size in sizes if not size & (size - 1) or size == sizes[-1])
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,7 @@ class DecodeGraphs:
         self._model, self._pool, self._state, self._width = model, pool, state, width
         self._sizes = list(bucket_sizes(rows_max))
         self._buckets: dict[int, _Bucket] = {}
+        self._uses: Counter[int] = Counter()  # steps of a size without a graph that ran in a larger one
         self._memory = model.device.graph_memory()
         self._places: PagedBatch | None = PagedBatch.static(
             self._sizes[-1], width, pool.block_size, model.device, extra=INPUTS
@@ -120,14 +132,17 @@ class DecodeGraphs:
         return self._sizes[bisect_left(self._sizes, rows)]
 
     @torch.inference_mode()
-    def capture(self, seconds: float = CAPTURE_S) -> None:
-        """Capture all graphs, the largest first, for about `seconds` at most. Failures are logged and left out."""
+    def capture(self, seconds: float = CAPTURE_S, *, few: bool = False) -> None:
+        """Capture graphs, the largest first, for about `seconds` at most. Failures are logged and left out.
+
+        Args:
+            seconds: The limit.
+            few: Capture those of `start_sizes` alone.
+        """
         deadline = time.monotonic() + seconds
-        for size in reversed(self.sizes):
+        for size in reversed(start_sizes(self.sizes) if few else self.sizes):
             if not self._agreed(time.monotonic() <= deadline):
-                log.info(
-                    "%d of %d decode graphs left for first use", len(self._sizes) - self.captured, len(self._sizes)
-                )
+                log.info("%d of %d decode graphs left for later", len(self._sizes) - self.captured, len(self._sizes))
                 return
             if size in self._sizes:  # `_bucket` drops sizes, or all, after a failure
                 self._bucket(size)
@@ -137,14 +152,40 @@ class DecodeGraphs:
         """Capture the graph of `size` rows, one of `sizes`; return whether it succeeded."""
         return self._bucket(size) is not None
 
+    @torch.inference_mode()
+    def capture_missing(self) -> bool:
+        """Capture one of the missing graphs, the one with the most uses; return whether there are more.
+
+        Ranks must not call it: they are idle at different times.
+        """
+        assert self._model.ranks is None, "ranks capture the same graphs at the same steps"
+        missing = [size for size in self._sizes if size not in self._buckets]
+        if missing:
+            self._bucket(max(missing, key=lambda size: self._uses[size]))
+        return any(size not in self._buckets for size in self._sizes)
+
     def can_run(self, rows: Rows) -> bool:
-        """Return whether `launch` can run these rows, capturing a missing graph."""
+        """Return whether `launch` can run these rows, capturing a graph if none holds them."""
         if len(rows.tokens) != len(rows) or int(rows.starts.max()) >= self._width * self._pool.block_size:
             return False
         while self._sizes and len(rows) <= self._sizes[-1]:
-            if self._bucket(self.size_for(len(rows))) is not None:
+            size = self.size_for(len(rows))
+            if size not in self._buckets and self._can_wait(size):
+                return True
+            if self._bucket(size) is not None:
                 return True
         return False
+
+    def _can_wait(self, size: int) -> bool:
+        """Count a step of a size without a graph; return whether a larger graph runs it, at most half of it padding."""
+        larger = self._captured_for(size)
+        self._uses[size] += 1
+        return larger is not None and larger.rows <= 2 * size and self._uses[size] <= CAPTURE_USES
+
+    def _captured_for(self, rows: int) -> _Bucket | None:
+        """Return the smallest captured bucket that holds `rows` rows."""
+        held = [size for size in self._buckets if size >= rows]
+        return self._buckets[min(held)] if held else None
 
     def launch(self, rows: Rows) -> Launched:
         """Queue a step that `can_run` accepted.
@@ -153,7 +194,8 @@ class DecodeGraphs:
             RuntimeError: torch failed to replay the graph.
         """
         device, count = self._model.device, len(rows)
-        bucket = self._buckets[self.size_for(count)]
+        bucket = self._captured_for(count)
+        assert bucket is not None, "only for rows that `can_run` accepted"
         simple = (rows.samples == 1) & self._state.simple(rows.slots)
         self._fill(bucket, rows, simple)
         begin = DeviceEvent(device, timed=True)

@@ -67,6 +67,7 @@ from .runner import STEPS_UNDER_WAY_MAX, ModelRunner, PendingStep, RankDesyncErr
 REPLY_WAIT_S = 10.0
 TABLES_GONE_S = 1.0  # grace for the disconnect to be noticed after the coordinator's tables are gone
 IDLE_WAIT_MS = 1000
+BEFORE_IDLE_WORK_MS = 100  # without any message: the coordinator has no step to send
 ANSWERS_KEPT = 16  # results that may not have reached the coordinator: at least the steps in flight
 NO_POOL = PoolRegistered(rid=0, epoch=0, base_block=0)
 PROGRESS_EVERY_S = 0.2
@@ -113,6 +114,7 @@ class Worker:
         self._pool_at, self._boot = NO_POOL, ""
         self._connected_as = 0
         self._progress_at = 0.0
+        self._idle_work = True  # whether there may be any
 
     def run(self) -> None:
         """Serve until stopped.
@@ -221,6 +223,7 @@ class Worker:
             )
         else:
             self._engine.adopt(welcome)
+            self._idle_work = True
         return self._map_tables(welcome)
 
     def _wait_for_ranks(self) -> str | None:
@@ -338,6 +341,9 @@ class Worker:
                 self._stopping = True
             elif isinstance(message, Refused):
                 raise restore(message.error.code, message.error.message, message.error.fields)
+            elif message is None and self._idle_work and not self._under_way:
+                assert self._engine is not None, "no idle time before the model is loaded"
+                self._idle_work = self._engine.use_idle_time()
             while self._under_way and self._under_way[0][1].done():
                 self._answer()
         while self._stopping and self._connection.connected and self._under_way:
@@ -361,7 +367,7 @@ class Worker:
             meter.reset()
             assert self._engine is not None
             self._engine.release_idle_memory()
-        return IDLE_WAIT_MS
+        return BEFORE_IDLE_WORK_MS if self._idle_work else IDLE_WAIT_MS
 
     def _feed(self) -> None:
         self._watchdog.feed(time.monotonic_ns() // 1000)

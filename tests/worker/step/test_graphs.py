@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
-from kvforge.worker.step.graphs import DecodeGraphs, bucket_sizes
+from kvforge.worker.step.graphs import CAPTURE_USES, DecodeGraphs, bucket_sizes, start_sizes
 from kvforge.worker.step.runner import ModelRunner, PendingStep, StepOutcome
 from tests.worker.conftest import TINY
 from tests.worker.step.test_runner import BLOCK_SIZE, begin, i4, replace_start
@@ -138,7 +138,7 @@ def test_batches_that_grow_and_shrink_across_buckets(pair: tuple[Decoding, Decod
     for count in (30, 3, 30, 1, 17, 8, 9, 2, 30):
         chosen = sorted(RNG.permutation(30)[:count].tolist())
         same(graphed.decode(chosen), eager.decode(chosen))
-    assert graphs_of(graphed).captured == 7
+    assert sorted(graphs_of(graphed)._buckets) == [1, 4, 8, 32], "17, 9 and 2 rows ran in graphs of up to twice as many"
 
 
 def test_padding_writes_nowhere(pair: tuple[Decoding, Decoding]) -> None:
@@ -273,6 +273,60 @@ def test_nothing_is_captured_when_time_is_up(pair: tuple[Decoding, Decoding]) ->
     assert graphs_of(graphed).captured == 1
 
 
+def test_a_start_captures_few_graphs_that_hold_every_step(pair: tuple[Decoding, Decoding]) -> None:
+    assert start_sizes(bucket_sizes(400)) == (1, 2, 4, 8, 16, 32, 64, 128, 256, 400)
+    graphed, eager = pair
+    graphs = graphs_of(graphed)
+    graphs.capture(few=True)
+    assert sorted(graphs._buckets) == [1, 2, 4, 8, 16, 32]
+    slots = list(range(20))  # their own graph has 24 rows
+    same(graphed.start(slots), eager.start(slots))
+    for _ in range(2):
+        same(graphed.decode(slots), eager.decode(slots))
+    assert 24 not in graphs._buckets, "it ran in the graph of 32 rows"
+
+
+def test_a_size_that_is_used_often_gets_its_own_graph(pair: tuple[Decoding, Decoding]) -> None:
+    """One capture at one step, and the tokens before, at and after it are those without graphs."""
+    graphed, eager = pair
+    graphs, slots, captured = graphs_of(graphed), list(range(20)), []
+    graphs.capture(few=True)
+    same(graphed.start(slots), eager.start(slots))
+    graphs._uses[24] = CAPTURE_USES - 2
+    for _ in range(5):
+        same(graphed.decode(slots), eager.decode(slots))
+        captured.append(24 in graphs._buckets)
+    assert captured == [False, False, True, True, True]
+
+
+def test_missing_graphs_are_captured_one_at_a_time_the_most_used_first(pair: tuple[Decoding, Decoding]) -> None:
+    graphed, eager = pair
+    graphs, slots = graphs_of(graphed), list(range(20))
+    graphs.capture(few=True)
+    graphs._sizes = sorted({*graphs._sizes, 12, 28})
+    same(graphed.start(slots), eager.start(slots))
+    same(graphed.decode(slots), eager.decode(slots))
+    seen = []
+    for more in (True, True, False, False):
+        assert graphs.capture_missing() is more
+        seen.append([size for size in (12, 24, 28) if size in graphs._buckets])
+    assert seen[0] == [24]
+    assert [len(each) for each in seen] == [1, 2, 3, 3]
+    same(graphed.decode(slots), eager.decode(slots))
+    same(graphed.decode(slots[:10]), eager.decode(slots[:10]))
+
+
+def test_a_missing_graph_that_cannot_be_captured_is_left_out(
+    pair: tuple[Decoding, Decoding], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphed, _ = pair
+    graphs = graphs_of(graphed)
+    graphs.capture(few=True)
+    monkeypatch.setattr(Device, "capture", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("planted")))
+    assert graphs.capture_missing() is False
+    assert graphs.sizes == (1, 2, 4, 8, 16, 32)
+
+
 # ------------------------------------------------------------------------------------------------------- on a GPU only
 
 
@@ -395,7 +449,7 @@ def graphs_beside(other: OtherRank, problems: dict[int, Exception]) -> DecodeGra
     """Return graphs of 2, 4 and 8 rows, without a model. problems: error raised by the capture of a size."""
     graphs = DecodeGraphs.__new__(DecodeGraphs)
     model: Any = SimpleNamespace(ranks=other, device=SimpleNamespace(release_cached=lambda: None))
-    graphs._model, graphs._sizes, graphs._buckets = model, [2, 4, 8], {}
+    graphs._model, graphs._sizes, graphs._buckets, graphs._uses = model, [2, 4, 8], {}, Counter()
 
     def capture(size: int) -> Any:
         if size in problems:

@@ -32,7 +32,7 @@ from kvforge.protocol.messages import (
 from kvforge.protocol.notify import Watchdog
 from kvforge.worker.config import WorkerConfig
 from kvforge.worker.step import loop
-from kvforge.worker.step.loop import ANSWERS_KEPT, Worker
+from kvforge.worker.step.loop import ANSWERS_KEPT, BEFORE_IDLE_WORK_MS, Worker
 from kvforge.worker.step.meter import Meter
 from kvforge.worker.step.pending import StepOutcome
 from tests.protocol.systemd_ear import Ear
@@ -120,6 +120,7 @@ def worker_of(runner: FakeRunner, link: FakeLink) -> Worker:
     worker._request_of = {}
     worker._connection = link  # type: ignore[assignment]
     worker._engine = SimpleNamespace(runner=runner)  # type: ignore[assignment]
+    worker._idle_work = False
     worker._under_way, worker._answered, worker._last_step = deque(), deque(maxlen=ANSWERS_KEPT), 0
     patience = SimpleNamespace(begin=lambda _: None, end=lambda _: None, wait_ms=lambda: 0)
     worker._backoff = patience  # type: ignore[assignment]
@@ -166,6 +167,24 @@ def test_it_sleeps_only_where_nothing_is_under_way() -> None:
     runner = FakeRunner()
     link = serve(runner, FakeLink(None, step(1), None, runner.end(0)))
     assert link.waits == [1000, 1000, 0, 0, 1000]
+
+
+def test_work_that_was_left_is_done_in_idle_time_alone() -> None:
+    """One piece at a time, between two looks at the messages, and never while a step is in flight."""
+    runner, done = FakeRunner(), list[int]()
+    link = FakeLink(None, step(1), None, None, runner.end(0), None, None, None)
+    worker = worker_of(runner, link)
+    worker._idle_work = True
+
+    def work() -> bool:
+        done.append(len(runner.launched) - len(link.answered))
+        return len(done) < 3
+
+    worker._engine.use_idle_time = work  # type: ignore[method-assign, union-attr]
+    worker._serve()
+    assert done == [0, 0, 0], "no step in flight"
+    assert link.waits[0] == BEFORE_IDLE_WORK_MS
+    assert link.waits[-1] == 1000
 
 
 def test_once_no_step_has_come_for_a_while_the_engine_rests() -> None:

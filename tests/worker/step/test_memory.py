@@ -157,6 +157,21 @@ def test_an_engine_for_two_coordinators(folder: Path) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize(("when", "at_start"), [("idle", 6), ("start", 7)])
+def test_graphs_are_captured_when_the_setting_says(folder: Path, when: str, at_start: int) -> None:
+    settings = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "blocks": 40, "graphs": "on"}
+    limits = welcome(step_rows_max=28, slots_max=28)
+    engine = Engine(config(model=str(folder), graph_capture=when, **settings), limits, lambda *_: None)
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    assert graphs.sizes == (1, 2, 4, 8, 16, 24, 28)
+    assert graphs.captured == at_start
+    while engine.use_idle_time():
+        pass
+    assert graphs.captured == 7
+    engine.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("alone_on_gpu")
 def test_the_pool_takes_what_steps_and_graphs_leave(folder: Path) -> None:
@@ -175,7 +190,11 @@ def test_the_pool_takes_what_steps_and_graphs_leave(folder: Path) -> None:
     assert found.free > 0.02 * found.total
     assert parts + others + found.free == pytest.approx(found.total, rel=0.02)
     assert engine.runner.graphs is not None
+    while engine.use_idle_time():
+        pass
     assert engine.runner.graphs.captured == len(engine.runner.graphs.sizes)
+    after = engine.device_bytes()
+    assert after.free > 0.01 * after.total, "the pool left room for all graphs"
     free_before = engine.device.free_bytes()
     engine.close()
     assert engine.device.free_bytes() - free_before == pytest.approx(found.pool, rel=0.05)
