@@ -76,6 +76,14 @@ class FusedDecoder:
             and self.embedding_scale == 1.0
         )
 
+    @property
+    def sums_into_norms(self) -> bool:
+        """Whether a plain norm follows every sum over ranks, so that one kernel may compute both."""
+        following = (*(layer.input_norm for layer in self.layers[1:]), self.final_norm)
+        return all(layer.sums_into_norms for layer in self.layers) and all(
+            norm is not None and norm.is_plain for norm in following
+        )
+
     def norms(self) -> Iterator[Norm]:
         """Yield the norms of the residual, the final one last."""
         for layer in self.layers:
@@ -177,8 +185,7 @@ class FusedDecoder:
             feed, x = layer.feed, before if layer.is_parallel else normed
             if isinstance(feed, MixtureOfExperts):
                 mixed = self.mix(feed, x)
-                parts = mixed if self.ranks is None else self.ranks.gather(mixed[0])
-                normed = combine(ops, parts, residual, layer.fed_norm, scale, last)
+                normed = self._add_mixed(mixed, residual, layer.fed_norm, scale, last)
             elif layer.experts_beside is not None:
                 both = self._feed_beside(feed, layer.experts_beside, x, residual)
                 normed = combine(ops, both[None], residual, layer.fed_norm, scale, last)
@@ -291,10 +298,25 @@ class FusedDecoder:
             place = ranks.shared.place(which, shape, residual.dtype) if ranks.shared is not None else None
             part = ops.linear(x, weight, bias, place)
             if place is not None and ranks.shared is not None:
-                assert self.is_plain and following is not None, "ranks share memory for plain layers only"
+                assert self.sums_into_norms and following is not None, "ranks share memory for plain sums only"
                 return ranks.shared.add_norm(which, residual, following.weight, following.epsilon)
             parts = ranks.gather(part)
         return combine(ops, parts, residual, after, scale, following)
+
+    def _add_mixed(
+        self, mixed: torch.Tensor, residual: torch.Tensor, after: Norm | None, scale: float, following: Norm | None
+    ) -> torch.Tensor:
+        """Add a mixture's result [parts, tokens, hidden] as `add` adds a product."""
+        if self.ranks is None:
+            return combine(self.operations, mixed, residual, after, scale, following)
+        shared = self.ranks.shared
+        shape = (len(residual), residual.shape[1])
+        place = shared.place(INNER, shape, residual.dtype) if shared is not None else None
+        if place is None or shared is None:
+            return combine(self.operations, self.ranks.gather(mixed[0]), residual, after, scale, following)
+        assert self.sums_into_norms and following is not None, "ranks share memory for plain sums only"
+        place.copy_(mixed[0])
+        return shared.add_norm(INNER, residual, following.weight, following.epsilon)
 
     def project(
         self, layer: FusedLayer, normed: torch.Tensor, rotary: Rotary | None, cache: KvLayer, batch: PagedBatch

@@ -279,10 +279,7 @@ class FusedLayer:
     @property
     def is_plain(self) -> bool:
         """Whether it is a layer of Llama, Mistral, Qwen2 or Qwen3."""
-        norms = (self.input_norm, self.inner_norm)
-        if not all(norm is not None and norm.is_plain for norm in norms):
-            return False
-        if self.attended_norm is not None or self.fed_norm is not None or self.residual_scale != 1.0:
+        if self.input_norm is None or not self.input_norm.is_plain or not self.sums_into_norms:
             return False
         if (
             self.value_scale != 1.0
@@ -292,11 +289,21 @@ class FusedLayer:
             or self.kv_layer is not None
         ):
             return False
-        if self.experts_beside is not None or self.token_block is not None or self.output_scale != 1.0:
-            return False
         feed = self.feed
         has_plain_feed = isinstance(feed, FeedForward) and feed.is_gated and feed.activation == SILU
-        return not self.is_parallel and self.has_plain_heads and has_plain_feed
+        return self.has_plain_heads and has_plain_feed
+
+    @property
+    def sums_into_norms(self) -> bool:
+        """Whether both results are added to the residual as they are, and a plain norm follows the first one.
+
+        With several ranks, one kernel then adds their parts and computes the norm (see `kernels.exchange`).
+        """
+        if self.inner_norm is None or not self.inner_norm.is_plain or self.is_parallel:
+            return False
+        if self.attended_norm is not None or self.fed_norm is not None or self.residual_scale != 1.0:
+            return False
+        return self.experts_beside is None and self.token_block is None and self.output_scale == 1.0
 
     @property
     def has_plain_heads(self) -> bool:

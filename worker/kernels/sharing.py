@@ -72,15 +72,16 @@ def _share(ranks: Ranks, fused: FusedDecoder | None, tokens_max: int, rows_max: 
     from .exchange import DirectExchange
     from .fused import FusedOperations
 
-    operations = fused.operations if fused is not None and fused.is_plain else None
-    if fused is None or not isinstance(operations, FusedOperations):
+    if fused is None or not isinstance(fused.operations, FusedOperations):
         raise RuntimeError("this model's layers do not run on kvforge's kernels")
+    if not fused.sums_into_norms:
+        raise RuntimeError("this model's sums over ranks are not followed by plain norms")
     if ranks.count > RANKS_MAX:
         raise RuntimeError(f"there are more than {RANKS_MAX} ranks")
     row = fused.table.shape[1] * fused.table.element_size()
     logits = rows_max * len(fused.head.weight) * 4 if fused.head_is_split else 0
     sizes = (tokens_max * row, tokens_max * row, min(logits, LOGIT_BYTES_MAX))
-    return DirectExchange(ranks.exchange(sizes), operations)
+    return DirectExchange(ranks.exchange(sizes), fused.operations)
 
 
 def _sizes(most: int) -> Iterator[int]:

@@ -11,6 +11,7 @@ import transformers
 
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.worker.config import WorkerConfig
+from kvforge.worker.device.device import open_device
 from kvforge.worker.loading.slices import slices_of
 from tests.worker.conftest import TINY
 from tests.worker.loading.random_models import DESCRIBED, save
@@ -37,6 +38,7 @@ KINDS = (
     "qwen3_moe",
 )
 THREE = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}  # for three ranks
+ON_GPUS = ("qwen3_moe", "mixtral", "gpt_oss")
 THROUGH_TRANSFORMERS = ("gemma4 with experts", "minimax_m2", "olmoe")  # see `can_be_split`
 
 
@@ -108,3 +110,24 @@ def without_weights(model_type: str, fields: dict[str, Any]) -> Any:
     config = transformers.AutoConfig.for_model(model_type, **{**TINY, "vocab_size": 96, **fields})
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("collectives", ["auto", "nccl"])
+def test_two_gpus_say_what_one_says(collectives: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """In graphs, with sums through each other's memory and through the library."""
+    device, chosen = open_device("cuda"), {kind: folders[kind] for kind in ON_GPUS}
+    models = [(folder, "float32", "dtype") for folder in chosen.values()]
+    told = several(
+        2, models, tmp_path / "here", 2, device="cuda", collectives=collectives, company=20, expert_parallel=True
+    )
+    for place, folder in enumerate(chosen.values()):
+        alone, first, second = say(folder, "float32", "dtype", asked=2, device=device), told[0][place], told[1][place]
+        assert "error" not in first, first
+        assert first["said"] == second["said"], "both draw the same tokens, with the same bits"
+        assert [[token for token, _ in each] for each in first["said"]] == [
+            [token for token, _ in each] for each in alone["said"]
+        ]
+        assert first["company"] == second["company"] == ""
+        assert ("each other's memory" in first["ranks"]) == (collectives == "auto"), first["ranks"]
