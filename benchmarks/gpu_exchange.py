@@ -3,7 +3,8 @@
     python -m benchmarks.gpu_exchange [--ranks 2] [--hidden 4096] [--tokens 1,16,64,256,2048] [--json FILE]
 
 Each rank is a process with a GPU. All ranks replay a graph of calls together; each figure is the median over the
-replays of the slowest rank. Compared are: `add_norm_of_ranks`, which reads the parts from all ranks' memory; the
+replays of the slowest rank. Compared are: what the worker does, which reads the parts from all ranks' memory, in one
+launch or in two by their size (`worker.kernels.exchange`), and each of the two for all sizes; the
 library's (NCCL, RCCL) all-gather followed by the kernel that sums and norms, which must give the same bits; and its
 all-reduce alone, which sums in another order. The exchanged numbers are bfloat16. "the norm alone" works on local
 numbers; the differences to it are the cost of the exchange.
@@ -25,7 +26,7 @@ from .report import report
 
 CALLS, REPEATS, WARM = 64, 15, 3
 RANK_S = 300
-WAYS = ("read of peers", "gathered", "all-reduce alone", "norm alone")
+WAYS = ("read of peers", "one launch", "two launches", "gathered", "all-reduce alone", "norm alone")
 
 
 def measured(rank: int, count: int, hidden: int, tokens: list[int], place: Path) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def measured(rank: int, count: int, hidden: int, tokens: list[int], place: Path)
     from kvforge.worker.device.ranks import Ranks
     from kvforge.worker.device.targets import current_target
     from kvforge.worker.kernels import norm
-    from kvforge.worker.kernels.exchange import DirectExchange
+    from kvforge.worker.kernels.exchange import DirectExchange, add_norm_of_ranks, norm_of_shares, sum_share
     from kvforge.worker.kernels.launching import LaunchSettings
 
     device = open_device("auto", rank)
@@ -47,7 +48,8 @@ def measured(rank: int, count: int, hidden: int, tokens: list[int], place: Path)
     target = current_target(device)
     launch = LaunchSettings(target, target.chained)
     size = max(tokens) * hidden * 2
-    shared = DirectExchange(ranks.exchange((size, size, 16)), launch)
+    buffers = ranks.exchange((size, size, 16))
+    shared = DirectExchange(buffers, launch)
     memory = device.graph_memory()
     found: dict[str, Any] = {"device": device.name, "us": {}}
     for n in tokens:
@@ -55,13 +57,21 @@ def measured(rank: int, count: int, hidden: int, tokens: list[int], place: Path)
         weight = torch.ones(hidden, dtype=torch.bfloat16, device=device.torch_device)
         residual = torch.zeros((n, hidden), dtype=torch.bfloat16, device=device.torch_device)
         part = torch.randn((n, hidden), device=device.torch_device).bfloat16()
-        places = [shared.place(which, (n, hidden), torch.bfloat16) for which in (0, 1)]
+        owned = [shared.place(which, (n, hidden), torch.bfloat16) for which in (0, 1)]
+        places = [each for each in owned if each is not None]
+        assert len(places) == 2, "the buffers are made for the largest number of tokens"
         for each in places:
-            assert each is not None
             each.copy_(part)
 
         def read(index: int) -> None:
             shared.add_norm(index % 2, residual, weight, 1e-5)  # noqa: B023 - called before the next one
+
+        def once(index: int) -> None:
+            add_norm_of_ranks(launch, buffers.peers(index % 2), residual, weight, 1e-5)  # noqa: B023
+
+        def twice(index: int) -> None:
+            sum_share(launch, buffers.peers(index % 2), places[index % 2], residual)  # noqa: B023
+            norm_of_shares(launch, buffers.peers(index % 2), residual, weight, 1e-5)  # noqa: B023
 
         def gathered(_index: int) -> None:
             norm.add_norm(launch, ranks.gather(part), residual, weight, 1e-5)  # noqa: B023
@@ -72,7 +82,9 @@ def measured(rank: int, count: int, hidden: int, tokens: list[int], place: Path)
         def alone(_index: int) -> None:
             norm.add_norm(launch, part[None], residual, weight, 1e-5)  # noqa: B023
 
-        ways: dict[str, Callable[[int], None]] = dict(zip(WAYS, (read, gathered, reduced, alone), strict=True))
+        ways: dict[str, Callable[[int], None]] = dict(
+            zip(WAYS, (read, once, twice, gathered, reduced, alone), strict=True)
+        )
         for name, call in ways.items():
             if name == "all-reduce alone":
                 part.zero_()  # keep the sum bounded

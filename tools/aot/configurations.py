@@ -24,6 +24,8 @@ DECLARED: dict[tuple[str, str], Declared] = {
     ("kernels.combine", "norm_kernel"): layers.norm_configurations,
     ("kernels.combine", "combine_kernel"): layers.combine_configurations,
     ("kernels.exchange", "add_norm_of_ranks_kernel"): layers.exchange_configurations,
+    ("kernels.exchange", "sum_share_kernel"): layers.share_configurations,
+    ("kernels.exchange", "norm_of_shares_kernel"): layers.shares_norm_configurations,
     ("kernels.exchange", "join_of_ranks_kernel"): layers.join_configurations,
     ("kernels.rotary", "rotary_kernel"): layers.rotary_configurations,
     ("kernels.activation", "activation_kernel"): layers.activation_configurations,

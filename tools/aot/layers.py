@@ -140,6 +140,16 @@ def exchange_configurations(target: Target) -> list[Configuration]:
     return distinct(_exchanged(target, *each) for each in made)
 
 
+def share_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of the kernel that sums a rank's share of the tokens."""
+    return distinct(_share_summed(target, *each) for each in _SHARES)
+
+
+def shares_norm_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of the kernel that reads all ranks' shares."""
+    return distinct(_shares_normed(target, *each) for each in _SHARES)
+
+
 def join_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of the join kernel on `target`."""
     return distinct(_joined(target, *each) for each in product(RANKS, (64128, 1001)))
@@ -303,6 +313,32 @@ def _exchanged(target: Target, dtype: torch.dtype, hidden: int, ranks: int) -> C
         target,
         f"exchange of {ranks} ranks, norm {DTYPE_NAMES[dtype]} {hidden}",
         lambda: exchange.add_norm_of_ranks(launched_on(target), _peers(ranks), residual, weight, 1e-5),
+    )
+
+
+# Four ranks in every size of bfloat16 and in every dtype, more ranks in one.
+_SHARES = (
+    *((BF16, hidden, 4) for hidden in HIDDEN),
+    *((dtype, 4096, 4) for dtype in FLOATS if dtype != BF16),
+    *((BF16, 4096, ranks) for ranks in RANKS[1:] if ranks != 4),
+)
+
+
+def _share_summed(target: Target, dtype: torch.dtype, hidden: int, ranks: int) -> Configuration:
+    residual = meta_tensor(1, hidden, dtype=dtype)
+    return _configuration(
+        target,
+        f"share of {ranks} ranks {DTYPE_NAMES[dtype]} {hidden}",
+        lambda: exchange.sum_share(launched_on(target), _peers(ranks), residual, residual),
+    )
+
+
+def _shares_normed(target: Target, dtype: torch.dtype, hidden: int, ranks: int) -> Configuration:
+    residual, weight = meta_tensor(1, hidden, dtype=dtype), meta_tensor(hidden, dtype=dtype)
+    return _configuration(
+        target,
+        f"shares of {ranks} ranks, norm {DTYPE_NAMES[dtype]} {hidden}",
+        lambda: exchange.norm_of_shares(launched_on(target), _peers(ranks), residual, weight, 1e-5),
     )
 
 

@@ -16,7 +16,7 @@ from kvforge.worker.device.exchange import PROGRAMS_MAX, RANKS_MAX, RankBuffers
 from kvforge.worker.device.targets import current_target
 
 from .decoder import FusedDecoder
-from .exchange import add_norm_of_ranks, join_of_ranks
+from .exchange import add_norm_of_ranks, join_of_ranks, norm_of_shares, sum_share
 from .launching import LaunchSettings
 from .plain import PlainOperations
 from .selftest import TOLERANCE
@@ -52,6 +52,9 @@ def exchange_test(fused: FusedDecoder, device: Device, ranks: int) -> None:
     for tokens in TOKENS:
         shape = f"{tokens} tokens of {count} ranks, {str(fused.table.dtype).removeprefix('torch.')}"
         require_right(device, "exchange", shape, partial(_compare_sum, fused, device, count, tokens), WAY_OUT)
+        require_right(
+            device, "two-launch exchange", shape, partial(_compare_shares, fused, device, count, tokens), WAY_OUT
+        )
         require_right(device, "join", shape, partial(_compare_joined, fused, device, count, tokens), WAY_OUT)
 
 
@@ -65,9 +68,30 @@ def _compare_sum(fused: FusedDecoder, device: Device, count: int, tokens: int) -
     want = plain.add_norm(torch.stack(parts), expected, weight, epsilon)
     pretended = SimulatedRanks(parts, count - 1)
     got = add_norm_of_ranks(LaunchSettings(current_target(device)), pretended.peers, residual, weight, epsilon)
-    for ours, theirs in ((got, want), (residual, expected)):
+    return _difference(((got, want), (residual, expected)))
+
+
+def _compare_shares(fused: FusedDecoder, device: Device, count: int, tokens: int) -> str:
+    table, weight, epsilon = fused.table, fused.final_norm.weight, fused.final_norm.epsilon
+    launch, plain = LaunchSettings(current_target(device)), PlainOperations()
+    generator = torch.Generator(table.device).manual_seed(2)
+    parts = [_random((tokens, table.shape[1]), table, generator) for _ in range(count)]
+    residual = _random((tokens, table.shape[1]), table, generator)
+    expected = residual.clone()
+    want = plain.add_norm(torch.stack(parts), expected, weight, epsilon)
+    pretended = [SimulatedRanks(parts, rank) for rank in range(count)]
+    for each in pretended:
+        sum_share(launch, each.peers, parts[each.peers.rank], residual)
+    last = SimulatedRanks(parts, count - 1)
+    got = norm_of_shares(launch, last.peers, residual, weight, epsilon)
+    return _difference(((got, want), (residual, expected)))
+
+
+def _difference(pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -> str:
+    """Return the first difference beyond rounding between (result, reference)."""
+    for ours, theirs in pairs:
         difference = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp_min(1e-6))
-        if not difference <= TOLERANCE[table.dtype]:
+        if not difference <= TOLERANCE[theirs.dtype]:
             return f"it differs from the reference by {difference:.1e} of the largest number"
     return ""
 

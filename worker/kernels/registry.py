@@ -186,6 +186,8 @@ KERNELS = (
     Kernel("kvforge.worker.kernels.combine", "norm_kernel", PlainOperations.norm, _layers),
     Kernel("kvforge.worker.kernels.combine", "combine_kernel", PlainOperations.combine, _layers),
     Kernel("kvforge.worker.kernels.exchange", "add_norm_of_ranks_kernel", PlainOperations.add_norm, _exchange),
+    Kernel("kvforge.worker.kernels.exchange", "sum_share_kernel", PlainOperations.add_norm, _exchange),
+    Kernel("kvforge.worker.kernels.exchange", "norm_of_shares_kernel", PlainOperations.add_norm, _exchange),
     Kernel("kvforge.worker.kernels.exchange", "join_of_ranks_kernel", torch.cat, _exchange),
     Kernel("kvforge.worker.kernels.rotary", "rotary_kernel", PlainOperations.rotary, _layers),
     Kernel("kvforge.worker.kernels.activation", "activation_kernel", PlainOperations.gated, _layers),

@@ -18,7 +18,13 @@ from kvforge.worker.device.device import open_device
 from kvforge.worker.device.exchange import ATTENTION, INNER, LOGITS, PROGRAMS_MAX, Exchange, RankBuffers
 from kvforge.worker.device.targets import TARGETS
 from kvforge.worker.kernels import PlainOperations, sharing
-from kvforge.worker.kernels.exchange import add_norm_of_ranks, join_of_ranks
+from kvforge.worker.kernels.exchange import (
+    DirectExchange,
+    add_norm_of_ranks,
+    join_of_ranks,
+    norm_of_shares,
+    sum_share,
+)
 from kvforge.worker.kernels.exchange_selftest import SimulatedRanks
 from kvforge.worker.kernels.launching import LaunchSettings
 from tests.worker.loading.several import several
@@ -64,6 +70,44 @@ def test_all_ranks_parts_are_added_up_in_their_order(count: int, tokens: int) ->
         assert pretended.flags[:, :programs, rank].eq(1).all(), "a program did not signal a rank"
         assert pretended.flags[:, programs:, rank].max() <= 0, "and by no other"
         assert pretended.peers.meetings[:programs].eq(1).all()
+
+
+@runs_kernels
+@interpreted
+@pytest.mark.parametrize("count", [3, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 5, 19])  # ranks without a token, and programs with several
+def test_two_launches_give_the_bits_of_one(count: int, tokens: int) -> None:
+    torch.manual_seed(count * tokens)
+    dtype = torch.float16
+    parts = [random(tokens, 200, dtype=dtype) for _ in range(count)]
+    before, weight = random(tokens, 200, dtype=dtype), random(200, dtype=dtype)
+    wanted_residual = before.clone()
+    alone = SimulatedRanks([part.clone() for part in parts], 0)
+    wanted = summed(alone.peers, wanted_residual, weight)
+    launch = LaunchSettings(replace(TARGETS["sm_90"], multiprocessors=1))
+    ranks = [SimulatedRanks(parts, rank) for rank in range(count)]
+    for rank in ranks:
+        sum_share(launch, rank.peers, parts[rank.peers.rank], before)
+    for each in ranks:
+        each.flags[each.peers.rank, :, :count] += 1  # the others have come to the second synchronisation
+        each.flags[each.peers.rank, :, each.peers.rank] -= 1
+        residual = torch.full_like(before, float("nan"))
+        got = norm_of_shares(launch, each.peers, residual, weight, 1e-5)
+        assert torch.equal(residual, wanted_residual) and torch.equal(got, wanted)
+        assert each.peers.meetings[: min(tokens, 2)].ge(1).all()
+
+
+def test_many_tokens_of_more_than_two_ranks_take_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    took: list[str] = []
+    for name in ("add_norm_of_ranks", "sum_share", "norm_of_shares"):
+        monkeypatch.setattr(f"kvforge.worker.kernels.exchange.{name}", lambda *_, name=name: took.append(name))
+    made = exchange(monkeypatch, (1 << 22, 1 << 22, 64))
+    weight = torch.ones(1024, dtype=torch.bfloat16)
+    for ranks, tokens in ((4, 511), (4, 512), (2, 2048)):
+        made._peers = [replace(each, count=ranks) for each in made._peers]
+        direct = DirectExchange(made, LaunchSettings(TARGETS["sm_90"]))
+        direct.add_norm(ATTENTION, torch.zeros((tokens, 1024), dtype=torch.bfloat16), weight, 1e-5)
+    assert took == ["add_norm_of_ranks", "sum_share", "norm_of_shares", "add_norm_of_ranks"]
 
 
 @runs_kernels
