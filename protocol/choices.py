@@ -5,5 +5,5 @@ from __future__ import annotations
 DEVICES = ("auto", "cpu", "cuda", "hip")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_DTYPES = (*DTYPES, "int8", "fp8")
-WEIGHT_DTYPES = ("dtype", "auto", "int8", "int4")
+WEIGHT_DTYPES = ("dtype", "auto", "fp8", "int8", "int4")
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")

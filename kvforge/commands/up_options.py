@@ -56,7 +56,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weight-dtype",
         choices=choices.WEIGHT_DTYPES,
-        help="type of weights on a CPU; auto: that of the GGUF file [dtype]",
+        help="type of the multiplied weights; fp8: on a GPU; auto: on a CPU, that of the GGUF file [dtype]",
     )
     parser.add_argument("--load-format", choices=choices.LOAD_FORMATS, help="dummy: random weights [auto]")
     parser.add_argument(

@@ -154,7 +154,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         fingerprint: Hex digest of all that determines the tokens (weights file or configuration, architecture, dtype).
         sampling: The defaults of a request. Only fields of MODEL_DEFAULTS are set.
         dtype: torch's name of the compute type; "": unknown.
-        weight_dtype: The same for the weights, or int8 or int4 if most matrices are quantised.
+        weight_dtype: The same for the weights, or fp8, int8 or int4 if most matrices are quantised.
         determinism: `batch-invariant` if a request's tokens and log-probabilities do not depend on the rest of the
             batch; else `fast`, or `not promised: ` and the reason; "": unknown.
     """

@@ -166,6 +166,7 @@ def test_arithmetic_is_rounded_once_and_lanes_that_are_off_keep_theirs() -> None
         ("v_cmp_lt_u32_e32 vcc, v2, v3\nv_cndmask_b32_e32 v10, v2, v3, vcc", np.maximum),
         ("v_add_co_u32_e32 v5, vcc, v2, v3\nv_addc_co_u32_e64 v10, vcc, 0, 0, vcc", lambda a, b: a + b < a),
         ("v_pk_add_u16 v10, v2, v3", lambda a, b: (a.view(np.uint16) + b.view(np.uint16)).view(np.uint32)),
+        ("v_pk_sub_i16 v10, v2, v3", lambda a, b: (a.view(np.uint16) - b.view(np.uint16)).view(np.uint32)),
         ("v_cvt_f32_ubyte2_e32 v10, v2", lambda a, b: (a >> 16 & 255).astype(np.float32).view(np.uint32)),
         ("s_bfe_i32 s9, 0x80000001, 0x4001c\nv_mov_b32_e32 v10, s9", lambda a, b: np.full(64, 2**32 - 8)),
     ],

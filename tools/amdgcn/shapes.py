@@ -14,6 +14,7 @@ from kvforge.worker.attention import decode_plan, selftest
 from kvforge.worker.attention.interface import AttentionOptions
 from kvforge.worker.attention.triton_attention import TritonAttention
 from kvforge.worker.kernels import selftest as layers_selftest
+from kvforge.worker.kernels import stored_selftest
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.layer_weights import (
     FeedForward,
@@ -47,6 +48,11 @@ CASES: tuple[tuple[torch.dtype, torch.dtype, int, int, int, dict[str, Any]], ...
 )
 # tokens, dtype, inner size, with a bias, with head norms
 LAYERS = ((3, BF16, 384, False, False), (16, F16, 2048, True, True))
+# code, columns of a group, tokens, dtype
+CODES = (
+    *(("int4", 64, 3, BF16), ("e4m3", 0, 3, BF16), ("e2m1", 32, 3, BF16), ("int8", 0, 20, F16)),
+    *(("int4", 0, 20, F16), ("e4m3", 64, 20, F16)),
+)
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, VOCAB = 256, 8, 2, 64, 320
 
 
@@ -107,6 +113,25 @@ def _layer(case: tuple[int, torch.dtype, int, bool, bool], name: str, emulated: 
     decoder = _decoder(FusedOperations(emulated.device(304)), dtype, inner, biased, normed)
     run = dict(layers_selftest._runs(decoder, tokens))[name]
     return layers_selftest._compare(run, decoder.operations, layers_selftest.TOLERANCE[dtype])
+
+
+def codes(quick: bool, whole: bool) -> Iterator[tuple[str, Run]]:
+    """Yield the checks of products with weights in codes; `quick` and `whole` as in `attention`."""
+    chosen = CODES if not quick else CODES[:3] if whole else CODES[2:3]
+    for code, group, tokens, dtype in chosen:
+        for kernel in ("product", "experts") if not quick else ("product",):
+            count = tokens if kernel == "product" else 1  # a single token's experts need no sort
+            name = f"{kernel} with codes {code}{f' in groups of {group}' * (group > 0)} {_name(dtype)} {count} tokens"
+            yield name, partial(_codes, f"{kernel} with codes", code, group, count, dtype)
+
+
+def _codes(kernel: str, code: str, group: int, tokens: int, dtype: torch.dtype, emulated: Emulated) -> str:
+    device = emulated.device(304)
+    with patch.object(stored_selftest, "SIZES", {1: (128, 128), 3: (64, 64)}):
+        found = dict(
+            stored_selftest._comparisons(FusedOperations(device), code, group, tokens, dtype, device.torch_device)
+        )
+        return found[kernel]()
 
 
 def _decoder(operations: Any, dtype: torch.dtype, inner: int, biased: bool, normed: bool) -> Any:

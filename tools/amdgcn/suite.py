@@ -46,7 +46,8 @@ def checks(target: str, quick: bool) -> Iterator[Check]:
 
 
 def _all(target: str, quick: bool) -> Iterator[Check]:
-    for name, run in (*shapes.attention(quick, target in WHOLE), *shapes.layers(quick, target in WHOLE)):
+    whole = target in WHOLE
+    for name, run in (*shapes.attention(quick, whole), *shapes.layers(quick, whole), *shapes.codes(quick, whole)):
         yield Check(name, run)
     if not quick or target in WHOLE:
         for name, run in shapes.sampling(quick):

@@ -172,6 +172,7 @@ FLOAT16: Table = {
 # 16-bit operations, on the lower half of each operand and of the result.
 INTEGER16: Table = {
     "add_u16": (2, lambda a, b: low16(a + b)),
+    "sub_i16": (2, lambda a, b: low16(a - b)),
     "add_nc_u16": (2, lambda a, b: low16(a + b)),
     "sub_u16": (2, lambda a, b: low16(a - b)),
     "sub_nc_u16": (2, lambda a, b: low16(a - b)),

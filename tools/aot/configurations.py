@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from kvforge.worker.device.target import Target
 from kvforge.worker.kernels.registry import KERNELS, Kernel
 
-from . import attention, experts, layers
+from . import attention, experts, layers, stored
 from .compilation import Configuration
 
 Declared = Callable[[Target], list[Configuration]]
@@ -37,6 +37,8 @@ DECLARED: dict[tuple[str, str], Declared] = {
     ("kernels.expert_sort", "divide_kernel"): experts.divide_configurations,
     ("kernels.grouped", "grouped_kernel"): experts.grouped_configurations,
     ("kernels.grouped", "sum_kernel"): experts.sum_configurations,
+    ("kernels.stored_linear", "stored_kernel"): stored.stored_configurations,
+    ("kernels.stored_experts", "stored_experts_kernel"): stored.stored_experts_configurations,
     ("sampling.kernels", "scan_kernel"): layers.scan_configurations,
     ("sampling.kernels", "merge_kernel"): layers.merge_configurations,
     ("sampling.kernels", "feed_kernel"): layers.feed_configurations,

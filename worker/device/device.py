@@ -292,7 +292,7 @@ class Device:
     def quantising_problem(self, kind: str) -> str:
         """Return why products with "int8" or "int4" weights cannot run on this CPU; "" if they can."""
         if self.queues:
-            return f"quantised weights are for CPUs, and this is {self.name}"
+            return f"{self.name} multiplies quantised weights by kernels of Triton, which is not installed"
         if kind == "int8" and not torch.cpu._is_vnni_supported():  # otherwise sums of two products overflow 16 bits
             return f"{self.name} has no instructions for exact 8-bit products (avx512_vnni)"
         if kind == "int4" and not (torch.cpu._is_avx512_supported() and self.multiplies_bfloat16):

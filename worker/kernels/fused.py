@@ -27,6 +27,9 @@ from .plain import PlainOperations
 from .project import can_project, project
 from .rotary import rotary
 from .router_kernel import route
+from .stored import codes_of
+from .stored_experts import stored_block_tokens, stored_down, stored_up
+from .stored_linear import stored_linear
 from .xielu import apply_xielu
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -80,6 +83,8 @@ class FusedOperations:
     def _activated(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, *, gated: bool
     ) -> torch.Tensor:
+        if (codes := codes_of(weight)) is not None:
+            return stored_linear(self, x, codes, bias, x.dtype, activation=activation, gated=gated)[0]
         tiles = self._tiles(x, weight, gated=gated)
         if tiles is None:
             return apply_activation(self, self._product(x, weight, bias), activation, gated)
@@ -108,11 +113,17 @@ class FusedOperations:
             return torch.empty_like(x)[None]
         chosen, weights = chosen.int().contiguous(), weights.float().contiguous()
         experts, width = len(up), chosen.shape[1]
+        gating = Gating(activation, gated=up.shape[1] == 2 * down.shape[2], interleaved=interleaved)
+        up_codes, down_codes = codes_of(up), codes_of(down)
+        if up_codes is not None and down_codes is not None:
+            tokens = stored_block_tokens(chosen.numel(), experts, self.target)
+            pairs = sort_by_expert(self, chosen, experts, tokens)
+            inner = stored_up(self, x, up_codes, matrices.up_bias, gating, pairs, width, tokens)
+            return stored_down(self, inner, down_codes, matrices.down_bias, weights, pairs, tokens)
         even = is_even(*up.shape[1:]) and is_even(*down.shape[1:])
         tokens = tokens_per_block(chosen.numel(), experts, x.dtype, self.target, even=even)
         first, second = (tiles_for(tokens, each.shape[1], each.shape[2], x.dtype, self.target) for each in (up, down))
         pairs = sort_by_expert(self, chosen, experts, tokens)
-        gating = Gating(activation, gated=up.shape[1] == 2 * down.shape[2], interleaved=interleaved)
         inner = multiply_up(self, x, up, matrices.up_bias, gating, pairs, width, first)
         return multiply_down(self, inner, down, matrices.down_bias, weights, pairs, second)
 
@@ -124,6 +135,8 @@ class FusedOperations:
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Implement `LayerOperations.linear`."""
+        if (codes := codes_of(weight)) is not None:
+            return stored_linear(self, x, codes, bias, x.dtype, output=None if output is None else output[None])[0]
         tiles = self._tiles(x, weight)
         if tiles is None:
             slab = self._slab(weight)
@@ -151,13 +164,15 @@ class FusedOperations:
         slots: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
         """Implement `LayerOperations.project`."""
-        tiles = self._tiles(x, weight)
+        tiles = None if codes_of(weight) is not None else self._tiles(x, weight)
         if tiles is None or not can_project(weight, cos, layer, tiles):
             return None
         return project(self, x, weight, bias, cos, sin, layer, slots(), tiles)
 
     def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Implement `LayerOperations.linear_parts`."""
+        if (codes := codes_of(weight)) is not None:
+            return stored_linear(self, x, codes, bias, x.dtype, divisible=True)
         tiles = self._tiles(x, weight, divisible=True)
         if tiles is None:
             return self._product(x, weight, bias)[None]

@@ -39,7 +39,7 @@ _LINE = tl.constexpr(LINE)
 
 
 @triton.jit
-def _pairs_of(order, blocks, block, TOKENS: tl.constexpr, ALONE: tl.constexpr):
+def pairs_of(order, blocks, block, TOKENS: tl.constexpr, ALONE: tl.constexpr):
     """Return the expert of a block (-1: empty, or AWAY), its pairs [TOKENS], and which of them exist."""
     columns = tl.arange(0, TOKENS)
     if ALONE:
@@ -55,7 +55,7 @@ def _pairs_of(order, blocks, block, TOKENS: tl.constexpr, ALONE: tl.constexpr):
 
 
 @triton.jit
-def _split(total, ROWS: tl.constexpr, TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr):
+def split_rows(total, ROWS: tl.constexpr, TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Return gate and up [ROWS / 2, TOKENS] of a tile [ROWS, TOKENS]."""
     if INTERLEAVED:
         both = tl.permute(tl.reshape(total, [ROWS // 2, 2, TOKENS]), [0, 2, 1])
@@ -133,7 +133,7 @@ def grouped_kernel(
     wait_for_inputs(OVERLAP)
     if EARLY:
         let_next_start(OVERLAP)
-    expert, pairs, inside = _pairs_of(order, blocks, block, TOKENS, ALONE)
+    expert, pairs, inside = pairs_of(order, blocks, block, TOKENS, ALONE)
     if expert < 0:
         return
     at_rows += expert.to(tl.int64) * all_rows * k
@@ -157,7 +157,7 @@ def grouped_kernel(
         total += tl.load(of_expert + rows, mask=inside_rows, other=0.0).to(tl.float32)[:, None]
     total = total.to(narrow).to(tl.float32)
     if GATED:
-        gate, up = _split(total, ROWS, TOKENS, INTERLEAVED)
+        gate, up = split_rows(total, ROWS, TOKENS, INTERLEAVED)
         total = activated(gate, up, alpha, limit, KIND, narrow)
     elif KIND != "":
         total = activate(total, KIND)

@@ -16,6 +16,7 @@ from .expert_loop import ExpertMatrices, run_one_by_one
 from .layer_weights import Norm
 from .packed_table import look_up
 from .partition import apply_aligned
+from .quantised import QuantisedWeight
 from .router import route
 from .row_counts import padded
 
@@ -149,7 +150,8 @@ class PlainOperations:
         """Implement `LayerOperations.linear`."""
         if output is None:
             return self.product(x, weight, bias)
-        if bias is None and output.dtype == x.dtype and not _is_compiled_by_rows(x) and not _missing(x):
+        is_plain = bias is None and output.dtype == x.dtype and not isinstance(weight, QuantisedWeight)
+        if is_plain and not _is_compiled_by_rows(x) and not _missing(x):
             return torch.mm(x, weight.t(), out=output)
         return output.copy_(self.product(x, weight, bias))
 
@@ -170,6 +172,8 @@ class PlainOperations:
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Compute x weight^T + bias [tokens, n], a new tensor, for all products of this class."""
+        if isinstance(weight, QuantisedWeight):
+            return weight.product(x, bias)
         if _is_compiled_by_rows(x):
             return linear(padded(x), weight, bias)[: len(x)]
         missing = _missing(x)

@@ -29,6 +29,7 @@ from .quantised import PlainInputQuantiser
 from .router import route
 from .selftest import quantising_test
 from .selftest import self_test as layer_test
+from .stored import StoredWeight
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Serving:
         remembered_in: See `attention.selftest.self_test`.
         ranks: Processes that compute the model together.
         experts: A layer's experts; None if the model has none, or runs them without kernels.
+        codes: Codes of the weights that stay in them, on a GPU (see `stored`).
     """
 
     device: Device
@@ -60,6 +62,7 @@ class Serving:
     remembered_in: Path | None = None
     ranks: int = 1
     experts: Experts | None = None
+    codes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,13 @@ def _experts(serving: Serving) -> None:
         experts_test(serving.experts, serving.device)
 
 
+def _stored(serving: Serving) -> None:
+    if serving.codes and serving.device.runs_kernels:
+        from .stored_selftest import stored_test
+
+        stored_test(sorted(serving.codes), serving.dtype, serving.device)
+
+
 def _exchange(serving: Serving) -> None:
     if serving.fused is not None and serving.ranks > 1 and serving.device.runs_kernels:
         from .exchange_selftest import exchange_test
@@ -199,6 +209,8 @@ KERNELS = (
     Kernel("kvforge.worker.kernels.expert_sort", "divide_kernel", torch.sort, _experts),
     Kernel("kvforge.worker.kernels.grouped", "grouped_kernel", PlainOperations.experts, _experts),
     Kernel("kvforge.worker.kernels.grouped", "sum_kernel", PlainOperations.experts, _experts),
+    Kernel("kvforge.worker.kernels.stored_linear", "stored_kernel", StoredWeight.product, _stored),
+    Kernel("kvforge.worker.kernels.stored_experts", "stored_experts_kernel", PlainOperations.experts, _stored),
     Kernel("kvforge.worker.sampling.kernels", "scan_kernel", SamplingState.sample, _sampling),
     Kernel("kvforge.worker.sampling.kernels", "merge_kernel", SamplingState.sample, _sampling),
     Kernel("kvforge.worker.sampling.kernels", "feed_kernel", SamplingState.feed, _sampling),

@@ -41,7 +41,7 @@ from kvforge.worker.kernels.packed_table import PackedEmbedding, PackedTable, ta
 from .description import Family, TokenBlocks
 from .mixtures import MixtureParts, packed_experts
 from .parts import DecoderParts, LayerParts, parts_of
-from .quantisation import Packer
+from .quantisation import WeightPacker
 from .reordered import ReorderedRows, halves_of_pairs, in_every_head
 from .weight_stream import tensors_together
 
@@ -55,7 +55,7 @@ def fuse(
     options: Sequence[AttentionOptions],
     operations: LayerOperations,
     attention: PagedAttention,
-    packer: Packer | None = None,
+    packer: WeightPacker | None = None,
     ranks: Ranks | None = None,
 ) -> FusedDecoder | None:
     """Make the fused form of a transformers model, which shares its weights.
@@ -123,7 +123,7 @@ def _embedding_scale(module: Any, family: Family) -> float:
 
 
 @torch.no_grad()
-def _head(module: Any, packer: Packer | None) -> tuple[Projection, PackedTable | None]:
+def _head(module: Any, packer: WeightPacker | None) -> tuple[Projection, PackedTable | None]:
     """Return the vocabulary head, and the embedding table if it is read from the packed head."""
     weight, bias = module.lm_head.weight, module.lm_head.bias
     if packer is None or weight is not module.model.embed_tokens.weight:
@@ -141,7 +141,7 @@ def _head(module: Any, packer: Packer | None) -> tuple[Projection, PackedTable |
 
 
 def _fuse_layer(
-    layer: Any, options: AttentionOptions, found: LayerParts, parts: DecoderParts, packer: Packer | None
+    layer: Any, options: AttentionOptions, found: LayerParts, parts: DecoderParts, packer: WeightPacker | None
 ) -> FusedLayer:
     family, attention = parts.family, layer.self_attn
     head_size = attention.head_dim
@@ -180,7 +180,9 @@ def _fuse_layer(
     )
 
 
-def _feed(layer: Any, found: LayerParts, parts: DecoderParts, packer: Packer | None) -> FeedForward | MixtureOfExperts:
+def _feed(
+    layer: Any, found: LayerParts, parts: DecoderParts, packer: WeightPacker | None
+) -> FeedForward | MixtureOfExperts:
     feed = parts.family.feed_of(layer)
     if found.mixture is None:
         return _feed_forward(feed, found.activation, parts, packer)
@@ -189,7 +191,7 @@ def _feed(layer: Any, found: LayerParts, parts: DecoderParts, packer: Packer | N
     return _mixture(feed, found.mixture, dense, packer)
 
 
-def _beside(layer: Any, found: LayerParts, packer: Packer | None) -> ExpertsBeside | None:
+def _beside(layer: Any, found: LayerParts, packer: WeightPacker | None) -> ExpertsBeside | None:
     beside = found.beside
     if beside is None:
         return None
@@ -197,14 +199,16 @@ def _beside(layer: Any, found: LayerParts, packer: Packer | None) -> ExpertsBesi
     return ExpertsBeside(_mixture(layer, beside.mixture, None, packer), *norms)
 
 
-def _token_block(layer: Any, found: LayerParts, names: TokenBlocks | None, packer: Packer | None) -> TokenBlock | None:
+def _token_block(
+    layer: Any, found: LayerParts, names: TokenBlocks | None, packer: WeightPacker | None
+) -> TokenBlock | None:
     if names is None or found.token_norm is None:
         return None
     gate, output = _join(layer, (names.gate,), packer), _join(layer, (names.output,), packer)
     return TokenBlock(gate, found.activation, output, found.token_norm)
 
 
-def _token_inputs(decoder: Any, parts: DecoderParts, packer: Packer | None) -> TokenInputs | None:
+def _token_inputs(decoder: Any, parts: DecoderParts, packer: WeightPacker | None) -> TokenInputs | None:
     names = parts.family.token_blocks
     if names is None or parts.input_norm is None:
         return None
@@ -219,7 +223,7 @@ def _token_inputs(decoder: Any, parts: DecoderParts, packer: Packer | None) -> T
     )
 
 
-def _feed_forward(feed: Any, activation: Activation, parts: DecoderParts, packer: Packer | None) -> FeedForward:
+def _feed_forward(feed: Any, activation: Activation, parts: DecoderParts, packer: WeightPacker | None) -> FeedForward:
     family = parts.family
     return FeedForward(
         gate_up=_join(feed, family.gate_up, packer),
@@ -229,7 +233,9 @@ def _feed_forward(feed: Any, activation: Activation, parts: DecoderParts, packer
     )
 
 
-def _mixture(owner: Any, found: MixtureParts, shared: FeedForward | None, packer: Packer | None) -> MixtureOfExperts:
+def _mixture(
+    owner: Any, found: MixtureParts, shared: FeedForward | None, packer: WeightPacker | None
+) -> MixtureOfExperts:
     mixture = found.mixture
     experts = found.experts
     return MixtureOfExperts(
@@ -247,7 +253,9 @@ def _mixture(owner: Any, found: MixtureParts, shared: FeedForward | None, packer
 
 
 @torch.no_grad()
-def _join(owner: Any, names: Sequence[str], packer: Packer | None, order: torch.Tensor | None = None) -> Projection:
+def _join(
+    owner: Any, names: Sequence[str], packer: WeightPacker | None, order: torch.Tensor | None = None
+) -> Projection:
     """Join the projections of these names into one; the parts become views of its rows.
 
     order: the order of each head's rows in all but the last part.

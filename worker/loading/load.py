@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import ParamSpec, cast
+from typing import Any, ParamSpec, cast
 
 from msgspec import structs
 
@@ -20,11 +20,15 @@ from kvforge.worker.device.device import Device, as_worker_error
 from kvforge.worker.device.ranks import Ranks
 from kvforge.worker.device.targets import check_dtypes
 from kvforge.worker.kernels import LayerOperations, PlainOperations, choose_operations
+from kvforge.worker.kernels.decoder import FusedDecoder
+from kvforge.worker.kernels.experts import Experts
 from kvforge.worker.kernels.packed import QUANTISED_WAY_OUT, WAY_OUT, PackedOperations
 from kvforge.worker.kernels.registry import Serving, check_kernels
+from kvforge.worker.kernels.selftest import self_test as layers_test
 
 from .answer_ends import eos_tokens
 from .build import build, lacks_memory
+from .code_packer import CodePacker, codes_made
 from .configuration import model_dtype, read_config
 from .determinism import FAST_WAY_OUT, attends_in_plain_torch, describe_determinism, make_batch_invariant
 from .families import counts_positions
@@ -34,11 +38,11 @@ from .library_errors import sentence
 from .model import ForwardContext, LoadedModel
 from .probe import bind_layers, bound_options, bound_shapes
 from .progress import Progress, gguf_read_once
-from .quantisation import Packer, choose_quantisation
+from .quantisation import Packer, Quantisation, WeightPacker, choose_quantisation
 from .rope import context_tokens
 from .row_independence import first_experts, make_rows_steady
 from .sampling_defaults import model_sampling
-from .source import find_source
+from .source import Source, find_source
 from .verification import Reference, verify
 
 log = logging.getLogger(__name__)
@@ -177,7 +181,10 @@ def load_model(
     count = ranks.count if ranks is not None else 1
     experts = first_experts(module, operations, fused) if device.runs_kernels else None
     serving = Serving(
-        *(device, chosen, kinds, torch_dtype, stored, block_size, vocab_size, checked), ranks=count, experts=experts
+        *(device, chosen, kinds, torch_dtype, stored, block_size, vocab_size, checked),
+        ranks=count,
+        experts=experts,
+        codes=codes_made(quantisation.kind) if quantisation is not None and device.runs_kernels else frozenset(),
     )
     check_kernels(serving)
     del checked, experts, serving
@@ -217,10 +224,11 @@ def load_model(
             log.warning("%s; running its layers one operation at a time", error)
             model = replace(model, fused=None)
             reference = verify(model)
-    if model.fused is not None and isinstance(operations, PackedOperations):
+    packer = None if model.fused is None else _packer(operations, quantisation, found, model.module)
+    if packer is not None:
         progress("packing weights", 0.95)
         fused, model = None, replace(model, fused=None)  # no reference may keep the unpacked weights
-        model = _packed(model, operations, Packer(operations, quantisation, found, model.module), reference)
+        model = _packed(model, packer, reference)
     elif model.fused is None and device.steady and not attends_in_plain_torch(model):
         progress("making rows independent", 0.95)
         _make_row_independent(model, operations, reference)
@@ -234,7 +242,16 @@ def load_model(
     return model
 
 
-def _packed(model: LoadedModel, operations: PackedOperations, packer: Packer, reference: Reference) -> LoadedModel:
+def _packer(
+    operations: LayerOperations, quantisation: Quantisation | None, source: Source, module: Any
+) -> WeightPacker | None:
+    """Return what packs the weights for `operations`; None if they multiply the weights as they are."""
+    if isinstance(operations, PackedOperations):
+        return Packer(operations, quantisation, source, module)
+    return None if quantisation is None else CodePacker(operations, quantisation.kind, module)
+
+
+def _packed(model: LoadedModel, packer: WeightPacker, reference: Reference) -> LoadedModel:
     """Pack the weights of a verified model, and verify it again.
 
     Quantised weights differ from the originals by the quantisation error, so they are not compared with these, but with
@@ -246,15 +263,32 @@ def _packed(model: LoadedModel, operations: PackedOperations, packer: Packer, re
     """
     with model.device.errors("packing weights"):
         options = bound_options(model.module)
-        fused = fuse(model.module, options, operations, model.context.attention, packer, model.ranks)
+        fused = fuse(model.module, options, packer.operations, model.context.attention, packer, model.ranks)
         model.device.release_cached()
         model = replace(model, fused=fused)
+        if fused is not None and isinstance(packer, CodePacker):
+            _check_shapes(model, fused)
         try:
             verify(model, reference, quantised=packer.quantises)
         except UnsupportedModel as error:
             what, way_out = ("quantised", QUANTISED_WAY_OUT) if packer.quantises else ("packed", WAY_OUT)
             raise KernelError(f"with {what} weights: {error}; {way_out}") from error
     return model
+
+
+def _check_shapes(model: LoadedModel, fused: FusedDecoder) -> None:
+    """Compare the products of the first layer, the head and the experts with plain torch, in their own shapes.
+
+    Raises:
+        KernelError: Names the kernel and the shape.
+    """
+    layers_test(fused, model.device)
+    mixture = next(filter(None, (layer.mixture for layer in fused.layers)), None)
+    if mixture is not None:
+        from kvforge.worker.kernels.experts_selftest import experts_test  # imports triton
+
+        each = Experts(None, fused.operations, mixture.matrices, mixture.activation, mixture.interleaved)
+        experts_test(each, model.device)
 
 
 def _make_row_independent(model: LoadedModel, operations: LayerOperations, reference: Reference) -> None:

@@ -16,7 +16,7 @@ from kvforge.worker.kernels.plain import PlainOperations
 from kvforge.worker.kernels.router import Router
 
 from .description import Mixture
-from .quantisation import Packer
+from .quantisation import WeightPacker
 from .scaled_experts import ScaledExperts
 from .split_experts import first_held
 
@@ -92,7 +92,7 @@ def mixture_of(feed: Any, mixture: Mixture, config: Any, is_shared: bool) -> Mix
 
 
 @torch.no_grad()
-def packed_experts(experts: Experts, packer: Packer) -> ExpertMatrices:
+def packed_experts(experts: Experts, packer: WeightPacker) -> ExpertMatrices:
     """Pack each expert's matrices, which are no longer parameters of the module: it computes with the packed ones.
 
     Args:
@@ -107,9 +107,8 @@ def packed_experts(experts: Experts, packer: Packer) -> ExpertMatrices:
     """
     part, matrices = experts.part, experts.matrices
     owner = part.part if isinstance(part, ScaledExperts) else part
-    up, down = (
-        [packer.pack(each.contiguous(), [owner], is_reordered=True) for each in m] for m in (matrices.up, matrices.down)
-    )
+    assert isinstance(matrices.up, torch.Tensor) and isinstance(matrices.down, torch.Tensor)
+    up, down = (packer.pack_experts(each, owner) for each in (matrices.up, matrices.down))
     packed = replace(matrices, up=up, down=down)
     if isinstance(part, ScaledExperts):
         part.compute_with(packer.operations, packed)

@@ -1,8 +1,8 @@
 """The bits of a model's weights: resolves `weight_dtype`, and packs each matrix accordingly.
 
 - "dtype" keeps the dtype of the model, exactly.
-- "int8" and "int4" quantise every matrix of a product. The vocabulary head always gets 8 bits: 4 bits cost more
-  there than they save.
+- "fp8" (on a GPU), "int8" and "int4" quantise every matrix of a product. The vocabulary head always gets 8 bits: 4
+  bits cost more there than they save. On a GPU see `code_packer`.
 - "auto" keeps a quantised GGUF file as it is where kernels exist: matrices stored in 4 bits (Q4_0, Q4_1, Q4_K) keep
   their levels, other quantised ones get 8 bits, and the rest stays in `dtype`.
 
@@ -13,16 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from kvforge.protocol.choices import WEIGHT_DTYPES
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.worker.device.device import Device
+from kvforge.worker.kernels import LayerOperations
+from kvforge.worker.kernels.expert_loop import Matrices
 from kvforge.worker.kernels.packed import PackedOperations, quantising_problem
 from kvforge.worker.kernels.quantised import Groups
 
+from .code_packer import codes_problem
 from .gguf_groups import FOUR_BITS, StoredGroups
 from .source import Source
 
@@ -34,7 +37,7 @@ class Quantisation:
     """A way of quantising weights.
 
     Attributes:
-        kind: "int8" or "int4", for most matrices.
+        kind: "fp8", "int8" or "int4", for most matrices.
         as_stored: Whether a matrix that the file stores in more than 4 bits keeps at least 8.
     """
 
@@ -61,9 +64,11 @@ def choose_quantisation(name: str, source: Source, dtype: torch.dtype, device: D
     if name == "dtype":
         return None
     if name != "auto":
-        if problem := quantising_problem(device, dtype, name) or quantising_problem(device, dtype, "int8"):
+        if problem := _problem(device, dtype, name):
             raise InvalidConfiguration("weight_dtype", f"{name!r} is not for this worker: {problem}; use 'dtype'")
         return Quantisation(name, as_stored=False)
+    if device.runs_kernels:
+        return None
     sizes: dict[str, int] = {}
     if source.format == "gguf":
         for tensor in source.gguf_header.tensors:
@@ -74,6 +79,33 @@ def choose_quantisation(name: str, source: Source, dtype: torch.dtype, device: D
     if not kinds or quantising_problem(device, dtype, "int8") or quantising_problem(device, dtype, kind):
         return None
     return Quantisation(kind, as_stored=True)
+
+
+def _problem(device: Device, dtype: torch.dtype, name: str) -> str:
+    """Return why weights cannot be quantised to `name` here; "" if they can."""
+    if device.runs_kernels:
+        return codes_problem(device, dtype)
+    if name == "fp8":
+        return "fp8 weights are multiplied by kernels of a GPU"
+    return quantising_problem(device, dtype, name) or quantising_problem(device, dtype, "int8")
+
+
+class WeightPacker(Protocol):
+    """Makes the weights that a device multiplies of the weights of a transformers model, one by one."""
+
+    @property
+    def operations(self) -> LayerOperations:
+        """The operations that multiply by packed weights."""
+
+    @property
+    def quantises(self) -> bool:
+        """Whether packed weights have fewer bits."""
+
+    def pack(self, weight: torch.Tensor, parts: Sequence[Any], is_reordered: bool = False) -> torch.Tensor:
+        """Pack the joined weight [n, k] of several Linears."""
+
+    def pack_experts(self, matrices: torch.Tensor, owner: Any) -> Matrices:
+        """Pack the weights [experts, n, k] of a module of experts."""
 
 
 class Packer:
@@ -122,6 +154,10 @@ class Packer:
         if joined and len(joined) == len(parts):
             return operations.quantise(weight, "int4", _joined(joined))
         return operations.quantise(weight, "int8" if quantisation.as_stored else "int4")
+
+    def pack_experts(self, matrices: torch.Tensor, owner: Any) -> Matrices:
+        """Implement `WeightPacker.pack_experts`: one packed matrix per expert."""
+        return [self.pack(each.contiguous(), [owner], is_reordered=True) for each in matrices]
 
 
 def _joined(parts: Sequence[Groups]) -> Groups:

@@ -7,6 +7,7 @@ from collections import Counter
 from kvforge.worker.attention import AttentionOptions, ReferenceAttention
 from kvforge.worker.kernels import PlainOperations
 from kvforge.worker.kernels.packed import PackedOperations, is_packed, own_product, packing_problem, weight_kind
+from kvforge.worker.kernels.stored import code_name
 
 from .model import LoadedModel
 from .probe import bound_options
@@ -62,7 +63,9 @@ def _layers(model: LoadedModel) -> str:
         packed = f"weights quantised at load: {kinds}" if kinds else f"weights packed at load{head}"
         return f"{_multiplied_by(model)}, {packed}{between}"
     if not isinstance(model.fused.operations, PlainOperations):
-        return "Triton"
+        counts = Counter(filter(None, map(code_name, model.fused.product_weights())))
+        kinds = ", ".join(f"{count} of {kind}" for kind, count in counts.items())
+        return f"Triton; weights multiplied as they are stored: {kinds}" if kinds else "Triton"
     return f"plain torch: {packing_problem(model.device, model.dtype)}"
 
 

@@ -24,6 +24,8 @@ from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.layer_weights import Norm
 from kvforge.worker.kernels.registry import KERNELS
+from kvforge.worker.kernels.stored import StoredWeight
+from tools.aot import stored
 from tools.aot.compilation import Configuration
 from tools.aot.configurations import configurations_of
 from tools.aot.experts import OSS_GATING, ROUTERS, Layout
@@ -35,6 +37,7 @@ GATED = ("clamped_swiglu", *KINDS)
 EXPERTS = ("router_kernel", "expert_sort", "grouped")
 LAYERS = [kernel for kernel in KERNELS if kernel.module.startswith("kvforge.worker.kernels.")]
 OF_EXPERTS = [kernel for kernel in LAYERS if kernel.module.endswith(EXPERTS)]
+OF_CODES = [kernel for kernel in LAYERS if kernel.module.endswith(("stored_linear", "stored_experts"))]
 # The other targets launch the same kernels as one of these.
 COMPILED = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx1100", "gfx1151", "gfx1201")
 
@@ -42,7 +45,7 @@ COMPILED = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx1100", 
 @pytest.mark.parametrize("name", COMPILED)
 def test_whatever_is_launched_was_compiled(name: str, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations of random shapes. Some compiled sums of many parts occur only on GPUs of another size."""
-    layers = [kernel for kernel in LAYERS if kernel not in OF_EXPERTS]
+    layers = [kernel for kernel in LAYERS if kernel not in OF_EXPERTS + OF_CODES]
     declared = [configuration for kernel in layers for configuration in configurations_of(kernel, TARGETS[name])]
     compiled = {each.kind(): each.label for each in declared}
     both = []
@@ -125,6 +128,63 @@ def test_whatever_experts_launch_was_compiled(name: str, cpu: Device, monkeypatc
     assert not [str(each) for kind, each in launched.items() if kind not in compiled]
     assert {each.kernel.__name__ for each in made} == {kernel.name for kernel in OF_EXPERTS}
     assert len(launched) > len(compiled) / 2, "shapes too much alike"
+
+
+@pytest.mark.parametrize("name", [name for name in COMPILED if name != "sm_75"])  # T4 multiplies no codes
+def test_whatever_multiplies_codes_was_compiled(name: str, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of the declared layouts, with other sizes, and any number of tokens."""
+    target = replace(TARGETS[name], steady=True)
+    declared = [configuration for kernel in OF_CODES for configuration in configurations_of(kernel, target)]
+    compiled = {each.kind(): each.label for each in declared}
+    monkeypatch.setattr(fused, "current_target", lambda _device: target)
+    operations, random = FusedOperations(cpu, overlap=target.chained), Random(5)
+    names = {kernel.name for kernel in OF_CODES}
+    with recorded(target) as made:
+        for tokens in (1, 2, 20, 100, 300, 1000, 5000):
+            for layout in stored.LAYOUTS:
+                run_codes(operations, layout, tokens, random)
+            for layout in stored.OF_EXPERTS:
+                run_experts_of_codes(operations, layout, tokens, random)
+    launched = {Configuration("", each, False).kind(): each for each in made if each.kernel.__name__ in names}
+    assert not [str(each) for kind, each in launched.items() if kind not in compiled]
+    assert {each.kernel.__name__ for each in launched.values()} == names
+    assert len(launched) > len(compiled) / 2, "shapes too much alike"
+
+
+def run_codes(operations: FusedOperations, layout: stored.CodeLayout, tokens: int, random: Random) -> None:
+    """Launch the products of a layer's dense weights, and of a head."""
+    dtype = random.choice((torch.bfloat16, torch.float16)) if layout in stored.HALF and tokens <= 16 else torch.bfloat16
+    hidden, inner = 1024 * random.randint(2, 8), 14336
+    x, long = (torch.empty((tokens, k), dtype=dtype, device="meta") for k in (hidden, inner))
+
+    def weight(n: int, k: int) -> StoredWeight:
+        return StoredWeight(layout.codes(n, k), dtype)
+
+    operations.linear(x, weight(256 * random.randint(1, 20), hidden))
+    operations.gated(x, weight(2 * inner, hidden))
+    operations.linear_parts(long, weight(4096, inner))
+    if layout in stored.BIASED and dtype == torch.bfloat16:
+        operations.linear(x, weight(4096, hidden), torch.empty(4096, dtype=dtype, device="meta"))
+    if layout in stored.WIDE and dtype == torch.bfloat16:
+        operations.linear(x, weight(4096, hidden), None, torch.empty((tokens, 4096), device="meta"))
+
+
+def run_experts_of_codes(operations: FusedOperations, layout: stored.CodeLayout, tokens: int, random: Random) -> None:
+    """Launch the products of a layer's experts."""
+    experts, width, is_oss = random.choice((8, 32, 128)), random.choice((2, 4, 8)), layout.code == "e2m1"
+    hidden, inner = (2880, 2880) if is_oss else (1024, 128 * random.randint(2, 10))
+    up, down = (
+        StoredWeight(layout.codes(n, k, (experts,)), torch.bfloat16) for n, k in ((2 * inner, hidden), (hidden, inner))
+    )
+    x = torch.empty((tokens, hidden), dtype=torch.bfloat16, device="meta")
+    biases = [
+        torch.empty(each.shape[:2], dtype=torch.bfloat16, device="meta") if is_oss else None for each in (up, down)
+    ]
+    chosen = torch.empty((tokens, width), dtype=torch.int32, device="meta")
+    weights = torch.empty((tokens, width), device="meta")
+    matrices = ExpertMatrices(up, biases[0], down, biases[1])
+    activation = OSS_GATING.activation if is_oss else SILU
+    operations.experts(x, chosen, weights, matrices, activation, is_oss)
 
 
 def layouts(random: Random) -> Iterator[tuple[Layout, torch.dtype]]:

@@ -189,7 +189,7 @@ def serving(
         up, down = torch.randn(6, 128, 64).to(DEVICE.torch_device), torch.randn(6, 64, 64).to(DEVICE.torch_device)
         experts = Experts(None, fused.operations, ExpertMatrices(up.half() / 8, None, down.half() / 8, None), SILU)
         numbers = (DEVICE, attention, shapes, float16, float16, 8, 5000, fused, tmp_path / "remembered")
-        return Serving(*numbers, ranks=2, experts=experts)
+        return Serving(*numbers, ranks=2, experts=experts, codes=frozenset({"int4"}))
 
     return make
 

@@ -1,0 +1,232 @@
+"""Times of products with weights in codes on a GPU, of the whole decode step with them, and of other tile sizes.
+
+    python -m benchmarks.gpu_codes [--model llama-3.1-8b] [--weights fp8] [--batches 1,16,64] [--sweep] [--json FILE]
+
+Dummy weights of a known shape; every time is of a graph's replay, with the weights of every layer in turn, so that no
+weight is in the cache when it is read. --weights names a `weight_dtype`, or mxfp4: then the experts alone have codes,
+random ones in groups of 32, as gpt-oss is published. An operation's floor is the larger of its weight bytes over the
+read bandwidth and its operations over the matrix rate of 16 bits, both measured in the same run. A step's floor adds
+its K and V; of experts it counts those that a step reads, if tokens choose them at random. --sweep times the products
+with other tiles, the fastest first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.kernels import LayerOperations, stored_linear
+from kvforge.worker.kernels.decoder import FusedDecoder
+from kvforge.worker.kernels.layer_weights import FusedLayer, MixtureOfExperts
+from kvforge.worker.kernels.packed import stored_bytes
+from kvforge.worker.kernels.stored import Codes, StoredWeight, pack
+from kvforge.worker.kernels.stored_linear import StoredTiles
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
+
+from .gpu_layers import BLOCK_SIZE, NoAttention, measure_step
+from .gpu_roof import Roof, measure_roof
+from .gpu_timing import measure_us
+from .report import report
+
+MXFP4_GROUP = 32
+SWEPT = {
+    16: tuple(itertools.product((64,), (16,), (4,), (3, 4, 5, 6, 8))),
+    64: tuple(itertools.product((64, 128), (32, 64), (4, 8), (3, 4, 5))),
+}
+SHOWN = 4  # fastest tiles of a sweep
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation. run(operations) queues it once for each of `calls` weights. bytes, flops: of one call."""
+
+    name: str
+    run: Callable[[LayerOperations], None]
+    calls: int
+    bytes: float
+    flops: float
+
+
+def distinct_experts(experts: int, chosen: int, rows: int) -> float:
+    """Return the mean number of experts that `rows` tokens choose, if each chooses at random."""
+    return experts * (1 - (1 - chosen / experts) ** rows)
+
+
+def operations_of(fused: FusedDecoder, batch: int) -> list[Operation]:
+    """Return the products of a step of `batch` rows."""
+    layers, first, hidden = fused.layers, fused.layers[0], fused.table.shape[1]
+
+    def random(width: int) -> torch.Tensor:
+        return torch.randn((batch, width), dtype=fused.table.dtype, device=fused.table.device)
+
+    x, attended = random(hidden), random(first.output.weight.shape[1])
+    logits = torch.empty((batch, len(fused.head.weight)), device=x.device)
+
+    def product(name: str, weight: torch.Tensor, call: Callable[[LayerOperations, Any], object]) -> Operation:
+        def run(operations: LayerOperations) -> None:
+            for layer in layers:
+                call(operations, layer)
+
+        return Operation(name, run, len(layers), stored_bytes(weight), 2.0 * batch * weight.numel())
+
+    found = [
+        product("qkv", first.projected.weight, lambda o, w: o.linear(x, w.projected.weight, w.projected.bias)),
+        product("output", first.output.weight, lambda o, w: o.linear_parts(attended, w.output.weight)),
+    ]
+    if isinstance(first.feed, MixtureOfExperts):
+        found.append(_mixture(fused, first.feed, x, batch))
+    else:
+        feed = first.feed
+        inner = random(feed.down.weight.shape[1])
+        found.append(product("gate, up, silu", feed.gate_up.weight, lambda o, w: o.gated(x, w.feed.gate_up.weight)))
+        found.append(product("down", feed.down.weight, lambda o, w: o.linear_parts(inner, w.feed.down.weight)))
+    size = stored_bytes(fused.head.weight)
+
+    def head(operations: LayerOperations) -> None:
+        operations.linear(x, fused.head.weight, output=logits)
+
+    found.append(Operation("head", head, 1, size, 2.0 * batch * fused.head.weight.numel()))
+    return found
+
+
+def _mixture(fused: FusedDecoder, first: MixtureOfExperts, x: torch.Tensor, batch: int) -> Operation:
+    chosen = first.router.chosen
+    experts, ways = len(first.matrices.up), len(fused.layers)
+    choices = [torch.rand((batch, experts), device=x.device).topk(chosen) for _ in range(ways)]
+
+    def run(operations: LayerOperations) -> None:
+        for layer, (weights, places) in zip(fused.layers, choices, strict=True):
+            feed = layer.feed
+            assert isinstance(feed, MixtureOfExperts)
+            operations.experts(x, places.int(), weights, feed.matrices, feed.activation, feed.interleaved)
+
+    size, numbers = _expert_size(first)
+    return Operation(
+        "experts", run, ways, size * distinct_experts(experts, chosen, batch), 2.0 * batch * chosen * numbers
+    )
+
+
+def _expert_size(feed: MixtureOfExperts) -> tuple[float, float]:
+    """Return bytes and numbers of one expert."""
+    up, down = feed.matrices.up, feed.matrices.down
+    assert isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor)
+    return (stored_bytes(up) + stored_bytes(down)) / len(up), (up.numel() + down.numel()) / len(up)
+
+
+def step_floor_us(model: LoadedModel, fused: FusedDecoder, roof: Roof, rows: int, context: int) -> float:
+    """Return the time that reading weights, K and V takes, or multiplying, if that is longer."""
+    size = float(stored_bytes(fused.head.weight))
+    numbers = float(fused.head.weight.numel())
+    for layer in fused.layers:
+        dense = [layer.projected.weight, layer.output.weight]
+        if isinstance(layer.feed, MixtureOfExperts):
+            each, count = _expert_size(layer.feed)
+            chosen = layer.feed.router.chosen
+            size += each * distinct_experts(len(layer.feed.matrices.up), chosen, rows)
+            numbers += count * chosen
+        else:
+            dense += [layer.feed.gate_up.weight, layer.feed.down.weight]
+        size += sum(map(stored_bytes, dense))
+        numbers += sum(each.numel() for each in dense)
+    kv_bytes = rows * context * model.geometry.bytes_per_block / BLOCK_SIZE
+    return (max(size / roof.read_bytes, 2 * rows * numbers / roof.flops) + kv_bytes / roof.read_bytes) * 1e6
+
+
+def with_mxfp4_experts(fused: FusedDecoder) -> FusedDecoder:
+    """Return the decoder with random codes in place of the experts' numbers."""
+
+    def coded(weight: Any) -> StoredWeight:
+        experts, n, k = weight.shape
+        parts = []
+        for _ in range(experts):
+            codes = torch.randint(16, (n, k), dtype=torch.uint8, device=weight.device)
+            parts.append(pack(codes, "e2m1"))
+        scales = torch.exp2(torch.randint(-10, -6, (experts, k // MXFP4_GROUP, n), device=weight.device).float())
+        return StoredWeight(Codes("e2m1", torch.stack(parts), scales), weight.dtype)
+
+    def changed(layer: FusedLayer) -> FusedLayer:
+        feed = layer.feed
+        assert isinstance(feed, MixtureOfExperts), "mxfp4 is a format of experts here"
+        matrices = replace(feed.matrices, up=coded(feed.matrices.up), down=coded(feed.matrices.down))
+        return replace(layer, feed=replace(feed, matrices=matrices))
+
+    return replace(fused, layers=tuple(map(changed, fused.layers)))
+
+
+def swept(device: Device, operation: Operation, fused: FusedDecoder, batch: int) -> Iterator[tuple[str, float]]:
+    """Yield the fastest tiles of an operation, with microseconds of a call."""
+    times: dict[str, float] = {}
+    for rows, tokens, warps, stages in SWEPT[16 if batch <= 16 else 64]:
+        tiles = StoredTiles(rows, tokens, warps, stages)
+        with patch.object(stored_linear, "tiles_of", lambda _tokens, _target, tiles=tiles: tiles):
+            try:
+                us = measure_us(device, lambda: operation.run(fused.operations), operation.calls, repeats=5)
+            except OutOfResources:
+                continue
+        times[f"{rows} x {tokens}, {warps} warps, {stages} stages"] = us
+    yield from sorted(times.items(), key=lambda item: item[1])[:SHOWN]
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--weights", default="fp8", help="dtype, fp8, int8, int4, or mxfp4 for experts [fp8]")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--batches", default="1,16,64")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--sweep", action="store_true", help="try other tiles")
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    device = open_device(arguments.device)
+    roof = measure_roof(device)
+    kind = "dtype" if arguments.weights == "mxfp4" else arguments.weights
+    model = load_model(arguments.model, load_format="dummy", weight_dtype=kind, device=device, block_size=BLOCK_SIZE)
+    fused = model.fused
+    assert fused is not None, "this model's layers are not fused"
+    if arguments.weights == "mxfp4":
+        with torch.inference_mode():
+            fused = with_mxfp4_experts(fused)
+    rows: list[list[object]] = []
+    results: list[dict[str, object]] = []
+
+    def note(batch: int, name: str, us: float, floor_us: float) -> None:
+        rows.append([f"{batch} {name}", f"{us:.1f}", f"{floor_us:.1f}", f"{floor_us / us:.0%}"])
+        results.append({"batch": batch, "what": name, "us": us, "floor_us": floor_us})
+        print(*rows[-1], flush=True)
+
+    for batch in map(int, arguments.batches.split(",")):
+        with torch.inference_mode():
+            for each in operations_of(fused, batch):
+                floor_us = max(each.bytes / roof.read_bytes, each.flops / roof.flops) * 1e6
+                run = each.run
+                us = measure_us(device, lambda run=run: run(fused.operations), each.calls)  # type: ignore[misc]
+                note(batch, each.name, us, floor_us)
+                if arguments.sweep and each.name != "experts":
+                    for tiles, us in swept(device, each, fused, batch):
+                        note(batch, f"{each.name}: {tiles}", us, floor_us)
+        steps = {
+            "step without attention": (replace(fused, attention=NoAttention()), 0),
+            "step": (fused, arguments.context),
+        }
+        for name, (decoder, context) in steps.items():
+            us = measure_step(model, decoder, batch, arguments.context)
+            note(batch, name, us, step_floor_us(model, fused, roof, batch, context))
+    where = f"{device.name}, triton {triton.__version__}"
+    title = f"{arguments.model} in {arguments.weights}, context {arguments.context}, {where}: {roof}; microseconds"
+    document = {"device": where, "weights": arguments.weights, "read_bytes_s": roof.read_bytes, "measured": results}
+    report(title, ["batch, operation", "us", "floor us", "share"], rows, document, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Weights that stay in codes: packing, and products by the kernel, compared with the numbers of the codes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kvforge.worker.attention.triton_attention import is_interpreted
+from kvforge.worker.device.device import open_device
+from kvforge.worker.device.targets import TARGETS, current_target
+from kvforge.worker.kernels import stored_linear as module
+from kvforge.worker.kernels.activations import SILU, Activation
+from kvforge.worker.kernels.launching import LaunchSettings
+from kvforge.worker.kernels.stored import (
+    CODES,
+    Codes,
+    StoredWeight,
+    join_rows,
+    pack,
+    quantise_codes,
+    stored_problem,
+    unit_columns,
+    unpack,
+)
+from kvforge.worker.kernels.stored_linear import depth_of, parts_of, stored_linear
+
+DEVICE = open_device("auto")
+runs_kernels = pytest.mark.skipif(
+    not DEVICE.runs_kernels and not is_interpreted(), reason="needs a GPU or the interpreter"
+)
+DTYPES = (torch.float16, torch.bfloat16) if DEVICE.runs_kernels else (torch.float16,)
+# code, columns of a group (0: all), zeros, rows that share a scale
+LAYOUTS = (
+    *(("int8", 0, False, 1), ("int8", 128, False, 1), ("e4m3", 0, False, 1), ("e4m3", 128, False, 64)),
+    *(("int4", 128, False, 1), ("int4", 64, True, 1), ("int4", 0, False, 1), ("int4", 32, False, 1)),
+    *(("e2m1", 32, False, 1), ("e2m1", 64, False, 1)),
+)
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: "-".join(map(str, each)))
+
+
+def random_codes(
+    n: int, k: int, layout: tuple[str, int, bool, int], seed: int = 0, experts: tuple[int, ...] = ()
+) -> Codes:
+    """Return a matrix of every code, with scales that differ."""
+    code, group, has_zeros, scaled_rows = layout
+    generator = torch.Generator().manual_seed(seed)
+    most = 256 if CODES[code] == 2 else 16
+    codes = torch.randint(most, (*experts, n, k), generator=generator, dtype=torch.uint8)
+    if code == "e4m3":
+        codes = torch.where(codes & 127 == 127, codes & 128, codes)  # no NaN
+    groups = k // group if group else 1
+    scales = torch.rand((*experts, groups, -(-n // scaled_rows)), generator=generator) * 0.01 + 0.001
+    zeros = torch.randint(16, (*experts, groups, n), generator=generator, dtype=torch.uint8) if has_zeros else None
+    found = Codes(code, pack(codes, code), scales, zeros, scaled_rows)
+    return found.to(DEVICE.torch_device)
+
+
+def wanted(x: torch.Tensor, codes: Codes) -> torch.Tensor:
+    return x.double() @ codes.widened().double().t()
+
+
+def launched(multiprocessors: int = 3) -> LaunchSettings:
+    return LaunchSettings(replace(current_target(DEVICE), multiprocessors=multiprocessors))
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_packing_keeps_every_code(code: str) -> None:
+    unit = unit_columns(code)
+    codes = torch.randint(256 if CODES[code] == 2 else 16, (2, 5, 3 * unit), dtype=torch.uint8)
+    words = pack(codes, code)
+    assert words.shape == (2, 3, 5, 16)
+    assert torch.equal(unpack(words, code), codes)
+
+
+def test_codes_are_the_numbers_of_their_format() -> None:
+    """Against torch's float8, and the table of the OCP specification of MX formats."""
+    every = torch.arange(256, dtype=torch.uint8)
+    bytes_ = every.view(8, 32)
+    found = Codes("e4m3", pack(bytes_, "e4m3"), torch.ones(1, 8)).widened()
+    assert torch.equal(found.nan_to_num(500), bytes_.view(torch.float8_e4m3fn).float().nan_to_num(500))
+    nibbles = (every % 16).view(4, 64)
+    of_four = Codes("e2m1", pack(nibbles, "e2m1"), torch.ones(1, 4)).widened()
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    assert of_four.flatten()[:16].tolist() == [*table, *(-each for each in table)]
+    of_ints = Codes("int4", pack(nibbles, "int4"), torch.ones(1, 4), torch.full((1, 4), 3, dtype=torch.uint8))
+    assert of_ints.widened().flatten()[:16].tolist() == list(range(-3, 13))
+
+
+@pytest.mark.parametrize("code", ["int8", "e4m3", "int4"])
+@pytest.mark.parametrize("experts", [(), (3,)])
+def test_quantising_keeps_what_the_code_can(code: str, experts: tuple[int, ...]) -> None:
+    weight = torch.randn(*experts, 24, 256, generator=torch.Generator().manual_seed(1))
+    kept = weight.clone()
+    codes = quantise_codes(weight, code)
+    assert torch.equal(weight, kept)
+    assert codes.shape == weight.shape
+    apart = (codes.widened() - weight).abs()
+    group = codes.group
+    largest = weight.unflatten(-1, (-1, group)).abs().amax(-1, keepdim=True).expand(*weight.shape[:-1], -1, group)
+    share = {"int8": 0.5 / 127, "int4": 0.5 / 7, "e4m3": 1 / 16}[code]
+    assert bool((apart <= largest.flatten(-2) * share * 1.01).all())
+
+
+@each_layout
+def test_rows_are_joined_and_cut(layout: tuple[str, int, bool, int]) -> None:
+    parts = [random_codes(n, 256, layout, seed) for seed, n in enumerate((64, 128))]
+    joined = join_rows(parts)
+    assert joined is not None
+    numbers = torch.cat([each.widened() for each in parts])
+    assert torch.equal(joined.widened(), numbers)
+    assert torch.equal(joined.rows(slice(64, 192)).widened(), numbers[64:])
+    uneven = join_rows([random_codes(40, 256, layout, 3), *parts])
+    assert uneven is not None and torch.equal(uneven.widened()[40:], numbers)
+
+
+def test_other_codes_are_not_joined() -> None:
+    one, other = random_codes(16, 128, LAYOUTS[0]), random_codes(16, 128, LAYOUTS[2])
+    assert join_rows([one, other]) is None
+    with_zeros = random_codes(16, 128, ("int4", 64, True, 1))
+    plain = random_codes(16, 128, ("int4", 64, False, 1))
+    both = join_rows([plain, with_zeros])
+    assert both is not None and torch.equal(both.widened(), torch.cat([plain.widened(), with_zeros.widened()]))
+
+
+def test_shapes_that_no_kernel_takes_are_named() -> None:
+    assert stored_problem((64, 48), "int8") == "its 48 columns are not a multiple of 32"
+    assert stored_problem((64, 96), "int4", 32) == "its 96 columns are not a multiple of 64"
+    assert stored_problem((64, 192), "int4", 128) == "groups of 128 columns do not fit 192"
+    assert stored_problem((64, 128), "e2m1", 32) == "" == stored_problem((64, 96), "e4m3")
+
+
+@runs_kernels
+@each_layout
+@pytest.mark.parametrize("tokens", [1, 17, 40])
+def test_a_product_is_that_of_the_numbers(layout: tuple[str, int, bool, int], tokens: int) -> None:
+    n, k = 72, 256
+    codes = random_codes(n, k, layout)
+    for dtype in DTYPES:
+        x = torch.full((tokens + 2, k), float("nan"), dtype=dtype, device=DEVICE.torch_device)
+        x[:tokens].normal_()
+        bias = torch.randn(n, dtype=dtype, device=DEVICE.torch_device)
+        output = torch.full((1, tokens, n), float("nan"), device=DEVICE.torch_device)
+        stored_linear(launched(), x[:tokens], codes, bias, dtype, output=output)
+        right = wanted(x[:tokens], codes) + bias.double()
+        assert float((output[0] - right).abs().max()) <= 1e-5 * float(right.abs().max())
+        weight = StoredWeight(codes, dtype)
+        plain = weight.product(x[:tokens], bias)
+        assert float((plain - right).abs().max()) <= (1e-2 if dtype == torch.bfloat16 else 2e-3) * float(
+            right.abs().max()
+        )
+
+
+@runs_kernels
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[4], LAYOUTS[5], LAYOUTS[8]], ids=lambda each: each[0])
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_a_gated_product_is_that_of_the_numbers(layout: tuple[str, int, bool, int], tokens: int) -> None:
+    n, k, dtype = 40, 256, DTYPES[0]
+    codes = random_codes(2 * n, k, layout)
+    x = torch.randn(tokens, k, dtype=dtype, device=DEVICE.torch_device)
+    gate, up = wanted(x, codes).chunk(2, dim=1)
+    found = stored_linear(launched(), x, codes, None, dtype, gated=True)[0]
+    right = SILU.gate(gate.to(dtype), up.to(dtype)).double()
+    assert float((found - right).abs().max()) <= 4e-3 * float(right.abs().max())
+    one = stored_linear(launched(), x, codes, None, dtype, activation=Activation("gelu"))[0]
+    right = Activation("gelu").apply(wanted(x, codes).to(dtype)).double()
+    assert float((one - right).abs().max()) <= 4e-3 * float(right.abs().max())
+
+
+@runs_kernels
+@each_layout
+def test_a_row_has_the_same_bits_in_any_company(
+    layout: tuple[str, int, bool, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where few tokens leave the parts of the inner dimension to the next operation."""
+    if not DEVICE.runs_kernels:  # the interpreter's products have other bits for each shape of a tile
+        monkeypatch.setattr(module, "tiles_of", lambda _tokens, _target: module.StoredTiles(64, 16, 4, 2))
+    n, k, dtype = 64, 2048, DTYPES[-1]
+    codes = random_codes(n, k, layout)
+    x = torch.randn(33, k, dtype=dtype, device=DEVICE.torch_device)
+    launch = launched(multiprocessors=132)
+    assert parts_of(codes, n, launch.target) > 1
+    for divisible in (False, True):
+        whole = stored_linear(launch, x, codes, None, torch.float32, divisible=divisible)
+        assert len(whole) == 1
+        for first, count in ((0, 1), (5, 1), (32, 1), (3, 16), (1, 20)):
+            parts = stored_linear(launch, x[first : first + count], codes, None, torch.float32, divisible=divisible)
+            assert (len(parts) > 1) == (divisible and count <= 16)
+            total = parts[0]
+            for each in parts[1:]:
+                total = total + each
+            assert torch.equal(total, whole[0, first : first + count])
+
+
+@runs_kernels
+def test_the_result_shows_a_broken_number() -> None:
+    codes = random_codes(64, 256, LAYOUTS[0])
+    x = torch.zeros(2, 256, dtype=DTYPES[0], device=DEVICE.torch_device)
+    x[1, 255] = float("nan")
+    found = stored_linear(launched(), x, codes, None, DTYPES[0])[0]
+    assert bool(found[1].isnan().all()) and bool((found[0] == 0).all())
+
+
+def test_the_depth_follows_from_the_weight() -> None:
+    target = TARGETS["sm_90"]
+    assert depth_of(random_codes(16, 2048, LAYOUTS[4]), target) == 128
+    assert depth_of(random_codes(16, 192, ("e4m3", 0, False, 1)), target) == 64
+    assert depth_of(random_codes(16, 96, ("int8", 0, False, 1)), target) == 32
+    assert depth_of(random_codes(16, 2880, ("e2m1", 32, False, 1)), target) == 64

@@ -1,0 +1,124 @@
+"""Configurations of the products with weights in codes: the layouts that published formats become, in common sizes.
+
+Others are compiled on first use: further activations and biases, and columns that a step of 64 or 32 divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from kvforge.worker.device.target import Target
+from kvforge.worker.kernels.activations import SILU
+from kvforge.worker.kernels.expert_sort import Blocks
+from kvforge.worker.kernels.grouped import Gating
+from kvforge.worker.kernels.stored import WORDS, Codes, unit_columns
+from kvforge.worker.kernels.stored_experts import stored_block_tokens, stored_down, stored_up
+from kvforge.worker.kernels.stored_linear import stored_linear
+
+from .compilation import BF16, DTYPE_NAMES, F16, F32, Configuration, distinct, launched_on, meta_tensor
+from .experts import OSS_GATING
+from .specialise import recorded
+
+I16 = torch.int16
+
+
+@dataclass(frozen=True)
+class CodeLayout:
+    """A layout of codes. group: columns of a group; 0: all. shared: rows that share a scale."""
+
+    code: str
+    group: int
+    zeros: bool = False
+    shared: int = 1
+
+    def __str__(self) -> str:
+        """Return a label."""
+        group = f" by {self.group}" if self.group else ""
+        return f"{self.code}{group}{' zeros' * self.zeros}{f' blocks of {self.shared}' * (self.shared > 1)}"
+
+    def codes(self, n: int, k: int, experts: tuple[int, ...] = ()) -> Codes:
+        """Return codes without memory."""
+        words = meta_tensor(*experts, k // unit_columns(self.code), n, WORDS, dtype=I16)
+        groups = k // self.group if self.group else 1
+        zeros = meta_tensor(*experts, groups, n, dtype=torch.uint8) if self.zeros else None
+        scales = meta_tensor(*experts, groups, -(-n // self.shared), dtype=F32)
+        return Codes(self.code, words, scales, zeros, self.shared)
+
+
+LAYOUTS = (
+    *(CodeLayout("int8", 0), CodeLayout("e4m3", 0), CodeLayout("e4m3", 128, shared=128), CodeLayout("e4m3", 128)),
+    *(CodeLayout("int4", 128), CodeLayout("int4", 128, zeros=True), CodeLayout("int4", 64), CodeLayout("int4", 32)),
+    CodeLayout("e2m1", 32),
+)
+HALF = (CodeLayout("int4", 128, zeros=True), CodeLayout("e4m3", 0))  # published in float16 too
+BIASED = (CodeLayout("int4", 128, zeros=True), CodeLayout("e4m3", 0))
+OF_EXPERTS = (
+    *(CodeLayout("int8", 0), CodeLayout("e4m3", 0), CodeLayout("e4m3", 128, shared=128)),
+    *(CodeLayout("int4", 128), CodeLayout("e2m1", 32)),
+)
+WIDE = (CodeLayout("int8", 0), CodeLayout("e4m3", 0))  # of heads
+N, K, LONG = 4096, 4096, 14336
+TOKENS = (1, 32, 64, 300)
+EXPERTS, WIDTH = 8, 2
+
+
+def stored_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `stored_kernel` on `target`."""
+    if target.backend == "cuda" and not target.matrix:
+        return []
+    made: list[Configuration] = []
+    for tokens, layout in product(TOKENS, LAYOUTS):
+        uses = ["whole", "parts", "gated", *(["biased"] if layout in BIASED else []), *(["wide"] * (layout in WIDE))]
+        made += [_product(target, BF16, tokens, layout, use) for use in uses]
+    for layout, use in product(HALF, ("whole", "parts", "gated")):
+        made.append(_product(target, F16, 1, layout, use))
+    return distinct(made)
+
+
+def stored_experts_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `stored_experts_kernel` on `target`."""
+    if target.backend == "cuda" and not target.matrix:
+        return []
+    sizes = sorted({stored_block_tokens(pairs, EXPERTS, target) for pairs in (8, 80, 300, 4096)})
+    made: list[Configuration] = []
+    for layout, tokens in product(OF_EXPERTS, (0, *sizes)):
+        made += _experts(target, layout, tokens)
+    return distinct(made)
+
+
+def _product(target: Target, dtype: torch.dtype, tokens: int, layout: CodeLayout, use: str) -> Configuration:
+    k = LONG if use == "parts" else K
+    x, codes = meta_tensor(tokens, k, dtype=dtype), layout.codes(N, k)
+    bias = meta_tensor(N, dtype=dtype) if use == "biased" else None
+    result, gated, divisible = F32 if use == "wide" else dtype, use == "gated", use == "parts"
+    label = f"codes {layout} {DTYPE_NAMES[dtype]} {tokens} {use}"
+    launch = launched_on(target)
+    return _one(target, label, lambda: stored_linear(launch, x, codes, bias, result, gated=gated, divisible=divisible))
+
+
+def _experts(target: Target, layout: CodeLayout, tokens: int) -> Iterator[Configuration]:
+    """Yield both products. tokens: pairs of a block; 0: a single token."""
+    is_oss, alone, rows = layout.code == "e2m1", tokens == 0, 1 if tokens == 0 else 2
+    hidden, inner = (2880, 2880) if is_oss else (2048, 768)
+    chosen = meta_tensor(rows, WIDTH, dtype=torch.int32)
+    pairs = Blocks(chosen, chosen, WIDTH, alone=True) if alone else Blocks(chosen, chosen, 4, alone=False)
+    up, down = layout.codes(2 * inner, hidden, (EXPERTS,)), layout.codes(hidden, inner, (EXPERTS,))
+    biases = [meta_tensor(EXPERTS, each.shape[-2], dtype=BF16) if is_oss else None for each in (up, down)]
+    gating = OSS_GATING if is_oss else Gating(SILU)
+    x, inside = meta_tensor(rows, hidden, dtype=BF16), meta_tensor(rows * WIDTH, inner, dtype=BF16)
+    weights = meta_tensor(rows, WIDTH, dtype=F32)
+    label = f"codes of experts {layout} {'one token' if alone else f'by {tokens}'}"
+    launch, size = launched_on(target), max(16, tokens)
+    yield _one(target, f"{label} up", lambda: stored_up(launch, x, up, biases[0], gating, pairs, WIDTH, size))
+    yield _one(target, f"{label} down", lambda: stored_down(launch, inside, down, biases[1], weights, pairs, size))
+
+
+def _one(target: Target, label: str, launch: Callable[[], object]) -> Configuration:
+    with recorded(target) as launched:
+        launch()
+    assert len(launched) == 1, label
+    return Configuration(label, launched[0], bool(target.matrix))

@@ -1,0 +1,233 @@
+"""Experts of all tokens of a step as grouped products with weights in codes: grouped.py with the sums of stored_linear.
+
+A token's results have the same bits for any number of pairs: the depth of a step follows from the weight.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
+from kvforge.worker.device.target import Target
+
+from .activation import activate, activated
+from .expert_sort import Blocks
+from .grouped import Gating, pairs_of, split_rows
+from .grouped_tiles import HOPPER_TOKENS, backend_options
+from .launching import Launching
+from .stored import CODES, WORDS, Codes
+from .stored_linear import StoredTiles, depth_of, group_steps, stored_sum
+
+OTHER_TOKENS = {16: 12, 64: 1 << 30}
+_WORDS = tl.constexpr(WORDS)
+
+
+@triton.jit(do_not_specialize=["count", "tokens", "width", "units", "groups", "scaled"])
+def stored_experts_kernel(
+    x,
+    words,
+    scales,
+    zeros,
+    bias,
+    factors,
+    order,
+    blocks,
+    output,
+    count,
+    tokens,
+    width,
+    n,
+    units,
+    groups,
+    scaled,
+    x_stride,
+    alpha,
+    limit,
+    STEPS: tl.constexpr,
+    DOWN: tl.constexpr,
+    CODE: tl.constexpr,
+    SETS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALED_ROWS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ALONE: tl.constexpr,
+    HALF: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Multiply each block of pairs by the weights of its expert. Grid: [blocks x tiles of rows, blocks first].
+
+    x: [tokens, k], or [pairs, k] if DOWN; x_stride elements from row to row. words: [experts, units, n, 16] int16.
+    scales: [experts, groups, scaled] float32. zeros: [experts, groups, n] uint8. bias: [experts, n]. n: rows of the
+    weight: results, or twice as many if GATED. order, blocks: see Blocks. width: experts per token. output: [pairs,
+    results], or [width, tokens, results] if DOWN. factors: [pairs] float32, factors of the output if DOWN. For the
+    others see `grouped_kernel` and `stored_kernel`.
+    """
+    block = tl.program_id(0) % count
+    NUMBERS: tl.constexpr = ROWS // 2 if GATED else ROWS
+    results = n // 2 if GATED else n
+    first = (tl.program_id(0) // count) * NUMBERS
+    local = tl.arange(0, ROWS)
+    # Rows outside repeat the last one, and are not stored.
+    if GATED and INTERLEAVED:
+        rows = 2 * tl.minimum(first + local // 2, results - 1) + local % 2
+    else:
+        rows = tl.minimum(first + local % NUMBERS, results - 1) + local // NUMBERS * results
+    wait_for_inputs(OVERLAP)
+    expert, pairs, inside = pairs_of(order, blocks, block, TOKENS, ALONE)
+    if expert < 0:
+        return
+    of_expert = expert.to(tl.int64)
+    words_at = words + of_expert * units * n * _WORDS + rows[:, None].to(tl.int64) * _WORDS
+    x_rows = x + (pairs if DOWN else pairs // width)[:, None].to(tl.int64) * x_stride
+    total = stored_sum(
+        words_at, x_rows, scales + of_expert * groups * scaled, zeros + of_expert * groups * n, rows, expert * 0, n,
+        scaled, STEPS, CODE, SETS, DEPTH, GROUP, SCALED_ROWS, HAS_ZEROS, HALF, ASSEMBLY, ROWS, TOKENS, STAGES,
+    )  # fmt: skip
+    let_next_start(OVERLAP)
+    narrow = output.dtype.element_ty
+    if HAS_BIAS:
+        total += tl.load(bias + of_expert * n + rows).to(tl.float32)[:, None]
+    total = total.to(narrow).to(tl.float32)
+    if GATED:
+        gate, up = split_rows(total, ROWS, TOKENS, INTERLEAVED)
+        total = activated(gate, up, alpha, limit, KIND, narrow)
+    elif KIND != "":
+        total = activate(total, KIND)
+    numbers = first + tl.arange(0, NUMBERS)
+    places = pairs
+    if DOWN:
+        total = total * tl.load(factors + pairs, mask=inside, other=0.0)[None, :]
+        places = (pairs % width) * tokens + pairs // width
+    at = output + places[None, :].to(tl.int64) * results + numbers[:, None]
+    tl.store(at, total.to(narrow), mask=(numbers < results)[:, None] & inside[None, :])
+
+
+def stored_block_tokens(pairs: int, experts: int, target: Target) -> int:
+    """Return the pairs of a block."""
+    if target.matrix == "v_wmma":
+        return 16
+    table = HOPPER_TOKENS if target.hopper else OTHER_TOKENS
+    return next(tokens for tokens, most in table.items() if pairs <= most * experts)
+
+
+def stored_expert_tiles(tokens: int, target: Target) -> StoredTiles:
+    """Return the tiles of a product. tokens: pairs of a block."""
+    if not target.hopper:
+        return StoredTiles(64, tokens, 4, 3 if target.backend == "cuda" else 2)
+    return StoredTiles(128, tokens, 8, 3) if tokens > 64 else StoredTiles(64, tokens, 4, 5 if tokens == 16 else 4)
+
+
+def stored_up(
+    launch: Launching,
+    x: torch.Tensor,
+    codes: Codes,
+    bias: torch.Tensor | None,
+    gating: Gating,
+    sorted_pairs: Blocks,
+    width: int,
+    tokens_per_block: int,
+) -> torch.Tensor:
+    """Compute the activation of the product of each pair, as `grouped.multiply_up` does. codes: [experts, n, k].
+
+    Returns:
+        [pairs, results].
+    """
+    results = codes.shape[-2] // 2 if gating.gated else codes.shape[-2]
+    output = torch.empty((len(x) * width, results), dtype=x.dtype, device=x.device)
+    _multiply(launch, x, codes, bias, None, gating, sorted_pairs, width, output, len(x), tokens_per_block)
+    return output
+
+
+def stored_down(
+    launch: Launching,
+    inner: torch.Tensor,
+    codes: Codes,
+    bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    sorted_pairs: Blocks,
+    tokens_per_block: int,
+) -> torch.Tensor:
+    """Compute the weighted product of each pair, as `grouped.multiply_down` does. codes: [experts, n, k].
+
+    Returns:
+        [experts per token, tokens, n].
+    """
+    tokens, width = weights.shape
+    output = torch.empty((width, tokens, codes.shape[-2]), dtype=inner.dtype, device=inner.device)
+    _multiply(launch, inner, codes, bias, weights, None, sorted_pairs, width, output, tokens, tokens_per_block)
+    return output
+
+
+def _multiply(
+    launch: Launching,
+    x: torch.Tensor,
+    codes: Codes,
+    bias: torch.Tensor | None,
+    factors: torch.Tensor | None,
+    gating: Gating | None,
+    sorted_pairs: Blocks,
+    width: int,
+    output: torch.Tensor,
+    tokens: int,
+    tokens_per_block: int,
+) -> None:
+    _, units, n, _ = codes.words.shape
+    _, groups, scaled = codes.scales.shape
+    gated = gating is not None and gating.gated
+    tiles = stored_expert_tiles(tokens_per_block, launch.target)
+    depth = depth_of(codes, launch.target)
+    blocks_of_rows = triton.cdiv(output.shape[-1], tiles.rows // 2 if gated else tiles.rows)
+    stored_experts_kernel[(sorted_pairs.count * blocks_of_rows,)](
+        x,
+        codes.words,
+        codes.scales,
+        codes.scales if codes.zeros is None else codes.zeros,
+        x if bias is None else bias,
+        codes.scales if factors is None else factors,
+        sorted_pairs.order,
+        sorted_pairs.blocks,
+        output,
+        sorted_pairs.count,
+        tokens,
+        width,
+        n,
+        units,
+        groups,
+        scaled,
+        x.stride(0),
+        0.0 if gating is None else gating.activation.alpha,
+        0.0 if gating is None else gating.activation.limit,
+        STEPS=codes.shape[-1] // depth,
+        DOWN=gating is None,
+        CODE=codes.code,
+        SETS=CODES[codes.code],
+        DEPTH=depth,
+        GROUP=group_steps(codes, launch.target),
+        SCALED_ROWS=codes.scaled_rows,
+        HAS_ZEROS=codes.zeros is not None,
+        HAS_BIAS=bias is not None,
+        KIND="" if gating is None else gating.activation.kind,
+        GATED=gated,
+        INTERLEAVED=gating is not None and gating.interleaved,
+        ALONE=sorted_pairs.alone,
+        HALF=x.dtype == torch.float16,
+        ASSEMBLY=launch.target.chained,
+        ROWS=tiles.rows,
+        TOKENS=tiles.tokens,
+        STAGES=tiles.stages,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **backend_options(launch.target),
+        **launch_options(launch.overlap),
+    )

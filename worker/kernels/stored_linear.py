@@ -1,0 +1,372 @@
+"""Products of x with weights in codes (see `stored`): the codes are read, and never written out as numbers.
+
+As in linear.py the rows of a tile are the weight's. A step multiplies the codes of one group of columns, exact in 16
+bits, and its sums are scaled in float32. Whatever the number of tokens, a row is summed in the same steps and parts, so
+its bits do not depend on other rows: all sums of a weight have the depth that `depth_of` gives it, and parts of the
+inner dimension (for weights of too few rows to occupy all multiprocessors) follow from the weight alone. Few tokens
+leave the parts to the next operation, many add them here; both add in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
+from kvforge.worker.device.target import Target
+
+from .activation import activate, activated
+from .activations import SILU, Activation
+from .grouped import split_rows
+from .grouped_tiles import backend_options
+from .launching import Launching
+from .stored import CODES, WORDS, Codes
+from .stored_unpack import unpack_four, unpack_two
+
+FEW_TOKENS = 16  # up to here, parts are left to the next operation
+PART_STEPS = 8  # least steps of a part
+PARTS = (4, 2)
+_WORDS = tl.constexpr(WORDS)
+
+
+@dataclass(frozen=True)
+class StoredTiles:
+    """Tile sizes of a product.
+
+    Attributes:
+        rows: Rows of the weight in one tile.
+        tokens: Tokens in one tile.
+        warps: Triton's num_warps.
+        stages: Triton's num_stages.
+    """
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def places_of(units, SET: tl.constexpr, SETS: tl.constexpr):
+    """Return the columns of x for one set of numbers. units: [words of a step], numbers of words."""
+    return units // _WORDS * (_WORDS * SETS) + SET * _WORDS + units % _WORDS
+
+
+@triton.jit
+def narrow_zero(zeros, group, n, rows, HAS_ZEROS: tl.constexpr, HALF: tl.constexpr):
+    """Return what `unpack_four` subtracts from the rows of a group, [rows] in the type of x."""
+    FIRST: tl.constexpr = 1024 if HALF else 128
+    TYPE: tl.constexpr = tl.float16 if HALF else tl.bfloat16
+    if HAS_ZEROS:
+        return (tl.load(zeros + group.to(tl.int64) * n + rows).to(tl.int32) + FIRST).to(tl.float32).to(TYPE)
+    else:
+        return tl.full(rows.shape, FIRST + 8, TYPE)
+
+
+@triton.jit
+def multiply_words(
+    words,
+    zero,
+    x_rows,
+    total,
+    CODE: tl.constexpr,
+    SETS: tl.constexpr,
+    HALVES: tl.constexpr,
+    HALF: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Return the products of words [rows, COLUMNS] with x [TOKENS, k] from `x_rows` on, added to `total`.
+
+    The second result has all products; with HALVES those of a unit's second half alone, and the first one the others.
+    """
+    units = tl.arange(0, COLUMNS)
+    first = tl.trans(tl.load(x_rows + places_of(units, 0, SETS)[None, :]))
+    second = tl.trans(tl.load(x_rows + places_of(units, 1, SETS)[None, :]))
+    if SETS == 2:
+        a, b = unpack_two(words, CODE, HALF, ASSEMBLY)
+        total = tl.dot(b, second, tl.dot(a, first, total, input_precision="ieee"), input_precision="ieee")
+        return total, total
+    else:
+        third = tl.trans(tl.load(x_rows + places_of(units, 2, SETS)[None, :]))
+        fourth = tl.trans(tl.load(x_rows + places_of(units, 3, SETS)[None, :]))
+        a, b, c, d = unpack_four(words, tl.broadcast_to(zero[:, None], words.shape), CODE, HALF, ASSEMBLY)
+        total = tl.dot(b, second, tl.dot(a, first, total, input_precision="ieee"), input_precision="ieee")
+        other = total
+        if HALVES:
+            other = tl.zeros(total.shape, tl.float32)
+        other = tl.dot(d, fourth, tl.dot(c, third, other, input_precision="ieee"), input_precision="ieee")
+        return total, other
+
+
+@triton.jit
+def stored_sum(
+    words_at,
+    x_rows,
+    scales,
+    zeros,
+    rows,
+    begin,
+    n,
+    scaled,
+    STEPS: tl.constexpr,
+    CODE: tl.constexpr,
+    SETS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALED_ROWS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HALF: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Return the sum of STEPS steps from step `begin` on, [ROWS, TOKENS] float32.
+
+    words_at: [ROWS, 1] the first words of the rows. x_rows: [TOKENS, 1] the rows of x. rows: [ROWS], inside of the
+    weight. scaled: scales of a group. GROUP: columns of a group in units of DEPTH; 0: all; -1: half of DEPTH. HALF:
+    whether x is float16. For others see `stored_kernel`.
+    """
+    COLUMNS: tl.constexpr = DEPTH // SETS
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    units = tl.arange(0, COLUMNS)
+    at = words_at + (units // _WORDS).to(tl.int64)[None, :] * n * _WORDS + (units % _WORDS)[None, :]
+    step_words = tl.cast(COLUMNS, tl.int64) * n
+    of_rows = scales + rows // SCALED_ROWS
+    first = begin // GROUP if GROUP > 0 else begin * 2
+    last = (begin + STEPS - 1) // GROUP if GROUP > 0 else (begin + STEPS - 1) * 2
+    zero = narrow_zero(zeros, first if GROUP != 0 else begin * 0, n, rows, HAS_ZEROS, HALF)
+    if GROUP != 0:
+        scale = tl.load(of_rows + first.to(tl.int64) * scaled)
+        if GROUP < 0:
+            other_scale = tl.load(of_rows + (first + 1).to(tl.int64) * scaled)
+    for index in tl.range(0, STEPS, num_stages=STAGES):
+        step = begin + index
+        words = tl.load(at + step * step_words, eviction_policy="evict_first" if TOKENS == 16 else "")
+        x_step = x_rows + step * DEPTH
+        if GROUP == 0:
+            _, total = multiply_words(words, zero, x_step, total, CODE, SETS, False, HALF, ASSEMBLY, COLUMNS)
+        else:
+            empty = tl.zeros([ROWS, TOKENS], tl.float32)
+            part, other = multiply_words(words, zero, x_step, empty, CODE, SETS, GROUP < 0, HALF, ASSEMBLY, COLUMNS)
+            # The next step's scales are on their way while this step is multiplied.
+            if GROUP > 0:
+                following = tl.minimum((step + 1) // GROUP, last)
+                next_scale = tl.load(of_rows + following.to(tl.int64) * scaled)
+                total += other * scale[:, None]
+            else:
+                following = tl.minimum((step + 1) * 2, last)
+                next_scale = tl.load(of_rows + following.to(tl.int64) * scaled)
+                next_other = tl.load(of_rows + (following + 1).to(tl.int64) * scaled)
+                total += part * scale[:, None]
+                total += other * other_scale[:, None]
+                other_scale = next_other
+            scale = next_scale
+            if HAS_ZEROS:
+                zero = narrow_zero(zeros, following, n, rows, HAS_ZEROS, HALF)
+    if GROUP == 0:
+        total *= tl.load(of_rows)[:, None]
+    return total
+
+
+@triton.jit(do_not_specialize=["tokens", "scaled"])
+def stored_kernel(
+    x,
+    words,
+    scales,
+    zeros,
+    bias,
+    output,
+    tokens,
+    n,
+    scaled,
+    x_stride,
+    alpha,
+    limit,
+    STEPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CODE: tl.constexpr,
+    SETS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALED_ROWS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+    HALF: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Multiply x by a weight in codes. Grid: [blocks of results, parts if SPLIT, blocks of tokens].
+
+    x: [tokens, k], x_stride elements from token to token. words: [k / unit, n, 16] int16. scales: [groups, scaled]
+    float32. zeros: [groups, n] uint8. bias: [n], added to part 0. output: [parts if SPLIT, tokens, results],
+    contiguous. n: rows of the weight: results, or twice as many if GATED, the gate first. STEPS: steps of DEPTH
+    columns in one part. PARTS: parts of the inner dimension, added here unless SPLIT. SETS: codes of a word. GROUP and
+    HALF: see `stored_sum`. KIND, alpha, limit: see Activation; "": none.
+    """
+    NUMBERS: tl.constexpr = ROWS // 2 if GATED else ROWS
+    results = n // 2 if GATED else n
+    local = tl.arange(0, ROWS)
+    columns = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    # Rows and tokens outside repeat the last one, and are not stored.
+    rows = tl.minimum(tl.program_id(0) * NUMBERS + local % NUMBERS, results - 1) + local // NUMBERS * results
+    words_at = words + rows[:, None].to(tl.int64) * _WORDS
+    x_rows = x + tl.minimum(columns, tokens - 1)[:, None].to(tl.int64) * x_stride
+    wait_for_inputs(OVERLAP)
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    for part in tl.range(0, 1 if SPLIT else PARTS):
+        begin = (tl.program_id(1) if SPLIT else part) * STEPS
+        found = stored_sum(
+            words_at, x_rows, scales, zeros, rows, begin, n, scaled, STEPS, CODE, SETS, DEPTH, GROUP, SCALED_ROWS,
+            HAS_ZEROS, HALF, ASSEMBLY, ROWS, TOKENS, STAGES,
+        )  # fmt: skip
+        if HAS_BIAS:
+            added = tl.load(bias + rows, mask=local < tl.where(begin == 0, ROWS, 0), other=0.0)
+            found += added.to(tl.float32)[:, None]
+        total += found
+    let_next_start(OVERLAP)
+    narrow = output.dtype.element_ty
+    if GATED:
+        gate, up = split_rows(total.to(narrow).to(tl.float32), ROWS, TOKENS, False)
+        total = activated(gate, up, alpha, limit, KIND, narrow)
+    elif KIND != "":
+        total = activate(total.to(narrow).to(tl.float32), KIND)
+    numbers = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
+    at = output + (tl.program_id(1) * tokens + columns).to(tl.int64)[None, :] * results + numbers[:, None]
+    tl.store(at, total.to(narrow), mask=(numbers < results)[:, None] & (columns < tokens)[None, :])
+
+
+def can_multiply(x: torch.Tensor, target: Target) -> bool:
+    """Return whether the kernels of this module run there on numbers of this dtype."""
+    return x.dtype in (torch.bfloat16, torch.float16) and x.dtype not in target.lacks
+
+
+def depth_of(codes: Codes, target: Target) -> int:
+    """Return the columns of a step: at most 128, and of one group or of two halves of a unit."""
+    k, unit = codes.shape[-1], WORDS * CODES[codes.code]
+    group = codes.group if codes.group != k else 0
+    if group and group < unit:
+        assert 2 * group == unit, "a step has two groups at most"
+        return unit
+    sizes = (64, 32) if target.matrix == "v_wmma" else (128, 64, 32)  # more take more than a thread's registers
+    return next(size for size in sizes if k % size == 0 and (group or k) % size == 0)
+
+
+def group_steps(codes: Codes, target: Target) -> int:
+    """Return the steps of a group: see GROUP of `stored_sum`."""
+    if codes.group == codes.shape[-1] and codes.zeros is None:
+        return 0
+    return codes.group // depth_of(codes, target) or -1
+
+
+def parts_of(codes: Codes, results: int, target: Target) -> int:
+    """Return the parts of the inner dimension, which depend on the weight and the GPU alone."""
+    steps = codes.shape[-1] // depth_of(codes, target)
+    blocks = triton.cdiv(results, 64)
+    for parts in PARTS:
+        if blocks * parts <= 2 * target.multiprocessors and steps % parts == 0 and steps // parts >= PART_STEPS:
+            return parts
+    return 1
+
+
+def tiles_of(tokens: int, target: Target) -> StoredTiles:
+    """Return the tiles of a product. None of these sizes is one that a sum runs over."""
+    if not target.hopper:
+        is_small = tokens <= FEW_TOKENS or target.matrix == "v_wmma"  # more take more than a thread's registers
+        return StoredTiles(64, 16 if is_small else 32, 4, 3 if target.backend == "cuda" else 2)
+    if tokens <= FEW_TOKENS:
+        return StoredTiles(64, 16, 4, 5)
+    if tokens <= 64:
+        return StoredTiles(64, 32 if tokens <= 32 else 64, 4, 4)
+    return StoredTiles(128, 128, 8, 3)
+
+
+def stored_linear(
+    launch: Launching,
+    x: torch.Tensor,
+    codes: Codes,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    output: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    gated: bool = False,
+    divisible: bool = False,
+) -> torch.Tensor:
+    """Compute x weight^T + bias.
+
+    Args:
+        launch: How to launch it.
+        x: [tokens, k] bfloat16 or float16; rows may be strided, their numbers not.
+        codes: The weight [n, k].
+        bias: [n] or None.
+        dtype: Dtype of the result, if it has one part.
+        output: [tokens, n], receives the result in its own dtype; contiguous.
+        activation: Activation of the result. None: none, or SiLU if `gated`.
+        gated: Whether the weight holds gate and up, the gate first: the result is activation(gate) x up.
+        divisible: Whether the result may stay in parts.
+
+    Returns:
+        [parts, tokens, results]; several parts are float32.
+    """
+    tokens, n = len(x), codes.shape[-2]
+    results = n // 2 if gated else n
+    activation = SILU if gated and activation is None else activation
+    assert x.stride(1) == 1 and x.shape[1] == codes.shape[-1], (x.shape, codes.shape)
+    depth, parts = depth_of(codes, launch.target), parts_of(codes, results, launch.target) if divisible else 1
+    split = parts > 1 and tokens <= FEW_TOKENS
+    if output is None:
+        shape = (parts if split else 1, tokens, results)
+        output = torch.empty(shape, dtype=torch.float32 if split else dtype, device=x.device)
+    tiles = tiles_of(tokens, launch.target)
+    grid = (
+        triton.cdiv(results, tiles.rows // 2 if gated else tiles.rows),
+        parts if split else 1,
+        triton.cdiv(tokens, tiles.tokens),
+    )
+    stored_kernel[grid](
+        x,
+        codes.words,
+        codes.scales,
+        codes.scales if codes.zeros is None else codes.zeros,
+        x if bias is None else bias,
+        output,
+        tokens,
+        n,
+        codes.scales.shape[-1],
+        x.stride(0),
+        0.0 if activation is None else activation.alpha,
+        0.0 if activation is None else activation.limit,
+        STEPS=codes.shape[-1] // depth // parts,
+        PARTS=parts,
+        SPLIT=split,
+        CODE=codes.code,
+        SETS=CODES[codes.code],
+        DEPTH=depth,
+        GROUP=group_steps(codes, launch.target),
+        SCALED_ROWS=codes.scaled_rows,
+        HAS_ZEROS=codes.zeros is not None,
+        HAS_BIAS=bias is not None,
+        GATED=gated,
+        KIND="" if activation is None else activation.kind,
+        HALF=x.dtype == torch.float16,
+        ASSEMBLY=launch.target.chained,
+        ROWS=tiles.rows,
+        TOKENS=tiles.tokens,
+        STAGES=tiles.stages,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **backend_options(launch.target),
+        **launch_options(launch.overlap),
+    )
+    return output

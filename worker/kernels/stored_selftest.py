@@ -1,0 +1,101 @@
+"""Self-test of the products with weights in codes against plain torch, on the serving device; see selftest.py."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from functools import partial
+
+import torch
+
+from kvforge.worker.device.check import require_right
+from kvforge.worker.device.device import WAY_OUT, Device
+
+from .activations import SILU
+from .expert_loop import ExpertMatrices
+from .fused import FusedOperations
+from .interface import LayerOperations
+from .plain import PlainOperations
+from .selftest import TOLERANCE
+from .stored import CODES, Codes, StoredWeight, pack
+
+TOKENS = (1, 20, 50, 100)  # one per kind of tile
+SIZES = {1: (192, 256), 3: (128, 128)}  # hidden and inner size, by the number of experts
+
+
+@torch.inference_mode()
+def stored_test(codes: Collection[str], dtype: torch.dtype, device: Device) -> None:
+    """Test every product with weights in these codes, with scales for all of a row and for groups.
+
+    Raises:
+        KernelError: Names the kernel and the shape.
+        GpuError: The device failed.
+    """
+    operations = FusedOperations(device)
+    for code in codes:
+        for group in (0, 64, 32) if CODES[code] == 4 else (0, 64):
+            name = f"{code} in groups of {group}" if group else code
+            for tokens in TOKENS:
+                shape = f"{tokens} tokens, {name}, {str(dtype).removeprefix('torch.')}"
+                for kernel, compare in _comparisons(operations, code, group, tokens, dtype, device.torch_device):
+                    require_right(device, kernel, shape, compare, WAY_OUT)
+
+
+def _comparisons(
+    operations: LayerOperations, code: str, group: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, partial[str]]]:
+    generator = torch.Generator(device).manual_seed(tokens)
+
+    def random(rows: int, columns: int) -> torch.Tensor:
+        numbers = torch.full((rows + 3, columns), float("nan"), dtype=dtype, device=device)
+        return numbers[:rows].normal_(generator=generator)
+
+    def weight(n: int, k: int, experts: tuple[int, ...] = ()) -> StoredWeight:
+        return StoredWeight(_random_codes(n, k, code, group, experts, generator), dtype)
+
+    hidden, inner = SIZES[1]
+    x, up, down = random(tokens, hidden), weight(2 * inner, hidden), weight(hidden, inner)
+    bias = random(1, 2 * inner)[0]
+
+    def dense(ops: LayerOperations) -> list[torch.Tensor]:
+        gated = ops.gated(x, up)
+        found = ops.linear_parts(gated, down)
+        total = found[0]
+        for part in found[1:]:
+            total = total + part
+        return [gated, total, ops.linear(x, up, bias)]
+
+    yield "product with codes", partial(_difference, dense, operations, TOLERANCE[dtype])
+    (experts, (hidden, inner)) = list(SIZES.items())[1]
+    rows = random(tokens, hidden)
+    matrices = ExpertMatrices(weight(2 * inner, hidden, (experts,)), None, weight(hidden, inner, (experts,)), None)
+    weights, chosen = torch.rand((tokens, experts), generator=generator, device=device).topk(2)
+
+    def mixed(ops: LayerOperations) -> list[torch.Tensor]:
+        return [ops.experts(rows, chosen, weights, matrices, SILU)]
+
+    yield "experts with codes", partial(_difference, mixed, operations, TOLERANCE[dtype])
+
+
+def _random_codes(n: int, k: int, code: str, group: int, experts: tuple[int, ...], generator: torch.Generator) -> Codes:
+    device = generator.device
+    most = 256 if CODES[code] == 2 else 16
+    codes = torch.randint(most, (*experts, n, k), generator=generator, device=device).to(torch.uint8)
+    if code == "e4m3":
+        codes = torch.where(codes & 127 == 127, codes & 128, codes)  # no NaN
+    groups = k // group if group else 1
+    scales = torch.rand((*experts, groups, n), generator=generator, device=device) * 0.01 + 0.001
+    if CODES[code] == 2:
+        scales *= 0.05
+    zeros = None
+    if code == "int4" and group == 64:
+        zeros = torch.randint(16, (*experts, groups, n), generator=generator, device=device).to(torch.uint8)
+    return Codes(code, pack(codes, code), scales, zeros)
+
+
+def _difference(run: object, operations: LayerOperations, tolerance: float) -> str:
+    assert callable(run)
+    for got, want in zip(run(operations), run(PlainOperations()), strict=True):
+        difference = float((got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-6))
+        if not difference <= tolerance:
+            return f"it differs from the reference by {difference:.1e} of the largest number"
+    return ""

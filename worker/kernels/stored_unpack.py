@@ -1,0 +1,203 @@
+"""Unpacks the codes of stored weights inside kernels, into numbers of 16 bits without their scales.
+
+A word of 16 bits holds two codes of 8 bits or four of 4 bits, 16 columns apart (see `stored`). Unpacking a tile of
+words therefore gives two or four tiles of numbers without moving any between threads. Every result is exact in
+bfloat16 and float16.
+
+The assembly handles two words at a time, for NVIDIA from Hopper on (`mul.bf16x2`). Elsewhere the same bits are made one
+by one. Small floats of other formats become numbers by moving their bits to the place of exponent and mantissa, and
+by a product with the difference of the exponents' biases, which is right for subnormal numbers too.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Operands: $0 to $3 results, then the words, then the number that stands for 0: 128 + zero, or 1024 + zero in float16.
+_INT4_BF16 = tl.constexpr("""{
+.reg .b32 a, b, c;
+shr.u32 a, $4, 4;
+shr.u32 b, $4, 8;
+shr.u32 c, $4, 12;
+lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xea;
+lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
+lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea;
+sub.bf16x2 $0, $0, $5;
+sub.bf16x2 $1, $1, $5;
+sub.bf16x2 $2, $2, $5;
+sub.bf16x2 $3, $3, $5;
+}""")
+_INT4_F16 = tl.constexpr(_INT4_BF16.value.replace("0x43004300", "0x64006400").replace("bf16x2", "f16x2"))
+_E2M1 = """{
+.reg .b32 a, b, c, d, f;
+mov.b32 f, FACTOR;
+SHIFT0 a, $4, BY0;
+SHIFT1 b, $4, BY1;
+SHIFT2 c, $4, BY2;
+SHIFT3 d, $4, BY3;
+and.b32 a, a, MASK;
+and.b32 b, b, MASK;
+and.b32 c, c, MASK;
+and.b32 d, d, MASK;
+shl.b32 $0, $4, 12;
+shl.b32 $1, $4, 8;
+shl.b32 $2, $4, 4;
+lop3.b32 $0, $0, 0x80008000, a, 0xea;
+lop3.b32 $1, $1, 0x80008000, b, 0xea;
+lop3.b32 $2, $2, 0x80008000, c, 0xea;
+lop3.b32 $3, $4, 0x80008000, d, 0xea;
+mul.TYPE $0, $0, f;
+mul.TYPE $1, $1, f;
+mul.TYPE $2, $2, f;
+mul.TYPE $3, $3, f;
+}"""
+
+
+def _e2m1(kind: str, factor: int, mask: int, shift: int) -> str:
+    """Return the assembly for a format whose mantissa's first bit is bit `shift` of 16."""
+    text = _E2M1.replace("TYPE", kind).replace("FACTOR", f"{factor:#x}").replace("MASK", f"{mask:#010x}")
+    for index in range(4):
+        by = shift - 4 * index
+        text = text.replace(f"SHIFT{index}", "shl.b32" if by >= 0 else "shr.u32").replace(f"BY{index}", str(abs(by)))
+    return text
+
+
+_E2M1_BF16 = tl.constexpr(_e2m1("bf16x2", 0x7E807E80, 0x01C001C0, 6))  # 2 ** 126
+_E2M1_F16 = tl.constexpr(_e2m1("f16x2", 0x74007400, 0x0E000E00, 9))  # 2 ** 14
+_INT8_BF16 = tl.constexpr("""{
+.reg .b32 a, b, c;
+shr.u32 a, $2, 8;
+lop3.b32 b, $2, 0x00800080, 0x43004300, 0xea;
+lop3.b32 c, a, 0x00800080, 0x43004300, 0xea;
+lop3.b32 $0, $2, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 $1, a, 0x007f007f, 0x43004300, 0xea;
+sub.bf16x2 $0, $0, b;
+sub.bf16x2 $1, $1, c;
+}""")
+_INT8_F16 = tl.constexpr("""{
+.reg .b32 a, b;
+mov.b32 b, 0x64806480;
+shr.u32 a, $2, 8;
+lop3.b32 $0, $2, 0x00ff00ff, 0x64806480, 0x6a;
+lop3.b32 $1, a, 0x00ff00ff, 0x64806480, 0x6a;
+sub.f16x2 $0, $0, b;
+sub.f16x2 $1, $1, b;
+}""")
+_E4M3 = """{
+.reg .b32 a, b, f;
+mov.b32 f, FACTOR;
+shl.b32 a, $2, LEFT;
+RIGHT b, $2, BY;
+and.b32 a, a, MASK;
+and.b32 b, b, MASK;
+shl.b32 $0, $2, 8;
+lop3.b32 $0, $0, 0x80008000, a, 0xea;
+lop3.b32 $1, $2, 0x80008000, b, 0xea;
+mul.TYPE $0, $0, f;
+mul.TYPE $1, $1, f;
+}"""
+
+
+def _e4m3(kind: str, factor: int, mask: int, shift: int) -> str:
+    """Return the assembly for a format whose mantissa has its third bit at bit `shift` of 16."""
+    text = _E4M3.replace("TYPE", kind).replace("FACTOR", f"{factor:#x}").replace("MASK", f"{mask:#010x}")
+    return text.replace("LEFT", str(shift)).replace("RIGHT", "shr.u32").replace("BY", str(8 - shift))
+
+
+_E4M3_BF16 = tl.constexpr(_e4m3("bf16x2", 0x7B807B80, 0x07F007F0, 4))  # 2 ** 120
+_E4M3_F16 = tl.constexpr(_e4m3("f16x2", 0x5C005C00, 0x3F803F80, 7))  # 2 ** 8
+
+
+@triton.jit
+def _four(words, zero, TEXT: tl.constexpr, HALF: tl.constexpr):
+    if HALF:
+        return tl.inline_asm_elementwise(
+            TEXT,
+            "=&r,=&r,=&r,=&r,r,r",
+            [words, zero],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            TEXT,
+            "=&r,=&r,=&r,=&r,r,r",
+            [words, zero],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def _two(words, TEXT: tl.constexpr, HALF: tl.constexpr):
+    if HALF:
+        return tl.inline_asm_elementwise(
+            TEXT, "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            TEXT, "=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def _float(sign, magnitude, SHIFT: tl.constexpr, FACTOR: tl.constexpr, TYPE: tl.constexpr):
+    """Return the number with a sign of 0 or 1 and the bits of exponent and mantissa at bit SHIFT of 32."""
+    return ((((sign << 31) | (magnitude << SHIFT)).to(tl.float32, bitcast=True)) * FACTOR).to(TYPE)
+
+
+@triton.jit
+def _nibble(wide, zero, PLACE: tl.constexpr, CODE: tl.constexpr, HALF: tl.constexpr):
+    TYPE: tl.constexpr = tl.float16 if HALF else tl.bfloat16
+    code = (wide >> (4 * PLACE)) & 15
+    if CODE == "int4":
+        FIRST: tl.constexpr = 1024 if HALF else 128
+        return ((code + FIRST).to(tl.float32) - zero.to(tl.float32)).to(TYPE)
+    else:
+        return _float(code >> 3, code & 7, 22, 2.0**126, TYPE)
+
+
+@triton.jit
+def _octet(wide, PLACE: tl.constexpr, CODE: tl.constexpr, HALF: tl.constexpr):
+    TYPE: tl.constexpr = tl.float16 if HALF else tl.bfloat16
+    code = (wide >> (8 * PLACE)) & 255
+    if CODE == "int8":
+        return ((code & 127) - (code & 128)).to(tl.float32).to(TYPE)
+    else:
+        return _float(code >> 7, code & 127, 20, 2.0**120, TYPE)
+
+
+@triton.jit
+def unpack_four(words, zero, CODE: tl.constexpr, HALF: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Unpack int16 words into four tiles of bfloat16 numbers, or of float16 ones with HALF.
+
+    zero: of the same shape and the type of the result: 128 (in float16 1024) + the code of 0. Only int4 uses it.
+    """
+    if ASSEMBLY and CODE == "int4":
+        return _four(words, zero, _INT4_F16 if HALF else _INT4_BF16, HALF)
+    elif ASSEMBLY:
+        return _four(words, zero, _E2M1_F16 if HALF else _E2M1_BF16, HALF)
+    else:
+        wide = words.to(tl.int32) & 0xFFFF
+        return (
+            _nibble(wide, zero, 0, CODE, HALF),
+            _nibble(wide, zero, 1, CODE, HALF),
+            _nibble(wide, zero, 2, CODE, HALF),
+            _nibble(wide, zero, 3, CODE, HALF),
+        )
+
+
+@triton.jit
+def unpack_two(words, CODE: tl.constexpr, HALF: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Unpack int16 words into two tiles of bfloat16 numbers, or of float16 ones with HALF."""
+    if ASSEMBLY and CODE == "int8":
+        return _two(words, _INT8_F16 if HALF else _INT8_BF16, HALF)
+    elif ASSEMBLY:
+        return _two(words, _E4M3_F16 if HALF else _E4M3_BF16, HALF)
+    else:
+        wide = words.to(tl.int32) & 0xFFFF
+        return _octet(wide, 0, CODE, HALF), _octet(wide, 1, CODE, HALF)
