@@ -6,7 +6,7 @@ staged_copies.py   bytes from files to the device through fixed host buffers
 capture.py      graphs: work that is queued again with one call
 target.py       an architecture as kernels see it; targets.py: the table of architectures, with their tile sizes
 file_pages.py   releases pages of libraries that only loading needed
-check.py        judges a kernel at a worker's start
+check.py        judges kernels at a worker's start, many at once; compilation.py: counts what is compiled
 overlap.py      kernels that start before the previous one has ended; copies.py: small copies, as a kernel
 
 Law: code outside never asks for the kind of device, only for its capabilities. Every package above `cpu`

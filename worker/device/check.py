@@ -6,12 +6,17 @@ errors rarely help the operator: this module turns them into one sentence with a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
 
 from kvforge.protocol.errors import GpuError, KernelError, KvforgeError
 
 from .device import Device, as_worker_error, compilers_words
 
+log = logging.getLogger("worker")
 # Errors that a wrong kernel causes on a GPU: a restart would end in the same way.
 KERNEL_FAULTS = (
     "illegal memory access",
@@ -21,6 +26,41 @@ KERNEL_FAULTS = (
     "invalid program counter",
     "device-side assert",
 )
+
+
+def require_all_right(device: Device, checks: Sequence[Callable[[], None]]) -> None:
+    """Run checks, on a GPU in several threads, because most of their time is the compilation of kernels.
+
+    Triton's compiler runs outside of Python's lock for most of the time. The first check runs alone: it loads what
+    all of them use. One that fails beside others is repeated alone, and only that result counts.
+
+    Args:
+        device: The device under test.
+        checks: Checks that share no memory and raise if a kernel is wrong.
+
+    Raises:
+        KernelError: The first kernel, in the order of `checks`, that is wrong, does not compile, or cannot be launched.
+        GpuError: The device itself fails.
+    """
+    threads = min(device.compile_threads, len(checks) - 1)
+    if threads <= 1:
+        for check in checks:
+            check()
+        return
+    checks[0]()
+    inference = torch.is_inference_mode_enabled()
+
+    def run(check: Callable[[], None]) -> None:
+        with torch.inference_mode(inference):
+            check()
+
+    with ThreadPoolExecutor(threads, "kernels", device.enter_thread) as pool:
+        running: list[Future[None]] = [pool.submit(run, check) for check in checks[1:]]
+        failures = [each.exception() for each in running]
+    for check, failure in zip(checks[1:], failures, strict=True):
+        if failure is not None:
+            log.info("a check of kernels failed beside others, and is repeated alone: %s", failure)
+            check()
 
 
 def require_right(device: Device, kernel: str, configuration: str, check: Callable[[], str], way_out: str) -> None:

@@ -28,6 +28,7 @@ from .products import sum_in_one_go
 
 KINDS = ("cpu", "cuda", "hip", "auto")
 WAY_OUT = "set kernels = 'reference' to serve without Triton's kernels"
+COMPILE_THREADS_MAX = 8  # the part of a compilation in Python, about a fifth, runs in one thread at a time
 KERNEL_COPY_MAX = 1 << 18  # in numbers; larger copies use a copy engine. The break-even was not measured
 # torch's caching allocator (kMinLargeAlloc, kRoundLarge): allocations from OWN_SEGMENT_BYTES up have a segment of their
 # own, rounded up to a multiple of SEGMENT_BYTES.
@@ -75,6 +76,11 @@ class Device:
     def runs_kernels(self) -> bool:
         """Whether Triton kernels can run here, are installed, and are enabled."""
         return self.kernels and self.queues and importlib.util.find_spec("triton") is not None
+
+    @property
+    def compile_threads(self) -> int:
+        """How many threads may compile kernels; 1 where none are compiled by Triton."""
+        return min(COMPILE_THREADS_MAX, len(os.sched_getaffinity(0))) if self.runs_kernels else 1
 
     @property
     def widens_products(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kvforge.worker.attention import PagedAttention, ReferenceAttention
 from kvforge.worker.attention.quantised import dequantise
 from kvforge.worker.attention.selftest import AttentionShape
 from kvforge.worker.attention.selftest import self_test as attention_test
+from kvforge.worker.device.check import require_all_right
 from kvforge.worker.device.device import Device
 from kvforge.worker.sampling.sampler import SamplingState
 
@@ -109,7 +111,10 @@ def check_kernels(serving: Serving) -> None:
         KernelError: Names the failing kernel.
         GpuError: The device failed.
     """
-    for check in dict.fromkeys(kernel.check for kernel in (*KERNELS, *CPU_KERNELS)):
+    every = dict.fromkeys(kernel.check for kernel in (*KERNELS, *CPU_KERNELS))
+    alone = [check for check in every if check not in SIDE_BY_SIDE]
+    require_all_right(serving.device, [partial(check, serving) for check in SIDE_BY_SIDE])
+    for check in alone:
         check(serving)
 
 
@@ -178,6 +183,9 @@ def _copies(serving: Serving) -> None:
         copies_test(serving.device)
 
 
+# Checks that may run at the same time; the first one, the fastest, loads Triton. The others share workspaces, or wait
+# for other ranks.
+SIDE_BY_SIDE = (_copies, _attention, _layers, _sampling)
 KERNELS = (
     Kernel("kvforge.worker.attention.decode", "decode_kernel", ReferenceAttention.attend, _attention),
     Kernel("kvforge.worker.attention.prefill", "prefill_portable", ReferenceAttention.attend, _attention),

@@ -15,7 +15,7 @@ import torch
 
 from kvforge.worker.attention import KvLayer
 from kvforge.worker.attention.reference import rotate
-from kvforge.worker.device.check import require_right
+from kvforge.worker.device.check import require_all_right, require_right
 from kvforge.worker.device.device import WAY_OUT, Device
 
 from .decoder import FusedDecoder, combine
@@ -43,13 +43,15 @@ def self_test(fused: FusedDecoder, device: Device) -> None:
     if isinstance(ops, PlainOperations) and not ops.kernels:
         return
     dtype = fused.table.dtype
+    checks: list[Callable[[], None]] = []
     for tokens in HOST_TOKENS if isinstance(ops, PlainOperations) else TOKENS:
         for kernel, run in _runs(fused, tokens):
             if isinstance(ops, PlainOperations) and kernel not in ops.kernels:
                 continue
             shape = f"{tokens} tokens, hidden size {fused.table.shape[1]}, {str(dtype).removeprefix('torch.')}"
             compare = partial(_compare, run, fused.operations, TOLERANCE[dtype])
-            require_right(device, kernel, shape, compare, WAY_OUT)
+            checks.append(partial(require_right, device, kernel, shape, compare, WAY_OUT))
+    require_all_right(device, checks)
 
 
 def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:

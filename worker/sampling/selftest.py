@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvforge.protocol.messages import RowStart, SamplingParams
-from kvforge.worker.device.check import require_right
+from kvforge.worker.device.check import require_all_right, require_right
 from kvforge.worker.device.device import WAY_OUT, Device
 from kvforge.worker.device.queue import DeviceEvent, HostBuffer, Staging
 
@@ -33,11 +34,13 @@ def sampling_test(device: Device, vocab_size: int) -> None:
         GpuError: The device failed.
     """
     where = f"a vocabulary of {vocab_size}"
-    require_right(device, "sampling", where, lambda: _choosing(device, vocab_size), WAY_OUT)
-    masked = f"{where}, by masks"
-    require_right(device, "sampling", masked, lambda: _choosing(device, vocab_size, masked=True), WAY_OUT)
+    checks = [
+        ("sampling", where, lambda: _choosing(device, vocab_size)),
+        ("sampling", f"{where}, by masks", lambda: _choosing(device, vocab_size, masked=True)),
+    ]
     if device.runs_kernels:
-        require_right(device, "token feeding", where, lambda: _feeding(device, vocab_size), WAY_OUT)
+        checks.append(("token feeding", where, lambda: _feeding(device, vocab_size)))
+    require_all_right(device, [partial(require_right, device, *check, WAY_OUT) for check in checks])
 
 
 def copies_test(device: Device) -> None:

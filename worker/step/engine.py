@@ -18,6 +18,7 @@ from kvforge.protocol.messages import WorkerWelcome
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.config import CAPTURE_IDLE, FAST, WorkerConfig
 from kvforge.worker.cores import Cores
+from kvforge.worker.device.compilation import CompilationMeter
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.ranks import Ranks
 from kvforge.worker.kernels.sharing import share_memory
@@ -64,6 +65,10 @@ class Engine:
         self.device: Device = open_device(
             config.device, config.device_index, config.kernels != "reference", config.determinism != FAST
         )
+        compilation = CompilationMeter()
+        if self.device.runs_kernels and log.isEnabledFor(logging.DEBUG):
+            compilation.listen()
+            progress = _noting(progress, compilation)
         check_kv_bytes(config, self.device)
         self._accounts = MemoryAccounts(self.device)
         self._progress = progress
@@ -211,6 +216,16 @@ class Engine:
         self._accounts.graphs = max(0, free_before - self.device.free_bytes()) if self.device.owns_memory else 0
         log.info("%s", self.device_bytes().line())
         return runner
+
+
+def _noting(progress: Progress, compilation: CompilationMeter) -> Progress:
+    """Log the compilation of kernels at each report of progress."""
+
+    def report(phase: str, fraction: float) -> None:
+        log.debug("%s: %s so far", phase, compilation.line())
+        progress(phase, fraction)
+
+    return report
 
 
 def _limits(welcome: WorkerWelcome) -> tuple[int, ...]:

@@ -123,3 +123,24 @@ def test_a_wrong_rotation_and_a_wrong_rounding_are_refused_by_name(
 def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     run(tmp_path / "file")
+
+
+def test_checks_that_run_side_by_side_share_no_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets an instance of its own; here they run in turn, as Triton's interpreter has one thread."""
+    monkeypatch.setattr(type(DEVICE), "compile_threads", 8)
+    monkeypatch.setattr(selftest, "require_all_right", lambda _device, checks: [check() for check in checks])
+    used: list[int] = []
+    attend = TritonAttention.attend
+
+    def noting(self: TritonAttention, *arguments: Any) -> torch.Tensor:
+        used.append(id(self._workspaces))
+        alive.append(self)
+        return attend(self, *arguments)
+
+    alive: list[TritonAttention] = []
+    monkeypatch.setattr(TritonAttention, "attend", noting)
+    attention = TritonAttention(DEVICE)
+    run(tmp_path, attention)
+    assert len(used) >= 4
+    assert len(set(used)) == len(used)
+    assert not attention._workspaces
