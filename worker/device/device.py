@@ -79,8 +79,9 @@ class Device:
 
     @property
     def compile_threads(self) -> int:
-        """How many threads may compile kernels; 1 where none are compiled by Triton."""
-        return min(COMPILE_THREADS_MAX, len(os.sched_getaffinity(0))) if self.runs_kernels else 1
+        """How many threads may compile kernels; 1 where none are compiled. Triton's interpreter has one thread."""
+        compiles = self.queues and self.runs_kernels
+        return min(COMPILE_THREADS_MAX, len(os.sched_getaffinity(0))) if compiles else 1
 
     @property
     def widens_products(self) -> bool:

@@ -30,6 +30,13 @@ def test_where_nothing_is_compiled_checks_run_in_turn(cpu: Device) -> None:
     require_all_right(cpu, [])
 
 
+def test_kernels_that_are_interpreted_run_in_one_thread(cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several, Triton's interpreter corrupts memory."""
+    monkeypatch.setattr(Device, "runs_kernels", True)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    assert cpu.compile_threads == 1
+
+
 def test_the_first_check_runs_alone_and_the_others_side_by_side(beside: Device) -> None:
     """Three checks meet: in turn, the first of them would wait forever."""
     barrier, ended = threading.Barrier(3, timeout=30), list[str]()
