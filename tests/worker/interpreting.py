@@ -2,65 +2,128 @@
 
 Triton 3.6's interpreter replaces the functions of `triton.language` by numpy versions. It does so for each launch of a
 kernel and restores them afterwards, but repeats this for every call of one @triton.jit function by another, which finds
-nothing to replace and leaves the names of `triton.language.core` replaced. Here a launch replaces all functions once. A
-kernel computes the same, because the replacements are the interpreter's own.
+nothing to replace and leaves the names of `triton.language.core` replaced. Here a launch replaces all functions once,
+by the replacements that the first launch made. A kernel computes the same, because they are the interpreter's own.
 
-Each result of an operation is a tensor, which describes its shape anew, with the type of that description. Here tensors
-of one shape share it, and the type of a tuple is made where it is read.
+Besides:
+
+- A sum of integers is not computed again in 64 bits, for an assertion that only `options.debug` evaluates.
+- Results are tensors, which describe their shapes, with the type of that description. Tensors of one shape share it,
+  and the type of a tuple is made where it is read.
+- Equal types of blocks are one object, so that comparing them is quick.
+- Operands of one type stay as they are: Triton's rules would convert and broadcast them to themselves. How others are
+  broadcast follows from their types, and is found once.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 from triton import language
 from triton.language import int8, pointer_type
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
 def prepare() -> None:
     """Patch the interpreter of this process. Call once, before a kernel runs."""
-    patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
+    patch_tensor = interpreter._patch_lang_tensor
     of_pointers, of_numbers = interpreter._get_np_dtype(pointer_type(int8)), cache(interpreter._get_np_dtype)
-    everything = SimpleNamespace(__globals__={"tl": language, "core": language.core})
-    launched: list[Any] = []
 
     def patch_tensor_for_numpy(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
         # Scalars are kept in arrays of shape [1], and numpy 2.4 no longer makes an int of those.
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    def patch_once(_function: object) -> Any:
-        if launched:
-            return interpreter._LangPatchScope()  # nothing to restore
-        scope = patch_language(everything)
-        undo = scope.restore
-
-        def restore() -> None:
-            undo()
-            launched.clear()
-
-        scope.restore = restore
-        launched.append(scope)
-        return scope
-
+    options = interpreter.interpreter_builder.options
+    if not getattr(options, "debug", False):
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    _share_types()
     _share_shapes()
+    _keep_equal_operands()
     interpreter._patch_lang_tensor = patch_tensor_for_numpy
-    interpreter._patch_lang = patch_once
+    interpreter._patch_lang = _Replacements().replaced
     interpreter._get_np_dtype = lambda kind: of_pointers if kind.scalar.is_ptr() else of_numbers(kind.scalar)
+
+
+class _Replacements:
+    """Replaces the functions of `triton.language` while a kernel runs: also the scope that restores them."""
+
+    def __init__(self) -> None:
+        self._patch = interpreter._patch_lang
+        self._everything = SimpleNamespace(__globals__={"tl": language, "core": language.core})
+        self._changes: list[tuple[Any, str, Any, Any]] = []  # object, name, before, replacement
+        self._is_running = False
+
+    def replaced(self, _function: object) -> Any:
+        """Replace all, and return the scope to restore. A function that a kernel calls has nothing to replace."""
+        if self._is_running:
+            return interpreter._LangPatchScope()
+        if self._changes:
+            for part, name, _, replacement in self._changes:
+                setattr(part, name, replacement)
+        else:
+            made = self._patch(self._everything)._changes
+            self._changes = [(part, name, before, getattr(part, name)) for part, name, before in made]
+        self._is_running = True
+        return self
+
+    def restore(self) -> None:
+        """Undo the replacements of a launch."""
+        for part, name, before, _ in reversed(self._changes):
+            if before is interpreter._MISSING:
+                delattr(part, name)
+            else:
+                setattr(part, name, before)
+        self._is_running = False
+
+
+def _share_types() -> None:
+    """Make equal types of blocks one object, and comparisons of an object with itself quick."""
+    core: Any = language.core
+    types: dict[tuple[Any, ...], Any] = {}
+    unwrap, equal, pointers_equal, blocks_equal = (
+        core._unwrap_if_constexpr,
+        core.dtype.__eq__,
+        core.pointer_type.__eq__,
+        core.block_type.__eq__,
+    )
+    plain = frozenset((int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type))
+    integers = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
+
+    def make_block(cls: type[Any], element_ty: Any, shape: Any) -> Any:
+        sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
+        key = cls, element_ty.name, getattr(element_ty, "address_space", None), sizes
+        made = types.get(key)
+        if made is None:
+            if not sizes:
+                raise TypeError("0d block_type is forbidden")
+            made = types[key] = object.__new__(cls)
+            made.element_ty = element_ty
+            made.shape, made.numel = core.tuple(sizes), core.validate_block_shape(sizes)
+        return made
+
+    core._unwrap_if_constexpr = lambda found: found if type(found) in plain else unwrap(found)
+    core.block_type.__new__ = staticmethod(make_block)
+    core.block_type.__init__ = lambda self, element_ty, shape: None
+    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    core.block_type.__eq__ = lambda self, other: self is other or blocks_equal(self, other)
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    core.pointer_type.__eq__ = lambda self, other: self is other or pointers_equal(self, other)
+    core.dtype.is_int = lambda self: self.name in integers
 
 
 def _share_shapes() -> None:
     core: Any = language.core
     described: dict[tuple[int, ...], tuple[Any, Any]] = {}
-    blocks: dict[tuple[int, ...], tuple[Any, int]] = {}
     other_attribute = core.tuple.__getattr__
 
     def make_tensor(self: Any, handle: object, type: Any) -> None:  # noqa: A002 - Triton's name
-        sizes = (*type.shape,) if type.is_block() else ()
+        sizes = (*type.shape.values,) if type.is_block() else ()
         if sizes not in described:
             numbers = [core.constexpr(size) for size in sizes]
             described[sizes] = core.constexpr(math.prod(sizes)), core.tuple(numbers)
@@ -72,21 +135,44 @@ def _share_shapes() -> None:
         if type is not None:
             self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
 
-    def make_block(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
-        if sizes not in blocks:
-            if not sizes:
-                raise TypeError("0d block_type is forbidden")
-            blocks[sizes] = core.tuple(sizes), core.validate_block_shape(sizes)
-        self.element_ty = element_ty
-        self.shape, self.numel = blocks[sizes]
-
     def attribute(self: Any, name: str) -> Any:
         if name != "type":
             return other_attribute(self, name)
         self.type = core._type_for_tuple_values(self.values)
         return self.type
 
-    core.block_type.__init__ = make_block
-    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
     core.tensor.__init__, core.tuple.__init__, core.tuple.__getattr__ = make_tensor, make_tuple, attribute
+
+
+def _keep_equal_operands() -> None:
+    """Leave operands of one type as they are, and find once how operands of two types are broadcast."""
+    tensor: Any = language.core.tensor
+    check, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+    known: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def checked(self: Any, lhs: Any, rhs: Any, *allowed: Any, **more: Any) -> Any:
+        # A division, for which Triton converts 16 bits to 32, passes more than the two permissions for pointers.
+        is_plain = type(lhs) is tensor and type(rhs) is tensor and len(allowed) < 3 and not more
+        if is_plain and lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr():
+            return broadcasted(self, lhs, rhs)
+        return check(self, lhs, rhs, *allowed, **more)
+
+    def broadcasted(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.type is rhs.type:
+            return lhs, rhs
+        if not (lhs.type.is_block() and rhs.type.is_block() and len(lhs.shape) == len(rhs.shape)):
+            return broadcast(self, lhs, rhs)
+        key = id(lhs.type), id(rhs.type)  # types of blocks are never deleted
+        if key not in known:
+            one, other = broadcast(self, lhs, rhs)
+            known[key] = one.type, other.type
+            return one, other
+        return tuple(map(partial(widened, self), (lhs, rhs), known[key]))
+
+    def widened(self: Any, found: Any, wanted: Any) -> Any:
+        if found.type is wanted:
+            return found
+        return tensor(self.builder.create_broadcast(found.handle, wanted.shape.values), wanted)
+
+    TritonSemantic.binary_op_type_checking_impl = checked
+    TritonSemantic.broadcast_impl_value = broadcasted
