@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kvforge import Client, Request, SamplingParams
+from tests.worker.loading.random_models import DESCRIBED, save
 from tools.cluster.cluster import Cluster
 
 from .shared import wait_empty
@@ -83,3 +85,22 @@ def test_a_coordinator_that_dies_finds_them_as_they_were(whole: list[tuple[int, 
         rows = [kv.status(request.id) for request in running]
         assert [row.preemptions for row in rows] == [0] * REQUESTS, "nothing was computed again"
         assert [cluster.status(name) for name in NAMES] == [None, None]
+
+
+def test_four_ranks_that_divide_experts_lose_one(tmp_path: Path) -> None:
+    """Seven experts: three ranks have two of them, and one has one."""
+    names = ("w0", "w1", "w2", "w3")
+    model_type, fields = DESCRIBED["mixtral"]
+    folder = save(tmp_path / "mixtral", model_type, {**fields, "num_local_experts": 7, "max_position_embeddings": 256})
+    with Cluster(ranks=4, model=folder, worker="expert_parallel = true\n") as cluster:
+        kv = cluster.start(*names)
+        before = [submit(kv, i).result(60).tokens for i in range(REQUESTS)]
+        running = [submit(kv, i) for i in range(REQUESTS)]
+        for request in running:
+            next(iter(request))
+        cluster.kill("w3")
+        assert all(cluster.end(name) != 0 for name in names[:3]), "their supervisor must start them again"
+        for name in names:
+            cluster.start_worker(name)
+        assert [request.result(60).tokens for request in running] == before
+        assert wait_empty(kv).requests.failed_total == 0

@@ -160,8 +160,13 @@ def slices_of(module: Any, rank: int, count: int, expert_parallel: bool = False)
     return Slices(rank, count, styles, cuts, whole, frozenset(first_only), experts)
 
 
+def expert_range(total: int, rank: int, count: int) -> ExpertRange:
+    """Return a rank's experts. All ranks have equal numbers of them, or differ by one."""
+    return ExpertRange(total * rank // count, total * (rank + 1) // count, total)
+
+
 def _expert_ranges(module: Any, rank: int, count: int) -> dict[str, ExpertRange]:
-    """Return the experts of a rank by names of modules. Ranks have equal numbers of them, or differ by one.
+    """Return the experts of a rank by names of modules.
 
     Raises:
         InvalidConfiguration: There are no experts, or fewer than ranks.
@@ -176,7 +181,7 @@ def _expert_ranges(module: Any, rank: int, count: int) -> dict[str, ExpertRange]
         if total < count:
             problem = f"true: {path} has {total} experts for {count} ranks; use at most {total} ranks, or false"
             raise InvalidConfiguration("expert_parallel", problem)
-        found[path] = ExpertRange(total * rank // count, total * (rank + 1) // count, total)
+        found[path] = expert_range(total, rank, count)
     if not found:
         problem = f"true: {type(module).__name__} has no experts that can be divided; use false"
         raise InvalidConfiguration("expert_parallel", problem)

@@ -24,6 +24,7 @@ from kvforge.worker.device.device import Device
 from kvforge.worker.device.ranks import Ranks
 
 from .composite import is_composite
+from .expert_check import StoredExperts, check_experts_of_ranks
 from .progress import Progress
 from .report import EXPERT, LoadReport, check_experts, check_finite, check_unpacked, reject_mismatches
 from .slices import (
@@ -96,8 +97,17 @@ def build_split(
             parent, _, last = name.rpartition(".")
             setattr(module.get_submodule(parent), last, None)
     _fit(module, mine)
+    _check_experts(module, source, mine, ranks, dtype)
     _exchange(module, mine, ranks)
     return module.to(device.torch_device).eval()
+
+
+def _check_experts(module: Any, source: Source, mine: Slices, ranks: Ranks, dtype: torch.dtype) -> None:
+    if source.format == "dummy" or not mine.experts:
+        check_experts_of_ranks(module, mine, ranks, source.name, None)
+        return
+    with StoredExperts(source.model_files.weights, dtype) as checksum:
+        check_experts_of_ranks(module, mine, ranks, source.name, checksum)
 
 
 def _put(module: Any, name: str, parameter: torch.nn.Parameter) -> None:
