@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import traceback
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,9 +26,8 @@ from kvforge.worker.__main__ import leave
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.ranks import Ranks
 from kvforge.worker.kernels.sharing import share_memory
-from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading import load
 from kvforge.worker.loading.model import LoadedModel
-from kvforge.worker.step.memory import weight_bytes
 from tests.worker.step.company import Alone, Company, Request, compare, draw
 
 ASKED = 3
@@ -48,8 +48,17 @@ def say(
     """Return a model's answers to some prompts (tokens and the bits of their log-probabilities) and its properties."""
     device = open_device("cpu") if device is None else device
     load_format = "auto" if any(folder.glob("*.safetensors")) else "dummy"
+    loaded = list[int]()
+
+    def build(*given: Any, **named: Any) -> Any:
+        module = original(*given, **named)
+        tensors = chain(module.parameters(), module.buffers())
+        loaded.append(sum({each.data_ptr(): each.nbytes for each in tensors}.values()))
+        return module
+
+    original, load.build = load.build, build
     try:
-        model = load_model(
+        model = load.load_model(
             folder,
             load_format=load_format,
             dtype=dtype,
@@ -61,6 +70,8 @@ def say(
         )
     except KvforgeError as error:
         return {"error": str(error)}
+    finally:
+        load.build = original
     unshared = "" if ranks is None else ranks.unshared
     if ranks is not None:
         share_memory(ranks, model.fused, COMPANY_TOKENS, COMPANY_ROWS)
@@ -86,7 +97,7 @@ def say(
         "fused": model.fused is not None,
         "kv_heads": model.geometry.layers[0].kv_heads,
         "numbers": held,
-        "bytes": weight_bytes(model),
+        "bytes": loaded[0],
         "company": differs,
         "ranks": exchanged,
     }
