@@ -50,6 +50,7 @@ from kvforge.protocol.exits import FAILED, OK, TIMED_OUT, UNAVAILABLE, status_of
 from .config import WorkerConfig, load_config
 from .cores import CoreShare, choose
 from .model_path import find_model
+from .page_cache import PageCacheReader
 from .startup import StartupTimeline
 
 
@@ -70,6 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _check(config, model)
         with closing(CoreShare(config.runtime_path, config.name)) as place:
             cores = choose(place, config.threads, os.environ)  # before OpenMP reads it, on torch's import
+            if config.rank == 0 and config.load_format != "dummy":
+                PageCacheReader(Path(model)).start()
             timeline.enter("imports")
             with collector_paused():
                 from .step.loop import Worker  # slow: imports torch, so settings and files are checked first

@@ -67,7 +67,7 @@ from .runner import STEPS_UNDER_WAY_MAX, ModelRunner, PendingStep, RankDesyncErr
 REPLY_WAIT_S = 10.0
 TABLES_GONE_S = 1.0  # grace for the disconnect to be noticed after the coordinator's tables are gone
 IDLE_WAIT_MS = 1000
-BEFORE_IDLE_WORK_MS = 100  # without any message: the coordinator has no step to send
+BEFORE_IDLE_WORK_MS = 250  # since the last step or result: the coordinator has no step to send
 ANSWERS_KEPT = 16  # results that may not have reached the coordinator: at least the steps in flight
 NO_POOL = PoolRegistered(rid=0, epoch=0, base_block=0)
 PROGRESS_EVERY_S = 0.2
@@ -115,6 +115,7 @@ class Worker:
         self._connected_as = 0
         self._progress_at = 0.0
         self._idle_work = True  # whether there may be any
+        self._active_ns = time.monotonic_ns()  # when a step came or ended last
 
     def run(self) -> None:
         """Serve until stopped.
@@ -341,7 +342,7 @@ class Worker:
                 self._stopping = True
             elif isinstance(message, Refused):
                 raise restore(message.error.code, message.error.message, message.error.fields)
-            elif message is None and self._idle_work and not self._under_way:
+            elif message is None and self._idle_work and self._is_idle():
                 assert self._engine is not None, "no idle time before the model is loaded"
                 self._idle_work = self._engine.use_idle_time()
             while self._under_way and self._under_way[0][1].done():
@@ -355,6 +356,10 @@ class Worker:
     def _runner(self) -> ModelRunner:
         assert self._engine is not None, "no step before the model is loaded"
         return self._engine.runner
+
+    def _is_idle(self) -> bool:
+        """Return whether no step is in flight, and none has come or ended for a while."""
+        return not self._under_way and time.monotonic_ns() - self._active_ns >= BEFORE_IDLE_WORK_MS * 1_000_000
 
     def _wait_ms(self) -> int:
         """Return how long to wait for a message now, in milliseconds."""
@@ -404,7 +409,7 @@ class Worker:
         except RankDesyncError as error:
             self._connection.send(WorkerFailed(error=ErrorInfo.of(error)))
             raise
-        self._last_step = step.step_id
+        self._last_step, self._active_ns = step.step_id, time.monotonic_ns()
         self._backoff.begin(len(self._under_way))
         if log.isEnabledFor(logging.DEBUG):
             self._log_step(step)
@@ -424,6 +429,7 @@ class Worker:
         """
         step_id, pending = self._under_way.popleft()
         outcome = self._runner.finish(pending)
+        self._active_ns = time.monotonic_ns()
         self._backoff.end(len(self._under_way))
         started_ns = time.monotonic_ns()
         result = StepResult(

@@ -120,7 +120,7 @@ def worker_of(runner: FakeRunner, link: FakeLink) -> Worker:
     worker._request_of = {}
     worker._connection = link  # type: ignore[assignment]
     worker._engine = SimpleNamespace(runner=runner)  # type: ignore[assignment]
-    worker._idle_work = False
+    worker._idle_work, worker._active_ns = False, time.monotonic_ns()
     worker._under_way, worker._answered, worker._last_step = deque(), deque(maxlen=ANSWERS_KEPT), 0
     patience = SimpleNamespace(begin=lambda _: None, end=lambda _: None, wait_ms=lambda: 0)
     worker._backoff = patience  # type: ignore[assignment]
@@ -169,22 +169,35 @@ def test_it_sleeps_only_where_nothing_is_under_way() -> None:
     assert link.waits == [1000, 1000, 0, 0, 1000]
 
 
-def test_work_that_was_left_is_done_in_idle_time_alone() -> None:
-    """One piece at a time, between two looks at the messages, and never while a step is in flight."""
-    runner, done = FakeRunner(), list[int]()
-    link = FakeLink(None, step(1), None, None, runner.end(0), None, None, None)
+def test_work_that_was_left_is_done_in_idle_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One piece at a time, between two looks at the messages; never while a step is in flight, or soon after one."""
+    now = [10**9]
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic_ns=lambda: now[0], monotonic=time.monotonic))
+
+    def later(ms: int) -> Callable[[], None]:
+        return lambda: now.__setitem__(0, now[0] + ms * 1_000_000)
+
+    runner, done = FakeRunner(), list[str]()
+    at = ["before"]
+
+    def say(where: str) -> Callable[[], None]:
+        return lambda: at.__setitem__(0, where)
+
+    link = FakeLink(None, later(BEFORE_IDLE_WORK_MS), None, step(1), say("in flight"), later(9999), None)
+    link.script += [runner.end(0), say("soon after"), None, later(BEFORE_IDLE_WORK_MS - 1), None]
+    link.script += [say("idle"), later(1), None, None, None]
     worker = worker_of(runner, link)
-    worker._idle_work = True
+    worker._idle_work, worker._active_ns = True, now[0]
 
     def work() -> bool:
-        done.append(len(runner.launched) - len(link.answered))
-        return len(done) < 3
+        done.append(at[0])
+        return len(done) < 4
 
     worker._engine.use_idle_time = work  # type: ignore[method-assign, union-attr]
     worker._serve()
-    assert done == [0, 0, 0], "no step in flight"
+    assert done == ["before", "before", "idle", "idle"]
     assert link.waits[0] == BEFORE_IDLE_WORK_MS
-    assert link.waits[-1] == 1000
+    assert link.waits[-1] == 1000, "nothing is left"
 
 
 def test_once_no_step_has_come_for_a_while_the_engine_rests() -> None:
