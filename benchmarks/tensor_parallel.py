@@ -270,7 +270,9 @@ def main() -> int:
             worker=tuple(_setting(words) for words in options.worker),
         )
         if options.side == SHAPE:
-            found = shape_of(options.model, options.kv_dtype, batches)
+            groups = {Side.parse(name).groups for name in options.ranks.split(",")}
+            sizes = tuple(sorted({-(-batch // group) for batch in batches for group in groups}))
+            found = shape_of(options.model, options.kv_dtype, sizes)
             Path(options.json).write_text(json.dumps(found), encoding="utf-8")
             return 0
         if options.side:

@@ -26,3 +26,10 @@ def test_the_same_seed_draws_the_same() -> None:
     first, again, other = (list(islice(draw(seed, WORKERS, CLIENTS, 2.0, 10.0), 40)) for seed in (1, 1, 2))
     assert first == again != other
     assert all(interruption.members[0] == COORDINATOR for _, interruption in first if interruption.down_s)
+
+
+def test_a_longer_pause_draws_the_same_faults_further_apart() -> None:
+    drawn = [list(islice(draw(3, WORKERS, CLIENTS, 2.0, 10.0, pause_s), 400)) for pause_s in (2.5, 10.0)]
+    means = [sum(pause for pause, _ in each) / len(each) for each in drawn]
+    assert all(abs(mean - wanted) < 0.15 * wanted for mean, wanted in zip(means, (2.5, 10.0), strict=True))
+    assert [fault for _, fault in drawn[0]] == [fault for _, fault in drawn[1]]

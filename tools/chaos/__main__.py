@@ -17,6 +17,7 @@ from pathlib import Path
 from kvforge.loadtest.machine import machine, versions
 
 from .driver import Driver
+from .interruptions import PAUSE_S, PAUSE_S_MIN
 from .planted import FAULTS
 
 TITLE = "chaos: requests lost, duplicated, changed or left behind while processes were killed and stopped"
@@ -46,10 +47,20 @@ def main() -> int:
         const=2,
         help="run this many processes as ranks of one worker in place of two workers [2 if no number]",
     )
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=PAUSE_S,
+        help=f"mean seconds between two faults; many ranks on GPUs need as long as they take to start [{PAUSE_S}]",
+    )
     options = parser.parse_args()
+    if options.pause <= PAUSE_S_MIN:
+        parser.error(f"--pause: {options.pause:g} is not above {PAUSE_S_MIN:g}, the least pause")
     log = _silent if options.quiet else _print
     computing = (options.device, options.dtype)
-    report = Driver(options.minutes, options.seed, log, options.plant, *computing, ranks=options.ranks).run()
+    report = Driver(
+        options.minutes, options.seed, log, options.plant, *computing, ranks=options.ranks, pause_s=options.pause
+    ).run()
     print(json.dumps(report, indent=1))
     if options.json is not None:
         document = {"title": TITLE, "machine": machine(), "versions": versions(), "results": report}

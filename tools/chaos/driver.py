@@ -80,6 +80,7 @@ class Driver:
         dtype: str = "float32",
         *,
         ranks: int = 1,
+        pause_s: float = interruptions.PAUSE_S,
     ) -> None:
         """Create a run.
 
@@ -91,11 +92,12 @@ class Driver:
             device: the workers' device.
             dtype: the workers' dtype.
             ranks: if above 1, run so many processes as ranks of one worker; else run two workers.
+            pause_s: the mean pause between two process faults.
         """
         self._minutes, self._seed, self._log = minutes, seed, log
         self._computing = {"device": device, "dtype": dtype}
         self._planted = fault
-        self._ranks = ranks
+        self._ranks, self._pause_s = ranks, pause_s
         self._workers = tuple(f"w{number}" for number in range(ranks if ranks > 1 else WORKERS))
         self.faults: list[str] = []
         self._struck: Counter[str] = Counter()
@@ -131,7 +133,13 @@ class Driver:
                 if self.faults:
                     kept = shutil.copytree(cluster.folder, f"{cluster.folder}-failed", ignore=_no_sockets)
                     self._log(f"kept logs, notes and journal in {kept}")
-        return {**self._computing, "ranks_of_one": self._ranks, **self._report, "faults": self.faults}
+        return {
+            **self._computing,
+            "ranks_of_one": self._ranks,
+            "mean_pause_s": self._pause_s,
+            **self._report,
+            "faults": self.faults,
+        }
 
     def _cluster_of(self, **options: Any) -> Cluster:
         return planted.PlantedCluster(self._planted, **options) if self._planted else Cluster(**options)
@@ -173,7 +181,7 @@ class Driver:
 
     async def _interrupt_members(self) -> None:
         until = time.monotonic() + self._minutes * 60
-        drawn = interruptions.draw(self._seed, self._workers, CLIENTS, SILENCE_S, PEER_SILENCE_S)
+        drawn = interruptions.draw(self._seed, self._workers, CLIENTS, SILENCE_S, PEER_SILENCE_S, self._pause_s)
         for pause_s, interruption in drawn:
             if time.monotonic() + pause_s > until:
                 break

@@ -41,7 +41,12 @@ class Interruption:
 
 
 def draw(
-    seed: int, workers: Sequence[str], clients: Sequence[str], gone_s: float, silent_s: float
+    seed: int,
+    workers: Sequence[str],
+    clients: Sequence[str],
+    gone_s: float,
+    silent_s: float,
+    mean_pause_s: float = PAUSE_S,
 ) -> Iterator[tuple[float, Interruption]]:
     """Yield (pause in seconds, fault) without end; each common kind occurs once before any occurs twice.
 
@@ -51,6 +56,7 @@ def draw(
         clients: names of the client processes.
         gone_s: idle timeout after which the coordinator drops a stopped worker or client.
         silent_s: idle timeout after which its peers drop the coordinator; by then it has given up a dead worker.
+        mean_pause_s: mean pause between two faults, above PAUSE_S_MIN.
     """
     rng = random.Random(f"misfortunes {seed}")
     everybody = (COORDINATOR, GATEWAY, *workers, *clients)
@@ -86,6 +92,6 @@ def draw(
     rng.shuffle(first)
     weights = [weight for weight, _ in kinds]
     while True:
-        pause_s = PAUSE_S_MIN + rng.expovariate(1 / (PAUSE_S - PAUSE_S_MIN))
+        pause_s = PAUSE_S_MIN + rng.expovariate(1 / (mean_pause_s - PAUSE_S_MIN))
         kind = first.pop() if first else rng.choices(kinds, weights)[0][1]
         yield pause_s, kind()
