@@ -9,15 +9,17 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import pytest
 
 from kvforge.protocol import keys, trust
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.exits import UNAVAILABLE
+from tests.forked import Scripts
 from tests.kvforge.fake_coordinator import Running
 
 FOREIGN = ("darwin", "win32")
@@ -101,31 +103,43 @@ NO_TABLES = (
 )
 
 
-def _run(platform: str, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script on a simulated platform, in an environment that names no coordinator."""
-    prelude = f"from tests.kvforge.foreign_platform import pretend\npretend({platform!r})\n"
+class Run(Protocol):
+    """Runs a script on a simulated platform."""
+
+    def __call__(
+        self, platform: str, script: str, *arguments: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """run(platform, script, *arguments, **environment), in an environment that names no coordinator."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVFORGE_", "XDG_"))}
-    return subprocess.run(
-        [sys.executable, "-c", (prelude if platform in FOREIGN else "") + script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**kept, **environment},
-    )
+    with Scripts("tests.kvforge.foreign_platform") as foreign, Scripts() as linux:
+
+        def run(platform: str, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+            prelude = f"from tests.kvforge.foreign_platform import pretend\npretend({platform!r})\n"
+            if platform in FOREIGN:
+                return foreign.run(prelude + script, *arguments, environment={**kept, **environment})
+            return linux.run(script, *arguments, environment={**kept, **environment})
+
+        yield run
 
 
 @pytest.mark.parametrize("platform", ["linux", *FOREIGN])
-def test_the_client_and_the_command_line_import_no_server(platform: str) -> None:
+def test_the_client_and_the_command_line_import_no_server(platform: str, run: Run) -> None:
     """Also no server's packages, on any platform: a client is light, and torch is not installed with it."""
     script = f"{IMPORT_ALL}\nprint([name for name in sys.modules if name.startswith({SERVER_MODULES!r})])"
-    ran = _run(platform, script)
+    ran = run(platform, script)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "[]\n", "")
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("platform", FOREIGN)
-def test_a_server_says_that_it_needs_linux_before_it_imports_anything_of_its_own(platform: str, program: str) -> None:
-    ran = _run(platform, RUN_MODULE, program, "--no-such-option")
+def test_a_server_says_that_it_needs_linux_before_it_imports_anything_of_its_own(
+    platform: str, program: str, run: Run
+) -> None:
+    ran = run(platform, RUN_MODULE, program, "--no-such-option")
     sentence = f"kvforge: {PROGRAMS[program]} runs on Linux only (this is {platform}); clients run everywhere\n"
     assert (ran.stderr, ran.returncode) == (sentence, UNAVAILABLE)
     packages = {program.rsplit(".", depth)[0] for depth in range(program.count(".") + 1)}
@@ -135,15 +149,15 @@ def test_a_server_says_that_it_needs_linux_before_it_imports_anything_of_its_own
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("platform", FOREIGN)
-def test_a_command_that_starts_a_server_says_that_it_needs_linux(platform: str, command: str) -> None:
-    ran = _run(platform, RUN_MODULE, "kvforge", *command.split())
+def test_a_command_that_starts_a_server_says_that_it_needs_linux(platform: str, command: str, run: Run) -> None:
+    ran = run(platform, RUN_MODULE, "kvforge", *command.split())
     name = f"`kvforge {COMMANDS[command]}`"
     sentence = f"kvforge: {name} runs on Linux only (this is {platform}); clients run everywhere\n"
     assert (ran.stderr, ran.returncode) == (sentence, UNAVAILABLE)
 
 
 @pytest.mark.parametrize("platform", FOREIGN)
-def test_both_clients_generate_over_an_encrypted_connection(platform: str, folder: Path) -> None:
+def test_both_clients_generate_over_an_encrypted_connection(platform: str, folder: Path, run: Run) -> None:
     server, client = keys.make(), keys.make()
     key_file = folder / "client.key"
     keys.write(key_file, client, "client")
@@ -151,7 +165,7 @@ def test_both_clients_generate_over_an_encrypted_connection(platform: str, folde
         key_file.chmod(0o666)  # the mode of every file there
     with Running(folder, secret=server.secret) as fake:
         assert fake.endpoint.startswith("tcp://127.0.0.1:")
-        ran = _run(
+        ran = run(
             platform,
             GENERATE,
             KVFORGE_ENDPOINT=fake.endpoint,
@@ -161,13 +175,13 @@ def test_both_clients_generate_over_an_encrypted_connection(platform: str, folde
     assert (ran.stdout, ran.stderr, ran.returncode) == (ANSWER * 2, "", 0)
 
 
-def test_both_clients_generate_over_a_unix_socket_on_macos(fake: Running) -> None:
-    ran = _run("darwin", GENERATE, KVFORGE_ENDPOINT=fake.endpoint)
+def test_both_clients_generate_over_a_unix_socket_on_macos(fake: Running, run: Run) -> None:
+    ran = run("darwin", GENERATE, KVFORGE_ENDPOINT=fake.endpoint)
     assert (ran.stdout, ran.stderr, ran.returncode) == (ANSWER * 2, "", 0)
 
 
-def test_what_windows_lacks_is_refused_by_name() -> None:
-    ran = _run("win32", REFUSED)
+def test_what_windows_lacks_is_refused_by_name(run: Run) -> None:
+    ran = run("win32", REFUSED)
     assert ran.stdout == (
         "InvalidConfiguration endpoint: ipc:// needs Unix sockets, which Windows lacks: use tcp://HOST:PORT\n"
         "InvalidConfiguration endpoint: Windows has no default: name the coordinator as tcp://HOST:PORT, here or in "
@@ -176,24 +190,24 @@ def test_what_windows_lacks_is_refused_by_name() -> None:
     assert (ran.stderr, ran.returncode) == ("", 0)
 
 
-def test_macos_lacks_shared_tables() -> None:
-    ran = _run("darwin", REFUSED)
+def test_macos_lacks_shared_tables(run: Run) -> None:
+    ran = run("darwin", REFUSED)
     assert (ran.stdout, ran.stderr, ran.returncode) == (2 * NO_TABLES.format("darwin"), "", 0)
 
 
 @pytest.mark.parametrize("platform", FOREIGN)
-def test_top_needs_the_shared_tables(platform: str) -> None:
-    ran = _run(platform, RUN_MODULE, "kvforge", "top")
+def test_top_needs_the_shared_tables(platform: str, run: Run) -> None:
+    ran = run(platform, RUN_MODULE, "kvforge", "top")
     sentence = NO_TABLES.format(platform).replace("Unavailable", "kvforge:")
     assert (ran.stderr, ran.returncode) == (sentence, UNAVAILABLE)
 
 
-def test_a_runtime_folder_names_no_coordinator_on_windows() -> None:
-    ran = _run("win32", RUN_MODULE, "kvforge", "--runtime-dir", "/tmp/kvf", "status")
+def test_a_runtime_folder_names_no_coordinator_on_windows(run: Run) -> None:
+    ran = run("win32", RUN_MODULE, "kvforge", "--runtime-dir", "/tmp/kvf", "status")
     assert ran.stderr == "kvforge: runtime_dir: ipc:// needs Unix sockets, which Windows lacks: use tcp://HOST:PORT\n"
 
 
-def test_socket_paths_are_shorter_on_macos() -> None:
+def test_socket_paths_are_shorter_on_macos(run: Run) -> None:
     script = """
 from pathlib import Path
 from kvforge.protocol import transport
@@ -203,18 +217,19 @@ for length in (89, 90):
     except transport.InvalidConfiguration as error:
         print("longer than 103 bytes" in str(error))
 """
-    assert _run("darwin", script).stdout == "109\nTrue\n"
+    assert run("darwin", script).stdout == "109\nTrue\n"
 
 
-def test_a_pull_goes_on_without_a_lock_on_windows(tmp_path: Path) -> None:
+def test_a_pull_goes_on_without_a_lock_on_windows(tmp_path: Path, run: Run) -> None:
     script = """
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from kvforge.models import store
 with store._locked(Path(sys.argv[1]), "model", print) as locked:
     print(locked)
 """
-    ran = _run("win32", script, str(tmp_path))
+    ran = run("win32", script, str(tmp_path))
     assert (ran.stdout, ran.stderr) == ("False\n", "")
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gguf
@@ -14,6 +12,7 @@ import pytest
 from kvforge.worker.device.device import Device, built_for_gpus
 from kvforge.worker.loading import find_source, gguf_read_once, read_config
 from kvforge.worker.loading.model import LoadedModel
+from tests.forked import Scripts
 from tests.worker.loading.gguf_files import write_gguf
 
 UNUSED = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "sympy", "scipy.optimize")
@@ -21,15 +20,23 @@ UNUSED = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "trito
 cpu_build = pytest.mark.skipif(built_for_gpus(), reason="a torch built for GPUs imports all that transformers wants")
 
 
-def run(code: str) -> str:
-    """Run the code in a separate process; return its last output line."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[[str], str]]:
+    """run(code) -> the last line that the code prints in a process that has imported torch alone."""
+    with Scripts("torch") as scripts:
+
+        def run(code: str) -> str:
+            done = scripts.run(code)
+            assert done.returncode == 0, done.stderr
+            return done.stdout.splitlines()[-1]
+
+        yield run
 
 
 @cpu_build
-def test_a_load_imports_no_compiler_and_leaves_it_as_it_was(tiny: Callable[..., LoadedModel], tmp_path: Path) -> None:
+def test_a_load_imports_no_compiler_and_leaves_it_as_it_was(
+    tiny: Callable[..., LoadedModel], tmp_path: Path, run: Callable[[str], str]
+) -> None:
     folder = tmp_path / "saved"
     tiny("llama").module.save_pretrained(folder)
     code = f"""
@@ -51,7 +58,7 @@ print(found, *answers, same, losses.linear_sum_assignment is not linear_sum_assi
 
 
 @cpu_build
-def test_who_asks_for_more_of_the_compiler_gets_the_real_one() -> None:
+def test_who_asks_for_more_of_the_compiler_gets_the_real_one(run: Callable[[str], str]) -> None:
     code = """
 import sys
 from kvforge.worker.loading.lazy_compiler import less_of_torch
@@ -69,7 +76,7 @@ print(same, stood_in, compiling, sys.modules["torch._dynamo"].__file__ is not No
 
 
 @cpu_build
-def test_who_asks_about_symbols_gets_the_real_answers() -> None:
+def test_who_asks_about_symbols_gets_the_real_answers(run: Callable[[str], str]) -> None:
     code = """
 import sys
 from kvforge.worker.loading.lazy_compiler import less_of_torch
@@ -91,7 +98,7 @@ print(plain, brought, isinstance(size.node.expr, symbols.Basic), *answers)
 
 
 @cpu_build
-def test_a_version_that_needs_all_of_torch_gets_it() -> None:
+def test_a_version_that_needs_all_of_torch_gets_it(run: Callable[[str], str]) -> None:
     code = """
 import importlib, sys
 
@@ -128,7 +135,7 @@ def test_of_a_vocabulary_only_the_size_is_read(tiny: Callable[..., LoadedModel],
         assert one.name == other.name and np.array_equal(one.data, other.data)
 
 
-def test_a_build_for_a_gpu_has_transformers_import_what_it_wants() -> None:
+def test_a_build_for_a_gpu_has_transformers_import_what_it_wants(run: Callable[[str], str]) -> None:
     """A transformers version that used the compiler beyond its decorators did not start, half imported."""
     code = """
 import torch
