@@ -66,7 +66,8 @@ def test_what_a_drain_cannot_finish_is_handed_back(drain_s: float) -> None:
             request.result(60)
         assert cluster.end("coordinator") == 0
         log = cluster.log("coordinator")
-        assert ("draining: 1 request left, 1.5 s until the rest is handed back" in log) == (drain_s > 0)
+        left = re.search(r"draining: 1 request left, [0-9.]+ s until the rest is handed back", log)
+        assert (left is not None) == (drain_s > 0)
         assert "stopped; 0 requests were left unfinished" in log
 
 

@@ -599,12 +599,12 @@ def test_any_json_can_be_stored(tmp_path: Path) -> None:
 
 
 def test_a_full_tenant_loses_what_it_used_longest_ago(tmp_path: Path) -> None:
-    settings = Settings(storage=StorageSection(lease_s=LEASE_S, retention_s=5.0))
+    settings = Settings(storage=StorageSection(lease_s=LEASE_S, retention_s=20.0))
 
     async def work(world: World) -> None:
         http = world.gateway(InlineStorage(world.url, tenant_bytes_max=26_000))
         first, second = [await respond(http, input="x" * 8000) for _ in range(2)]
-        await asyncio.sleep(0.06)  # longer than a hundredth of the retention
+        await asyncio.sleep(0.21)  # longer than a hundredth of the retention
         await respond(http, input="y", previous_response_id=first.id)
         await respond(http, input="x" * 8000)
         found = [(await http.get(f"/v1/responses/{one.id}")).status_code for one in (first, second)]

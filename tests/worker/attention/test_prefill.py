@@ -5,6 +5,7 @@ Without a GPU the portable kernel runs in Triton's interpreter, on a part of the
 
 from __future__ import annotations
 
+import functools
 import itertools
 import subprocess
 import sys
@@ -188,6 +189,7 @@ def pairwise() -> list[Case]:
     return chosen
 
 
+@functools.cache
 def _pairs(values: tuple[object, ...]) -> set[tuple[tuple[int, str], ...]]:
     return set(itertools.combinations([(place, str(value)) for place, value in enumerate(values)], 2))
 
