@@ -9,12 +9,10 @@ from typing import Any
 
 from kvforge.protocol.errors import UnsupportedModel
 
-DEQUANTISED = ("fp8", "mxfp4")  # dequantised when weights are read
+DEQUANTISED = ("fp8", "mxfp4")  # transformers dequantises them too
+SERVED = (*DEQUANTISED, "awq", "gptq", "compressed-tensors")  # the worker's `loading.published` reads them
 FORMATS = {
-    "awq": "AWQ",
-    "gptq": "GPTQ",
     "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed-tensors",
     "fbgemm_fp8": "FBGEMM FP8",
     "modelopt": "ModelOpt",
 }
@@ -48,7 +46,7 @@ def check_config(config: dict[str, Any], model: str) -> None:
 
 
 def check_quantisation(config: dict[str, Any], model: str) -> None:
-    """Refuse a quantised format by its name, unless it is dequantised at loading.
+    """Refuse a quantised format by its name, unless a worker reads it.
 
     Raises:
         UnsupportedModel: The format is not served.
@@ -60,7 +58,7 @@ def check_quantisation(config: dict[str, Any], model: str) -> None:
         problem = f"its quantization_config is {repr(wanted)[:100]}: expected an object with quant_method"
         raise UnsupportedModel(model, problem)
     method = wanted.get("quant_method")
-    if method in DEQUANTISED or (not method and not _asks_for_something(wanted)):
+    if method in SERVED or (not method and not _asks_for_something(wanted)):
         return
     kind = FORMATS.get(method, method) if isinstance(method, str) and method else "an unnamed method"
     problem = f"its weights are quantised by {kind} (quantization_config.quant_method is {method!r})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -12,6 +12,7 @@ from . import torch_functions
 from .activations import KINDS, Activation
 from .expert_loop import ExpertMatrices, run_one_by_one
 from .interface import LayerOperations
+from .stored import StoredWeight
 
 TRIED = (4, 32)  # numbers that activations are compared with
 TRIED_SCALE = 6.0  # beyond the limit of gpt-oss, 7
@@ -73,6 +74,9 @@ def grouped_experts(part: Any, operations: LayerOperations) -> Experts | None:
     """Return a module's experts for one grouped product of all; None if its activation or layout is another one."""
     if getattr(part, "has_post_expert_norm", False):  # from transformers 5.24 on; not in 5.17
         return None
+    held = getattr(part, "__dict__", {}).get("forward")
+    if isinstance(held, Experts) and isinstance(held.matrices.up, StoredWeight):
+        return None if held.activation is None else replace(held, operations=operations)
     up = "gate_up_proj" if part.has_gate else "up_proj"
     weights = [getattr(part, name).detach() for name in (up, "down_proj")]
     if not all(each.is_contiguous() for each in weights):

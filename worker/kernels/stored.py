@@ -16,7 +16,7 @@ row, 32 or 64 columns; units of the same columns are adjacent, so that a tile of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -27,6 +27,7 @@ WORDS = 16  # words of a unit, which are 16 columns of each tile
 CODES = {"int8": 2, "e4m3": 2, "int4": 4, "e2m1": 4}  # codes of a word
 NAMES = {"int8": "int8", "e4m3": "fp8", "int4": "int4", "e2m1": "mxfp4"}  # for people
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+WIDENED_NUMBERS = 1 << 24  # numbers that are widened at a time
 ZERO = 8  # the code of 0 in int4 without zeros
 SMALLEST = 1e-30  # scale of a group of zeros, to avoid division by 0
 TOP = {"int8": 127.0, "e4m3": 448.0, "int4": 7.0}
@@ -48,6 +49,7 @@ class Codes:
         scales: [(experts,) groups, n / scaled_rows] float32, each of k / groups columns.
         zeros: [(experts,) groups, n] uint8: the codes of 0 in int4; None: `ZERO`.
         scaled_rows: Rows that share a scale.
+        order: [k] int64: column i of the codes is this column of the matrix; None: in order. Not of experts.
     """
 
     code: str
@@ -55,6 +57,7 @@ class Codes:
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
     scaled_rows: int = 1
+    order: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,32 +72,83 @@ class Codes:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that exist."""
-        return [self.words, self.scales] + ([] if self.zeros is None else [self.zeros])
+        return [each for each in (self.words, self.scales, self.zeros, self.order) if each is not None]
 
     def to(self, device: torch.device) -> Codes:
         """Return the codes on another device."""
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        return Codes(self.code, self.words.to(device), self.scales.to(device), zeros, self.scaled_rows)
+        zeros, order = (None if each is None else each.to(device) for each in (self.zeros, self.order))
+        return replace(self, words=self.words.to(device), scales=self.scales.to(device), zeros=zeros, order=order)
 
     def of_expert(self, index: int) -> Codes:
         """Return the matrix of one of several experts."""
         zeros = None if self.zeros is None else self.zeros[index]
-        return Codes(self.code, self.words[index], self.scales[index], zeros, self.scaled_rows)
+        return replace(self, words=self.words[index], scales=self.scales[index], zeros=zeros)
 
     def rows(self, rows: slice) -> Codes:
-        """Return some rows; their ends must be multiples of `scaled_rows`, or those of the matrix."""
-        shared = self.scaled_rows
+        """Return some rows."""
         first, stop, _ = rows.indices(self.shape[-2])
-        assert first % shared == 0 and (stop % shared == 0 or stop == self.shape[-2]), (first, stop, shared)
+        shared = self.scaled_rows
+        if first % shared or (stop % shared and stop != self.shape[-2]):
+            return by_row(self).rows(rows)
         scaled = slice(first // shared, -(-stop // shared))
-        zeros = None if self.zeros is None else self.zeros[..., rows]
-        return Codes(self.code, self.words[..., rows, :], self.scales[..., scaled], zeros, shared)
+        zeros = None if self.zeros is None else self.zeros[..., rows].contiguous()
+        words, scales = self.words[..., rows, :].contiguous(), self.scales[..., scaled].contiguous()
+        return replace(self, words=words, scales=scales, zeros=zeros)
+
+    def in_row_order(self, order: torch.Tensor) -> Codes:
+        """Return the codes with row order[i] as row i. order: [n] int64."""
+        each, order = by_row(self), order.to(self.words.device)
+        zeros = None if each.zeros is None else each.zeros[..., order].contiguous()
+        return replace(each, words=each.words[..., order, :], scales=each.scales[..., order].contiguous(), zeros=zeros)
+
+    def columns(self, first: int, stop: int) -> Codes:
+        """Return some columns.
+
+        Raises:
+            ValueError: They begin or end inside of a unit or group, or the columns are in another order.
+        """
+        unit, group, k = unit_columns(self.code), self.group, self.shape[-1]
+        step = unit if group == k else max(unit, group)
+        if self.order is not None or first % step or stop % step:
+            problem = "are in the order of activations" if self.order is not None else f"come in steps of {step}"
+            raise ValueError(f"its {k} columns {problem}, and cannot be cut at {first} and {stop}")
+        words = self.words[..., first // unit : stop // unit, :, :].contiguous()
+        if group == k:
+            return replace(self, words=words)
+        groups = slice(first // group, stop // group)
+        zeros = None if self.zeros is None else self.zeros[..., groups, :].contiguous()
+        return replace(self, words=words, scales=self.scales[..., groups, :].contiguous(), zeros=zeros)
 
     def widened(self) -> torch.Tensor:
         """Return the represented numbers, [(experts,) n, k] float32, new."""
-        numbers = _numbers_of(unpack(self.words, self.code), self.code, self.zeros)
-        scales = self.scales.repeat_interleave(self.scaled_rows, -1)[..., : numbers.shape[-2]].transpose(-1, -2)
-        return numbers.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None]).flatten(-2)
+        if self.words.dim() == 4:
+            return torch.stack([self.of_expert(index).widened() for index in range(len(self.words))])
+        n, k = self.shape
+        found = torch.empty((n, k), device=self.words.device)
+        step = max(1, WIDENED_NUMBERS // k // self.scaled_rows) * self.scaled_rows
+        for first in range(0, n, step):  # so that little memory is needed beside the result
+            rows = slice(first, min(first + step, n))
+            found[rows] = _widened(self.rows(rows)) if step < n else _widened(self)
+        if self.order is not None:
+            found = found[:, self.order.argsort()]
+        return found
+
+
+def _widened(codes: Codes) -> torch.Tensor:
+    numbers = _numbers_of(unpack(codes.words, codes.code), codes.code, codes.zeros)
+    scales = codes.scales.repeat_interleave(codes.scaled_rows, -1)[..., : numbers.shape[-2]].transpose(-1, -2)
+    return numbers.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None]).flatten(-2)
+
+
+def stack_experts(parts: Sequence[Codes]) -> Codes:
+    """Return the matrices of several experts as one; all have the same layout."""
+    if any(each.scaled_rows != parts[0].scaled_rows for each in parts):
+        parts = [by_row(each) for each in parts]
+    zeros = None
+    if any(each.zeros is not None for each in parts):
+        zeros = torch.stack([_zeros_of(each) for each in parts])
+    words, scales = torch.stack([each.words for each in parts]), torch.stack([each.scales for each in parts])
+    return Codes(parts[0].code, words, scales, zeros, parts[0].scaled_rows)
 
 
 def _numbers_of(codes: torch.Tensor, code: str, zeros: torch.Tensor | None) -> torch.Tensor:
@@ -193,19 +247,27 @@ def join_rows(parts: Sequence[Codes]) -> Codes | None:
     first = parts[0]
     if any((each.code, each.group) != (first.code, first.group) for each in parts):
         return None
+    if any(not _same_order(each.order, first.order) for each in parts):
+        return None
     if any(each.scaled_rows != first.scaled_rows or each.shape[-2] % each.scaled_rows for each in parts):
-        parts = [_by_row(each) for each in parts]
+        parts = [by_row(each) for each in parts]
     zeros = None
     if any(each.zeros is not None for each in parts):
         zeros = torch.cat([_zeros_of(each) for each in parts], -1)
     words, scales = torch.cat([each.words for each in parts], -2), torch.cat([each.scales for each in parts], -1)
-    return Codes(first.code, words, scales, zeros, parts[0].scaled_rows)
+    return Codes(first.code, words, scales, zeros, parts[0].scaled_rows, first.order)
 
 
-def _by_row(codes: Codes) -> Codes:
+def _same_order(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def by_row(codes: Codes) -> Codes:
     """Return the codes with a scale for each row."""
+    if codes.scaled_rows == 1:
+        return codes
     scales = codes.scales.repeat_interleave(codes.scaled_rows, -1)[..., : codes.shape[-2]].contiguous()
-    return Codes(codes.code, codes.words, scales, codes.zeros)
+    return replace(codes, scales=scales, scaled_rows=1)
 
 
 def _zeros_of(codes: Codes) -> torch.Tensor:
@@ -214,12 +276,21 @@ def _zeros_of(codes: Codes) -> torch.Tensor:
     return torch.full((*codes.scales.shape[:-1], codes.shape[-2]), ZERO, dtype=torch.uint8, device=codes.words.device)
 
 
-def stored_problem(shape: Sequence[int], code: str, group: int = 0) -> str:
-    """Return why a matrix of this shape cannot be kept in codes; "" if it can. group: columns of a group; 0: all."""
+def stored_problem(shape: Sequence[int], code: str, group: int = 0, has_zeros: bool = False) -> str:
+    """Return why kernels do not multiply a matrix of this shape in codes; "" if they do.
+
+    Args:
+        shape: [(experts,) n, k].
+        code: A key of `CODES`.
+        group: Columns of a group; 0: all.
+        has_zeros: Whether groups have zeros.
+    """
     k, unit = shape[-1], unit_columns(code)
+    if has_zeros and group and group < unit:
+        return f"groups of {group} columns have zeros"
     if k % unit:
         return f"its {k} columns are not a multiple of {unit}"
-    if group and (k % group or (group % unit and (unit % group or group % WORDS))):
+    if group and (k % group or (group % unit and 2 * group != unit)):
         return f"groups of {group} columns do not fit {k}"
     return ""
 

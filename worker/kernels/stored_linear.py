@@ -323,6 +323,8 @@ def stored_linear(
     results = n // 2 if gated else n
     activation = SILU if gated and activation is None else activation
     assert x.stride(1) == 1 and x.shape[1] == codes.shape[-1], (x.shape, codes.shape)
+    if codes.order is not None:
+        x = x.index_select(1, codes.order)
     depth, parts = depth_of(codes, launch.target), parts_of(codes, results, launch.target) if divisible else 1
     split = parts > 1 and tokens <= FEW_TOKENS
     if output is None:

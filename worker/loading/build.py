@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
+from kvforge.models.config_checks import DEQUANTISED, PLAIN_MODEL
 from kvforge.models.files import stored_tensors
 from kvforge.protocol.errors import KvforgeError, ModelNotFound, UnsupportedModel
 from kvforge.worker.device.device import Device, as_worker_error
 from kvforge.worker.device.ranks import Ranks
 
-from .composite import config_for, is_removed, model_class, text_part
-from .formats import check_scales, dequantise
+from .code_packer import codes_problem
+from .composite import config_for, is_composite, is_removed, model_class, text_part
+from .families import family_of_class
+from .formats import check_scales, declared_format, dequantise, forget_format
 from .gguf import noted_names
 from .gguf_config import check_rotation
 from .lazy_compiler import less_of_torch
 from .library_errors import refusing, sentence
 from .probe import foresee
 from .progress import Progress, ProgressBars, bars_to
+from .published import PARSERS, parse_format
+from .quantised_reader import Published
 from .rehearsal import check_memory, drop_removed_parts, rehearse
 from .report import check_experts, check_finite, check_unpacked, reject_mismatches, reported
 from .source import Source
@@ -26,6 +32,7 @@ from .streamed_files import reading_order, reads_in_parallel, streamed
 from .weight_stream import WeightStream
 from .wide_values import widen_values
 
+log = logging.getLogger("worker")
 NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 
@@ -63,10 +70,11 @@ def build(
     passes = 2 if source.format == "gguf" else 1  # read, then assigned
     with bars_to(progress, passes) as bars, less_of_torch(), refusing(source.name, "transformers cannot build it"):
         try:
-            if ranks is not None:
+            published = _published(source, config, dtype, device)
+            if ranks is not None or published is not None:
                 from .split import build_split  # imports accelerate
 
-                module = build_split(source, config, dtype, device, ranks, progress, seed, expert_parallel)
+                module = build_split(source, config, dtype, device, ranks, progress, seed, expert_parallel, published)
             elif source.format == "dummy":
                 module = _dummy(config, dtype, device, seed)
             else:
@@ -80,6 +88,28 @@ def build(
             raise _typed(error, source, config, device, bars) from error
     module.requires_grad_(False)
     return module
+
+
+def _published(source: Source, config: Any, dtype: torch.dtype, device: Device) -> Published | None:
+    """Return the format of a folder's weights if kvforge reads it itself; None: transformers reads the weights.
+
+    Raises:
+        UnsupportedModel: Neither does.
+    """
+    values = declared_format(config) if source.format == "safetensors" else None
+    if values is None or values["quant_method"] not in PARSERS:
+        return None
+    keeps = device.runs_kernels and not codes_problem(device, dtype)
+    is_described = not is_composite(config) and family_of_class(model_class(config)) is not None
+    if values["quant_method"] in DEQUANTISED and not (keeps and is_described):
+        return None
+    found = parse_format(values, source.name)
+    if not is_described:
+        problem = f"its weights are quantised ({found.label}), and {config.model_type} has no described layers"
+        raise UnsupportedModel(source.name, f"{problem}, which alone serve them: {PLAIN_MODEL}")
+    forget_format(config)
+    log.info("%s: %s, %s", source.name, found.label, "kept as stored" if keeps else f"dequantised to {dtype}")
+    return Published(found, keeps)
 
 
 def _name(source: Source, config: Any) -> str:

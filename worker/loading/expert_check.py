@@ -19,7 +19,9 @@ from safetensors import safe_open
 
 from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
 from kvforge.worker.device.ranks import Ranks
+from kvforge.worker.kernels.stored import codes_of
 
+from .coded_parts import coded_experts
 from .slices import Slices, expert_range, stored_names
 from .split_experts import first_held
 
@@ -54,7 +56,9 @@ def check_experts_of_ranks(module: Any, mine: Slices, ranks: Ranks, name: str, c
 
 def _held(part: Any) -> list[int]:
     """Return the first expert of a module, their number, and the checksums of the first and the last one."""
-    first, weights = first_held(part), part.down_proj
+    first, coded = first_held(part), coded_experts(part)
+    down = None if coded is None else codes_of(coded.matrices.down)
+    weights = part.down_proj if down is None else down.words
     return [first, len(weights), *(row_checksum(weights[place, 0]) for place in (0, -1))]
 
 

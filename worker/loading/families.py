@@ -226,7 +226,11 @@ FAMILIES = {
 
 def family_of(module: Any) -> Family | None:
     """Return the declaration of a transformers model's class; None if there is none."""
-    kind = type(module)
+    return family_of_class(type(module))
+
+
+def family_of_class(kind: type) -> Family | None:
+    """Return the declaration of a class of transformers; None if there is none."""
     parts = kind.__module__.split(".")
     if parts[:2] != ["transformers", "models"]:
         return None

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .coded_parts import coded_tensors
+
 PIECE_WORDS = 1 << 16
 PIECES_AT_ONCE = 256
 # Keys without effect on results: origin, author, and how the model is computed here.
@@ -56,8 +58,9 @@ def _plain(value: Any) -> Any:
 
 
 def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and buffers by name; tied ones once."""
-    yield from sorted([*module.named_parameters(), *module.named_buffers()], key=lambda item: item[0])
+    """Yield parameters, buffers and weights in codes by name; tied ones once."""
+    found = [*module.named_parameters(), *module.named_buffers(), *coded_tensors(module)]
+    yield from sorted(found, key=lambda item: item[0])
 
 
 def _sums(tensor: torch.Tensor) -> Sums:

@@ -1,4 +1,4 @@
-"""Quantised formats of Hugging Face folders that are dequantised at load. `config_checks` rejects the others by name.
+"""Quantised formats of folders that transformers dequantises at load; `published` has those kept as stored.
 
 transformers converts `fp8` (DeepSeek, Qwen: scales per block; Mistral: per tensor) and `mxfp4` (gpt-oss) to plain
 weights of the model's dtype. Every stored tensor is compared with its scales first, because transformers derives the
@@ -29,12 +29,24 @@ def dequantise(config: Any, model: str) -> str:
     method, values = _read(wanted)
     if method not in DEQUANTISED:
         return ""
-    for owner in _owners(config):
-        owner.quantization_config = None
-        del owner.quantization_config
+    forget_format(config)
     config.quantization_config = {**values, "quant_method": method, "dequantize": True}
     log.info("%s: dequantising its %s weights at load", model, method)
     return method
+
+
+def declared_format(config: Any) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a transformers configuration; None if it has none or names no method."""
+    wanted = _declared(config)
+    method, values = _read(wanted)
+    return {**values, "quant_method": method} if method else None
+
+
+def forget_format(config: Any) -> None:
+    """Remove the `quantization_config`, so that transformers builds plain modules."""
+    for owner in _owners(config):
+        owner.quantization_config = None
+        del owner.quantization_config
 
 
 def check_scales(method: str, config: Any, stored: Mapping[str, StoredTensor], model: str) -> None:

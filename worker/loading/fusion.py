@@ -37,7 +37,9 @@ from kvforge.worker.kernels.layer_weights import (
 )
 from kvforge.worker.kernels.packed import PackedRows
 from kvforge.worker.kernels.packed_table import PackedEmbedding, PackedTable, table_of
+from kvforge.worker.kernels.stored import StoredWeight
 
+from .coded_parts import CodedLinear, coded_linears
 from .description import Family, TokenBlocks
 from .mixtures import MixtureParts, packed_experts
 from .parts import DecoderParts, LayerParts, parts_of
@@ -79,7 +81,7 @@ def fuse(
     if parts is None or (ranks is not None and not parts.can_be_split):
         return None
     family, config = parts.family, module.config
-    split = len(module.lm_head.weight) < module.get_input_embeddings().num_embeddings
+    split = _rows_of(module.lm_head) < module.get_input_embeddings().num_embeddings
     embedding_scale = _embedding_scale(module, family)
     head, table = _head(module, packer)  # before the layers: later the module's original size is unknown
     layers = tuple(
@@ -108,6 +110,11 @@ def is_known(module: Any) -> bool:
     return parts_of(module) is not None
 
 
+def _rows_of(part: Any) -> int:
+    """Return the rows of a projection, whose weight may be slow to widen."""
+    return part.out_features if isinstance(part, CodedLinear) else len(part.weight)
+
+
 def _setting(config: Any, name: str, otherwise: float) -> float:
     value = getattr(config, name, None) if name else None
     return otherwise if value is None else float(value)
@@ -125,6 +132,8 @@ def _embedding_scale(module: Any, family: Family) -> float:
 @torch.no_grad()
 def _head(module: Any, packer: WeightPacker | None) -> tuple[Projection, PackedTable | None]:
     """Return the vocabulary head, and the embedding table if it is read from the packed head."""
+    if isinstance(module.lm_head, CodedLinear):
+        return _join(module, ("lm_head",), packer), None
     weight, bias = module.lm_head.weight, module.lm_head.bias
     if packer is None or weight is not module.model.embed_tokens.weight:
         return _join(module, ("lm_head",), packer), None
@@ -266,6 +275,9 @@ def _join(
         in_every_head(order, part.out_features) if order is not None and moved else None
         for part, moved in zip(parts, reordered, strict=True)
     ]
+    coded = coded_linears(parts, rows_of) if packer is None else None
+    if coded is not None:
+        return _join_coded(owner, names, parts, rows_of, coded)
     weight, bias = parts[0].weight, parts[0].bias
     if len(parts) > 1:
         together = tensors_together([part.weight for part in parts]) if packer is None and not any(reordered) else None
@@ -275,6 +287,8 @@ def _join(
         if bias is not None:
             bias = torch.cat([_in_order(part.bias, rows) for part, rows in zip(parts, rows_of, strict=True)])
     packed = None if packer is None else packer.pack(weight, parts, is_reordered=any(reordered))
+    if packer is None and any(isinstance(part, CodedLinear) for part in parts):
+        packed = weight  # of several formats: as numbers
     first = 0
     for name, part, moved in zip(names, parts, rows_of, strict=True):
         rows = slice(first, first + part.out_features)
@@ -289,6 +303,23 @@ def _join(
             if bias is not None:
                 part.bias = torch.nn.Parameter(bias[rows], requires_grad=False)
     return Projection(weight if packed is None else packed, bias)
+
+
+def _join_coded(
+    owner: Any, names: Sequence[str], parts: Sequence[Any], orders: Sequence[torch.Tensor | None], joined: StoredWeight
+) -> Projection:
+    """Return the projection of a joined weight in codes; the parts become views of its rows."""
+    bias = parts[0].bias
+    if bias is not None and len(parts) > 1:
+        bias = torch.cat([_in_order(part.bias, rows) for part, rows in zip(parts, orders, strict=True)])
+    first = 0
+    for name, part, moved in zip(names, parts, orders, strict=True):
+        rows = slice(first, first + part.out_features)
+        first = rows.stop
+        if len(parts) > 1 or moved is not None:
+            view = CodedLinear(joined, rows, None if bias is None else bias[rows], moved)
+            setattr(owner, name, in_place_of(part, view))
+    return Projection(joined, bias)
 
 
 def _in_order(tensor: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:

@@ -25,10 +25,12 @@ from kvforge.worker.kernels.experts import Experts
 from kvforge.worker.kernels.packed import QUANTISED_WAY_OUT, WAY_OUT, PackedOperations
 from kvforge.worker.kernels.registry import Serving, check_kernels
 from kvforge.worker.kernels.selftest import self_test as layers_test
+from kvforge.worker.kernels.stored import code_name, codes_of
 
 from .answer_ends import eos_tokens
 from .build import build, lacks_memory
 from .code_packer import CodePacker, codes_made
+from .coded_parts import has_codes
 from .configuration import model_dtype, read_config
 from .determinism import FAST_WAY_OUT, attends_in_plain_torch, describe_determinism, make_batch_invariant
 from .families import counts_positions
@@ -173,6 +175,10 @@ def load_model(
     packs = isinstance(operations, PackedOperations)
     first = PlainOperations() if packs else operations
     fused = fuse(module, bound_options(module), first, context.attention, ranks=ranks)
+    if fused is None and has_codes(module):
+        raise UnsupportedModel(
+            found.name, "its weights are quantised, and its layers could not be described: see the log"
+        )
     if fused is None and counts_positions(module):
         problem = "its attention computes positions from the length of a transformers cache, and it is not described"
         raise UnsupportedModel(found.name, problem)
@@ -184,7 +190,7 @@ def load_model(
         *(device, chosen, kinds, torch_dtype, stored, block_size, vocab_size, checked),
         ranks=count,
         experts=experts,
-        codes=codes_made(quantisation.kind) if quantisation is not None and device.runs_kernels else frozenset(),
+        codes=_codes_of(fused, quantisation, device),
     )
     check_kernels(serving)
     del checked, experts, serving
@@ -200,7 +206,7 @@ def load_model(
         eos_tokens=eos_tokens(found, config, module),
         sampling=model_sampling(found),
         dtype=dtype_name,
-        weight_dtype=dtype_name if quantisation is None else quantisation.kind,
+        weight_dtype=kept_in(fused, dtype_name) if quantisation is None else quantisation.kind,
     )
     model = LoadedModel(
         info=info,
@@ -219,7 +225,7 @@ def load_model(
         try:
             reference = verify(model)
         except UnsupportedModel as error:
-            if fused is None or quantisation is not None or counts_positions(module):
+            if fused is None or quantisation is not None or counts_positions(module) or has_codes(module):
                 raise
             log.warning("%s; running its layers one operation at a time", error)
             model = replace(model, fused=None)
@@ -240,6 +246,25 @@ def load_model(
     device.release_cached()
     progress("model loaded", 1.0)
     return model
+
+
+def kept_in(fused: FusedDecoder | None, dtype: str) -> str:
+    """Return the name of the format that most bytes of multiplied weights are stored in; `dtype` if they are plain."""
+    sizes: dict[str, int] = {}
+    for weight in () if fused is None else fused.product_weights():
+        name = code_name(weight) or dtype
+        sizes[name] = sizes.get(name, 0) + weight.numel()
+    return max(sizes, key=lambda name: sizes[name], default=dtype)
+
+
+def _codes_of(fused: FusedDecoder | None, quantisation: Quantisation | None, device: Device) -> frozenset[str]:
+    """Return the codes that kernels will multiply, as stored in the files or made at load."""
+    found = (
+        set() if fused is None else {each.code for each in map(codes_of, fused.product_weights()) if each is not None}
+    )
+    if quantisation is not None and device.runs_kernels:
+        return frozenset(found) | codes_made(quantisation.kind)
+    return frozenset(found)
 
 
 def _packer(

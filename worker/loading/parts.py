@@ -14,6 +14,7 @@ from kvforge.worker.kernels.activations import NAMES, SILU, Activation
 from kvforge.worker.kernels.layer_weights import HeadNorms, Norm
 from kvforge.worker.kernels.positions import QueryScale, RotaryTable
 
+from .coded_parts import CodedLinear
 from .description import Beside, Family, TokenBlocks
 from .families import family_of
 from .mixtures import MixtureParts, mixture_of
@@ -139,7 +140,7 @@ def _check_linears(module: Any, family: Family) -> None:
     )
     apart = {id(part) for router in routers if router is not None for part in router.modules()}
     linears = [part for part in module.modules() if hasattr(part, "in_features") and id(part) not in apart]
-    if odd := next((part for part in linears if type(part) not in (torch.nn.Linear, ReorderedRows)), None):
+    if odd := next((part for part in linears if type(part) not in (torch.nn.Linear, ReorderedRows, CodedLinear)), None):
         raise _NotDescribedError(f"it has a {type(odd).__name__}")
     dtypes = {w.dtype for part in module.modules() if id(part) not in apart for w in part.parameters(recurse=False)}
     if len(dtypes) > 1:

@@ -1,6 +1,6 @@
 """The bits of a model's weights: resolves `weight_dtype`, and packs each matrix accordingly.
 
-- "dtype" keeps the dtype of the model, exactly.
+- "dtype" keeps the numbers of the files, exactly: in the dtype of the model, or in the codes of a published format.
 - "fp8" (on a GPU), "int8" and "int4" quantise every matrix of a product. The vocabulary head always gets 8 bits: 4
   bits cost more there than they save. On a GPU see `code_packer`.
 - "auto" keeps a quantised GGUF file as it is where kernels exist: matrices stored in 4 bits (Q4_0, Q4_1, Q4_K) keep

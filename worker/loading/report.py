@@ -136,7 +136,7 @@ def check_finite(module: Any, model: str, stored_name: Callable[[str], str] = la
     Raises:
         UnsupportedModel: Names the tensors with NaN or infinity.
     """
-    named = [(name, tensor) for name, tensor in module.state_dict().items() if _can_be_nan(tensor)]
+    named = [(name, tensor) for name, tensor in _lasting(module) if _can_be_nan(tensor)]
     if not named:
         return
     # Minimum and maximum are NaN if any value is, and need no memory of the weights' size.
@@ -146,6 +146,15 @@ def check_finite(module: Any, model: str, stored_name: Callable[[str], str] = la
     if broken:
         kind = str(named[0][1].dtype).removeprefix("torch.")
         raise UnsupportedModel(model, f"its weights hold NaN or infinity (in {kind}): {listed(broken)}")
+
+
+def _lasting(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers by name, without expanding those that are packed."""
+    yield from module.named_parameters(remove_duplicate=False)
+    for path, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), buffer
 
 
 def natural(name: str) -> list[tuple[int, str]]:

@@ -26,6 +26,7 @@ from kvforge.worker.device.ranks import Ranks
 from .composite import is_composite
 from .expert_check import StoredExperts, check_experts_of_ranks
 from .progress import Progress
+from .quantised_reader import JOINED, Published, QuantisedReader
 from .report import EXPERT, LoadReport, check_experts, check_finite, check_unpacked, reject_mismatches
 from .slices import (
     EXPERTS,
@@ -43,8 +44,6 @@ from .source import Source
 from .split_experts import FIRST_HELD, leave_out_others
 from .streamed_files import files_by_tensor, reads_in_parallel
 
-# Experts stored one by one, and the parameter that joins them.
-JOINED = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 READ_AT_ONCE = 4  # tensors; each of them is read by several threads
 STD = 0.02  # default standard deviation of random weights
 
@@ -54,12 +53,15 @@ def build_split(
     config: Any,
     dtype: torch.dtype,
     device: Device,
-    ranks: Ranks,
+    ranks: Ranks | None,
     progress: Progress,
     seed: int,
     expert_parallel: bool = False,
+    published: Published | None = None,
 ) -> Any:
-    """Build one rank's part as `build.build` does.
+    """Build one rank's part as `build.build` does; without ranks the whole model.
+
+    published: the format of quantised weights; None: they are plain.
 
     Raises:
         UnsupportedModel: Names the part that cannot be split.
@@ -77,7 +79,9 @@ def build_split(
         module = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
         )
-    mine = slices_of(module, ranks.rank, ranks.count, expert_parallel)
+    mine = Slices(0, 1, {}, {}, {}, frozenset())
+    if ranks is not None:
+        mine = slices_of(module, ranks.rank, ranks.count, expert_parallel)
     tied = _tied(module)
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         shape = mine.cut(name).shape(tuple(parameter.shape))
@@ -85,7 +89,7 @@ def build_split(
     if source.format == "dummy":
         _make_up(module, config, mine, tied, dtype, device, seed)
     else:
-        _read(module, source, mine, tied, dtype, device, progress)
+        _read(module, source, mine, tied, dtype, device, progress, published)
         _read_generation(module, source)
     for copy, original in tied.items():
         cut, of = mine.cut(copy), module.get_parameter(original)
@@ -93,17 +97,19 @@ def build_split(
     if source.format != "dummy":
         check_finite(module, source.name)
     for name in mine.first_only:
-        if ranks.rank:
+        if mine.rank:
             parent, _, last = name.rpartition(".")
             setattr(module.get_submodule(parent), last, None)
     _fit(module, mine)
-    _check_experts(module, source, mine, ranks, dtype)
-    _exchange(module, mine, ranks)
+    if ranks is not None:
+        _check_experts(module, source, mine, ranks, None if published is not None else dtype)
+        _exchange(module, mine, ranks)
     return module.to(device.torch_device).eval()
 
 
-def _check_experts(module: Any, source: Source, mine: Slices, ranks: Ranks, dtype: torch.dtype) -> None:
-    if source.format == "dummy" or not mine.experts:
+def _check_experts(module: Any, source: Source, mine: Slices, ranks: Ranks, dtype: torch.dtype | None) -> None:
+    """Check what ranks have of the experts. dtype: of weights that are in the files as numbers; None: they are not."""
+    if source.format == "dummy" or dtype is None or not mine.experts:
         check_experts_of_ranks(module, mine, ranks, source.name, None)
         return
     with StoredExperts(source.model_files.weights, dtype) as checksum:
@@ -139,6 +145,7 @@ def _read(
     dtype: torch.dtype,
     device: Device,
     progress: Progress,
+    published: Published | None,
 ) -> None:
     """Fill every parameter with its slice of the stored tensors.
 
@@ -149,6 +156,13 @@ def _read(
     check_experts(stored, source.name)
     report, used = LoadReport(), set()
     named = [(name, each) for name, each in module.named_parameters() if name not in tied]
+    quantised, coded, shapes = None, list[str](), dict[str, tuple[int, ...]]()
+    if published is not None:
+        quantised = QuantisedReader(published, stored, dtype, device, source.name)
+        shapes = {name: mine.whole.get(name, tuple(each.shape)) for name, each in named}
+        quantised.check(shapes)
+        coded = [name for name, shape in shapes.items() if quantised.covers(name, shape)]
+        named = [(name, each) for name, each in named if name not in coded]
     with files_by_tensor(source.model_files.weights, device) as of, ThreadPoolExecutor(READ_AT_ONCE) as pool:
         # Mapped files are read as they are needed, so that host memory never holds more than one tensor.
         at_once = pool.map if reads_in_parallel(device) else map
@@ -165,13 +179,21 @@ def _read(
             filled = found[1].to(dtype=_dtype_of(module, name, dtype)).to(device.torch_device)
             _put(module, name, torch.nn.Parameter(filled, requires_grad=False))
         used |= _read_buffers(module, of, report, dtype)
+        for number, name in enumerate(coded):
+            progress("reading weights", number / len(coded))
+            assert quantised is not None
+            quantised.read(module, name, shapes[name], mine.cut(name), of)
+    if quantised is not None:
+        quantised.finish(module)
+        used |= quantised.used
     ignored = [re.compile(each) for each in module._keys_to_ignore_on_load_unexpected or ()]
     copies = {each for name in tied for each in stored_names(name)}
     report.unused = {
         name for name in stored if name not in used | copies and not any(each.search(name) for each in ignored)
     }
     reject_mismatches(report, source.name)
-    check_unpacked(module, stored, source.name)
+    if published is None:
+        check_unpacked(module, stored, source.name)
 
 
 def _read_buffers(module: Any, of: dict[str, Any], report: LoadReport, dtype: torch.dtype) -> set[str]:

@@ -123,8 +123,8 @@ def test_what_is_here_needs_no_hub(served: FakeHub, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "word", "fetched"),
     [
-        (folder({**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4}}), "quantised by AWQ", 1),
-        (folder({**LLAMA, "quantization_config": {"quant_method": "gptq"}}), "quantised by GPTQ", 1),
+        (folder({**LLAMA, "quantization_config": {"quant_method": "bitsandbytes"}}), "quantised by bitsandbytes", 1),
+        (folder({**LLAMA, "quantization_config": {"quant_method": "modelopt"}}), "quantised by ModelOpt", 1),
         (folder({"model_type": "vit", "architectures": ["ViTForImageClassification"]}), "vision-only", 1),
         (folder({"model_type": "siglip", "architectures": ["SiglipModel"]}), "vision-only", 1),
         ({"adapter_config.json": b"{}", "adapter_model.safetensors": NO_TENSORS}, "holds an adapter", 0),

@@ -1,4 +1,7 @@
-"""Quantised folders: fp8 and mxfp4 are dequantised when they are read, every other format is refused by its name."""
+"""Quantised folders: transformers dequantises fp8 and mxfp4, and formats that are not read are refused by name.
+
+`test_published` has the formats that kvforge reads itself.
+"""
 
 from __future__ import annotations
 
@@ -103,9 +106,8 @@ def test_scales_are_those_of_the_blocks(
 @pytest.mark.parametrize(
     "quantisation",
     [
-        {"quant_method": "awq", "bits": 4},
-        {"quant_method": "gptq", "bits": 4, "group_size": 128},
-        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        {"quant_method": "awq", "bits": 3, "group_size": 128},
+        {"quant_method": "fbgemm_fp8"},
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
         {"load_in_8bit": True},
         {"quant_method": "squeezed"},
@@ -122,5 +124,6 @@ def test_other_formats_are_refused_by_name_before_weights(quantisation: Any, tmp
     with pytest.raises(UnsupportedModel) as caught:
         load_model(tmp_path, dtype="float32", device=cpu, block_size=4)
     method = quantisation.get("quant_method") if isinstance(quantisation, dict) else "awq"
-    assert (method or "quantis").lower() in str(caught.value).lower()
+    words = str(caught.value).lower()
+    assert (method or "quantis").lower().replace("_", " ") in words or "quantization_config has bits = 3" in words
     assert "NaN" not in str(caught.value)

@@ -1,0 +1,305 @@
+"""Published quantised formats: read as their specifications say, and refused by name where something is damaged.
+
+On a CPU the numbers are dequantised at load; on a GPU, or with Triton's interpreter, the weights stay in codes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("triton")
+
+from kvforge.protocol.errors import UnsupportedModel
+from kvforge.worker.attention.triton_attention import is_interpreted
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.kernels import experts_selftest, selftest, stored_selftest
+from kvforge.worker.kernels.packed import dense
+from kvforge.worker.kernels.stored import Codes, code_name
+from kvforge.worker.loading import split
+from kvforge.worker.loading.coded_parts import CodedLinear, coded_experts
+from kvforge.worker.loading.configuration import read_config
+from kvforge.worker.loading.fingerprint import fingerprint
+from kvforge.worker.loading.formats import forget_format
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.published import parse_format
+from kvforge.worker.loading.quantised_reader import Published
+from kvforge.worker.loading.source import find_source
+from kvforge.worker.step.memory import weight_bytes
+from tests.worker.loading.published_models import CASES, Case, Weights, write_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+DEVICE = open_device("auto")
+CPU = open_device("cpu")
+runs_kernels = pytest.mark.skipif(
+    not DEVICE.runs_kernels and not is_interpreted(), reason="needs a GPU or the interpreter"
+)
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kernels run, also where they are interpreted."""
+    if not DEVICE.runs_kernels:
+        monkeypatch.setattr(Device, "runs_kernels", property(lambda device: device.kernels))
+        for module in (selftest, experts_selftest, stored_selftest):
+            monkeypatch.setattr(module, "TOKENS", (1, 9))
+
+
+def apart(module: Any, plain: Any) -> float:
+    """Return the largest difference of logits, relative to the largest logit."""
+    tokens = torch.arange(3, 20)[None]
+    device = next(module.parameters()).device
+    with torch.no_grad():
+        wanted = plain(input_ids=tokens, use_cache=False).logits.float()
+        got = module(input_ids=tokens.to(device), use_cache=False).logits.float().cpu()
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+@each_case
+def test_a_format_is_its_numbers(case: Case, tmp_path: Path) -> None:
+    plain = write_checkpoint(case, tmp_path)
+    model = load_model(tmp_path, dtype="float32", device=CPU, block_size=4)
+    if model.fused is not None:
+        from kvforge.worker.loading.verification import use_attention
+
+        use_attention(model.module, "eager")
+    assert apart(model.module, plain) < 1e-4
+    assert model.info.weight_dtype == "float32"
+
+
+@runs_kernels
+@each_case
+def test_a_format_stays_as_it_is_stored(case: Case, tmp_path: Path, kept: None) -> None:
+    """`load_model` compares the kernels' logits with those of transformers' layers over the numbers of the codes."""
+    from kvforge.worker.loading.verification import use_attention
+
+    plain = write_checkpoint(case, tmp_path)
+    model = load_model(tmp_path, dtype="float16", device=DEVICE, block_size=4, attention="reference")
+    assert model.fused is not None
+    names = [code_name(weight) for weight in model.fused.product_weights()]
+    assert case.kind in names and names.count("") == (1 if case.name != "mxfp4" else 1 + 2 * 2)  # the head
+    assert model.info.weight_dtype == case.kind
+    use_attention(model.module, "eager")
+    assert apart(model.module, plain) < 2e-2
+    files = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert weight_bytes(model) < 1.2 * files
+    other = load_model(tmp_path / "plain", dtype="float16", device=DEVICE, block_size=4, attention="reference")
+    assert other.info.fingerprint != model.info.fingerprint
+
+
+def changed(folder: Path, change: Callable[[Weights], Weights]) -> None:
+    file = folder / "model.safetensors"
+    save_file({name: each.contiguous() for name, each in change(load_file(file)).items()}, file, {"format": "pt"})
+
+
+def without(name: str) -> Callable[[Weights], Weights]:
+    return lambda weights: {each: tensor for each, tensor in weights.items() if each != name}
+
+
+def with_changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Weights], Weights]:
+    return lambda weights: {each: change(tensor) if each == name else tensor for each, tensor in weights.items()}
+
+
+OUTPUT = "model.layers.1.self_attn.o_proj"
+EXPERT = "model.layers.0.mlp.experts.2.up_proj"
+DAMAGED = (
+    ("awq", without(f"{OUTPUT}.scales"), f"has no tensor {OUTPUT}.scales, which AWQ in groups of 64 has"),
+    ("awq", without(f"{OUTPUT}.qweight"), f"has no tensor {OUTPUT}.qweight"),
+    (
+        "awq",
+        with_changed(f"{OUTPUT}.qzeros", lambda t: t[:1]),
+        rf"{OUTPUT}.qzeros is I32 \[1, 16\], and has to be I32 \[2, 16\]",
+    ),
+    ("awq", with_changed(f"{OUTPUT}.scales", lambda t: t * torch.inf), f"{OUTPUT}.scales holds NaN or infinity"),
+    ("gptq", with_changed(f"{OUTPUT}.g_idx", lambda t: t * 0), f"{OUTPUT}.g_idx has groups of other sizes than 64"),
+    (
+        "gptq",
+        with_changed(f"{OUTPUT}.qweight", lambda t: t[:-1]),
+        rf"{OUTPUT}.qweight is I32 \[15, 128\], and has to be",
+    ),
+    (
+        "packed",
+        with_changed(f"{OUTPUT}.weight_shape", lambda t: t + 1),
+        f"{OUTPUT}.weight_shape is .129, 129., and has to be",
+    ),
+    ("packed", without(f"{OUTPUT}.weight_scale"), f"has no tensor {OUTPUT}.weight_scale"),
+    ("packed-zeros", without(f"{OUTPUT}.weight_zero_point"), f"has no tensor {OUTPUT}.weight_zero_point"),
+    ("fp8-channels", without(f"{OUTPUT}.weight_scale"), f"has no tensor {OUTPUT}.weight_scale"),
+    (
+        "int8-channels",
+        with_changed(f"{OUTPUT}.weight", lambda t: t.int()),
+        f"{OUTPUT}.weight is I32 .*, and has to be I8",
+    ),
+    ("experts-awq", without(f"{EXPERT}.scales"), f"has no tensor {EXPERT}.scales"),
+)
+
+
+@pytest.mark.parametrize(("name", "change", "problem"), DAMAGED, ids=lambda each: each if isinstance(each, str) else "")
+def test_a_damaged_projection_is_refused_by_its_tensor(
+    name: str, change: Callable[[Weights], Weights], problem: str, tmp_path: Path
+) -> None:
+    write_checkpoint(BY_NAME[name], tmp_path)
+    changed(tmp_path, change)
+    with pytest.raises(UnsupportedModel, match=problem):
+        load_model(tmp_path, dtype="float32", device=CPU, block_size=4)
+
+
+BROKEN = torch.full((128, 128), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+MIXED = "model.layers.0.mlp.experts"
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("fp8-blocks", without(f"{OUTPUT}.weight_scale_inv"), f"has no tensor {OUTPUT}.weight_scale_inv"),
+        (
+            "fp8-blocks",
+            with_changed(f"{OUTPUT}.weight_scale_inv", lambda t: t[:1]),
+            f"{OUTPUT}.weight_scale_inv is F32 .1, 2.",
+        ),
+        ("fp8-blocks", with_changed(f"{OUTPUT}.weight", lambda _t: BROKEN), f"{OUTPUT}.weight holds NaN"),
+        ("mxfp4", without(f"{MIXED}.down_proj_scales"), f"{MIXED}.down_proj_scales is missing"),
+        (
+            "mxfp4",
+            with_changed(f"{MIXED}.down_proj_scales", lambda t: t * 0 + 255),
+            f"{MIXED}.down_proj_scales holds NaN",
+        ),
+    ],
+)
+def test_a_damaged_projection_that_would_be_kept_is_refused(
+    name: str, change: Callable[[Weights], Weights], problem: str, tmp_path: Path, kept: None
+) -> None:
+    write_checkpoint(BY_NAME[name], tmp_path)
+    changed(tmp_path, change)
+    with pytest.raises(UnsupportedModel, match=problem):
+        load_model(tmp_path, dtype="float16", device=DEVICE, block_size=4, attention="reference")
+
+
+SPARSE = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"quant_method": "awq", "bits": 3, "group_size": 128}, "has bits = 3.*expected 4"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 100}, "has group_size = 100"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "marlin"}, "has version = 'marlin'"),
+        ({"quant_method": "gptq", "bits": 2, "group_size": 128}, "has bits = 2.*expected 4 or 8"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "x"},
+            "has checkpoint_format = 'x'",
+        ),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "has config_groups"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {}}}, "format": "marlin-24"},
+            "marlin-24",
+        ),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "has weight_block_size"),
+        ({"quant_method": "quark"}, "'quark', which kvforge does not read"),
+    ],
+)
+def test_a_setting_that_is_not_read_is_named(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UnsupportedModel, match=problem):
+        parse_format(values, "a model")
+
+
+def part_of(case: Case, folder: Path, rank: int, count: int, expert_parallel: bool = False) -> Any:
+    """Return one rank's transformers model with its share of the codes, without the other ranks."""
+    source = find_source(folder, "auto")
+    config = read_config(source)
+    ranks: Any = SimpleNamespace(rank=rank, count=count) if count > 1 else None
+    forget_format(config)
+    published = Published(parse_format(case.config, "a model"), keeps=True)
+    quiet: Any = lambda *_: None  # noqa: E731
+    with patch.object(split, "check_experts_of_ranks"):  # there is no other rank to ask
+        return split.build_split(source, config, torch.float16, CPU, ranks, quiet, 0, expert_parallel, published)
+
+
+def weights_of(module: Any) -> dict[str, torch.Tensor]:
+    """Return the numbers of the projections and of the experts by name."""
+    found = {}
+    for name, part in module.named_modules():
+        if isinstance(part, CodedLinear):
+            found[name] = part.codes.widened()
+        elif (experts := coded_experts(part)) is not None:
+            found[f"{name}.up"], found[f"{name}.down"] = (
+                dense(each) for each in (experts.matrices.up, experts.matrices.down)
+            )
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8-tensor", "fp8-blocks", "int8-channels", "awq", "gptq", "packed", "experts-blocks"]
+)
+def test_two_ranks_divide_the_codes(name: str, tmp_path: Path) -> None:
+    case = BY_NAME[name]
+    write_checkpoint(case, tmp_path)
+    whole = weights_of(part_of(case, tmp_path, 0, 1))
+    halves = [weights_of(part_of(case, tmp_path, rank, 2)) for rank in range(2)]
+    assert len(whole) >= 10
+    for path, numbers in whole.items():
+        parts = [half[path] for half in halves]
+        if path.endswith(".up"):  # gate and up are cut apart
+            both = [torch.cat(each, 1) for each in zip(*(part.chunk(2, 1) for part in parts), strict=True)]
+            joined = torch.cat(both, 1)
+        else:
+            joined = torch.cat(parts, -1 if path.endswith(("o_proj", "down_proj", ".down")) else -2)
+        assert torch.equal(joined, numbers), path
+
+
+@pytest.mark.parametrize("name", ["experts-awq", "mxfp4"])
+def test_two_ranks_divide_the_experts(name: str, tmp_path: Path) -> None:
+    case = BY_NAME[name]
+    write_checkpoint(case, tmp_path)
+    whole = weights_of(part_of(case, tmp_path, 0, 1))
+    halves = [weights_of(part_of(case, tmp_path, rank, 2, expert_parallel=True)) for rank in range(2)]
+    for path, numbers in whole.items():
+        if "experts" in path:
+            assert torch.equal(torch.cat([half[path] for half in halves]), numbers), path
+
+
+def test_columns_in_the_order_of_activations_are_not_divided(tmp_path: Path) -> None:
+    case = BY_NAME["gptq-act-order"]
+    write_checkpoint(case, tmp_path)
+    with pytest.raises(UnsupportedModel, match="cannot be divided among ranks: its 128 columns are in the order of"):
+        part_of(case, tmp_path, 0, 2)
+
+
+def test_one_changed_code_is_another_model(tmp_path: Path) -> None:
+    case = BY_NAME["awq"]
+    write_checkpoint(case, tmp_path)
+    before = fingerprint(part_of(case, tmp_path, 0, 1), "float16")
+    assert fingerprint(part_of(case, tmp_path, 0, 1), "float16") == before
+    changed(tmp_path, with_changed(f"{OUTPUT}.qweight", lambda t: torch.cat((t[:-1], t[-1:] ^ 1))))
+    assert fingerprint(part_of(case, tmp_path, 0, 1), "float16") != before
+
+
+def test_no_weight_is_expanded_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor while its sums for the fingerprint and its finiteness are computed."""
+    case = BY_NAME["experts-blocks"]
+    write_checkpoint(case, tmp_path)
+
+    def refused(*_: object) -> None:
+        raise AssertionError("a weight was expanded")
+
+    monkeypatch.setattr(Codes, "widened", refused)
+    fingerprint(part_of(case, tmp_path, 0, 1), "float16")
+
+
+def test_a_model_whose_layers_are_not_described_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(BY_NAME["awq"], tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "stablelm"}))
+    with pytest.raises(UnsupportedModel, match=r"AWQ in groups of 64.*stablelm has no described layers"):
+        load_model(tmp_path, dtype="float32", device=CPU, block_size=4)
