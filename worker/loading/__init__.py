@@ -4,6 +4,7 @@ source.py       finds the model's files
 configuration.py, gguf.py, rope.py   read the model's configuration, tensors and rotary embedding from its files
 build.py        transformers builds the model and fills in the weights
 weight_stream.py, streamed_files.py   reads weights in parallel, straight into a device's memory
+early_checks.py   checks kernels while weights are read
 report.py       rejects tensors of the files that are left over, and tensors of the model that are missing
 sampling_defaults.py   the model's default sampling parameters
 quantisation.py, gguf_groups.py   the bits of its weights, and weights that a file stores in 4 bits

@@ -15,6 +15,7 @@ from kvforge.worker.device.ranks import Ranks
 
 from .code_packer import codes_problem
 from .composite import config_for, is_composite, is_removed, model_class, text_part
+from .early_checks import EarlyChecks
 from .families import family_of_class
 from .formats import check_scales, declared_format, dequantise, forget_format
 from .gguf import noted_names
@@ -45,6 +46,7 @@ def build(
     seed: int,
     ranks: Ranks | None = None,
     expert_parallel: bool = False,
+    early: EarlyChecks | None = None,
 ) -> Any:
     """Build the transformers model with its weights, in eval mode, on `device`, with eager attention.
 
@@ -57,6 +59,7 @@ def build(
         seed: Seed of random weights.
         ranks: The group of ranks; only this rank's part is read (see `split`).
         expert_parallel: Whether ranks divide the experts among them, not each expert.
+        early: Checks that begin with the reading of weights, where these are read in parallel.
 
     Returns:
         The model.
@@ -78,7 +81,7 @@ def build(
             elif source.format == "dummy":
                 module = _dummy(config, dtype, device, seed)
             else:
-                module = _load(source, config, dtype, device, bars)
+                module = _load(source, config, dtype, device, bars, early)
             module = widen_values(text_part(module.to(device.torch_device).eval(), _name(source, config)))
         except OSError as error:
             raise ModelNotFound(str(source.path), f"its weights cannot be read: {sentence(error)}") from error
@@ -124,7 +127,9 @@ def _dummy(config: Any, dtype: torch.dtype, device: Device, seed: int) -> Any:
         return cls._from_config(config_for(cls, config), dtype=dtype, attn_implementation="eager")
 
 
-def _load(source: Source, config: Any, dtype: torch.dtype, device: Device, bars: ProgressBars) -> Any:
+def _load(
+    source: Source, config: Any, dtype: torch.dtype, device: Device, bars: ProgressBars, early: EarlyChecks | None
+) -> Any:
     """Load the weights from files.
 
     Raises:
@@ -147,13 +152,16 @@ def _load(source: Source, config: Any, dtype: torch.dtype, device: Device, bars:
             check_unpacked(rehearsed, stored, source.name, method)
             check_memory(rehearsed, device, source.name)
             removed = {name for name in stored if is_removed(rehearsed, name)}
-            foresee(widen_values(text_part(rehearsed, source.name)), device)
-            del rehearsed
+            text = widen_values(text_part(rehearsed, source.name))
+            shapes = foresee(text, device)
+            if early is not None and shapes:
+                early.prepare(text, shapes)
+            del rehearsed, text
     header = source.gguf_header if source.format == "gguf" else None
     stream = None
     if source.format == "safetensors" and not method and reads_in_parallel(device):
         stream = WeightStream(source.model_files.weights, device, reading_order(stored, removed))
-    with reported() as report, noted_names(header, source.name) as names, streamed(stream, bars):
+    with reported() as report, noted_names(header, source.name) as names, streamed(stream, bars, early):
         try:
             module = cls.from_pretrained(
                 source.folder,

@@ -33,6 +33,7 @@ from .code_packer import CodePacker, codes_made
 from .coded_parts import has_codes
 from .configuration import model_dtype, read_config
 from .determinism import FAST_WAY_OUT, attends_in_plain_torch, describe_determinism, make_batch_invariant
+from .early_checks import EarlyChecks
 from .families import counts_positions
 from .fingerprint import fingerprint, joined_digest
 from .fusion import fuse, is_known
@@ -151,11 +152,17 @@ def load_model(
         chosen = choose_attention(device, attention)
 
         progress("loading weights", 0.05)
-        module = build(
-            *(found, config, torch_dtype, device, lambda p, f: progress(p, 0.05 + 0.8 * f), seed),
-            ranks=ranks,
-            expert_parallel=expert_parallel,
-        )
+        early = EarlyChecks(device, attention, torch_dtype, KV_DTYPES[kv_dtype].torch_dtype, block_size)
+        try:
+            module = build(
+                *(found, config, torch_dtype, device, lambda p, f: progress(p, 0.05 + 0.8 * f), seed),
+                ranks=ranks,
+                expert_parallel=expert_parallel,
+                early=early,
+            )
+        except BaseException:
+            early.end()
+            raise
 
     if quantisation is not None and not is_known(module):
         _refuse_quantising(weight_dtype, type(module).__name__)
@@ -192,6 +199,7 @@ def load_model(
         experts=experts,
         codes=_codes_of(fused, quantisation, device),
     )
+    early.end()
     check_kernels(serving)
     del checked, experts, serving
     device.release_cached()

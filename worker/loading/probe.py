@@ -8,14 +8,17 @@ yields windows longer than any probe, and exposes chunked attention.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import transformers
+from transformers import masking_utils
 
 from kvforge.protocol.errors import KvforgeError, UnsupportedModel
 from kvforge.worker.attention import AttentionOptions
@@ -32,6 +35,7 @@ RECORDING_NAME = "kvforge_recording"
 RECORDED_TOKENS = 4
 ATTENDING = frozenset({"attention", "full_attention", "sliding_attention"})
 MASK_POSITIONS_MAX = 1 << 18
+PACKED_SEQUENCES = "find_packed_sequence_indices"
 # Keywords without effect on attention; all others must be absent, None or False.
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
 log = logging.getLogger("worker")
@@ -93,7 +97,7 @@ def _mask_window(*, mask_function: Any, config: Any, device: Any, **_: Any) -> t
                 raise UnsupportedModel(_name(config), "its attention mask is neither causal nor a sliding window")
     except (IndexError, RuntimeError, TypeError) as error:
         raise UnsupportedModel(_name(config), f"its attention mask cannot be evaluated: {error}") from error
-    return torch.full((1, 1, 1, 1), 0 if window >= positions else window, dtype=torch.int64, device=device)
+    return torch.full((1, 1, 1, 1), 0 if window >= positions else window, dtype=torch.int64, device=place)
 
 
 transformers.AttentionInterface.register(RECORDING_NAME, _record)
@@ -138,20 +142,24 @@ def bind_layers(module: Any, context: ForwardContext, context_tokens: int, devic
     return tuple(shapes)
 
 
-def foresee(module: Any, device: Device) -> None:
+def foresee(module: Any, device: Device) -> tuple[LayerShape, ...]:
     """Check a model on the meta device before its weights are read, as far as possible.
+
+    Returns:
+        Each layer's KV shape, in order; none if the model does not run without weights.
 
     Raises:
         UnsupportedModel: A layer needs something that attention does not support. Code that fails without weights is
             tolerated.
     """
     try:
-        bind_layers(module, ForwardContext(ReferenceAttention()), RECORDED_TOKENS, device)
+        return bind_layers(module, ForwardContext(ReferenceAttention()), RECORDED_TOKENS, device)
     except UnsupportedModel as error:
         if error.__cause__ is None:
             raise
     except Exception as error:  # noqa: BLE001 - foreign code without numbers
         log.debug("not checked before loading: %s: %s", type(error).__name__, error)
+    return ()
 
 
 def _attends_alone(config: Any) -> bool:
@@ -217,6 +225,22 @@ def query_norms(module: Any, first: int, device: Device) -> list[torch.Tensor]:
     return [call.norms for call in sorted(calls, key=lambda call: call.module.__dict__[BINDING].index)]
 
 
+@contextlib.contextmanager
+def _one_sequence() -> Iterator[None]:
+    """Let transformers find no packed sequences inside, as there are none.
+
+    It compares the positions, and a model on the meta device has no numbers to compare.
+    """
+    found = getattr(masking_utils, PACKED_SEQUENCES, None)
+    if found is not None:
+        setattr(masking_utils, PACKED_SEQUENCES, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        if found is not None:
+            setattr(masking_utils, PACKED_SEQUENCES, found)
+
+
 def _recording_pass(module: Any, name: str, tokens: int, device: Device, first: int = 0) -> list[_Call]:
     use_attention(module, RECORDING_NAME)
     _calls.clear()
@@ -225,7 +249,8 @@ def _recording_pass(module: Any, name: str, tokens: int, device: Device, first: 
     token_ids = torch.arange(tokens, device=place) % table.num_embeddings
     positions = torch.arange(first, first + tokens, device=place)
     try:
-        module(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True)
+        with _one_sequence():
+            module(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True)
         return list(_calls)
     except KvforgeError:
         raise

@@ -20,6 +20,7 @@ from transformers import modeling_utils
 from kvforge.models.safetensors_header import StoredTensor
 from kvforge.worker.device.device import Device
 
+from .early_checks import EarlyChecks
 from .progress import ProgressBars
 from .report import natural
 from .weight_stream import WeightStream
@@ -28,15 +29,27 @@ log = logging.getLogger("worker")
 
 
 @contextlib.contextmanager
-def streamed(stream: WeightStream | None, bars: ProgressBars) -> Iterator[None]:
-    """Let transformers read from a stream instead of files while inside. None: from files."""
+def streamed(stream: WeightStream | None, bars: ProgressBars, early: EarlyChecks | None = None) -> Iterator[None]:
+    """Let transformers read from a stream instead of files while inside.
+
+    Args:
+        stream: The stream; None: from files.
+        bars: Show the share of bytes.
+        early: Checks that begin when transformers opens the first file.
+    """
     if stream is None:
         yield
         return
     phase = f"reading {stream.bytes_total / 1e9:.1f} GB of weights"
     kept = modeling_utils.safe_open
     bars.measure = lambda: (phase, stream.share)
-    modeling_utils.safe_open = lambda path, *_, **__: StreamedFile(stream, Path(path), stays=True)
+
+    def opened(path: str, *_: Any, **__: Any) -> StreamedFile:
+        if early is not None:
+            early.begin()
+        return StreamedFile(stream, Path(path), stays=True)
+
+    modeling_utils.safe_open = opened
     try:
         with stream:
             yield
