@@ -65,6 +65,15 @@ print("served")
 """
 
 
+IMPORT_KERNELS = """
+import importlib, pkgutil
+from kvforge.worker import attention, cpu, kernels
+for package in (attention, cpu, kernels):
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        print(importlib.import_module(module.name).__file__)
+"""
+
+
 @pytest.mark.parametrize("first", ["beside the script", "in PYTHONPATH"])
 def test_a_client_and_the_users_modules_do_not_meet(installed: Path, users: Path, first: str) -> None:
     script = (users if first == "beside the script" else users / "elsewhere") / "script.py"
@@ -88,9 +97,23 @@ def test_up_starts_our_processes_wherever_it_is_called(
     monkeypatch.chdir(users)
     model, runtime = tiny_model(users), users / "r"
     options = ("--model", str(model), "--load-format", "dummy", "--device", "cpu", "--blocks", "64", "--threads", "1")
+    options += ("--kernels", "reference")  # those of the CPU would be compiled anew for this folder, for ten seconds
     with Process("--runtime-dir", str(runtime), "up", *options, **environment(installed, users)) as running:
         running.expect("ready: 1 worker")
     assert "the wrong" not in running.text
+
+
+def test_the_kernels_import_our_modules(installed: Path, users: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", IMPORT_KERNELS],
+        env=environment(installed, users),
+        cwd=users,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert {Path(line).is_relative_to(installed) for line in ran.stdout.splitlines()} == {True}
 
 
 def test_the_wheel_is_typed_and_holds_nothing_twice(installed: Path) -> None:
