@@ -17,12 +17,14 @@ from kvforge.protocol.steady_clock import monotonic
 from kvforge.protocol.steady_timeout import steady_timeout
 
 from .files import Files
-from .records import BATCH, CANCELLING
+from .records import BATCH, BATCH_RECORD, CANCELLING
 from .requests import Requests
 from .room import Room
 from .run import BatchRun
 
 RUNS_MAX = 4
+OVERDUE_S = 60.0  # between two looks for batches of models that are not served
+OVERDUE_READ_MAX = 256
 LOOK_S = 0.05
 LOAD_S = 1.0
 log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class Runner:
         self.runs: dict[tuple[str, str], BatchRun] = {}
         self._wake = asyncio.Event()
         self._failed = False
+        self._look_overdue_at = 0.0
         self.count: Callable[[bool], None] = lambda _: None
         self.share: Callable[[int], int] = lambda used: used
 
@@ -67,6 +70,7 @@ class Runner:
                 self._wake.clear()
                 try:
                     await self._look()
+                    await self._end_overdue()
                     self._failed = False
                 except StorageFailed as error:
                     if not self._failed:
@@ -106,16 +110,39 @@ class Runner:
             return
         group = self._service.known.info.name
         claim = Claim(kind=BATCH, groups=[group], owner=self._owner, lease_s=self._lease_s, limit=places)
-        (documents,) = await self._files.storage.apply(claim)
-        assert isinstance(documents, list)
-        for document in documents:
-            assert isinstance(document, Document)
+        for document in await self._claimed(claim):
             former = self.runs.get((document.tenant, document.id))
             if former is not None and former.version == document.version:
                 continue  # its lease had run out, and is ours again
             if former is not None:
                 await former.close(cancel=document.state == CANCELLING)
             self._start(document)
+
+    async def _end_overdue(self) -> None:
+        """Start the ends of expired and cancelled batches whose model no gateway serves."""
+        if not self._files.storage.exists or monotonic() < self._look_overdue_at:
+            return
+        self._look_overdue_at = monotonic() + OVERDUE_S
+        claim = Claim(kind=BATCH, owner=self._owner, lease_s=self._lease_s, limit=OVERDUE_READ_MAX)
+        others, started = list[tuple[str, str, str]](), 0
+        for document in await self._claimed(claim):
+            if (document.tenant, document.id) in self.runs:
+                continue  # its lease had run out, and is ours again
+            record = BATCH_RECORD.decode(document.body)
+            if started < RUNS_MAX and (record.status == CANCELLING or record.expires_at <= time.time()):
+                self._start(document)
+                started += 1
+            else:
+                others.append((document.tenant, document.kind, document.id))
+        if others:
+            await self._files.storage.apply(Release(owner=self._owner, keys=others))
+        if started == RUNS_MAX:  # there may be more
+            self._look_overdue_at = 0.0
+
+    async def _claimed(self, claim: Claim) -> list[Document]:
+        (documents,) = await self._files.storage.apply(claim)
+        assert isinstance(documents, list)
+        return [document for document in documents if isinstance(document, Document)]
 
     def _start(self, document: Document) -> None:
         run = BatchRun(

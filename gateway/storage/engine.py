@@ -361,8 +361,15 @@ class Engine:
         return self._db.changed > 0
 
     def _release(self, release: Release) -> int:
-        self._db.execute("UPDATE documents SET lease = 0, owner = '' WHERE owner = ? AND owner <> ''", (release.owner,))
-        return self._db.changed
+        released = "UPDATE documents SET lease = 0, owner = '' WHERE owner = ? AND owner <> ''"
+        if not release.keys:
+            self._db.execute(released, (release.owner,))
+            return self._db.changed
+        count = 0
+        for key in release.keys:
+            self._db.execute(f"{released} AND {_WHERE}", (release.owner, *key))
+            count += self._db.changed
+        return count
 
     def _watch(self, watch: Watch) -> bool:
         self._db.execute(

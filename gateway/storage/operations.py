@@ -208,9 +208,15 @@ class Mark(_Keyed, frozen=True, kw_only=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End the leases of all work of an owner, for others to claim at once. Returns the number of documents."""
+    """End the leases of an owner's work, for others to claim at once. Returns the number of documents.
+
+    Attributes:
+        owner: The owner.
+        keys: (tenant, kind, id) of the work; empty: all of it.
+    """
 
     owner: str
+    keys: list[tuple[str, str, str]] = []
 
 
 class Watch(_Keyed, frozen=True, kw_only=True, tag=True):

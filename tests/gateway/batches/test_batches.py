@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from kvforge.gateway.config import BatchesSection, Key, StorageSection
-from kvforge.gateway.storage import Append, Get
+from kvforge.gateway.storage import Append, Claim, Get
 from kvforge.protocol.errors import StorageFailed
 from tests.gateway import scripted
 from tests.gateway.batches.app import App, chats, ended, jsonl, output
@@ -284,6 +284,42 @@ def test_an_expired_batch_keeps_its_answers_and_names_the_rest(tmp_path: Path) -
         assert {line["error"]["code"] for line in bad} == {"batch_expired"} and script.cancelled
 
     app.run(work)
+
+
+@pytest.mark.parametrize("how", ["expired", "cancelled"])
+def test_a_batch_whose_model_is_never_served_ends(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gateway ended before it began; the one that runs now serves nothing."""
+    monkeypatch.setattr("kvforge.gateway.batches.runner.OVERDUE_S", 0.1)
+    script = scripted.Script(hang=True)
+    names: list[str] = []
+
+    async def begin(client: openai.AsyncOpenAI) -> None:
+        made = await client.files.create(file=("in.jsonl", chats(5)), purpose="batch")
+        for window in ("24h", "1s" if how == "expired" else "24h"):
+            batch = await client.batches.create(
+                input_file_id=made.id, endpoint="/v1/chat/completions", completion_window=window
+            )
+            names.append(batch.id)
+        if how == "cancelled":
+            await client.batches.cancel(names[1])
+
+    async def main(app: App) -> None:
+        async with app.client() as client:  # nothing works on batches
+            await begin(client)
+        await app.storage.close()
+
+    asyncio.run(main(App(tmp_path, script)))
+    app = App(tmp_path, script, storage=StorageSection(lease_s=2.0))
+    app.service.reason = "no model is served"
+
+    async def wait(client: openai.AsyncOpenAI) -> None:
+        batch = await ended(client, names[1])
+        assert batch.status == how
+        assert (await client.batches.retrieve(names[0])).status == "validating"
+        (claimed,) = app.storage.done(Claim(kind="batch", owner="its own gateway", lease_s=10.0))
+        assert isinstance(claimed, list) and [each.id for each in claimed] == [names[0]]  # type: ignore[union-attr]
+
+    app.run(wait)
 
 
 def test_the_next_process_continues_and_doubles_nothing(tmp_path: Path) -> None:
