@@ -168,7 +168,7 @@ def swept(device: Device, operation: Operation, fused: FusedDecoder, batch: int)
     times: dict[str, float] = {}
     for rows, tokens, warps, stages in SWEPT[16 if batch <= 16 else 64]:
         tiles = StoredTiles(rows, tokens, warps, stages)
-        with patch.object(stored_linear, "tiles_of", lambda _tokens, _target, tiles=tiles: tiles):
+        with patch.object(stored_linear, "tiles_of", lambda *_, tiles=tiles: tiles):
             try:
                 us = measure_us(device, lambda: operation.run(fused.operations), operation.calls, repeats=5)
             except OutOfResources:

@@ -45,7 +45,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         device_index: Index of the GPU.
         dtype: Dtype of weights and activations: auto (the model's own), float32, float16 or bfloat16.
         weight_dtype: Precision of the multiplied weights: `dtype`, fp8 (on a GPU), int8, int4, or auto (on a CPU: as
-            stored in a quantised GGUF file).
+            stored in a quantised file).
         kv_dtype: Dtype of the KV cache: auto (same as `dtype`), int8 or fp8.
         kv_bytes: Size of the KV pool in bytes. Set at most one of `kv_bytes`, `blocks` and `memory_share`; 0 means
             unset. Without any, the pool takes all GPU memory that steps leave free, or half a GiB on a CPU.

@@ -61,7 +61,8 @@ OF_EXPERTS = (
     *(CodeLayout("int4", 128), CodeLayout("e2m1", 32)),
 )
 WIDE = (CodeLayout("int8", 0), CodeLayout("e4m3", 0))  # of heads
-N, K, LONG = 4096, 4096, 14336
+K, LONG = 4096, 14336
+ROWS = {"gated": 28672, "wide": 128256}  # others 4096
 TOKENS = (1, 32, 64, 300)
 EXPERTS, WIDTH = 8, 2
 
@@ -91,9 +92,9 @@ def stored_experts_configurations(target: Target) -> list[Configuration]:
 
 
 def _product(target: Target, dtype: torch.dtype, tokens: int, layout: CodeLayout, use: str) -> Configuration:
-    k = LONG if use == "parts" else K
-    x, codes = meta_tensor(tokens, k, dtype=dtype), layout.codes(N, k)
-    bias = meta_tensor(N, dtype=dtype) if use == "biased" else None
+    n, k = ROWS.get(use, 4096), LONG if use == "parts" else K
+    x, codes = meta_tensor(tokens, k, dtype=dtype), layout.codes(n, k)
+    bias = meta_tensor(n, dtype=dtype) if use == "biased" else None
     result, gated, divisible = F32 if use == "wide" else dtype, use == "gated", use == "parts"
     label = f"codes {layout} {DTYPE_NAMES[dtype]} {tokens} {use}"
     launch = launched_on(target)

@@ -13,12 +13,13 @@ from kvforge.worker.device.overlap import launch_options, let_next_start, wait_f
 from kvforge.worker.device.target import Target
 
 from .activation import activate, activated
-from .expert_sort import Blocks
+from .expert_sort import FIELDS, Blocks
 from .grouped import Gating, pairs_of, split_rows
 from .grouped_tiles import HOPPER_TOKENS, backend_options
 from .launching import Launching
+from .linear import prefetch
 from .stored import CODES, WORDS, Codes
-from .stored_linear import StoredTiles, depth_of, group_steps, stored_sum
+from .stored_linear import AHEAD, StoredTiles, depth_of, group_steps, stored_sum
 
 OTHER_TOKENS = {16: 12, 64: 1 << 30}
 _WORDS = tl.constexpr(WORDS)
@@ -62,6 +63,7 @@ def stored_experts_kernel(
     ASSEMBLY: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
+    PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -83,6 +85,13 @@ def stored_experts_kernel(
         rows = 2 * tl.minimum(first + local // 2, results - 1) + local % 2
     else:
         rows = tl.minimum(first + local % NUMBERS, results - 1) + local // NUMBERS * results
+    if PREFETCH > 0:
+        # The inputs of `order` and `blocks` are ready: the kernel before has waited for them.
+        first_expert = tl.load(blocks + block * (1 if ALONE else FIELDS))
+        if first_expert >= 0:
+            ahead = tl.arange(0, DEPTH // (_WORDS * SETS) * PREFETCH).to(tl.int64)
+            of_rows = words + (first_expert.to(tl.int64) * units * n + rows[:, None]) * _WORDS
+            prefetch(of_rows + ahead[None, :] * n * _WORDS)
     wait_for_inputs(OVERLAP)
     expert, pairs, inside = pairs_of(order, blocks, block, TOKENS, ALONE)
     if expert < 0:
@@ -225,6 +234,7 @@ def _multiply(
         ASSEMBLY=launch.target.chained,
         ROWS=tiles.rows,
         TOKENS=tiles.tokens,
+        PREFETCH=min(AHEAD, codes.shape[-1] // depth) if launch.overlap and gating is None else 0,
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -23,10 +23,12 @@ from .activations import SILU, Activation
 from .grouped import split_rows
 from .grouped_tiles import backend_options
 from .launching import Launching
+from .linear import prefetch
 from .stored import CODES, WORDS, Codes
 from .stored_unpack import unpack_four, unpack_two
 
-FEW_TOKENS = 16  # up to here, parts are left to the next operation
+FEW_TOKENS = 64  # up to here, parts are left to the next operation
+AHEAD = 2  # steps of words that are fetched into the L2 cache before the inputs are ready
 PART_STEPS = 8  # least steps of a part
 PARTS = (4, 2)
 _WORDS = tl.constexpr(WORDS)
@@ -203,6 +205,7 @@ def stored_kernel(
     ASSEMBLY: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
+    PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -222,6 +225,10 @@ def stored_kernel(
     rows = tl.minimum(tl.program_id(0) * NUMBERS + local % NUMBERS, results - 1) + local // NUMBERS * results
     words_at = words + rows[:, None].to(tl.int64) * _WORDS
     x_rows = x + tl.minimum(columns, tokens - 1)[:, None].to(tl.int64) * x_stride
+    if PREFETCH > 0:
+        UNITS: tl.constexpr = DEPTH // (_WORDS * SETS)  # of a step
+        units = (tl.program_id(1) * STEPS * UNITS + tl.arange(0, UNITS * PREFETCH)).to(tl.int64)
+        prefetch(words_at + units[None, :] * n * _WORDS)
     wait_for_inputs(OVERLAP)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for part in tl.range(0, 1 if SPLIT else PARTS):
@@ -279,15 +286,17 @@ def parts_of(codes: Codes, results: int, target: Target) -> int:
     return 1
 
 
-def tiles_of(tokens: int, target: Target) -> StoredTiles:
-    """Return the tiles of a product. None of these sizes is one that a sum runs over."""
+def tiles_of(tokens: int, n: int, target: Target) -> StoredTiles:
+    """Return the tiles of a product with a weight of n rows. None of these sizes is one that a sum runs over."""
     if not target.hopper:
-        is_small = tokens <= FEW_TOKENS or target.matrix == "v_wmma"  # more take more than a thread's registers
+        is_small = tokens <= 16 or target.matrix == "v_wmma"  # more take more than a thread's registers
         return StoredTiles(64, 16 if is_small else 32, 4, 3 if target.backend == "cuda" else 2)
-    if tokens <= FEW_TOKENS:
+    if tokens <= 16:
         return StoredTiles(64, 16, 4, 5)
-    if tokens <= 64:
-        return StoredTiles(64, 32 if tokens <= 32 else 64, 4, 4)
+    if tokens <= 32:
+        return StoredTiles(64, 32, 4, 4)
+    if tokens <= 64:  # taller tiles read x less often, where there are enough of them
+        return StoredTiles(128, 64, 8, 3) if n >= 128 * target.multiprocessors else StoredTiles(64, 64, 4, 4)
     return StoredTiles(128, 128, 8, 3)
 
 
@@ -330,7 +339,7 @@ def stored_linear(
     if output is None:
         shape = (parts if split else 1, tokens, results)
         output = torch.empty(shape, dtype=torch.float32 if split else dtype, device=x.device)
-    tiles = tiles_of(tokens, launch.target)
+    tiles = tiles_of(tokens, n, launch.target)
     grid = (
         triton.cdiv(results, tiles.rows // 2 if gated else tiles.rows),
         parts if split else 1,
@@ -365,6 +374,7 @@ def stored_linear(
         ASSEMBLY=launch.target.chained,
         ROWS=tiles.rows,
         TOKENS=tiles.tokens,
+        PREFETCH=min(AHEAD, codes.shape[-1] // depth // parts) if launch.overlap else 0,
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

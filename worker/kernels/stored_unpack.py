@@ -56,7 +56,7 @@ mul.TYPE $3, $3, f;
 
 
 def _e2m1(kind: str, factor: int, mask: int, shift: int) -> str:
-    """Return the assembly for a format whose mantissa's first bit is bit `shift` of 16."""
+    """Return the assembly for 16-bit floats with bit `shift` as the first bit of the mantissa."""
     text = _E2M1.replace("TYPE", kind).replace("FACTOR", f"{factor:#x}").replace("MASK", f"{mask:#010x}")
     for index in range(4):
         by = shift - 4 * index
@@ -101,7 +101,7 @@ mul.TYPE $1, $1, f;
 
 
 def _e4m3(kind: str, factor: int, mask: int, shift: int) -> str:
-    """Return the assembly for a format whose mantissa has its third bit at bit `shift` of 16."""
+    """Return the assembly for 16-bit floats with bit `shift` as the third bit of the mantissa."""
     text = _E4M3.replace("TYPE", kind).replace("FACTOR", f"{factor:#x}").replace("MASK", f"{mask:#010x}")
     return text.replace("LEFT", str(shift)).replace("RIGHT", "shr.u32").replace("BY", str(8 - shift))
 

@@ -9,7 +9,7 @@ report.py       rejects tensors of the files that are left over, and tensors of 
 sampling_defaults.py   the model's default sampling parameters
 quantisation.py, gguf_groups.py   the bits of its weights, and weights that a file stores in 4 bits
 published/       formats that quantised folders are published in; quantised_reader.py reads them
-coded_parts.py   parts of a transformers model whose weights stay in codes
+coded_parts.py   parts of a transformers model with weights in codes
 code_packer.py   weights in codes for a GPU's kernels
 fingerprint.py  a hash of everything loaded
 lazy_compiler.py   imports transformers without the parts of torch that serving does not use

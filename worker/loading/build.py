@@ -47,6 +47,7 @@ def build(
     ranks: Ranks | None = None,
     expert_parallel: bool = False,
     early: EarlyChecks | None = None,
+    packs_codes: bool = False,
 ) -> Any:
     """Build the transformers model with its weights, in eval mode, on `device`, with eager attention.
 
@@ -60,6 +61,7 @@ def build(
         ranks: The group of ranks; only this rank's part is read (see `split`).
         expert_parallel: Whether ranks divide the experts among them, not each expert.
         early: Checks that begin with the reading of weights, where these are read in parallel.
+        packs_codes: Whether weights in codes are packed for a CPU afterwards.
 
     Returns:
         The model.
@@ -73,7 +75,7 @@ def build(
     passes = 2 if source.format == "gguf" else 1  # read, then assigned
     with bars_to(progress, passes) as bars, less_of_torch(), refusing(source.name, "transformers cannot build it"):
         try:
-            published = _published(source, config, dtype, device)
+            published = _published(source, config, dtype, device, packs_codes)
             if ranks is not None or published is not None:
                 from .split import build_split  # imports accelerate
 
@@ -93,7 +95,7 @@ def build(
     return module
 
 
-def _published(source: Source, config: Any, dtype: torch.dtype, device: Device) -> Published | None:
+def _published(source: Source, config: Any, dtype: torch.dtype, device: Device, packs_codes: bool) -> Published | None:
     """Return the format of a folder's weights if kvforge reads it itself; None: transformers reads the weights.
 
     Raises:
@@ -102,7 +104,7 @@ def _published(source: Source, config: Any, dtype: torch.dtype, device: Device) 
     values = declared_format(config) if source.format == "safetensors" else None
     if values is None or values["quant_method"] not in PARSERS:
         return None
-    keeps = device.runs_kernels and not codes_problem(device, dtype)
+    keeps = packs_codes or (device.runs_kernels and not codes_problem(device, dtype))
     is_described = not is_composite(config) and family_of_class(model_class(config)) is not None
     if values["quant_method"] in DEQUANTISED and not (keeps and is_described):
         return None

@@ -1,4 +1,4 @@
-"""Parts of a transformers model whose weights stay in codes (see `kernels.stored`).
+"""Parts of a transformers model with weights in codes (see `kernels.stored`).
 
 They compute what the model's own parts would with the numbers of the codes, slowly: a weight is widened for each call
 and kept nowhere. `fusion` gives the same codes to the kernels.

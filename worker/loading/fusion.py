@@ -111,7 +111,7 @@ def is_known(module: Any) -> bool:
 
 
 def _rows_of(part: Any) -> int:
-    """Return the rows of a projection, whose weight may be slow to widen."""
+    """Return the rows of a projection without widening its weight."""
     return part.out_features if isinstance(part, CodedLinear) else len(part.weight)
 
 

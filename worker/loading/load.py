@@ -142,7 +142,7 @@ def load_model(
         config = read_config(found)
         served_tokens = context_tokens(config, context_tokens_max)
         torch_dtype = model_dtype(dtype, config, found, device)
-        quantisation = choose_quantisation(weight_dtype, found, torch_dtype, device)
+        quantisation = choose_quantisation(weight_dtype, found, config, torch_dtype, device)
         dtype_name = str(torch_dtype).removeprefix("torch.")
         kv_dtype = dtype_name if kv_dtype == "auto" else kv_dtype
         # Raises errors in the settings before the slow load.
@@ -159,6 +159,7 @@ def load_model(
                 ranks=ranks,
                 expert_parallel=expert_parallel,
                 early=early,
+                packs_codes=quantisation is not None and quantisation.as_stored,
             )
         except BaseException:
             early.end()

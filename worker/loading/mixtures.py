@@ -114,6 +114,6 @@ def packed_experts(experts: Experts, packer: WeightPacker) -> ExpertMatrices:
         part.compute_with(packer.operations, packed)
         return packed
     for name in ("gate_up_proj" if part.has_gate else "up_proj", "down_proj"):
-        delattr(part, name)
+        part._parameters.pop(name, None)  # codes are none
     part.forward = replace(experts, operations=packer.operations, matrices=packed, activation=None)
     return packed

@@ -183,7 +183,7 @@ class QuantisedReader:
             ) from error
 
     def _alone(self, path: str, n: int, k: int, cut: TensorSlice, of: Mapping[str, Any]) -> Codes:
-        """Return this rank's part of a projection of one expert, whose columns share their order with the others."""
+        """Return this rank's part of a projection of one expert, with its columns in order."""
         codes = self._cut(path, n, k, cut, of)
         if codes.order is None:
             return codes

@@ -165,8 +165,8 @@ def run_codes(operations: FusedOperations, layout: stored.CodeLayout, tokens: in
     operations.linear_parts(long, weight(4096, inner))
     if layout in stored.BIASED and dtype == torch.bfloat16:
         operations.linear(x, weight(4096, hidden), torch.empty(4096, dtype=dtype, device="meta"))
-    if layout in stored.WIDE and dtype == torch.bfloat16:
-        operations.linear(x, weight(4096, hidden), None, torch.empty((tokens, 4096), device="meta"))
+    if layout in stored.WIDE and dtype == torch.bfloat16 and tokens <= 1000:  # fewer than 2 GiB of logits
+        operations.linear(x, weight(128256, hidden), None, torch.empty((tokens, 128256), device="meta"))
 
 
 def run_experts_of_codes(operations: FusedOperations, layout: stored.CodeLayout, tokens: int, random: Random) -> None:

@@ -177,10 +177,10 @@ def test_a_row_has_the_same_bits_in_any_company(
 ) -> None:
     """Also where few tokens leave the parts of the inner dimension to the next operation."""
     if not DEVICE.runs_kernels:  # the interpreter's products have other bits for each shape of a tile
-        monkeypatch.setattr(module, "tiles_of", lambda _tokens, _target: module.StoredTiles(64, 16, 4, 2))
+        monkeypatch.setattr(module, "tiles_of", lambda *_: module.StoredTiles(64, 16, 4, 2))
     n, k, dtype = 64, 2048, DTYPES[-1]
     codes = random_codes(n, k, layout)
-    x = torch.randn(33, k, dtype=dtype, device=DEVICE.torch_device)
+    x = torch.randn(70, k, dtype=dtype, device=DEVICE.torch_device)
     launch = launched(multiprocessors=132)
     assert parts_of(codes, n, launch.target) > 1
     for divisible in (False, True):
@@ -188,7 +188,7 @@ def test_a_row_has_the_same_bits_in_any_company(
         assert len(whole) == 1
         for first, count in ((0, 1), (5, 1), (32, 1), (3, 16), (1, 20)):
             parts = stored_linear(launch, x[first : first + count], codes, None, torch.float32, divisible=divisible)
-            assert (len(parts) > 1) == (divisible and count <= 16)
+            assert (len(parts) > 1) == (divisible and count <= 20)
             total = parts[0]
             for each in parts[1:]:
                 total = total + each

@@ -6,6 +6,7 @@ On a CPU the numbers are dequantised at load; on a GPU, or with Triton's interpr
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.attention.triton_attention import is_interpreted
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels import experts_selftest, selftest, stored_selftest
-from kvforge.worker.kernels.packed import dense
+from kvforge.worker.kernels.packed import dense, quantising_problem, weight_kind
 from kvforge.worker.kernels.stored import Codes, code_name
 from kvforge.worker.loading import split
 from kvforge.worker.loading.coded_parts import CodedLinear, coded_experts
@@ -95,6 +96,38 @@ def test_a_format_stays_as_it_is_stored(case: Case, tmp_path: Path, kept: None) 
     assert weight_bytes(model) < 1.2 * files
     other = load_model(tmp_path / "plain", dtype="float16", device=DEVICE, block_size=4, attention="reference")
     assert other.info.fingerprint != model.info.fingerprint
+
+
+PROBLEM = quantising_problem(CPU, torch.float32, "int8") or quantising_problem(CPU, torch.float32, "int4")
+
+
+@pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("awq", {"int4": 8, "int8": 1}),
+        ("gptq", {"int4": 8, "int8": 1}),
+        ("gptq-act-order", {"int8": 9}),  # columns in another order are quantised anew
+        ("packed-zeros", {"int4": 8, "int8": 1}),
+        ("fp8-blocks", {"int8": 9}),
+        ("experts-awq", {"int4": 4 + 16, "int8": 1}),
+        ("mxfp4", {"int8": 4 + 16 + 1}),
+    ],
+)
+def test_a_cpu_packs_the_codes(name: str, kinds: dict[str, int], tmp_path: Path, caplog: Any) -> None:
+    """4 bits keep the levels of the file; what the CPU's kernels do not take is quantised anew."""
+    from kvforge.worker.loading.verification import use_attention
+
+    case = BY_NAME[name]
+    plain = write_checkpoint(case, tmp_path)
+    caplog.set_level("INFO")
+    model = load_model(tmp_path, dtype="float32", weight_dtype="auto", device=CPU, block_size=4)
+    assert model.fused is not None
+    assert Counter(map(weight_kind, model.fused.product_weights())) == kinds
+    assert model.info.weight_dtype == ("int4" if case.kind == "int4" else "int8")
+    assert ("quantised anew, to int8" in caplog.text) == (set(kinds) == {"int8"})
+    use_attention(model.module, "eager")
+    assert apart(model.module, plain) < (0.02 if set(kinds) == {"int4", "int8"} else 0.1)
 
 
 def changed(folder: Path, change: Callable[[Weights], Weights]) -> None:
