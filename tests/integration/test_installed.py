@@ -66,11 +66,12 @@ print("served")
 
 
 IMPORT_KERNELS = """
-import importlib, pkgutil
+import importlib, pkgutil, sys
 from kvforge.worker import attention, cpu, kernels
 for package in (attention, cpu, kernels):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         print(importlib.import_module(module.name).__file__)
+assert not {"protocol", "coordinator", "worker", "loadtest", "gateway"} & set(sys.modules)
 """
 
 
