@@ -119,8 +119,10 @@ def codes(quick: bool, whole: bool) -> Iterator[tuple[str, Run]]:
     """Yield the checks of products with weights in codes; `quick` and `whole` as in `attention`."""
     chosen = CODES if not quick else CODES[:3] if whole else CODES[2:3]
     for code, group, tokens, dtype in chosen:
-        for kernel in ("product", "experts") if not quick else ("product",):
-            count = tokens if kernel == "product" else 1  # a single token's experts need no sort
+        for kernel in ("product", "projection", "experts") if not quick else ("product",):
+            count = (
+                1 if kernel == "experts" else min(tokens, 16) if kernel == "projection" else tokens
+            )  # a single token's experts need no sort
             name = f"{kernel} with codes {code}{f' in groups of {group}' * (group > 0)} {_name(dtype)} {count} tokens"
             yield name, partial(_codes, f"{kernel} with codes", code, group, count, dtype)
 

@@ -38,6 +38,7 @@ DECLARED: dict[tuple[str, str], Declared] = {
     ("kernels.grouped", "grouped_kernel"): experts.grouped_configurations,
     ("kernels.grouped", "sum_kernel"): experts.sum_configurations,
     ("kernels.stored_linear", "stored_kernel"): stored.stored_configurations,
+    ("kernels.stored_project", "stored_project_kernel"): stored.stored_project_configurations,
     ("kernels.stored_experts", "stored_experts_kernel"): stored.stored_experts_configurations,
     ("sampling.kernels", "scan_kernel"): layers.scan_configurations,
     ("sampling.kernels", "merge_kernel"): layers.merge_configurations,

@@ -11,13 +11,16 @@ from itertools import product
 
 import torch
 
+from kvforge.worker.attention import KvLayer
 from kvforge.worker.device.target import Target
 from kvforge.worker.kernels.activations import SILU
 from kvforge.worker.kernels.expert_sort import Blocks
 from kvforge.worker.kernels.grouped import Gating
+from kvforge.worker.kernels.project import HEAD_SIZES
 from kvforge.worker.kernels.stored import WORDS, Codes, unit_columns
 from kvforge.worker.kernels.stored_experts import stored_block_tokens, stored_down, stored_up
 from kvforge.worker.kernels.stored_linear import stored_linear
+from kvforge.worker.kernels.stored_project import project_codes
 
 from .compilation import BF16, DTYPE_NAMES, F16, F32, Configuration, distinct, launched_on, meta_tensor
 from .experts import OSS_GATING
@@ -80,6 +83,16 @@ def stored_configurations(target: Target) -> list[Configuration]:
     return distinct(made)
 
 
+def stored_project_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `stored_project_kernel` on `target`."""
+    if target.backend == "cuda" and not target.matrix:
+        return []
+    tokens = TOKENS[:3] if target.hopper else TOKENS[:1]
+    made = [_project(target, BF16, *each) for each in product(tokens, LAYOUTS, HEAD_SIZES, (False, True))]
+    made += [_project(target, F16, 1, layout, 128, biased) for layout, biased in product(HALF, (False, True))]
+    return distinct(made)
+
+
 def stored_experts_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `stored_experts_kernel` on `target`."""
     if target.backend == "cuda" and not target.matrix:
@@ -99,6 +112,19 @@ def _product(target: Target, dtype: torch.dtype, tokens: int, layout: CodeLayout
     label = f"codes {layout} {DTYPE_NAMES[dtype]} {tokens} {use}"
     launch = launched_on(target)
     return _one(target, label, lambda: stored_linear(launch, x, codes, bias, result, gated=gated, divisible=divisible))
+
+
+def _project(
+    target: Target, dtype: torch.dtype, tokens: int, layout: CodeLayout, head_size: int, biased: bool
+) -> Configuration:
+    heads, kv_heads = 4, 2
+    n = (heads + 2 * kv_heads) * head_size
+    x, angles = meta_tensor(tokens, K, dtype=dtype), meta_tensor(tokens, head_size, dtype=dtype)
+    bias, slots = meta_tensor(n, dtype=dtype) if biased else None, meta_tensor(tokens, dtype=torch.int32)
+    cache = meta_tensor(1, 16, kv_heads, head_size, dtype=dtype)
+    label = f"codes projected {layout} {DTYPE_NAMES[dtype]} {tokens}, heads of {head_size}{' biased' * biased}"
+    launch, layer = launched_on(target), KvLayer(cache, cache)
+    return _one(target, label, lambda: project_codes(launch, x, layout.codes(n, K), bias, angles, angles, layer, slots))
 
 
 def _experts(target: Target, layout: CodeLayout, tokens: int) -> Iterator[Configuration]:

@@ -30,6 +30,7 @@ from .router_kernel import route
 from .stored import codes_of
 from .stored_experts import stored_block_tokens, stored_down, stored_up
 from .stored_linear import stored_linear
+from .stored_project import can_project_codes, project_codes
 from .xielu import apply_xielu
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -164,7 +165,11 @@ class FusedOperations:
         slots: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
         """Implement `LayerOperations.project`."""
-        tiles = None if codes_of(weight) is not None else self._tiles(x, weight)
+        if (codes := codes_of(weight)) is not None:
+            if not can_project_codes(x, cos, layer, self.target):
+                return None
+            return project_codes(self, x, codes, bias, cos, sin, layer, slots())
+        tiles = self._tiles(x, weight)
         if tiles is None or not can_project(weight, cos, layer, tiles):
             return None
         return project(self, x, weight, bias, cos, sin, layer, slots(), tiles)

@@ -80,6 +80,38 @@ def project_kernel(
     let_next_start(OVERLAP)
     if HAS_BIAS:
         total += tl.load(bias + rows).to(tl.float32)[:, None]
+    rotate_and_store(
+        total, cosines, sines, slots, query, keys, values, columns, inside, head, first_pair, heads, kv_heads,
+        HEAD_SIZE, TOKENS,
+    )  # fmt: skip
+
+
+@triton.jit
+def rotate_and_store(
+    total,
+    cosines,
+    sines,
+    slots,
+    query,
+    keys,
+    values,
+    columns,
+    inside,
+    head,
+    first_pair,
+    heads,
+    kv_heads,
+    HEAD_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Rotate and store the numbers of a tile of one head.
+
+    total: [ROWS, TOKENS] float32, with the rows of `project_kernel`. columns: [TOKENS] the tokens. inside: which exist.
+    head: of all heads of Q, K and V in order. first_pair: number of the tile's first pair in the head. For the
+    others see `project_kernel`.
+    """
+    HALF: tl.constexpr = HEAD_SIZE // 2
+    PAIRS: tl.constexpr = ROWS // 2
     # Rounded like a separate product.
     total = total.to(query.dtype.element_ty).to(tl.float32)
     pairs = tl.permute(tl.reshape(total, [ROWS // 16, 2, 8, TOKENS]), (0, 2, 3, 1))

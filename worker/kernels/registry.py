@@ -218,6 +218,7 @@ KERNELS = (
     Kernel("kvforge.worker.kernels.grouped", "grouped_kernel", PlainOperations.experts, _experts),
     Kernel("kvforge.worker.kernels.grouped", "sum_kernel", PlainOperations.experts, _experts),
     Kernel("kvforge.worker.kernels.stored_linear", "stored_kernel", StoredWeight.product, _stored),
+    Kernel("kvforge.worker.kernels.stored_project", "stored_project_kernel", StoredWeight.product, _stored),
     Kernel("kvforge.worker.kernels.stored_experts", "stored_experts_kernel", PlainOperations.experts, _stored),
     Kernel("kvforge.worker.sampling.kernels", "scan_kernel", SamplingState.sample, _sampling),
     Kernel("kvforge.worker.sampling.kernels", "merge_kernel", SamplingState.sample, _sampling),

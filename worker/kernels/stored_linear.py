@@ -253,11 +253,6 @@ def stored_kernel(
     tl.store(at, total.to(narrow), mask=(numbers < results)[:, None] & (columns < tokens)[None, :])
 
 
-def can_multiply(x: torch.Tensor, target: Target) -> bool:
-    """Return whether the kernels of this module run there on numbers of this dtype."""
-    return x.dtype in (torch.bfloat16, torch.float16) and x.dtype not in target.lacks
-
-
 def depth_of(codes: Codes, target: Target) -> int:
     """Return the columns of a step: at most 128, and of one group or of two halves of a unit."""
     k, unit = codes.shape[-1], WORDS * CODES[codes.code]

@@ -7,6 +7,8 @@ from functools import partial
 
 import torch
 
+from kvforge.worker.attention import KvLayer
+from kvforge.worker.attention.reference import rotate
 from kvforge.worker.device.check import require_right
 from kvforge.worker.device.device import WAY_OUT, Device
 
@@ -19,6 +21,7 @@ from .selftest import TOLERANCE
 from .stored import CODES, Codes, StoredWeight, pack
 
 TOKENS = (1, 20, 50, 100)  # one per kind of tile
+HEADS, HEAD_SIZE = (2, 1, 1), 64  # of Q, K and V
 SIZES = {1: (192, 256), 3: (128, 128)}  # hidden and inner size, by the number of experts
 
 
@@ -65,6 +68,22 @@ def _comparisons(
         return [gated, total, ops.linear(x, up, bias)]
 
     yield "product with codes", partial(_difference, dense, operations, TOLERANCE[dtype])
+    wide = weight(sum(HEADS) * HEAD_SIZE, hidden)
+    angles = torch.rand((tokens, HEAD_SIZE), generator=generator, device=device) * 6
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    places = torch.arange(tokens, dtype=torch.int32, device=device)
+
+    def projected(ops: LayerOperations) -> list[torch.Tensor]:
+        """Return Q, K and V as they are used and stored without quantisation."""
+        shape = (tokens, 1, HEADS[1], HEAD_SIZE)
+        cache = KvLayer(*(torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2)))
+        found = ops.project(x, wide, None, cos, sin, cache, lambda: places)
+        if found is not None:
+            return [found, cache.keys[:, 0], cache.values[:, 0]]
+        query, key, value = ops.linear(x, wide).view(tokens, -1, HEAD_SIZE).split(HEADS, dim=1)
+        return [rotate(query, cos, sin), rotate(key, cos, sin), value]
+
+    yield "projection with codes", partial(_difference, projected, operations, TOLERANCE[dtype])
     (experts, (hidden, inner)) = list(SIZES.items())[1]
     rows = random(tokens, hidden)
     matrices = ExpertMatrices(weight(2 * inner, hidden, (experts,)), None, weight(hidden, inner, (experts,)), None)

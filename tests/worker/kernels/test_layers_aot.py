@@ -23,6 +23,7 @@ from kvforge.worker.kernels.exchange import DirectExchange
 from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.layer_weights import Norm
+from kvforge.worker.kernels.project import HEAD_SIZES
 from kvforge.worker.kernels.registry import KERNELS
 from kvforge.worker.kernels.stored import StoredWeight
 from tools.aot import stored
@@ -37,7 +38,9 @@ GATED = ("clamped_swiglu", *KINDS)
 EXPERTS = ("router_kernel", "expert_sort", "grouped")
 LAYERS = [kernel for kernel in KERNELS if kernel.module.startswith("kvforge.worker.kernels.")]
 OF_EXPERTS = [kernel for kernel in LAYERS if kernel.module.endswith(EXPERTS)]
-OF_CODES = [kernel for kernel in LAYERS if kernel.module.endswith(("stored_linear", "stored_experts"))]
+OF_CODES = [
+    kernel for kernel in LAYERS if kernel.module.endswith(("stored_linear", "stored_project", "stored_experts"))
+]
 # The other targets launch the same kernels as one of these.
 COMPILED = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx1100", "gfx1151", "gfx1201")
 
@@ -162,6 +165,13 @@ def run_codes(operations: FusedOperations, layout: stored.CodeLayout, tokens: in
 
     operations.linear(x, weight(256 * random.randint(1, 20), hidden))
     operations.gated(x, weight(2 * inner, hidden))
+    head_size, kv_heads = (128, 2) if dtype == torch.float16 else (random.choice(HEAD_SIZES), random.choice((1, 2)))
+    cache = torch.empty((1, 16, kv_heads, head_size), dtype=dtype, device="meta")
+    angles = torch.empty((tokens, head_size), dtype=dtype, device="meta")
+    slots = torch.empty(tokens, dtype=torch.int32, device="meta")
+    n = (4 + 2 * kv_heads) * head_size
+    bias = torch.empty(n, dtype=dtype, device="meta") if random.random() < 0.5 else None
+    operations.project(x, weight(n, hidden), bias, angles, angles, KvLayer(cache, cache), lambda: slots)
     operations.linear_parts(long, weight(4096, inner))
     if layout in stored.BIASED and dtype == torch.bfloat16:
         operations.linear(x, weight(4096, hidden), torch.empty(4096, dtype=dtype, device="meta"))
