@@ -35,6 +35,10 @@ class Scripts:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process that forks."""
         self._process.communicate()
 
     def run(

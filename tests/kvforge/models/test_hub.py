@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from kvforge.models import hub as models_hub
 from kvforge.models.config_checks import check_config
 from kvforge.protocol.errors import UnsupportedModel
+from tests.forked import Scripts
 from tests.kvforge.models.fake_hub import COMMIT, OLD, FakeHub, fake_hub
 
 pytest.importorskip("huggingface_hub")
@@ -39,6 +40,14 @@ except KvforgeError as error:
 """
 
 
+@cache
+def scripts() -> Scripts:
+    """Return what runs scripts that need the packages of huggingface_hub, which itself reads its settings at import."""
+    made = Scripts("httpx", "rich.console", "tqdm", "yaml", "filelock", "packaging.version")
+    atexit.register(made.close)
+    return made
+
+
 def folder(config: dict[str, Any], **more: bytes) -> dict[str, bytes]:
     return {"config.json": json.dumps(config).encode(), "model.safetensors": NO_TENSORS, **REST, **more}
 
@@ -53,9 +62,7 @@ def pulled(hub: FakeHub, name: str, home: Path, **environment: str) -> str:
     """Return the path of `pull`, or its error, in a separate process, because the library reads its settings once."""
     outer = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     mine = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_XET": "1"}
-    process = subprocess.run(
-        [sys.executable, "-c", PULL, name], env=outer | mine | environment, capture_output=True, text=True, timeout=120
-    )
+    process = scripts().run(PULL, name, environment=outer | mine | environment)
     assert process.returncode == 0, process.stderr
     return process.stdout.strip()
 
@@ -114,9 +121,7 @@ def test_what_is_here_needs_no_hub(served: FakeHub, tmp_path: Path) -> None:
     script = "import sys; from kvforge.models.store import pull; print(pull(sys.argv[1]))"
     for more in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
         environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": served.url, **more}
-        again = subprocess.run(
-            [sys.executable, "-c", script, "org/name"], env=environment, capture_output=True, text=True, timeout=120
-        )
+        again = scripts().run(script, "org/name", environment=environment)
         assert again.stdout.strip() == path, again.stderr
 
 
