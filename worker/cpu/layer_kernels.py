@@ -66,6 +66,28 @@ def normalise(row, weight, target, code, count, epsilon):
         write_any(place, read_any(place, code) * read_any(weight + size * index, code), code)
 
 
+@part
+def normalise_with(row, weight, target, code, count, epsilon, offset, rounds_first):
+    """Write a row's norm to target [count], with an offset of the weight. rounds_first: as `Norm` has it."""
+    scale, size, at = scale_of(row, code, count, epsilon), item_bytes(code), 0
+    scales, offsets = spread(scale), spread(offset)
+    while at + LANES <= count:
+        place = target + size * at
+        x = multiply(load_any(row + size * at, code), scales)
+        if rounds_first != 0:
+            store_any(place, x, code)
+            x = load_any(place, code)
+        store_any(place, multiply(x, add(load_any(weight + size * at, code), offsets)), code)
+        at += LANES
+    for index in range(at, count):
+        place = target + size * index
+        y = read_any(row + size * index, code) * scale
+        if rounds_first != 0:
+            write_any(place, y, code)
+            y = read_any(place, code)
+        write_any(place, y * (read_any(weight + size * index, code) + offset), code)
+
+
 @cpu_kernel("tokens table weight residual normed rows count code epsilon:d")
 def embed_norm(arguments):
     """Copy rows of the table to residual [rows, count], and write their norms to normed."""
@@ -116,6 +138,35 @@ def head_norm(arguments):
                 place = projected + stride * row + item_bytes(code) * size * head
                 weight = query_weight if head < heads else key_weight
                 normalise(place, weight, place, code, size, epsilon)
+
+
+@cpu_kernel(
+    "source stride head_stride target target_stride into_stride weight key_weight "
+    "rows heads key_heads size code rounds_first epsilon:d offset:d"
+)
+def norm(arguments):
+    """Normalise rows of `heads` heads with weight and `key_heads` heads with key_weight.
+
+    Strides are in bytes: from row to row, and from head to head (head_stride, and into_stride of the target).
+    """
+    _, _, source, stride, head_stride, target, target_stride, into_stride, weight, key_weight = read_10(arguments)
+    rows, heads, key_heads = read_integer(arguments + 80), read_integer(arguments + 88), read_integer(arguments + 96)
+    size, code, rounds_first = (
+        read_integer(arguments + 104),
+        read_integer(arguments + 112),
+        read_integer(arguments + 120),
+    )
+    epsilon, offset = F(read_double(arguments + 128)), F(read_double(arguments + 136))
+    while True:
+        first = ROWS * next_ticket(arguments)
+        if first >= rows:
+            return
+        for row in range(first, min(first + ROWS, rows)):
+            for head in range(heads + key_heads):
+                place = source + stride * row + head_stride * head
+                into = target + target_stride * row + into_stride * head
+                factors = weight if head < heads else key_weight
+                normalise_with(place, factors, into, code, size, epsilon, offset, rounds_first)
 
 
 @cpu_kernel("source stride target rows count code")

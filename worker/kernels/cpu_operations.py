@@ -7,13 +7,14 @@ import torch
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.cpu.kernel import threads_for
-from kvforge.worker.cpu.layer_kernels import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm
+from kvforge.worker.cpu.layer_kernels import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm, norm
 from kvforge.worker.cpu.vector import CODES
 from kvforge.worker.device.device import Device
 
 from .activations import SILU, Activation
 from .cpu_decoder import CpuDecoder, can_decode, is_decodes
 from .interface import DecoderParts
+from .layer_weights import Norm
 from .packed import PackedOperations
 from .packed_table import PackedTable
 from .plain import sum_parts
@@ -23,7 +24,7 @@ from .tiles import Layouts
 class CpuOperations(PackedOperations):
     """Operations on CPU kernels; see LayerOperations."""
 
-    kernels = ("embedding norm", "head norm", "gate", "sum and norm")
+    kernels = ("embedding norm", "head norm", "gate", "sum and norm", "sum and norm of attention", "norm")
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
@@ -120,6 +121,24 @@ class CpuOperations(PackedOperations):
             epsilon=epsilon,
         )
 
+    def norm(self, x: torch.Tensor, norm: Norm, output: torch.Tensor | None = None) -> torch.Tensor:
+        """Implement `LayerOperations.norm`."""
+        if not _can_normalise(norm, x) or (output is not None and not _can_normalise(norm, output)):
+            return super().norm(x, norm, output)
+        if output is None:
+            output = torch.empty(x.shape, dtype=x.dtype)
+        rows, target = (each if each.dim() == 3 else each[:, None] for each in (x, output))
+        _normalise(rows, target, norm, norm.weight, rows.shape[1], 0)
+        return output
+
+    def norm_heads(self, projected: torch.Tensor, query: Norm, key: Norm, heads: int, kv_heads: int) -> None:
+        """Implement `LayerOperations.norm_heads`."""
+        if not (_can_normalise(query, projected) and _can_normalise(key, projected)):
+            super().norm_heads(projected, query, key, heads, kv_heads)
+            return
+        by_head = projected.unflatten(1, (-1, len(query.weight)))
+        _normalise(by_head, by_head, query, key.weight, heads, kv_heads)
+
     def gated(
         self,
         x: torch.Tensor,
@@ -145,6 +164,38 @@ class CpuOperations(PackedOperations):
             code=CODES[both.dtype],
         )
         return found
+
+
+def _can_normalise(norm: Norm, x: torch.Tensor) -> bool:
+    """Return whether the kernel computes a norm of x: a root mean square without a bias."""
+    is_plain = norm.bias is None and not norm.centred and norm.weight.is_contiguous()
+    return is_plain and x.dim() in (2, 3) and x.stride(-1) == 1 and x.dtype == norm.weight.dtype and x.dtype in CODES
+
+
+def _normalise(
+    source: torch.Tensor, target: torch.Tensor, like: Norm, key_weight: torch.Tensor, heads: int, key_heads: int
+) -> None:
+    """Normalise [rows, heads, n]: the first `heads` with the weight of `like`, the next `key_heads` with key_weight."""
+    size = source.itemsize
+    norm(
+        _threads(source),
+        source=source.data_ptr(),
+        stride=source.stride(0) * size,
+        head_stride=source.stride(1) * size,
+        target=target.data_ptr(),
+        target_stride=target.stride(0) * size,
+        into_stride=target.stride(1) * size,
+        weight=like.weight.data_ptr(),
+        key_weight=key_weight.data_ptr(),
+        rows=len(source),
+        heads=heads,
+        key_heads=key_heads,
+        size=source.shape[2],
+        code=CODES[source.dtype],
+        rounds_first=int(like.rounds_first),
+        epsilon=like.epsilon,
+        offset=like.offset,
+    )
 
 
 def _same(first: torch.Tensor, *others: torch.Tensor) -> bool:

@@ -81,11 +81,11 @@ class PlainOperations:
         """Implement `LayerOperations.combine`."""
         total = sum_parts(addend, residual.dtype)
         if after is not None:
-            total = normalise(total, after)
+            total = self.norm(total, after)
         if scale != 1.0:
             total = total * scale
         residual += total
-        return residual if following is None else normalise(residual, following)
+        return residual if following is None else self.norm(residual, following)
 
     def gated(
         self,

@@ -231,6 +231,7 @@ CPU_KERNELS = (
     CpuKernelEntry("kvforge.worker.cpu.layer_kernels", "embed_norm", PlainOperations.embed, _layers),
     CpuKernelEntry("kvforge.worker.cpu.layer_kernels", "add_norm", PlainOperations.add_norm, _layers),
     CpuKernelEntry("kvforge.worker.cpu.layer_kernels", "head_norm", PlainOperations.head_norm, _layers),
+    CpuKernelEntry("kvforge.worker.cpu.layer_kernels", "norm", PlainOperations.norm, _layers),
     CpuKernelEntry("kvforge.worker.cpu.layer_kernels", "gate", PlainOperations.gated, _layers),
     CpuKernelEntry("kvforge.worker.cpu.tile_kernel", "multiply_tiles", PlainOperations.linear, _tiles),
     CpuKernelEntry("kvforge.worker.cpu.int8_kernels", "quantise", PlainInputQuantiser.quantise, _quantising),

@@ -8,6 +8,7 @@ NaN follows every input in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -120,6 +121,8 @@ def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
         return ops.linear(x, fused.head.weight, fused.head.bias, found)
 
     yield "embedding norm", embedded
+    if isinstance(fused.operations, PlainOperations):  # one kernel for the norms of all families
+        yield "norm", lambda ops: ops.norm(x, replace(fused.final_norm, offset=1.0, rounds_first=False))
     if rotary is not None:
         yield "rotary", lambda ops: ops.rotary(positions, rotary.frequencies, rotary.scaling, table.dtype)
     yield "projection", lambda ops: ops.linear(x, layer.projected.weight, layer.projected.bias)

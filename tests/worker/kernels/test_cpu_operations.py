@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from kvforge.worker.cpu.kernel import cpu_kernels_problem
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels import PlainOperations
 from kvforge.worker.kernels.cpu_operations import CpuOperations
+from kvforge.worker.kernels.layer_weights import Norm
 from tests.worker.attention.cases import Case
 
 pytestmark = pytest.mark.skipif(bool(cpu_kernels_problem()), reason=cpu_kernels_problem())
@@ -55,7 +58,28 @@ def test_each_computes_what_plain_torch_does(
         assert torch.equal(numbers[:, 4 * width :], heads[:, 4 * width :]), "V is left alone"
         return (numbers,)
 
+    offset = Norm(weight, 1e-5, offset=1.0, rounds_first=False)
+    norms = [Norm(weight, 1e-5), offset, replace(offset, bias=weight), replace(offset, centred=True)]
+
+    def in_place(ops: PlainOperations, norm: Norm) -> tuple[torch.Tensor, ...]:
+        values = heads.unflatten(1, (-1, width)).clone()
+        ops.norm(values[:, 3:], norm, values[:, 3:])
+        assert torch.equal(values[:, :3], heads.unflatten(1, (-1, width))[:, :3]), "others are left alone"
+        return (values,)
+
+    def of_heads(ops: PlainOperations, norm: Norm) -> tuple[torch.Tensor, ...]:
+        numbers = heads.clone()
+        ops.norm_heads(numbers, norm, replace(norm, weight=weight + 1), 3, 1)
+        assert torch.equal(numbers[:, 4 * width :], heads[:, 4 * width :]), "V is left alone"
+        return (numbers,)
+
+    def combined(ops: PlainOperations, norm: Norm) -> tuple[torch.Tensor, ...]:
+        residual = x.flip(0).contiguous()
+        return ops.combine(torch.stack((x, x)), residual, norm, 0.5, norm), residual
+
     runs: list[Callable[[PlainOperations], Any]] = [
+        *(partial(run, norm=norm) for norm in norms for run in (in_place, of_heads, combined)),
+        *(partial(lambda ops, norm: (ops.norm(x, norm),), norm=norm) for norm in norms),
         lambda ops: ops.embed(tokens, table, weight, 1e-5),
         summed,
         by_heads,
@@ -109,3 +133,14 @@ def test_a_token_without_a_slot_is_stored_nowhere(cpu: Device) -> None:
     CpuAttention().write(case.new_k, case.new_v, case.layer, case.batch)
     changed = (case.keys.nan_to_num(7.0) != before.nan_to_num(7.0)).any(-1).any(-1)
     assert changed.nonzero().tolist() == [[int(case.tables[0, 1]), 0]]
+
+
+@pytest.mark.parametrize("rounds_first", [False, True])
+def test_a_norm_rounds_where_plain_torch_does(rounds_first: bool, cpu: Device) -> None:
+    """A rounding in another place changes a fifth of the numbers; another order of sums changes few."""
+    x, weight = random(40, 96, dtype=torch.bfloat16), random(96, dtype=torch.bfloat16)
+    norm = Norm(weight, 1e-6, offset=1.0, rounds_first=rounds_first)
+    got, want = (ops.norm(x, norm) for ops in (CpuOperations(cpu), PlainOperations()))
+    assert float((got == want).float().mean()) > 0.98
+    beside = CpuOperations(cpu).norm(x[7:8], norm)
+    assert torch.equal(beside[0], got[7]), "the same bits alone"
