@@ -19,7 +19,7 @@ from .grouped_tiles import HOPPER_TOKENS, backend_options
 from .launching import Launching
 from .linear import prefetch
 from .stored import CODES, WORDS, Codes
-from .stored_linear import AHEAD, StoredTiles, depth_of, group_steps, stored_sum
+from .stored_linear import AHEAD, StoredTiles, depth_of, group_steps, row_stride, stored_sum
 
 OTHER_TOKENS = {16: 12, 64: 1 << 30}
 _WORDS = tl.constexpr(WORDS)
@@ -214,7 +214,7 @@ def _multiply(
         units,
         groups,
         scaled,
-        x.stride(0),
+        row_stride(x),
         0.0 if gating is None else gating.activation.alpha,
         0.0 if gating is None else gating.activation.limit,
         STEPS=codes.shape[-1] // depth,

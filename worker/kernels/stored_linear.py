@@ -253,6 +253,15 @@ def stored_kernel(
     tl.store(at, total.to(narrow), mask=(numbers < results)[:, None] & (columns < tokens)[None, :])
 
 
+def row_stride(x: torch.Tensor) -> int:
+    """Return the elements from row to row of x.
+
+    torch's stride of a single row may be any number. A stride of 1 would be compiled as a constant, and the rows of a
+    tile, which repeat the single row, would be taken for neighbours.
+    """
+    return x.stride(0) if len(x) > 1 else x.shape[1]
+
+
 def depth_of(codes: Codes, target: Target) -> int:
     """Return the columns of a step: at most 128, and of one group or of two halves of a unit."""
     k, unit = codes.shape[-1], WORDS * CODES[codes.code]
@@ -350,7 +359,7 @@ def stored_linear(
         tokens,
         n,
         codes.scales.shape[-1],
-        x.stride(0),
+        row_stride(x),
         0.0 if activation is None else activation.alpha,
         0.0 if activation is None else activation.limit,
         STEPS=codes.shape[-1] // depth // parts,

@@ -15,7 +15,7 @@ from .launching import Launching
 from .linear import prefetch
 from .project import HEAD_SIZES, ROWS, rotate_and_store
 from .stored import CODES, WORDS, Codes
-from .stored_linear import AHEAD, depth_of, group_steps, stored_sum, tiles_of
+from .stored_linear import AHEAD, depth_of, group_steps, row_stride, stored_sum, tiles_of
 
 TOKENS_MAX, OTHER_TOKENS_MAX = 64, 16  # more take a kernel for the product and one for the rest
 _WORDS = tl.constexpr(WORDS)
@@ -132,7 +132,7 @@ def project_codes(
         tokens,
         n,
         codes.scales.shape[-1],
-        x.stride(0),
+        row_stride(x),
         heads,
         kv_heads,
         STEPS=steps,

@@ -26,7 +26,7 @@ from kvforge.worker.kernels.stored import (
     unit_columns,
     unpack,
 )
-from kvforge.worker.kernels.stored_linear import depth_of, parts_of, stored_linear
+from kvforge.worker.kernels.stored_linear import depth_of, parts_of, row_stride, stored_linear
 
 DEVICE = open_device("auto")
 runs_kernels = pytest.mark.skipif(
@@ -210,3 +210,9 @@ def test_the_depth_follows_from_the_weight() -> None:
     assert depth_of(random_codes(16, 192, ("e4m3", 0, False, 1)), target) == 64
     assert depth_of(random_codes(16, 96, ("int8", 0, False, 1)), target) == 32
     assert depth_of(random_codes(16, 2880, ("e2m1", 32, False, 1)), target) == 64
+
+
+def test_the_stride_of_a_single_row_is_its_length() -> None:
+    """torch may call it 1, which a kernel would be compiled for."""
+    assert row_stride(torch.zeros(64).as_strided((1, 64), (1, 1))) == 64
+    assert row_stride(torch.zeros((3, 128))[:, :64]) == 128
