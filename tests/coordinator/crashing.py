@@ -269,7 +269,7 @@ class Client:
     """A client that reconnects with its session.
 
     Attributes:
-        told: tokens received, by request.
+        received: tokens received, by request.
         ends: the end of each request.
     """
 
@@ -279,7 +279,7 @@ class Client:
         self.identity: bytes | None = None
         self.pending: dict[int, Message] = {}
         self.prompts: dict[int, tuple[tuple[int, ...], int]] = {}
-        self.told: dict[int, list[int]] = {}
+        self.received: dict[int, list[int]] = {}
         self.ends: dict[int, Ended] = {}
         self.cancelled: set[int] = set()
         self.sequences: list[int] = []
@@ -321,7 +321,7 @@ class Client:
                 self.boot, self.greeted = message.boot, True
                 for command in self.pending.values():
                     self._send(command)
-                for request in self.told:
+                for request in self.received:
                     self._attach(request)
             else:
                 self._answered(self.pending.pop(message.rid, None), message)
@@ -330,14 +330,14 @@ class Client:
         if request not in self.ends:
             self._rid += 1
             self._resuming[request] = self._rid
-            self._send(Attach(rid=self._rid, request_id=request, offset=len(self.told[request]), resume=True))
+            self._send(Attach(rid=self._rid, request_id=request, offset=len(self.received[request]), resume=True))
 
     def _answered(self, command: Any, message: Any) -> None:
         if isinstance(message, Accepted):
             assert isinstance(command, Submit)
             self.world.accepted(self, message.request_id, message.repeated)
             self.prompts[message.request_id] = (tuple(command.prompt.tolist()), command.max_tokens)
-            self.told.setdefault(message.request_id, [])
+            self.received.setdefault(message.request_id, [])
         elif isinstance(message, Attached):
             assert self._resuming.pop(message.request_id) == message.rid
         elif isinstance(command, CreateSequence) and not isinstance(message, Refused):
@@ -353,16 +353,16 @@ class Client:
         for request, offset, token in rows:
             if request in self._resuming:
                 continue
-            told = self.told[request]
-            assert offset == len(told), f"request {request}: expected token {len(told)}, got {offset}"
-            told.append(token)
+            tokens = self.received[request]
+            assert offset == len(tokens), f"request {request}: expected token {len(tokens)}, got {offset}"
+            tokens.append(token)
             prompt, count = self.prompts[request]
-            right = continuation(prompt, count)[: len(told)]
-            assert told == right, f"request {request} of {prompt} has {told}, expected {right}"
+            right = continuation(prompt, count)[: len(tokens)]
+            assert tokens == right, f"request {request} of {prompt} has {tokens}, expected {right}"
         for ended in message.ended:
             if ended.request_id not in self._resuming:
                 assert ended.request_id not in self.ends, "a request ended twice"
-                assert ended.generated_tokens == len(self.told[ended.request_id])
+                assert ended.generated_tokens == len(self.received[ended.request_id])
                 self.ends[ended.request_id] = ended
 
 
@@ -490,8 +490,8 @@ class World:
             prompt = [self.random.randrange(6) for _ in range(self.random.randint(1, 10))]
             count = self.random.randint(1, 32 - len(prompt))
             client.ask(Submit, prompt=np.array(prompt, np.int32), max_tokens=min(count, 14), sampling=GREEDY)
-        elif chance < 0.85 and client.told:
-            request = self.random.choice(sorted(client.told))
+        elif chance < 0.85 and client.received:
+            request = self.random.choice(sorted(client.received))
             client.cancelled.add(request)
             client.ask(Cancel, request_id=request)
         else:
@@ -502,7 +502,7 @@ class World:
         for _ in range(turns_max):
             self.peers_act()
             self.turn()
-            waiting = any(client.pending or client.told.keys() - client.ends.keys() for client in self.clients)
+            waiting = any(client.pending or client.received.keys() - client.ends.keys() for client in self.clients)
             if not waiting and not self.machine.requests.live:
                 return
         raise AssertionError(f"still busy after {turns_max} turns")
@@ -528,12 +528,14 @@ def live(seed: int, folder: Path, turns: int = 150, crash_share: float = 0.12) -
             world.turn(random.choice(CRASHES) if random.random() < crash_share else "")
         world.settle()
         for client in world.clients:
-            for request, told in client.told.items():
+            for request, tokens in client.received.items():
                 count = client.prompts[request][1]
-                whole = len(told) == count and client.ends[request].reason == "length"
+                whole = len(tokens) == count and client.ends[request].reason == "length"
                 assert whole or (request in client.cancelled and client.ends[request].reason == "cancelled")
         known = set(world.machine.requests.finished)
-        assert known <= {request for client in world.clients for request in client.told}, "a request without an owner"
+        assert known <= {request for client in world.clients for request in client.received}, (
+            "a request without an owner"
+        )
         for group in world.machine.cache.groups.values():
             held = world.machine.cache.blocks.refcount[group.pool.base : group.pool.base + group.pool.count]
             assert not held.any(), "leaked blocks"

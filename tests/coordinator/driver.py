@@ -285,7 +285,7 @@ class Driver:
         self.read: dict[tuple[int, int], dict[int, tuple[int, float]]] = {}
         self.ended: dict[int, Ended] = {}
         self.full: set[int] = set()
-        self.told: list[tuple[int, str, int]] = []
+        self.notices: list[tuple[int, str, int]] = []
         self._due: dict[tuple[int, int], int] = {}
         self._reader = 0
         self.logs: list[Log] = []
@@ -370,7 +370,7 @@ class Driver:
         for kind, requests in (("paused", message.paused), ("taken", message.taken)):
             for request in requests:
                 self._due.pop((client, request), None)
-                self.told.append((client, kind, request))
+                self.notices.append((client, kind, request))
 
     def _drop(self, effect: DropWorker) -> None:
         for worker in self.workers:

@@ -80,7 +80,7 @@ def test_rows_from_the_offset_come_exactly_once_with_all_that_is_known_of_them(
     assert [logprob for _, logprob in driver.read[client, request].values()] == list(map(logprob_of, ANSWER[offset:]))
     assert driver.tops[request] == top_logprobs_of(ANSWER[offset:], 2)
     assert (driver.ended[request].reason, driver.ended[request].generated_tokens) == ("length", 12)
-    assert driver.told == ([(1, "taken", request)] if client == 2 else [])
+    assert driver.notices == ([(1, "taken", request)] if client == 2 else [])
 
 
 def test_an_attach_in_the_turn_in_which_tokens_came_repeats_none(make_pool: MakePool) -> None:
@@ -99,7 +99,7 @@ def test_an_attach_in_the_turn_in_which_tokens_came_repeats_none(make_pool: Make
     driver.turn()
     assert read(driver, 1, request) == []
     assert driver.streamed[other] == continuation([8, 8], 3)
-    assert driver.told == [(2, "taken", request)]
+    assert driver.notices == [(2, "taken", request)]
     driver.run_until_idle()
     assert read(driver, 1, request) == answer_from(3)
 
@@ -140,7 +140,7 @@ def test_the_one_whose_stream_was_taken_is_told_so_after_what_it_still_gets(make
     driver.step()
     driver.attach(request, 0, client=2)
     driver.turn()
-    assert driver.told == [(1, "taken", request)]
+    assert driver.notices == [(1, "taken", request)]
     assert read(driver, 1, request) == answer_from(0, 2)
     assert read(driver, 2, request) == answer_from(0, 2)
     driver.answer(worker)
@@ -172,7 +172,7 @@ def test_what_a_full_client_lost_is_paused_and_nothing_else(make_pool: MakePool)
     assert driver.wake_us() == 50_000  # the stream is retried without any event
     assert driver.streamed[one] == ANSWER[:2]
     driver.turn()
-    assert driver.told == [(1, "paused", one)]
+    assert driver.notices == [(1, "paused", one)]
     for _ in range(2):
         driver.step()
     assert driver.streamed[one] == ANSWER[:2]
@@ -181,7 +181,7 @@ def test_what_a_full_client_lost_is_paused_and_nothing_else(make_pool: MakePool)
     assert read(driver, 1, one) == answer_from(2)
     assert driver.streamed[other] == continuation([8, 8], 12)
     assert driver.streamed[theirs] == continuation([9, 9], 12)
-    assert driver.told == [(1, "paused", one)]
+    assert driver.notices == [(1, "paused", one)]
     assert driver.stats().requests.streams_paused_total == 1
     assert set(driver.ended) == {one, other, theirs}
 
@@ -192,15 +192,15 @@ def test_a_client_that_stays_full_is_told_when_it_reads_again() -> None:
     driver.run_until_idle()
     for _ in range(3):
         driver.turn()
-    assert driver.told == []
+    assert driver.notices == []
     assert set(driver.ended) == {theirs}
     assert driver.streamed[theirs] == continuation([9, 9], 12)
     assert driver.stats().requests.streams_paused_total == 2
     driver.full.clear()
     driver.turn()
-    assert driver.told == [(1, "paused", one), (1, "paused", other)]
+    assert driver.notices == [(1, "paused", one), (1, "paused", other)]
     driver.turn()
-    assert driver.told == [(1, "paused", one), (1, "paused", other)]
+    assert driver.notices == [(1, "paused", one), (1, "paused", other)]
     assert set(driver.ended) == {theirs}
     driver.attach(one, 2)
     driver.attach(other, 0)
@@ -248,14 +248,14 @@ def test_who_lost_the_news_that_a_stream_was_taken_is_told_again() -> None:
     driver.attach(one, 0, client=2)
     driver.turn()
     driver.turn()
-    assert driver.told == []
+    assert driver.notices == []
     driver.full.clear()
     driver.turn()
-    assert (1, "taken", one) in driver.told
-    assert driver.told.count((1, "taken", one)) == 1
+    assert (1, "taken", one) in driver.notices
+    assert driver.notices.count((1, "taken", one)) == 1
     driver.run_until_idle()
     assert read(driver, 2, one) == answer_from(0)
-    assert driver.told.count((1, "taken", one)) == 1
+    assert driver.notices.count((1, "taken", one)) == 1
 
 
 def test_who_takes_a_stream_back_is_not_told_late_that_it_was_taken() -> None:
@@ -266,7 +266,7 @@ def test_who_takes_a_stream_back_is_not_told_late_that_it_was_taken() -> None:
     driver.attach(one, 2, client=1)
     driver.full.clear()
     driver.run_until_idle()
-    assert driver.told == [(2, "taken", one)]
+    assert driver.notices == [(2, "taken", one)]
     assert read(driver, 1, one) == answer_from(2)
 
 
@@ -277,7 +277,7 @@ def test_a_full_client_that_goes_leaves_nothing_to_be_told(make_pool: MakePool) 
     driver.gone(1)
     assert driver.machine.streams.due_us is None
     driver.run_until_idle()
-    assert driver.told == []
+    assert driver.notices == []
     assert driver.streamed[theirs] == continuation([9, 9], 12)
     driver.attach(one, 0, client=3)
     driver.turn()
@@ -316,7 +316,7 @@ def test_going_on_with_a_stream_does_not_take_it_back_from_who_reads_it_now(ende
     assert driver.refused(resume, Conflict, 1).fields["request_id"] == one
     driver.run_until_idle()
     assert read(driver, 2, one) == answer_from(0)
-    assert driver.told == [(1, "paused", one), (1, "taken", one)]
+    assert driver.notices == [(1, "paused", one), (1, "taken", one)]
 
 
 # ------------------------------------------------------------------------------------------------------ with FinishAt

@@ -52,7 +52,7 @@ def test_the_same_command_again_is_the_same_request_streamed_from_its_start(stat
     count = 3 if state == "cancelled" else 6
     assert list(driver.tokens_read(2, 1).items()) == list(enumerate(continuation(PROMPT, count)))
     assert driver.ended[1].generated_tokens == count
-    assert driver.told == [(1, "taken", 1)]
+    assert driver.notices == [(1, "taken", 1)]
     assert driver.stats().requests.accepted_total == 1
     assert entries(driver) == 1
 
@@ -74,7 +74,7 @@ def test_the_same_command_on_the_same_connection_takes_nothing_from_anyone(make_
     assert keyed(driver).repeated
     driver.run_until_idle()
     assert list(driver.tokens_read(1, 1).values()) == continuation(PROMPT, 6)
-    assert driver.told == []
+    assert driver.notices == []
 
 
 def test_a_client_that_vanished_finds_its_request_by_its_key(make_pool: MakePool) -> None:

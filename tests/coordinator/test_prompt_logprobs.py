@@ -261,7 +261,7 @@ def test_a_slow_client_resumes_in_the_middle_of_a_prompt() -> None:
     d.turn()
     d.full.clear()
     d.turn()
-    assert (1, "paused", request) in d.told
+    assert (1, "paused", request) in d.notices
     d.ask(d.attach_message(request, known - LAST))
     d._due[1, request] = 0
     d.run_until_idle()

@@ -134,7 +134,7 @@ def test_of_a_lost_message_only_its_own_requests_are_paused_and_nothing_comes_af
     driver.turn()
     assert driver.tokens_read(3, second) == dict(enumerate(continuation([2], 9)))
     assert driver.tokens_read(3, first) == {}
-    assert (3, "paused", first) in driver.told
+    assert (3, "paused", first) in driver.notices
     driver.attach(first, client=3)
     for _ in range(20):
         driver.turn()

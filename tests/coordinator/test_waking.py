@@ -201,7 +201,7 @@ def test_a_paused_stream_is_tried_again_at_a_time_that_stays(make_pool: MakePool
     driver.full.clear()
     driver.advance(50_000)
     driver.turn()
-    assert driver.told == [(1, "paused", 1)]
+    assert driver.notices == [(1, "paused", 1)]
 
 
 # --------------------------------------------------------------------------------------------------------- queries

@@ -22,16 +22,16 @@ class One:
     """A stream and its events."""
 
     def __init__(self, streams: AsyncStreams, tenant: str = "default", max_tokens: int = 4) -> None:
-        self.told: list[int] = []
+        self.counts: list[int] = []
         self.tokens_wanted = asyncio.Event()
         self.over = asyncio.Event()
         self.stream: AsyncStream = streams.submit(
             PROMPT, RequestOptions(max_tokens=max_tokens, tenant=tenant), self.changed
         )
-        assert not self.told
+        assert not self.counts
 
     def changed(self) -> None:
-        self.told.append(len(self.stream.tokens))
+        self.counts.append(len(self.stream.tokens))
         if self.stream.tokens:
             self.tokens_wanted.set()
         if self.stream.done:
@@ -55,7 +55,7 @@ def test_each_stream_is_told_of_its_acceptance_its_tokens_and_its_end(fake: Runn
         for one in several:
             await one.over.wait()
             assert one.stream.tokens == [3, 4, 5, 6]
-            assert one.told[0] == 0 and one.told[-1] == 4 and one.told == sorted(one.told)
+            assert one.counts[0] == 0 and one.counts[-1] == 4 and one.counts == sorted(one.counts)
             assert one.stream.ended is not None and one.stream.ended.reason == "length"
         assert [one.stream.request_id for one in several] == [1, 2, 3]
 
@@ -80,10 +80,10 @@ def test_what_is_given_up_is_cancelled_and_not_told_of_again(fake: Running) -> N
         running.stream.cancel()
         running.stream.cancel()
         unanswered.stream.cancel()
-        told = list(running.told)
+        counts = list(running.counts)
         after = One(streams)
         await after.over.wait()
-        assert running.told == told and not unanswered.told
+        assert running.counts == counts and not unanswered.counts
 
     within(fake, play)
     fake.expect("Cancel")

@@ -62,15 +62,15 @@ Said = list[tuple[int, int]]  # each token, and the bits of its log-probability
 
 @dataclass(eq=False)
 class Request:
-    """said: generated tokens, the first `inherited` by the parent of a fork. computed: tokens with KV in the pool.
-    blocks: its block table. story: a log of its steps, to analyse a difference."""
+    """generated: the tokens of the answer, the first `inherited` by the parent of a fork. computed: tokens with KV in
+    the pool. blocks: its block table. story: a log of its steps, to analyse a difference."""
 
     number: int
     prompt: list[int]
     wanted: int
     seed: int
     temperature: float
-    said: Said = field(default_factory=list)
+    generated: Said = field(default_factory=list)
     slot: int = -1
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -80,11 +80,11 @@ class Request:
     @property
     def tokens(self) -> list[int]:
         """Return all tokens of prompt and answer."""
-        return self.prompt + [token for token, _ in self.said]
+        return self.prompt + [token for token, _ in self.generated]
 
     def marked(self, mark: int) -> list[int]:
         """Return the tokens as the coordinator sends them to a worker."""
-        return self.prompt + [token + mark for token, _ in self.said]
+        return self.prompt + [token + mark for token, _ in self.generated]
 
     @property
     def start(self) -> RowStart:
@@ -94,7 +94,7 @@ class Request:
             request_id=self.number,
             sampling=SamplingParams(temperature=self.temperature),
             seed=self.seed,
-            generated=len(self.said),
+            generated=len(self.generated),
         )
 
 
@@ -164,7 +164,7 @@ class Company:
                 forked += [fork] if fork is not None else []
                 running += [fork] if fork is not None else []
             self._step(running)
-            for request in [one for one in running if len(one.said) == one.wanted]:
+            for request in [one for one in running if len(one.generated) == one.wanted]:
                 self._end(request)
                 running.remove(request)
                 ended += 1
@@ -183,13 +183,13 @@ class Company:
 
     def _fork(self, running: list[Request], number: int) -> Request | None:
         """Fork a request with generated tokens: the same blocks, but its own random draws from here on."""
-        here = [one for one in running if one.said and one.computed >= len(one.prompt) and one not in self._begins]
-        parents = [one for one in here if len(one.said) < one.wanted]
+        here = [one for one in running if one.generated and one.computed >= len(one.prompt) and one not in self._begins]
+        parents = [one for one in here if len(one.generated) < one.wanted]
         if not parents or not self._slots:
             return None
         parent = self._random.choice(parents)
-        fork = Request(number, parent.prompt, parent.wanted, self._random.getrandbits(60), 1.0, list(parent.said))
-        fork.inherited = len(fork.said)
+        fork = Request(number, parent.prompt, parent.wanted, self._random.getrandbits(60), 1.0, list(parent.generated))
+        fork.inherited = len(fork.generated)
         if not self._room(fork):
             return None
         # The last token is recomputed: the fork diverges from there.
@@ -289,9 +289,9 @@ class Company:
         by_slot = {request.slot: request for request, _ in rows}
         bits = outcome.logprobs.view(np.int32).tolist()
         for slot, token, logprob in zip(outcome.slots.tolist(), outcome.tokens.tolist(), bits, strict=True):
-            by_slot[slot].said.append((token, logprob))
+            by_slot[slot].generated.append((token, logprob))
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return a readable summary."""
         return (
             f"{self._steps} steps, {self.evictions} preempted and recomputed, {self.hits} behind what another one "
@@ -312,12 +312,12 @@ class Alone(Company):
     def say(self, request: Request) -> Said:
         """Return the generated tokens behind the inherited ones."""
         again = Request(request.number, request.prompt, request.wanted, request.seed, request.temperature)
-        again.said = request.said[: request.inherited]
+        again.generated = request.generated[: request.inherited]
         self._begin(again, [])
-        while len(again.said) < again.wanted:
+        while len(again.generated) < again.wanted:
             self._whole(again)
         self._end(again)
-        return again.said
+        return again.generated
 
     def _whole(self, request: Request) -> None:
         self._random = _Never(0)
@@ -342,11 +342,11 @@ def compare(alone: Alone, requests: list[Request]) -> str:
     """Return the first difference, or ""."""
     for request in requests:
         expected = alone.say(request)
-        if request.said != expected:
-            at = next(i for i, (one, other) in enumerate(zip(request.said, expected, strict=True)) if one != other)
+        if request.generated != expected:
+            at = next(i for i, (one, other) in enumerate(zip(request.generated, expected, strict=True)) if one != other)
             return (
                 f"request {request.number}, {len(request.prompt)} prompt tokens, at token {at} of {request.wanted}: "
-                f"{request.said[at]}, alone {expected[at]}"
+                f"{request.generated[at]}, alone {expected[at]}"
             )
     return ""
 
@@ -402,8 +402,9 @@ def main() -> None:
     company, alone = Company(model, random, 96, 4096, 96), Alone(model, graph_rows_max=4)
     began = time.monotonic()
     requests += company.play(requests, forks=options.requests // 5, deaths=options.requests // 100)
-    tokens = sum(len(request.said) for request in requests)
-    print(f"{len(requests)} requests, {tokens} tokens: {time.monotonic() - began:.1f} s; {company.told()}", flush=True)
+    tokens = sum(len(request.generated) for request in requests)
+    took_s = time.monotonic() - began
+    print(f"{len(requests)} requests, {tokens} tokens: {took_s:.1f} s; {company.summary()}", flush=True)
     problem = compare(alone, requests)
     print(problem or "all requests have the same bits as alone", f"{time.monotonic() - began:.1f} s")
     raise SystemExit(1 if problem else 0)

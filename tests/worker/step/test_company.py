@@ -107,7 +107,7 @@ def test_company_changes_no_bit(tmp_path: Path, case: tuple[str, str, str, str])
         pytest.skip(f"not promised here: {model.unsteady}")
     problem, company = difference(model, 16, seed=1, rows_max=12, longest=200)
     assert not problem, problem
-    assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.told()
+    assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.summary()
 
 
 @pytest.fixture(params=["described", "by transformers"])
@@ -130,7 +130,7 @@ def test_company_changes_no_bit_of_other_families(
         pytest.skip(f"not promised here: {model.unsteady}")
     problem, company = difference(model, 8, seed=1, rows_max=8, longest=80)
     assert not problem, problem
-    assert company.evictions and company.hits and company.deaths, company.told()
+    assert company.evictions and company.hits and company.deaths, company.summary()
 
 
 @pytest.mark.parametrize("name", DESCRIBED)
@@ -143,7 +143,7 @@ def test_company_changes_no_bit_of_any_described_family(tmp_path: Path, name: st
         pytest.skip(f"not promised here: {model.unsteady}")
     problem, company = difference(model, 8, seed=1, rows_max=8, longest=80)
     assert not problem, problem
-    assert company.evictions and company.hits and company.deaths, company.told()
+    assert company.evictions and company.hits and company.deaths, company.summary()
 
 
 @on_a_gpu
@@ -155,7 +155,7 @@ def test_windows_over_large_blocks_change_no_bit(tmp_path: Path, block_size: int
     assert not model.unsteady, "the promise is made for this model"
     problem, company = difference(model, 100, seed=3, rows_max=40, longest=700)
     assert not problem, problem
-    assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.told()
+    assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.summary()
 
 
 @on_a_gpu
@@ -165,7 +165,7 @@ def test_company_changes_no_bit_on_a_gpu(tmp_path: Path, case: tuple[str, str, s
     assert not model.unsteady, "the promise is made for this model"
     problem, company = difference(model, 100, seed=2, rows_max=40, longest=700)
     assert not problem, problem
-    assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.told()
+    assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.summary()
 
 
 @on_a_gpu
@@ -178,7 +178,7 @@ def test_company_changes_no_bit_of_other_families_on_a_gpu(
     assert not model.unsteady, "the promise is made for this model"
     problem, company = difference(model, 50, seed=4, rows_max=40, longest=500)
     assert not problem, problem
-    assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.told()
+    assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.summary()
 
 
 def test_fast_is_said_to_be_fast(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_the_held_prompts_have_one_answer_in_bfloat16(smollm2_path: Path) -> Non
     try:
         forked = company.play(requests, forks=2, deaths=1)
         assert compare(alone, requests + forked) == ""
-        assert company.evictions and company.deaths, company.told()
+        assert company.evictions and company.deaths, company.summary()
     finally:
         company.close()
         alone.close()
