@@ -47,6 +47,7 @@ from kvforge.protocol.errors import (
 )
 from kvforge.protocol.exits import FAILED, OK, TIMED_OUT, UNAVAILABLE, status_of
 
+from .bytecode import keep_bytecode
 from .config import WorkerConfig, load_config
 from .cores import CoreShare, choose
 from .model_path import find_model
@@ -74,6 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
             if config.rank == 0 and config.load_format != "dummy":
                 PageCacheReader(Path(model)).start()
             timeline.enter("imports")
+            if keep_bytecode():
+                logging.getLogger("worker").info(
+                    "bytecode of torch is kept in the cache folder: it has none of its own"
+                )
             with collector_paused():
                 from .step.loop import Worker  # slow: imports torch, so settings and files are checked first
 

@@ -4,12 +4,12 @@ A plain import pulls in torch's compiler (through decorators that exclude functi
 torch's distributed tensors: 130 MB of resident memory and 2 s for code that serving never runs. During this import, a
 stand-in with inert decorators replaces the compiler package, and torch reports that it was built without its
 distributed part, as some builds are. While a model is built on the meta device, torch asks for each size whether it is
-a symbol and imports sympy for that (33 MB), so both have stand-ins too. If scipy is installed, a stand-in also replaces
-the package of one function that losses for object detection import (0.5 s). Later imports of the compiler or of symbols
-get the real modules.
+a symbol and imports sympy for that (33 MB), so both have stand-ins too. If scipy or scikit-learn is installed, a
+stand-in also replaces the package of one function that losses for object detection (0.5 s) or assisted generation (2 s)
+import. Later imports of the compiler, of symbols or of these get the real modules.
 
-GPU builds of torch import everything: the worker's own kernels need Triton, and the parts of the compiler that
-transformers then uses cannot be unloaded halfway.
+With GPU builds of torch only versions of transformers that were tried are imported this way. If another one needed more
+of the compiler, it could not be imported anew: the parts of torch that it had reached cannot be unloaded halfway.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -32,9 +33,9 @@ from kvforge.text.transformers_index import quick_import
 from kvforge.worker.device.device import built_for_gpus
 
 COMPILER = "torch._dynamo"
-ON_CPU_ALONE = not built_for_gpus()
+TRIED = ((5, 17), (5, 25))  # versions of transformers, the second one excluded, for GPU builds
 SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"
-OPTIMISERS = "scipy.optimize"
+OPTIMISERS, METRICS = "scipy.optimize", "sklearn.metrics"
 # Modules of transformers that this package uses directly or on first use.
 WANTED = (
     "masking_utils",
@@ -48,6 +49,20 @@ FUNCTION = re.compile(r"^def (\w+)\(", re.MULTILINE)
 log = logging.getLogger(__name__)
 
 
+def _leaves_out() -> bool:
+    """Return whether transformers is imported with less of torch."""
+    if not built_for_gpus():
+        return True
+    try:
+        found = tuple(int(part) for part in metadata.version("transformers").split(".")[:2])
+    except (metadata.PackageNotFoundError, ValueError):
+        return False
+    return TRIED[0] <= found < TRIED[1]
+
+
+LEAVES_OUT = _leaves_out()
+
+
 def import_transformers() -> None:
     """Import transformers, unless it is already imported. A version that needs more of torch gets the whole.
 
@@ -56,7 +71,7 @@ def import_transformers() -> None:
     """
     if "transformers" in sys.modules:
         return
-    if not ON_CPU_ALONE:
+    if not LEAVES_OUT:
         _import_all()
         return
     try:
@@ -78,7 +93,7 @@ def _import_all() -> None:
 @contextlib.contextmanager
 def less_of_torch() -> Iterator[None]:
     """Hide torch's compiler and symbols from code that imports them only to be excluded from compilation."""
-    if COMPILER in sys.modules or not ON_CPU_ALONE:
+    if COMPILER in sys.modules or not LEAVES_OUT:
         yield
         return
     compiler = StandIn(COMPILER, dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _unchanged))
@@ -88,6 +103,8 @@ def less_of_torch() -> Iterator[None]:
     others = [StandIn(SYMBOLIC_SHAPES, questions), StandIn("sympy", {"Basic": _NoSymbol})]
     if find_spec("scipy") is not None:
         others.append(StandIn(OPTIMISERS, {"linear_sum_assignment": _assignment}))
+    if find_spec("sklearn") is not None:
+        others.append(StandIn(METRICS, {"roc_curve": _roc_curve}))
     stand_ins = [compiler, *(each for each in others if each.__name__ not in sys.modules)]
     sys.modules.update({each.__name__: each for each in stand_ins})
     kept, torch.distributed.is_available = torch.distributed.is_available, lambda: False
@@ -131,6 +148,11 @@ def _real(name: str) -> ModuleType:
 def _assignment(*given: Any, **keywords: Any) -> Any:
     """Call scipy's function, importing it on first use."""
     return _real(OPTIMISERS).linear_sum_assignment(*given, **keywords)
+
+
+def _roc_curve(*given: Any, **keywords: Any) -> Any:
+    """Call scikit-learn's function, importing it on first use."""
+    return _real(METRICS).roc_curve(*given, **keywords)
 
 
 def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:

@@ -11,13 +11,15 @@ import pytest
 
 from kvforge.worker.device.device import Device, built_for_gpus
 from kvforge.worker.loading import find_source, gguf_read_once, read_config
+from kvforge.worker.loading.lazy_compiler import LEAVES_OUT
 from kvforge.worker.loading.model import LoadedModel
 from tests.forked import Scripts
 from tests.worker.loading.gguf_files import write_gguf
 
-UNUSED = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "sympy", "scipy.optimize")
+UNUSED = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "scipy.optimize", "sklearn")
+UNUSED += () if built_for_gpus() else ("triton",)
 
-cpu_build = pytest.mark.skipif(built_for_gpus(), reason="a torch built for GPUs imports all that transformers wants")
+leaves_out = pytest.mark.skipif(not LEAVES_OUT, reason="this transformers was not tried with a torch for GPUs")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def run() -> Iterator[Callable[[str], str]]:
         yield run
 
 
-@cpu_build
+@leaves_out
 def test_a_load_imports_no_compiler_and_leaves_it_as_it_was(
     tiny: Callable[..., LoadedModel], tmp_path: Path, run: Callable[[str], str]
 ) -> None:
@@ -57,7 +59,7 @@ print(found, *answers, same, losses.linear_sum_assignment is not linear_sum_assi
     assert run(code) == "[] [2.0, 2.0] True False [[1, 0], [1, 0]] True"
 
 
-@cpu_build
+@leaves_out
 def test_who_asks_for_more_of_the_compiler_gets_the_real_one(run: Callable[[str], str]) -> None:
     code = """
 import sys
@@ -75,7 +77,7 @@ print(same, stood_in, compiling, sys.modules["torch._dynamo"].__file__ is not No
     assert run(code) == "[True, True, True] True False True"
 
 
-@cpu_build
+@leaves_out
 def test_who_asks_about_symbols_gets_the_real_answers(run: Callable[[str], str]) -> None:
     code = """
 import sys
@@ -97,7 +99,7 @@ print(plain, brought, isinstance(size.node.expr, symbols.Basic), *answers)
     assert run(code) == "[True, False, False, True, True, False, False] False True False True SymBool"
 
 
-@cpu_build
+@leaves_out
 def test_a_version_that_needs_all_of_torch_gets_it(run: Callable[[str], str]) -> None:
     code = """
 import importlib, sys
@@ -135,15 +137,36 @@ def test_of_a_vocabulary_only_the_size_is_read(tiny: Callable[..., LoadedModel],
         assert one.name == other.name and np.array_equal(one.data, other.data)
 
 
-def test_a_build_for_a_gpu_has_transformers_import_what_it_wants(run: Callable[[str], str]) -> None:
+@pytest.mark.parametrize(("version", "whole"), [("5.17.0", False), ("5.24.1", False), ("5.16.9", True), ("6.0", True)])
+def test_with_a_build_for_gpus_only_versions_that_were_tried_get_less(
+    version: str, whole: bool, run: Callable[[str], str]
+) -> None:
     """A transformers version that used the compiler beyond its decorators did not start, half imported."""
-    code = """
+    code = f"""
 import torch
 torch.version.cuda = "13.0"
 import sys
+from importlib import metadata
+kept = metadata.version
+metadata.version = lambda name: {version!r} if name == "transformers" else kept(name)
 from kvforge.worker.loading import lazy_compiler
 
-with lazy_compiler.less_of_torch():
-    print(lazy_compiler.ON_CPU_ALONE, getattr(sys.modules.get("torch._dynamo"), "__file__", None) is not None)
+metadata.version = kept
+print(lazy_compiler.LEAVES_OUT, getattr(sys.modules.get("torch._dynamo"), "__file__", None) is not None)
 """
-    assert run(code) == "False True"
+    assert run(code) == f"{not whole} {whole}"
+
+
+@leaves_out
+def test_a_metric_of_scikit_learn_is_imported_by_its_first_use(run: Callable[[str], str]) -> None:
+    pytest.importorskip("sklearn")
+    code = """
+import sys
+from kvforge.worker.loading.lazy_compiler import less_of_torch
+with less_of_torch():
+    from sklearn.metrics import roc_curve
+before = "sklearn" in sys.modules
+found = roc_curve([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8])
+print(before, len(found), "sklearn" in sys.modules)
+"""
+    assert run(code) == "False 3 True"
