@@ -73,7 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
         with closing(CoreShare(config.runtime_path, config.name)) as place:
             cores = choose(place, config.threads, os.environ)  # before OpenMP reads it, on torch's import
             if config.rank == 0 and config.load_format != "dummy":
-                PageCacheReader(Path(model)).start()
+                reader = PageCacheReader(Path(model))
+                reader.start()
+                timeline.at_end(reader.stop)
             timeline.enter("imports")
             if keep_bytecode():
                 logging.getLogger("worker").info(

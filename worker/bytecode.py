@@ -1,7 +1,7 @@
 """Keeps the bytecode of imports in the user's cache folder where Python can keep none beside the sources.
 
-In images whose packages were installed without bytecode, on a file system that is read-only or with
-PYTHONDONTWRITEBYTECODE, Python compiles all 3,000 files of torch and transformers at each start.
+If packages were installed without bytecode, on a read-only file system or with PYTHONDONTWRITEBYTECODE, Python compiles
+the 3,000 files of torch and transformers at each start.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class PageCacheReader:
         self._segments = _segments(files, int(available * AVAILABLE_SHARE))
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self.asked_bytes = 0  # of segments that were not in the page cache
+        self.asked_bytes = 0  # segments outside the page cache
 
     def start(self) -> None:
         """Start the threads; errors end them, because the load reports the same ones."""
@@ -48,6 +48,12 @@ class PageCacheReader:
         """Wait until all segments are read."""
         for thread in self._threads:
             thread.join()
+
+    def stop(self) -> None:
+        """Read no further segment, and wait for those in progress."""
+        with self._lock:
+            self._segments = iter(())
+        self.wait()
 
     def _run(self) -> None:
         with suppress(OSError):
@@ -71,7 +77,7 @@ class PageCacheReader:
 
 
 def is_cached(descriptor: int, offset: int) -> bool:
-    """Return whether the byte at `offset` of a file is in the page cache; False where the system does not tell."""
+    """Return whether the byte at `offset` of a file is in the page cache; False if the system cannot report it."""
     try:
         return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except (OSError, AttributeError):  # not there, or a file system or kernel without this call
@@ -79,7 +85,7 @@ def is_cached(descriptor: int, offset: int) -> bool:
 
 
 def memory_available() -> int:
-    """Return the bytes of memory that can be used without swapping; 0 where the system does not tell."""
+    """Return the bytes of memory that can be used without swapping; 0 if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 STAT_FIELDS_BEFORE_START = 19  # between the closing bracket of the name and the start time in /proc/self/stat
@@ -23,6 +24,7 @@ class StartupTimeline:
         self._entered, self._phase = self._began, "process start"
         self._seconds: dict[str, float] = {}
         self._over = False
+        self._at_end: list[Callable[[], None]] = []
 
     def enter(self, phase: str) -> None:
         """End the current phase and begin `phase`. After `finish` nothing is recorded."""
@@ -32,6 +34,10 @@ class StartupTimeline:
         self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._entered
         self._entered, self._phase = now, phase
 
+    def at_end(self, end: Callable[[], None]) -> None:
+        """Call `end` in `finish`: it ends work that only a start needs."""
+        self._at_end.append(end)
+
     def finish(self) -> str:
         """End the last phase.
 
@@ -40,6 +46,8 @@ class StartupTimeline:
         """
         if self._over:
             return ""
+        for end in self._at_end:
+            end()
         self.enter("")
         self._over = True
         named = {phase: took for phase, took in self._seconds.items() if took >= WORTH_NAMING_S}
@@ -48,7 +56,7 @@ class StartupTimeline:
 
 
 def process_began() -> float:
-    """Return when this process started, on the clock of `time.monotonic`; now where the system does not tell."""
+    """Return when this process started, on the clock of `time.monotonic`; now if the system does not report it."""
     now = time.monotonic()
     try:
         fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()

@@ -69,6 +69,14 @@ def test_a_file_that_cannot_be_read_is_left_to_the_load(model: Path, monkeypatch
     assert read(model).asked_bytes == 0
 
 
+def test_it_can_be_stopped(model: Path, asked: list[tuple[int, int]]) -> None:
+    reader = PageCacheReader(model, 1 << 30)
+    reader.stop()
+    reader.start()
+    reader.wait()
+    assert asked == []
+
+
 def test_a_file_that_was_just_written_is_in_the_page_cache(tmp_path: Path) -> None:
     """Where the file system answers at all: both answers only cost time."""
     file = tmp_path / "new"

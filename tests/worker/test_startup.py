@@ -28,8 +28,11 @@ def test_phases_are_named_in_order_and_the_same_phase_adds_up(clock: list[float]
 
 
 def test_a_start_is_over_once(clock: list[float]) -> None:
-    timeline = StartupTimeline(began=98.0)
+    timeline, ended = StartupTimeline(began=98.0), list[str]()
+    timeline.at_end(lambda: ended.append("its threads"))
     assert timeline.finish()
+    timeline.finish()
+    assert ended == ["its threads"]
     clock[0] = 200.0
     timeline.enter("loading again for another coordinator")
     assert timeline.finish() == ""

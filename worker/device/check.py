@@ -31,8 +31,8 @@ KERNEL_FAULTS = (
 def require_all_right(device: Device, checks: Sequence[Callable[[], None]]) -> None:
     """Run checks, on a GPU in several threads, because most of their time is the compilation of kernels.
 
-    Triton's compiler runs outside of Python's lock for most of the time. The first check runs alone: it loads what
-    all of them use. One that fails beside others is repeated alone, and only that result counts.
+    Triton's compiler runs outside of Python's lock for most of the time. The first check runs alone: it loads
+    Triton. One that fails beside others is repeated alone, and only that result counts.
 
     Args:
         device: The device under test.

@@ -1,4 +1,4 @@
-"""Checks kernels while the weights are read: those that need only the shapes of a model, not its weights.
+"""Checks the kernels that need only a model's shapes while its weights are read.
 
 Reading waits for the disk and for copies, and compiling needs cores, so a first start does both at once. Nothing
 depends on these checks: one that fails here is ignored, and fails again, with its error, in `check_kernels`, which

@@ -74,7 +74,7 @@ class _Place:
 
     Attributes:
         members: Their names, in order.
-        missing: Those that have no place yet.
+        missing: Members without a place.
         shared: Their allocation, from the first to the last of them that gets its place.
     """
 
