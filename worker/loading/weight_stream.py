@@ -30,7 +30,7 @@ from .rehearsal import TYPES
 
 READERS_MIN, READERS_MAX = 4, 16
 PIECE_BYTES = 8 << 20
-AHEAD_BYTES = 1 << 30
+AHEAD_BYTES_MAX, AHEAD_SHARE = 4 << 30, 1 / 16  # share of the device's memory; experts are stacked beside it
 # Weights that are computed as one product, in the order of the product.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 WEIGHT = ".weight"
@@ -94,7 +94,7 @@ class WeightStream:
         *,
         readers: int = 0,
         piece_bytes: int = PIECE_BYTES,
-        ahead_bytes: int = AHEAD_BYTES,
+        ahead_bytes: int = 0,
     ) -> None:
         """Open the files and read their headers.
 
@@ -104,13 +104,14 @@ class WeightStream:
             ahead: Names that will be taken, in about that order; they are read ahead of `take`.
             readers: Threads; 0: as many as there are cores, within bounds.
             piece_bytes: Most bytes of one read.
-            ahead_bytes: Most bytes that are read or being read, and not taken.
+            ahead_bytes: Most bytes that are read or being read, and not taken; 0: a share of the device's memory.
 
         Raises:
             UnsupportedModel: A file is damaged.
             OSError: A file cannot be read.
         """
-        self._device, self._piece_bytes, self._ahead_bytes = device, piece_bytes, ahead_bytes
+        self._device, self._piece_bytes = device, piece_bytes
+        self._ahead_bytes = ahead_bytes or min(AHEAD_BYTES_MAX, int(device.total_bytes() * AHEAD_SHARE))
         self._readers = readers or min(max(os.cpu_count() or 1, READERS_MIN), READERS_MAX)
         self.stored: dict[str, StoredTensor] = {}
         self._file_of: dict[str, Path] = {}
