@@ -26,7 +26,12 @@ class Gateway:
         self.url = ""
 
     def __enter__(self) -> Self:
-        self.start(0)
+        try:
+            self.start(0)
+        except BaseException:
+            if self._process is not None:
+                self.kill()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
