@@ -1,27 +1,32 @@
 """Decode throughput of kvforge's runner and of transformers' `generate`: same weights, same batch, one process, CPU.
 
-    python -m benchmarks.cpu_generate [--model PATH] [--tokens 64] [--repeats 3] [--rows 8] [--prompt N]
-                                      [--dtype float32] [--threads N] [--json FILE]
+    python -m benchmarks.cpu_generate [--model PATH | --shape NAME] [--tokens 64] [--repeats 3] [--rows 8]
+                                      [--prompt N] [--dtype float32] [--threads N] [--least] [--json FILE]
 
 Up to eight prompts, of different lengths or all of N tokens, greedy, the end token ignored. kvforge runs twice: by
 default, and in plain torch (kernels = "reference"). transformers runs its default way: left padding, its dynamic cache,
 its sdpa attention. Decode throughput is (tokens - 1) x prompts over the time between the first and the last token, so
 that no side's prefill counts, and prefill throughput the prompts' tokens over the time to the first. They alternate;
 medians are compared. Run it on an idle machine: torch's threads wait for each other in every layer, so a busy process
-on one core slows all sides tenfold.
+on one core slows all sides tenfold. On a shared machine, --least compares the shortest times instead of the medians.
+
+NAME: a family of `benchmarks.cpu_shapes`, of about half a billion weights, with random ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from benchmarks.cpu_shapes import SHAPES, write_shape
 from benchmarks.cpu_steps import BLOCK_SIZE, PROMPT_TOKENS, default_model, prompts_of, run_kvforge
 from benchmarks.report import report
 from kvforge.worker.device.device import open_device
@@ -71,22 +76,33 @@ def main() -> None:
     """Measures all sides in turn and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="GGUF file or folder (default: smollm2-135m from the cache folder)")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="a shape with random weights, instead of --model")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate for each prompt")
     parser.add_argument("--repeats", type=int, default=3, help="alternating repeats; medians are compared")
     parser.add_argument("--rows", type=int, default=len(PROMPT_TOKENS), help="prompts, up to 8")
     parser.add_argument("--prompt", type=int, help="tokens of each prompt (default: 5 to 64)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice, the cores)")
+    parser.add_argument("--least", action="store_true", help="compare the shortest times, not the medians")
     parser.add_argument("--json", metavar="FILE", help="write the numbers here too")
     arguments = parser.parse_args()
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    source = arguments.model or default_model()
-    model, plain = (
-        load_model(source, dtype=arguments.dtype, device=open_device("cpu", kernels=kernels), block_size=BLOCK_SIZE)
-        for kernels in (True, False)
-    )
+    typical = min if arguments.least else statistics.median
+    with tempfile.TemporaryDirectory(prefix="kvf-shape-") as folder:
+        made = write_shape(arguments.shape, Path(folder)) if arguments.shape else None
+        source = made or arguments.model or default_model()
+        model, plain = (
+            load_model(
+                source,
+                load_format="auto" if made is None else "dummy",
+                dtype=arguments.dtype,
+                device=open_device("cpu", kernels=kernels),
+                block_size=BLOCK_SIZE,
+            )
+            for kernels in (True, False)
+        )
     prompts = prompts_of(model, arguments.rows, arguments.prompt)
     sides = {
         "kvforge": partial(run_kvforge, model),
@@ -105,9 +121,9 @@ def main() -> None:
             first_seconds[name].append(first)
 
     decoded = (arguments.tokens - 1) * len(prompts)
-    rate = {name: decoded / statistics.median(times) for name, times in seconds.items()}
+    rate = {name: decoded / typical(times) for name, times in seconds.items()}
     prompt_tokens = sum(map(len, prompts))
-    prefill_rate = {name: prompt_tokens / statistics.median(times) for name, times in first_seconds.items()}
+    prefill_rate = {name: prompt_tokens / typical(times) for name, times in first_seconds.items()}
     prefill_ratios = {name: prefill_rate["kvforge"] / prefill_rate[name] for name in sides if name != "kvforge"}
     ratios = {name: rate["kvforge"] / rate[name] for name in sides if name != "kvforge"}
     same = sum(a == b for a, b in zip(tokens["kvforge"], tokens["transformers"], strict=True))
@@ -131,6 +147,7 @@ def main() -> None:
         "prompt_tokens": prompt_tokens,
         "tokens": arguments.tokens,
         "threads": torch.get_num_threads(),
+        "compared": "shortest" if arguments.least else "median",
         "decode_tokens_per_second": rate,
         "seconds": seconds,
         "prefill_tokens_per_second": prefill_rate,
@@ -143,7 +160,9 @@ def main() -> None:
         f"{model.info.name} {arguments.dtype}, {len(prompts)} prompts x {arguments.tokens} tokens, "
         f"{torch.get_num_threads()} threads; {same} of {len(prompts)} continuations identical"
     )
-    report(title, ["tokens/s", "decode, median", "lowest", "highest", "prefill, median"], rows, results, arguments.json)
+    how = results["compared"]
+    header = ["tokens/s", f"decode, {how}", "lowest", "highest", f"prefill, {how}"]
+    report(title, header, rows, results, arguments.json)
 
 
 if __name__ == "__main__":
