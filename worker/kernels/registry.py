@@ -146,7 +146,7 @@ def _stored(serving: Serving) -> None:
     if serving.codes and serving.device.runs_kernels:
         from .stored_selftest import stored_test
 
-        stored_test(sorted(serving.codes), serving.dtype, serving.device)
+        stored_test(sorted(serving.codes), serving.dtype, serving.device, serving.experts is not None)
 
 
 def _exchange(serving: Serving) -> None:

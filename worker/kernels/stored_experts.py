@@ -17,12 +17,11 @@ from .expert_sort import FIELDS, Blocks
 from .grouped import Gating, pairs_of, split_rows
 from .grouped_tiles import HOPPER_TOKENS, backend_options
 from .launching import Launching
-from .linear import prefetch
 from .stored import CODES, WORDS, Codes
-from .stored_linear import AHEAD, StoredTiles, depth_of, group_steps, row_stride, stored_sum
+from .stored_linear import AHEAD, TURNED, StoredTiles, depth_of, fetch_first, group_steps, row_stride, stored_sum
 
 OTHER_TOKENS = {16: 12, 64: 1 << 30}
-_WORDS = tl.constexpr(WORDS)
+_WORDS, _TURNED = tl.constexpr(WORDS), tl.constexpr(TURNED)
 
 
 @triton.jit(do_not_specialize=["count", "tokens", "width", "units", "groups", "scaled"])
@@ -85,13 +84,13 @@ def stored_experts_kernel(
         rows = 2 * tl.minimum(first + local // 2, results - 1) + local % 2
     else:
         rows = tl.minimum(first + local % NUMBERS, results - 1) + local // NUMBERS * results
+    turn = tl.program_id(0) // count * ROWS // _TURNED
     if PREFETCH > 0:
         # The inputs of `order` and `blocks` are ready: the kernel before has waited for them.
         first_expert = tl.load(blocks + block * (1 if ALONE else FIELDS))
         if first_expert >= 0:
-            ahead = tl.arange(0, DEPTH // (_WORDS * SETS) * PREFETCH).to(tl.int64)
             of_rows = words + (first_expert.to(tl.int64) * units * n + rows[:, None]) * _WORDS
-            prefetch(of_rows + ahead[None, :] * n * _WORDS)
+            fetch_first(of_rows, 0, turn, n, STEPS, SETS, DEPTH, PREFETCH)
     wait_for_inputs(OVERLAP)
     expert, pairs, inside = pairs_of(order, blocks, block, TOKENS, ALONE)
     if expert < 0:
@@ -100,8 +99,9 @@ def stored_experts_kernel(
     words_at = words + of_expert * units * n * _WORDS + rows[:, None].to(tl.int64) * _WORDS
     x_rows = x + (pairs if DOWN else pairs // width)[:, None].to(tl.int64) * x_stride
     total = stored_sum(
-        words_at, x_rows, scales + of_expert * groups * scaled, zeros + of_expert * groups * n, rows, expert * 0, n,
-        scaled, STEPS, CODE, SETS, DEPTH, GROUP, SCALED_ROWS, HAS_ZEROS, HALF, ASSEMBLY, ROWS, TOKENS, STAGES,
+        words_at, x_rows, inside[:, None], scales + of_expert * groups * scaled, zeros + of_expert * groups * n, rows,
+        expert * 0, turn, n, scaled, STEPS, CODE, SETS, DEPTH, GROUP, SCALED_ROWS, HAS_ZEROS, HALF, ASSEMBLY, ROWS,
+        TOKENS, STAGES,
     )  # fmt: skip
     let_next_start(OVERLAP)
     narrow = output.dtype.element_ty

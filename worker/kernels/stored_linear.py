@@ -31,7 +31,8 @@ FEW_TOKENS = 64  # up to here, parts are left to the next operation
 AHEAD = 2  # steps of words that are fetched into the L2 cache before the inputs are ready
 PART_STEPS = 8  # least steps of a part
 PARTS = (4, 2)
-_WORDS = tl.constexpr(WORDS)
+TURNED = 256  # rows of a weight that begin their sums at the same step, and are summed alike by every tile
+_WORDS, _TURNED = tl.constexpr(WORDS), tl.constexpr(TURNED)
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def multiply_words(
     words,
     zero,
     x_rows,
+    inside,
     total,
     CODE: tl.constexpr,
     SETS: tl.constexpr,
@@ -86,15 +88,15 @@ def multiply_words(
     The second result has all products; with HALVES those of a unit's second half alone, and the first one the others.
     """
     units = tl.arange(0, COLUMNS)
-    first = tl.trans(tl.load(x_rows + places_of(units, 0, SETS)[None, :]))
-    second = tl.trans(tl.load(x_rows + places_of(units, 1, SETS)[None, :]))
+    first = tl.trans(tl.load(x_rows + places_of(units, 0, SETS)[None, :], mask=inside, other=0.0))
+    second = tl.trans(tl.load(x_rows + places_of(units, 1, SETS)[None, :], mask=inside, other=0.0))
     if SETS == 2:
         a, b = unpack_two(words, CODE, HALF, ASSEMBLY)
         total = tl.dot(b, second, tl.dot(a, first, total, input_precision="ieee"), input_precision="ieee")
         return total, total
     else:
-        third = tl.trans(tl.load(x_rows + places_of(units, 2, SETS)[None, :]))
-        fourth = tl.trans(tl.load(x_rows + places_of(units, 3, SETS)[None, :]))
+        third = tl.trans(tl.load(x_rows + places_of(units, 2, SETS)[None, :], mask=inside, other=0.0))
+        fourth = tl.trans(tl.load(x_rows + places_of(units, 3, SETS)[None, :], mask=inside, other=0.0))
         a, b, c, d = unpack_four(words, tl.broadcast_to(zero[:, None], words.shape), CODE, HALF, ASSEMBLY)
         total = tl.dot(b, second, tl.dot(a, first, total, input_precision="ieee"), input_precision="ieee")
         other = total
@@ -105,13 +107,27 @@ def multiply_words(
 
 
 @triton.jit
+def fetch_first(
+    words_at, begin, turn, n, STEPS: tl.constexpr, SETS: tl.constexpr, DEPTH: tl.constexpr, PREFETCH: tl.constexpr
+):
+    """Fetch the words of the first PREFETCH steps into the L2 cache. For the others see `stored_sum`."""
+    UNITS: tl.constexpr = DEPTH // (_WORDS * SETS)  # of a step
+    for ahead in tl.static_range(PREFETCH):
+        step = begin + (turn + ahead) % STEPS
+        units = (step * UNITS + tl.arange(0, UNITS)).to(tl.int64)
+        prefetch(words_at + units[None, :] * n * _WORDS)
+
+
+@triton.jit
 def stored_sum(
     words_at,
     x_rows,
+    inside,
     scales,
     zeros,
     rows,
     begin,
+    turn,
     n,
     scaled,
     STEPS: tl.constexpr,
@@ -129,9 +145,11 @@ def stored_sum(
 ):
     """Return the sum of STEPS steps from step `begin` on, [ROWS, TOKENS] float32.
 
-    words_at: [ROWS, 1] the first words of the rows. x_rows: [TOKENS, 1] the rows of x. rows: [ROWS], inside of the
-    weight. scaled: scales of a group. GROUP: columns of a group in units of DEPTH; 0: all; -1: half of DEPTH. HALF:
-    whether x is float16. For others see `stored_kernel`.
+    words_at: [ROWS, 1] the first words of the rows. x_rows: [TOKENS, 1] the rows of x; inside: which exist. rows:
+    [ROWS], inside of the weight. turn: the first step, counted from `begin`; the steps before it are the last ones.
+    Programs that read different columns of x at a time do not wait for the same lines of the cache. scaled: scales of
+    a group. GROUP: columns of a group in units of DEPTH; 0: all; -1: half of DEPTH. HALF: whether x is float16. For
+    others see `stored_kernel`.
     """
     COLUMNS: tl.constexpr = DEPTH // SETS
     total = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -139,29 +157,32 @@ def stored_sum(
     at = words_at + (units // _WORDS).to(tl.int64)[None, :] * n * _WORDS + (units % _WORDS)[None, :]
     step_words = tl.cast(COLUMNS, tl.int64) * n
     of_rows = scales + rows // SCALED_ROWS
-    first = begin // GROUP if GROUP > 0 else begin * 2
-    last = (begin + STEPS - 1) // GROUP if GROUP > 0 else (begin + STEPS - 1) * 2
+    turn = turn % STEPS
+    first = (begin + turn) // GROUP if GROUP > 0 else (begin + turn) * 2
     zero = narrow_zero(zeros, first if GROUP != 0 else begin * 0, n, rows, HAS_ZEROS, HALF)
     if GROUP != 0:
         scale = tl.load(of_rows + first.to(tl.int64) * scaled)
         if GROUP < 0:
             other_scale = tl.load(of_rows + (first + 1).to(tl.int64) * scaled)
     for index in tl.range(0, STEPS, num_stages=STAGES):
-        step = begin + index
+        step = begin + (index + turn) % STEPS
+        following_step = begin + (index + 1 + turn) % STEPS
         words = tl.load(at + step * step_words, eviction_policy="evict_first" if TOKENS == 16 else "")
         x_step = x_rows + step * DEPTH
         if GROUP == 0:
-            _, total = multiply_words(words, zero, x_step, total, CODE, SETS, False, HALF, ASSEMBLY, COLUMNS)
+            _, total = multiply_words(words, zero, x_step, inside, total, CODE, SETS, False, HALF, ASSEMBLY, COLUMNS)
         else:
             empty = tl.zeros([ROWS, TOKENS], tl.float32)
-            part, other = multiply_words(words, zero, x_step, empty, CODE, SETS, GROUP < 0, HALF, ASSEMBLY, COLUMNS)
+            part, other = multiply_words(
+                words, zero, x_step, inside, empty, CODE, SETS, GROUP < 0, HALF, ASSEMBLY, COLUMNS
+            )
             # The next step's scales are on their way while this step is multiplied.
             if GROUP > 0:
-                following = tl.minimum((step + 1) // GROUP, last)
+                following = following_step // GROUP
                 next_scale = tl.load(of_rows + following.to(tl.int64) * scaled)
                 total += other * scale[:, None]
             else:
-                following = tl.minimum((step + 1) * 2, last)
+                following = following_step * 2
                 next_scale = tl.load(of_rows + following.to(tl.int64) * scaled)
                 next_other = tl.load(of_rows + (following + 1).to(tl.int64) * scaled)
                 total += part * scale[:, None]
@@ -221,21 +242,21 @@ def stored_kernel(
     results = n // 2 if GATED else n
     local = tl.arange(0, ROWS)
     columns = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    # Rows and tokens outside repeat the last one, and are not stored.
+    # Rows outside repeat the last one, and are not stored.
     rows = tl.minimum(tl.program_id(0) * NUMBERS + local % NUMBERS, results - 1) + local // NUMBERS * results
     words_at = words + rows[:, None].to(tl.int64) * _WORDS
-    x_rows = x + tl.minimum(columns, tokens - 1)[:, None].to(tl.int64) * x_stride
+    x_rows = x + columns[:, None].to(tl.int64) * x_stride
+    turn = tl.program_id(0) * ROWS // _TURNED
+    inside = (columns < tokens)[:, None]
     if PREFETCH > 0:
-        UNITS: tl.constexpr = DEPTH // (_WORDS * SETS)  # of a step
-        units = (tl.program_id(1) * STEPS * UNITS + tl.arange(0, UNITS * PREFETCH)).to(tl.int64)
-        prefetch(words_at + units[None, :] * n * _WORDS)
+        fetch_first(words_at, tl.program_id(1) * STEPS, turn, n, STEPS, SETS, DEPTH, PREFETCH)
     wait_for_inputs(OVERLAP)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for part in tl.range(0, 1 if SPLIT else PARTS):
         begin = (tl.program_id(1) if SPLIT else part) * STEPS
         found = stored_sum(
-            words_at, x_rows, scales, zeros, rows, begin, n, scaled, STEPS, CODE, SETS, DEPTH, GROUP, SCALED_ROWS,
-            HAS_ZEROS, HALF, ASSEMBLY, ROWS, TOKENS, STAGES,
+            words_at, x_rows, inside, scales, zeros, rows, begin, turn, n, scaled, STEPS, CODE, SETS, DEPTH, GROUP,
+            SCALED_ROWS, HAS_ZEROS, HALF, ASSEMBLY, ROWS, TOKENS, STAGES,
         )  # fmt: skip
         if HAS_BIAS:
             added = tl.load(bias + rows, mask=local < tl.where(begin == 0, ROWS, 0), other=0.0)
@@ -297,8 +318,6 @@ def tiles_of(tokens: int, n: int, target: Target) -> StoredTiles:
         return StoredTiles(64, 16 if is_small else 32, 4, 3 if target.backend == "cuda" else 2)
     if tokens <= 16:
         return StoredTiles(64, 16, 4, 5)
-    if tokens <= 32:
-        return StoredTiles(64, 32, 4, 4)
     if tokens <= 64:  # taller tiles read x less often, where there are enough of them
         return StoredTiles(128, 64, 8, 3) if n >= 128 * target.multiprocessors else StoredTiles(64, 64, 4, 4)
     return StoredTiles(128, 128, 8, 3)

@@ -12,13 +12,12 @@ from kvforge.worker.device.target import Target
 
 from .grouped_tiles import backend_options
 from .launching import Launching
-from .linear import prefetch
 from .project import HEAD_SIZES, ROWS, rotate_and_store
 from .stored import CODES, WORDS, Codes
-from .stored_linear import AHEAD, depth_of, group_steps, row_stride, stored_sum, tiles_of
+from .stored_linear import AHEAD, TURNED, depth_of, fetch_first, group_steps, row_stride, stored_sum, tiles_of
 
 TOKENS_MAX, OTHER_TOKENS_MAX = 64, 16  # more take a kernel for the product and one for the rest
-_WORDS = tl.constexpr(WORDS)
+_WORDS, _TURNED = tl.constexpr(WORDS), tl.constexpr(TURNED)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "kv_heads", "scaled"], do_not_specialize_on_alignment=["slots"])
@@ -68,21 +67,22 @@ def stored_project_kernel(
     i = tl.arange(0, ROWS)
     rows = head * HEAD_SIZE + i // 8 % 2 * (HEAD_SIZE // 2) + first_pair + i // 16 * 8 + i % 8
     columns = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    inside = columns < tokens
     words_at = words + rows[:, None].to(tl.int64) * _WORDS
-    x_rows = x + tl.minimum(columns, tokens - 1)[:, None].to(tl.int64) * x_stride
+    x_rows = x + columns[:, None].to(tl.int64) * x_stride
+    turn = head * HEAD_SIZE // _TURNED
     if PREFETCH > 0:
-        ahead = tl.arange(0, DEPTH // (_WORDS * SETS) * PREFETCH).to(tl.int64)
-        prefetch(words_at + ahead[None, :] * n * _WORDS)
+        fetch_first(words_at, 0, turn, n, STEPS, SETS, DEPTH, PREFETCH)
     wait_for_inputs(OVERLAP)
     total = stored_sum(
-        words_at, x_rows, scales, zeros, rows, head * 0, n, scaled, STEPS, CODE, SETS, DEPTH, GROUP, SCALED_ROWS,
-        HAS_ZEROS, HALF, ASSEMBLY, ROWS, TOKENS, STAGES,
+        words_at, x_rows, inside[:, None], scales, zeros, rows, head * 0, turn, n, scaled, STEPS, CODE, SETS, DEPTH,
+        GROUP, SCALED_ROWS, HAS_ZEROS, HALF, ASSEMBLY, ROWS, TOKENS, STAGES,
     )  # fmt: skip
     let_next_start(OVERLAP)
     if HAS_BIAS:
         total += tl.load(bias + rows).to(tl.float32)[:, None]
     rotate_and_store(
-        total, cosines, sines, slots, query, keys, values, columns, columns < tokens, head, first_pair, heads,
+        total, cosines, sines, slots, query, keys, values, columns, inside, head, first_pair, heads,
         kv_heads, HEAD_SIZE, TOKENS,
     )  # fmt: skip
 

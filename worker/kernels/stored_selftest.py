@@ -20,14 +20,16 @@ from .plain import PlainOperations
 from .selftest import TOLERANCE
 from .stored import CODES, Codes, StoredWeight, pack
 
-TOKENS = (1, 20, 50, 100)  # one per kind of tile
+TOKENS = (1,)  # the serving weights are tested too, with every kind of tile
+EXPERTS = "experts with codes"
+GROUPS = {"int8": 0, "e4m3": 64, "int4": 64, "e2m1": 32}
 HEADS, HEAD_SIZE = (2, 1, 1), 64  # of Q, K and V
 SIZES = {1: (192, 256), 3: (128, 128)}  # hidden and inner size, by the number of experts
 
 
 @torch.inference_mode()
-def stored_test(codes: Collection[str], dtype: torch.dtype, device: Device) -> None:
-    """Test every product with weights in these codes, with scales for all of a row and for groups.
+def stored_test(codes: Collection[str], dtype: torch.dtype, device: Device, with_experts: bool) -> None:
+    """Test every product with weights in these codes, also those of experts if `with_experts`.
 
     Raises:
         KernelError: Names the kernel and the shape.
@@ -35,11 +37,10 @@ def stored_test(codes: Collection[str], dtype: torch.dtype, device: Device) -> N
     """
     operations = FusedOperations(device)
     for code in codes:
-        for group in (0, 64, 32) if CODES[code] == 4 else (0, 64):
-            name = f"{code} in groups of {group}" if group else code
-            for tokens in TOKENS:
-                shape = f"{tokens} tokens, {name}, {str(dtype).removeprefix('torch.')}"
-                for kernel, compare in _comparisons(operations, code, group, tokens, dtype, device.torch_device):
+        for tokens in TOKENS:
+            shape = f"{tokens} tokens, {code}, {str(dtype).removeprefix('torch.')}"
+            for kernel, compare in _comparisons(operations, code, GROUPS[code], tokens, dtype, device.torch_device):
+                if with_experts or kernel != EXPERTS:
                     require_right(device, kernel, shape, compare, WAY_OUT)
 
 
@@ -92,7 +93,7 @@ def _comparisons(
     def mixed(ops: LayerOperations) -> list[torch.Tensor]:
         return [ops.experts(rows, chosen, weights, matrices, SILU)]
 
-    yield "experts with codes", partial(_difference, mixed, operations, TOLERANCE[dtype])
+    yield EXPERTS, partial(_difference, mixed, operations, TOLERANCE[dtype])
 
 
 def _random_codes(n: int, k: int, code: str, group: int, experts: tuple[int, ...], generator: torch.Generator) -> Codes:

@@ -33,6 +33,7 @@ runs_kernels = pytest.mark.skipif(
     not DEVICE.runs_kernels and not is_interpreted(), reason="needs a GPU or the interpreter"
 )
 DTYPES = (torch.float16, torch.bfloat16) if DEVICE.runs_kernels else (torch.float16,)
+EXACT = 1e-4 if DEVICE.runs_kernels else 1e-5  # matrix instructions truncate what they add
 # code, columns of a group (0: all), zeros, rows that share a scale
 LAYOUTS = (
     *(("int8", 0, False, 1), ("int8", 128, False, 1), ("e4m3", 0, False, 1), ("e4m3", 128, False, 64)),
@@ -146,7 +147,7 @@ def test_a_product_is_that_of_the_numbers(layout: tuple[str, int, bool, int], to
         output = torch.full((1, tokens, n), float("nan"), device=DEVICE.torch_device)
         stored_linear(launched(), x[:tokens], codes, bias, dtype, output=output)
         right = wanted(x[:tokens], codes) + bias.double()
-        assert float((output[0] - right).abs().max()) <= 1e-5 * float(right.abs().max())
+        assert float((output[0] - right).abs().max()) <= EXACT * float(right.abs().max())
         weight = StoredWeight(codes, dtype)
         plain = weight.product(x[:tokens], bias)
         assert float((plain - right).abs().max()) <= (1e-2 if dtype == torch.bfloat16 else 2e-3) * float(
