@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from kvforge.worker.attention import choose_attention
 from kvforge.worker.attention.pool import LayerShape
 from kvforge.worker.attention.selftest import AttentionShape
 from kvforge.worker.attention.selftest import self_test as attention_test
+from kvforge.worker.device.check import require_all_right
 from kvforge.worker.device.device import Device
 from kvforge.worker.sampling.selftest import copies_test, sampling_test
 
@@ -75,8 +77,8 @@ class EarlyChecks:
         began = time.monotonic()
         try:
             self._device.enter_thread()
-            copies_test(self._device)
-            attention_test(
+            attending = partial(
+                attention_test,
                 choose_attention(self._device, self._attention),
                 self._device,
                 self._kinds,
@@ -84,7 +86,8 @@ class EarlyChecks:
                 kv_dtype=self._kv_dtype,
                 block_size=self._block_size,
             )
-            sampling_test(self._device, self._vocab_size)
+            sampling = partial(sampling_test, self._device, self._vocab_size)
+            require_all_right(self._device, [partial(copies_test, self._device), attending, sampling])
         except Exception as error:  # noqa: BLE001 - `check_kernels` decides
             log.debug("an early check of kernels failed: %s: %s", type(error).__name__, error)
         log.debug("early checks of kernels took %.1f s", time.monotonic() - began)

@@ -318,7 +318,8 @@ class Worker:
             return False
         self._watch_pool(reply)
         notify("READY=1", f"STATUS=serving {model.info.name}, {pool.blocks} blocks")
-        took = "; ".join(filter(None, ("", self._timeline.finish())))
+        phases = self._timeline.finish()
+        took = f"; {phases}" if phases else ""
         log.info("registered: blocks %d to %d%s", reply.base_block, reply.base_block + pool.blocks - 1, took)
         return True
 

@@ -55,7 +55,8 @@ def test_they_begin_once_when_the_shapes_are_known(compiles: Device, checked: li
     early.begin()
     early.end()
     given = {"dtype": torch.bfloat16, "kv_dtype": torch.int8, "block_size": 16}
-    assert checked == ["copies", ((SHAPE,), given), 97]
+    assert checked[0] == "copies", "it loads Triton for the others"
+    assert sorted(checked[1:], key=str) == [((SHAPE,), given), 97]
 
 
 def test_nothing_is_checked_early_where_nothing_is_compiled(cpu: Device, checked: list[Any]) -> None:
@@ -77,7 +78,7 @@ def test_a_failure_is_left_to_the_check_at_start(
     early._kinds = (SHAPE,)
     early.begin()
     early.end()
-    assert checked == ["copies"]
+    assert checked == ["copies", 0], "the others run all the same"
 
 
 def test_a_load_checks_the_models_shapes_after_it_is_built(
