@@ -18,7 +18,17 @@ from .grouped import Gating, pairs_of, split_rows
 from .grouped_tiles import HOPPER_TOKENS, backend_options
 from .launching import Launching
 from .stored import CODES, WORDS, Codes
-from .stored_linear import AHEAD, TURNED, StoredTiles, depth_of, fetch_first, group_steps, row_stride, stored_sum
+from .stored_linear import (
+    AHEAD,
+    TURNED,
+    StoredTiles,
+    depth_of,
+    exact_options,
+    fetch_first,
+    group_steps,
+    row_stride,
+    stored_sum,
+)
 
 OTHER_TOKENS = {16: 12, 64: 1 << 30}
 _WORDS, _TURNED = tl.constexpr(WORDS), tl.constexpr(TURNED)
@@ -238,6 +248,7 @@ def _multiply(
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **exact_options(codes, launch.target),
         **backend_options(launch.target),
         **launch_options(launch.overlap),
     )

@@ -14,7 +14,17 @@ from .grouped_tiles import backend_options
 from .launching import Launching
 from .project import HEAD_SIZES, ROWS, rotate_and_store
 from .stored import CODES, WORDS, Codes
-from .stored_linear import AHEAD, TURNED, depth_of, fetch_first, group_steps, row_stride, stored_sum, tiles_of
+from .stored_linear import (
+    AHEAD,
+    TURNED,
+    depth_of,
+    exact_options,
+    fetch_first,
+    group_steps,
+    row_stride,
+    stored_sum,
+    tiles_of,
+)
 
 TOKENS_MAX, OTHER_TOKENS_MAX = 64, 16  # more take a kernel for the product and one for the rest
 _WORDS, _TURNED = tl.constexpr(WORDS), tl.constexpr(TURNED)
@@ -151,6 +161,7 @@ def project_codes(
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **exact_options(codes, launch.target),
         **backend_options(launch.target),
         **launch_options(launch.overlap),
     )
