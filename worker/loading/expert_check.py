@@ -44,12 +44,12 @@ def check_experts_of_ranks(module: Any, mine: Slices, ranks: Ranks, name: str, c
         InvalidConfiguration: Ranks have other settings.
         UnsupportedModel: A rank has other experts than it should, or another model's.
     """
-    told = ranks.texts(json.dumps({path: _held(module.get_submodule(path)) for path in mine.experts}))
-    if len({bool(json.loads(text)) for text in told}) > 1:
+    held = ranks.texts(json.dumps({path: _held(module.get_submodule(path)) for path in mine.experts}))
+    if len({bool(json.loads(text)) for text in held}) > 1:
         problem = "some ranks divide the experts and others do not; give all ranks of a worker the same value"
         raise InvalidConfiguration("expert_parallel", problem)
     other = (mine.rank + 1) % mine.count
-    problem = _difference(json.loads(told[other]), mine, other, checksum)
+    problem = _difference(json.loads(held[other]), mine, other, checksum)
     if problem := next(filter(None, ranks.texts(problem)), ""):
         raise UnsupportedModel(name, problem)
 

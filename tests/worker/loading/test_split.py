@@ -273,7 +273,7 @@ def test_a_rank_that_reads_in_parallel_has_the_same_bits(
     whole = sum(each.size for each in stored_tensors(source.model_files).values())
 
     def part(rank: int) -> dict[str, torch.Tensor]:
-        ranks: Any = SimpleNamespace(rank=rank, count=2)
+        ranks: Any = SimpleNamespace(rank=rank, count=2, texts=lambda text: [text, text])
         say: Any = lambda _phase, _share: None  # noqa: E731
         found: dict[str, torch.Tensor] = build_split(
             source, read_config(source), torch.bfloat16, cpu, ranks, say, 0
