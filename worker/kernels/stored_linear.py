@@ -319,8 +319,11 @@ def parts_of(codes: Codes, results: int, target: Target) -> int:
     return 1
 
 
-def tiles_of(tokens: int, n: int, target: Target) -> StoredTiles:
-    """Return the tiles of a product with a weight of n rows. None of these sizes is one that a sum runs over."""
+def tiles_of(tokens: int, n: int, target: Target, group: int = 0) -> StoredTiles:
+    """Return the tiles of a product with a weight of n rows. None of these sizes is one that a sum runs over.
+
+    group: see GROUP of `stored_sum`.
+    """
     if not target.hopper:
         is_small = tokens <= 16 or target.matrix == "v_wmma"  # more take more than a thread's registers
         return StoredTiles(64, 16 if is_small else 32, 4, 3 if target.backend == "cuda" else 2)
@@ -328,6 +331,8 @@ def tiles_of(tokens: int, n: int, target: Target) -> StoredTiles:
         return StoredTiles(64, 16, 4, 5)
     if tokens <= 64:  # taller tiles read x less often, where there are enough of them
         return StoredTiles(128, 64, 8, 3) if n >= 128 * target.multiprocessors else StoredTiles(64, 64, 4, 4)
+    if group < 0:  # three sums of 128 tokens take more than a thread's registers
+        return StoredTiles(128, 64, 8, 3)
     return StoredTiles(128, 128, 8, 3)
 
 
@@ -370,7 +375,8 @@ def stored_linear(
     if output is None:
         shape = (parts if split else 1, tokens, results)
         output = torch.empty(shape, dtype=torch.float32 if split else dtype, device=x.device)
-    tiles = tiles_of(tokens, n, launch.target)
+    group = group_steps(codes, launch.target)
+    tiles = tiles_of(tokens, n, launch.target, group)
     grid = (
         triton.cdiv(results, tiles.rows // 2 if gated else tiles.rows),
         parts if split else 1,
@@ -395,7 +401,7 @@ def stored_linear(
         CODE=codes.code,
         SETS=CODES[codes.code],
         DEPTH=depth,
-        GROUP=group_steps(codes, launch.target),
+        GROUP=group,
         SCALED_ROWS=codes.scaled_rows,
         HAS_ZEROS=codes.zeros is not None,
         HAS_BIAS=bias is not None,

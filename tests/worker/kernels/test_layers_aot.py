@@ -19,7 +19,7 @@ from kvforge.worker.device.targets import TARGETS
 from kvforge.worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, fused
 from kvforge.worker.kernels.activation import apply_activation
 from kvforge.worker.kernels.activations import KINDS, SILU, Activation
-from kvforge.worker.kernels.exchange import DirectExchange
+from kvforge.worker.kernels.exchange import DirectExchange, norm_of_shares, sum_share
 from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.layer_weights import Norm
@@ -111,6 +111,10 @@ def operate(operations: FusedOperations, random: Random) -> None:
     operations.linear(normed, made(1, hidden), bias(1))
     places: Any = _Places(random.choice(RANKS) if dtype == torch.bfloat16 and hidden == 4096 else 2)
     shared = DirectExchange(places, operations)
+    if dtype == torch.bfloat16 or hidden == 4096:
+        peers = _Places(8 if places.ranks == 8 else 4).peers(ATTENTION, 0)
+        sum_share(operations, peers, residual, residual)
+        norm_of_shares(operations, peers, residual, weight, 1e-5)
     shared.add_norm(ATTENTION, residual, weight, 1e-5)
     shared.join(LOGITS, torch.empty((tokens, 2 * random.randint(1, 70000))))
 
