@@ -11,7 +11,7 @@ warm       `kvforge up` again, with the caches and the page cache of the start b
 
 `up` is the time from the start of the command to the worker's process; the worker's phases are those of its log;
 `first token` is one token of a prompt of 16, from when a client sees the worker ready. The share is the rate at which
-the worker read its weights, divided by the plain read's from the same place. --tiny does all of it with a tiny model on
+the worker read its weights, divided by the plain read's from the same place. --tiny does the same with a tiny model on
 the CPU; its numbers have no meaning.
 """
 
@@ -60,7 +60,7 @@ TAIL_LINES = 60
 
 @dataclass(frozen=True)
 class Start:
-    """One start: seconds of each phase in order, of all of it, and of the reading of weights alone (0: not known)."""
+    """One start: seconds of each phase in order, of the whole start, and of reading weights alone (0: not known)."""
 
     phases: dict[str, float]
     total_s: float
@@ -209,7 +209,7 @@ class Started:
 
 @contextmanager
 def started(command: list[str], environment: dict[str, str], log: str | None) -> Iterator[Started]:
-    """Run `kvforge up`; print the end of its output if anything fails. log: a file that gets all of it."""
+    """Run `kvforge up`; print the end of its output if anything fails. log: a file for the whole output."""
     running = Started(command, environment)
     try:
         yield running
