@@ -23,6 +23,7 @@ from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
+import triton
 from triton import language
 from triton.language import int8, pointer_type
 from triton.language.semantic import TritonSemantic
@@ -39,6 +40,8 @@ def prepare() -> None:
         # Scalars are kept in arrays of shape [1], and numpy 2.4 no longer makes an int of those.
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    if not triton.__version__.startswith("3.6."):
+        _unwrap_products()
     options = interpreter.interpreter_builder.options
     if not getattr(options, "debug", False):
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
@@ -48,6 +51,22 @@ def prepare() -> None:
     interpreter._patch_lang_tensor = patch_tensor_for_numpy
     interpreter._patch_lang = _Replacements().replaced
     interpreter._get_np_dtype = lambda kind: of_pointers if kind.scalar.is_ptr() else of_numbers(kind.scalar)
+
+
+def _unwrap_products() -> None:
+    """Let constant x tensor be a tensor: Triton 3.7's interpreter makes a constant of it, which no function takes."""
+    core: Any = language.core
+
+    def unwrapped(operation: Any) -> Any:
+        def apply(self: Any, other: Any) -> Any:
+            found = operation(self, other)
+            value = getattr(found, "value", None)
+            return value if isinstance(found, core.constexpr) and isinstance(value, core.tensor) else found
+
+        return apply
+
+    for name in ("__add__", "__sub__", "__mul__", "__truediv__"):
+        setattr(core.constexpr, name, unwrapped(getattr(core.constexpr, name)))
 
 
 class _Replacements:

@@ -249,8 +249,7 @@ def test_a_wrong_part_is_caught_at_load(
         if changed.family.norms_after_rotation != found.family.norms_after_rotation:
             layers = [replace(each, head_norms=replace(each.head_norms, after_rotation=False)) for each in found.layers]  # type: ignore[type-var]
             changed = replace(changed, layers=tuple(layers))
-        assert changed != found
-        return changed
+        return changed  # if it changed nothing, the model would be described below
 
     assert is_described(name, dtype)
     monkeypatch.setattr(fusion, "parts_of", planted)
