@@ -602,7 +602,9 @@ def test_a_full_tenant_loses_what_it_used_longest_ago(tmp_path: Path) -> None:
     settings = Settings(storage=StorageSection(lease_s=LEASE_S, retention_s=20.0))
 
     async def work(world: World) -> None:
-        http = world.gateway(InlineStorage(world.url, tenant_bytes_max=26_000))
+        await world.storage.close()
+        world.storage = InlineStorage(world.url, tenant_bytes_max=26_000)  # closed with the world
+        http = world.gateway()
         first, second = [await respond(http, input="x" * 8000) for _ in range(2)]
         await asyncio.sleep(0.21)  # longer than a hundredth of the retention
         await respond(http, input="y", previous_response_id=first.id)
