@@ -68,8 +68,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         rank: Index of this process, from 0 to `ranks` - 1.
         expert_parallel: Whether ranks divide the experts of a mixture among them (expert parallelism), so that each has
             some experts as a whole. False: each rank has a part of every expert.
-        collectives: Transport between ranks: nccl (RCCL on AMD; one GPU each), gloo (through host memory), or auto. On
-            GPUs auto is nccl, replaced by direct access to the other ranks' memory where it gives the same bits faster.
+        collectives: Transport between ranks: nccl (RCCL on AMD; one GPU each), gloo (through host memory, without gloo
+            where all ranks are on one host), or auto. On GPUs auto is nccl, replaced by direct access to the other
+            ranks' memory where it gives the same bits faster.
         coordinator_wait_s: Seconds to wait for a coordinator.
         grammar_s: Core seconds that a grammar may take to compile and to start an answer, tried in a separate process.
             Grammars above this limit are rejected.

@@ -125,7 +125,7 @@ def _serve() -> None:
     with collector_paused():
         import kvforge.worker.step.loop  # noqa: F401 - the slow import
 
-        _import_what_any_model_needs()
+        import_what_any_model_needs()
     keep_all()  # no child walks, and so copies, the memory of the imported modules
     threads = os.listdir("/proc/self/task")  # noqa: PTH208
     assert len(threads) == 1, "a process of several threads cannot be forked"
@@ -155,7 +155,7 @@ def _serve() -> None:
                 _report(pid, None)
 
 
-def _import_what_any_model_needs() -> None:
+def import_what_any_model_needs() -> None:
     """Import the rest, which takes most of a second in each child: the model's module; numba with its registries."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 

@@ -21,6 +21,7 @@ from kvforge.protocol.errors import InvalidConfiguration, WorkerError
 
 from .device import Device
 from .exchange import Exchange, Sharing
+from .rank_memory import RankMemory, host
 
 log = logging.getLogger(__name__)
 # Timeouts of the rendezvous and of one collective. The coordinator ends a connected group that hangs long before. Ranks
@@ -52,6 +53,7 @@ class Ranks:
             raise InvalidConfiguration("collectives", "'nccl' is for GPUs; use 'auto'")
         self._group: dist.ProcessGroup | None = None
         self._place: Path | None = None
+        self._memory: RankMemory | None = None
         # Direct exchange (see `kernels.sharing`), and the reason if it is not used.
         self.shared: Sharing | None = None
         self.unshared = "" if backend == "auto" and self.capturable else f"collectives = {self._backend!r}"
@@ -77,13 +79,53 @@ class Ranks:
             raise WorkerError(f"rank {self.rank} of {self.count} could not meet the others: {error}") from error
         self._group = dist.group.WORLD
         self.gather(torch.zeros(1, device=self._device.torch_device))
+        how = self._backend
         if self._backend == "gloo":  # gloo no longer reads the file; NCCL does
             self._leave_place()
-        log.info("rank %d of %d: all ranks connected over %s", self.rank, self.count, self._backend)
+            if not (problem := self._map_memory(place)):
+                how = "memory of their host"
+            elif self.count > 1:
+                log.info("rank %d of %d: gloo, without memory of the host: %s", self.rank, self.count, problem)
+        log.info("rank %d of %d: all ranks connected over %s", self.rank, self.count, how)
+
+    def _map_memory(self, place: Path) -> str:
+        """Gather through memory from now on, if all ranks are on one host; return why they do not."""
+        if self.count == 1:
+            return "it is the only rank"
+        if len({*self.texts(host())}) > 1:
+            return "ranks are on several hosts"
+        memory: RankMemory | None = None
+        problem = ""
+        try:
+            memory = RankMemory(self.rank, self.count, place)
+        except OSError as error:
+            problem = str(error)
+        if not (problem := self._problem(problem)):
+            assert memory is not None
+            try:
+                memory.connect()
+            except OSError as error:
+                problem = str(error) or type(error).__name__
+            problem = self._problem(problem)
+        if memory is not None and problem:
+            memory.close()
+        elif memory is not None:
+            memory.set_timeout(STEP_S)
+            self._memory = memory
+        return problem
+
+    def _problem(self, mine: str) -> str:
+        """Return the first rank's problem, for all of them; "": no rank has one."""
+        return next(filter(None, self.texts(mine)), "")
 
     def describe(self) -> str:
         """Describe the transport between ranks, for people."""
-        how = "through each other's memory" if self.shared is not None else f"by {self._backend}: {self.unshared}"
+        if self.shared is not None:
+            how = "through each other's memory"
+        elif self._memory is not None:
+            how = "through memory of their host"
+        else:
+            how = f"by {self._backend}: {self.unshared}"
         return f"{self.count}, which exchange {how}"
 
     @property
@@ -120,17 +162,20 @@ class Ranks:
         part = part.contiguous()
         through_host = self._backend == "gloo" and part.device.type != "cpu"
         sent = part.cpu() if through_host else part
+        gathered = torch.empty((self.count, *sent.shape), dtype=sent.dtype, device=sent.device)
         # As bytes: not every library knows every dtype.
-        octets = sent.view(torch.uint8) if sent.dim() else sent.view(1).view(torch.uint8)
-        found = torch.empty((self.count, *octets.shape), dtype=torch.uint8, device=octets.device)
+        octets = sent.view(-1).view(torch.uint8)
+        found = gathered.view(-1).view(torch.uint8).view(self.count, len(octets))
         if self._backend == "nccl":
             dist.all_gather_into_tensor(found, octets, group=self._group)
         else:
             try:
-                dist.all_gather(list(found.unbind()), octets, group=self._group)
-            except RuntimeError as error:
+                if self._memory is not None:
+                    self._memory.gather(octets, found)
+                else:
+                    dist.all_gather(list(found.unbind()), octets, group=self._group)
+            except (RuntimeError, OSError) as error:
                 raise WorkerError(f"rank {self.rank} of {self.count} lost another rank: {error}") from error
-        gathered = found.view(part.dtype).view(self.count, *part.shape)
         return gathered.to(part.device) if through_host else gathered
 
     def texts(self, text: str) -> list[str]:
@@ -162,6 +207,9 @@ class Ranks:
     def close(self) -> None:
         """Leave the group, whatever the other ranks do. Must be the last use of the group: see `must_leave_at_once`."""
         self.shared = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         if self._group is not None and self._backend != "nccl":
             self._group = None
             with contextlib.suppress(RuntimeError):

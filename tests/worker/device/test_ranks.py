@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,37 +45,62 @@ def test_ranks_on_gpus_leave_without_farewell(backend: str, said: list[str], tmp
 
 
 LOST = """
-import sys
+import os, signal, sys
 from pathlib import Path
 import torch
 from kvforge.protocol.errors import WorkerError
-from kvforge.worker.__main__ import leave
+from kvforge.worker.device import ranks as ranks_module
 from kvforge.worker.device.device import open_device
-from kvforge.worker.device.ranks import Ranks
-ranks = Ranks(int(sys.argv[2]), 2, open_device("cpu"), "gloo")
-ranks.meet(Path(sys.argv[1]))
-print("met", flush=True)
-if ranks.rank:
-    sys.stdin.read()  # until it is killed
-try:
-    ranks.gather(torch.zeros(3))
-except WorkerError as error:
-    print(error)
-leave(0)  # as a worker does: at a normal exit of Python, gloo's threads sometimes abort the process
+folder = Path(sys.argv[1])
+
+def unavailable(*_):
+    raise OSError("no memory here")
+
+for how in ("one host", "several hosts", "no memory"):
+    pids = []
+    for rank in range(2):
+        pids.append(os.fork())
+        if pids[-1]:
+            continue
+        if how == "several hosts":
+            ranks_module.host = lambda: str(rank)
+        elif how == "no memory" and rank:
+            ranks_module.RankMemory = unavailable
+        ranks = ranks_module.Ranks(rank, 2, open_device("cpu"), "gloo")
+        ranks.meet(folder / how.replace(" ", "-"))
+        for _ in range(3):
+            assert ranks.gather(torch.full((2, 3), 7 + rank)).tolist() == [[[7] * 3] * 2, [[8] * 3] * 2]
+        for shape in ((), (0,), (2, 0, 3)):
+            assert ranks.gather(torch.full(shape, 7.5)).shape == (2, *shape)
+        if rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            ranks.gather(torch.zeros(3))
+        except WorkerError as error:
+            print(how, ranks.describe(), error, sep="; ", flush=True)
+        os._exit(0)
+    ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert ended == [0, -signal.SIGKILL], ended
 """
 
 
 def test_who_lost_another_rank_says_so_and_blames_no_model(tmp_path: Path) -> None:
-    """A trial of the model attributes other errors to the model, and then the worker would not be restarted."""
-    folder = tmp_path / "meeting"
-    command = [sys.executable, "-c", LOST, str(folder)]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*command, "0"], **pipes) as one, subprocess.Popen([*command, "1"], **pipes) as other:
-        assert other.stdout is not None and other.stdout.readline() == "met\n"
-        other.kill()
-        said, wrong = one.communicate(timeout=END_S)
-        assert one.returncode == 0, wrong
-        assert "rank 0 of 2 lost another rank: " in said
+    """A trial of the model attributes other errors to the model, and then the worker would not be restarted.
+
+    Ranks of one host gather through their memory. If one of them cannot, all use gloo.
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", LOST, str(tmp_path)], capture_output=True, text=True, timeout=END_S, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    lines = [line.split("; ") for line in ended.stdout.splitlines()]
+    assert [(how, described) for how, described, _ in lines] == [
+        ("one host", "2, which exchange through memory of their host"),
+        ("several hosts", "2, which exchange by gloo: collectives = 'gloo'"),
+        ("no memory", "2, which exchange by gloo: collectives = 'gloo'"),
+    ]
+    assert all("rank 0 of 2 lost another rank: " in error for _, _, error in lines)
+    assert not [*tmp_path.iterdir()], "they leave nothing where they met"
 
 
 def test_memory_is_handed_over_where_all_ranks_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,22 @@
-"""A rank process that loads models together with the other ranks and prints each model's answers.
+"""Rank processes that load models together with the other ranks and write each model's answers to MEETING-RANK.
 
-    python -m tests.worker.loading.several RANK COUNT MEETING ASKED DEVICE/COLLECTIVES/COMPANY/EXPERTS MODEL ...
+    python -m tests.worker.loading.several RANKS COUNT MEETING ASKED DEVICE/COLLECTIVES/COMPANY/EXPERTS MODEL ...
 
-MODEL is DTYPE/WEIGHT_DTYPE/FOLDER. Prints one line of JSON for each model: its answers, or the error. A folder without
-weights gets random ones. COMPANY: number of requests that also run in random batches and are compared with themselves
-alone. EXPERTS: 1 if ranks divide the experts among them.
+RANKS are separated by commas: the process imports, and forks for each of them. MODEL is DTYPE/WEIGHT_DTYPE/FOLDER. Each
+line is JSON, for one model: its answers, or the error. A folder without weights gets random ones. COMPANY: number of
+requests that also run in random batches and are compared with themselves alone. EXPERTS: 1 if ranks divide the experts
+among them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -21,6 +24,7 @@ from typing import Any
 
 import torch
 
+from kvforge.process.collector import keep_all
 from kvforge.protocol.errors import KvforgeError
 from kvforge.worker.__main__ import leave
 from kvforge.worker.device.device import Device, open_device
@@ -29,6 +33,7 @@ from kvforge.worker.kernels.sharing import share_memory
 from kvforge.worker.loading import load
 from kvforge.worker.loading.model import LoadedModel
 from tests.worker.step.company import Alone, Company, Request, compare, draw
+from tools.cluster.fork_server import import_what_any_model_needs
 
 ASKED = 3
 COMPANY_TOKENS, COMPANY_ROWS = 256, 24  # limits of a step
@@ -130,45 +135,64 @@ def several(
 ) -> list[list[dict[str, Any]]]:
     """Return the result of `say` for each rank and model. models: folder, dtype and weight_dtype. device: "cuda": one
     GPU for each rank."""
-    command = [sys.executable, "-m", __name__]
     named = [f"{dtype}/{weight_dtype}/{folder}" for folder, dtype, weight_dtype in models]
     how = f"{device}/{collectives}/{company}/{int(expert_parallel)}"
-    ranks = [
+    # Imports take seconds, but a fork copies no driver's threads.
+    together = [",".join(map(str, range(count)))] if device == "cpu" else [*map(str, range(count))]
+    processes = [
         subprocess.Popen(
-            [*command, *map(str, (rank, count, meeting, asked)), how, *named],
-            stdout=subprocess.PIPE,
+            [sys.executable, "-m", __name__, ranks, str(count), str(meeting), str(asked), how, *named],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
         )
-        for rank in range(count)
+        for ranks in together
     ]
     try:
-        told = [rank.communicate(timeout=WAIT_S)[0].decode() for rank in ranks]
+        assert [process.wait(WAIT_S) for process in processes] == [0] * len(processes)
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0] * count
-    return [[json.loads(line) for line in lines.splitlines() if line.startswith("{")] for lines in told]
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    texts = [Path(f"{meeting}-{rank}").read_text() for rank in range(count)]
+    return [[json.loads(line) for line in text.splitlines()] for text in texts]
 
 
 def main() -> None:
-    rank, count, meeting, asked, how, *models = sys.argv[1:]
+    ranks, count, meeting, asked, how, *models = sys.argv[1:]
     kind, collectives, company, experts = how.split("/")
+    import_what_any_model_needs()
     torch.set_num_threads(1)
-    device = open_device(kind, 0 if kind == "cpu" else int(rank))
-    ranks = Ranks(int(rank), int(count), device, collectives)
-    ranks.meet(Path(meeting))
+    keep_all()
+    rank = forked([*map(int, ranks.split(","))])
+    device = open_device(kind, 0 if kind == "cpu" else rank)
+    group = Ranks(rank, int(count), device, collectives)
+    group.meet(Path(meeting))
     status = 1
     try:
-        for model in models:
-            dtype, weight_dtype, folder = model.split("/", 2)
-            told = say(Path(folder), dtype, weight_dtype, ranks, int(asked), device, int(company), experts == "1")
-            print(json.dumps(told), flush=True)
+        with Path(f"{meeting}-{rank}").open("w") as file:
+            for model in models:
+                dtype, weight_dtype, folder = model.split("/", 2)
+                told = say(Path(folder), dtype, weight_dtype, group, int(asked), device, int(company), experts == "1")
+                print(json.dumps(told), file=file, flush=True)
         status = 0
     except Exception:  # noqa: BLE001 - printed; the process still has to exit as a worker does
         traceback.print_exc()
-    ranks.close()
+    group.close()
     leave(status)
+
+
+def forked(ranks: list[int]) -> int:
+    """Fork for each rank and return it there. The first process exits with the sum of the children's statuses."""
+    if len(ranks) == 1:
+        return ranks[0]
+    pids = []
+    for rank in ranks:
+        pids.append(os.fork())
+        if not pids[-1]:
+            return rank
+    statuses = [abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in pids]
+    return leave(min(sum(statuses), 255))
 
 
 if __name__ == "__main__":
