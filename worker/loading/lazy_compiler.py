@@ -3,10 +3,12 @@
 A plain import pulls in torch's compiler (through decorators that exclude functions from compilation), Triton, sympy and
 torch's distributed tensors: 130 MB of resident memory and 2 s for code that serving never runs. During this import, a
 stand-in with inert decorators replaces the compiler package, and torch reports that it was built without its
-distributed part, as some builds are. While a model is built on the meta device, torch asks for each size whether it is
-a symbol and imports sympy for that (33 MB), so both have stand-ins too. If scipy or scikit-learn is installed, a
-stand-in also replaces the package of one function that losses for object detection (0.5 s) or assisted generation (2 s)
-import. Later imports of the compiler, of symbols or of these get the real modules.
+distributed part, as some builds are. torchvision, which transformers imports where it is installed, is hidden: it needs
+the compiler, and no text needs it. While a model is built on the meta device, torch asks for each size whether it is a
+symbol and imports sympy for that (33 MB), so both have stand-ins too. If scipy or scikit-learn is installed, a stand-in
+also replaces the package of one function that losses for object detection (0.5 s) or assisted generation (2 s) import.
+Later imports of the compiler, of symbols or of these get the real modules, and so does code that imports a part of the
+compiler meanwhile.
 
 With GPU builds of torch only versions of transformers that were tried are imported this way. If another one needed more
 of the compiler, it could not be imported anew: the parts of torch that it had reached cannot be unloaded halfway.
@@ -21,6 +23,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +40,8 @@ COMPILER = "torch._dynamo"
 TRIED = ((5, 17), (5, 25))  # versions of transformers, the second one excluded, for GPU builds
 SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"
 OPTIMISERS, METRICS = "scipy.optimize", "sklearn.metrics"
+HIDDEN = "torchvision"
+ALONE = f"{COMPILER}._trace_wrapped_higher_order_op"  # a part of the compiler that imports no other, wanted for masks
 # Modules of transformers that this package uses directly or on first use.
 WANTED = (
     "masking_utils",
@@ -107,11 +113,19 @@ def less_of_torch() -> Iterator[None]:
         others.append(StandIn(METRICS, {"roc_curve": _roc_curve}))
     stand_ins = [compiler, *(each for each in others if each.__name__ not in sys.modules)]
     sys.modules.update({each.__name__: each for each in stand_ins})
+    hides = HIDDEN not in sys.modules
+    if hides:
+        sys.modules[HIDDEN] = None  # type: ignore[assignment]  # import's own sign of a module that is not there
+    parts = CompilerParts()
+    sys.meta_path.insert(0, parts)
     kept, torch.distributed.is_available = torch.distributed.is_available, lambda: False
     try:
         yield
     finally:
         torch.distributed.is_available = kept
+        sys.meta_path.remove(parts)
+        if hides:
+            del sys.modules[HIDDEN]
         for each in stand_ins:
             each.step_aside()
 
@@ -135,6 +149,34 @@ class StandIn(ModuleType):
         if name.startswith("__") and (name, self.__name__) != ("__path__", "sympy"):
             raise AttributeError(name)
         return getattr(_real(self.__name__), name)
+
+
+class CompilerParts(MetaPathFinder):
+    """Makes an import of any other part of the compiler than `ALONE` import the whole first.
+
+    A part whose package is the stand-in imports other parts, and one of these the package, which then finds the first
+    part half made: with torchvision, which imports `torch._dynamo.utils`, workers did not start.
+    """
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        """Return how to load a module: a part that came with the whole as it is, anything else not from here."""
+        if not name.startswith(f"{COMPILER}.") or name == ALONE or not isinstance(sys.modules[COMPILER], StandIn):
+            return None
+        _real(COMPILER)
+        return ModuleSpec(name, _Imported(sys.modules[name])) if name in sys.modules else None
+
+
+class _Imported(Loader):
+    """Loads a module that is already imported: import itself looked for it before the whole brought it."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, _: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
 
 
 def _real(name: str) -> ModuleType:

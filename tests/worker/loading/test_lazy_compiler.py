@@ -78,6 +78,43 @@ print(same, stood_in, compiling, sys.modules["torch._dynamo"].__file__ is not No
 
 
 @leaves_out
+def test_a_part_of_the_compiler_comes_with_the_whole(run: Callable[[str], str]) -> None:
+    """A part was imported into the stand-in and imported the whole itself, which found it half made."""
+    code = """
+import sys
+from kvforge.worker.loading.lazy_compiler import less_of_torch
+import torch
+
+with less_of_torch():
+    from torch._dynamo.utils import is_compile_supported
+    import torch._dynamo as compiler
+utils = compiler.utils
+found = utils is sys.modules["torch._dynamo.utils"], utils.is_compile_supported is is_compile_supported
+print(*found, utils.__spec__.loader.__class__.__name__, torch.compile(abs, backend="eager")(-1))
+"""
+    assert run(code) == "True True SourceFileLoader 1"
+
+
+@leaves_out
+def test_torchvision_is_not_imported_with_transformers(tmp_path: Path, run: Callable[[str], str]) -> None:
+    """transformers imports torchvision where it is installed, and torchvision imported parts of the compiler."""
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("from torch._dynamo.utils import is_compile_supported\n")
+    (tmp_path / "torchvision-0.26.0.dist-info").mkdir()
+    (tmp_path / "torchvision-0.26.0.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.26.0\n")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import kvforge.worker.loading.lazy_compiler
+from transformers.loss import loss_utils
+before = "torchvision" in sys.modules, "torch._dynamo" in sys.modules
+import torchvision
+print(*before, torchvision.is_compile_supported.__name__)
+"""
+    assert run(code) == "False False is_compile_supported"
+
+
+@leaves_out
 def test_who_asks_about_symbols_gets_the_real_answers(run: Callable[[str], str]) -> None:
     code = """
 import sys
