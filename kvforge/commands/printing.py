@@ -70,7 +70,8 @@ def print_model(model: ModelInfo) -> None:
     """Print the model's dtypes and the sampling defaults of a request."""
     if model.dtype:
         weights = f", weights in {model.weight_dtype}" if model.weight_dtype not in ("", model.dtype) else ""
-        print(f"computed in {model.dtype}{weights}")
+        layout = f", the cache holds {model.kv_layout}" if model.kv_layout not in ("", "K and V") else ""
+        print(f"computed in {model.dtype}{weights}{layout}")
     chosen = [f"{name} {getattr(model.sampling, name):g}" for name in MODEL_DEFAULTS]
     print(f"sampling defaults: {', '.join(chosen)}")
 

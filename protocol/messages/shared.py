@@ -157,6 +157,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         weight_dtype: The same for the weights, or fp8, int8 or int4 if most matrices are quantised.
         determinism: `batch-invariant` if a request's tokens and log-probabilities do not depend on the rest of the
             batch; else `fast`, or `not promised: ` and the reason; "": unknown.
+        kv_layout: What the cache holds of a token in each layer: `K and V`, or `latents` (multi-head latent attention);
+            "": unknown.
     """
 
     name: str
@@ -170,6 +172,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     weight_dtype: str = ""
     determinism: str = ""
+    kv_layout: str = ""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,6 +43,7 @@ ROUTERS = {
     "of Qwen3": (Router(8, normalises=True, dtype=BF16), 128, BF16, False),
     "of Mixtral": (Router(2, normalises=True), 8, BF16, False),
     "of gpt-oss": (Router(4, scores="", weights="softmax", dtype=BF16), 32, BF16, False),
+    "of DeepSeek V2": (Router(6, groups=8, groups_chosen=3, group_best=1, scaling=16.0), 160, F32, False),
     "of DeepSeek V3": (
         Router(8, "sigmoid", groups=8, groups_chosen=4, normalises=True, sum_added=1e-20, scaling=2.5),
         256,

@@ -14,7 +14,7 @@ from kvforge.worker.cpu.kv_write import write_rotated
 from kvforge.worker.cpu.vector import CODES
 
 from .batch import IntArray, PagedBatch
-from .interface import AttentionOptions, KvLayer, check_attend, check_rotary, check_write
+from .interface import AttentionOptions, KvLayer, check_attend, check_latents, check_rotary, check_write
 from .quantised import is_quantised
 from .reference import ReferenceAttention
 
@@ -52,9 +52,10 @@ class CpuAttention:
         self._reference = ReferenceAttention()
         self.workspace = Workspace()
 
-    def describe(self, *_: Any) -> tuple[str, str]:
+    def describe(self, *_: Any, latent: int = 0) -> tuple[str, str]:
         """Implement `PagedAttention.describe`."""
-        text = f"Numba for {torch.backends.cpu.get_cpu_capability()}, K and V read in place"
+        what = f"latents of {latent} numbers" if latent else "K and V"
+        text = f"Numba for {torch.backends.cpu.get_cpu_capability()}, {what} read in place"
         return text, text
 
     def kv_slots(self, batch: PagedBatch) -> torch.Tensor:
@@ -68,6 +69,15 @@ class CpuAttention:
             return
         check_write(key, value, layer, batch)
         self._store(key[:, :0], key, value, None, layer, batch)
+
+    def write_latent(self, latents: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
+        """Implement `PagedAttention.write_latent`."""
+        check_latents(latents, layer, batch)
+        if is_quantised(layer.keys.dtype):
+            self._reference.write_latent(latents, layer, batch)
+            return
+        key = latents[:, None]
+        self._store(key[:, :0], key, key, None, layer, batch)  # K and V are in one place
 
     def write_rotated(
         self,
@@ -170,7 +180,7 @@ class CpuAttention:
             counters=workspace.counters.data_ptr(),
             sinks=0 if options.sinks is None else options.sinks.data_ptr(),
         )
-        return output
+        return output[..., : layer.values.shape[3]]  # of latents: the sums of rotary keys are no result
 
 
 class Workspace:

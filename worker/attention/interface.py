@@ -11,6 +11,7 @@ Paged attention: Kwon et al., "Efficient Memory Management for Large Language Mo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -52,21 +53,54 @@ class KvLayer:
         key_scales: [blocks, block_size, kv_heads] float32 on the device, contiguous, for quantised dtypes (int8,
             float8_e4m3fn): a number is its stored value times its scale. None for other dtypes.
         value_scales: As `key_scales`.
+        latent: Size of the values of a layer with latents; 0: K and V have memory of their own. A token of such a layer
+            has one KV head of a latent and a rotary key, stored once: `values` is a view of the first `latent` numbers
+            of `keys`, and `value_scales` is `key_scales` ("multi-head latent attention": DeepSeek-V2, arXiv 2405.04434,
+            section 2.1).
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
+    latent: int = field(default=0, kw_only=True)
+
+    @classmethod
+    def of_latents(cls, latents: torch.Tensor, latent: int, scales: torch.Tensor | None = None) -> KvLayer:
+        """Return a layer with latents.
+
+        Args:
+            latents: [blocks, block_size, 1, latent + rotary key] in the KV dtype on the device, contiguous.
+            latent: Size of a latent.
+            scales: As `key_scales`.
+
+        Returns:
+            The layer.
+        """
+        return cls(latents, latents[..., :latent], scales, scales, latent=latent)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the layer's memory, each tensor once."""
+        parts = (self.keys, self.key_scales, *(() if self.latent else (self.values, self.value_scales)))
+        yield from (part for part in parts if part is not None)
 
 
 class PagedAttention(Protocol):
     """An implementation of paged attention. In a step `write` precedes `attend`; both check their arguments first."""
 
     def describe(
-        self, head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int, options: AttentionOptions
+        self,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        block_size: int,
+        options: AttentionOptions,
+        latent: int = 0,
     ) -> tuple[str, str]:
-        """Describe how such a layer is decoded and prefilled, with reasons, for people."""
+        """Describe how such a layer is decoded and prefilled, with reasons, for people.
+
+        latent: as in KvLayer.
+        """
 
     def kv_slots(self, batch: PagedBatch) -> torch.Tensor:
         """Return the slots of new tokens, [tokens] int32 on the device, for kernels that store K and V themselves."""
@@ -78,6 +112,15 @@ class PagedAttention(Protocol):
             key: [tokens, kv_heads, head_size] float on the device.
             value: As `key`.
             layer: The layer's cache.
+            batch: The step.
+        """
+
+    def write_latent(self, latents: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
+        """Store the latents and rotary keys of the new tokens, quantised if the layer's dtype requires it.
+
+        Args:
+            latents: [tokens, latent + rotary key] float on the device.
+            layer: The layer's cache, of latents.
             batch: The step.
         """
 
@@ -118,7 +161,7 @@ class PagedAttention(Protocol):
             options: The layer's options.
 
         Returns:
-            [tokens, heads, head_size] in the dtype of query.
+            [tokens, heads, head_size] in the dtype of query; of a layer with latents [tokens, heads, latent].
         """
 
 
@@ -129,11 +172,29 @@ def check_write(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: P
         InvalidRequest: Names the argument with a wrong shape, dtype, device or stride.
     """
     _check_layer(layer, batch)
+    if layer.latent:
+        raise InvalidRequest("layer", "stores latents, not K and V")
     keys = layer.keys
     for name, tensor in (("key", key), ("value", value)):
         _check_tokens(name, tensor, batch, keys)
         if tensor.shape[1:] != keys.shape[2:]:
             raise InvalidRequest(name, f"has heads x head size {_dims(tensor, 1)}, the cache {_dims(keys, 2)}")
+
+
+def check_latents(latents: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
+    """Check the arguments of `write_latent`.
+
+    Raises:
+        InvalidRequest: Names the argument with a wrong shape, dtype, device or stride.
+    """
+    _check_layer(layer, batch)
+    if not layer.latent:
+        raise InvalidRequest("layer", "stores K and V, not latents")
+    if latents.dim() != 2:
+        raise InvalidRequest("latents", f"must be [tokens, numbers], not of {latents.dim()} dimensions")
+    _check_tokens("latents", latents[:, None], batch, layer.keys)
+    if latents.shape[1] != layer.keys.shape[3]:
+        raise InvalidRequest("latents", f"has {latents.shape[1]} numbers of a token, the cache {layer.keys.shape[3]}")
 
 
 def check_rotary(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
@@ -199,7 +260,7 @@ def _check_tokens(name: str, tensor: torch.Tensor, batch: PagedBatch, keys: torc
 
 def _check_layer(layer: KvLayer, batch: PagedBatch) -> None:
     keys, values = layer.keys, layer.values
-    for name, cache in (("keys", keys), ("values", values)):
+    for name, cache in (("keys", keys),) if layer.latent else (("keys", keys), ("values", values)):
         if cache.dim() != 4:
             raise InvalidRequest(name, f"must be [blocks, block_size, kv_heads, head_size], not {tuple(cache.shape)}")
         if cache.shape[1] != batch.block_size:
@@ -210,7 +271,7 @@ def _check_layer(layer: KvLayer, batch: PagedBatch) -> None:
             raise InvalidRequest(name, f"has dtype {cache.dtype}, which is no KV dtype")
         if cache.device != batch.device.torch_device:
             raise InvalidRequest(name, f"is on {cache.device}, the batch on {batch.device.torch_device}")
-    if values.shape != keys.shape or values.dtype != keys.dtype:
+    if not layer.latent and (values.shape != keys.shape or values.dtype != keys.dtype):
         raise InvalidRequest(
             "values", f"is {tuple(values.shape)} {values.dtype}, keys {tuple(keys.shape)} {keys.dtype}"
         )

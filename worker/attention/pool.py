@@ -54,11 +54,19 @@ class LayerShape:
         head_size: Numbers of a head.
         shared_with: Index of an earlier layer of the same shape with the same K and V, which has the memory of both;
             None: memory of its own.
+        latent: A token has one latent of this many numbers, with its rotary key behind it, and they are K; the latent
+            is V as well (see KvLayer). There is one KV head then. 0: K and V are stored apart.
     """
 
     kv_heads: int
     head_size: int
     shared_with: int | None = None
+    latent: int = 0
+
+    @property
+    def stored(self) -> int:
+        """How often the numbers of a head are stored: 2 for K and V, 1 for a latent."""
+        return 1 if self.latent else 2
 
 
 @dataclass(frozen=True)
@@ -66,8 +74,8 @@ class KvGeometry:
     """Layout of a block: `block_size` tokens of K and V for every layer. Layers may differ in shape.
 
     Raises:
-        InvalidConfiguration: Names the invalid field: block_size, layers, kv_heads, head_size, shared_with, kv_dtype,
-            bytes_per_block.
+        InvalidConfiguration: Names the invalid field: block_size, layers, kv_heads, head_size, latent, shared_with,
+            kv_dtype, bytes_per_block.
     """
 
     layers: tuple[LayerShape, ...]
@@ -82,6 +90,11 @@ class KvGeometry:
         for shape in self.layers:
             require_positive("kv_heads", shape.kv_heads)
             require_positive("head_size", shape.head_size)
+            if shape.latent and not (0 < shape.latent <= shape.head_size and shape.kv_heads == 1):
+                problem = (
+                    f"{shape.latent} of {shape.kv_heads} KV heads of {shape.head_size}: expected a part of one head"
+                )
+                raise InvalidConfiguration("latent", problem)
         for index, shape in enumerate(self.layers):
             shared = shape.shared_with
             if shared is not None and not (
@@ -116,15 +129,15 @@ class KvGeometry:
         """Bytes of a block.
 
         That is 2 (K and V) x sum over layers of kv_heads x (head_size x itemsize + scale bytes) x block_size. A layer
-        that shares another one's memory adds nothing.
+        with latents stores them once instead of twice, and one that shares another one's memory adds nothing.
 
         For equal layers without scales: 2 x layers x kv_heads x head_size x block_size x itemsize. Quantised dtypes
         (int8, fp8) store one float32 scale per token and head, for K and for V: 4 bytes beside head_size bytes.
         """
         dtype = self.dtype
         own = [shape for shape in self.layers if shape.shared_with is None]
-        per_token = sum(s.kv_heads * (s.head_size * dtype.itemsize + dtype.scale_bytes) for s in own)
-        return 2 * per_token * self.block_size
+        per_token = sum(s.stored * s.kv_heads * (s.head_size * dtype.itemsize + dtype.scale_bytes) for s in own)
+        return per_token * self.block_size
 
     def bytes_for(self, blocks: int) -> int:
         """Return the bytes of a pool of `blocks` blocks.
@@ -193,10 +206,10 @@ class KvPool:
 
     def _allocate(self, layer: LayerShape) -> KvLayer:
         dtype, shape = self.geometry.dtype, (self.blocks, self.block_size, layer.kv_heads)
-        caches = [self.device.allocate((*shape, layer.head_size), dtype.torch_dtype) for _ in range(2)]
-        if not dtype.scale_bytes:
-            return KvLayer(*caches)
-        scales = [self.device.allocate(shape, torch.float32) for _ in range(2)]
+        caches = [self.device.allocate((*shape, layer.head_size), dtype.torch_dtype) for _ in range(layer.stored)]
+        scales = [self.device.allocate(shape, torch.float32) for _ in range(layer.stored * bool(dtype.scale_bytes))]
+        if layer.latent:
+            return KvLayer.of_latents(caches[0], layer.latent, *scales)
         return KvLayer(*caches, *scales)
 
     def copy_blocks(self, copies: npt.NDArray[np.int32]) -> None:
@@ -239,6 +252,4 @@ class KvPool:
         for layer, shape in zip(self.layers, self.geometry.layers, strict=False):  # none once it is closed
             if shape.shared_with is not None:
                 continue
-            for tensor in (layer.keys, layer.values, layer.key_scales, layer.value_scales):
-                if tensor is not None:
-                    yield tensor
+            yield from layer.tensors()

@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .batch import IntArray, PagedBatch
-from .interface import AttentionOptions, KvLayer, check_attend, check_rotary, check_write
+from .interface import AttentionOptions, KvLayer, check_attend, check_latents, check_rotary, check_write
 from .quantised import as_bytes, dequantise, quantise
 
 PLAIN = "plain torch"  # prefix of descriptions for layers that the reference serves
@@ -60,7 +60,7 @@ class _Tile:
 class ReferenceAttention:
     """Attention in plain torch; see PagedAttention. Supports every device, head size, block size and group size."""
 
-    def describe(self, *_: Any) -> tuple[str, str]:
+    def describe(self, *_: Any, **__: Any) -> tuple[str, str]:
         """Implement `PagedAttention.describe`."""
         return PLAIN, PLAIN
 
@@ -72,6 +72,11 @@ class ReferenceAttention:
         """Implement `PagedAttention.write`."""
         check_write(key, value, layer, batch)
         _write(key, value, layer, batch)
+
+    def write_latent(self, latents: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
+        """Implement `PagedAttention.write_latent`."""
+        check_latents(latents, layer, batch)
+        _write(latents[:, None], latents[:, None], layer, batch)
 
     def write_rotated(
         self,
@@ -103,7 +108,8 @@ class ReferenceAttention:
         decodes, tiles = batch.plans[plan_key]
         if len(decodes) == 1 and decodes[0].tokens is None:
             return _decode(query, layer, decodes[0], options)
-        output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)  # padding keeps the zeros
+        shape = (*query.shape[:2], layer.values.shape[3])
+        output = torch.zeros(shape, dtype=query.dtype, device=query.device)  # padding keeps the zeros
         for group in decodes:
             output[group.tokens] = _decode(query[group.tokens], layer, group, options)
         for tile in tiles:
@@ -121,8 +127,12 @@ def _write(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedB
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slots: torch.Tensor) -> None:
-    """Store key and value [tokens, kv_heads, head_size] at slots [tokens] int64 on the device, all non-negative."""
-    for new, cache, scales in ((key, layer.keys, layer.key_scales), (value, layer.values, layer.value_scales)):
+    """Store key and value [tokens, kv_heads, head_size] at slots [tokens] int64 on the device, all non-negative.
+
+    In a layer with latents, `key` has both, and `value` is not read.
+    """
+    parts = ((key, layer.keys, layer.key_scales), (value, layer.values, layer.value_scales))
+    for new, cache, scales in parts[:1] if layer.latent else parts:
         if scales is None:
             stored = new.to(cache.dtype)
         else:
@@ -153,12 +163,11 @@ def _decode(query: torch.Tensor, layer: KvLayer, group: _Decodes, options: Atten
     """Decode query [n, heads, head_size]. The queries of one KV head take the place of query positions."""
     count, heads, head_size = query.shape
     kv_heads = layer.keys.shape[2]
-    shape = (count, kv_heads, group.keys, head_size)
     q = query.float().reshape(count, kv_heads, heads // kv_heads, head_size)
-    k, v = (numbers.view(shape) for numbers in _read(layer, group.gather))
+    k, v = (numbers.view(count, kv_heads, group.keys, -1) for numbers in _read(layer, group.gather))
     mask = None if group.mask is None else group.mask.expand(-1, 1, heads // kv_heads, -1)
     sinks = None if options.sinks is None else options.sinks.view(1, kv_heads, -1, 1)
-    return _dense(q, k, v, mask, sinks, options).reshape(count, heads, head_size).to(query.dtype)
+    return _dense(q, k, v, mask, sinks, options).reshape(count, heads, -1).to(query.dtype)
 
 
 def _prefill(query: torch.Tensor, layer: KvLayer, tile: _Tile, options: AttentionOptions) -> torch.Tensor:
@@ -167,24 +176,24 @@ def _prefill(query: torch.Tensor, layer: KvLayer, tile: _Tile, options: Attentio
     kv_heads = layer.keys.shape[2]
     group = heads // kv_heads
     q = query.float().view(count, kv_heads, group, head_size).permute(1, 2, 0, 3)
-    shape = (kv_heads, 1, tile.keys, head_size)
-    k, v = (numbers.view(shape).expand(-1, group, -1, -1) for numbers in _read(layer, tile.gather))
+    k, v = (numbers.view(kv_heads, 1, tile.keys, -1).expand(-1, group, -1, -1) for numbers in _read(layer, tile.gather))
     mask = tile.mask.expand(1, 1, -1, -1)
     sinks = None if options.sinks is None else options.sinks.view(kv_heads, -1, 1, 1)
-    return _dense(q, k, v, mask, sinks, options).permute(2, 0, 1, 3).reshape(count, heads, head_size).to(query.dtype)
+    return _dense(q, k, v, mask, sinks, options).permute(2, 0, 1, 3).reshape(count, heads, -1).to(query.dtype)
 
 
 def _read(layer: KvLayer, gather: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of the cache rows `gather` [n]: [n, head_size] float32 each."""
-    caches = ((layer.keys, layer.key_scales), (layer.values, layer.value_scales))
-    k, v = (
-        dequantise(
-            as_bytes(cache).view(-1, cache.shape[3]).index_select(0, gather).view(cache.dtype),
-            None if scales is None else scales.view(-1).index_select(0, gather),
-        )
-        for cache, scales in caches
+    """Return K and V of the cache rows `gather` [n]: [n, head_size] float32 each; the latents of V are a copy."""
+    k = _rows(layer.keys, layer.key_scales, gather)
+    return k, k[:, : layer.latent].contiguous() if layer.latent else _rows(layer.values, layer.value_scales, gather)
+
+
+def _rows(cache: torch.Tensor, scales: torch.Tensor | None, gather: torch.Tensor) -> torch.Tensor:
+    """Return rows of a cache, [n, head_size] float32."""
+    return dequantise(
+        as_bytes(cache).view(-1, cache.shape[3]).index_select(0, gather).view(cache.dtype),
+        None if scales is None else scales.view(-1).index_select(0, gather),
     )
-    return k, v
 
 
 def _dense(

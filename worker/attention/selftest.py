@@ -40,15 +40,29 @@ log = logging.getLogger("worker")
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One kind of layer. options: attention options of its layers, but their sinks. sinks: whether they have any."""
+    """One kind of layer.
+
+    Attributes:
+        heads: Query heads.
+        kv_heads: KV heads.
+        head_size: Numbers of a head.
+        options: Attention options of its layers, but their sinks.
+        sinks: Whether they have any.
+        latent: As in KvLayer.
+    """
 
     heads: int
     kv_heads: int
     head_size: int
     options: AttentionOptions
     sinks: bool = False
+    latent: int = 0
 
     def __str__(self) -> str:
+        if self.latent:
+            return (
+                f"{self.heads} query heads, latents of {self.latent} with rotary keys of {self.head_size - self.latent}"
+            )
         window = f", window {self.options.window}" if self.options.window else ""
         softcap = f", soft cap {self.options.softcap:g}" if self.options.softcap else ""
         sinks = ", sinks" if self.sinks else ""
@@ -117,7 +131,8 @@ def _checks(
         return _Bench(own, device, shape, dtype, kv_dtype, block_size)
 
     yield "write", lambda: bench().write(mixed, rotated=0)
-    yield "rotary write", lambda: bench().write(mixed, rotated=shape.head_size - shape.head_size % 2)
+    if not shape.latent:
+        yield "rotary write", lambda: bench().write(mixed, rotated=shape.head_size - shape.head_size % 2)
     yield "decode", lambda: bench().attend(decodes)
     multiprocessors = device.architecture[1]
     if multiprocessors:  # more rows than multiprocessors may use other tiles
@@ -149,11 +164,11 @@ class _Bench:
                 arguments = query.clone(), key, value, angles.cos(), angles.sin()
                 queries.append(attention.write_rotated(*arguments, layers[-1], batch))
             else:
-                attention.write(key, value, layers[-1], batch)
+                _store(attention, key, value, layers[-1], batch)
         problem = _difference("the rotated query", queries[0], queries[1], TOLERANCE[self.dtype]) if rotated else ""
         # After a rotation, rounding to a quantised format may differ by one step.
         tolerance = 0.08 if is_quantised(self.kv_dtype) else TOLERANCE[self.dtype]
-        stored = [(_read(layer.keys, layer.key_scales), _read(layer.values, layer.value_scales)) for layer in layers]
+        stored = [_stored(layer) for layer in layers]
         for name, got, want in zip(("K", "V"), *stored, strict=True):
             problem = problem or _difference(f"the stored {name}", got, want, tolerance)
         return problem
@@ -178,11 +193,11 @@ class _Bench:
         padded_query = torch.cat((query, padding))
         before = [cache.clone() for cache in (layer.keys, layer.values)]
         _, key, value = self._inputs(len(rows))
-        self.attention.write(torch.cat((key, sevens)), torch.cat((value, sevens)), layer, batch)
+        _store(self.attention, torch.cat((key, sevens)), torch.cat((value, sevens)), layer, batch)
         others = torch.ones(before[0].shape[0] * self.block_size, dtype=torch.bool, device=query.device)
         others[batch.kv_slots_on_device[: len(rows)].long()] = False
         for name, old, new in zip(("K", "V"), before, (layer.keys, layer.values), strict=True):
-            old_bytes, new_bytes = (cache.view(torch.uint8).flatten(0, 1)[others] for cache in (old, new))
+            old_bytes, new_bytes = (cache.contiguous().view(torch.uint8).flatten(0, 1)[others] for cache in (old, new))
             if not torch.equal(old_bytes, new_bytes):
                 return f"padding changes {name}"
         got = self.attention.attend(padded_query, layer, batch, self._options)[: len(rows)]
@@ -209,10 +224,10 @@ class _Bench:
         if cached.any():
             before = self._built(tables[cached], np.zeros(int(cached.sum()), np.int32), starts[cached])
             _, key, value = self._inputs(before.tokens, seed=1)
-            ReferenceAttention().write(key, value, layer, before)
+            _store(ReferenceAttention(), key, value, layer, before)
         batch = self._batch(rows)
         query, key, value = self._inputs(batch.tokens)
-        ReferenceAttention().write(key, value, layer, batch)
+        _store(ReferenceAttention(), key, value, layer, batch)
         return query, layer
 
     def _batch(self, rows: list[tuple[int, int]]) -> PagedBatch:
@@ -239,10 +254,14 @@ class _Bench:
         """Return a layer with NaN for every number, or for its scale."""
         place = (self._blocks(rows), self.block_size, self.shape.kv_heads)
         nan = [torch.full((*place, self.shape.head_size), torch.nan, device=self._on) for _ in range(2)]
-        if not is_quantised(self.kv_dtype):
-            return KvLayer(*(cache.to(self.kv_dtype) for cache in nan))
-        filled = [cache.nan_to_num(77.0).to(self.kv_dtype) for cache in nan]
-        return KvLayer(*filled, *(torch.full(place, torch.nan, device=self._on) for _ in range(2)))
+        scales: list[torch.Tensor] = []
+        if is_quantised(self.kv_dtype):
+            nan = [cache.nan_to_num(77.0) for cache in nan]
+            scales = [torch.full(place, torch.nan, device=self._on) for _ in range(2)]
+        caches = [cache.to(self.kv_dtype) for cache in nan]
+        if self.shape.latent:
+            return KvLayer.of_latents(caches[0], self.shape.latent, *scales[:1])
+        return KvLayer(*caches, *scales)
 
     def _inputs(self, tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return query, key and value of this many tokens; always the same."""
@@ -259,8 +278,19 @@ class _Bench:
         return self.device.torch_device
 
 
-def _read(cache: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    return dequantise(cache, scales)
+def _store(
+    attention: PagedAttention, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch
+) -> None:
+    """Store K and V, or K as latents."""
+    if layer.latent:
+        attention.write_latent(key[:, 0], layer, batch)
+    else:
+        attention.write(key, value, layer, batch)
+
+
+def _stored(layer: KvLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V as numbers."""
+    return dequantise(layer.keys, layer.key_scales), dequantise(layer.values, layer.value_scales)
 
 
 def _difference(what: str, got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str:

@@ -81,9 +81,18 @@ class TritonAttention:
         self._copies: dict[tuple[int | torch.dtype, ...], torch.Tensor] = {}
 
     def describe(
-        self, head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int, options: AttentionOptions
+        self,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        block_size: int,
+        options: AttentionOptions,
+        latent: int = 0,
     ) -> tuple[str, str]:
         """Implement `PagedAttention.describe`."""
+        if latent:
+            reason = f"{PLAIN}: no kernel supports latents of {latent}"
+            return reason, reason
         if not supports(head_size):
             reason = f"{PLAIN}: no kernel supports heads of {head_size}"
             return reason, reason
@@ -109,6 +118,10 @@ class TritonAttention:
         dtype = _stored_from(key.dtype, layer)
         key, value = _placed(key.to(dtype)), _placed(value.to(dtype))
         write_kv(None, key, value, None, None, layer, batch.kv_slots_on_device, self._target)
+
+    def write_latent(self, latents: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
+        """Implement `PagedAttention.write_latent`."""
+        self._reference.write_latent(latents, layer, batch)
 
     def write_rotated(
         self,
@@ -136,7 +149,7 @@ class TritonAttention:
     def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
         """Implement `PagedAttention.attend`."""
         check_attend(query, layer, batch, options)
-        if not supports(query.shape[2]):
+        if layer.latent or not supports(query.shape[2]):
             return self._reference.attend(query, layer, batch, options)
         self._preload(batch)
         dtype = _computed_in(query.dtype, layer)

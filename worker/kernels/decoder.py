@@ -16,6 +16,7 @@ from kvforge.worker.device.ranks import Ranks
 
 from .heads import Rotary, norm_heads, own_query
 from .interface import LayerOperations
+from .latent import attend_latents
 from .layer_weights import (
     ExpertsBeside,
     FeedForward,
@@ -176,10 +177,14 @@ class FusedDecoder:
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             cache = pool.layers[index if layer.kv_layer is None else layer.kv_layer]
             last = None if layer.token_block is not None or layer.output_scale != 1.0 else next_norm
-            query = self.project(layer, normed, None if layer.rotary is None else rotary[layer.rotary], cache, batch)
-            if layer.query_scale is not None:
-                query.mul_(factors[layer.query_scale])
-            attended = self.attention.attend(query, cache, batch, layer.options).flatten(1)
+            angles = None if layer.rotary is None else rotary[layer.rotary]
+            if layer.latent is not None and angles is not None:
+                attended = attend_latents(ops, self.attention, layer, normed, angles, cache, batch)
+            else:
+                query = self.project(layer, normed, angles, cache, batch)
+                if layer.query_scale is not None:
+                    query.mul_(factors[layer.query_scale])
+                attended = self.attention.attend(query, cache, batch, layer.options).flatten(1)
             before, scale = normed, layer.residual_scale
             normed = self.add(ATTENTION, attended, layer.output, residual, layer.attended_norm, scale, layer.inner_norm)
             feed, x = layer.feed, before if layer.is_parallel else normed

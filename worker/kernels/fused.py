@@ -154,6 +154,10 @@ class FusedOperations:
         """Implement `LayerOperations.wide_linear`."""
         return self._in_slabs(x.float(), weight, bias, SLAB if self.target.steady else 0)
 
+    def by_head(self, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
+        """Implement `LayerOperations.by_head`."""
+        return self._plain.by_head(x, weight, output)
+
     def project(
         self,
         x: torch.Tensor,

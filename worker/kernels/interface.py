@@ -258,6 +258,19 @@ class LayerOperations(Protocol):
             [tokens, n] float32.
         """
 
+    def by_head(self, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply each head by its own matrix.
+
+        Args:
+            x: [tokens, heads, k], the last dimension contiguous.
+            weight: [heads, k, n], any strides.
+            output: [tokens, heads, n] in the dtype of x, the last dimension contiguous, receives the result. None:
+                allocate it.
+
+        Returns:
+            [tokens, heads, n].
+        """
+
     def project(
         self,
         x: torch.Tensor,

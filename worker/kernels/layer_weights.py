@@ -193,6 +193,40 @@ class TokenInputs:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """The projections of attention over latents, absorbed (DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C).
+
+    A head's key is its part of `absorb` times the latent, then the rotary key of all heads. Instead of expanding every
+    key, its query is multiplied by `absorb` once; the sum of latents is multiplied by `expand` afterwards.
+
+    Attributes:
+        query: Projection of the queries' own latent to all heads; None: `FusedLayer.projected` has the queries.
+        query_norm: Norm of that latent; None: none.
+        latent_norm: Norm of a token's latent before it is stored; None: none.
+        absorb: [heads, numbers of a query without rotation, latent], any strides.
+        expand: [heads, latent, numbers of a value], any strides.
+        rotated: Numbers of a rotary key, behind those without rotation in each query.
+    """
+
+    query: Projection | None
+    query_norm: Norm | None
+    latent_norm: Norm | None
+    absorb: torch.Tensor
+    expand: torch.Tensor
+    rotated: int
+
+    @property
+    def size(self) -> int:
+        """Numbers of a latent."""
+        return self.absorb.shape[2]
+
+    @property
+    def width(self) -> int:
+        """Numbers that are stored for a token."""
+        return self.size + self.rotated
+
+
+@dataclass(frozen=True)
 class FusedLayer:
     """The weights of one decoder layer.
 
@@ -227,6 +261,8 @@ class FusedLayer:
         experts_beside: Experts beside the dense block `feed`; None: none.
         token_block: The third block; None: none.
         output_scale: Factor of the residual after the last block.
+        latent: Attention over latents: `projected` is Q or its latent, then the token's latent, then its rotary key.
+            None: over K and V.
     """
 
     options: AttentionOptions
@@ -252,6 +288,7 @@ class FusedLayer:
     experts_beside: ExpertsBeside | None = None
     token_block: TokenBlock | None = None
     output_scale: float = 1.0
+    latent: LatentAttention | None = None
 
     @property
     def mixture(self) -> MixtureOfExperts | None:
@@ -263,6 +300,8 @@ class FusedLayer:
     def product_weights(self) -> Iterator[torch.Tensor]:
         """Yield every weight of a product but the router's."""
         yield self.projected.weight
+        if self.latent is not None and self.latent.query is not None:
+            yield self.latent.query.weight
         yield self.output.weight
         yield from self.feed.product_weights()
         if self.experts_beside is not None:
@@ -287,6 +326,7 @@ class FusedLayer:
             or self.clip
             or self.value_is_key
             or self.kv_layer is not None
+            or self.latent is not None
         ):
             return False
         feed = self.feed

@@ -20,6 +20,7 @@ from .quantised import QuantisedWeight
 from .router import route
 from .row_counts import padded
 
+HEAD_ROWS = 16  # rows of one product of all heads
 MKL_ROWS = 16  # fewer rows take as long: see `Device.product_rows`
 
 
@@ -158,6 +159,17 @@ class PlainOperations:
     def wide_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Implement `LayerOperations.wide_linear`."""
         return self.product(x.float(), weight, bias)
+
+    def by_head(self, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
+        """Implement `LayerOperations.by_head`, with products of one shape, so that no row's sums depend on others."""
+        if output is None:
+            output = x.new_empty((*x.shape[:2], weight.shape[2]))
+        for first in range(0, len(x), HEAD_ROWS):
+            rows = x[first : first + HEAD_ROWS].transpose(0, 1)
+            count = rows.shape[1]
+            found = torch.bmm(pad(rows, (0, 0, 0, HEAD_ROWS - count)), weight.to(x.dtype))
+            output[first : first + count] = found[:, :count].transpose(0, 1)
+        return output
 
     def project(self, *_: Any) -> None:
         """Return None: product, rotation and storing are separate operations here."""

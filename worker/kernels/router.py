@@ -11,7 +11,6 @@ import torch
 
 from .partition import apply_aligned
 
-GROUP_BEST = 2  # a group's score is the sum of its best two
 AWAY = -1  # stands for an expert that another rank holds
 
 
@@ -24,6 +23,7 @@ class Router:
         scores: Function of the logits of all experts, before the choice: one of SCORES.
         groups: Groups of experts. Only experts of the best groups can be chosen (DeepSeek V3).
         groups_chosen: Groups that a token's experts may come from.
+        group_best: A group's score is the sum of this many best ones: 1, or 2.
         weights: Function of the scores of the chosen experts, after the choice: one of SCORES.
         normalises: Whether the weights are then divided by their sum.
         sum_added: Added to that sum.
@@ -39,6 +39,7 @@ class Router:
     scores: str = "softmax"
     groups: int = 1
     groups_chosen: int = 1
+    group_best: int = 2
     weights: str = ""
     normalises: bool = False
     sum_added: float = 0.0
@@ -51,6 +52,7 @@ class Router:
     def __post_init__(self) -> None:
         assert self.scores in SCORES and self.weights in SCORES, (self.scores, self.weights)
         assert 1 <= self.groups_chosen <= self.groups, self.groups_chosen
+        assert self.group_best in (1, 2), self.group_best
 
 
 SCORES = ("", "softmax", "sigmoid")
@@ -64,7 +66,7 @@ def route(
     ranked = scores if bias is None else scores + bias.float()
     if router.groups > 1:
         by_group = ranked.unflatten(-1, (router.groups, -1))
-        best = by_group.sort(dim=-1, descending=True, stable=True).values[..., :GROUP_BEST].sum(-1)
+        best = by_group.sort(dim=-1, descending=True, stable=True).values[..., : router.group_best].sum(-1)
         away = _order(best)[:, router.groups_chosen :]
         ranked = by_group.clone().scatter_(1, away[..., None].expand(-1, -1, by_group.shape[-1]), -torch.inf).flatten(1)
     chosen = _order(ranked)[:, : router.chosen]

@@ -77,6 +77,7 @@ def route_kernel(
     GROUPS: tl.constexpr,
     GROUPS_BLOCK: tl.constexpr,
     GROUPS_CHOSEN: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     ROUNDED: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -106,10 +107,11 @@ def route_kernel(
         by_group = tl.reshape(keys, [GROUPS_BLOCK, GROUP_BLOCK])
         numbers_by_group = tl.reshape(ranked, [GROUPS_BLOCK, GROUP_BLOCK])
         first = tl.max(by_group, 1)
-        is_first = by_group == first[:, None]
-        second = tl.max(tl.where(is_first, LOWEST, by_group), 1)
-        is_second = (by_group == second[:, None]) & (by_group != LOWEST)
-        best = tl.sum(tl.where(is_first | is_second, numbers_by_group, 0.0), 1)
+        is_best = by_group == first[:, None]
+        if GROUP_BEST == 2:
+            second = tl.max(tl.where(is_best, LOWEST, by_group), 1)
+            is_best = is_best | ((by_group == second[:, None]) & (by_group != LOWEST))
+        best = tl.sum(tl.where(is_best, numbers_by_group, 0.0), 1)
         group_places = tl.arange(0, GROUPS_BLOCK)
         group_keys = tl.where(group_places < GROUPS, _keys(best, group_places), LOWEST)
         kept = group_places < 0
@@ -180,6 +182,7 @@ def route(
         GROUPS=router.groups,
         GROUPS_BLOCK=triton.next_power_of_2(router.groups),
         GROUPS_CHOSEN=router.groups_chosen,
+        GROUP_BEST=router.group_best,
         GROUP_BLOCK=triton.next_power_of_2(experts // router.groups),
         ROUNDED=ROUNDED[router.dtype],
         num_warps=1 if experts <= 256 else 4,

@@ -22,6 +22,7 @@ from kvforge.worker.device.device import WAY_OUT, Device
 from .decoder import FusedDecoder, combine
 from .heads import norm_heads
 from .interface import LayerOperations
+from .latent import expand_values, project_latents
 from .plain import PlainOperations
 from .quantised import PlainInputQuantiser, choose_input_quantiser, rotation_of
 
@@ -116,6 +117,13 @@ def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
         query, key, value = by_head.split(layer_heads, dim=1)
         return rotate(query, cos, sin), rotate(key, cos, sin), value
 
+    def latents(ops: LayerOperations) -> Any:
+        """Return the absorbed queries, what is stored, and the values of sums of latents."""
+        assert rotary is not None and layer.latent is not None
+        angles = PlainOperations().rotary(positions, rotary.frequencies, rotary.scaling, table.dtype)
+        query, own = project_latents(ops, layer, layer.latent, x, angles)
+        return query, own, expand_values(ops, layer.latent, query[..., : layer.latent.size])
+
     def logits(ops: LayerOperations) -> torch.Tensor:
         found = torch.full((tokens, len(fused.head.weight)), float("nan"), device=table.device)
         return ops.linear(x, fused.head.weight, fused.head.bias, found)
@@ -126,7 +134,9 @@ def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
     if rotary is not None:
         yield "rotary", lambda ops: ops.rotary(positions, rotary.frequencies, rotary.scaling, table.dtype)
     yield "projection", lambda ops: ops.linear(x, layer.projected.weight, layer.projected.bias)
-    if layer.head_norms is not None:
+    if layer.latent is not None:
+        yield "projections of latents", latents
+    elif layer.head_norms is not None:
         yield "head norm", normed_heads
     elif rotary is not None:
         yield "projection into the cache", stored

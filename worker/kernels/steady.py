@@ -17,6 +17,7 @@ from kvforge.worker.attention import KvLayer, PagedBatch
 from kvforge.worker.device.device import Device
 
 from .decoder import FusedDecoder, combine
+from .latent import expand_values, project_latents
 from .layer_weights import Norm, Projection
 
 # One token; counts around the tiles of the worker's kernels; and counts with special kernels in torch's library.
@@ -54,16 +55,18 @@ def unsteady_products(fused: FusedDecoder, device: Device) -> str:
 def _products(fused: FusedDecoder, device: Device) -> Iterator[tuple[str, int, tuple[int, ...], _Product]]:
     ops, layer = fused.operations, fused.layers[0]
     table = fused.table
-    hidden, attended = table.shape[1], layer.heads * layer.head_size
+    hidden, attended = table.shape[1], layer.output.weight.shape[1]
 
     def projected(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return Q, K and V as they are used and stored without quantisation, with each token in its own block."""
         count = len(x)
-        tables, ones = np.arange(count, dtype=np.int32)[:, None], np.ones(count, np.int32)
-        batch = PagedBatch.build(tables, 0 * ones, ones, BLOCK_SIZE, device)
         positions = (x[:, 0].float().abs() * 1000).long()  # positions derived from the rows
         each = None if layer.rotary is None else fused.rotary[layer.rotary]
         rotary = None if each is None else ops.rotary(positions, each.frequencies, each.scaling, table.dtype)
+        if layer.latent is not None and rotary is not None:
+            return project_latents(ops, layer, layer.latent, x, rotary)
+        tables, ones = np.arange(count, dtype=np.int32)[:, None], np.ones(count, np.int32)
+        batch = PagedBatch.build(tables, 0 * ones, ones, BLOCK_SIZE, device)
         shape = (count, BLOCK_SIZE, layer.kv_heads, layer.head_size)
         cache = KvLayer(*(torch.zeros(shape, dtype=table.dtype, device=table.device) for _ in range(2)))
         query = fused.project(layer, x, rotary, cache, batch)
@@ -83,6 +86,14 @@ def _products(fused: FusedDecoder, device: Device) -> Iterator[tuple[str, int, t
         return (ops.linear(x, fused.head.weight, fused.head.bias, found),)
 
     yield "the projection to Q, K and V", hidden, LADDER, projected
+    if (latent := layer.latent) is not None:
+        heads = layer.heads
+        yield (
+            "the values of attention",
+            heads * latent.size,
+            LADDER,
+            lambda x: (expand_values(ops, latent, x.unflatten(1, (heads, -1))),),
+        )
     yield "the projection from attention", attended, LADDER, summed(layer.output, layer.attended_norm, layer.inner_norm)
     dense = next(filter(None, (each.dense for each in fused.layers)), None)
     if dense is not None:

@@ -109,6 +109,44 @@ class TokenBlocks:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """The names of the parts of attention over latents, in an attention module. The defaults are DeepSeek's.
+
+    Attributes:
+        query: Projection to Q, in models whose queries have no latent.
+        query_down: Projection to the latent of queries.
+        query_norm: Norm of that latent.
+        query_up: Projection from it to Q.
+        latent: Projection to a token's latent and its rotary key.
+        latent_norm: Norm of the latent.
+        expansion: Projection from the latent to each head's key without rotation and value.
+        latent_size: Attribute with the numbers of a latent.
+        plain_size: Attribute with the numbers of a head of Q and K that are not rotated.
+        rotated_size: Attribute with those that are rotated, which follow.
+        value_size: Attribute with the numbers of a head of V.
+        interleaved: Whether an attention module pairs neighbours, not halves.
+    """
+
+    query: str = "q_proj"
+    query_down: str = "q_a_proj"
+    query_norm: str = "q_a_layernorm"
+    query_up: str = "q_b_proj"
+    latent: str = "kv_a_proj_with_mqa"
+    latent_norm: str = "kv_a_layernorm"
+    expansion: str = "kv_b_proj"
+    latent_size: str = "kv_lora_rank"
+    plain_size: str = "qk_nope_head_dim"
+    rotated_size: str = "qk_rope_head_dim"
+    value_size: str = "v_head_dim"
+    interleaved: Callable[[Any], bool] = _always
+
+    @property
+    def by_head(self) -> tuple[str, ...]:
+        """The projections whose rows belong to heads."""
+        return self.query, self.query_up, self.expansion
+
+
+@dataclass(frozen=True)
 class Family:
     """The names of one family's parts. The defaults are Llama's.
 
@@ -129,6 +167,7 @@ class Family:
         rotary: The module with the rotary embedding of a layer, from the decoder and the layer's index; None: none.
         query_scale: An attention module's factor of queries by position; None: none.
         counts_positions: Whether attention modules count positions themselves, so that only the description serves.
+        latent: Attention over latents, which only the description serves; None: over K and V.
         clip: Setting with the largest size of numbers of Q, K and V; "": none.
         interleaved: Whether the rotary embedding pairs neighbours (numbers 2i and 2i + 1), not halves.
         feed: The feed-forward module of a layer.
@@ -143,6 +182,7 @@ class Family:
         output_scale: Tensor with the factor of the residual after a layer; "": none.
         embedding_scale: Setting with the factor of embeddings; "": that of the embedding module, or none.
         residual_scale: Setting with the factor of both results; "": none.
+        residual_factor: Attribute of layers with that factor; "": none.
         logit_scale: Setting with the factor of logits; "": none.
         logit_divisor: Setting with the divisor of logits; "": none.
         logit_softcap: Setting with the cap of logits; "": none.
@@ -164,6 +204,7 @@ class Family:
     rotary: Callable[[Any, int], Any] = _rotary
     query_scale: Callable[[Any], QueryScale | None] = _unscaled
     counts_positions: bool = False
+    latent: Latent | None = None
     clip: str = ""
     interleaved: bool = False
     feed: str = "mlp"
@@ -178,6 +219,7 @@ class Family:
     output_scale: str = ""
     embedding_scale: str = ""
     residual_scale: str = ""
+    residual_factor: str = ""
     logit_scale: str = ""
     logit_divisor: str = ""
     logit_softcap: str = ""

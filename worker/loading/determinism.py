@@ -59,7 +59,8 @@ def attends_in_plain_torch(model: LoadedModel) -> bool:
         describe_determinism.startswith(PLAIN)
         for shape, options in zip(geometry.layers, bound_options(model.module), strict=True)
         for describe_determinism in attention.describe(
-            shape.head_size, model.dtype, geometry.dtype.torch_dtype, geometry.block_size, options
+            *(shape.head_size, model.dtype, geometry.dtype.torch_dtype, geometry.block_size, options),
+            latent=shape.latent,
         )
     )
 

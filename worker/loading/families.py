@@ -13,7 +13,7 @@ from typing import Any
 from kvforge.worker.kernels.positions import QueryScale
 from kvforge.worker.kernels.router import Router
 
-from .description import Beside, Family, Mixture, TokenBlocks
+from .description import Beside, Family, Latent, Mixture, TokenBlocks
 
 
 def _scaled_by_position(attention: Any) -> QueryScale | None:
@@ -89,6 +89,26 @@ def _sigmoid_in_groups(config: Any) -> Router:
     )
 
 
+def _softmax_in_groups(config: Any) -> Router:
+    """DeepSeek V2's router: a group is as good as its best expert."""
+    grouped = config.topk_method == "group_limited_greedy"
+    return Router(
+        config.num_experts_per_tok,
+        groups=config.n_group if grouped else 1,
+        groups_chosen=config.topk_group if grouped else 1,
+        group_best=1,
+        scaling=config.routed_scaling_factor,
+    )
+
+
+def _pairs_neighbours(attention: Any) -> bool:
+    return bool(attention.config.rope_interleave)
+
+
+def _never(_attention: Any) -> bool:
+    return False
+
+
 def _softmax_with_least_sum(config: Any) -> Router:
     return Router(config.num_experts_per_tok, normalises=True, sum_min=config.moe_norm_min)
 
@@ -149,6 +169,10 @@ _GLM4 = Family(
 _GLM4_EXPERTS = Family(
     mixture=Mixture(_sigmoid_in_groups, choice_bias="gate.e_score_correction_bias", wide=True, shared="shared_experts")
 )
+_DEEPSEEK = Family(
+    latent=Latent(interleaved=_pairs_neighbours),
+    mixture=Mixture(_sigmoid_in_groups, choice_bias="gate.e_score_correction_bias", wide=True, shared="shared_experts"),
+)
 _HUNYUAN = Family(head_norms=("query_layernorm", "key_layernorm"), norms_after_rotation=True)
 
 # By the folder in transformers.models and the class of the model.
@@ -160,6 +184,10 @@ FAMILIES = {
     "cohere2.Cohere2ForCausalLM": Family(
         inner_norm="", rotates=_in_windows, interleaved=True, is_parallel=True, logit_scale="logit_scale"
     ),
+    "deepseek_v2.DeepseekV2ForCausalLM": Family(
+        latent=Latent(), mixture=Mixture(_softmax_in_groups, wide=True, shared="shared_experts")
+    ),
+    "deepseek_v3.DeepseekV3ForCausalLM": _DEEPSEEK,
     "ernie4_5.Ernie4_5ForCausalLM": Family(interleaved=True),
     "exaone4.Exaone4ForCausalLM": replace(_OLMO2, rotates=_in_windows_of_hybrids),
     "ernie4_5_moe.Ernie4_5_MoeForCausalLM": Family(
@@ -175,6 +203,7 @@ FAMILIES = {
     "glm.GlmForCausalLM": Family(gate_up=("gate_up_proj",), interleaved=True),
     "glm4.Glm4ForCausalLM": _GLM4,
     "glm4_moe.Glm4MoeForCausalLM": _GLM4_EXPERTS,
+    "glm4_moe_lite.Glm4MoeLiteForCausalLM": _DEEPSEEK,
     "glm4v.Glm4vTextForCausalLM": _GLM4,
     "glm4v_moe.Glm4vMoeTextForCausalLM": _GLM4_EXPERTS,
     "glm_ocr.GlmOcrTextForCausalLM": _GLM4,
@@ -195,6 +224,9 @@ FAMILIES = {
         value_size="v_head_dim",
         value_scale="v_scale",
         mixture=Mixture(_sigmoid_in_groups, choice_bias="gate.e_score_correction_bias", wide=True),
+    ),
+    "minicpm3.MiniCPM3ForCausalLM": Family(
+        latent=Latent(interleaved=_never), residual_factor="residual_scale", logit_divisor="logits_scaling"
     ),
     "minimax_m2.MiniMaxM2ForCausalLM": Family(
         mixture=Mixture(_sigmoid, choice_bias="e_score_correction_bias", wide=True)
@@ -221,6 +253,7 @@ FAMILIES = {
     "seed_oss.SeedOssForCausalLM": LLAMA,
     "smollm3.SmolLM3ForCausalLM": Family(rotates=_used),
     "starcoder2.Starcoder2ForCausalLM": Family(gate_up=("c_fc",), is_gated=False, down="c_proj"),
+    "youtu.YoutuForCausalLM": Family(latent=Latent(interleaved=_pairs_neighbours)),
 }
 
 
@@ -241,3 +274,14 @@ def counts_positions(module: Any) -> bool:
     """Return whether a model's attention counts positions itself, so that only its description can serve it."""
     family = family_of(module)
     return family is not None and family.counts_positions
+
+
+def latent_of(module: Any) -> Latent | None:
+    """Return the declaration of a model's attention over latents; None: it attends over K and V."""
+    family = family_of(module)
+    return None if family is None else family.latent
+
+
+def needs_description(module: Any) -> bool:
+    """Return whether transformers' layers cannot serve a model in place of its description."""
+    return counts_positions(module) or latent_of(module) is not None

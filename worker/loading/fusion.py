@@ -30,6 +30,7 @@ from kvforge.worker.kernels.layer_weights import (
     ExpertsBeside,
     FeedForward,
     FusedLayer,
+    LatentAttention,
     MixtureOfExperts,
     Projection,
     TokenBlock,
@@ -41,6 +42,7 @@ from kvforge.worker.kernels.stored import StoredWeight
 
 from .coded_parts import CodedLinear, coded_linears
 from .description import Family, TokenBlocks
+from .latents import LatentParts, absorbed
 from .mixtures import MixtureParts, packed_experts
 from .parts import DecoderParts, LayerParts, parts_of
 from .quantisation import WeightPacker
@@ -153,15 +155,18 @@ def _fuse_layer(
     layer: Any, options: AttentionOptions, found: LayerParts, parts: DecoderParts, packer: WeightPacker | None
 ) -> FusedLayer:
     family, attention = parts.family, layer.self_attn
+    if found.latent is not None:
+        return _fuse_latent_layer(layer, options, found, found.latent, parts, packer)
     head_size = attention.head_dim
     heads = getattr(attention, family.output).in_features // head_size
     names = [name for name in family.projected if getattr(attention, name, None) is not None]
     value_is_key = len(names) == 2 and len(family.projected) == 3
     others = sum(getattr(attention, name).out_features for name in names) // head_size - heads
     rotary = found.rotary
-    order = None
+    orders: list[torch.Tensor | None] = [None] * len(names)
     if family.interleaved and rotary is not None:
         order = halves_of_pairs(2 * len(parts.rotary[rotary].frequencies), head_size)
+        orders[:-1] = [in_every_head(order, getattr(attention, name).out_features) for name in names[:-1]]
     return FusedLayer(
         options=options,
         rotary=rotary,
@@ -169,7 +174,7 @@ def _fuse_layer(
         kv_heads=others if value_is_key else others // 2,
         head_size=head_size,
         input_norm=found.input_norm,
-        projected=_join(attention, names, packer, order),
+        projected=_join(attention, names, packer, orders),
         head_norms=found.head_norms,
         output=_join(attention, (family.output,), packer),
         inner_norm=found.inner_norm,
@@ -186,6 +191,39 @@ def _fuse_layer(
         experts_beside=_beside(layer, found, packer),
         token_block=_token_block(layer, found, family.token_blocks, packer),
         output_scale=found.output_scale,
+    )
+
+
+def _fuse_latent_layer(
+    layer: Any,
+    options: AttentionOptions,
+    found: LayerParts,
+    latent: LatentParts,
+    parts: DecoderParts,
+    packer: WeightPacker | None,
+) -> FusedLayer:
+    attention, names = layer.self_attn, latent.names
+    absorb, expand = absorbed(attention, latent)
+    queries = getattr(attention, names.query if latent.query_norm is None else names.query_up)
+    order = latent.order_of_queries(queries.out_features)
+    query = None if latent.query_norm is None else _join(attention, (names.query_up,), packer, (order,))
+    orders = (order if query is None else None, latent.order_of_latents())
+    return FusedLayer(
+        options=options,
+        rotary=found.rotary,
+        heads=len(absorb),
+        kv_heads=1,
+        head_size=latent.head_size,
+        input_norm=found.input_norm,
+        projected=_join(attention, latent.projected, packer, orders),
+        head_norms=None,
+        output=_join(attention, (parts.family.output,), packer),
+        inner_norm=found.inner_norm,
+        feed=_feed(layer, found, parts, packer),
+        attended_norm=found.attended_norm,
+        fed_norm=found.fed_norm,
+        residual_scale=parts.residual_scale,
+        latent=LatentAttention(query, latent.query_norm, latent.latent_norm, absorb, expand, latent.rotated),
     )
 
 
@@ -263,30 +301,30 @@ def _mixture(
 
 @torch.no_grad()
 def _join(
-    owner: Any, names: Sequence[str], packer: WeightPacker | None, order: torch.Tensor | None = None
+    owner: Any,
+    names: Sequence[str],
+    packer: WeightPacker | None,
+    orders: Sequence[torch.Tensor | None] | None = None,
 ) -> Projection:
     """Join the projections of these names into one; the parts become views of its rows.
 
-    order: the order of each head's rows in all but the last part.
+    orders: for each part the order of its rows in the result, [n] int64; None: as they are.
     """
     parts = [getattr(owner, name) for name in names]
-    reordered = [order is not None and part is not parts[-1] for part in parts]
-    rows_of = [
-        in_every_head(order, part.out_features) if order is not None and moved else None
-        for part, moved in zip(parts, reordered, strict=True)
-    ]
+    rows_of = [None] * len(parts) if orders is None else orders
+    reordered = any(rows is not None for rows in rows_of)
     coded = coded_linears(parts, rows_of) if packer is None else None
     if coded is not None:
         return _join_coded(owner, names, parts, rows_of, coded)
     weight, bias = parts[0].weight, parts[0].bias
-    if len(parts) > 1:
-        together = tensors_together([part.weight for part in parts]) if packer is None and not any(reordered) else None
+    if len(parts) > 1 or reordered:
+        together = tensors_together([part.weight for part in parts]) if packer is None and not reordered else None
         weight = together
         if weight is None:
             weight = torch.cat([_in_order(part.weight, rows) for part, rows in zip(parts, rows_of, strict=True)])
         if bias is not None:
             bias = torch.cat([_in_order(part.bias, rows) for part, rows in zip(parts, rows_of, strict=True)])
-    packed = None if packer is None else packer.pack(weight, parts, is_reordered=any(reordered))
+    packed = None if packer is None else packer.pack(weight, parts, is_reordered=reordered)
     if packer is None and any(isinstance(part, CodedLinear) for part in parts):
         packed = weight  # of several formats: as numbers
     first = 0

@@ -34,7 +34,7 @@ from .coded_parts import has_codes
 from .configuration import model_dtype, read_config
 from .determinism import FAST_WAY_OUT, attends_in_plain_torch, describe_determinism, make_batch_invariant
 from .early_checks import EarlyChecks
-from .families import counts_positions
+from .families import counts_positions, latent_of, needs_description
 from .fingerprint import fingerprint, joined_digest
 from .fusion import fuse, is_known
 from .library_errors import sentence
@@ -170,7 +170,9 @@ def load_model(
         quantisation = None
 
     progress("checking weights", 0.87)
-    digest = fingerprint(module, dtype_name if quantisation is None else f"{dtype_name} {quantisation.digest}")
+    stored_as = dtype_name if quantisation is None else f"{dtype_name} {quantisation.digest}"
+    is_latent = latent_of(module) is not None
+    digest = fingerprint(module, f"{stored_as} latents" if is_latent else stored_as)  # other KV, and other rounding
     if ranks is not None:
         digest = joined_digest(ranks.texts(digest))
     progress("checking kernels", 0.9)
@@ -189,6 +191,9 @@ def load_model(
         )
     if fused is None and counts_positions(module):
         problem = "its attention computes positions from the length of a transformers cache, and it is not described"
+        raise UnsupportedModel(found.name, problem)
+    if fused is None and is_latent:
+        problem = "its attention over latents could not be described, and nothing else serves it: see the log"
         raise UnsupportedModel(found.name, problem)
     vocab_size = int(module.get_input_embeddings().num_embeddings)
     checked = replace(fused, operations=operations) if fused is not None else None  # plain until it is packed
@@ -216,6 +221,7 @@ def load_model(
         sampling=model_sampling(found),
         dtype=dtype_name,
         weight_dtype=kept_in(fused, dtype_name) if quantisation is None else quantisation.kind,
+        kv_layout="latents" if is_latent else "K and V",
     )
     model = LoadedModel(
         info=info,
@@ -234,7 +240,7 @@ def load_model(
         try:
             reference = verify(model)
         except UnsupportedModel as error:
-            if fused is None or quantisation is not None or counts_positions(module) or has_codes(module):
+            if fused is None or quantisation is not None or needs_description(module) or has_codes(module):
                 raise
             log.warning("%s; running its layers one operation at a time", error)
             model = replace(model, fused=None)

@@ -75,6 +75,7 @@ def _attention_forward(
     assert context.batch is not None and context.pool is not None, "attention outside LoadedModel.forward"
     assert attention_mask is None, "transformers passed a mask to an attention without masks"
     layer = context.pool.layers[binding.index]
+    assert not layer.latent, "attention over latents runs as described only"
     context.attention.write(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, context.batch)
     output = context.attention.attend(query[0].transpose(0, 1), layer, context.batch, binding.options)
     return output.unsqueeze(0), None

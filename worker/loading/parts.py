@@ -17,6 +17,7 @@ from kvforge.worker.kernels.positions import QueryScale, RotaryTable
 from .coded_parts import CodedLinear
 from .description import Beside, Family, TokenBlocks
 from .families import family_of
+from .latents import LatentParts, latent_parts
 from .mixtures import MixtureParts, mixture_of
 from .norms import norm_of
 from .reordered import ReorderedRows
@@ -58,6 +59,7 @@ class LayerParts:
     token_norm: Norm | None = None
     output_scale: float = 1.0
     head_size: int = 0
+    latent: LatentParts | None = None
 
     @property
     def can_be_split(self) -> bool:
@@ -127,9 +129,15 @@ def _parts(module: Any, family: Family) -> DecoderParts:
         layers=layers,
         final_norm=_norm(decoder, "norm", decoder.embed_tokens.weight[0]),
         rotary=tuple(tables.found),
-        residual_scale=float(getattr(config, family.residual_scale)) if family.residual_scale else 1.0,
+        residual_scale=_residual_scale(decoder, family),
         input_norm=_input_norm(decoder, family.token_blocks),
     )
+
+
+def _residual_scale(decoder: Any, family: Family) -> float:
+    if family.residual_factor:
+        return float(getattr(decoder.layers[0], family.residual_factor))
+    return float(getattr(decoder.config, family.residual_scale)) if family.residual_scale else 1.0
 
 
 def _check_linears(module: Any, family: Family) -> None:
@@ -171,13 +179,15 @@ class _RotaryTables:
 
 def _layer(layer: Any, index: int, decoder: Any, family: Family, tables: _RotaryTables) -> LayerParts:
     attention, config = layer.self_attn, decoder.config
-    if attention.head_dim > HEAD_LIMIT or attention.head_dim % 2:
-        raise _NotDescribedError(f"its head size is {attention.head_dim}")
+    latent = _latent(attention, family)
+    head_size = int(attention.head_dim) if latent is None else latent.head_size
+    if head_size > HEAD_LIMIT or head_size % 2:
+        raise _NotDescribedError(f"its head size is {head_size}")
     rotary = family.rotary(decoder, index) if family.rotates(attention) else None
     hidden = decoder.embed_tokens.weight[0]
     norms = None
     if getattr(attention, family.head_norms[0], None) is not None:
-        head = hidden.new_ones(attention.head_dim)
+        head = hidden.new_ones(head_size)
         norms = _head_norms(attention, family, head)
     return LayerParts(
         rotary=None if rotary is None else tables.index(rotary, attention),
@@ -189,7 +199,8 @@ def _layer(layer: Any, index: int, decoder: Any, family: Family, tables: _Rotary
         beside=_beside(layer, family.beside, config, hidden),
         token_norm=_token_norm(layer, family.token_blocks, hidden),
         output_scale=float(getattr(layer, family.output_scale)) if family.output_scale else 1.0,
-        head_size=int(attention.head_dim),
+        head_size=head_size,
+        latent=latent,
         activation=_activation(layer, family, config),
         clip=float((getattr(config, family.clip) if family.clip else None) or 0.0),
         **{
@@ -197,6 +208,15 @@ def _layer(layer: Any, index: int, decoder: Any, family: Family, tables: _Rotary
             for name in ("input_norm", "attended_norm", "inner_norm", "fed_norm")
         },
     )
+
+
+def _latent(attention: Any, family: Family) -> LatentParts | None:
+    if family.latent is None:
+        return None
+    found = latent_parts(attention, family.latent)
+    if found is None:
+        raise _NotDescribedError("a norm of its latents is of another kind")
+    return found
 
 
 def _activation(layer: Any, family: Family, config: Any) -> Activation:

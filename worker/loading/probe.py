@@ -27,7 +27,9 @@ from kvforge.worker.attention.reference import ReferenceAttention
 from kvforge.worker.attention.selftest import AttentionShape
 from kvforge.worker.device.device import Device
 
-from .families import counts_positions
+from .description import Latent
+from .families import counts_positions, latent_of
+from .latents import sizes_of
 from .model import ATTENTION_NAME, BINDING, ForwardContext, LayerBinding, use_attention
 from .rope import context_range
 
@@ -133,9 +135,9 @@ def bind_layers(module: Any, context: ForwardContext, context_tokens: int, devic
         problem = f"{len(calls)} of its {layers} layers attend through the registered function"
         raise UnsupportedModel(name, problem)
     shapes = []
-    is_described = counts_positions(module)
+    is_described, latent = counts_positions(module), latent_of(module)
     for index, call in enumerate(calls):
-        options, shape = _read_call(call, name, is_described)
+        options, shape = _read_call(call, name, is_described, latent)
         call.module.__dict__[BINDING] = LayerBinding(index, call.query[1], options, context)
         shapes.append(replace(shape, shared_with=_same_key_value(calls[:index], call)))
     use_attention(module, ATTENTION_NAME)
@@ -186,6 +188,7 @@ def bound_shapes(module: Any, shapes: tuple[LayerShape, ...]) -> tuple[Attention
             shape.head_size,
             replace(binding.options, sinks=None),
             sinks=binding.options.sinks is not None,
+            latent=shape.latent,
         )
         for binding, shape in found
     )
@@ -260,8 +263,10 @@ def _recording_pass(module: Any, name: str, tokens: int, device: Device, first: 
         _calls.clear()
 
 
-def _read_call(call: _Call, name: str, is_described: bool) -> tuple[AttentionOptions, LayerShape]:
-    """Check the arguments of one layer's call.
+def _read_call(
+    call: _Call, name: str, is_described: bool, latent: Latent | None
+) -> tuple[AttentionOptions, LayerShape]:
+    """Check the arguments of one layer's call. With latents, its K and V are those of each head, expanded.
 
     Raises:
         UnsupportedModel: They are not supported.
@@ -277,7 +282,7 @@ def _read_call(call: _Call, name: str, is_described: bool) -> tuple[AttentionOpt
     if not is_described and "get_seq_length" in inspect.getsource(type(call.module).forward):
         # Without a transformers cache it would count positions within the batch.
         raise UnsupportedModel(name, "its attention computes positions from the length of a transformers cache")
-    if call.key != call.value:
+    if latent is None and call.key != call.value:
         raise UnsupportedModel(name, f"its K and V differ in shape: {tuple(call.key)} and {tuple(call.value)}")
     if call.key[2] != call.query[2] or call.key[3] != call.query[3] or call.query[1] % call.key[1]:
         raise UnsupportedModel(name, f"its Q and K do not fit: {tuple(call.query)} and {tuple(call.key)}")
@@ -285,7 +290,12 @@ def _read_call(call: _Call, name: str, is_described: bool) -> tuple[AttentionOpt
     scaling = call.query[3] ** -0.5 if scaling is None else scaling
     softcap = float(call.keywords.get("softcap") or 0.0)
     options = AttentionOptions(float(scaling), _window(call, name), softcap, _sinks(call, name))
-    return options, LayerShape(kv_heads=call.key[1], head_size=call.key[3])
+    if latent is None:
+        return options, LayerShape(kv_heads=call.key[1], head_size=call.key[3])
+    size, _, rotated, _ = sizes_of(call.module, latent)
+    if options.window or options.softcap or options.sinks is not None:
+        raise UnsupportedModel(name, "its attention over latents has windows, soft caps or sinks")
+    return options, LayerShape(kv_heads=1, head_size=size + rotated, latent=size)
 
 
 def _same_key_value(earlier: list[_Call], call: _Call) -> int | None:

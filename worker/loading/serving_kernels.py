@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvforge.worker.attention import AttentionOptions, ReferenceAttention
+from kvforge.worker.attention.pool import LayerShape
 from kvforge.worker.kernels import PlainOperations
 from kvforge.worker.kernels.packed import PackedOperations, is_packed, own_product, packing_problem, weight_kind
 from kvforge.worker.kernels.stored import code_name
@@ -22,7 +23,7 @@ def serving_kernels(model: LoadedModel) -> dict[str, str]:
     decodes: dict[str, None] = {}
     prefills: dict[str, None] = {}
     for shape, options in zip(model.geometry.layers, bound_options(model.module), strict=True):
-        decode, prefill = _attention(model, shape.head_size, options)
+        decode, prefill = _attention(model, shape, options)
         decodes[decode], prefills[prefill] = None, None
     kernels = {
         "decode": "; ".join(decodes),
@@ -42,10 +43,13 @@ def _sampling(model: LoadedModel) -> str:
     return _plain(model) if model.device.cpu_kernels_problem else HOST_SAMPLING
 
 
-def _attention(model: LoadedModel, head_size: int, options: AttentionOptions) -> tuple[str, str]:
+def _attention(model: LoadedModel, shape: LayerShape, options: AttentionOptions) -> tuple[str, str]:
     attention, geometry = model.context.attention, model.geometry
     if not isinstance(attention, ReferenceAttention):
-        return attention.describe(head_size, model.dtype, geometry.dtype.torch_dtype, geometry.block_size, options)
+        return attention.describe(
+            *(shape.head_size, model.dtype, geometry.dtype.torch_dtype, geometry.block_size, options),
+            latent=shape.latent,
+        )
     problem = "" if model.device.runs_kernels else model.device.cpu_kernels_problem
     return (f"plain torch: {problem or WANTED}",) * 2
 

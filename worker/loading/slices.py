@@ -36,9 +36,9 @@ _GRANITE_NAMES = (
     ("router.weight", "router.layer.weight"),
 )
 # Modules that every rank has whole, and computes unchanged.
-WHOLE = ("replicate", "replicated_with_grad_allreduce", "sequence_parallel")
+WHOLE = ("replicate", "replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj")
 LOCAL = "local_params"  # a module whose own parameters are in the plan, if they are cut
-QUERIES, KEYS = ("q_proj", "o_proj", "sinks"), ("k_proj", "v_proj")
+QUERIES, KEYS = ("q_proj", "o_proj", "sinks", "q_b_proj", "kv_b_proj"), ("k_proj", "v_proj")
 
 
 @dataclass(frozen=True)
@@ -195,22 +195,28 @@ def plan_of(module: Any) -> dict[str, str]:
     config = module.config.get_text_config(decoder=True)
     plan = {f"{prefix}{path}": style for path, style in (getattr(config, "base_model_tp_plan", None) or {}).items()}
     family = family_of(module)
-    if family is not None and family.mixture is not None:
+    if family is not None and (family.mixture is not None or family.latent is not None):
         plan |= _missing_cuts(family, family.mixture, f"{prefix}layers.*", plan)
         plan = {path: style for path, style in plan.items() if style != VOCABULARY}  # fused layers have the whole table
     return plan | dict(type(module)._tp_plan or {})
 
 
-def _missing_cuts(family: Family, mixture: Mixture, layer: str, plan: dict[str, str]) -> dict[str, str]:
-    """Return the cuts of a mixture's attention and shared experts, where transformers' plan leaves them whole."""
+def _missing_cuts(family: Family, mixture: Mixture | None, layer: str, plan: dict[str, str]) -> dict[str, str]:
+    """Return the cuts of attention over latents, and of a mixture's attention and shared experts.
+
+    transformers' plan may leave them whole.
+    """
     gate_up = COLUMNS if len(family.gate_up) == 1 + family.is_gated else PACKED_COLUMNS
     groups: list[tuple[str, tuple[str, ...], str, str]] = []
-    if len(family.projected) == 3:
+    added: dict[str, str] = {}
+    if family.latent is not None:  # plans differ in which of these they have
+        added |= {f"{layer}.self_attn.{name}": COLUMNS for name in family.latent.by_head}
+        added[f"{layer}.self_attn.{family.output}"] = ROWS
+    elif len(family.projected) == 3:
         groups.append((f"{layer}.self_attn", family.projected, COLUMNS, family.output))
-    if mixture.shared:
+    if mixture is not None and mixture.shared:
         shared = f"{layer}.{mixture.shared}" if mixture.is_shared_outside else f"{layer}.{family.feed}.{mixture.shared}"
         groups.append((shared, family.gate_up, gate_up, family.down))
-    added: dict[str, str] = {}
     for owner, first, style, last in groups:
         if not any(f"{owner}.{name}" in plan for name in first):
             added |= {f"{owner}.{name}": style for name in first} | {f"{owner}.{last}": ROWS}

@@ -38,6 +38,31 @@ def test_layers_that_share_memory_count_once(cpu: Device) -> None:
     assert not list(pool.tensors())
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_latents_are_stored_once(kv_dtype: str, cpu: Device) -> None:
+    """DeepSeek's 576 numbers of a token take half the bytes of one KV head of that size."""
+    shape = LayerShape(1, 576, latent=512)
+    found = KvGeometry((shape, shape), 4, kv_dtype)
+    dtype = found.dtype
+    assert found.bytes_per_block == 2 * 4 * (576 * dtype.itemsize + dtype.scale_bytes)
+    assert 2 * found.bytes_per_block == KvGeometry((replace(shape, latent=0),) * 2, 4, kv_dtype).bytes_per_block
+    pool = KvPool(found, 3, cpu)
+    assert sum(each.numel() * each.itemsize for each in pool.tensors()) == pool.bytes
+    (layer, _) = pool.layers
+    assert layer.values.shape == (3, 4, 1, 512) and layer.values.data_ptr() == layer.keys.data_ptr()
+    pool.zero_blocks(np.array([0, 1, 2], np.int32))
+    layer.keys[0] = 1
+    pool.copy_blocks(np.array([[0, 2, 3]], np.int32))
+    assert [float(each) for each in layer.values[2].float().sum((1, 2))] == [512.0] * 3 + [0.0]
+
+
+@pytest.mark.parametrize("shape", [LayerShape(1, 8, latent=9), LayerShape(1, 8, latent=-1), LayerShape(2, 8, latent=4)])
+def test_a_latent_is_a_part_of_one_head(shape: LayerShape) -> None:
+    with pytest.raises(InvalidConfiguration, match="expected a part of one head") as caught:
+        KvGeometry((shape,), 4, "float32")
+    assert caught.value.field == "latent"
+
+
 @pytest.mark.parametrize("shape", [LayerShape(2, 8, 1), LayerShape(2, 8, 2), LayerShape(2, 8, -1), LayerShape(2, 8, 3)])
 def test_memory_is_shared_with_an_earlier_layer_of_the_same_shape(shape: LayerShape) -> None:
     with pytest.raises(InvalidConfiguration, match="layer 2 cannot share the memory of layer") as caught:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
@@ -31,7 +32,7 @@ from kvforge.worker.kernels import router_kernel
 interpreted = pytest.mark.skipif(not knobs.runtime.interpret, reason="only under Triton's interpreter")
 BF16 = torch.bfloat16
 HIDDEN, TOKENS = 32, 20
-FLOAT32 = ("deepseek_v3", "ernie4_5_moe")  # multiply by float32 weights
+FLOAT32 = ("deepseek_v2", "deepseek_v3", "ernie4_5_moe")  # multiply by float32 weights
 # Name: router of transformers, its configuration, ours, and whether a bias corrects the choice.
 FAMILIES: dict[str, tuple[Any, str, dict[str, Any], Router, bool]] = {
     "qwen3_moe": (
@@ -67,6 +68,20 @@ FAMILIES: dict[str, tuple[Any, str, dict[str, Any], Router, bool]] = {
         "granitemoe",
         {"num_local_experts": 40, "num_experts_per_tok": 8},
         Router(8, scores="", weights="softmax", dtype=BF16),
+        False,
+    ),
+    "deepseek_v2": (
+        DeepseekV2TopkRouter,
+        "deepseek_v2",
+        {
+            "n_routed_experts": 24,
+            "num_experts_per_tok": 4,
+            "n_group": 6,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+        },
+        Router(4, groups=6, groups_chosen=2, group_best=1, scaling=1.5),
         False,
     ),
     "deepseek_v3": (

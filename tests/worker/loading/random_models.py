@@ -30,6 +30,22 @@ GRANITE = {
 }
 ATTENDING = {"layer_types": ["full_attention"] * 3, "shared_intermediate_size": 80}
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
 # Configurations of every described family, with each of its features on.
 DESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("apertus", {}),  # with xIELU
@@ -80,6 +96,17 @@ DESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan": ("hunyuan_v1_dense", HEADS),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama with gelu": ("llama", {"hidden_act": "gelu"}),
+    "minicpm3": (
+        "minicpm3",
+        {
+            **LATENT,
+            "v_head_dim": None,
+            "scale_emb": 3,
+            "scale_depth": 1.1,
+            "dim_model_base": 16,
+            "attention_bias": True,
+        },
+    ),
     "ministral": ("ministral", {**HEADS, **LAYERS}),
     "ministral3": ("ministral3", {**HEADS, "rope_parameters": YARN_BY_POSITION}),
     "mistral": ("mistral", {"sliding_window": 6}),
@@ -93,6 +120,7 @@ DESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {**HEADS, "attention_bias": True, "attention_out_bias": True}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "starcoder2": ("starcoder2", {"use_bias": True}),
+    "youtu": ("youtu", LATENT),
 }
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
@@ -100,6 +128,34 @@ LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3}
 SHARED = {"shared_intermediate_size": 80}
 SHARED_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 2}
 DESCRIBED |= {
+    "deepseek_v2": (  # with latents of queries, and groups of experts
+        "deepseek_v2",
+        {
+            **LATENT,
+            **SHARED_EXPERTS,
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": YARN,
+        },
+    ),
+    "deepseek_v2_lite": ("deepseek_v2", {**LATENT, **SHARED_EXPERTS, "q_lora_rank": None, "first_k_dense_replace": 1}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **LATENT,
+            **SHARED_EXPERTS,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "rope_parameters": YARN,
+        },
+    ),
     "ernie4_5_moe": (
         "ernie4_5_moe",
         {
@@ -141,6 +197,17 @@ DESCRIBED |= {
             "partial_rotary_factor": 0.5,
             "routed_scaling_factor": 2.5,
             "norm_topk_prob": True,
+        },
+    ),
+    "glm4_moe_lite": (  # without a latent of queries, and halves
+        "glm4_moe_lite",
+        {
+            **LATENT,
+            **SHARED_EXPERTS,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "routed_scaling_factor": 1.8,
         },
     ),
     "gpt_oss": ("gpt_oss", {**HEADS, **LAYERS, **LOCAL_EXPERTS, "attention_bias": True}),  # and sinks

@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from kvforge.protocol.errors import UnsupportedModel
+from kvforge.worker.attention import AttentionOptions
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels.activations import Activation
 from kvforge.worker.kernels.plain import PlainOperations
 from kvforge.worker.kernels.positions import QueryScale
-from kvforge.worker.loading import families, fusion, parts, verification
+from kvforge.worker.loading import families, fusion, load, parts, verification
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.probe import bound_options
 from kvforge.worker.loading.row_independence import first_experts
 
 from .random_models import DESCRIBED, save
@@ -91,7 +93,7 @@ def test_a_described_decoder_computes_transformers_layers(
         self_test(others[-1].fused, model.device)  # type: ignore[arg-type]
     rng = np.random.default_rng(3)
     sequences = [rng.integers(0, model.vocab_size, count) for count in LENGTHS]
-    if families.counts_positions(model.module):
+    if families.needs_description(model.module):
         wanted, others = verification._eager_logits(model, sequences), [each for each in others if each.fused]
     else:
         wanted = paged_logits(replace(model, fused=None), sequences, SCHEDULE)
@@ -143,6 +145,16 @@ def _without_factors(layer: Any) -> Any:
 def _routed_by_another_norm(layer: Any) -> Any:
     norm = replace(layer.beside.router_norm, epsilon=100.0)
     return replace(layer, beside=replace(layer.beside, router_norm=norm))
+
+
+def _without_weight_of_queries(layer: Any) -> Any:
+    norm = layer.latent.query_norm
+    norm = replace(norm, weight=torch.ones_like(norm.weight))
+    return replace(layer, latent=replace(layer.latent, query_norm=norm))
+
+
+def _of_latents(**changes: Any) -> Callable[[parts.DecoderParts], parts.DecoderParts]:
+    return _each(lambda layer: replace(layer, latent=replace(layer.latent, **changes)))
 
 
 def _one_table(found: parts.DecoderParts) -> parts.DecoderParts:
@@ -226,6 +238,10 @@ PLANTED: dict[str, tuple[str, Callable[[parts.DecoderParts], parts.DecoderParts]
     "a factor of results, not of inputs": ("llama4", _of_mixtures(_scaling_results)),
     "no factor of queries without rotation": ("llama4", _layers(query_scale=None)),
     "no groups of experts": ("glm4_moe", _routers(groups=1)),
+    "groups by their best two": ("deepseek_v2", _routers(group_best=2)),
+    "no norm of latents": ("deepseek_v3", _of_latents(latent_norm=None)),
+    "halves for neighbours of latents": ("deepseek_v3", _of_latents(interleaved=False)),
+    "another norm of the latents of queries": ("deepseek_v2", _each(_without_weight_of_queries)),
 }
 
 
@@ -253,7 +269,7 @@ def test_a_wrong_part_is_caught_at_load(
 
     assert is_described(name, dtype)
     monkeypatch.setattr(fusion, "parts_of", planted)
-    if name == "llama4":  # transformers' layers cannot take its place
+    if name.startswith(("llama4", "deepseek")):  # transformers' layers cannot take its place
         with pytest.raises(UnsupportedModel, match=r"logits|paged attention"):
             loaded(name, dtype=dtype)
         return
@@ -261,7 +277,24 @@ def test_a_wrong_part_is_caught_at_load(
     assert "running its layers one operation at a time" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "gemma3", "cohere2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_scale_of_scores_without_yarns_factor_is_refused(
+    dtype: str, loaded: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' attention modules multiply their scale by the square of yarn's `mscale`."""
+
+    def unscaled(module: Any) -> tuple[AttentionOptions, ...]:
+        size = module.config.qk_nope_head_dim + module.config.qk_rope_head_dim
+        found = bound_options(module)
+        assert all(options.scaling > 1.1 * size**-0.5 for options in found)
+        return tuple(replace(options, scaling=size**-0.5) for options in found)
+
+    monkeypatch.setattr(load, "bound_options", unscaled)
+    with pytest.raises(UnsupportedModel, match=r"logits|paged attention"):
+        loaded("deepseek_v3", dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "gemma3", "cohere2", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_in_float32_a_description_of_16_bits_is_exact(
     name: str, dtype: str, loaded: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch

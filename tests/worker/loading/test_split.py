@@ -17,7 +17,7 @@ from kvforge.worker.loading import split, streamed_files
 from kvforge.worker.loading.configuration import read_config
 from kvforge.worker.loading.source import find_source
 from kvforge.worker.loading.split import build_split
-from tests.worker.loading.random_models import YARN_BY_POSITION
+from tests.worker.loading.random_models import LATENT, YARN_BY_POSITION
 from tests.worker.loading.several import say, several
 
 BASE: dict[str, Any] = {
@@ -53,6 +53,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "deepseek_v3": {  # latents that both ranks have, and heads that they divide, without a plan
+        **LATENT,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "minicpm3": {**LATENT, "q_lora_rank": None},  # with a plan, and no latent of queries
     "granite_swa": {"layer_types": ["full_attention", "sliding_attention"]},  # sinks, one of each head
     "gemma4_text": {  # V from K
         "head_dim": 16,
@@ -97,6 +108,8 @@ FUSED = (
     "granite_swa",
     "gemma4_text",
     "glm4_moe",
+    "deepseek_v3",
+    "minicpm3",
     "llama4_text",
     "mimo_v2_flash",
     "olmo",
