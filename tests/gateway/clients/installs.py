@@ -90,19 +90,34 @@ def python_with(name: str) -> Path:
     base = _python(NEWEST.get(name, sys.version_info[:2]))
 
     def install(folder: Path) -> None:
-        _run([base, "-m", "venv", str(folder / "venv")], folder)
-        pip = [
-            str(folder / "venv" / "bin" / "python"),
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-        ]
-        _run([*pip, "--no-cache-dir", "--no-deps", "--only-binary", ":all:", "-r", str(lock)], folder)
+        environment = folder / "venv"
+        _run([base, "-m", "venv", "--without-pip", str(environment)], folder)
+        options = ["--quiet", "--no-deps", "--only-binary", ":all:", "-r", str(lock)]
+        python = str(environment / "bin" / "python")
+        if (uv := _uv()) is not None:
+            cache = folder / ".uv"
+            try:
+                _run([uv, "pip", "install", "--python", python, "--cache-dir", str(cache), *options], folder)
+                return
+            except Missing:  # the index may be in pip's configuration alone
+                pass
+            finally:
+                shutil.rmtree(cache, ignore_errors=True)
+        pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+        _run([*pip, "install", "--no-cache-dir", *options], folder)
 
     version = subprocess.run([base, "--version"], capture_output=True, text=True, check=True).stdout
     return _installed(f"{name}-{_key(lock, text=version)}", install) / "venv" / "bin" / "python"
+
+
+def _uv() -> str | None:
+    """Return the program uv, which installs in a tenth of pip's processor time; bytecode is made at the first use."""
+    try:
+        from uv import find_uv_bin
+
+        return find_uv_bin()
+    except (ImportError, FileNotFoundError):
+        return None
 
 
 def _python(newest: tuple[int, int]) -> str:

@@ -172,7 +172,6 @@ def test_aider(stage: Stage, home: Home, python: Python) -> None:
         "OPENAI_API_BASE": f"{stage.url}/v1",
         "OPENAI_API_KEY": "none",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        "PYTHONDONTWRITEBYTECODE": "1",
     }
     off = ["--no-git", "--no-check-update", "--no-show-release-notes", "--analytics-disable", "--no-detect-urls"]
     options = [

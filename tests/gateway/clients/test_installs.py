@@ -57,3 +57,18 @@ def test_without_npm(npm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(npm.parent))
     with pytest.raises(installs.Missing, match="npm is not on the PATH"):
         installs.node_modules()
+
+
+@pytest.mark.parametrize("script", ["exit 0", "echo no index >&2; exit 1"])
+def test_pip_installs_what_uv_cannot(script: str, npm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    run = installs._run
+    monkeypatch.setattr(installs, "HERE", tmp_path)
+    monkeypatch.setattr(installs, "_run", lambda command, folder: (ran.append(" ".join(command)), run(command, folder)))
+    monkeypatch.setattr(installs, "_uv", lambda: str(npm))
+    plays(npm, f"mkdir .uv; {script}")
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements" / "none.txt").write_text("")
+    python = installs.python_with("none")
+    assert python.exists() and not (python.parents[2] / ".uv").exists()
+    assert [" pip --python " in command for command in ran] == [False, False, True][: 2 + ("exit 1" in script)]

@@ -31,7 +31,7 @@ def in_node(program: str, home: Home, stage: Stage, modules: Path) -> Any:
 
 def in_python(program: str, home: Home, stage: Stage, python: Path) -> Any:
     """Return the output of a program."""
-    ended = home.run([python, PROGRAMS / program], {"URL": stage.url, "PYTHONDONTWRITEBYTECODE": "1"})
+    ended = home.run([python, PROGRAMS / program], {"URL": stage.url})
     assert ended.code == 0, f"{ended}\n{stage.refused()}"
     assert stage.outside == [], "it connects to no other server"
     return json.loads(ended.out.splitlines()[-1])
