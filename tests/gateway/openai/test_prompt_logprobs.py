@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,13 +134,12 @@ def test_a_service_without_a_tokenizer_has_ids_alone() -> None:
 
 def test_a_long_prompt_lets_other_requests_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     paused: list[float] = []
-    inner = logprobs.asyncio.sleep
 
     async def sleep(seconds: float) -> None:
         paused.append(seconds)
-        await inner(seconds)
+        await asyncio.sleep(seconds)
 
-    monkeypatch.setattr(logprobs.asyncio, "sleep", sleep)
+    monkeypatch.setattr(logprobs, "asyncio", SimpleNamespace(sleep=sleep))  # other event loops of the process sleep too
     complete(Script(["ab"]), prompt=ONCE * 256, prompt_logprobs=0)
     assert paused == [0] * (4 * 256 // logprobs.PROMPT_TOKENS_AT_A_TIME - 1)
 
