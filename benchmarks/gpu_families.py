@@ -7,7 +7,8 @@ Dummy weights of known shapes in bfloat16; each time is of a replay of the step'
 coordinator and sampling (`gpu_step` has these). floor = the larger of weight bytes over the read bandwidth and weight
 operations over the matrix rate, plus K and V over the read bandwidth. Both rates are measured in the same run. Weights
 are those of products; an embedding that is not the head is not read. A mixture of experts reads the distinct experts
-that its tokens choose, counted as they are for even chances. Layers with windows read their windows.
+that its tokens choose, counted as they are for even chances. Layers with windows read their windows, and layers with
+latents (deepseek-v2-lite) read each latent once.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def floor_us(model: LoadedModel, roof: Roof, rows: int, context: int) -> float:
     kv = 0.0
     for layer, options in zip(model.geometry.layers, bound_options(model.module), strict=True):
         seen = min(context, options.window) if options.window else context
-        kv += rows * seen * 2 * layer.kv_heads * layer.head_size * model.dtype.itemsize
+        kv += rows * seen * layer.stored * layer.kv_heads * layer.head_size * model.dtype.itemsize
     weights_s = max(read * model.dtype.itemsize / roof.read_bytes, 2 * rows * used / roof.flops)
     return (weights_s + kv / roof.read_bytes) * 1e6
 

@@ -217,13 +217,16 @@ def bytes_read(model: str, kv_dtype: str, batches: tuple[int, ...]) -> dict[str,
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
     windows = [config.sliding_window if kind == "sliding_attention" else 0 for kind in kinds]
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    times = 2  # K and V
+    if latent := getattr(config, "kv_lora_rank", None):  # one latent and rotary key of all heads
+        times, kv_heads, size = 1, 1, latent + config.qk_rope_head_dim
     stored = 2 if kv_dtype == "auto" else 1 + 4 / size
     return {
         "layers": layers,
         "hidden": config.hidden_size,
         "weight_bytes": {str(batch): 2 * weights_read(module, batch)[0] for batch in batches},
         "kv_bytes_per_token": [
-            (window, 2 * windows.count(window) * kv_heads * size * stored) for window in sorted(set(windows))
+            (window, times * windows.count(window) * kv_heads * size * stored) for window in sorted(set(windows))
         ],
     }
 

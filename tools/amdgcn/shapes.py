@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from kvforge.worker.kernels.layer_weights import (
     FeedForward,
     FusedLayer,
     HeadNorms,
+    LatentAttention,
     Norm,
     Projection,
 )
@@ -54,6 +57,7 @@ CODES = (
     *(("int4", 0, 20, F16), ("e4m3", 64, 20, F16)),
 )
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, VOCAB = 256, 8, 2, 64, 320
+LATENT, PLAIN, VALUE = 96, 48, 40  # of a layer with latents: numbers of one, of a query without rotation, of a value
 
 
 def attention(quick: bool, whole: bool) -> Iterator[tuple[str, Run]]:
@@ -106,6 +110,31 @@ def layers(quick: bool, whole: bool) -> Iterator[tuple[str, Run]]:
             if not quick or name in wanted:
                 run = partial(_layer, LAYERS[number], name)
                 yield f"{name} {_name(dtype)} {tokens} tokens{' biased' * biased}", run
+
+
+def latents(quick: bool) -> Iterator[tuple[str, Run]]:
+    """Yield the checks of a layer's operations around attention over latents."""
+    for tokens, dtype in ((3, BF16),) if quick else ((3, BF16), (20, F16), (3, F32)):
+        yield f"projections of latents {_name(dtype)} {tokens} tokens", partial(_latents, tokens, dtype)
+
+
+def _latents(tokens: int, dtype: torch.dtype, emulated: Emulated) -> str:
+    decoder = _decoder(FusedOperations(emulated.device(304)), dtype, 384, biased=False, normed=False)
+    generator = torch.Generator().manual_seed(2)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) / math.sqrt(shape[-1])).to(dtype)
+
+    heads, rotated, table = 3, HEAD_SIZE - PLAIN, decoder.rotary[0]
+    parts = random(heads, PLAIN + VALUE, LATENT)
+    keys, values = parts[:, :PLAIN], parts[:, PLAIN:]
+    latent = LatentAttention(None, None, Norm(random(LATENT), 1e-6), keys, values.transpose(1, 2), rotated)
+    projected = Projection(random(heads * HEAD_SIZE + LATENT + rotated, HIDDEN), None)
+    layer = replace(decoder.layers[0], heads=heads, projected=projected, latent=latent)
+    decoder.layers = (layer,)
+    decoder.rotary = (replace(table, frequencies=table.frequencies[: rotated // 2]),)
+    run = dict(layers_selftest._runs(decoder, tokens))["projections of latents"]
+    return layers_selftest._compare(run, decoder.operations, layers_selftest.TOLERANCE[dtype])
 
 
 def _layer(case: tuple[int, torch.dtype, int, bool, bool], name: str, emulated: Emulated) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from kvforge.worker.device.target import Target
 from kvforge.worker.kernels.registry import KERNELS, Kernel
 
-from . import attention, experts, layers, stored
+from . import attention, experts, latent_layers, layers, stored
 from .compilation import Configuration
 
 Declared = Callable[[Target], list[Configuration]]
@@ -31,6 +31,8 @@ DECLARED: dict[tuple[str, str], Declared] = {
     ("kernels.activation", "activation_kernel"): layers.activation_configurations,
     ("kernels.xielu", "xielu_kernel"): layers.xielu_configurations,
     ("kernels.linear", "linear_kernel"): layers.linear_configurations,
+    ("kernels.by_head", "by_head_kernel"): latent_layers.by_head_configurations,
+    ("kernels.latent_inputs", "latent_inputs_kernel"): latent_layers.input_configurations,
     ("kernels.project", "project_kernel"): layers.project_configurations,
     ("kernels.router_kernel", "route_kernel"): experts.route_configurations,
     ("kernels.expert_sort", "rank_kernel"): experts.rank_configurations,

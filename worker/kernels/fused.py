@@ -14,12 +14,14 @@ from kvforge.worker.device.targets import current_target
 
 from .activation import apply_activation
 from .activations import SILU, Activation
+from .by_head import by_head
 from .combine import combined, normed, normed_heads
 from .expert_loop import ExpertMatrices
 from .expert_sort import sort_by_expert
 from .grouped import Gating, multiply_down, multiply_up, sum_places
 from .grouped_tiles import is_even, tiles_for, tokens_per_block
 from .interface import SLAB
+from .latent_inputs import latent_inputs
 from .linear import FEW, LinearTiles, choose_tiles, linear_parts
 from .norm import add_norm, embed_norm, head_norm
 from .packed_table import look_up
@@ -53,6 +55,7 @@ class FusedOperations:
     norm_heads = normed_heads
     combine = combined
     route = route
+    latent_inputs = latent_inputs
     rotary = rotary
     look_up = staticmethod(look_up)
 
@@ -156,7 +159,7 @@ class FusedOperations:
 
     def by_head(self, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
         """Implement `LayerOperations.by_head`."""
-        return self._plain.by_head(x, weight, output)
+        return self._plain.by_head(x, weight, output) if self.slab else by_head(self, x, weight, output)
 
     def project(
         self,

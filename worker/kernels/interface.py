@@ -271,6 +271,29 @@ class LayerOperations(Protocol):
             [tokens, heads, n].
         """
 
+    def latent_inputs(
+        self,
+        own: torch.Tensor,
+        queries: torch.Tensor,
+        norm: Norm | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        absorbed: torch.Tensor,
+    ) -> torch.Tensor:
+        """Make what attention over latents reads of new tokens.
+
+        Args:
+            own: [tokens, latent + rotated], the last dimension contiguous: latents and rotary keys, as projected.
+            queries: [tokens, heads, rotated], the last dimension contiguous: what is rotated of queries.
+            norm: Norm of the latents; None: none.
+            cos: From `rotary`.
+            sin: From `rotary`.
+            absorbed: As `queries`, in the dtype of `own`; receives the rotated queries.
+
+        Returns:
+            Normed latents and rotated keys, a new tensor [tokens, latent + rotated].
+        """
+
     def project(
         self,
         x: torch.Tensor,

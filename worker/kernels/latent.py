@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from kvforge.worker.attention import KvLayer, PagedAttention, PagedBatch
-from kvforge.worker.attention.reference import rotate
 
 from .heads import Rotary
 from .interface import LayerOperations
@@ -52,15 +51,10 @@ def project_latents(
         queries = ops.linear(queries, latent.query.weight, latent.query.bias)
     by_head = queries.unflatten(1, (layer.heads, -1))
     plain = by_head.shape[2] - latent.rotated
-    stored = torch.empty((len(normed), latent.width), dtype=projected.dtype, device=projected.device)
-    if latent.latent_norm is None:
-        stored[:, : latent.size] = own[:, : latent.size]
-    else:
-        ops.norm(own[:, : latent.size], latent.latent_norm, stored[:, : latent.size])
-    stored[:, latent.size :] = rotate(own[:, None, latent.size :], *rotary)[:, 0]
     absorbed = torch.empty((len(normed), layer.heads, latent.width), dtype=projected.dtype, device=projected.device)
+    turned = absorbed[..., latent.size :]
+    stored = ops.latent_inputs(own, by_head[..., plain:], latent.latent_norm, *rotary, turned)
     ops.by_head(by_head[..., :plain], latent.absorb, absorbed[..., : latent.size])
-    absorbed[..., latent.size :] = rotate(by_head[..., plain:], *rotary)
     return absorbed, stored
 
 

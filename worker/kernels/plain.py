@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, pad
 
+from kvforge.worker.attention.reference import rotate
+
 from .activations import SILU, Activation
 from .expert_loop import ExpertMatrices, run_one_by_one
 from .layer_weights import Norm
@@ -170,6 +172,24 @@ class PlainOperations:
             found = torch.bmm(pad(rows, (0, 0, 0, HEAD_ROWS - count)), weight.to(x.dtype))
             output[first : first + count] = found[:, :count].transpose(0, 1)
         return output
+
+    def latent_inputs(
+        self,
+        own: torch.Tensor,
+        queries: torch.Tensor,
+        norm: Norm | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        absorbed: torch.Tensor,
+    ) -> torch.Tensor:
+        """Implement `LayerOperations.latent_inputs`."""
+        latents, keys = own[:, : -queries.shape[2]], own[:, -queries.shape[2] :]
+        absorbed.copy_(rotate(queries, cos, sin))
+        stored = torch.empty_like(own, memory_format=torch.contiguous_format)
+        kept = stored[:, : latents.shape[1]]
+        kept.copy_(latents) if norm is None else self.norm(latents, norm, kept)
+        stored[:, latents.shape[1] :] = rotate(keys[:, None], cos, sin)[:, 0]
+        return stored
 
     def project(self, *_: Any) -> None:
         """Return None: product, rotation and storing are separate operations here."""

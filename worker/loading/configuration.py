@@ -22,6 +22,8 @@ from .source import Source
 MODEL_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Stored dtypes and the dtypes they are loaded in; precision beyond float32 is dropped.
 STORED_DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Model types of files that transformers does not know, with layers of one that it knows.
+SAME_AS = {"kimi_k2": "deepseek_v3"}
 # Plausible sizes of a decoder. Without these limits transformers would build as many modules as a file asks for.
 SIZES = {
     "num_hidden_layers": (1, 4096),
@@ -62,9 +64,14 @@ def _read(source: Source) -> Any:
             values = json.loads(source.files[0].read_text(encoding="utf-8"))
             if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
                 raise ModelNotFound(str(source.path), "its config.json names no model_type")
+            values["model_type"] = SAME_AS.get(values["model_type"], values["model_type"])
             if values["model_type"] not in transformers.CONFIG_MAPPING:
                 raise UnsupportedModel(values["model_type"], "transformers does not know this model type")
             return transformers.AutoConfig.for_model(**values)
+        stated = files.read_config(source.path).get("model_type") if source.format == "safetensors" else None
+        if isinstance(stated, str) and stated in SAME_AS:
+            kind = transformers.CONFIG_MAPPING[SAME_AS[stated]]
+            return kind.from_dict(files.read_config(source.path) | {"model_type": SAME_AS[stated]})
         return transformers.AutoConfig.from_pretrained(source.folder, **source.keywords)
     except (FileNotFoundError, PermissionError) as error:
         raise ModelNotFound(str(source.path), f"cannot be read: {sentence(error)}") from error

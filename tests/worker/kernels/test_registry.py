@@ -51,6 +51,15 @@ runs_kernels = pytest.mark.skipif(
 # Wide enough for every kernel: a head of 64 can be projected into the cache, an inner size of 128 gated.
 SHAPE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
 SHAPE |= {"head_dim": 64, "num_hidden_layers": 1, "vocab_size": 5000}
+FIELDS = {
+    "minicpm3": {
+        "num_key_value_heads": 2,
+        "kv_lora_rank": 64,
+        "q_lora_rank": 64,
+        "qk_nope_head_dim": 48,
+        "v_head_dim": 64,
+    }
+}
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
@@ -160,7 +169,9 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LoadedMo
     def load(model_type: str) -> LoadedModel:
         if model_type not in made:
             folder = tmp_path_factory.mktemp(model_type)
-            (folder / "config.json").write_text(json.dumps({**TINY, **SHAPE, "model_type": model_type}))
+            (folder / "config.json").write_text(
+                json.dumps({**TINY, **SHAPE, **FIELDS.get(model_type, {}), "model_type": model_type})
+            )
             made[model_type] = load_model(folder, load_format="dummy", dtype="float16", device=DEVICE, block_size=8)
         return made[model_type]
 
@@ -199,6 +210,8 @@ def model_of(kernel: Kernel) -> str:
         return "gemma2"
     if kernel.name == "xielu_kernel":
         return "apertus"
+    if kernel.name in ("by_head_kernel", "latent_inputs_kernel"):
+        return "minicpm3"
     return "qwen3" if kernel.name == "head_norm_kernel" else "llama"
 
 

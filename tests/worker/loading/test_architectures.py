@@ -6,6 +6,7 @@ scaling, head grouping.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ import pytest
 import torch
 
 from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
+from kvforge.worker.attention.pool import LayerShape
 from kvforge.worker.device.device import Device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import BINDING, LoadedModel
 from kvforge.worker.loading.verification import in_float32
+
+from .random_models import DESCRIBED, save
 
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 FOUR_LAYERS = {"num_hidden_layers": 4}
@@ -232,8 +236,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**LLAMA4, "num_experts_per_tok": 2},
         "length of a transformers cache",
     ),
-    "different K and V": (
+    "latents and no description": (
         "deepseek_v3",
+        {"n_routed_experts": 4, "n_group": 1, "num_key_value_heads": 4, "hidden_size": 68},
+        "its attention over latents could not be described",
+    ),
+    "different K and V": (
+        "axk1",
         {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         "K and V differ",
     ),
@@ -255,3 +264,19 @@ def test_refused_at_load_by_name(
     assert caught.value.model == model_type
     assert model_type in str(caught.value)
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_kimi_k2_is_a_model_of_deepseek_v3(load_format: str, tmp_path: Path, cpu: Device) -> None:
+    """Its files name a model type that transformers does not know, and code of their own, which never runs."""
+    model_type, fields = DESCRIBED["deepseek_v3"]
+    folder = save(tmp_path / "kimi", model_type, fields)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    file.write_text(json.dumps(config | {"model_type": "kimi_k2", "auto_map": code}))
+    source = folder if load_format == "auto" else file
+    model = load_model(source, load_format=load_format, dtype="float32", device=cpu, block_size=4)
+    assert model.info.architecture == "DeepseekV3ForCausalLM" and model.fused is not None
+    assert model.info.kv_layout == "latents"
+    assert model.geometry.layers[0] == LayerShape(1, 32, latent=24)
