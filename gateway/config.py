@@ -26,6 +26,7 @@ TEXTS_WAITING_MAX = 1 << 16
 NO_STORAGE = "none"
 STORAGE_SCHEMES = ("sqlite:", "postgresql://", "postgres://")
 RETENTION_MAX_S = 10 * 366 * 86_400.0
+SEQUENCE_MAX_S = 30 * 86_400.0  # as the coordinator allows
 SECONDS = (
     *("head_s", "body_s", "keep_alive_s", "write_s", "drain_s", "answer_s", "failover_s"),
     *("text_s", "template_s", "ping_s"),
@@ -85,6 +86,8 @@ class StorageSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         retention_s: How long a response or a conversation is kept after its last use, a file after its upload, and a
             batch with its output after its end.
         tenant_bytes_max: The bytes that a tenant may store. What it used longest ago is removed first.
+        sequence_s: How long the coordinator keeps the tokens and KV of a stored response for a response that continues
+            it, after its last use; 0: not at all. `limits.kept_per_tenant_max` of the coordinator bounds their number.
         lease_s: How soon another gateway continues the background responses and batches of one that died.
         answer_s: How long the database may take for a call.
     """
@@ -92,6 +95,7 @@ class StorageSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     url: str = ""
     retention_s: float = 30 * 86_400.0
     tenant_bytes_max: int = 1 << 30
+    sequence_s: float = 600.0
     lease_s: float = 10.0
     answer_s: float = 10.0
 
@@ -103,6 +107,7 @@ class StorageSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidConfiguration("storage.url", "names no file; expected sqlite:PATH")
         for name, least, most in (
             ("retention_s", 1.0, RETENTION_MAX_S),
+            ("sequence_s", 0.0, SEQUENCE_MAX_S),
             ("lease_s", 0.1, 3600.0),
             ("answer_s", 0.1, 3600.0),
         ):

@@ -68,6 +68,8 @@ class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         sequences_max: Running requests plus sequences kept by clients, over all workers.
+        kept_per_tenant_max: Sequences that ended requests leave to the next turn, for each tenant. The least recently
+            used one is dropped first, also when `sequences_max` is reached.
         blocks_max: Blocks of all workers.
         blocks_per_sequence_max: Blocks of one sequence; times block_size, its longest context in tokens.
         pools_max: Workers.
@@ -90,6 +92,7 @@ class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     sequences_max: Count = 256
+    kept_per_tenant_max: Count = 32
     blocks_max: Count = 1 << 20
     blocks_per_sequence_max: Count = 512
     pools_max: Count = 64

@@ -127,6 +127,9 @@ class SavedRequest(Saved):
     orphan_us: int
     prompt_logprobs: SavedPromptLogprobs | None = None
     reads_prompt: bool = True
+    continues: int = 0
+    keep_us: int = 0
+    kept_id: int = 0
 
 
 class SavedKey(Saved):

@@ -116,6 +116,7 @@ class SavedSequences(Saved):
     expiry_us: int | None
     _free: list[int]
     quarantine: Annotated[list[tuple[int, int, int]], SpecialContainer(deque)]
+    kept: Flags | None = None
 
 
 class SavedCosts(Saved):

@@ -212,7 +212,7 @@ class _Restoring:
         machine._clock.deadlines.arm_all(machine._clock.now_us)
         request_commands.draining, request_commands.drain_deadline_us = saved.draining, saved.drain_deadline_us
         request_commands._request_ids = saved.request_ids
-        sequences._gone = OrderedDict(saved.gone)
+        machine.cache.kept.removals.entries = OrderedDict(saved.gone)
         sequences._again = self._array(d.SavedCommands, "again", saved.again)
         guard._alive, guard._spending._paid_us = saved.alive, saved.paid_us
         guard._spending._reserved = saved.reserved

@@ -66,7 +66,7 @@ class _Saving:
             draining=request_commands.draining,
             drain_deadline_us=request_commands.drain_deadline_us,
             request_ids=request_commands._request_ids,
-            gone=machine.sequences._gone,
+            gone=machine.cache.kept.removals.entries,
             again=self._arrays.add(machine.sequences._again),
             alive=machine._guard._alive,
             paid_us=machine._guard._spending._paid_us,

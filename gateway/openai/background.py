@@ -166,6 +166,8 @@ class Background:
             priority=kept.priority,
             detached=True,
             idempotency_key=kept.key,
+            continues=kept.continues,
+            keep_s=work.keep_s,
         )
         prompt = np.frombuffer(kept.prompt, "<i4").astype(np.int32)
         work.wanted = [Submission(prompt=prompt, options=options, text=text, parser=parser)]
@@ -285,4 +287,5 @@ def _written_down(work: Responses) -> Work:
         priority=options.priority,
         key=options.idempotency_key,
         session=work.call.session,
+        continues=options.continues,
     )

@@ -31,6 +31,7 @@ from kvforge.protocol.errors import (
 from kvforge.protocol.steady_clock import monotonic
 
 from .background_tokens import Tokens, answer_of
+from .kept import kept_of
 from .responses import Responses
 from .stored import RESPONSE, TOKENS, Stored, StoredResponse, decoded_response
 
@@ -200,7 +201,7 @@ class Run:
                 if ended is not None:
                     if ended.reason == CANCELLED:
                         return None
-                    tokens.ended = ended
+                    tokens.ended, tokens.kept = ended, kept_of(stream)
                     return generation.usage
                 if self._cancelled:
                     if stream.request_id:
@@ -249,7 +250,11 @@ class Run:
             usage, items.done, reason, status=status, error=failure_of(error) if error is not None else None
         )
         final = StoredResponse(
-            response=body, input=work.input, pieces=items.pieces, conversation=work.asked.conversation_id
+            response=body,
+            input=work.input,
+            pieces=items.pieces,
+            conversation=work.asked.conversation_id,
+            kept=self.tokens.kept,
         )
         if usage is not None:
             work.call.caller.used(usage.prompt - usage.cached + usage.completion)

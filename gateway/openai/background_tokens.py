@@ -8,6 +8,7 @@ from kvforge.gateway.generate.answer import Answer
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import Ended
 
+from .kept import KeptSequence
 from .responses import Responses
 
 
@@ -25,6 +26,7 @@ class Tokens:
         self.prompt_logprobs: None = None
         self.ended: Ended | None = None
         self.error: KvforgeError | None = None
+        self.kept: KeptSequence | None = None
 
     @property
     def done(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -22,10 +23,11 @@ from kvforge.protocol.errors import KvforgeError
 from .bodies import encode
 from .call import Call
 from .fields import top_k_of, top_p_of
+from .kept import KeptSequence, kept_of
 from .response_items import EventWriter, Items, event
 from .responses_body import NOT_STORED, Create, check, messages_of, shape
 from .responses_tools import OfferedFunctions, echoed
-from .stored import Stored, StoredResponse, input_items, items_of, new_id
+from .stored import Context, Stored, StoredResponse, input_items, items_of, new_id
 from .unimplemented_fields import READ_IF, UNIMPLEMENTED
 
 READER = Reader(Create, UNIMPLEMENTED, READ_IF)
@@ -87,10 +89,15 @@ class Responses:
         """The base of the ids of its items."""
         return self.id.removeprefix("resp")
 
+    @property
+    def keep_s(self) -> float:
+        """How long its sequence is kept for a response that continues it, in seconds."""
+        return self.call.settings.storage.sequence_s if self.stores else 0.0
+
     async def converse(self) -> None:
         """Render the conversation and build the submission."""
         call, asked = self.call, self.asked
-        before = await self.stored.context(call.caller.tenant, asked) if self.stored is not None else []
+        before, kept = await self.stored.context(call.caller.tenant, asked) if self.stored is not None else Context([])
         if self.stored is not None:
             given = await self.stored.resolved(call.caller.tenant, asked, before)
             asked = msgspec.structs.replace(asked, input=given)
@@ -111,7 +118,11 @@ class Responses:
         most = asked.max_output_tokens or max(1, call.model.info.context_tokens_max - len(prompt))
         call.names.shape = self.shape = conversation.shape
         self.ending = conversation.rendered.ending
-        options = call.options(self.sampling(conversation.shape), asked, most)
+        options = replace(
+            call.options(self.sampling(conversation.shape), asked, most),
+            continues=kept.sequence_id if kept is not None else 0,
+            keep_s=self.keep_s,
+        )
         self.wanted = [Submission(prompt=prompt, options=options, text=conversation.text, parser=conversation.parser)]
 
     def sampling(self, wanted: Shape) -> SamplingParams:
@@ -188,9 +199,10 @@ class Responses:
         for one in answer.events:
             items.add(one)
         items.close(answer.reason)
-        return encode(await self.saved(self.body(generation.usage, items.done, answer.reason), items))
+        body = self.body(generation.usage, items.done, answer.reason)
+        return encode(await self.saved(body, items, kept_of(answer.stream)))
 
-    async def saved(self, body: dict[str, Any], items: Items) -> dict[str, Any]:
+    async def saved(self, body: dict[str, Any], items: Items, kept: KeptSequence | None) -> dict[str, Any]:
         """Store a complete response, if it is to be stored.
 
         An answer is not lost with its storage: if it cannot be stored, `store` is false.
@@ -201,7 +213,7 @@ class Responses:
         if not self.stores or self.stored is None:
             return body
         stored = StoredResponse(
-            response=body, input=self.input, pieces=items.pieces, conversation=self.asked.conversation_id
+            response=body, input=self.input, pieces=items.pieces, conversation=self.asked.conversation_id, kept=kept
         )
         try:
             await self.stored.storage.apply(
@@ -253,7 +265,8 @@ class ResponseEvents:
         work = self._work
         body = work.body(self._generation.usage, self._items.done, piece.reason)
         if work.stores:
-            self._saving = asyncio.ensure_future(work.saved(body, self._items))
+            kept = kept_of(self._generation.answers[0].stream)
+            self._saving = asyncio.ensure_future(work.saved(body, self._items, kept))
             self._saving.add_done_callback(lambda _: self._generation.ring())
         else:
             self._ended = True

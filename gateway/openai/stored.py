@@ -3,7 +3,7 @@
 | kind | id | body | lists |
 |---|---|---|---|
 | response | `resp_...` | a `StoredResponse` | `tokens`: progress of watched work |
-| conversation | `conv_...` | a `StoredConversation` | `items` |
+| conversation | `conv_...` | a `StoredConversation` | `items`; `kept`: the sequences of its responses |
 
 A response's parent is the one that it continues. While it runs in the background its state is its status, and its group
 the model.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -35,11 +35,12 @@ from kvforge.gateway.storage import (
 )
 from kvforge.protocol.errors import CapacityExceeded, InvalidRequest, NotFound
 
+from .kept import KeptSequence
 from .responses_body import Create, Item
 from .unimplemented_fields import READ_IF, UNIMPLEMENTED
 
 RESPONSE, CONVERSATION = "response", "conversation"
-ITEMS, TOKENS, REFERENCE = "items", "tokens", "item_reference"
+ITEMS, TOKENS, KEPT, REFERENCE = "items", "tokens", "kept", "item_reference"
 ID_LENGTH_MAX = 200
 CONTEXT_BYTES_MAX = 64 << 20
 CONTEXT_ITEMS_MAX = 20_000
@@ -59,6 +60,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         shape: The name and value of the output constraint.
         max_tokens, seed, cache_salt, priority, key: Options of the submission; `key` is the idempotency key.
         session: Requests of one session go to the same replica.
+        continues: The kept sequence that the prompt may begin with.
     """
 
     request: bytes
@@ -71,6 +73,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     key: str
     session: str = ""
+    continues: int = 0
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +85,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
         pieces: For each output item the lengths of the pieces in which its text came.
         conversation: The conversation that it belongs to, or "".
         work: The remaining work; None at the end.
+        kept: The sequence that a response which continues this one may go on with.
     """
 
     response: dict[str, Any]
@@ -89,6 +93,19 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     pieces: list[list[int]] = []
     conversation: str = ""
     work: Work | None = None
+    kept: KeptSequence | None = None
+
+
+class Context(NamedTuple):
+    """What precedes a request.
+
+    Attributes:
+        items: The stored items.
+        kept: The sequence of the last response among them, which has all of their tokens.
+    """
+
+    items: list[ItemBody]
+    kept: KeptSequence | None = None
 
 
 class StoredConversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +118,7 @@ class StoredConversation(msgspec.Struct, frozen=True, kw_only=True):
 encode = msgspec.json.encode  # MessagePack has no integers beyond 64 bits
 _RESPONSE = msgspec.json.Decoder(StoredResponse)
 _CONVERSATION = msgspec.json.Decoder(StoredConversation)
+_KEPT = msgspec.json.Decoder(KeptSequence)
 
 
 class NoSuchObject(NotFound):
@@ -172,7 +190,12 @@ class Stored:
         )
         if state or not stored.conversation or not body["output"]:
             return [put]
-        return [put, self.append(tenant, stored.conversation, [*stored.input, *body["output"]])]
+        appended = self.append(tenant, stored.conversation, [*stored.input, *body["output"]])
+        if stored.kept is None:
+            return [put, appended]
+        entry = Entry(body["id"], encode(stored.kept))
+        conversation: dict[str, Any] = {"tenant": tenant, "kind": CONVERSATION, "id": stored.conversation}
+        return [put, appended, Append(**conversation, name=KEPT, entries=[entry], skip=True)]
 
     # ----------------------------------------------------------------------------------------------- conversations
 
@@ -208,8 +231,8 @@ class Stored:
 
     # ----------------------------------------------------------------------------------------------------- context
 
-    async def context(self, tenant: str, asked: Create) -> list[ItemBody]:
-        """Return the stored items that precede a request, from its conversation or the responses that it continues.
+    async def context(self, tenant: str, asked: Create) -> Context:
+        """Return what precedes a request, from its conversation or the responses that it continues.
 
         Raises:
             NoSuchObject: The response or conversation to continue does not exist, or was removed in part.
@@ -219,10 +242,10 @@ class Stored:
         if asked.previous_response_id is not None and asked.conversation_id:
             raise InvalidRequest("previous_response_id", "cannot be combined with conversation")
         if asked.conversation_id:
-            return await self._conversation_items(tenant, asked.conversation_id)
+            return await self._conversation_context(tenant, asked.conversation_id)
         if asked.previous_response_id is not None:
-            return await self._chain_items(tenant, asked.previous_response_id)
-        return []
+            return await self._chain_context(tenant, asked.previous_response_id)
+        return Context([])
 
     async def resolved(self, tenant: str, asked: Create, before: Sequence[ItemBody]) -> list[Item] | str | None:
         """Return the input of a request with its references replaced by the items that they name.
@@ -258,17 +281,22 @@ class Stored:
         (document,) = await self.storage.apply(Get(tenant=tenant, kind=RESPONSE, id=name))
         return decoded_response(document) if isinstance(document, Document) else None
 
-    async def _conversation_items(self, tenant: str, name: str) -> list[ItemBody]:
+    async def _conversation_context(self, tenant: str, name: str) -> Context:
         document, _ = await self.conversation(tenant, name, "conversation")
         if document.size_bytes > CONTEXT_BYTES_MAX:
             what = f"bytes of the conversation {name!r}"
             raise CapacityExceeded(what, document.size_bytes, CONTEXT_BYTES_MAX, "begin a new conversation")
-        read = Read(tenant=tenant, kind=CONVERSATION, id=name, name=ITEMS, limit=CONTEXT_ITEMS_MAX)
-        (entries,) = await self.storage.apply(read)
-        assert isinstance(entries, list)
-        return [msgspec.json.decode(entry.body) for entry in entries if isinstance(entry, Entry)]
+        conversation: dict[str, Any] = {"tenant": tenant, "kind": CONVERSATION, "id": name}
+        entries, last = await self.storage.apply(
+            Read(**conversation, name=ITEMS, limit=CONTEXT_ITEMS_MAX),
+            Read(**conversation, name=KEPT, limit=1, descending=True),
+        )
+        assert isinstance(entries, list) and isinstance(last, list)
+        kept = [_KEPT.decode(entry.body) for entry in last if isinstance(entry, Entry)]
+        items = [msgspec.json.decode(entry.body) for entry in entries if isinstance(entry, Entry)]
+        return Context(items, kept[0] if kept else None)
 
-    async def _chain_items(self, tenant: str, name: str) -> list[ItemBody]:
+    async def _chain_context(self, tenant: str, name: str) -> Context:
         field = "previous_response_id"
         (chain,) = await self.storage.apply(
             Chain(
@@ -286,12 +314,14 @@ class Stored:
         if documents[0].parent:
             raise NoSuchObject(f"response that {name} continues,", documents[0].parent, field)
         items: list[ItemBody] = []
+        kept = None
         for document in documents:
             if document.state:
                 raise InvalidRequest(field, f"the response {document.id!r} is {document.state}: wait for its end")
             stored = decoded_response(document)
             items += [*stored.input, *stored.response["output"]]
-        return items
+            kept = stored.kept
+        return Context(items, kept)
 
 
 def decoded_response(document: Document) -> StoredResponse:

@@ -130,13 +130,13 @@ class FailoverRequest:
         self._at = replica
         replica.guests[self] = None
         for stream, own in zip(self.streams, inner, strict=True):
-            self._give(stream, own)
+            self._give(stream, own, replica.name)
         self._drop_if_over()
         return True
 
-    def _give(self, stream: MovingStream, own: AsyncStream) -> None:
+    def _give(self, stream: MovingStream, own: AsyncStream, replica: str) -> None:
         if stream.wanted and not stream.done:
-            stream.follow(own)
+            stream.follow(own, replica)
         elif self._options.kept:
             own.leave()
         else:

@@ -61,13 +61,18 @@ class Stream(Protocol):
 
 
 class MovingStream:
-    """A `Stream` that can move. `given_up` is called when its reader has left."""
+    """A `Stream` that can move. `given_up` is called when its reader has left.
+
+    Attributes:
+        replica: The name of the replica that it runs on, or ended on.
+    """
 
     def __init__(self, given_up: Callable[[], None]) -> None:
         self._given_up = given_up
         self._inner: AsyncStream | None = None
         self._finish = 0
         self._behind = False  # the new replica has not recomputed the delivered tokens yet
+        self.replica = ""
         self.request_id = 0
         self.tokens: Sequence[int] = ()
         self.logprobs: Sequence[float] = ()
@@ -100,9 +105,9 @@ class MovingStream:
 
     # ---------------------------------------------------------------------------------------------------------- moving
 
-    def follow(self, inner: AsyncStream) -> None:
+    def follow(self, inner: AsyncStream, replica: str = "") -> None:
         """Continue with the stream of a new replica."""
-        self._inner, self._behind = inner, bool(len(self.tokens))
+        self._inner, self._behind, self.replica = inner, bool(len(self.tokens)), replica
 
     def part(self, *, kept: bool) -> None:
         """Detach from the replica and keep the delivered tokens. With `kept`, the request on it is not cancelled."""

@@ -17,7 +17,11 @@ RECONNECT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """The options of `Client.submit`, which documents them.
+    """The options of `Client.submit`, which documents them, and two of the gateway.
+
+    Attributes:
+        continues: The kept sequence that the prompt may begin with, 0 for none.
+        keep_s: How long the sequence of each answer is kept for the next turn, in seconds; 0: it is not.
 
     Raises:
         InvalidRequest: Names the wrong option.
@@ -33,6 +37,8 @@ class RequestOptions:
     detached: bool = False
     idempotency_key: str = ""
     retry_s: float | None = None
+    continues: int = 0
+    keep_s: float = 0.0
     _submit: Submit = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -72,4 +78,6 @@ class RequestOptions:
             first_token_ms=milliseconds("first_token_s", self.first_token_s),
             detached=detached,
             key=self.idempotency_key,
+            continues=self.continues,
+            keep_ms=milliseconds("keep_s", self.keep_s or None),
         )

@@ -55,6 +55,10 @@ class Submit(Message, frozen=True, tag="submit"):
         model_defaults: Names of fields of `sampling` for which the model's own defaults apply.
         key: Idempotency key within the tenant, "" for none. Repeating the command with the same key returns the same
             request ids and streams them to the latest connection. The key is remembered as long as its requests.
+        continues: A sequence of the tenant with the same salt, 0 for none. As far as the prompt has the same token ids,
+            its tokens are taken to be of the same kinds, and their KV is shared. A sequence that is gone has no effect.
+        keep_ms: Keep the tokens and KV of each answer as a sequence until it is idle for this time (0: do not); `Ended`
+            names it. The coordinator drops the least recently used ones earlier if it needs their places.
     """
 
     FRAMES = (("prompt", "<i4"),)
@@ -72,6 +76,8 @@ class Submit(Message, frozen=True, tag="submit"):
     detached: bool = False
     key: str = ""
     model_defaults: tuple[str, ...] = ()
+    continues: int = 0
+    keep_ms: int = 0
     prompt: Int32Array = NO_INT32
 
 
@@ -198,6 +204,26 @@ class Fork(Message, frozen=True, tag="fork"):
     count: int = 1
 
 
+class Rewind(Message, frozen=True, tag="rewind"):
+    """Cuts a sequence off behind its first `length` tokens. Forks of it keep theirs."""
+
+    rid: int
+    sequence_id: int
+    length: int
+
+
+class KeepSequence(Message, frozen=True, tag="keep_sequence"):
+    """Sets the time to live of a sequence, which is then no longer dropped to make room for others.
+
+    Attributes:
+        idle_ttl_ms: As in CreateSequence, but at least 1.
+    """
+
+    rid: int
+    sequence_id: int
+    idle_ttl_ms: int
+
+
 class GetSequence(Message, frozen=True, tag="get_sequence"):
     """Asks for one client sequence."""
 
@@ -298,6 +324,8 @@ CLIENT_MESSAGES = (
     | CreateSequence
     | Append
     | Fork
+    | Rewind
+    | KeepSequence
     | GetSequence
     | GetTokens
     | RemoveSequences

@@ -400,6 +400,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         cut_tokens: The number of streamed tokens that a FinishAt took back; generated_tokens excludes these.
+        sequence_id: The sequence that keeps the prompt and the answer, if the request asked for one; 0 for none.
     """
 
     request_id: int
@@ -410,6 +411,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     timings: Timings
     error: ErrorInfo | None = None
     cut_tokens: int = 0
+    sequence_id: int = 0
 
 
 class Stream(Message, frozen=True, tag="stream"):

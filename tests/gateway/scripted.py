@@ -76,7 +76,8 @@ class Script:
     keyed: requests by their idempotency key; one that comes again takes the stream over.
     answers: the text of each request's answer in turn; EOS follows an answer with the reason "stop". reply: computes
     the answer to a prompt, in place of `answers`. stuck: whether the answer to a prompt never ends. step: tokens that
-    arrive together. error: the refusal, or the error after an answer's tokens.
+    arrive together. keeps: a request that asks for it leaves a sequence, numbered this much higher; 0: none.
+    error: the refusal, or the error after an answer's tokens.
     """
 
     answers: list[str] = field(default_factory=lambda: ["hello"])
@@ -95,6 +96,7 @@ class Script:
     stuck: Callable[[str], bool] | None = None
     keyed: dict[str, tuple[Stream, list[int], str]] = field(default_factory=dict)
     next_id: int = FIRST_ID
+    keeps: int = 0
 
     def resume(self) -> None:
         """Let requests with keys go on that hang at the end of their tokens."""
@@ -117,6 +119,7 @@ class Stream:
         self._script, self._id, self._prompt, self._ids, self._changed = script, request_id, prompt, ids, changed
         self._reason = reason
         self.stuck = False
+        self.sequence_id = 0
         self._limit: int | None = None
         self._gone = False
         self.failure: KvforgeError | None = None
@@ -183,6 +186,7 @@ class Stream:
             cached_tokens=self._script.cached,
             timings=Timings(),
             cut_tokens=cut,
+            sequence_id=self.sequence_id,
         )
 
 
@@ -224,6 +228,7 @@ class Streams:
             before, ids, reason = script.keyed[key]
             before.taken_over()
             again = Stream(script, before._id, len(prompt), ids, changed, reason)
+            again.sequence_id = before.sequence_id
             script.keyed[key] = again, ids, reason
             return (again,)
         for _ in range(count):
@@ -237,6 +242,7 @@ class Streams:
             if reason == "stop" and options.max_tokens:
                 ids += self._spoken.encode(EOS, special=False)
             streams.append(Stream(script, script.next_id, len(prompt), ids, changed, reason))
+            streams[-1].sequence_id = script.keeps + script.next_id if script.keeps and options.keep_s else 0
             streams[-1].stuck = script.stuck is not None and script.stuck(spoken)
             width = options.sampling.prompt_logprobs if options.sampling is not None else None
             if width is not None and len(streams) == 1:

@@ -38,14 +38,14 @@ OTHERS = 12
 WITHIN_S = 120.0
 
 
-def prepare(model: Path) -> None:
+def prepare(model: Path, template: str = TEMPLATE) -> None:
     """Let a tiny model never end by itself, and write its tokenizer."""
     (model / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": None, "bos_token_id": None}))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={character: at for at, character in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE).save_pretrained(model)
+    PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template).save_pretrained(model)
 
 
 @contextmanager

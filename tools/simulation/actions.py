@@ -37,6 +37,11 @@ CANCEL_SHARE = 0.4
 # share of follow-up requests with an earlier answer in the prompt, in worlds that compute prompts and answers
 # differently
 TALK, TALK_SHARE = "talk", 0.06
+# how a follow-up request goes on: with the whole text alone, on the kept sequence, and whether it keeps its own
+TURNS = ((False, False), (False, True), (True, True), (True, True), (True, False))
+# conversations of kept turns, and cuts of the kept sequences between two of these
+CONVERSATION_SHARE, KEEP_MS = 0.1, 200
+REWIND, REWIND_SHARE = "rewind", 0.4
 COORDINATOR = "k"
 WALL_JUMPS_S = (0.0, 0.0, -86_400.0, 3_600.0, 31_536_000.0)  # jumps of the wall clock while no coordinator runs
 # verb: weight
@@ -152,14 +157,62 @@ class ActionDrawer:
 
     def _with_talks(self) -> Iterator[Action]:
         random = self._talks
+        later: list[Action] = []
         for action in self._everyday():
+            while later and later[0][0] <= action[0]:
+                yield later.pop(0)
             yield action
             if random.random() < TALK_SHARE:
                 earlier = f"r{max(0, self._requests - int(random.expovariate(0.3)))}"
-                self._requests += 1
-                client = f"c{random.randrange(self._settings.clients)}"
-                text = tuple(random.randrange(self._settings.vocabulary - 1) for _ in range(random.randint(1, 4)))
-                yield (action[0], TALK, client, f"r{self._requests}", earlier, text, random.randint(1, 6))
+                yield self._talk(action[0], earlier, 0, random.choice(TURNS))
+            if random.random() < CONVERSATION_SHARE:
+                more = self._conversation(action[0]) if random.random() < 0.6 else self._cut_and_continued(action[0])
+                later = sorted([*later, *more], key=lambda each: each[0])
+
+    def _talk(self, at_us: int, earlier: str, less: int, turn: tuple[bool, bool]) -> Action:
+        """Return the next turn of a conversation, which leaves out the last `less` tokens of the earlier one."""
+        random = self._talks
+        self._requests += 1
+        client = f"c{random.randrange(self._settings.clients)}"
+        text = tuple(random.randrange(self._settings.vocabulary - 1) for _ in range(random.randint(1, 4)))
+        return (at_us, TALK, client, f"r{self._requests}", earlier, less, text, random.randint(1, 6), turn)
+
+    def _conversation(self, at_us: int) -> Iterator[Action]:
+        """Yield turns that keep their sequences, each on the one before or on its beginning, and cuts between them."""
+        random, settings = self._talks, self._settings
+        pause_us = 4 * settings.short_us + 2 * settings.turn_us + 12 * settings.step_us
+        self._requests += 1
+        client, label = f"c{random.randrange(settings.clients)}", f"r{self._requests}"
+        size = random.randint(1, max(1, settings.context // 3))
+        prompt = tuple(random.randrange(settings.vocabulary - 1) for _ in range(size))
+        more = (("keep_ms", KEEP_MS),)
+        yield (at_us, "submit", client, (label,), prompt, random.randint(1, 4), None, (), random.choice(TENANTS), more)
+        for _ in range(random.randint(1, 3)):
+            at_us += pause_us
+            if random.random() < REWIND_SHARE:
+                yield (at_us, REWIND, client, label, random.randint(1, 4))
+                at_us += pause_us // 4
+            action = self._talk(at_us, label, random.choice((0, 0, 1, 3)), (True, True))
+            yield action
+            if random.random() < 0.7:
+                label = action[3]
+
+    def _cut_and_continued(self, at_us: int) -> Iterator[Action]:
+        """Yield a sequence that is continued, cut off, and continued with other tokens."""
+        random, settings = self._talks, self._settings
+        pause_us = 4 * settings.short_us + 2 * settings.turn_us + 12 * settings.step_us
+        client = f"c{random.randrange(settings.clients)}"
+        label = self._new_sequence(client)
+        most = max(1, settings.context // 4)
+        prompt = tuple(random.randrange(settings.vocabulary - 1) for _ in range(random.randint(1, 2 * most)))
+        yield (at_us, "create", client, label, prompt, random.choice(TENANTS), KEEP_MS, "")
+        for _ in range(2):
+            at_us += pause_us
+            self._requests += 1
+            text = tuple(random.randrange(settings.vocabulary - 1) for _ in range(random.randint(1, most)))
+            yield (at_us, "submit_on", client, f"r{self._requests}", label, text, random.randint(1, most), ())
+            at_us += random.choice((pause_us, pause_us // 4))  # a request that still runs is not cut
+            yield (at_us, REWIND, client, label, random.randint(1, 2 * most))
 
     def _death(self, at_us: int) -> Action:
         """Return a death of the coordinator or a snapshot."""

@@ -47,6 +47,7 @@ from kvforge.protocol.messages import (
     Refused,
     Step,
     Stream,
+    Submit,
 )
 from kvforge.protocol.tables import TablesWriter
 from tools.simulation.checks import Checker, Generations
@@ -273,6 +274,8 @@ class SimulatedCoordinator:
             raise Violation(f"a refused command changed the state: {event.message!r} -> {reply.error}")
         if isinstance(reply, Accepted) and not reply.repeated:
             ledger.prompt_sizes[reply.request_id] = self.machine.requests.live[reply.request_id].prompt.size
+        continued = event.message.continues if isinstance(event.message, Submit) else 0
+        ledger.continued_is_there = continued in self.machine.cache.sequences.slot_of
         if isinstance(event.message, Drain) and isinstance(reply, Done):
             ledger.due_times.drain(event.message.deadline_ms, now_us)
         ledger.replied(event.client, event.message, reply, now_us)

@@ -15,10 +15,11 @@ import numpy as np
 from kvforge.coordinator import publish as publishing
 from kvforge.coordinator import turn as turns
 from kvforge.coordinator.core import deadlines
-from kvforge.coordinator.core.cache import changes
+from kvforge.coordinator.core.cache import changes, continuing
 from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.block_tables import BlockTables
 from kvforge.coordinator.core.cache.changes import IndexChanges
+from kvforge.coordinator.core.cache.continuing import Continuing
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.hashing import BlockHasher
 from kvforge.coordinator.core.cache.holders import largest_holders
@@ -942,6 +943,35 @@ def kinds_not_told_apart_in_hits() -> list[Patch]:
 def computed_again_as_a_prompt() -> list[Patch]:
     """The generated tokens of a preempted request are recomputed as prompt tokens."""
     return [(admission, "generated", lambda tokens: tokens)]
+
+
+@fault
+def kept_sequence_without_its_kinds() -> list[Patch]:
+    """A prompt that continues a kept sequence counts its generated tokens as a prompt's."""
+    return [(Continuing, "marked", lambda self, sequence_id, tenant, salt, prompt: prompt)]
+
+
+@fault
+def continued_beyond_what_is_equal() -> list[Patch]:
+    """A prompt shares the KV of a kept sequence beyond the tokens that they have in common."""
+    return [(continuing, "_common", lambda one, other: one.size)]
+
+
+@fault
+def rewound_while_it_runs() -> list[Patch]:
+    """A sequence is cut off although a request runs on it."""
+    real = SequenceCommands.rewind
+
+    def rewind(self: SequenceCommands, message: Any) -> Any:
+        s = self._cache.sequences
+        slot = self.find(message.sequence_id)
+        request, s.request[slot] = int(s.request[slot]), 0
+        try:
+            return real(self, message)
+        finally:
+            s.request[slot] = request
+
+    return [(SequenceCommands, "rewind", rewind)]
 
 
 @fault

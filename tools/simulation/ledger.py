@@ -2,8 +2,9 @@
 
 It sees every reply when the core gives it, every Stream when it is sent (both decoded from their bytes), and every end
 of a request when it happens. Requests are checked against their oracle, client sequences against a list of tokens. The
-ledger takes one datum from the core: the length where a request continues a sequence on which another request was cut
-short (`prompt_sizes`). `stream_checker` tracks the readers of requests, `due_times` the due times.
+ledger takes two data from the core: the length where a request continues a sequence on which another request was cut
+short (`prompt_sizes`), and whether a kept sequence that a prompt names is still there (`continued_is_there`).
+`stream_checker` tracks the readers of requests, `due_times` the due times.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kvforge.protocol.messages import (
     Removed,
     RemoveSequences,
     RequestInfo,
+    Rewind,
     SequenceInfo,
     SequenceTokens,
     Stats,
@@ -75,7 +77,8 @@ class BookedKey:
 
 def fields_of(command: Submit) -> tuple[Any, ...]:
     """Return all fields of a command except its number."""
-    fields = [name for name in command.__struct_fields__ if name not in ("rid", "prompt")]
+    apart = ("rid", "prompt", "continues", "keep_ms")
+    fields = [name for name in command.__struct_fields__ if name not in apart]
     return (*(getattr(command, name) for name in fields), command.prompt.tobytes())
 
 
@@ -102,6 +105,7 @@ class Ledger:
         self.gone_clients: set[int] = set()
         self.model_known = False
         self.prompt_sizes: dict[int, int] = {}
+        self.continued_is_there = False
         self.prefixes: dict[str, dict[int, int]] = {}
 
     # --------------------------------------------------------------------------------------------------------- replies
@@ -131,8 +135,8 @@ class Ledger:
             return
         if self.due_times.draining:
             raise Violation("a request was accepted while draining")
-        prompt = self._prompt(command, sequence, reply)
         salt = sequence.salt if sequence is not None else f"by name {command.salt}" if command.salt else tenant
+        prompt = self._prompt(command, sequence, reply, salt)
         for i, request_id in enumerate(ids):
             self._book(request_id, client, command, (reply.seed + i) % (1 << 64), prompt, salt, now_us)
         booked = self.requests[reply.request_id]
@@ -158,9 +162,15 @@ class Ledger:
         elif command.key:
             self.keys[tenant, command.key] = BookedKey(command, reply.request_id)
 
-    def _prompt(self, command: Submit, sequence: BookedSequence | None, reply: Accepted) -> list[int]:
-        """Return the tokens that the request starts from, its sequence included."""
+    def _prompt(self, command: Submit, sequence: BookedSequence | None, reply: Accepted, salt: str) -> list[int]:
+        """Return the tokens that the request starts from, its sequence included, as workers see them."""
         prompt: list[int] = command.prompt.tolist()
+        earlier = self.sequences.get(command.continues) if self.continued_is_there else None
+        if earlier is not None and (earlier.tenant, earlier.salt) == (command.tenant, salt):
+            for position, (token, mine) in enumerate(zip(earlier.tokens, prompt, strict=False)):
+                if token % GENERATED != mine:
+                    break
+                prompt[position] = token
         if sequence is not None:
             self._account(sequence, self.prompt_sizes[reply.request_id] - len(prompt))
             sequence.tokens = prompt = sequence.tokens + prompt
@@ -177,6 +187,7 @@ class Ledger:
         booked = BookedRequest(client, oracle, command.sequence_id, command.detached, salt)
         booked.early = not self.model_known
         booked.tops = command.sampling.logprobs
+        booked.keeps = command.keep_ms > 0
         self.requests[request_id] = self.live[request_id] = booked
         self.due_times.accepted(request_id, booked, command, now_us)
         prefixes = self.prefixes.setdefault(salt, {})
@@ -241,10 +252,19 @@ class Ledger:
             booked = BookedSequence(client, command.tokens.tolist(), command.idle_ttl_ms > 0, command.tenant, salt)
             self.sequences[reply.sequence_id] = booked
         sequence = self.sequences[reply.sequence_id]
+        if isinstance(command, Rewind):
+            self._rewound(sequence, command.length)
         if not reply.request_id:
             self._account(sequence, reply.length)
             if reply.length != len(sequence.tokens):
                 raise Violation(f"sequence {reply.sequence_id}: length {reply.length}, expected {len(sequence.tokens)}")
+
+    def _rewound(self, sequence: BookedSequence, length: int) -> None:
+        """Cut a sequence off, in what its last request generated or before."""
+        request = self.requests.get(sequence.request_id)
+        if request is not None and length > len(sequence.tokens):
+            self._account(sequence, length)
+        sequence.tokens, sequence.request_id = sequence.tokens[:length], 0
 
     def _appended(self, _client: int, command: Any, reply: Appended) -> None:
         start = 0
@@ -349,11 +369,21 @@ class Ledger:
             self.due_times.expired(request, booked, now_us)
         elif not self._cancelled(request, booked, now_us, cause):
             raise Violation(f"request {request.id} ended by {request.reason!r} without a cause: {cause!r}")
+        if request.kept_id:
+            self._kept(request, booked)
         booked.reason, booked.over_us, booked.generated = request.reason, now_us, len(tokens)
         booked.cut = request.cut
         self.ended += 1
         self.stream_checker.over(request.id)
         self._check_prefix(request, booked)
+
+    def _kept(self, request: Request, booked: BookedRequest) -> None:
+        """Book the sequence that a finished request left."""
+        if not booked.keeps or request.reason not in ("length", "stop") or request.kept_id in self.sequences:
+            raise Violation(f"request {request.id} ended by {request.reason} and left sequence {request.kept_id}")
+        oracle, booked.kept_id = booked.oracle, request.kept_id
+        tokens = oracle.prompt + oracle.kept[: request.tokens.size + request.cut]
+        self.sequences[request.kept_id] = BookedSequence(0, tokens, True, request.tenant_name, booked.salt)
 
     def _check_prefix(self, request: Request, booked: BookedRequest) -> None:
         if request.cached_tokens and not booked.sequence_id:

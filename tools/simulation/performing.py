@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvforge.protocol.messages import (
+    GENERATED,
     Append,
     Attach,
     Cancel,
@@ -24,11 +25,12 @@ from kvforge.protocol.messages import (
     PurgeFinished,
     RefBlock,
     RemoveSequences,
+    Rewind,
     SamplingParams,
     Submit,
     UnrefBlock,
 )
-from tools.simulation.actions import COORDINATOR, DEATHS, MIX, TALK, Action
+from tools.simulation.actions import COORDINATOR, DEATHS, KEEP_MS, MIX, REWIND, TALK, Action
 from tools.simulation.clients import PROBE
 from tools.simulation.settings import tenant_of
 
@@ -49,7 +51,7 @@ class Performer:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._verbs = {verb: getattr(self, f"_{verb}") for verb in (*MIX, TALK) if verb not in DEATHS}
+        self._verbs = {verb: getattr(self, f"_{verb}") for verb in (*MIX, TALK, REWIND) if verb not in DEATHS}
         self._keyed: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
         self._tenants: dict[str, str] = {}  # tenants of requests without a sequence
 
@@ -123,15 +125,39 @@ class Performer:
         self._tenants.update(dict.fromkeys(labels, fields["tenant"]))
         self._send_submit(client, labels, fields)
 
-    def _talk(self, client: SimulatedClient, label: str, earlier: str, text: tuple[int, ...], answer: int) -> None:
-        """Submit the next turn of a conversation: the earlier prompt, its answer, and a text."""
+    def _talk(
+        self,
+        client: SimulatedClient,
+        label: str,
+        earlier: str,
+        less: int,
+        text: tuple[int, ...],
+        answer: int,
+        turn: tuple[bool, bool],
+    ) -> None:
+        """Submit the next turn of a conversation: the earlier prompt, its answer, and a text.
+
+        Args:
+            client: the sender.
+            label: the label of the request.
+            earlier: the label of the earlier request.
+            less: how many of its last tokens the prompt leaves out.
+            text: the text.
+            answer: the length of the answer.
+            turn: whether it continues the sequence of the earlier request, and whether it keeps its own.
+        """
         found, tenant = self._id(earlier), self._tenants.get(earlier)
         if found is not None and tenant is not None:
             oracle = self._world.oracle(found)
-            prompt = [*oracle.prompt, *oracle.tokens[: oracle.answer_size], *text]
+            before = [*oracle.prompt, *oracle.tokens[: oracle.answer_size]]
+            prompt = [*before[: max(0, len(before) - less)], *text]
             prompt = prompt[: self._world.settings.context - answer]
             self._tenants[label] = tenant
-            client.send(Submit, (label,), max_tokens=answer, tenant=tenant, prompt=int32(prompt))
+            continues = self._world.ledger.requests[found].kept_id if turn[0] else 0
+            more = {"continues": continues, "keep_ms": KEEP_MS * turn[1]}
+            # The ids of generated tokens are a client's, without marks.
+            ids = int32([token % GENERATED for token in prompt])
+            client.send(Submit, (label,), max_tokens=answer, tenant=tenant, prompt=ids, **more)
 
     def _send_submit(self, client: SimulatedClient, labels: tuple[str, ...], fields: dict[str, Any]) -> None:
         if "key" in fields:
@@ -219,6 +245,15 @@ class Performer:
         found = self._id(parent)
         if found is not None:
             client.send(Fork, labels, sequence_id=found, count=len(labels))
+
+    def _rewind(self, client: SimulatedClient, subject: str, back: int) -> None:
+        """Cut a client's sequence, or the one that a request left, off before its last tokens."""
+        found, ledger = self._id(subject), self._world.ledger
+        if found is not None and subject.startswith("r"):
+            found = ledger.requests[found].kept_id
+        if found in ledger.sequences:
+            length = max(0, len(ledger.sequences[found].tokens) - back)
+            client.send(Rewind, sequence_id=found, length=length)
 
     def _info(self, client: SimulatedClient, label: str) -> None:
         found = self._id(label)

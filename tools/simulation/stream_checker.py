@@ -25,6 +25,8 @@ class BookedRequest:
         orphan_us: when its connection ended, or -1.
         tops: top tokens wanted per position.
         scores: top tokens wanted for each prompt token; None for no log-probabilities of the prompt.
+        keeps: its sequence is kept at its end.
+        kept_id: the sequence that was kept.
         early: it came before any model was known, and may fail.
         reason: why it ended, or "".
     """
@@ -35,7 +37,8 @@ class BookedRequest:
         self.tops = 0
         self.scores: int | None = None
         self.at = self.seen = self.generated = self.cut = 0
-        self.paused = self.early = False
+        self.paused = self.early = self.keeps = False
+        self.kept_id = 0
         self.before: list[list[int]] = []
         self.orphan_us = self.over_us = -1
         self.deadline_us = self.first_token_us = 0

@@ -29,9 +29,9 @@ class Eviction:
         """Choose idle client sequences to evict so that `tenant` can get `count` blocks.
 
         At the tenant's ceiling, its own sequences go first. Sequences in `asking`, and those that a step in flight may
-        read, are never chosen. Under policy `none`, only sequences that a waiting request will continue are eligible:
-        they are recomputed when the request is scheduled. Without this exception, waiting requests could hold blocks
-        that the running request needs, and deadlock.
+        read, are never chosen. Under policy `none`, only sequences that a waiting request will continue are eligible,
+        and those that an ended request left. The former are recomputed when the request is scheduled. Without this
+        exception, waiting requests could hold blocks that the running request needs, and deadlock.
 
         Args:
             group: The group that must provide the blocks.
@@ -47,7 +47,7 @@ class Eviction:
         s, blocks, pool = self._sequences, self._blocks, group.pool
         idle = (s.pool == group.number) & ~s.running & (s.id != 0) & (s.last_step <= pool.done_step)
         if self._policy == "none":
-            idle &= s.request != 0
+            idle &= (s.request != 0) | s.kept
         idle[asking] = False
         (candidates,) = idle.nonzero()
         trial, taken = pool.supply(keep), []
@@ -78,7 +78,7 @@ class Eviction:
         s, blocks, pool = self._sequences, self._blocks, group.pool
         ends = (s.pool == group.number) & (s.id != 0)
         if self._policy == "none":
-            ends &= s.running | (s.request != 0)
+            ends &= s.running | (s.request != 0) | s.kept
         if but != NO_ROW:
             ends[but] = False
         slots = np.flatnonzero(ends)

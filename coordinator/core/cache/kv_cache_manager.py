@@ -14,10 +14,12 @@ from .block_pool import BlockPool
 from .block_tables import BlockTables
 from .blocks import Blocks
 from .changes import IndexChanges
+from .continuing import Continuing
 from .eviction import Eviction
 from .groups import Group
 from .hashing import BlockHasher
 from .indexing import Indexing
+from .kept import KeptSequences
 from .pins import Pins
 from .prefix_cache import PrefixCache, PrefixStore
 from .residency import Residency
@@ -38,6 +40,8 @@ class KVCacheManager:
         tables: Grows the block tables of resident sequences.
         pins: Blocks that clients hold.
         indexing: Indexes full blocks for prefix hits.
+        continuing: Finds what a prompt shares with a kept sequence.
+        kept: The sequences that ended requests left to the next turn.
         model: The model that the workers serve; None before the first worker is ready.
         vocab_size: Its vocabulary size, or VOCABULARY_UNKNOWN.
         largest_pool: Blocks of the largest pool so far, including those of absent workers, which may return.
@@ -66,6 +70,8 @@ class KVCacheManager:
         placed = (self.sequences, self.blocks, self.groups)
         self.residency = Residency(clock, limits, *placed, self.indexing, self.eviction, self.waits)
         self.tables = BlockTables(*placed, self.tenants, self.residency)
+        self.continuing = Continuing(self.sequences, self.blocks, self.indexing, self.tenants)
+        self.kept = KeptSequences(bounds, self.sequences, self.groups, self.residency, self.tenants)
 
     # -------------------------------------------------------------------------------------------------------- groups
 

@@ -7,6 +7,8 @@ import numpy as np
 from .blocks import BlockIds
 from .groups import Group
 
+NO_DONOR = -1
+
 
 class Placement:
     """A placement plan: the cached blocks a sequence shares, the block it copies from, and the blocks it allocates.
@@ -15,10 +17,21 @@ class Placement:
         hits: Cached blocks to share, [n] int64.
         partial: The block to copy leading tokens from, and how many; 0 for no copy.
         needed: Blocks to allocate.
+        donor: The slot of the kept sequence that the shared blocks belong to, which must stay; NO_DONOR for none.
+        otherwise: The plan for when there is no room beside the donor.
     """
 
-    def __init__(self, group: Group, hits: BlockIds, partial: tuple[int, int], needed: int) -> None:
+    def __init__(
+        self,
+        group: Group,
+        hits: BlockIds,
+        partial: tuple[int, int],
+        needed: int,
+        donor: int = NO_DONOR,
+        otherwise: Placement | None = None,
+    ) -> None:
         self.group, self.hits, self.partial, self.needed = group, hits, partial, needed
+        self.donor, self.otherwise = donor, otherwise
 
     @property
     def keep(self) -> BlockIds:

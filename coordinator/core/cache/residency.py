@@ -20,7 +20,7 @@ from .eviction import Eviction
 from .groups import Group
 from .hashing import Hashes
 from .indexing import Indexing
-from .placement import Placement
+from .placement import NO_DONOR, Placement
 from .prefix_cache import root_key
 from .sequences import NO_POOL, Sequences, Slots, Tokens
 from .supply import NO_SPARE, Spare
@@ -82,7 +82,8 @@ class Residency:
     def with_room(self, placement: Placement, tenant: int, spare: Spare, asking: Slots) -> Placement:
         """Return the placement if there is room for it, or else the placement without its partial copy.
 
-        The source of a partial copy must stay, which takes a further block.
+        The source of a partial copy must stay, which takes a further block. A donor must stay too; without room beside
+        it, the other plan is tried, by which it may be evicted.
 
         Args:
             placement: The placement to check.
@@ -95,8 +96,10 @@ class Residency:
         """
         group, needed = placement.group, placement.needed
         try:
-            self.check_room(group, tenant, needed, placement.keep, asking, spare)
+            self.check_room(group, tenant, needed, placement.keep, _with_donor(asking, placement), spare)
         except CapacityExceeded:
+            if placement.otherwise is not None:
+                return self.with_room(placement.otherwise, tenant, spare, asking)
             if not placement.partial[1]:
                 raise
             placement = Placement(group, placement.hits, (-1, 0), needed)
@@ -112,7 +115,7 @@ class Residency:
         s, group = self._sequences, placement.group
         pool, tenant = group.pool, int(s.tenant[slot])
         assert s.pool[slot] == NO_POOL and not self.still_read(slot)
-        self.make_room(group, tenant, placement.needed, placement.keep, slot)
+        self.make_room(group, tenant, placement.needed, placement.keep, _with_donor(np.array([slot]), placement))
         block, common = placement.partial
         group.hold(placement.keep)
         fresh = pool.allocate(tenant, placement.needed)
@@ -177,6 +180,17 @@ class Residency:
             s.computed[slot] = s.scheduled[slot] = last
             if s.hashed[slot] * s.block_size > last:
                 self._indexing.restart(slot)
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Cut an idle sequence off behind its first `length` tokens, with the KV of the others."""
+        s = self._sequences
+        s.length[slot] = length
+        if s.computed[slot] > length:
+            s.computed[slot] = length
+            if s.hashed[slot] * s.block_size > length:
+                self._indexing.restart(slot)
+        self.trim(slot)
+        s.changed_lengths.append(np.array([slot]))
 
     def trim(self, slot: int) -> None:
         """Release blocks reserved for tokens that will not come, and discard unacknowledged KV."""
@@ -250,3 +264,7 @@ class Residency:
         s.changed_rows.append(np.array([slot]))
         if used:
             s.changed_cells.append((np.array([slot]), slice(used)))
+
+
+def _with_donor(asking: Slots, placement: Placement) -> Slots:
+    return asking if placement.donor == NO_DONOR else np.append(asking, placement.donor)

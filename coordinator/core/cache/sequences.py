@@ -71,6 +71,7 @@ class Sequences:
 
     Attributes:
         leased: The owner's connection is gone, and the time to live is that of its lease.
+        kept: An ended request left the sequence to the next turn; it is dropped where its place is needed.
     """
 
     def __init__(self, clock: Clock, limits: Limits, waits: Waits, first_id: int = 0) -> None:
@@ -103,6 +104,7 @@ class Sequences:
         self.idle_ttl_us = np.zeros(n, np.int64)
         self.leased = np.zeros(n, np.bool_)
         self.owned = np.zeros(n, np.bool_)
+        self.kept = np.zeros(n, np.bool_)
         self._columns = [column for column in vars(self).values() if isinstance(column, np.ndarray)]
         self.table = _rows(n, limits.bounds.blocks_per_sequence_max, np.int32)
         self.tokens = _rows(n, context, np.int32)
@@ -249,7 +251,9 @@ class Sequences:
         self.is_idle(slot)
 
     def is_idle(self, slot: int) -> None:
-        """Start the time to live of a sequence that no request works on."""
+        """Start the time to live of a sequence that no request works on. A kept one can now give up its place."""
+        if self.kept[slot]:
+            self._waits.wake(SLOT)
         ttl_us = int(self.idle_ttl_us[slot])
         if ttl_us:
             end_us = int(self.accessed_us[slot]) + ttl_us

@@ -28,11 +28,13 @@ from kvforge.protocol.messages import (
     GetSequence,
     GetStats,
     GetTokens,
+    KeepSequence,
     ListRequests,
     Message,
     PurgeFinished,
     RefBlock,
     RemoveSequences,
+    Rewind,
     Submit,
     UnrefBlock,
 )
@@ -55,6 +57,8 @@ RIGHT_FOR: dict[type[Message], str] = {
     CreateSequence: SUBMIT,
     Append: SUBMIT,
     Fork: SUBMIT,
+    Rewind: SUBMIT,
+    KeepSequence: SUBMIT,
     RemoveSequences: SUBMIT,
     RefBlock: SUBMIT,
     UnrefBlock: SUBMIT,
@@ -146,7 +150,7 @@ class Guard:
         """Raise NotFound if the command names an object of another tenant."""
         if isinstance(message, Attach | Cancel | FinishAt | GetRequest):
             self._check_request(tenant, message.request_id)
-        elif isinstance(message, GetSequence | GetTokens | Fork):
+        elif isinstance(message, GetSequence | GetTokens | Fork | Rewind | KeepSequence):
             self._sequences.find(message.sequence_id, tenant)
         elif isinstance(message, Append | RemoveSequences):
             self._sequences.check_all(message.sequence_ids, tenant)

@@ -101,6 +101,8 @@ class RequestCommands:
         cache.check_tenant(tenant)
         salt = int(s.salt[slot]) if slot != NO_SLOT else cache.hasher.salt(validate.salt_text(tenant, message.salt))
         validate.submit(message, prompt, tenant, cache)
+        if message.continues:
+            prompt = cache.continuing.marked(message.continues, tenant, salt, prompt)
         if len(self._admission.waiting) + message.count > self._bounds.queue_max:
             raise QueueFull(self._bounds.queue_max, self._admission.waiting.retry_after_ms())
         if slot != NO_SLOT and message.prompt.size:

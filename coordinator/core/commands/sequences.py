@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import numpy as np
 
 from kvforge.protocol.errors import (
@@ -20,9 +18,11 @@ from kvforge.protocol.messages import (
     Forked,
     GetSequence,
     GetTokens,
+    KeepSequence,
     Message,
     Removed,
     RemoveSequences,
+    Rewind,
     SequenceInfo,
     SequenceTokens,
 )
@@ -38,15 +38,12 @@ from ..requests.table import LOST, RequestTable
 from ..scheduling.finisher import RequestFinisher
 from . import validate
 
-IDLE_TTL_MS_MAX = 30 * 24 * 3600 * 1000
-
 
 class SequenceCommands:
     """Handlers of the sequence messages."""
 
     def __init__(self, cache: KVCacheManager, requests: RequestTable, finisher: RequestFinisher) -> None:
         self._clock, self._cache, self._requests, self._finisher = cache.clock, cache, requests, finisher
-        self._gone: OrderedDict[int, tuple[str, str]] = OrderedDict()  # tenant and reason of removals
         self._again: Slots = np.zeros(0, np.int64)  # slots of the last append of one token each
 
     def find(self, sequence_id: int, tenant: str = "") -> int:
@@ -59,8 +56,8 @@ class SequenceCommands:
         slot = s.slot_of.get(sequence_id)
         if slot is not None and s.owned[slot] and (not tenant or self._tenant(slot) == tenant):
             return slot
-        owner, why = self._gone.get(sequence_id, ("", ""))
-        if not why or tenant not in ("", owner):
+        why = self._cache.kept.removals.reason(sequence_id, tenant)
+        if not why:
             why = LOST if 0 < sequence_id <= self._requests.first_id else ""
         raise SequenceNotFound(sequence_id, why)
 
@@ -88,16 +85,18 @@ class SequenceCommands:
         cache, s = self._cache, self._cache.sequences
         cache.check_tenant(message.tenant)
         validate.tokens("tokens", message.tokens, self._cache.vocab_size)
-        if not 0 <= message.idle_ttl_ms <= IDLE_TTL_MS_MAX:
-            raise InvalidRequest("idle_ttl_ms", f"must be 0 to {IDLE_TTL_MS_MAX} ms, not {message.idle_ttl_ms}")
+        if not 0 <= message.idle_ttl_ms <= validate.IDLE_TTL_MS_MAX:
+            most = validate.IDLE_TTL_MS_MAX
+            raise InvalidRequest("idle_ttl_ms", f"must be 0 to {most} ms, not {message.idle_ttl_ms}")
         if message.tokens.size > s.context_tokens_max:
             raise CapacityExceeded("context", message.tokens.size, s.context_tokens_max, "use fewer tokens")
-        s.need_slots(1)
+        self._need_slots(1)
         salt = cache.hasher.salt(validate.salt_text(message.tenant, message.salt))
         placement, forgotten = self._place(message, salt), cache.tenants.forgotten_total
         tenant = cache.intern(message.tenant)
         if cache.tenants.forgotten_total != forgotten:  # this evicted cached blocks, perhaps the ones in the plan
             placement = self._place(message, salt)
+        cache.kept.free_slots(1)
         slot = s.create(tenant, salt)
         s.owned[slot], s.client[slot] = True, event.client
         s.keep_idle(slot, message.idle_ttl_ms * 1000)
@@ -193,7 +192,8 @@ class SequenceCommands:
         slot, s = self.find(message.sequence_id), self._cache.sequences
         if not 1 <= message.count <= self._cache.limits.bounds.bulk_max:
             raise InvalidRequest("count", f"must be 1 to {self._cache.limits.bounds.bulk_max}")
-        s.need_slots(message.count)
+        self._need_slots(message.count, but=message.sequence_id)
+        self._cache.kept.free_slots(message.count, but=message.sequence_id)
         ids = []
         for _ in range(message.count):
             child = self._cache.residency.fork(slot)
@@ -202,6 +202,46 @@ class SequenceCommands:
             ids.append(int(s.id[child]))
         s.touch(slot)
         return Forked(rid=message.rid, sequence_ids=np.array(ids, np.int64))
+
+    def _need_slots(self, count: int, but: int = 0) -> None:
+        """Check that there are free slots, or kept sequences except `but` that can be dropped for them."""
+        if not self._cache.kept.could_free(count, but):
+            self._cache.sequences.need_slots(count)
+
+    # -------------------------------------------------------------------------------------------------- rewind, keep
+
+    def rewind(self, message: Rewind) -> SequenceInfo:
+        """Cut a sequence off behind its first tokens.
+
+        Raises:
+            SequenceNotFound: There is no such sequence.
+            SequenceBusy: A request runs on it.
+            InvalidRequest: The sequence is shorter.
+        """
+        slot, s = self.find(message.sequence_id), self._cache.sequences
+        if s.request[slot]:
+            raise SequenceBusy(message.sequence_id, int(s.request[slot]))
+        if not 0 <= message.length <= s.length[slot]:
+            problem = f"must be 0 to {int(s.length[slot])}, the tokens of the sequence, not {message.length}"
+            raise InvalidRequest("length", problem)
+        self._cache.residency.truncate(slot, message.length)
+        s.touch(slot)
+        return self._info(slot, message.rid)
+
+    def keep(self, message: KeepSequence) -> SequenceInfo:
+        """Set the time to live of a sequence, which is then dropped for no other.
+
+        Raises:
+            SequenceNotFound: There is no such sequence.
+            InvalidRequest: The time is out of range.
+        """
+        slot, s, most = self.find(message.sequence_id), self._cache.sequences, validate.IDLE_TTL_MS_MAX
+        if not 1 <= message.idle_ttl_ms <= most:
+            raise InvalidRequest("idle_ttl_ms", f"must be 1 to {most} ms, not {message.idle_ttl_ms}")
+        s.kept[slot] = s.leased[slot] = False
+        s.touch(slot)
+        s.keep_idle(slot, message.idle_ttl_ms * 1000)
+        return self._info(slot, message.rid)
 
     # ----------------------------------------------------------------------------------------------------------- read
 
@@ -272,9 +312,7 @@ class SequenceCommands:
         if request is not None:
             self._finisher.end(request, "cancel", "cancelled", None)
         if why:
-            self._gone[int(s.id[slot])] = self._tenant(slot), why
-            while len(self._gone) > self._cache.limits.bounds.finished_max:
-                self._gone.popitem(last=False)
+            self._cache.kept.removals.note(int(s.id[slot]), self._tenant(slot), why)
         return self._cache.residency.remove(slot)
 
     # --------------------------------------------------------------------------------------------------------- checks

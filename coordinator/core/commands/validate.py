@@ -28,6 +28,7 @@ from ..requests import prompt_logprobs
 from ..scheduling.rows import EOS_TOKENS_MAX
 
 TEMPERATURE_MAX = 100.0
+IDLE_TTL_MS_MAX = 30 * 24 * 3600 * 1000
 SEED_MAX = (1 << 64) - 1
 SALT_LENGTH_MAX = 256
 PRIORITY_MAX = 100
@@ -79,6 +80,12 @@ def submit(
         most = microseconds(limits.bounds.deadline_max_s) // 1000
         if not 0 <= getattr(message, field) <= most:
             raise InvalidRequest(field, f"must be 0 (no limit of its own) to {most} ms, not {getattr(message, field)}")
+    if not 0 <= message.keep_ms <= IDLE_TTL_MS_MAX:
+        raise InvalidRequest("keep_ms", f"must be 0 (do not keep it) to {IDLE_TTL_MS_MAX} ms, not {message.keep_ms}")
+    for field in ("continues", "keep_ms"):
+        if message.sequence_id and getattr(message, field):
+            problem = "cannot be combined with sequence_id: a request on a sequence continues and keeps that one"
+            raise InvalidRequest(field, problem)
     if not set(message.model_defaults) <= set(MODEL_DEFAULTS):
         raise InvalidRequest("model_defaults", f"a model can only have defaults for {', '.join(MODEL_DEFAULTS)}")
     sampling(message.sampling, limits.bounds, cache.model)

@@ -84,7 +84,8 @@ def _digest(command: Submit) -> bytes:
     The structs are converted to tuples because msgspec omits a field only if its value is the very default object, so
     equal structs can have different encodings.
     """
-    apart = ("rid", "prompt", "sampling", "tenant")  # the tenant is part of the key
+    # The tenant is part of the key. A sequence to continue or to keep changes nothing of the answer's meaning.
+    apart = ("rid", "prompt", "sampling", "tenant", "continues", "keep_ms")
     fields = [getattr(command, name) for name in command.__struct_fields__ if name not in apart]
     fields += msgspec.structs.astuple(command.sampling)
     digest = hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=16)

@@ -17,6 +17,7 @@ from kvforge.protocol.errors import AlreadyFinished, InvalidTransition, KvforgeE
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, SamplingParams, Submit, Timings
 
 from ..cache.hashing import Hashes
+from ..cache.sequences import unmarked
 from ..waits import GRAMMAR, SIBLING, TENANT_CEILING, Wait
 from .idempotency import IdempotencyKey
 from .phases import Phases
@@ -70,6 +71,9 @@ class Request:
         model_defaults: Fields of `sampling` that the model will set once it is known.
         prompt_logprobs: The log-probabilities of its prompt; None if it does not want them.
         reads_prompt: Its reader wants these too: it has not attached behind the prompt.
+        continues: The sequence that its prompt may begin with; 0 for none.
+        keep_us: How long its sequence is kept after its end; 0 for not at all.
+        kept_id: The sequence that was kept at its end.
         prompt_tokens: Length of the prompt; the prompt and the sampling parameters are dropped at the end.
     """
 
@@ -91,6 +95,9 @@ class Request:
     detached: bool = field(init=False)
     priority: int = field(init=False)
     sequence_id: int = field(init=False)
+    continues: int = field(init=False)
+    keep_us: int = field(init=False)
+    kept_id: int = 0
     siblings: list[Request] = field(default_factory=list)
     key: IdempotencyKey | None = None
     state: str = PENDING
@@ -130,11 +137,12 @@ class Request:
         self.max_tokens, self.sampling = message.max_tokens, message.sampling
         self.stream, self.detached, self.priority = message.stream, message.detached, message.priority
         self.sequence_id = message.sequence_id
+        self.continues, self.keep_us = message.continues, message.keep_ms * 1000
         self.tokens, self.logprobs = NO_INT32, NO_FLOAT32
         self.phases = Phases(self.submitted_us)
         self.tops = TopLogprobsRecord(message.sampling.logprobs) if message.sampling.logprobs else None
         width = message.sampling.prompt_logprobs
-        self.prompt_logprobs = PromptLogprobs(self.prompt, width) if width is not None else None
+        self.prompt_logprobs = PromptLogprobs(unmarked(self.prompt), width) if width is not None else None
 
     @property
     def ended(self) -> bool:

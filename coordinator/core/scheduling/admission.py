@@ -28,10 +28,10 @@ from kvforge.protocol.meters import (
 from .. import sizes
 from ..cache.groups import Group
 from ..cache.kv_cache_manager import KVCacheManager
-from ..cache.placement import Placement
+from ..cache.placement import NO_DONOR, Placement
 from ..cache.sequences import NO_POOL, Tokens, generated, unmarked
 from ..requests.phases import RECOVERING
-from ..requests.request import NO_SLOT, RUNNING, Request
+from ..requests.request import FINISHED, NO_SLOT, RUNNING, Request
 from ..requests.table import RequestTable
 from ..waits import FRONT, GRAMMAR, SIBLING, Wait, blocks_of, prompt_of, rows_of, trial_of
 from .choice import ALONE_CRASHES, Choice
@@ -249,6 +249,7 @@ class Admission:
             slot = s.find(request.sequence_id)
             cache.residency.rewind(slot)
         else:
+            cache.kept.free_slots(1, but=request.continues if placement.donor != NO_DONOR else 0)
             slot = self._create_sequence(request)
         if s.pool[slot] == NO_POOL:
             cache.residency.move_in(slot, placement)
@@ -318,12 +319,20 @@ class Admission:
             self.waits.wake(rows_of(group.epoch))
             if slot in group.started_slots:
                 group.started_slots.remove(slot)
-        if s.owned[slot]:
+        if s.owned[slot] or self._keeps(request, slot):
             if group is not None:
                 group.pool.await_step(int(s.last_step[slot]))
             self._cache.residency.trim(slot)
         else:
             self._cache.residency.remove(slot)
+
+    def _keeps(self, request: Request, slot: int) -> bool:
+        """Leave the sequence of a finished request to the next turn, if it asked for that. Return whether it did."""
+        if not request.keep_us or request.state != FINISHED:
+            return False
+        self._cache.kept.keep(slot, request.keep_us)
+        request.kept_id = int(self._cache.sequences.id[slot])
+        return True
 
     # -------------------------------------------------------------------------------------------------------- answers
 

@@ -52,8 +52,9 @@ class Choice:
         """
         cache, s = self._cache, self._cache.sequences
         slot = s.slot_of.get(request.sequence_id, NO_SLOT)
-        if slot == NO_SLOT and not s.slots_free:
-            return Wait("sequences_max", (SLOT,))
+        if slot == NO_SLOT and not cache.kept.could_free(1):
+            # A kept sequence can be dropped once no step in flight reads it.
+            return Wait("sequences_max", (SLOT, *(blocks_of(group.epoch) for group in cache.groups.values())))
         if slot != NO_SLOT and cache.residency.still_read(slot):
             return Wait("step", (blocks_of(cache.groups[int(s.read_pool[slot])].epoch),))
         resident = slot != NO_SLOT and s.pool[slot] != NO_POOL
@@ -104,11 +105,20 @@ class Choice:
         elif request.tokens.size:
             tokens = cache.indexing.contents(np.concatenate([request.prompt, generated(request.tokens)]))
         else:
-            tokens = request.prompt
+            tokens = cache.indexing.contents(request.prompt) if request.continues else request.prompt
         if request.hashes is None:
             request.hashes = cache.indexing.hashes(request.salt, tokens)
         shared_max = request.shareable_tokens
-        return cache.residency.plan_placement(group, request.salt, tokens, request.hashes, shared_max)
+        placement = cache.residency.plan_placement(group, request.salt, tokens, request.hashes, shared_max)
+        if not request.continues or not cache.kept.could_free(1, but=request.continues):
+            return placement
+        most = tokens.size - 1 if shared_max is None else min(shared_max, tokens.size - 1)
+        continued = cache.continuing.placement(group, request.continues, request.salt, tokens, most)
+        size = s.block_size
+        if continued is None or continued.cached_tokens(size) <= placement.cached_tokens(size):
+            return placement
+        continued.otherwise = placement
+        return continued
 
     def accepts_rows(self, group: Group) -> bool:
         """Return whether the group can take another row."""

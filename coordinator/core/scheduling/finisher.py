@@ -113,6 +113,7 @@ def ended(request: Request, cut: int, now_us: int) -> Ended:
         timings=request.timings(now_us),
         error=ErrorInfo.of(request.error) if request.error is not None else None,
         cut_tokens=cut,
+        sequence_id=request.kept_id,
     )
 
 
