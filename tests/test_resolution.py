@@ -1,7 +1,7 @@
 """The extras resolve for every supported Python, with the package index's build of torch.
 
-uv resolves from metadata alone, in seconds, and needs no interpreter of the version. pip, which the Makefile uses,
-reads every distribution, which takes minutes: soak tests. `make test` itself runs pip after a change of pyproject.toml.
+uv resolves from metadata alone, in seconds, and needs no interpreter of the version. pip, which the Makefile uses where
+uv cannot, reads every distribution, which takes minutes: soak tests.
 
 pip resolves without installing (`--dry-run --report`) for an interpreter of each version. Missing Python versions, and
 machines without a package index, are skipped by name.
@@ -168,9 +168,10 @@ def test_no_extra_pins_what_torch_decides() -> None:
 
 
 def test_every_install_line_pins_torch() -> None:
-    lines = [line for line in MAKEFILE.splitlines() if "$(PIP) install" in line and "DOCS_EXTRAS" not in line]
-    assert len(lines) == 6
-    others = ("$(TRITON)", "--no-deps")
+    recipes = [line for line in MAKEFILE.splitlines() if line.startswith("\t") and "DOCS_EXTRAS" not in line]
+    lines = [line for line in recipes if "$(PIP) install" in line or "$(INSTALL) " in line]
+    assert len(lines) == 7
+    others = ("$(TRITON)", "--no-deps", "install --quiet uv")
     assert [line for line in lines if '"$(TORCH)"' not in line and not any(each in line for each in others)] == []
     dockerfile = (REPOSITORY / "deploy" / "docker" / "Dockerfile").read_text(encoding="utf-8")
     assert f'ARG TORCH="{TORCH}"' in dockerfile
