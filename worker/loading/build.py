@@ -105,8 +105,10 @@ def _published(source: Source, config: Any, dtype: torch.dtype, device: Device, 
     if values is None or values["quant_method"] not in PARSERS:
         return None
     keeps = packs_codes or (device.runs_kernels and not codes_problem(device, dtype))
-    is_described = not is_composite(config) and family_of_class(model_class(config)) is not None
-    if values["quant_method"] in DEQUANTISED and not (keeps and is_described):
+    family = None if is_composite(config) else family_of_class(model_class(config))
+    is_described = family is not None
+    has_cut_blocks = family is not None and family.latent is not None  # transformers reads whole blocks only
+    if values["quant_method"] in DEQUANTISED and not (keeps and is_described) and not has_cut_blocks:
         return None
     found = parse_format(values, source.name)
     if not is_described:

@@ -25,6 +25,7 @@ FIELDS = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
+QUANTISED = ("_proj.weight", "_with_mqa.weight", "experts.gate_up_proj", "experts.down_proj")
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
 
 
@@ -55,7 +56,7 @@ def write_checkpoint(case: Case, folder: Path) -> Any:
     plain: Weights = {}
     for name, weight in load_file(file).items():
         plain[name] = weight
-        if not name.endswith("_proj.weight") and not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        if not name.endswith(QUANTISED):
             packed[name] = weight
             continue
         tensors, plain[name] = case.pack(name, weight)
@@ -88,11 +89,12 @@ def fp8_tensor(name: str, weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
 
 
 def fp8_blocks(name: str, weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
-    """Blocks of 64 x 64."""
+    """Blocks of 64 x 64; the last ones may be cut."""
     rows, columns = weight.shape
-    tiles = weight.reshape(rows // 64, 64, columns // 64, 64)
+    padded = torch.nn.functional.pad(weight, (0, -columns % 64, 0, -rows % 64))
+    tiles = padded.unflatten(1, (-1, 64)).unflatten(0, (-1, 64))
     scales = tiles.abs().amax((1, 3)) / 448
-    wide = scales.repeat_interleave(64, 0).repeat_interleave(64, 1)
+    wide = scales.repeat_interleave(64, 0).repeat_interleave(64, 1)[:rows, :columns]
     codes = (weight / wide).to(torch.float8_e4m3fn)
     return {name: codes, f"{name}_scale_inv": scales}, codes.float() * wide
 
@@ -220,6 +222,21 @@ IN_GROUPS = {"num_bits": 4, "type": "int", "strategy": "group"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic"}
 OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "layer_types": ["full_attention"] * 2}
+LATENTS = {  # rotary keys fill half a block
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 CASES = (
     Case("fp8-tensor", {"quant_method": "fp8", "activation_scheme": "dynamic"}, fp8_tensor, "fp8"),
     Case("fp8-blocks", BLOCKS, fp8_blocks, "fp8", "qwen3"),
@@ -254,5 +271,6 @@ CASES = (
     ),
     Case("mxfp4", {"quant_method": "mxfp4"}, mxfp4, "mxfp4", "gpt_oss", OSS),
     Case("experts-blocks", BLOCKS, fp8_blocks, "fp8", "qwen3_moe", MOE),
+    Case("latents-blocks", BLOCKS, fp8_blocks, "fp8", "deepseek_v3", LATENTS),
     Case("experts-awq", AWQ, awq, "int4", "qwen3_moe", MOE),
 )
