@@ -64,11 +64,11 @@ def _attention_forward(
         module: The attention module.
         query: [1, heads, tokens, head_size].
         key: [1, kv_heads, tokens, head_size].
-        value: [1, kv_heads, tokens, head_size].
+        value: [1, kv_heads, tokens, value_size].
         attention_mask: Always None.
 
     Returns:
-        [1, tokens, heads, head_size], and no weights.
+        [1, tokens, heads, value_size], and no weights.
     """
     binding: LayerBinding = module.__dict__[BINDING]
     context = binding.context
@@ -76,9 +76,17 @@ def _attention_forward(
     assert attention_mask is None, "transformers passed a mask to an attention without masks"
     layer = context.pool.layers[binding.index]
     assert not layer.latent, "attention over latents runs as described only"
-    context.attention.write(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, context.batch)
-    output = context.attention.attend(query[0].transpose(0, 1), layer, context.batch, binding.options)
-    return output.unsqueeze(0), None
+    size, wide = value.shape[3], layer.keys.shape[3]
+    query, key, value = (_widened(part[0].transpose(0, 1), wide) for part in (query, key, value))
+    context.attention.write(key, value, layer, context.batch)
+    output = context.attention.attend(query, layer, context.batch, binding.options)
+    return output[..., :size].unsqueeze(0), None
+
+
+def _widened(numbers: torch.Tensor, size: int) -> torch.Tensor:
+    """Append zeros to heads [tokens, heads, n]: the pool stores K and V with the size of the larger one."""
+    missing = size - numbers.shape[2]
+    return torch.nn.functional.pad(numbers, (0, missing)) if missing else numbers
 
 
 # No mask function is registered under this name, so transformers builds no mask.

@@ -282,7 +282,7 @@ def _read_call(
     if not is_described and "get_seq_length" in inspect.getsource(type(call.module).forward):
         # Without a transformers cache it would count positions within the batch.
         raise UnsupportedModel(name, "its attention computes positions from the length of a transformers cache")
-    if latent is None and call.key != call.value:
+    if latent is None and call.key[:3] != call.value[:3]:
         raise UnsupportedModel(name, f"its K and V differ in shape: {tuple(call.key)} and {tuple(call.value)}")
     if call.key[2] != call.query[2] or call.key[3] != call.query[3] or call.query[1] % call.key[1]:
         raise UnsupportedModel(name, f"its Q and K do not fit: {tuple(call.query)} and {tuple(call.key)}")
@@ -291,7 +291,7 @@ def _read_call(
     softcap = float(call.keywords.get("softcap") or 0.0)
     options = AttentionOptions(float(scaling), _window(call, name), softcap, _sinks(call, name))
     if latent is None:
-        return options, LayerShape(kv_heads=call.key[1], head_size=call.key[3])
+        return options, LayerShape(kv_heads=call.key[1], head_size=max(call.key[3], call.value[3]))
     size, _, rotated, _ = sizes_of(call.module, latent)
     if options.window or options.softcap or options.sinks is not None:
         raise UnsupportedModel(name, "its attention over latents has windows, soft caps or sinks")

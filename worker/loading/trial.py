@@ -38,11 +38,12 @@ def _note(
     _mask: torch.Tensor | None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Replaces attention in transformers: record the inputs, return the query."""
+    """Replaces attention in transformers: record the inputs, return the query in the size of the value."""
     layer = module.__dict__[BINDING].index
     for name, given in (("the query", query), ("the key", key), ("the value", value)):
         _noted.append((f"{name} of layer {layer}", given[0].transpose(0, 1).clone()))
-    return query.transpose(1, 2), None
+    missing = value.shape[3] - query.shape[3]
+    return torch.nn.functional.pad(query, (0, missing)).transpose(1, 2), None  # a negative number removes
 
 
 transformers.AttentionInterface.register(TRIAL_NAME, _note)

@@ -22,7 +22,7 @@ from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import BINDING, LoadedModel
 from kvforge.worker.loading.verification import in_float32
 
-from .random_models import DESCRIBED, save
+from .random_models import DESCRIBED, LATENT, save
 
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 FOUR_LAYERS = {"num_hidden_layers": 4}
@@ -37,6 +37,8 @@ GPT_OSS = {
     "layer_types": MIXED,
 }
 
+LARGER_VALUES = {**LATENT, "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+LARGER_VALUES |= {"topk_group": 1, "moe_intermediate_size": 16}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama MQA": ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
@@ -58,6 +60,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("phi3", {"sliding_window": 9}),
     "phi": ("phi", {}),
+    "axk1": ("axk1", {**LARGER_VALUES, "v_head_dim": 12}),  # without a description
+    "axk1 larger values": ("axk1", LARGER_VALUES),
     "gpt2": ("gpt2", GPT2),
     "gpt2 inverse scaling": ("gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
     "gpt_bigcode": ("gpt_bigcode", GPT2),
@@ -240,11 +244,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "deepseek_v3",
         {"n_routed_experts": 4, "n_group": 1, "num_key_value_heads": 4, "hidden_size": 68},
         "its attention over latents could not be described",
-    ),
-    "different K and V": (
-        "axk1",
-        {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-        "K and V differ",
     ),
     "encoder-decoder": ("t5", {}, "encoder-decoder"),
     "cross-attention": ("gpt2", {**GPT2, "add_cross_attention": True}, "cross-attention"),
