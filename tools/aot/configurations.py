@@ -33,6 +33,7 @@ DECLARED: dict[tuple[str, str], Declared] = {
     ("kernels.linear", "linear_kernel"): layers.linear_configurations,
     ("kernels.by_head", "by_head_kernel"): latent_layers.by_head_configurations,
     ("kernels.latent_inputs", "latent_inputs_kernel"): latent_layers.input_configurations,
+    ("kernels.wide_linear", "wide_linear_kernel"): latent_layers.wide_configurations,
     ("kernels.project", "project_kernel"): layers.project_configurations,
     ("kernels.router_kernel", "route_kernel"): experts.route_configurations,
     ("kernels.expert_sort", "rank_kernel"): experts.rank_configurations,

@@ -1,4 +1,4 @@
-"""Configurations of the kernels of attention over latents that belong to layers: see `aot_attention`."""
+"""Configurations of the kernels around attention over latents, and of routers in float32: see `aot_attention`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from kvforge.worker.device.target import Target
 from kvforge.worker.kernels.by_head import FEW_TOKENS, by_head
 from kvforge.worker.kernels.latent_inputs import latent_inputs
 from kvforge.worker.kernels.layer_weights import Norm
+from kvforge.worker.kernels.wide_linear import FEW_MAX, wide_linear
 
 from .compilation import BF16, DTYPE_NAMES, F16, F32, Configuration, distinct, launched_on, meta_tensor
 from .specialise import recorded
@@ -23,6 +24,7 @@ MODELS = {
     "odd sizes": (5, 24, 8, 72, 40),
 }
 TOKENS = (1, FEW_TOKENS + 1)
+ROUTERS = ((64, 2048), (128, 4096), (256, 7168), (8, 1000))
 
 
 def by_head_configurations(target: Target) -> list[Configuration]:
@@ -33,6 +35,21 @@ def by_head_configurations(target: Target) -> list[Configuration]:
 def input_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `latent_inputs_kernel` on `target`."""
     return distinct(_inputs(target, *each) for each in product(FLOATS, MODELS))
+
+
+def wide_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `wide_linear_kernel` on `target`, of routers."""
+    tokens = (1, FEW_MAX + 1)
+    return distinct(_wide(target, *each) for each in product(FLOATS[:2], ROUTERS, tokens, (False, True)))
+
+
+def _wide(target: Target, dtype: torch.dtype, sizes: tuple[int, int], tokens: int, biased: bool) -> Configuration:
+    n, k = sizes
+    weight, bias = meta_tensor(n, k, dtype=F32), meta_tensor(n, dtype=F32) if biased else None
+    with recorded(target) as launched:
+        wide_linear(launched_on(target), meta_tensor(tokens, k, dtype=dtype), weight, bias)
+    label = f"router {DTYPE_NAMES[dtype]} {n} x {k} {tokens} tokens{' biased' * biased}"
+    return Configuration(label, launched[0], matrix=False)
 
 
 def _by_head(target: Target, dtype: torch.dtype, model: str, tokens: int, which: str) -> Configuration:

@@ -33,6 +33,7 @@ from .stored import codes_of
 from .stored_experts import stored_block_tokens, stored_down, stored_up
 from .stored_linear import stored_linear
 from .stored_project import can_project_codes, project_codes
+from .wide_linear import can_widen, wide_linear
 from .xielu import apply_xielu
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -155,6 +156,8 @@ class FusedOperations:
 
     def wide_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Implement `LayerOperations.wide_linear`."""
+        if can_widen(weight):
+            return wide_linear(self, x, weight, bias)
         return self._in_slabs(x.float(), weight, bias, SLAB if self.target.steady else 0)
 
     def by_head(self, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:

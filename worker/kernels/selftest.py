@@ -140,6 +140,9 @@ def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
         yield "head norm", normed_heads
     elif rotary is not None:
         yield "projection into the cache", stored
+    gate = next((each.mixture.gate for each in fused.layers if each.mixture is not None), None)
+    if gate is not None and gate.weight.dtype != table.dtype:
+        yield "router in float32", lambda ops: ops.wide_linear(x, gate.weight, gate.bias)
     yield "output", lambda ops: ops.linear_parts(heads_out, layer.output.weight, layer.output.bias).float().sum(0)
     if feed is not None:
         yield "gate", fed

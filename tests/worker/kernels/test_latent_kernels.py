@@ -1,4 +1,4 @@
-"""The kernels of attention over latents that belong to layers: plain torch's numbers, and bits of a row alone."""
+"""The kernels around attention over latents, and of routers: plain torch's numbers, and bits of a row alone."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvforge.worker.kernels.layer_weights import Norm
 from kvforge.worker.kernels.plain import PlainOperations
 from kvforge.worker.kernels.selftest import TOLERANCE
 from kvforge.worker.kernels.steady import same_bits
+from kvforge.worker.kernels.wide_linear import NUMBERS, can_widen, wide_linear
 
 DEVICE = open_device("auto")
 pytestmark = [
@@ -66,6 +67,22 @@ def test_a_product_of_a_head_depends_on_its_row_alone(dtype: torch.dtype) -> Non
         whole = multiply(x)
         for first, count in ((0, 1), (37, 1), (149, 1), (5, 16), (37, 17), (20, 65)):
             assert same_bits(multiply(x[first : first + count]), whole[first : first + count]), (first, count)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(8, 64), (5, 1000), (3, 4100)])
+def test_a_router_multiplies_in_float32(n: int, k: int, dtype: torch.dtype) -> None:
+    weight, x = random(n, k, seed=1), torch.full((73, k + 8), torch.nan, device=DEVICE.torch_device, dtype=dtype)
+    x[:72, :k] = random(72, k, dtype=dtype)
+    assert can_widen(weight) and not can_widen(weight.half()) and not can_widen(random(2, NUMBERS + 1))
+    for bias in (None, random(n, seed=2)):
+        whole = wide_linear(LAUNCH, x[:72, :k], weight, bias)
+        want = x[:72, :k].double() @ weight.double().t() + (0 if bias is None else bias.double())
+        assert whole.dtype == F32 and float((whole.double() - want).abs().max()) <= 1e-5 * float(want.abs().max())
+        for first, count in ((0, 1), (71, 1), (3, 20)):
+            part = wide_linear(LAUNCH, x[first : first + count, :k], weight, bias)
+            assert same_bits(part, whole[first : first + count])
+    assert wide_linear(LAUNCH, x[:0, :k], weight, None).shape == (0, n)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -51,15 +51,9 @@ runs_kernels = pytest.mark.skipif(
 # Wide enough for every kernel: a head of 64 can be projected into the cache, an inner size of 128 gated.
 SHAPE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
 SHAPE |= {"head_dim": 64, "num_hidden_layers": 1, "vocab_size": 5000}
-FIELDS = {
-    "minicpm3": {
-        "num_key_value_heads": 2,
-        "kv_lora_rank": 64,
-        "q_lora_rank": 64,
-        "qk_nope_head_dim": 48,
-        "v_head_dim": 64,
-    }
-}
+LATENTS = {"num_key_value_heads": 2, "kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 48, "v_head_dim": 64}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64}
+FIELDS = {"deepseek_v3": {**LATENTS, **ROUTED, "first_k_dense_replace": 0}}  # and rotary keys of 64
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
@@ -210,8 +204,8 @@ def model_of(kernel: Kernel) -> str:
         return "gemma2"
     if kernel.name == "xielu_kernel":
         return "apertus"
-    if kernel.name in ("by_head_kernel", "latent_inputs_kernel"):
-        return "minicpm3"
+    if kernel.name in ("by_head_kernel", "latent_inputs_kernel", "wide_linear_kernel"):
+        return "deepseek_v3"
     return "qwen3" if kernel.name == "head_norm_kernel" else "llama"
 
 

@@ -23,6 +23,7 @@ KINDS = (
     "ernie4_5_moe",
     "gemma4 with experts",
     "glm4_moe",
+    "deepseek_v3",
     "gpt_oss",
     "granitemoe",
     "granitemoe_swa",
