@@ -40,6 +40,9 @@ ADDRESSING = (
     "HEAD",
     "STEPS",
     "SHARE",
+    "LATENT",
+    "ROPE",
+    "WIDTH",
 )  # constants of address arithmetic, which are not factors
 # Waits for all stores on gfx9, gfx11 and gfx12.
 _WAIT = r"s_waitcnt vmcnt\(0\)|s_waitcnt_vscnt null, 0x0|s_wait_storecnt(_dscnt)? 0x0"
@@ -60,6 +63,8 @@ class Configuration:
     def _is_padded(self) -> bool:
         names = self.specialisation.kernel.arg_names
         constants = {names[place[0]]: value for place, value in self.specialisation.constants.items()}
+        if "ROPE" in constants:
+            return any(constants[name] != constants[f"{name}_TILE"] for name in ("LATENT", "ROPE"))
         head_size = constants.get("HEAD_SIZE", constants.get("HEAD"))
         tile = constants.get("HEAD_TILE", constants.get("HEAD_PAD", head_size))
         return bool(head_size != tile + constants.get("REST", 0)) if head_size is not None else False

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from kvforge.worker.device.target import Target
 from kvforge.worker.kernels.registry import KERNELS, Kernel
 
-from . import attention, experts, latent_layers, layers, stored
+from . import attention, experts, latent_layers, latents, layers, stored
 from .compilation import Configuration
 
 Declared = Callable[[Target], list[Configuration]]
@@ -18,6 +18,10 @@ DECLARED: dict[tuple[str, str], Declared] = {
     ("attention.prefill_hopper", "prefill_hopper"): attention.hopper_configurations,
     ("attention.prefill_copy", "copy_kernel"): attention.copy_configurations,
     ("attention.write", "write_kernel"): attention.write_configurations,
+    ("attention.latent_decode", "latent_decode_kernel"): latents.decode_configurations,
+    ("attention.latent_decode", "latent_merge_kernel"): latents.merge_configurations,
+    ("attention.latent_prefill", "latent_prefill_kernel"): latents.prefill_configurations,
+    ("attention.latent_write", "latent_write_kernel"): latents.write_configurations,
     ("kernels.norm", "embed_norm_kernel"): layers.embed_configurations,
     ("kernels.norm", "add_norm_kernel"): layers.sum_configurations,
     ("kernels.norm", "head_norm_kernel"): layers.head_norm_configurations,

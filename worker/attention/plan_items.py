@@ -31,6 +31,15 @@ PREFILL_TILE = _item("row", "first_token", "position", "tokens", "row_start", "r
 # A page of a row to copy into a workspace, from position `first_token` of the row. row_start, row_length: as in a tile.
 PAGE_COPY = _item("row", "first_token", "row_length", "page", "row_start")
 
+# Numbers of parts that follow.
+LATENT_HEAD = _item("items")
+# Tokens [begin, end) of a row with latents, in parts of `part_tokens`. slot: where the result is stored for the merge;
+# -1: it is the row's result.
+LATENT_PART = _item("row", "begin", "end", "part_tokens", "slot")
+# Of each row: its results from `first_slot` on, `group` of them (or fewer, the last ones) to a group. slots: 0 in rows
+# without a merge.
+LATENT_MERGE = _item("first_slot", "slots", "group")
+
 
 def place(item: np.dtype[np.void], name: str) -> int:
     """Return the index of a field within an item, for kernels."""

@@ -27,6 +27,7 @@ from kvforge.worker.device.device import WAY_OUT, Device
 
 from .batch import Int32Array, PagedBatch
 from .interface import AttentionOptions, KvLayer, PagedAttention
+from .latent_plan import GROUP_MIN, PART_MIN
 from .quantised import dequantise, is_quantised
 from .reference import ReferenceAttention
 
@@ -122,6 +123,8 @@ def _checks(
 ) -> Iterator[tuple[str, Callable[[], str]]]:
     """Yield the kernels by name, each with a check that returns the fault, or ""."""
     decodes = [(max(blocks * block_size + more, 0), 1) for blocks, more in _DECODES]
+    if shape.latent:
+        decodes.append((PART_MIN * GROUP_MIN + 5, 1))  # a row of two groups
     prefills = [(max(blocks * block_size + more, 0), count) for blocks, more, count in _PREFILLS]
     mixed = [prefills[0], decodes[1], prefills[1], *decodes[2:4]]
 

@@ -26,7 +26,11 @@ from kvforge.worker.device.targets import current_target
 from .batch import Int32Array, IntArray, PagedBatch
 from .decode import DecodeWorkspace, decode_planner, paged_decode
 from .decode_plan import DecodePlanner
-from .interface import AttentionOptions, KvLayer, check_attend, check_rotary, check_write
+from .interface import AttentionOptions, KvLayer, check_attend, check_latents, check_rotary, check_write
+from .latent_decode import LatentWorkspace, latent_decode, latent_planner, latent_problem
+from .latent_plan import LatentPlanner
+from .latent_prefill import latent_prefill, latent_prefill_tokens
+from .latent_write import write_latents
 from .plan_items import FIELDS
 from .prefill import paged_prefill
 from .prefill_copy import PAGE, PAGES_MAX, copy_groups, plan_copies, workspace_for
@@ -78,6 +82,7 @@ class TritonAttention:
         self._needed: dict[Hashable, Callable[[PagedBatch], Int32Array]] = {}  # plans of this step so far
         self._current: weakref.ref[PagedBatch] | None = None
         self._workspaces: dict[tuple[int, int], list[DecodeWorkspace]] = {}
+        self._latent_workspaces: dict[tuple[int, int], list[LatentWorkspace]] = {}
         self._copies: dict[tuple[int | torch.dtype, ...], torch.Tensor] = {}
 
     def describe(
@@ -91,8 +96,9 @@ class TritonAttention:
     ) -> tuple[str, str]:
         """Implement `PagedAttention.describe`."""
         if latent:
-            reason = f"{PLAIN}: no kernel supports latents of {latent}"
-            return reason, reason
+            problem = latent_problem(latent, head_size - latent, kv_dtype, self._target)
+            text = f"{PLAIN}: {problem}" if problem else f"Triton, latents read once, tiles for {self._target.name}"
+            return text, text
         if not supports(head_size):
             reason = f"{PLAIN}: no kernel supports heads of {head_size}"
             return reason, reason
@@ -121,7 +127,13 @@ class TritonAttention:
 
     def write_latent(self, latents: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
         """Implement `PagedAttention.write_latent`."""
-        self._reference.write_latent(latents, layer, batch)
+        if self._latent_problem(layer):
+            self._reference.write_latent(latents, layer, batch)
+            return
+        check_latents(latents, layer, batch)
+        self._preload(batch)
+        latents = _placed(latents.to(layer.keys.dtype)[:, None])[:, 0]
+        write_latents(latents, layer.keys, batch.kv_slots_on_device, self._target)
 
     def write_rotated(
         self,
@@ -149,11 +161,11 @@ class TritonAttention:
     def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
         """Implement `PagedAttention.attend`."""
         check_attend(query, layer, batch, options)
-        if layer.latent or not supports(query.shape[2]):
+        if self._latent_problem(layer) if layer.latent else not supports(query.shape[2]):
             return self._reference.attend(query, layer, batch, options)
         self._preload(batch)
         dtype = _computed_in(query.dtype, layer)
-        output = torch.empty(query.shape, dtype=dtype, device=query.device)
+        output = torch.empty((*query.shape[:2], layer.values.shape[3]), dtype=dtype, device=query.device)
         self._attend(_placed(query.to(dtype)), layer, batch, options, output)
         return output.to(query.dtype)
 
@@ -185,6 +197,9 @@ class TritonAttention:
     ) -> None:
         """Prefill, after dequantising quantised rows with many new tokens if a faster kernel can serve them then."""
         heads, target = query.shape[1], self._target
+        if layer.latent:
+            self._prefill_latents(query, layer, tables, batch, options, output)
+            return
         shapes = [prefill_shape(heads, query.dtype, layer, options, target, copied) for copied in (False, True)]
         copies = is_quantised(layer.keys.dtype) and shapes[True].hopper
         group = heads // layer.keys.shape[2] if copies else 0
@@ -222,6 +237,9 @@ class TritonAttention:
     ) -> None:
         """Decode the rows of launch `number`."""
         count, heads, head_size = query.shape
+        if layer.latent:
+            self._decode_latents(query, layer, tables, batch, number, options, output)
+            return
         shape = (heads, layer.keys.shape[2], head_size, layer.keys.dtype, options.window)
         planner = decode_planner(count, *shape, self._target)
         plan = self._resident(batch, ("decode", number, *shape), partial(self._decode_plan, shape, number))
@@ -236,6 +254,54 @@ class TritonAttention:
             return _NOTHING
         lengths = batch.lengths[launches[number].at]
         return decode_planner(len(lengths), *shape, self._target).plan(lengths)
+
+    def _prefill_latents(
+        self,
+        query: torch.Tensor,
+        layer: KvLayer,
+        tables: torch.Tensor,
+        batch: PagedBatch,
+        options: AttentionOptions,
+        output: torch.Tensor,
+    ) -> None:
+        shape = query.shape[1], layer.latent, layer.keys.dtype
+        tokens = latent_prefill_tokens(*shape, self._target)
+        part = tokens, 0, 0
+        make = partial(_prefill_plan, *part, self._target.steady)
+        items = self._resident(batch, ("prefill", *part), make).view(-1, FIELDS)
+        query = query if query.stride(1) == query.shape[2] else query.contiguous()
+        latent_prefill(query, layer.keys, tables, items, output, options.scaling, self._target)
+
+    def _decode_latents(
+        self,
+        query: torch.Tensor,
+        layer: KvLayer,
+        tables: torch.Tensor,
+        batch: PagedBatch,
+        number: int,
+        options: AttentionOptions,
+        output: torch.Tensor,
+    ) -> None:
+        count, heads, head_size = query.shape
+        shape = heads, layer.latent, layer.keys.dtype
+        planner = latent_planner(count, *shape, self._target)
+        plan = self._resident(batch, ("latents", number, *shape), partial(self._latent_plan, shape, number))
+        query = query if query.stride(1) == head_size else query.contiguous()
+        workspace = self._latent_workspace(planner, heads, layer.latent, query.device)
+        arguments = query, layer.keys, tables, planner, plan, output, workspace, options.scaling
+        latent_decode(*arguments, self._target)
+
+    def _latent_plan(self, shape: tuple[int, int, torch.dtype], number: int, batch: PagedBatch) -> Int32Array:
+        """As `_decode_plan`."""
+        launches = _decodes_of(batch)
+        if number >= len(launches):
+            return _NOTHING
+        lengths = batch.lengths[launches[number].at]
+        return latent_planner(len(lengths), *shape, self._target).plan(lengths)
+
+    def _latent_problem(self, layer: KvLayer) -> str:
+        """Return why the reference serves a layer's latents; "" if kernels do."""
+        return latent_problem(layer.latent, layer.keys.shape[3] - layer.latent, layer.keys.dtype, self._target)
 
     def _preload(self, batch: PagedBatch) -> None:
         """Send the plans that the previous step needed, in one copy, before the batch is used otherwise."""
@@ -260,6 +326,16 @@ class TritonAttention:
             rows_max = 1 << (planner.rows_max - 1).bit_length()  # doubling bounds the waste
             made.append(DecodeWorkspace.allocate(replace(planner, rows_max=rows_max), heads, head_size, device))
         return replace(made[-1], partials=made[-1].partials[: planner.items_max])
+
+    def _latent_workspace(
+        self, planner: LatentPlanner, heads: int, latent: int, device: torch.device
+    ) -> LatentWorkspace:
+        """As `_workspace`."""
+        made = self._latent_workspaces.setdefault((heads, latent), [])
+        if not made or len(made[-1].partials) < planner.items_max:
+            rows_max = 1 << (planner.rows_max - 1).bit_length()
+            made.append(LatentWorkspace.allocate(replace(planner, rows_max=rows_max), heads, latent, device))
+        return made[-1]
 
 
 def _placed(numbers: torch.Tensor) -> torch.Tensor:

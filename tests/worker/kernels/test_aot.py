@@ -22,7 +22,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvforge.worker.attention import AttentionOptions, KvLayer, decode, prefill, prefill_copy, write
+from kvforge.worker.attention import (
+    AttentionOptions,
+    KvLayer,
+    decode,
+    latent_decode,
+    latent_prefill,
+    latent_write,
+    prefill,
+    prefill_copy,
+    write,
+)
 from kvforge.worker.attention.plan_items import FIELDS
 from kvforge.worker.attention.prefill_plan import prefill_shape
 from kvforge.worker.attention.quantised import is_quantised
@@ -49,11 +59,15 @@ LOCAL_BYTES_MAX = {"gfx90a": 0, "gfx942": 0, "gfx950": 0, "gfx1100": 96, "gfx115
 LOCAL_BYTES_MAX_LARGE = LOCAL_BYTES_MAX | {"gfx1100": 384, "gfx1151": 384, "gfx1201": 96}
 LOCAL_BYTES_MAX_LARGE_DECODE = LOCAL_BYTES_MAX | {"gfx1100": 544, "gfx1151": 560, "gfx1201": 128}  # with sinks
 LOCAL_BYTES_MAX_FLOAT32 = LOCAL_BYTES_MAX | {"gfx1100": 640, "gfx1151": 640, "gfx1201": 640}
+# Every wave takes the queries as one operand of 576 rows, and gfx11 takes it twice.
+LOCAL_BYTES_MAX_LATENT = LOCAL_BYTES_MAX | {"gfx1100": 912, "gfx1151": 912, "gfx1201": 160}
 # NVIDIA GPUs have 255: a few numbers spill where heads are large, or a tile was tuned on a device ("": elsewhere).
 NVIDIA_LOCAL_BYTES_MAX = {
     "decode": {"sm_90": 248, "": 96},  # the maximum is float32, and 32 query heads of a quantised KV head
     "prefill": {"sm_80": 64, "sm_86": 40, "sm_89": 40, "sm_90": 56, "sm_100": 80, "sm_120": 40, "": 32},
     "hopper": {"": 48},  # the copying warp has few registers
+    "latent decode": {"sm_90": 128},  # the sums of a part and of its group, beside the addresses of 64 tokens
+    "latent prefill": {"sm_90": 128},
     "write": {"": 16},
     "rotary": {"": 32},  # digits of pi for cos and sin of large angles
     "sum of 4": {"sm_120": 16},  # 16 numbers of 16,384 a thread
@@ -116,6 +130,8 @@ def _within_nvidias(compiled: Compiled, target: Target) -> None:
 
 def _local_bytes_max(compiled: Compiled) -> int:
     name, label = compiled.target, compiled.label
+    if label.startswith(("latent decode", "latent prefill")):
+        return LOCAL_BYTES_MAX_LATENT[name]
     if not label.startswith(("decode", "prefill", "write")):
         return 0
     if "fp32" in label:
@@ -225,6 +241,8 @@ def test_whatever_is_launched_was_compiled(name: str) -> None:
     with recorded(target) as made:
         for _ in range(2000):
             launch(target, random)
+        for _ in range(500):
+            launch_latents(target, random)
         for _ in range(2000 if target.hopper else 0):
             launch_on_hopper(target, random)
     declared = (configuration for kernel in ATTENTION for configuration in configurations_of(kernel, target))
@@ -272,6 +290,33 @@ def launch(target: Target, random: Random) -> None:
         write.write_kv(whole_query, key, key, angles, angles, layer, slots, target)
 
 
+def launch_latents(target: Target, random: Random) -> None:
+    """Launch attention over latents of every kind, as TritonAttention does, for a supported model."""
+    dtype = random.choice((torch.bfloat16, torch.float16, torch.float32))
+    latent, rope = random.choice((512, 256, 8 * random.randint(1, 64))), random.choice((64, 32, 8))
+    if latent_decode.latent_problem(latent, rope, dtype, target):
+        return
+    heads, rows, block_size = (
+        random.choice((1, 16, 20, 64, 128)),
+        random.choice((1, 3, 64, 500)),
+        random.choice((8, 16)),
+    )
+    blocks = random.choice((9, 2**31 // (block_size * (latent + rope) * dtype.itemsize) + random.choice((0, 1))))
+    planner = latent_decode.latent_planner(rows, heads, latent, dtype, target)
+    workspace = latent_decode.LatentWorkspace.allocate(planner, heads, latent, torch.device("meta"))
+    with torch.device("meta"):
+        cache = torch.empty((blocks, block_size, 1, latent + rope), dtype=dtype)
+        query = torch.empty((rows, heads, latent + rope), dtype=dtype)
+        output = torch.empty((rows, heads, latent), dtype=dtype)
+        table = torch.empty((rows + 1, random.choice((1, 7, 8, 16))), dtype=torch.int32)[random.randint(0, 1) :]
+        plan, items = torch.empty(planner.size, dtype=torch.int32), torch.empty((rows, FIELDS), dtype=torch.int32)
+        latent_decode.latent_decode(query, cache, table, planner, plan, output, workspace, 0.1, target)
+        latent_prefill.latent_prefill(query, cache, table, items, output, 0.1, target)
+        numbers = torch.empty((rows, latent + rope + random.choice((0, 8))), dtype=dtype)[:, : latent + rope]
+        slots = torch.empty(rows + 1, dtype=torch.int32)[random.randint(0, 1) :]
+        latent_write.write_latents(numbers, cache, slots, target)
+
+
 def launch_on_hopper(target: Target, random: Random) -> None:
     """Launch a prompt of a 16-bit model, with K and V in place, or quantised and copied to a workspace first."""
     model = random.choice((torch.bfloat16, torch.float16))
@@ -302,9 +347,10 @@ def test_every_declared_kernel_has_its_configurations(name: str) -> None:
     target = TARGETS[name]
     for kernel in KERNELS:
         runs = target.hopper or not kernel.hopper
-        # Without matrix instructions torch computes the products, and weights in codes are refused. Experts run by
-        # their kernels everywhere.
-        if kernel.name in ("linear_kernel", "project_kernel") or ".kernels.stored" in kernel.module:
+        # Without matrix instructions torch computes the products and attention over latents, and weights in codes are
+        # refused. Experts run by their kernels everywhere.
+        needs_matrix = kernel.name in ("linear_kernel", "project_kernel") or ".kernels.stored" in kernel.module
+        if needs_matrix or ".attention.latent_" in kernel.module:
             runs = bool(target.matrix)
         made = configurations_of(kernel, target)
         assert bool(made) == runs, f"{kernel.module}.{kernel.name} for {name}"

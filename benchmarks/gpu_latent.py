@@ -1,0 +1,218 @@
+"""Memory bandwidth of paged decode attention over latents, and operations a second of prefill attention.
+
+    python -m benchmarks.gpu_latent [--json FILE] [--repeats 20] [--heads 16 128] [--rows 1 16 64] [--prefill] [--sweep]
+
+The attention of one layer of DeepSeek-V2 or V3: latents of 512 numbers and rotary keys of 64, stored once for a token,
+bfloat16, blocks of 16 tokens in random order. 16 query heads are those of DeepSeek-V2-Lite, or of V3 on eight ranks. A
+graph holds many calls, each on the next of several pools, so that no pool is still in the L2 cache when its turn comes
+again.
+
+Share: bytes of the latents / time / read bandwidth, which `gpu_roof` measures in the same run. Error: greatest
+difference from attention in float64 over the same latents, for two rows, relative to the greatest number of the result.
+Empty: time of a call whose rows have no tokens, which launches both kernels for nothing.
+
+`--sweep` times other tiles. Their bits differ from those of the serving tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import triton
+
+from kvforge.worker.attention import latent_decode as serving
+from kvforge.worker.attention.latent_decode import LatentWorkspace, latent_decode, latent_planner
+from kvforge.worker.attention.latent_prefill import latent_prefill, latent_prefill_tokens
+from kvforge.worker.attention.latent_tiles import LatentTiles, decode_tiles
+from kvforge.worker.attention.plan_items import FIELDS
+from kvforge.worker.attention.prefill_plan import plan_prefill
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.device.target import Target
+from kvforge.worker.device.targets import current_target
+
+from .gpu_roof import Roof, measure_roof
+from .gpu_timing import captured_in_turn, medians_us
+from .report import report
+
+LATENT, ROPE, BLOCK_SIZE = 512, 64, 16
+LENGTHS = (1024, 4096, 16_384)
+POOLS_BYTES_MIN = 1 << 29
+SCALING = 192**-0.5
+PREFILLS = ((1, 2048, 0), (1, 8192, 0), (4, 512, 7680))  # rows, new tokens, tokens before
+SWEPT = ((4, 8), (2, 3, 4), (1, 2))  # warps, stages, programs of a multiprocessor
+
+
+@dataclass
+class Setup:
+    """Pools [blocks, BLOCK_SIZE, 1, LATENT + ROPE] of one case, and its rows' blocks."""
+
+    pools: list[torch.Tensor]
+    query: torch.Tensor
+    tables: torch.Tensor
+    length: int
+
+    @property
+    def bytes_read(self) -> int:
+        return len(self.tables) * self.length * (LATENT + ROPE) * self.query.itemsize
+
+    @classmethod
+    def make(cls, rows: int, length: int, heads: int, device: torch.device, tokens: int = 0) -> Setup:
+        """Return pools, and queries of one token of each row, or of `tokens` tokens in all."""
+        width = -(-length // BLOCK_SIZE)
+        generator = torch.Generator(device).manual_seed(rows * length)
+        tables = torch.randperm(rows * width, generator=generator, device=device, dtype=torch.int32).view(rows, width)
+        shape = (rows * width, BLOCK_SIZE, 1, LATENT + ROPE)
+        count = max(2, -(-POOLS_BYTES_MIN // (int(np.prod(shape)) * 2)))
+        pools = [torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)]
+        pools += [pools[0].clone() for _ in range(count - 1)]
+        query = torch.empty((tokens or rows, heads, LATENT + ROPE), dtype=torch.bfloat16, device=device)
+        return cls(pools, query.normal_(generator=generator), tables, length)
+
+    def error(self, output: torch.Tensor) -> float:
+        """Return the error of output [rows, heads, LATENT], as the module's docstring defines it."""
+        worst = 0.0
+        for row in (0, len(self.tables) - 1):
+            latents = self.pools[0][self.tables[row].long()].flatten(0, 2)[: self.length].double()
+            weights = (self.query[row].double() @ latents.T * SCALING).softmax(-1)
+            want = weights @ latents[:, :LATENT]
+            worst = max(worst, float((output[row].double() - want).abs().max() / want.abs().max()))
+        return worst
+
+
+class Decode:
+    """Calls of `latent_decode` on the pools of a setup. empty: without tokens."""
+
+    def __init__(self, setup: Setup, target: Target, empty: bool = False) -> None:
+        self.setup, self.target = setup, target
+        (rows, heads, _), device = setup.query.shape, setup.query.device
+        self.planner = latent_planner(rows, heads, LATENT, setup.query.dtype, target)
+        plan = self.planner.plan(np.full(rows, 0 if empty else setup.length))
+        self.items, self.plan = int(plan[0]), torch.from_numpy(plan).to(device)
+        self.workspace = LatentWorkspace.allocate(self.planner, heads, LATENT, device)
+        self.output = torch.zeros((rows, heads, LATENT), dtype=setup.query.dtype, device=device)
+
+    def __call__(self, pool: int) -> torch.Tensor:
+        arguments = self.setup.query, self.setup.pools[pool], self.setup.tables, self.planner, self.plan
+        latent_decode(*arguments, self.output, self.workspace, SCALING, self.target)
+        return self.output
+
+
+def measure(rows: int, length: int, heads: int, device: Device, target: Target, repeats: int) -> dict[str, Any]:
+    """Time one case of decodes, in us."""
+    setup = Setup.make(rows, length, heads, device.torch_device)
+    calls = {"us": Decode(setup, target), "empty_us": Decode(setup, target, empty=True)}
+    graphs = {name: captured_in_turn(device, call, len(setup.pools)) for name, call in calls.items()}
+    found: dict[str, Any] = {"case": f"{rows} x {length}", "heads": heads, "bytes": setup.bytes_read}
+    found |= medians_us(device, graphs, repeats)
+    found |= {"items": calls["us"].items, "error": setup.error(calls["us"](0))}
+    return found
+
+
+def measure_prefill(
+    rows: int, new: int, before: int, heads: int, device: Device, target: Target, repeats: int
+) -> dict[str, Any]:
+    """Time one case of prefills, in us. Operations are those of the absorbed form, causal ones only."""
+    setup = Setup.make(rows, before + new, heads, device.torch_device, rows * new)
+    starts, counts = np.full(rows, before), np.full(rows, new)
+    tokens = latent_prefill_tokens(heads, LATENT, setup.query.dtype, target)
+    items = plan_prefill(starts, counts, np.arange(rows + 1) * new, tokens)
+    items_on = torch.from_numpy(items).to(setup.query.device).view(-1, FIELDS)
+    output = torch.empty((rows * new, heads, LATENT), dtype=setup.query.dtype, device=setup.query.device)
+
+    def call(pool: int) -> None:
+        latent_prefill(setup.query, setup.pools[pool], setup.tables, items_on, output, SCALING, target)
+
+    us = medians_us(device, {"": captured_in_turn(device, call, len(setup.pools))}, repeats)[""]
+    seen = rows * sum(range(before + 1, before + new + 1))
+    flops = 2 * seen * heads * (2 * LATENT + ROPE)
+    return {"case": f"{rows} x {new} after {before}", "heads": heads, "us": us, "tflops": flops / us / 1e6}
+
+
+@contextmanager
+def using(tiles: LatentTiles) -> Iterator[None]:
+    """Decode with these tiles."""
+    with patch.object(serving, "decode_tiles", lambda *_: tiles):
+        yield
+
+
+def sweep(device: Device, target: Target, arguments: argparse.Namespace) -> None:
+    """Print the times of other tiles."""
+    for heads, rows in itertools.product(arguments.heads, arguments.rows):
+        setup = Setup.make(rows, 4096, heads, device.torch_device)
+        tiles = decode_tiles(heads, LATENT, torch.bfloat16, target)
+        for values in itertools.product(*SWEPT):
+            warps, stages, programs = values
+            chosen = replace(tiles, warps=warps, stages=stages, programs=programs)
+            with using(chosen):
+                try:
+                    call = Decode(setup, target)
+                    graph = captured_in_turn(device, call, len(setup.pools))
+                    us = medians_us(device, {"": graph}, arguments.repeats)[""]
+                    print(f"{rows} x 4096, {heads} heads, {chosen}: {us:.1f} us, {call.items} items", flush=True)
+                except (triton.runtime.errors.OutOfResources, RuntimeError) as error:
+                    print(f"{rows} x 4096, {heads} heads, {chosen}: {error}", flush=True)
+
+
+def _row(result: dict[str, Any], roof: Roof) -> list[str]:
+    rate = result["bytes"] / result["us"] * 1e6
+    result["share"] = rate / roof.read_bytes
+    us = (f"{result['us']:.1f}", f"{result['empty_us']:.1f}")
+    return [
+        f"{result['case']}, {result['heads']} heads", *us, f"{rate / 1e9:.0f}", f"{100 * result['share']:.1f} %",
+        str(result["items"]), f"{result['error']:.1e}",
+    ]  # fmt: skip
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--heads", type=int, nargs="+", default=[16, 128])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--prefill", action="store_true", help="time prefills too")
+    parser.add_argument("--sweep", action="store_true", help="time other tiles of decodes as well")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmarks.gpu_latent needs a CUDA or HIP device", file=sys.stderr)
+        return 1
+    device = open_device("auto")
+    target = current_target(device)
+    roof = measure_roof(device)
+    decodes, rows = [], []
+    for heads, count, length in itertools.product(arguments.heads, arguments.rows, LENGTHS):
+        decodes.append(measure(count, length, heads, device, target, arguments.repeats))
+        rows.append(_row(decodes[-1], roof))
+        print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
+        device.release_cached()
+    prefills = [
+        measure_prefill(*case, heads, device, target, arguments.repeats)
+        for case, heads in itertools.product(PREFILLS if arguments.prefill else (), arguments.heads)
+    ]
+    where = {"gpu": device.name, "read_tb_per_s": round(roof.read_bytes / 1e12, 3), "triton": triton.__version__}
+    header = ["rows x tokens", "us", "empty us", "GB/s", "share", "items", "error"]
+    document = {**where, "decodes": decodes, "prefills": prefills}
+    report("Decode attention over latents, 512 + 64 numbers", header, rows, document, arguments.json)
+    print(", ".join(f"{key} {value}" for key, value in where.items()))
+    for each in prefills:
+        share = each["tflops"] * 1e12 / roof.flops
+        print(
+            f"prefill {each['case']}, {each['heads']} heads: {each['us']:.0f} us, {each['tflops']:.0f} TFLOP/s,", end=""
+        )
+        print(f" {100 * share:.0f} % of a matrix product's")
+    if arguments.sweep:
+        sweep(device, target, arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
