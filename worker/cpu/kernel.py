@@ -15,13 +15,14 @@ the contents of these files.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
 from importlib import import_module
 from operator import itemgetter
@@ -36,6 +37,7 @@ from kvforge.protocol.errors import KvforgeError
 
 CAPABILITIES = ("AVX2", "AVX512")  # CPU capabilities by torch's names
 SHARED_FILES = ("cpu/vector.py", "cpu/rows.py", "cpu/kernel.py", "random_constants.py")  # in the worker's package
+OTHERS_S = 60.0  # the longest wait for another process that compiles kernels of the same file
 OPTIONS = {"error_model": "numpy"}  # a kernel cannot raise
 log = logging.getLogger("worker")
 
@@ -112,7 +114,8 @@ class CpuKernel:
         """
         for _ in range(2):
             try:
-                return self._compile(folder)
+                with _alone_in(folder):
+                    return self._compile(folder)
             except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes, a full disk OSError
                 log.warning(
                     "cannot load or store CPU kernel %s in the cache: %s: %s", self.name, type(error).__name__, error
@@ -220,6 +223,27 @@ def _parallel() -> Callable[[int, int, int, int], None] | None:
         return found
     log.warning("torch is not linked with an OpenMP library: CPU kernels run on one thread")
     return None
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Lock a folder of kernels, so that of processes that start together one compiles and the others load.
+
+    The lock saves work and guards nothing: after OTHERS_S, or where a file system has no locks, it is not waited for.
+    """
+    descriptor, deadline = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), time.monotonic() + OTHERS_S
+    try:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.02)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @lru_cache(maxsize=16)

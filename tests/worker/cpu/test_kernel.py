@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import pickle
 import resource
@@ -167,6 +168,38 @@ def test_what_is_compiled_is_kept_where_that_is_possible(tmp_path: Path, monkeyp
     kernel = CpuKernel(count_tickets, "counts last")
     kernel(1, counts=counts.data_ptr(), last=10)
     assert kernel._compiled.cache_hits == 0 and int(counts) == 30
+    forget()
+
+
+def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is locked while one compiles; a process that holds it for too long is not waited for."""
+    monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))
+    forget()
+    compile_kernel, locked = CpuKernel._compile, []
+
+    def compile_and_look(kernel: CpuKernel, folder: Path | None) -> Any:
+        assert folder is not None
+        other = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked.append(False)
+        except BlockingIOError:
+            locked.append(True)
+        finally:
+            os.close(other)
+        return compile_kernel(kernel, folder)
+
+    monkeypatch.setattr(CpuKernel, "_compile", compile_and_look)
+    assert CpuKernel(count_tickets, "counts last")._compiled.cache_hits == 0
+    (index,) = tmp_path.rglob("*.nbi")
+    held = os.open(next(path for path in index.parents if path.parent.name == "numba"), os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        monkeypatch.setattr(cpu_kernel, "OTHERS_S", 0.05)
+        assert CpuKernel(count_tickets, "counts last")._compiled.cache_hits == 1
+    finally:
+        os.close(held)
+    assert locked == [True, True]
     forget()
 
 
