@@ -148,6 +148,19 @@ class Service:
             raise NotReady(f"no model is served yet: {self._reason}")
         return Generation(self._streams, wanted, bell)
 
+    def client_of(self, replica: str) -> AsyncClient:
+        """Return the client of the coordinator, or of a replica by its name.
+
+        Raises:
+            NotReady: There is no such replica any more.
+        """
+        if self._client is not None:
+            return self._client
+        for one in self.fleet.replicas if self.fleet is not None else ():
+            if one.name == replica:
+                return one.client
+        raise NotReady(f"there is no replica {replica!r} any more")
+
     async def load(self, within_s: float) -> Load | None:
         """Return the load; None if no coordinator answers within a time."""
         if self.fleet is not None:

@@ -95,8 +95,8 @@ class Conversations:
     async def _create(self, request: Request, caller: Caller) -> Response:
         asked = body.decoded(CREATE, await self._read(request), self._ignored(request))
         name = new_id("conv")
-        stored = StoredConversation(metadata=_checked(asked.metadata), created_at=int(time.time()))
-        items = _items(asked.items or [])
+        stored = StoredConversation(metadata=checked_metadata(asked.metadata), created_at=int(time.time()))
+        items = checked_items(asked.items or [])
         await self._stored.storage.apply(*self._stored.put_conversation(caller.tenant, name, stored, items))
         return JSONResponse(
             {"id": name, "object": CONVERSATION, "created_at": stored.created_at, "metadata": stored.metadata}
@@ -108,7 +108,7 @@ class Conversations:
 
     async def _update(self, request: Request, caller: Caller) -> Response:
         asked = body.decoded(UPDATE, await self._read(request), self._ignored(request))
-        name, metadata = request.path_params["conversation_id"], _checked(asked.metadata)
+        name, metadata = request.path_params["conversation_id"], checked_metadata(asked.metadata)
         for left in reversed(range(UPDATE_TRIES)):
             document, shown = await self._stored.conversation(caller.tenant, name)
             stored = msgspec.structs.replace(decoded_conversation(document), metadata=metadata)
@@ -130,8 +130,12 @@ class Conversations:
         return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
 
     async def _list(self, request: Request, caller: Caller) -> Response:
+        return await self.list_items(request, caller, request.path_params["conversation_id"])
+
+    async def list_items(self, request: Request, caller: Caller, name: str) -> Response:
+        """List the items of a conversation."""
         page = Page.of(request.query_params)
-        document, _ = await self._stored.conversation(caller.tenant, request.path_params["conversation_id"])
+        document, _ = await self._stored.conversation(caller.tenant, name)
         key = self._key(caller, document.id)
         if page.after:
             (there,) = await self._stored.storage.apply(GetEntry(**key, entry=page.after))
@@ -144,9 +148,17 @@ class Conversations:
         return JSONResponse(listed(items[: page.limit], more=len(items) > page.limit))
 
     async def _add(self, request: Request, caller: Caller) -> Response:
+        return await self.add_items(request, caller, request.path_params["conversation_id"])
+
+    async def add_items(
+        self, request: Request, caller: Caller, name: str, kind: str = CONVERSATION, prefix: str = ""
+    ) -> Response:
+        """Append items to a conversation, or to a session: `kind` is its name in errors, `prefix` that of its id."""
         asked = body.decoded(ADD, await self._read(request), self._ignored(request))
-        document, _ = await self._stored.conversation(caller.tenant, request.path_params["conversation_id"])
-        items = _items(asked.items)
+        if not name.startswith(prefix):
+            raise NoSuchObject(kind, name)
+        document, _ = await self._stored.conversation(caller.tenant, name, kind=kind)
+        items = checked_items(asked.items)
         await self._stored.storage.apply(self._stored.append(caller.tenant, document.id, items))
         return JSONResponse(listed(items, more=False))
 
@@ -180,13 +192,18 @@ class Conversations:
         return notes_of(request.scope).start(strict=self._settings.strict_fields)
 
 
-def _items(given: list[Item]) -> list[dict[str, Any]]:
+def checked_items(given: list[Item]) -> list[dict[str, Any]]:
+    """Return new items with ids.
+
+    Raises:
+        InvalidRequest: Names `items`: they are too many.
+    """
     if len(given) > ITEMS_MAX:
         raise InvalidRequest("items", f"has {len(given)} items; the limit is {ITEMS_MAX}")
     return input_items(given, new_id(""))
 
 
-def _checked(metadata: dict[str, Any] | None) -> dict[str, Any]:
+def checked_metadata(metadata: dict[str, Any] | None) -> dict[str, Any]:
     """Return metadata within OpenAI's limits.
 
     Raises:

@@ -18,6 +18,7 @@ from kvforge.protocol.errors import Conflict, InvalidRequest, KeyReused
 
 from .background import Background
 from .background_run import Run
+from .kept import forget
 from .paging import Page, whole_number
 from .response_streams import EndedEvents, OthersEvents, OwnEvents
 from .responses import Responses, response_failed
@@ -101,8 +102,10 @@ class StoredResponses:
 
     async def _delete(self, request: Request, caller: Caller) -> Response:
         name = request.path_params["response_id"]
-        await self._cancelled(caller.tenant, name)
+        stored = await self._cancelled(caller.tenant, name)
         await self._stored.delete_response(caller.tenant, name)
+        if stored.kept is not None:
+            await forget(self._background.service, stored.kept)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def _cancel(self, request: Request, caller: Caller) -> Response:

@@ -33,6 +33,7 @@ from .call import Call
 from .conversations import Conversations
 from .request_body import Chat, Completion
 from .response_routes import StoredResponses
+from .sessions import Sessions
 
 JSON = "application/json"
 
@@ -65,6 +66,7 @@ class OpenAI:
         self._service, self._settings = service, settings
         self._stored = background.stored if background is not None else None
         self._kept = StoredResponses(background.stored, background, settings) if background is not None else None
+        self._sessions = Sessions(background.stored, background, settings) if background is not None else None
 
     def routes(self, guard: Guard) -> list[Route]:
         """Return all routes."""
@@ -80,6 +82,7 @@ class OpenAI:
         stored: list[Route] = []
         if self._kept is not None and self._stored is not None:
             stored = [*self._kept.routes(guard), *Conversations(self._stored, self._settings).routes(guard)]
+            stored += self._sessions.routes(guard) if self._sessions is not None else []
         return [
             *stored,
             *(Route(path, guard(handler), methods=["POST"]) for path, handler in posts.items()),

@@ -35,12 +35,13 @@ from kvforge.gateway.storage import (
 )
 from kvforge.protocol.errors import CapacityExceeded, InvalidRequest, NotFound
 
-from .kept import KeptSequence
+from .kept import KeptSequence, decoded_kept
 from .responses_body import Create, Item
 from .unimplemented_fields import READ_IF, UNIMPLEMENTED
 
 RESPONSE, CONVERSATION = "response", "conversation"
 ITEMS, TOKENS, KEPT, REFERENCE = "items", "tokens", "kept", "item_reference"
+SESSION_PREFIX = "sess"  # of the ids of conversations that are sessions
 ID_LENGTH_MAX = 200
 CONTEXT_BYTES_MAX = 64 << 20
 CONTEXT_ITEMS_MAX = 20_000
@@ -109,16 +110,24 @@ class Context(NamedTuple):
 
 
 class StoredConversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation; its items are entries."""
+    """A conversation; its items are entries.
+
+    Attributes:
+        metadata: As its client gave it.
+        created_at: Seconds since 1970.
+        parent: The session that it was forked from, or "".
+        shared: Forks use the sequences of its responses too.
+    """
 
     metadata: dict[str, Any] = {}
     created_at: int = 0
+    parent: str = ""
+    shared: bool = False
 
 
 encode = msgspec.json.encode  # MessagePack has no integers beyond 64 bits
 _RESPONSE = msgspec.json.Decoder(StoredResponse)
 _CONVERSATION = msgspec.json.Decoder(StoredConversation)
-_KEPT = msgspec.json.Decoder(KeptSequence)
 
 
 class NoSuchObject(NotFound):
@@ -193,21 +202,24 @@ class Stored:
         appended = self.append(tenant, stored.conversation, [*stored.input, *body["output"]])
         if stored.kept is None:
             return [put, appended]
-        entry = Entry(body["id"], encode(stored.kept))
+        kept = msgspec.structs.replace(stored.kept, response_id=body["id"], item=body["output"][-1]["id"])
+        entry = Entry(body["id"], encode(kept))
         conversation: dict[str, Any] = {"tenant": tenant, "kind": CONVERSATION, "id": stored.conversation}
         return [put, appended, Append(**conversation, name=KEPT, entries=[entry], skip=True)]
 
     # ----------------------------------------------------------------------------------------------- conversations
 
-    async def conversation(self, tenant: str, name: str, field: str | None = None) -> tuple[Document, ItemBody]:
-        """Return a conversation, and how a client reads it.
+    async def conversation(
+        self, tenant: str, name: str, field: str | None = None, kind: str = CONVERSATION
+    ) -> tuple[Document, ItemBody]:
+        """Return a conversation, and how a client reads it. `kind` is its name in errors.
 
         Raises:
             NoSuchObject: There is none.
         """
         (document,) = await self.storage.apply(Get(tenant=tenant, kind=CONVERSATION, id=known_id(CONVERSATION, name)))
         if not isinstance(document, Document):
-            raise NoSuchObject(CONVERSATION, name, field)
+            raise NoSuchObject(kind, name, field)
         return document, conversation_body(document)
 
     def put_conversation(
@@ -292,7 +304,7 @@ class Stored:
             Read(**conversation, name=KEPT, limit=1, descending=True),
         )
         assert isinstance(entries, list) and isinstance(last, list)
-        kept = [_KEPT.decode(entry.body) for entry in last if isinstance(entry, Entry)]
+        kept = [decoded_kept(entry.body) for entry in last if isinstance(entry, Entry)]
         items = [msgspec.json.decode(entry.body) for entry in entries if isinstance(entry, Entry)]
         return Context(items, kept[0] if kept else None)
 

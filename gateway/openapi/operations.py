@@ -17,7 +17,7 @@ from kvforge.gateway.batches.files import FILES_MAX
 from kvforge.gateway.http.errors import ANTHROPIC, OPENAI, api_of
 from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.http.keys import KEY_HEADER, RESUME_HEADER, SESSION_HEADER
-from kvforge.gateway.openai import chat, completions, conversations, responses, tokens
+from kvforge.gateway.openai import chat, completions, conversations, responses, sessions, tokens
 from kvforge.gateway.openai.paging import LIMIT_MAX
 from kvforge.gateway.page import actions
 
@@ -91,6 +91,10 @@ _MODEL = _object(id=STRING, object={"const": "model"}, created=INTEGER, owned_by
 _ITEM = _object(id=STRING, type=STRING)
 _RESPONSE = _object(id=STRING, object={"const": "response"}, status=STRING, output=_list(_object(type=STRING)))
 _CONVERSATION = _object(id=STRING, object={"const": "conversation"}, created_at=INTEGER, metadata=ANY)
+_SESSION_OBJECT = _object(
+    id=STRING, object={"const": "session"}, created_at=INTEGER, metadata=ANY, parent=ANY, tokens=INTEGER
+)
+_SESSION_ID = Parameter("session_id", "path", "The id of a session.")
 _DELETED = _object(id=STRING, object=STRING, deleted={"const": True})
 _PAGE_OF_ITEMS = _object(object={"const": "list"}, data=_list(_ITEM), has_more={"type": "boolean"})
 _RESPONSE_ID = Parameter("response_id", "path", "The id of a stored response.")
@@ -235,6 +239,74 @@ OPERATIONS = (
         "Delete an item of a conversation.",
         answers=_whole(_CONVERSATION),
         parameters=(_CONVERSATION_ID, _ITEM_ID),
+    ),
+    Operation("post", "/v1/sessions", "Create a session.", sessions.CREATE, _whole(_SESSION_OBJECT)),
+    Operation(
+        "get",
+        "/v1/sessions",
+        "List the sessions.",
+        answers=_whole(_object(object={"const": "list"}, data=_list(_SESSION_OBJECT), has_more={"type": "boolean"})),
+        parameters=_PAGING,
+    ),
+    Operation(
+        "get",
+        "/v1/sessions/{session_id}",
+        "Read a session.",
+        answers=_whole(_SESSION_OBJECT),
+        parameters=(_SESSION_ID,),
+    ),
+    Operation(
+        "delete",
+        "/v1/sessions/{session_id}",
+        "Delete a session; its forks and responses stay.",
+        answers=_whole(_DELETED),
+        parameters=(_SESSION_ID,),
+    ),
+    Operation(
+        "get",
+        "/v1/sessions/{session_id}/items",
+        "List the items of a session.",
+        answers=_whole(_PAGE_OF_ITEMS),
+        parameters=(_SESSION_ID, *_PAGING),
+    ),
+    Operation(
+        "post",
+        "/v1/sessions/{session_id}/items",
+        "Append items to a session.",
+        conversations.ADD,
+        _whole(_PAGE_OF_ITEMS),
+        (_SESSION_ID,),
+    ),
+    Operation(
+        "post",
+        "/v1/sessions/{session_id}/fork",
+        "Create sessions with the same items.",
+        sessions.FORK,
+        _whole(_object(object={"const": "list"}, data=_list(_SESSION_OBJECT))),
+        (_SESSION_ID,),
+    ),
+    Operation(
+        "post",
+        "/v1/sessions/{session_id}/rewind",
+        "Remove the items behind one, or behind a number of tokens.",
+        sessions.REWIND,
+        _whole(_SESSION_OBJECT),
+        (_SESSION_ID,),
+    ),
+    Operation(
+        "post",
+        "/v1/sessions/{session_id}/pin",
+        "Keep the tokens and KV of a session for a time.",
+        sessions.PIN,
+        _whole(_SESSION_OBJECT),
+        (_SESSION_ID,),
+    ),
+    Operation(
+        "get",
+        "/v1/sessions/{session_id}/explain",
+        "Explain who holds the blocks of a session, and why its responses wait.",
+        answers=_whole(_object(id=STRING, object={"const": "session.explanation"}, sequence=ANY, requests=_list(ANY))),
+        parameters=(_SESSION_ID,),
     ),
     Operation("post", "/v1/embeddings", "Refused: this service generates text."),
     Operation(

@@ -33,6 +33,7 @@ from kvforge.protocol.messages import (
     GetStats,
     GetTokens,
     Health,
+    KeepSequence,
     ListRequests,
     Message,
     PrefixFound,
@@ -43,6 +44,7 @@ from kvforge.protocol.messages import (
     RemoveSequences,
     RequestInfo,
     RequestList,
+    Rewind,
     SequenceInfo,
     SequenceTokens,
     Stats,
@@ -108,6 +110,21 @@ def fork(sequence: SequenceRef, count: int) -> Exchange[tuple[CachedSequence, ..
         Forked,
         lambda reply: tuple(CachedSequence(child, tenant) for child in reply.sequence_ids.tolist()),
     )
+
+
+def rewind(sequence: SequenceRef, length: int) -> Exchange[SequenceInfo]:
+    """Return the exchange that cuts a sequence off behind its first `length` tokens."""
+    wanted, tokens_left = sequence_id(sequence), whole("length", length, 0, INT32_MAX)
+    return Exchange(lambda rid: Rewind(rid=rid, sequence_id=wanted, length=tokens_left), SequenceInfo, _itself)
+
+
+def keep(sequence: SequenceRef, idle_ttl_s: float) -> Exchange[SequenceInfo]:
+    """Return the exchange that sets the time to live of a sequence."""
+    wanted = sequence_id(sequence)
+    ttl_ms = math.ceil(number("idle_ttl_s", idle_ttl_s, 0, TTL_S_MAX) * 1000)
+    if not ttl_ms:
+        raise InvalidRequest("idle_ttl_s", f"is 0; it must be above 0 and at most {TTL_S_MAX} s")
+    return Exchange(lambda rid: KeepSequence(rid=rid, sequence_id=wanted, idle_ttl_ms=ttl_ms), SequenceInfo, _itself)
 
 
 def info(sequence: SequenceRef) -> Exchange[SequenceInfo]:

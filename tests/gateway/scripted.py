@@ -38,7 +38,7 @@ from kvforge.gateway.page.routes import routes as page_routes
 from kvforge.gateway.parse import choose
 from kvforge.gateway.storage import Storage
 from kvforge.gateway.text.inline import InlineText, NoTexts
-from kvforge.protocol.errors import Conflict, KvforgeError
+from kvforge.protocol.errors import Conflict, KvforgeError, SequenceNotFound
 from kvforge.protocol.messages import Ended, Explanation, Int32Array, ModelInfo, Timings
 from kvforge.text.tokenizer import Tokenizer
 
@@ -69,6 +69,39 @@ def tokenizer(template: str = HERMES) -> Tokenizer:
     return Tokenizer(made, NAME)
 
 
+class KeptSequences:
+    """A fake of the part of `AsyncClient` that works on kept sequences.
+
+    removed: those that were removed. kept: the time that each was given. gone: those that do not exist any more.
+    """
+
+    def __init__(self) -> None:
+        self.removed: list[int] = []
+        self.kept: dict[int, float] = {}
+        self.gone: set[int] = set()
+
+    def _check(self, sequence: int) -> None:
+        if sequence in self.gone:
+            raise SequenceNotFound(sequence, "its place was needed")
+
+    async def remove(self, sequence: int) -> int:
+        """Note the sequence."""
+        self._check(sequence)
+        self.removed.append(sequence)
+        return 1
+
+    async def keep(self, sequence: int, idle_ttl_s: float) -> None:
+        """Note the time."""
+        self._check(sequence)
+        self.kept[sequence] = idle_ttl_s
+
+    async def explain(self, *, sequence: int = 0, request: int = 0) -> Explanation:
+        """Explain anything."""
+        self._check(sequence)
+        subject = f"sequence {sequence}" if sequence else f"request {request}"
+        return Explanation(rid=1, subject=subject, sentences=("It is so.",), facts={})
+
+
 @dataclass
 class Script:
     """The outcome of requests.
@@ -97,6 +130,7 @@ class Script:
     keyed: dict[str, tuple[Stream, list[int], str]] = field(default_factory=dict)
     next_id: int = FIRST_ID
     keeps: int = 0
+    sequences: KeptSequences = field(default_factory=KeptSequences)
 
     def resume(self) -> None:
         """Let requests with keys go on that hang at the end of their tokens."""
@@ -286,7 +320,12 @@ class Service:
         self.model = self.known = Model(info, (NAME, "other"), prompts, 1, format_)
         self.reason = ""
         self.started = 0
+        self.kept = script.sequences
         self._streams = Streams(script, spoken)
+
+    def client_of(self, replica: str) -> AsyncClient:
+        """See the original."""
+        return cast(AsyncClient, self.kept)
 
     async def load(self, within_s: float) -> Load | None:
         """See the original. Nothing is known."""

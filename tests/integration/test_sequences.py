@@ -16,6 +16,7 @@ from kvforge.protocol.errors import (
     BlockNotHeld,
     CapacityExceeded,
     Conflict,
+    InvalidRequest,
     KvforgeError,
     NotAHolder,
     SequenceBusy,
@@ -386,3 +387,22 @@ def test_a_closed_client_refuses_and_a_dead_owner_loses_only_what_has_no_time_to
     with pytest.raises(KvforgeError):
         kv.tokens(lasting)
     wait_empty(kv)
+
+
+def test_a_sequence_is_cut_off_and_goes_on_and_outlives_its_connection(kv: Client, cluster: Cluster) -> None:
+    s = kv.create_sequence([11, 12, 13, 14, 15])
+    kv.submit(sequence=s, max_tokens=6, sampling=GREEDY).result()
+    whole = kv.tokens(s)
+    (fork,) = kv.fork(s)
+    assert kv.rewind(s, 7).length == 7
+    assert kv.tokens(s) == whole[:7] and kv.tokens(fork) == whole
+    assert kv.submit(sequence=s, max_tokens=4, sampling=GREEDY).result().tokens == whole[7:]
+    with pytest.raises(InvalidRequest, match="length"):
+        kv.rewind(s, 12)
+    assert kv.keep(s, 30).idle_ttl_ms == 30_000
+    kv.close()
+    with Client(cluster.endpoint, timeout_s=60, connect_timeout_s=30) as other:
+        assert other.tokens(s) == whole
+        with pytest.raises(SequenceNotFound):
+            other.tokens(fork)
+        other.remove(s)

@@ -446,6 +446,30 @@ class AsyncClient:
         """
         return await self._calls.call(exchanges.fork(sequence, count), timeout_s)
 
+    async def rewind(self, sequence: SequenceRef, length: int, *, timeout_s: float | None = None) -> SequenceInfo:
+        """Cut a sequence off behind its first `length` tokens. Its forks keep theirs.
+
+        Args:
+            sequence: The sequence.
+            length: How many tokens stay, with their KV.
+            timeout_s: The limit in seconds.
+
+        Raises:
+            SequenceNotFound: There is no such sequence.
+            SequenceBusy: A request runs on it.
+            InvalidRequest: Names `length`: the sequence is shorter.
+        """
+        return await self._calls.call(exchanges.rewind(sequence, length), timeout_s)
+
+    async def keep(self, sequence: SequenceRef, idle_ttl_s: float, *, timeout_s: float | None = None) -> SequenceInfo:
+        """Keep a sequence until it is idle for `idle_ttl_s` seconds, also after this connection.
+
+        Raises:
+            SequenceNotFound: There is no such sequence.
+            InvalidRequest: Names `idle_ttl_s`.
+        """
+        return await self._calls.call(exchanges.keep(sequence, idle_ttl_s), timeout_s)
+
     async def info(self, sequence: SequenceRef, *, timeout_s: float | None = None) -> SequenceInfo:
         """Return the state of a sequence.
 

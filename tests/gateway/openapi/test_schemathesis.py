@@ -33,7 +33,7 @@ DOCUMENTED = [content_type_conformance, response_schema_conformance, status_code
 APIS = [one for one in OPERATIONS if one.path.startswith(("/v1/", "/tokenize", "/detokenize"))]
 PAGE = [one for one in OPERATIONS if one.path.startswith("/page/") and one.path != "/page/events"]  # an endless stream
 # What is stored is served without a coordinator.
-STORED = ("/v1/responses/{", "/v1/conversations", "/v1/files", "/v1/batches")
+STORED = ("/v1/responses/{", "/v1/conversations", "/v1/sessions", "/v1/files", "/v1/batches")
 UNREADY = [one for one in OPERATIONS if not one.path.startswith(("/page/", *STORED))]
 
 
