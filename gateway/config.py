@@ -25,6 +25,7 @@ REPLICAS_MAX = 256
 TEXTS_WAITING_MAX = 1 << 16
 NO_STORAGE = "none"
 STORAGE_SCHEMES = ("sqlite:", "postgresql://", "postgres://")
+AHEAD_TOKENS_MAX = 1 << 24
 RETENTION_MAX_S = 10 * 366 * 86_400.0
 SEQUENCE_MAX_S = 30 * 86_400.0  # as the coordinator allows
 SECONDS = (
@@ -167,6 +168,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         key_file: This gateway's own key pair for `endpoint`.
         host, port: The address to listen on; port 0 picks a free one.
         processes: The number of processes that share the port.
+        ahead_tokens_max: An answer of a chat with at most this many tokens is computed as a prompt after its end, while
+            nothing else is to be done, so that the next turn finds it cached; 0: none. For workers that compute
+            prompts and generated tokens differently.
         answer_s: How long a replica may take to report its cached prefix of a prompt (failover_s for a request with an
             idempotency key, which may already run there); a replica that takes longer is skipped until it answers
             again.
@@ -207,6 +211,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     port: int = 8000
     processes: int = 1
     replicas: dict[str, Replica] = {}
+    ahead_tokens_max: int = 8192
     answer_s: float = 0.5
     failover_s: float = 3.0
     names: tuple[str, ...] = ()
@@ -251,6 +256,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 continue
             if getattr(self, name) < 1024:
                 raise InvalidConfiguration(name, f"is {getattr(self, name)}; it must be at least 1024")
+        if not 0 <= self.ahead_tokens_max <= AHEAD_TOKENS_MAX:
+            problem = f"is {self.ahead_tokens_max}; it must be 0 to {AHEAD_TOKENS_MAX}"
+            raise InvalidConfiguration("ahead_tokens_max", problem)
         if not 1 <= self.text_processes <= PROCESSES_MAX:
             raise InvalidConfiguration("text_processes", f"is {self.text_processes}; it must be 1 to {PROCESSES_MAX}")
         if not 1 <= self.text_waiting_max <= TEXTS_WAITING_MAX:

@@ -297,6 +297,7 @@ class Machine:
             model=self.cache.model,
             draining=self.draining,
             gone=self._reports.ended.copy(),
+            kinds=self.cache.indexing.kinds,
         )
 
     def _find_prefix(self, message: FindPrefix) -> Message:

@@ -130,6 +130,7 @@ class SavedRequest(Saved):
     continues: int = 0
     keep_us: int = 0
     kept_id: int = 0
+    ahead: bool = False
 
 
 class SavedKey(Saved):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 
 from starlette.requests import Request
@@ -56,6 +57,7 @@ class Anthropic:
         self, request: Request, caller: Caller, asked: Create, key: Key, ignored: Ignored, names: Names
     ) -> Response:
         what = await wanted(request, messages.wanted_of(asked, self._service.known, caller, key.name, ignored, names))
+        what = replace(what, ahead=self._settings.ahead_tokens_max)
         bell = WakeUp()
         async with AsyncExitStack() as stack:
             generation = await stack.enter_async_context(self._service.start(what, bell, session_of(request.headers)))

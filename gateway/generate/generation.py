@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
+import numpy as np
+
 from kvforge.client.options import RequestOptions
 from kvforge.gateway.access import Caller
 from kvforge.gateway.parse.events import Event
@@ -35,6 +37,8 @@ class Submission:
         stop_tokens: Stop token ids, which produce no text.
         parser: Factory of the parser, called for each answer.
         resume: How many tokens the client already has; for a single answer only.
+        ahead: An answer of at most this many tokens is computed as a prompt after its end, while nothing else is to be
+            done, so that a next turn that sends it back finds it cached.
     """
 
     prompt: Int32Array
@@ -45,6 +49,7 @@ class Submission:
     stop_tokens: frozenset[int] = frozenset()
     parser: Callable[[], Parser] | None = None
     resume: int = 0
+    ahead: int = 0
 
 
 class Streams(Protocol):
@@ -121,6 +126,7 @@ class Generation:
 
     def __init__(self, streams: Streams, wanted: Submission, bell: WakeUp) -> None:
         self._bell = bell
+        self._streams, self._wanted = streams, wanted
         self._left = wanted.count
         self._kept = wanted.options.kept
         self._resume = wanted.resume
@@ -147,6 +153,20 @@ class Generation:
         for answer in self.answers:
             if not answer.stream.done:
                 answer.stream.leave() if self._kept else answer.stream.cancel()
+        if self._wanted.ahead:
+            self._compute_ahead()
+
+    def _compute_ahead(self) -> None:
+        """Let the coordinator compute the only answer as a prompt, if it finds the time."""
+        wanted, stream = self._wanted, self.answers[0].stream
+        if wanted.count != 1 or stream.ended is None or not 0 < len(stream.tokens) <= wanted.ahead:
+            return
+        prompt = np.concatenate([wanted.prompt, np.asarray(stream.tokens, np.int32)])
+        options = RequestOptions(
+            max_tokens=1, tenant=wanted.options.tenant, cache_salt=wanted.options.cache_salt, ahead=True
+        )
+        (ahead,) = self._streams.submit_samples(prompt, 1, options, _nothing)
+        ahead.leave()
 
     @property
     def request_id(self) -> int:
@@ -223,6 +243,10 @@ class Generation:
     def _changed(self) -> None:
         if self.each_token or any(a.stream.done or not a.stream.tokens for a in self.answers):
             self._bell.ring()
+
+
+def _nothing() -> None:
+    """Take no notice."""
 
 
 def charge(caller: Caller, generations: Sequence[Generation]) -> None:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvforge.client.aio import AsyncClient, AsyncStreams
 from kvforge.gateway.chat.prompts import Prompts
@@ -142,6 +142,8 @@ class Service:
             KvforgeError: The coordinator refused this gateway.
         """
         self.started += 1
+        if wanted.ahead and (self.health is None or not self.health.kinds):
+            wanted = replace(wanted, ahead=0)  # what was generated is a prefix hit as it is
         if self.fleet is not None:
             return Generation(self.fleet.of(session), wanted, bell)
         if self._streams is None:

@@ -177,6 +177,7 @@ class ChatCompletion:
                 stop_tokens=frozenset(asked.stop_token_ids or ()),
                 parser=conversation.parser,
                 resume=call.resume,
+                ahead=call.settings.ahead_tokens_max,
             )
         ]
 

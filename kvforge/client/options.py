@@ -17,11 +17,12 @@ RECONNECT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """The options of `Client.submit`, which documents them, and two of the gateway.
+    """The options of `Client.submit`, which documents them, and three of the gateway.
 
     Attributes:
         continues: The kept sequence that the prompt may begin with, 0 for none.
         keep_s: How long the sequence of each answer is kept for the next turn, in seconds; 0: it is not.
+        ahead: Compute the prompt for later requests, while nothing else is to be done.
 
     Raises:
         InvalidRequest: Names the wrong option.
@@ -39,6 +40,7 @@ class RequestOptions:
     retry_s: float | None = None
     continues: int = 0
     keep_s: float = 0.0
+    ahead: bool = False
     _submit: Submit = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -80,4 +82,5 @@ class RequestOptions:
             key=self.idempotency_key,
             continues=self.continues,
             keep_ms=milliseconds("keep_s", self.keep_s or None),
+            ahead=self.ahead,
         )

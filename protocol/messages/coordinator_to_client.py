@@ -355,6 +355,7 @@ class Health(Message, frozen=True, tag="health"):
         ready: A request submitted now would be served.
         reason: Why it is not ready.
         gone: The reason why each former worker left, by name; it begins with LEFT if the worker left on purpose.
+        kinds: Prompts and generated tokens are computed differently, so that neither is a prefix hit for the other.
     """
 
     rid: int
@@ -365,6 +366,7 @@ class Health(Message, frozen=True, tag="health"):
     model: ModelInfo | None = None
     draining: bool = False
     gone: dict[str, str] = msgspec.field(default_factory=dict)
+    kinds: bool = False
 
 
 class PrefixFound(Message, frozen=True, tag="prefix_found"):

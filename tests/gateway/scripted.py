@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import httpx
@@ -110,7 +110,8 @@ class Script:
     answers: the text of each request's answer in turn; EOS follows an answer with the reason "stop". reply: computes
     the answer to a prompt, in place of `answers`. stuck: whether the answer to a prompt never ends. step: tokens that
     arrive together. keeps: a request that asks for it leaves a sequence, numbered this much higher; 0: none.
-    error: the refusal, or the error after an answer's tokens.
+    kinds: workers compute prompts and generated tokens differently. error: the refusal, or the error after an answer's
+    tokens.
     """
 
     answers: list[str] = field(default_factory=lambda: ["hello"])
@@ -130,6 +131,7 @@ class Script:
     keyed: dict[str, tuple[Stream, list[int], str]] = field(default_factory=dict)
     next_id: int = FIRST_ID
     keeps: int = 0
+    kinds: bool = False
     sequences: KeptSequences = field(default_factory=KeptSequences)
 
     def resume(self) -> None:
@@ -320,7 +322,7 @@ class Service:
         self.model = self.known = Model(info, (NAME, "other"), prompts, 1, format_)
         self.reason = ""
         self.started = 0
-        self.kept = script.sequences
+        self.kept, self._script = script.sequences, script
         self._streams = Streams(script, spoken)
 
     def client_of(self, replica: str) -> AsyncClient:
@@ -333,6 +335,7 @@ class Service:
 
     def start(self, wanted: Submission, bell: WakeUp, session: str = "") -> Generation:
         """See the original."""
+        wanted = replace(wanted, ahead=wanted.ahead if self._script.kinds else 0)
         return Generation(cast(AsyncStreams, self._streams), wanted, bell)
 
 

@@ -32,6 +32,7 @@ LIKELY = {
     "kept_sequence_without_its_kinds": 3,
     "continued_beyond_what_is_equal": 3,
     "rewound_while_it_runs": 3,
+    "ahead_beside_others": 40,
     "marks_not_sent": 1,
     "what_follows_stays_in_mirrors": 1,
     "generated_tokens_told_as_a_prompts": 1,

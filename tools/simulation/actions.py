@@ -42,6 +42,8 @@ TURNS = ((False, False), (False, True), (True, True), (True, True), (True, False
 # conversations of kept turns, and cuts of the kept sequences between two of these
 CONVERSATION_SHARE, KEEP_MS = 0.1, 200
 REWIND, REWIND_SHARE = "rewind", 0.4
+# answers that are computed as prompts
+AHEAD, AHEAD_SHARE = "ahead", 0.2
 COORDINATOR = "k"
 WALL_JUMPS_S = (0.0, 0.0, -86_400.0, 3_600.0, 31_536_000.0)  # jumps of the wall clock while no coordinator runs
 # verb: weight
@@ -165,6 +167,11 @@ class ActionDrawer:
             if random.random() < TALK_SHARE:
                 earlier = f"r{max(0, self._requests - int(random.expovariate(0.3)))}"
                 yield self._talk(action[0], earlier, 0, random.choice(TURNS))
+            if random.random() < AHEAD_SHARE:
+                client = f"c{random.randrange(self._settings.clients)}"
+                earlier = f"r{max(0, self._requests - int(random.expovariate(0.3)))}"
+                self._requests += 1
+                yield (action[0], AHEAD, client, f"r{self._requests}", earlier)
             if random.random() < CONVERSATION_SHARE:
                 more = self._conversation(action[0]) if random.random() < 0.6 else self._cut_and_continued(action[0])
                 later = sorted([*later, *more], key=lambda each: each[0])

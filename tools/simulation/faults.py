@@ -958,6 +958,12 @@ def continued_beyond_what_is_equal() -> list[Patch]:
 
 
 @fault
+def ahead_beside_others() -> list[Patch]:
+    """What is computed ahead goes on when another request comes."""
+    return [(RequestCommands, "_end_ahead", lambda self: None)]
+
+
+@fault
 def rewound_while_it_runs() -> list[Patch]:
     """A sequence is cut off although a request runs on it."""
     real = SequenceCommands.rewind

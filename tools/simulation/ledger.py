@@ -77,7 +77,7 @@ class BookedKey:
 
 def fields_of(command: Submit) -> tuple[Any, ...]:
     """Return all fields of a command except its number."""
-    apart = ("rid", "prompt", "continues", "keep_ms")
+    apart = ("rid", "prompt", "continues", "keep_ms", "ahead")
     fields = [name for name in command.__struct_fields__ if name not in apart]
     return (*(getattr(command, name) for name in fields), command.prompt.tobytes())
 
@@ -187,7 +187,9 @@ class Ledger:
         booked = BookedRequest(client, oracle, command.sequence_id, command.detached, salt)
         booked.early = not self.model_known
         booked.tops = command.sampling.logprobs
-        booked.keeps = command.keep_ms > 0
+        booked.keeps, booked.ahead = command.keep_ms > 0, command.ahead
+        if len({each.ahead for each in self.live.values()}) > 1:
+            raise Violation(f"request {request_id} was accepted beside requests of the other class")
         self.requests[request_id] = self.live[request_id] = booked
         self.due_times.accepted(request_id, booked, command, now_us)
         prefixes = self.prefixes.setdefault(salt, {})
@@ -415,6 +417,8 @@ class Ledger:
             return False
         if isinstance(cause, FromClient):
             message = cause.message
+            if isinstance(message, Submit) and not message.ahead:
+                return booked.ahead
             if isinstance(message, RemoveSequences):
                 return booked.sequence_id in message.sequence_ids.tolist()
             if isinstance(message, Drain):  # with a deadline: due times are checked

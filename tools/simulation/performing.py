@@ -30,7 +30,7 @@ from kvforge.protocol.messages import (
     Submit,
     UnrefBlock,
 )
-from tools.simulation.actions import COORDINATOR, DEATHS, KEEP_MS, MIX, REWIND, TALK, Action
+from tools.simulation.actions import AHEAD, COORDINATOR, DEATHS, KEEP_MS, MIX, REWIND, TALK, Action
 from tools.simulation.clients import PROBE
 from tools.simulation.settings import tenant_of
 
@@ -51,7 +51,7 @@ class Performer:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._verbs = {verb: getattr(self, f"_{verb}") for verb in (*MIX, TALK, REWIND) if verb not in DEATHS}
+        self._verbs = {verb: getattr(self, f"_{verb}") for verb in (*MIX, TALK, REWIND, AHEAD) if verb not in DEATHS}
         self._keyed: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
         self._tenants: dict[str, str] = {}  # tenants of requests without a sequence
 
@@ -158,6 +158,15 @@ class Performer:
             # The ids of generated tokens are a client's, without marks.
             ids = int32([token % GENERATED for token in prompt])
             client.send(Submit, (label,), max_tokens=answer, tenant=tenant, prompt=ids, **more)
+
+    def _ahead(self, client: SimulatedClient, label: str, earlier: str) -> None:
+        """Let an earlier prompt and its answer be computed as a prompt."""
+        found, tenant = self._id(earlier), self._tenants.get(earlier)
+        if found is not None and tenant is not None:
+            oracle = self._world.oracle(found)
+            prompt = [token % GENERATED for token in (*oracle.prompt, *oracle.tokens[: oracle.answer_size])]
+            prompt = prompt[: self._world.settings.context - 1]
+            client.send(Submit, (label,), max_tokens=1, tenant=tenant, prompt=int32(prompt), ahead=True)
 
     def _send_submit(self, client: SimulatedClient, labels: tuple[str, ...], fields: dict[str, Any]) -> None:
         if "key" in fields:

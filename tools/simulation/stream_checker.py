@@ -25,6 +25,7 @@ class BookedRequest:
         orphan_us: when its connection ended, or -1.
         tops: top tokens wanted per position.
         scores: top tokens wanted for each prompt token; None for no log-probabilities of the prompt.
+        ahead: it gives way to all others.
         keeps: its sequence is kept at its end.
         kept_id: the sequence that was kept.
         early: it came before any model was known, and may fail.
@@ -37,7 +38,7 @@ class BookedRequest:
         self.tops = 0
         self.scores: int | None = None
         self.at = self.seen = self.generated = self.cut = 0
-        self.paused = self.early = self.keeps = False
+        self.paused = self.early = self.keeps = self.ahead = False
         self.kept_id = 0
         self.before: list[list[int]] = []
         self.orphan_us = self.over_us = -1

@@ -101,13 +101,23 @@ class RequestCommands:
         cache.check_tenant(tenant)
         salt = int(s.salt[slot]) if slot != NO_SLOT else cache.hasher.salt(validate.salt_text(tenant, message.salt))
         validate.submit(message, prompt, tenant, cache)
+        first = next(iter(self._requests.live.values()), None)
+        if message.ahead and first is not None and not first.ahead:
+            raise Conflict("other requests run or wait: nothing is computed ahead beside them")
         if message.continues:
             prompt = cache.continuing.marked(message.continues, tenant, salt, prompt)
         if len(self._admission.waiting) + message.count > self._bounds.queue_max:
             raise QueueFull(self._bounds.queue_max, self._admission.waiting.retry_after_ms())
+        if first is not None and first.ahead and not message.ahead:
+            self._end_ahead()
         if slot != NO_SLOT and message.prompt.size:
             self._append(slot, message.prompt)
         return self._accept(event, message, prompt, tenant, salt)
+
+    def _end_ahead(self) -> None:
+        """End the requests that compute ahead, which are all: none of them lives beside another request."""
+        for request in list(self._requests.live.values()):
+            self._finisher.end(request, "cancel", "cancelled", None)
 
     def _append(self, slot: int, prompt: npt.NDArray[np.int32]) -> None:
         """Append the prompt to the sequence, which releases its KV and waits if there is no room now."""

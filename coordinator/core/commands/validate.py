@@ -86,12 +86,21 @@ def submit(
         if message.sequence_id and getattr(message, field):
             problem = "cannot be combined with sequence_id: a request on a sequence continues and keeps that one"
             raise InvalidRequest(field, problem)
+    if message.ahead:
+        _check_ahead(message, cache)
     if not set(message.model_defaults) <= set(MODEL_DEFAULTS):
         raise InvalidRequest("model_defaults", f"a model can only have defaults for {', '.join(MODEL_DEFAULTS)}")
     sampling(message.sampling, limits.bounds, cache.model)
     if message.sampling.prompt_logprobs is not None:
         _check_scores(prompt.size, message.sampling.prompt_logprobs)
     fits(prompt, message.max_tokens, tenant, cache)
+
+
+def _check_ahead(message: Submit, cache: KVCacheManager) -> None:
+    if not cache.indexing.kinds:
+        raise InvalidRequest("ahead", "is of no use: the workers compute generated tokens as those of a prompt")
+    if message.sequence_id or message.count != 1 or message.max_tokens != 1:
+        raise InvalidRequest("ahead", "computes one prompt: it takes no sequence_id, a count of 1 and max_tokens of 1")
 
 
 def _check_scores(prompt_tokens: int, width: int) -> None:
