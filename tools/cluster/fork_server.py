@@ -1,9 +1,9 @@
 """Workers for tests as real processes, without the seconds that each needs to import torch and transformers.
 
 A test process starts a fork server, which imports the modules of `python -m kvforge.worker` and then only forks: a
-child runs `worker` as `__main__`, with the given arguments, environment and output. The child is an ordinary worker,
-with its own process id, signals and exit status. Tests with `kvforge up`, systemd or an explicit start cover the start
-in a fresh interpreter.
+child runs `worker` (or another module) as `__main__`, with the given arguments, environment and output. The child is an
+ordinary worker, with its own process id, signals and exit status. Tests with `kvforge up`, systemd or an explicit start
+cover the start in a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -76,10 +76,12 @@ class ForkServer:
         self._born: list[int] = []
         self._children: dict[int, Child] = {}
 
-    def start(self, arguments: list[str], log: Path, environment: dict[str, str]) -> Child:
-        """Runs `worker` with these arguments; both outputs are appended to `log`."""
+    def start(
+        self, arguments: list[str], log: Path, environment: dict[str, str], module: str = "kvforge.worker"
+    ) -> Child:
+        """Run a module with these arguments; both outputs are appended to `log`."""
         assert self._process.stdin is not None
-        request = {"arguments": arguments, "log": str(log), "environment": environment}
+        request = {"module": module, "arguments": arguments, "log": str(log), "environment": environment}
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         deadline = monotonic() + FORK_S
         while not self._born:
@@ -125,7 +127,7 @@ def _serve() -> None:
     with collector_paused():
         import kvforge.worker.step.loop  # noqa: F401 - the slow import
 
-        import_what_any_model_needs()
+        _import_what_any_model_needs()
     keep_all()  # no child walks, and so copies, the memory of the imported modules
     threads = os.listdir("/proc/self/task")  # noqa: PTH208
     assert len(threads) == 1, "a process of several threads cannot be forked"
@@ -150,12 +152,12 @@ def _serve() -> None:
                     signal.set_wakeup_fd(-1)
                     os.close(wake)
                     os.close(awake)
-                    _become_worker(**json.loads(line))
+                    _become(**json.loads(line))
                     return
                 _report(pid, None)
 
 
-def import_what_any_model_needs() -> None:
+def _import_what_any_model_needs() -> None:
     """Import the rest, which takes most of a second in each child: the model's module; numba with its registries."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -177,8 +179,8 @@ def _report(pid: int, status: int | None) -> None:
     os.write(1, json.dumps([pid, status]).encode() + b"\n")
 
 
-def _become_worker(arguments: list[str], log: str, environment: dict[str, str]) -> None:
-    """Run like `python -m kvforge.worker ARGUMENTS` in a shell, with both outputs in `log`. Exits by SystemExit."""
+def _become(module: str, arguments: list[str], log: str, environment: dict[str, str]) -> None:
+    """Run like `python -m MODULE ARGUMENTS` in a shell, with both outputs in `log`. Exits by SystemExit."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for descriptor, flags in ((os.open(os.devnull, os.O_RDONLY), (0,)), (_appended(log), (1, 2))):
@@ -187,8 +189,8 @@ def _become_worker(arguments: list[str], log: str, environment: dict[str, str]) 
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = ["worker", *arguments]
-    runpy.run_module("kvforge.worker", run_name="__main__", alter_sys=True)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _appended(log: str) -> int:

@@ -1,22 +1,19 @@
-"""Rank processes that load models together with the other ranks and write each model's answers to MEETING-RANK.
+"""A rank process that loads models together with the other ranks and writes each model's answers to MEETING-RANK.
 
-    python -m tests.worker.loading.several RANKS COUNT MEETING ASKED DEVICE/COLLECTIVES/COMPANY/EXPERTS MODEL ...
+    python -m tests.worker.loading.several RANK COUNT MEETING ASKED DEVICE/COLLECTIVES/COMPANY/EXPERTS MODEL ...
 
-RANKS are separated by commas: the process imports, and forks for each of them. MODEL is DTYPE/WEIGHT_DTYPE/FOLDER. Each
-line is JSON, for one model: its answers, or the error. A folder without weights gets random ones. COMPANY: number of
-requests that also run in random batches and are compared with themselves alone. EXPERTS: 1 if ranks divide the experts
-among them.
+MODEL is DTYPE/WEIGHT_DTYPE/FOLDER. Each line is JSON, for one model: its answers, or the error. A folder without
+weights gets random ones. COMPANY: number of requests that also run in random batches and are compared with themselves
+alone. EXPERTS: 1 if ranks divide the experts among them.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import traceback
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -24,7 +21,6 @@ from typing import Any
 
 import torch
 
-from kvforge.process.collector import keep_all
 from kvforge.protocol.errors import KvforgeError
 from kvforge.worker.__main__ import leave
 from kvforge.worker.device.device import Device, open_device
@@ -33,11 +29,11 @@ from kvforge.worker.kernels.sharing import share_memory
 from kvforge.worker.loading import load
 from kvforge.worker.loading.model import LoadedModel
 from tests.worker.step.company import Alone, Company, Request, compare, draw
-from tools.cluster.fork_server import import_what_any_model_needs
+from tools.cluster.fork_server import Child, fork_server
 
 ASKED = 3
 COMPANY_TOKENS, COMPANY_ROWS = 256, 24  # limits of a step
-WAIT_S = 240
+WAIT_S, END_S = 240.0, 20.0
 
 
 def say(
@@ -137,34 +133,31 @@ def several(
     GPU for each rank."""
     named = [f"{dtype}/{weight_dtype}/{folder}" for folder, dtype, weight_dtype in models]
     how = f"{device}/{collectives}/{company}/{int(expert_parallel)}"
-    # Imports take seconds, but a fork copies no driver's threads.
-    together = [",".join(map(str, range(count)))] if device == "cpu" else [*map(str, range(count))]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", __name__, ranks, str(count), str(meeting), str(asked), how, *named],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-        for ranks in together
-    ]
+    logs = [Path(f"{meeting}-{rank}.log") for rank in range(count)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes: list[Child | subprocess.Popen[bytes]] = []
     try:
-        assert [process.wait(WAIT_S) for process in processes] == [0] * len(processes)
+        for rank, log in enumerate(logs):
+            arguments = [str(rank), str(count), str(meeting), str(asked), how, *named]
+            if device == "cpu":  # a fork copies no driver's threads
+                processes.append(fork_server().start(arguments, log, environment, __name__))
+            else:
+                processes.append(subprocess.Popen([sys.executable, "-m", __name__, *arguments], env=environment))
+        statuses = [process.wait(WAIT_S) for process in processes]
     finally:
         for process in processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.kill()
+            process.wait(END_S)
+    assert statuses == [0] * count, [log.read_text() for log in logs if log.exists()]
     texts = [Path(f"{meeting}-{rank}").read_text() for rank in range(count)]
     return [[json.loads(line) for line in text.splitlines()] for text in texts]
 
 
 def main() -> None:
-    ranks, count, meeting, asked, how, *models = sys.argv[1:]
+    number, count, meeting, asked, how, *models = sys.argv[1:]
     kind, collectives, company, experts = how.split("/")
-    import_what_any_model_needs()
     torch.set_num_threads(1)
-    keep_all()
-    rank = forked([*map(int, ranks.split(","))])
+    rank = int(number)
     device = open_device(kind, 0 if kind == "cpu" else rank)
     group = Ranks(rank, int(count), device, collectives)
     group.meet(Path(meeting))
@@ -180,19 +173,6 @@ def main() -> None:
         traceback.print_exc()
     group.close()
     leave(status)
-
-
-def forked(ranks: list[int]) -> int:
-    """Fork for each rank and return it there. The first process exits with the sum of the children's statuses."""
-    if len(ranks) == 1:
-        return ranks[0]
-    pids = []
-    for rank in ranks:
-        pids.append(os.fork())
-        if not pids[-1]:
-            return rank
-    statuses = [abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in pids]
-    return leave(min(sum(statuses), 255))
 
 
 if __name__ == "__main__":
