@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -17,12 +18,39 @@ from .compilation import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, 
 from .specialise import recorded
 
 DTYPES = (BF16, F16, F32)
+QUANTISED = (torch.int8, torch.float8_e4m3fn)  # with queries of bfloat16, in the size of DeepSeek
 SIZES = ((512, 64), (256, 64), (512, 32), (256, 32))  # latents and rotary keys: of each class whole, and padded
 HEADS = (16, 32, 64)  # on Hopper the tiles of heads differ
 FAR = (False, True)  # whether the latents take 2 GiB or more
 BLOCK_SIZE, ROWS = 16, 1000
 
-Launch = Callable[[Target, torch.dtype, int, int, int, bool], object]
+
+@dataclass(frozen=True)
+class Shape:
+    """Dtypes of queries and latents, numbers of a latent and a rotary key, query heads, whether the pool is large."""
+
+    dtype: torch.dtype
+    stored: torch.dtype
+    latent: int
+    rope: int
+    heads: int
+    far: bool = False
+
+    @property
+    def label(self) -> str:
+        """The shape in words."""
+        kept = f" over {DTYPE_NAMES[self.stored]}" * (self.stored != self.dtype)
+        size = f"{self.latent} + {self.rope} heads {self.heads}"
+        return f"{DTYPE_NAMES[self.dtype]}{kept} {size}{' far' * self.far}"
+
+    def cache(self) -> torch.Tensor:
+        """Return a pool of latents."""
+        width = self.latent + self.rope
+        blocks = 1 + FAR_BYTES // (BLOCK_SIZE * width * self.stored.itemsize) if self.far else 1
+        return meta_tensor(blocks, BLOCK_SIZE, 1, width, dtype=self.stored)
+
+
+Launch = Callable[[Target, Shape], object]
 
 
 def decode_configurations(target: Target) -> list[Configuration]:
@@ -47,38 +75,41 @@ def write_configurations(target: Target) -> list[Configuration]:
 
 def _all(target: Target, name: str, index: int, launch: Launch, matrix: bool = False) -> list[Configuration]:
     """Return the configurations of the launch `index` of `launch`. matrix: whether they have matrix products."""
+    every = [Shape(dtype, dtype, *size, heads, far) for dtype, size, heads, far in product(DTYPES, SIZES, HEADS, FAR)]
+    every += [Shape(BF16, stored, *SIZES[0], HEADS[0]) for stored in QUANTISED]
     made = []
-    for dtype, (latent, rope), heads, far in itertools.product(DTYPES, SIZES, HEADS, FAR):
-        if latent_problem(latent, rope, dtype, target):
+    for shape in every:
+        if latent_problem(shape.latent, shape.rope, shape.stored, target):
             continue
         with recorded(target) as launched:
-            launch(target, dtype, latent, rope, heads, far)
-        label = f"{name} {DTYPE_NAMES[dtype]} {latent} + {rope} heads {heads}{' far' * far}"
-        has_matrix = matrix and (dtype != F32 or target.backend == "hip")
-        made.append(Configuration(label, launched[index], has_matrix))
+            launch(target, shape)
+        has_matrix = matrix and (shape.dtype != F32 or target.backend == "hip")
+        made.append(Configuration(f"{name} {shape.label}", launched[index], has_matrix))
     return distinct(made)
 
 
-def _cache(dtype: torch.dtype, latent: int, rope: int, far: bool) -> torch.Tensor:
-    blocks = 1 + FAR_BYTES // (BLOCK_SIZE * (latent + rope) * dtype.itemsize) if far else 1
-    return meta_tensor(blocks, BLOCK_SIZE, 1, latent + rope, dtype=dtype)
+def _scales(cache: torch.Tensor) -> torch.Tensor | None:
+    return meta_tensor(*cache.shape[:3], dtype=F32) if cache.dtype in QUANTISED else None
 
 
-def _decode(target: Target, dtype: torch.dtype, latent: int, rope: int, heads: int, far: bool) -> None:
-    planner = latent_planner(1, heads, latent, dtype, target)
+def _decode(target: Target, shape: Shape) -> None:
+    heads, latent, cache = shape.heads, shape.latent, shape.cache()
+    planner = latent_planner(1, heads, latent, shape.dtype, target)
     workspace = LatentWorkspace.allocate(planner, heads, latent, torch.device("meta"))
-    query, output = (meta_tensor(1, heads, width, dtype=dtype) for width in (latent + rope, latent))
+    query, output = (meta_tensor(1, heads, width, dtype=shape.dtype) for width in (latent + shape.rope, latent))
     tables, plan = meta_tensor(1, 8, dtype=torch.int32), meta_tensor(planner.size, dtype=torch.int32)
-    cache = _cache(dtype, latent, rope, far)
-    latent_decode(query, cache, tables, planner, plan, output, workspace, 1.0, target)
+    latent_decode(query, cache, tables, planner, plan, output, workspace, 1.0, target, _scales(cache))
 
 
-def _prefill(target: Target, dtype: torch.dtype, latent: int, rope: int, heads: int, far: bool) -> None:
-    query, output = (meta_tensor(ROWS, heads, width, dtype=dtype) for width in (latent + rope, latent))
+def _prefill(target: Target, shape: Shape) -> None:
+    latent, cache = shape.latent, shape.cache()
+    widths = latent + shape.rope, latent
+    query, output = (meta_tensor(ROWS, shape.heads, width, dtype=shape.dtype) for width in widths)
     tables, items = (meta_tensor(ROWS, FIELDS, dtype=torch.int32) for _ in range(2))
-    latent_prefill(query, _cache(dtype, latent, rope, far), tables, items, output, 1.0, target)
+    latent_prefill(query, cache, tables, items, output, 1.0, target, _scales(cache))
 
 
-def _write(target: Target, dtype: torch.dtype, latent: int, rope: int, heads: int, far: bool) -> None:
-    numbers, slots = meta_tensor(ROWS, latent + rope, dtype=dtype), meta_tensor(ROWS, dtype=torch.int32)
-    write_latents(numbers, _cache(dtype, latent, rope, far), slots, target)
+def _write(target: Target, shape: Shape) -> None:
+    numbers = meta_tensor(ROWS, shape.latent + shape.rope, dtype=shape.dtype)
+    slots, cache = meta_tensor(ROWS, dtype=torch.int32), shape.cache()
+    write_latents(numbers, cache, slots, target, _scales(cache))

@@ -15,6 +15,7 @@ from kvforge.worker.device.target import HEAD_UNIT, Target, in_units
 from .latent_decode_kernel import latent_decode_kernel, latent_merge_kernel
 from .latent_plan import LatentPlanner
 from .latent_tiles import LATENT_CLASSES, ROPE_MAX, decode_tiles, latent_class
+from .quantised import as_bytes, is_quantised
 
 LOG2_E = 1.4426950408889634
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -45,7 +46,7 @@ def latent_problem(latent: int, rope: int, dtype: torch.dtype, target: Target) -
     """Return why the kernels cannot serve latents and rotary keys of these sizes; "" if they can."""
     if latent % HEAD_UNIT or rope % HEAD_UNIT or not 0 < latent <= LATENT_CLASSES[-1] or not 0 < rope <= ROPE_MAX:
         return f"no kernel supports latents of {latent} with rotary keys of {rope}"
-    if dtype not in DTYPES:
+    if dtype not in DTYPES and not is_quantised(dtype):
         return f"no kernel reads latents of {dtype}"
     if (target.backend == "cuda" and not target.matrix) or (target.matrix == "v_wmma" and dtype == torch.float32):
         return f"{target.name} has no matrix instructions for {dtype}"
@@ -53,7 +54,7 @@ def latent_problem(latent: int, rope: int, dtype: torch.dtype, target: Target) -
 
 
 def latent_planner(rows_max: int, heads: int, latent: int, dtype: torch.dtype, target: Target) -> LatentPlanner:
-    """Return the planner of `latent_decode` for these shapes. dtype: dtype of the latents."""
+    """Return the planner of `latent_decode` for these shapes. dtype: dtype of the query."""
     tiles = decode_tiles(heads, latent, dtype, target)
     programs = max(1, target.multiprocessors * tiles.programs // triton.cdiv(heads, tiles.heads))
     return LatentPlanner(rows_max, programs, tiles.folds)
@@ -69,6 +70,7 @@ def latent_decode(
     workspace: LatentWorkspace,
     scaling: float,
     target: Target,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Compute attention of one new token of each row to its row. Rows without a plan keep the contents of output.
 
@@ -83,15 +85,18 @@ def latent_decode(
         workspace: For that planner, or a larger one.
         scaling: Factor of q.k.
         target: The architecture.
+        scales: `KvLayer.key_scales`, of quantised latents.
     """
     rows, heads, width = query.shape
     latent = output.shape[2]
-    tiles = decode_tiles(heads, latent, cache.dtype, target)
+    tiles = decode_tiles(heads, latent, query.dtype, target)
+    bitwise = cache.dtype in target.bitwise
     programs = min(planner.items_max * triton.cdiv(heads, tiles.heads), target.multiprocessors * tiles.programs)
     chained = {"launch_pdl": True} if target.chained else {}
     latent_decode_kernel[(programs,)](
         query,
-        cache,
+        as_bytes(cache) if bitwise else cache,
+        cache if scales is None else scales,
         tables,
         plan,
         output,
@@ -112,6 +117,9 @@ def latent_decode(
         FOLDS=tiles.folds,
         WIDEN=target.widens,
         CHAINED=target.chained,
+        QUANTISED=scales is not None,
+        BITWISE=bitwise,
+        E4M3=cache.dtype == torch.float8_e4m3fn,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **chained,

@@ -52,6 +52,7 @@ def _fold(greatest, total, sums, new_greatest, new_total, new_sums):
 def latent_decode_kernel(
     query,
     cache,
+    scales,
     tables,
     plan,
     output,
@@ -72,10 +73,14 @@ def latent_decode_kernel(
     FOLDS: tl.constexpr,
     WIDEN: tl.constexpr,
     CHAINED: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    BITWISE: tl.constexpr,
+    E4M3: tl.constexpr,
 ):
     """Compute parts or groups of rows, each for HEAD_TILE query heads. Grid: [any number].
 
-    query: [rows, HEADS, LATENT + ROPE]. cache: [blocks, BLOCK_SIZE, LATENT + ROPE]. tables: [rows, table_stride] int32.
+    query: [rows, HEADS, LATENT + ROPE]. cache: [blocks, BLOCK_SIZE, LATENT + ROPE]. scales: [blocks, BLOCK_SIZE]
+    float32, if QUANTISED; see `prefill_portable._convert` for BITWISE and E4M3. tables: [rows, table_stride] int32.
     plan: see LatentPlanner.plan. output: [rows, HEADS, LATENT], of rows of a single group.
     partials: [slots, HEADS, LATENT] float32, sums; sizes: [slots, HEADS, 2] float32, the greatest score and the sum of
     the weights.
@@ -84,6 +89,7 @@ def latent_decode_kernel(
     may have several parts. WIDEN: multiply float32 (for the interpreter). CHAINED: launched before the previous kernel
     has ended (programmatic dependent launch).
     """
+    dtype: tl.constexpr = output.dtype.element_ty if QUANTISED else cache.dtype.element_ty
     UNITS: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
     n_units = tl.load(plan + _ITEMS) * UNITS
     if CHAINED:
@@ -99,7 +105,7 @@ def latent_decode_kernel(
         head = unit % UNITS * HEAD_TILE + tl.arange(0, HEAD_TILE)
         inside = head < HEADS
         q, q_rope = load_queries(
-            query + row * (query_stride * _UNIT) + head * (LATENT + ROPE), inside, cache.dtype.element_ty, LATENT, ROPE,
+            query + row * (query_stride * _UNIT) + head * (LATENT + ROPE), inside, dtype, LATENT, ROPE,
             LATENT_TILE, ROPE_TILE, WIDEN,
         )  # fmt: skip
         table = tables + row * table_stride
@@ -122,11 +128,12 @@ def latent_decode_kernel(
                 group_sums = tl.fma(group_sums, shrinks, sums * new_shrink[None, :])
                 group_greatest = tl.where(is_new, top, group_greatest)
                 greatest = tl.where(is_new, float("-inf"), greatest)
-            c, k = load_latents(
-                cache, table, first, end, LATENT, ROPE, BLOCK_SIZE, LATENT_TILE, ROPE_TILE, TOKENS, WIDEN
-            )
+            c, k, factors = load_latents(
+                cache, scales, table, first, end, dtype, LATENT, ROPE, BLOCK_SIZE, LATENT_TILE, ROPE_TILE, TOKENS,
+                WIDEN, QUANTISED, BITWISE, E4M3,
+            )  # fmt: skip
             seen = (first + tl.arange(0, TOKENS) < end)[:, None]
-            greatest, total, sums = attend(greatest, total, sums, c, k, q, q_rope, scale, seen)
+            greatest, total, sums = attend(greatest, total, sums, c, k, factors, q, q_rope, scale, seen, QUANTISED)
         if CHAINED:  # noqa: SIM102 - a compile-time condition
             if unit + tl.num_programs(0) >= n_units:
                 tl.extra.cuda.gdc_launch_dependents()

@@ -16,6 +16,7 @@ from .latent_decode import LOG2_E
 from .latent_step import attend, inverse, load_latents, load_queries
 from .latent_tiles import ROPE_MAX, latent_class, prefill_tiles
 from .plan_items import FIELDS, PREFILL_TILE, place
+from .quantised import as_bytes
 
 _UNIT = tl.constexpr(HEAD_UNIT)
 _FIELDS = tl.constexpr(FIELDS)
@@ -29,6 +30,7 @@ _ROW, _FIRST_TOKEN, _POSITION, _TOKENS, _ROW_LENGTH = (
 def latent_prefill_kernel(
     query,
     cache,
+    scales,
     tables,
     items,
     output,
@@ -46,12 +48,16 @@ def latent_prefill_kernel(
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    BITWISE: tl.constexpr,
+    E4M3: tl.constexpr,
 ):
     """Compute one tile: QUERIES / HEAD_TILE tokens times HEAD_TILE query heads. Grid: [tiles x tiles of heads].
 
     query: [tokens, HEADS, LATENT + ROPE]. output: [tokens, HEADS, LATENT]. items: [tiles, FIELDS] int32, see
     `plan_items.PREFILL_TILE`. The other arguments: see `latent_decode_kernel`.
     """
+    dtype: tl.constexpr = output.dtype.element_ty if QUANTISED else cache.dtype.element_ty
     UNITS: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
     program = tl.program_id(0)
     item = items + program // UNITS * _FIELDS
@@ -69,7 +75,7 @@ def latent_prefill_kernel(
     tokens = (token + of_token).to(tl.int64)
     positions = tl.minimum(position + of_token, length - 1)
     q, q_rope = load_queries(
-        query + tokens * (query_stride * _UNIT) + head * (LATENT + ROPE), inside, cache.dtype.element_ty, LATENT, ROPE,
+        query + tokens * (query_stride * _UNIT) + head * (LATENT + ROPE), inside, dtype, LATENT, ROPE,
         LATENT_TILE, ROPE_TILE, WIDEN,
     )  # fmt: skip
     greatest = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -78,9 +84,12 @@ def latent_prefill_kernel(
     end = tl.minimum(position + QUERIES // HEAD_TILE, length)
     # A step whose tokens a query does not see changes no bit of its state: the masks need no loop of their own.
     for first in tl.range(0, end, TOKENS, num_stages=STAGES):
-        c, k = load_latents(cache, table, first, end, LATENT, ROPE, BLOCK_SIZE, LATENT_TILE, ROPE_TILE, TOKENS, WIDEN)
+        c, k, factors = load_latents(
+            cache, scales, table, first, end, dtype, LATENT, ROPE, BLOCK_SIZE, LATENT_TILE, ROPE_TILE, TOKENS,
+            WIDEN, QUANTISED, BITWISE, E4M3,
+        )  # fmt: skip
         seen = (first + tl.arange(0, TOKENS))[:, None] <= positions[None, :]
-        greatest, total, sums = attend(greatest, total, sums, c, k, q, q_rope, scale, seen)
+        greatest, total, sums = attend(greatest, total, sums, c, k, factors, q, q_rope, scale, seen, QUANTISED)
     d = tl.arange(0, LATENT_TILE)
     at = output + (tokens * (HEADS * LATENT) + head * LATENT)[None, :] + d[:, None]
     result = (sums * inverse(total)[None, :]).to(output.dtype.element_ty)
@@ -88,7 +97,7 @@ def latent_prefill_kernel(
 
 
 def latent_prefill_tokens(heads: int, latent: int, dtype: torch.dtype, target: Target) -> int:
-    """Return the tokens of a tile, for `prefill_plan.plan_prefill`. dtype: dtype of the latents."""
+    """Return the tokens of a tile, for `prefill_plan.plan_prefill`. dtype: dtype of the query."""
     tiles = prefill_tiles(heads, latent, dtype, target)
     return tiles.queries // tiles.heads
 
@@ -101,6 +110,7 @@ def latent_prefill(
     output: torch.Tensor,
     scaling: float,
     target: Target,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Compute causal attention of the planned rows' new tokens to their rows' tokens so far.
 
@@ -115,14 +125,17 @@ def latent_prefill(
         output: [tokens, heads, latent], contiguous.
         scaling: Factor of q.k.
         target: The architecture.
+        scales: `KvLayer.key_scales`, of quantised latents.
     """
     if not len(items):
         return
     heads, latent, rope = query.shape[1], output.shape[2], query.shape[2] - output.shape[2]
-    tiles = prefill_tiles(heads, latent, cache.dtype, target)
+    tiles = prefill_tiles(heads, latent, query.dtype, target)
+    bitwise = cache.dtype in target.bitwise
     latent_prefill_kernel[(items.shape[0] * triton.cdiv(heads, tiles.heads),)](
         query,
-        cache,
+        as_bytes(cache) if bitwise else cache,
+        cache if scales is None else scales,
         tables,
         items,
         output,
@@ -140,6 +153,9 @@ def latent_prefill(
         TOKENS=tiles.tokens,
         STAGES=tiles.stages,
         WIDEN=target.widens,
+        QUANTISED=scales is not None,
+        BITWISE=bitwise,
+        E4M3=cache.dtype == torch.float8_e4m3fn,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

@@ -132,8 +132,8 @@ class TritonAttention:
             return
         check_latents(latents, layer, batch)
         self._preload(batch)
-        latents = _placed(latents.to(layer.keys.dtype)[:, None])[:, 0]
-        write_latents(latents, layer.keys, batch.kv_slots_on_device, self._target)
+        latents = _placed(latents.to(_stored_from(latents.dtype, layer))[:, None])[:, 0]
+        write_latents(latents, layer.keys, batch.kv_slots_on_device, self._target, layer.key_scales)
 
     def write_rotated(
         self,
@@ -165,6 +165,8 @@ class TritonAttention:
             return self._reference.attend(query, layer, batch, options)
         self._preload(batch)
         dtype = _computed_in(query.dtype, layer)
+        if layer.latent and self._target.widens and is_quantised(layer.keys.dtype):
+            dtype = torch.float16  # the interpreter converts no int8 to bfloat16
         output = torch.empty((*query.shape[:2], layer.values.shape[3]), dtype=dtype, device=query.device)
         self._attend(_placed(query.to(dtype)), layer, batch, options, output)
         return output.to(query.dtype)
@@ -264,13 +266,14 @@ class TritonAttention:
         options: AttentionOptions,
         output: torch.Tensor,
     ) -> None:
-        shape = query.shape[1], layer.latent, layer.keys.dtype
+        shape = query.shape[1], layer.latent, query.dtype
         tokens = latent_prefill_tokens(*shape, self._target)
         part = tokens, 0, 0
         make = partial(_prefill_plan, *part, self._target.steady)
         items = self._resident(batch, ("prefill", *part), make).view(-1, FIELDS)
         query = query if query.stride(1) == query.shape[2] else query.contiguous()
-        latent_prefill(query, layer.keys, tables, items, output, options.scaling, self._target)
+        arguments = query, layer.keys, tables, items, output, options.scaling, self._target
+        latent_prefill(*arguments, layer.key_scales)
 
     def _decode_latents(
         self,
@@ -283,13 +286,13 @@ class TritonAttention:
         output: torch.Tensor,
     ) -> None:
         count, heads, head_size = query.shape
-        shape = heads, layer.latent, layer.keys.dtype
+        shape = heads, layer.latent, query.dtype
         planner = latent_planner(count, *shape, self._target)
         plan = self._resident(batch, ("latents", number, *shape), partial(self._latent_plan, shape, number))
         query = query if query.stride(1) == head_size else query.contiguous()
         workspace = self._latent_workspace(planner, heads, layer.latent, query.device)
         arguments = query, layer.keys, tables, planner, plan, output, workspace, options.scaling
-        latent_decode(*arguments, self._target)
+        latent_decode(*arguments, self._target, layer.key_scales)
 
     def _latent_plan(self, shape: tuple[int, int, torch.dtype], number: int, batch: PagedBatch) -> Int32Array:
         """As `_decode_plan`."""

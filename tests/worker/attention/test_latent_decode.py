@@ -265,6 +265,7 @@ def test_unsupported_latents_are_named() -> None:
     assert not latent_problem(512, 64, torch.bfloat16, hopper) and not latent_problem(256, 32, torch.float16, wide)
     assert "latents of 513 with" in latent_problem(513, 64, torch.bfloat16, hopper)
     assert "rotary keys of 72" in latent_problem(512, 72, torch.bfloat16, hopper)
-    assert "torch.int8" in latent_problem(512, 64, torch.int8, hopper)
+    assert "torch.int32" in latent_problem(512, 64, torch.int32, hopper)
+    assert not any(latent_problem(512, 64, dtype, hopper) for dtype in (torch.int8, torch.float8_e4m3fn))
     assert "gfx1100 has no matrix instructions" in latent_problem(512, 64, torch.float32, wide)
     assert "sm_75 has no matrix instructions" in latent_problem(512, 64, torch.float16, TARGETS["sm_75"])

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from kvforge.protocol.errors import InvalidRequest, KernelError
 from kvforge.worker.attention import AttentionOptions, KvLayer, PagedAttention, PagedBatch, ReferenceAttention
 from kvforge.worker.attention.cpu_attention import CpuAttention
 from kvforge.worker.attention.quantised import is_quantised
 from kvforge.worker.attention.selftest import AttentionShape, self_test
+from kvforge.worker.attention.triton_attention import TritonAttention, is_interpreted
 from kvforge.worker.cpu.kernel import cpu_kernels_problem
 from kvforge.worker.device.device import Device
 from tests.worker.attention.cases import STEPS, TOLERANCE
@@ -22,6 +25,7 @@ F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.in
 LATENT, ROTATED, HEADS, BLOCK_SIZE = 48, 16, 5, 8
 OPTIONS = AttentionOptions(0.15)
 needs_numba = pytest.mark.skipif(bool(cpu_kernels_problem()), reason=cpu_kernels_problem())
+interpreted = pytest.mark.skipif(not is_interpreted(), reason="needs the interpreter")
 IMPLEMENTATIONS = [
     pytest.param(ReferenceAttention, id="plain"),
     pytest.param(CpuAttention, id="numba", marks=needs_numba),
@@ -94,6 +98,17 @@ def test_attention_is_dense_attention_over_the_latents(
     assert float((got.double() - want).abs().max()) <= max(TOLERANCE[dtype], TOLERANCE[kv_dtype])
 
 
+@interpreted
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(F32, I8), (F16, FP8), (BF16, FP8), (BF16, I8)], ids=str)
+def test_kernels_attend_to_quantised_latents(dtype: torch.dtype, kv_dtype: torch.dtype, cpu: Device) -> None:
+    case, attention = Case([(17, 1), (0, 9), (3, 1), (15, 2), (140, 1)], cpu, dtype, kv_dtype), TritonAttention(cpu)
+    case.write(attention)
+    got, want = attention.attend(case.query, case.layer, case.batch, OPTIONS), case.dense()
+    assert float((got.double() - want).abs().max()) <= max(TOLERANCE[dtype], TOLERANCE[kv_dtype])
+    exact = ReferenceAttention().attend(case.query.float(), case.layer, case.batch, OPTIONS)
+    assert float((got.float() - exact).abs().max()) <= TOLERANCE[F16 if dtype == F32 else dtype]
+
+
 @needs_numba
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_bits_depend_on_the_row_alone(dtype: torch.dtype, cpu: Device) -> None:
@@ -107,6 +122,35 @@ def test_bits_depend_on_the_row_alone(dtype: torch.dtype, cpu: Device) -> None:
             batch = case.of(np.array([start + place], np.int32), np.ones(1, np.int32), slice(row, row + 1))
             alone = attention.attend(case.query[first + place : first + place + 1], case.layer, batch, OPTIONS)
             assert torch.equal(alone[0], want[first + place])
+
+
+@interpreted
+@pytest.mark.parametrize("kv_dtype", [I8, FP8], ids=str)
+def test_quantised_latents_are_stored_as_plain_torch_stores_them(kv_dtype: torch.dtype, cpu: Device) -> None:
+    """Tokens of zeros, NaN and infinity too; what is broken shows, and in no other row."""
+    stored = []
+    for implementation in (ReferenceAttention(), TritonAttention(cpu)):
+        case = Case([(0, 9), (3, 1)], cpu, F32, kv_dtype)
+        case.latents[0][2], case.latents[0][3, 5], case.latents[0][4, -1] = 0.0, torch.nan, -torch.inf
+        case.write(implementation)
+        assert case.layer.key_scales is not None
+        stored.append((case.layer.keys.view(torch.uint8), case.layer.key_scales.nan_to_num(-1.0)))
+    assert all(map(torch.equal, *stored))
+    got = TritonAttention(cpu).attend(case.query, case.layer, case.batch, OPTIONS)
+    assert got[3:9].isnan().all() and not got[9].isnan().any()
+
+
+@interpreted
+@pytest.mark.parametrize("kv_dtype", [I8, FP8], ids=str)
+def test_bits_of_quantised_latents_depend_on_the_row_alone(kv_dtype: torch.dtype, cpu: Device) -> None:
+    rows = [(140, 1), (0, 18), (3, 1), (60, 9)]
+    case, attention = Case(rows, cpu, F16, kv_dtype), TritonAttention(cpu)
+    case.write(attention)
+    want = attention.attend(case.query, case.layer, case.batch, OPTIONS)
+    for row in range(len(rows)):
+        batch = case.of(case.starts[row : row + 1], case.counts[row : row + 1], slice(row, row + 1))
+        place = slice(int(case.batch.query_starts[row]), int(case.batch.query_starts[row + 1]))
+        assert torch.equal(attention.attend(case.query[place], case.layer, batch, OPTIONS), want[place])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
