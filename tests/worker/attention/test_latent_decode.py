@@ -178,7 +178,8 @@ def test_bits_depend_on_a_rows_own_length_alone(heads: int) -> None:
     moved = Case.make(lengths, heads, 32, 16, 16, torch.float32, blocks_more=5)
     moved.tables[:, -1] = 0
     assert torch.equal(moved.paged(), among)
-    for row in range(len(lengths)):
+    # Interpreted, the longest rows take most of the time: they run alone with the fewer heads.
+    for row in range(len(lengths)) if heads == 16 else (1, 2, 3):
         alone = case.only(row)
         for planner in (coarse(alone.planner()), fine(alone.planner()), alone.planner(rows_max=7)):
             assert torch.equal(alone.paged(planner)[0], among[row]), row

@@ -54,8 +54,9 @@ def make(rows: list[tuple[int, int]], heads: int, latent: int, rope: int, block_
     ],
 )
 def test_prefill_equals_dense(heads: int, latent: int, rope: int, block_size: int, dtype: torch.dtype) -> None:
-    case = make(ROWS, heads, latent, rope, block_size, dtype)
-    for row, (got, (start, count)) in enumerate(zip(prefilled(case, ROWS), ROWS, strict=True)):
+    rows = ROWS if heads < 70 else ROWS[2:5]  # interpreted, each tile of tokens and heads takes as long
+    case = make(rows, heads, latent, rope, block_size, dtype)
+    for row, (got, (start, count)) in enumerate(zip(prefilled(case, rows), rows, strict=True)):
         scores = queries_of(case, row, start, count).double() @ case.latents[row].T * case.scaling
         seen = torch.arange(start + count)[None] <= torch.arange(start, start + count)[:, None]
         weights = scores.masked_fill(~seen[:, None].to(scores.device), -torch.inf).softmax(-1)
