@@ -112,6 +112,16 @@ def layers(quick: bool, whole: bool) -> Iterator[tuple[str, Run]]:
                 yield f"{name} {_name(dtype)} {tokens} tokens{' biased' * biased}", run
 
 
+def attention_over_latents(quick: bool) -> Iterator[tuple[str, Run]]:
+    """Yield the checks of attention over latents."""
+    shape = selftest.AttentionShape(3, 1, 64, AttentionOptions(0.125), latent=48)
+    rows = ((0, 0), (3, 2)), ((0, 0, 3), (1, 3, 9))
+    for dtype, kv_dtype in ((BF16, BF16),) if quick else ((BF16, BF16), (BF16, FP8), (BF16, I8)):
+        for kernel in ("write", "decode", "prefill") if not quick else ("decode",):
+            name = f"{kernel} of latents {_name(dtype)}/{_name(kv_dtype)}"
+            yield name, partial(_attend, kernel, shape, dtype, kv_dtype, rows)
+
+
 def latents(quick: bool) -> Iterator[tuple[str, Run]]:
     """Yield the checks of a layer's operations around attention over latents."""
     for tokens, dtype in ((3, BF16),) if quick else ((3, BF16), (20, F16), (3, F32)):
