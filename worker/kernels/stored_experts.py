@@ -23,8 +23,8 @@ from .stored_linear import (
     TURNED,
     StoredTiles,
     depth_of,
-    exact_options,
     fetch_first,
+    fetch_scales,
     group_steps,
     row_stride,
     stored_sum,
@@ -70,6 +70,7 @@ def stored_experts_kernel(
     ALONE: tl.constexpr,
     HALF: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    JOIN: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -106,12 +107,21 @@ def stored_experts_kernel(
     if expert < 0:
         return
     of_expert = expert.to(tl.int64)
+    if OVERLAP and GROUP != 0:
+        eighth = tl.arange(0, ROWS // 8) * 8  # rows that begin a run of eight, as above
+        if GATED and INTERLEAVED:
+            lines = 2 * tl.minimum(first + eighth // 2, results - 1)
+        else:
+            lines = tl.minimum(first + eighth % NUMBERS, results - 1) + eighth // NUMBERS * results
+        fetch_scales(scales + of_expert * groups * scaled, lines // SCALED_ROWS, 0, scaled, STEPS, GROUP)
+        if HAS_ZEROS:
+            fetch_scales(zeros + of_expert * groups * n, lines, 0, n, STEPS, GROUP)
     words_at = words + of_expert * units * n * _WORDS + rows[:, None].to(tl.int64) * _WORDS
     x_rows = x + (pairs if DOWN else pairs // width)[:, None].to(tl.int64) * x_stride
     total = stored_sum(
         words_at, x_rows, inside[:, None], scales + of_expert * groups * scaled, zeros + of_expert * groups * n, rows,
-        expert * 0, turn, n, scaled, STEPS, CODE, SETS, DEPTH, GROUP, SCALED_ROWS, HAS_ZEROS, HALF, ASSEMBLY, ROWS,
-        TOKENS, STAGES,
+        expert * 0, turn, n, scaled, STEPS, CODE, SETS, DEPTH, GROUP, SCALED_ROWS, HAS_ZEROS, HALF, ASSEMBLY, JOIN,
+        ROWS, TOKENS, STAGES,
     )  # fmt: skip
     let_next_start(OVERLAP)
     narrow = output.dtype.element_ty
@@ -140,11 +150,13 @@ def stored_block_tokens(pairs: int, experts: int, target: Target) -> int:
     return next(tokens for tokens, most in table.items() if pairs <= most * experts)
 
 
-def stored_expert_tiles(tokens: int, target: Target) -> StoredTiles:
-    """Return the tiles of a product. tokens: pairs of a block."""
+def stored_expert_tiles(tokens: int, target: Target, group: int = 0) -> StoredTiles:
+    """Return the tiles of a product. tokens: pairs of a block. group: see GROUP of `stored_sum`."""
     if not target.hopper:
         return StoredTiles(64, tokens, 4, 3 if target.backend == "cuda" else 2)
-    return StoredTiles(128, tokens, 8, 3) if tokens > 64 else StoredTiles(64, tokens, 4, 5 if tokens == 16 else 4)
+    if tokens > 64:
+        return StoredTiles(128, tokens, 8, 3)
+    return StoredTiles(128 if group < 0 and tokens == 16 else 64, tokens, 4, 4)  # taller ones read x less often
 
 
 def stored_up(
@@ -204,8 +216,8 @@ def _multiply(
     _, units, n, _ = codes.words.shape
     _, groups, scaled = codes.scales.shape
     gated = gating is not None and gating.gated
-    tiles = stored_expert_tiles(tokens_per_block, launch.target)
-    depth = depth_of(codes, launch.target)
+    depth, group = depth_of(codes, launch.target), group_steps(codes, launch.target)
+    tiles = stored_expert_tiles(tokens_per_block, launch.target, group)
     blocks_of_rows = triton.cdiv(output.shape[-1], tiles.rows // 2 if gated else tiles.rows)
     stored_experts_kernel[(sorted_pairs.count * blocks_of_rows,)](
         x,
@@ -232,7 +244,7 @@ def _multiply(
         CODE=codes.code,
         SETS=CODES[codes.code],
         DEPTH=depth,
-        GROUP=group_steps(codes, launch.target),
+        GROUP=group,
         SCALED_ROWS=codes.scaled_rows,
         HAS_ZEROS=codes.zeros is not None,
         HAS_BIAS=bias is not None,
@@ -242,13 +254,13 @@ def _multiply(
         ALONE=sorted_pairs.alone,
         HALF=x.dtype == torch.float16,
         ASSEMBLY=launch.target.chained,
+        JOIN=launch.target.hopper,
         ROWS=tiles.rows,
         TOKENS=tiles.tokens,
         PREFETCH=min(AHEAD, codes.shape[-1] // depth) if launch.overlap and gating is None else 0,
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **exact_options(codes, launch.target),
         **backend_options(launch.target),
         **launch_options(launch.overlap),
     )

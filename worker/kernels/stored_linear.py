@@ -70,40 +70,82 @@ def narrow_zero(zeros, group, n, rows, HAS_ZEROS: tl.constexpr, HALF: tl.constex
 
 
 @triton.jit
+def join_two(a, b):
+    """Return [rows, 2 x words]: the numbers of two sets in the order of their columns. None moves between threads."""
+    ROWS: tl.constexpr = a.shape[0]
+    COLUMNS: tl.constexpr = a.shape[1]
+    found = tl.reshape(tl.join(a, b), [ROWS, COLUMNS // _WORDS, _WORDS, 2])
+    return tl.reshape(tl.permute(found, (0, 1, 3, 2)), [ROWS, 2 * COLUMNS])
+
+
+@triton.jit
+def join_four(a, b, c, d):
+    """Return [rows, 4 x words]: the numbers of four sets in the order of their columns. None moves between threads."""
+    ROWS: tl.constexpr = a.shape[0]
+    COLUMNS: tl.constexpr = a.shape[1]
+    found = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, COLUMNS // _WORDS, _WORDS, 4])
+    return tl.reshape(tl.permute(found, (0, 1, 3, 2)), [ROWS, 4 * COLUMNS])
+
+
+@triton.jit
 def multiply_words(
     words,
     zero,
     x_rows,
     inside,
-    total,
     CODE: tl.constexpr,
     SETS: tl.constexpr,
     HALVES: tl.constexpr,
+    JOIN: tl.constexpr,
     HALF: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """Return the products of words [rows, COLUMNS] with x [TOKENS, k] from `x_rows` on, added to `total`.
+    """Return the products of words [ROWS, COLUMNS] with x [TOKENS, k] from `x_rows` on.
 
     The second result has all products; with HALVES those of a unit's second half alone, and the first one the others.
+    JOIN: multiply all sets of numbers at once, in the order of their columns. The columns of x are then neighbours in
+    memory (apart, each 16 of them are a request of their own), and a step waits for one product of a warp group
+    instead of two or four. The order of the sum is another one: all tiles of a target must do the same.
     """
-    units = tl.arange(0, COLUMNS)
-    first = tl.trans(tl.load(x_rows + places_of(units, 0, SETS)[None, :], mask=inside, other=0.0))
-    second = tl.trans(tl.load(x_rows + places_of(units, 1, SETS)[None, :], mask=inside, other=0.0))
-    if SETS == 2:
-        a, b = unpack_two(words, CODE, HALF, ASSEMBLY)
-        total = tl.dot(b, second, tl.dot(a, first, total, input_precision="ieee"), input_precision="ieee")
-        return total, total
+    empty = tl.zeros([ROWS, TOKENS], tl.float32)
+    if JOIN:
+        NUMBERS: tl.constexpr = (2 if HALVES else SETS) * COLUMNS
+        columns = tl.arange(0, NUMBERS)
+        x = tl.trans(tl.load(x_rows + columns[None, :], mask=inside, other=0.0))
+        if SETS == 2:
+            a, b = unpack_two(words, CODE, HALF, ASSEMBLY)
+            total = tl.dot(join_two(a, b), x, empty, input_precision="ieee")
+            return total, total
+        else:
+            a, b, c, d = unpack_four(words, tl.broadcast_to(zero[:, None], words.shape), CODE, HALF, ASSEMBLY)
+            if HALVES:
+                others = tl.load(x_rows + (NUMBERS + columns)[None, :], mask=inside, other=0.0)
+                total = tl.dot(join_two(a, b), x, empty, input_precision="ieee")
+                return total, tl.dot(join_two(c, d), tl.trans(others), empty, input_precision="ieee")
+            else:
+                total = tl.dot(join_four(a, b, c, d), x, empty, input_precision="ieee")
+                return total, total
     else:
-        third = tl.trans(tl.load(x_rows + places_of(units, 2, SETS)[None, :], mask=inside, other=0.0))
-        fourth = tl.trans(tl.load(x_rows + places_of(units, 3, SETS)[None, :], mask=inside, other=0.0))
-        a, b, c, d = unpack_four(words, tl.broadcast_to(zero[:, None], words.shape), CODE, HALF, ASSEMBLY)
-        total = tl.dot(b, second, tl.dot(a, first, total, input_precision="ieee"), input_precision="ieee")
-        other = total
-        if HALVES:
-            other = tl.zeros(total.shape, tl.float32)
-        other = tl.dot(d, fourth, tl.dot(c, third, other, input_precision="ieee"), input_precision="ieee")
-        return total, other
+        units = tl.arange(0, COLUMNS)
+        first = tl.trans(tl.load(x_rows + places_of(units, 0, SETS)[None, :], mask=inside, other=0.0))
+        second = tl.trans(tl.load(x_rows + places_of(units, 1, SETS)[None, :], mask=inside, other=0.0))
+        if SETS == 2:
+            a, b = unpack_two(words, CODE, HALF, ASSEMBLY)
+            total = tl.dot(b, second, tl.dot(a, first, empty, input_precision="ieee"), input_precision="ieee")
+            return total, total
+        else:
+            third = tl.trans(tl.load(x_rows + places_of(units, 2, SETS)[None, :], mask=inside, other=0.0))
+            fourth = tl.trans(tl.load(x_rows + places_of(units, 3, SETS)[None, :], mask=inside, other=0.0))
+            a, b, c, d = unpack_four(words, tl.broadcast_to(zero[:, None], words.shape), CODE, HALF, ASSEMBLY)
+            total = tl.dot(b, second, tl.dot(a, first, empty, input_precision="ieee"), input_precision="ieee")
+            other = total
+            if HALVES:
+                other = empty
+            other = tl.dot(d, fourth, tl.dot(c, third, other, input_precision="ieee"), input_precision="ieee")
+            return total, other
 
 
 @triton.jit
@@ -116,6 +158,28 @@ def fetch_first(
         step = begin + (turn + ahead) % STEPS
         units = (step * UNITS + tl.arange(0, UNITS)).to(tl.int64)
         prefetch(words_at + units[None, :] * n * _WORDS)
+
+
+@triton.jit
+def fetch_scales(
+    of_groups,
+    lines,
+    begin,
+    n,
+    STEPS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Fetch the scales of STEPS steps from step `begin` on into the L2 cache.
+
+    They are loaded one step ahead, which is too late for what is still in memory. of_groups: scales [groups, n].
+    lines: numbers of the rows that begin a run of 8. GROUP: see `stored_sum`.
+    """
+    FIRST: tl.constexpr = 2 if GROUP < 0 else 1
+    COUNT: tl.constexpr = STEPS * 2 if GROUP < 0 else (STEPS + GROUP - 1) // GROUP
+    first = begin * FIRST if GROUP < 0 else begin // GROUP
+    for chunk in tl.static_range(0, COUNT, 32):
+        groups = first + tl.minimum(chunk + tl.arange(0, 32), COUNT - 1)
+        prefetch(of_groups + groups[:, None].to(tl.int64) * n + lines[None, :])
 
 
 @triton.jit
@@ -139,6 +203,7 @@ def stored_sum(
     HAS_ZEROS: tl.constexpr,
     HALF: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    JOIN: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -148,8 +213,8 @@ def stored_sum(
     words_at: [ROWS, 1] the first words of the rows. x_rows: [TOKENS, 1] the rows of x; inside: which exist. rows:
     [ROWS], inside of the weight. turn: the first step, counted from `begin`; the steps before it are the last ones.
     Programs that read different columns of x at a time do not wait for the same lines of the cache. scaled: scales of
-    a group. GROUP: columns of a group in units of DEPTH; 0: all; -1: half of DEPTH. HALF: whether x is float16. For
-    others see `stored_kernel`.
+    a group. GROUP: columns of a group in units of DEPTH; 0: all; -1: half of DEPTH. HALF: whether x is float16. JOIN:
+    see `multiply_words`. For others see `stored_kernel`.
     """
     COLUMNS: tl.constexpr = DEPTH // SETS
     total = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -160,20 +225,20 @@ def stored_sum(
     turn = turn % STEPS
     first = (begin + turn) // GROUP if GROUP > 0 else (begin + turn) * 2
     zero = narrow_zero(zeros, first if GROUP != 0 else begin * 0, n, rows, HAS_ZEROS, HALF)
-    if GROUP != 0:
-        scale = tl.load(of_rows + first.to(tl.int64) * scaled)
-        if GROUP < 0:
-            other_scale = tl.load(of_rows + (first + 1).to(tl.int64) * scaled)
+    scale = tl.load(of_rows + (first if GROUP != 0 else begin * 0).to(tl.int64) * scaled)
+    if GROUP < 0:
+        other_scale = tl.load(of_rows + (first + 1).to(tl.int64) * scaled)
     for index in tl.range(0, STEPS, num_stages=STAGES):
         step = begin + (index + turn) % STEPS
         following_step = begin + (index + 1 + turn) % STEPS
         words = tl.load(at + step * step_words, eviction_policy="evict_first" if TOKENS == 16 else "")
         x_step = x_rows + step * DEPTH
         # Each step has a sum of its own: a longer one stays in flight, and has other bits in tiles of other sizes.
-        empty = tl.zeros([ROWS, TOKENS], tl.float32)
-        part, other = multiply_words(words, zero, x_step, inside, empty, CODE, SETS, GROUP < 0, HALF, ASSEMBLY, COLUMNS)
+        part, other = multiply_words(
+            words, zero, x_step, inside, CODE, SETS, GROUP < 0, JOIN, HALF, ASSEMBLY, COLUMNS, ROWS, TOKENS
+        )
         if GROUP == 0:
-            total += other
+            total += other * scale[:, None]
         else:
             # The next step's scales are on their way while this step is multiplied.
             if GROUP > 0:
@@ -190,8 +255,6 @@ def stored_sum(
             scale = next_scale
             if HAS_ZEROS:
                 zero = narrow_zero(zeros, following, n, rows, HAS_ZEROS, HALF)
-    if GROUP == 0:
-        total *= tl.load(of_rows)[:, None]
     return total
 
 
@@ -223,6 +286,7 @@ def stored_kernel(
     KIND: tl.constexpr,
     HALF: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    JOIN: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -249,13 +313,20 @@ def stored_kernel(
     inside = (columns < tokens)[:, None]
     if PREFETCH > 0:
         fetch_first(words_at, tl.program_id(1) * STEPS, turn, n, STEPS, SETS, DEPTH, PREFETCH)
+        if GROUP != 0:
+            # The weight's rows as above, every eighth.
+            eighth = tl.arange(0, ROWS // 8) * 8
+            lines = tl.minimum(tl.program_id(0) * NUMBERS + eighth % NUMBERS, results - 1) + eighth // NUMBERS * results
+            fetch_scales(scales, lines // SCALED_ROWS, tl.program_id(1) * STEPS, scaled, STEPS, GROUP)
+            if HAS_ZEROS:
+                fetch_scales(zeros, lines, tl.program_id(1) * STEPS, n, STEPS, GROUP)
     wait_for_inputs(OVERLAP)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for part in tl.range(0, 1 if SPLIT else PARTS):
         begin = (tl.program_id(1) if SPLIT else part) * STEPS
         found = stored_sum(
             words_at, x_rows, inside, scales, zeros, rows, begin, turn, n, scaled, STEPS, CODE, SETS, DEPTH, GROUP,
-            SCALED_ROWS, HAS_ZEROS, HALF, ASSEMBLY, ROWS, TOKENS, STAGES,
+            SCALED_ROWS, HAS_ZEROS, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
         )  # fmt: skip
         if HAS_BIAS:
             added = tl.load(bias + rows, mask=local < tl.where(begin == 0, ROWS, 0), other=0.0)
@@ -271,15 +342,6 @@ def stored_kernel(
     numbers = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
     at = output + (tl.program_id(1) * tokens + columns).to(tl.int64)[None, :] * results + numbers[:, None]
     tl.store(at, total.to(narrow), mask=(numbers < results)[:, None] & (columns < tokens)[None, :])
-
-
-def exact_options(codes: Codes, target: Target) -> dict[str, bool]:
-    """Return launch keywords that round a sum's scale apart from the addition that follows it in some forms only.
-
-    A scale of a whole row is multiplied last. Fused with the addition of the next part, it would have other bits than
-    a part that is stored. Scales of groups are always fused with the same addition.
-    """
-    return {"enable_fp_fusion": False} if group_steps(codes, target) == 0 else {}
 
 
 def row_stride(x: torch.Tensor) -> int:
@@ -319,19 +381,19 @@ def parts_of(codes: Codes, results: int, target: Target) -> int:
     return 1
 
 
-def tiles_of(tokens: int, n: int, target: Target, group: int = 0) -> StoredTiles:
+def tiles_of(tokens: int, n: int, target: Target, group: int = 0, added: bool = False) -> StoredTiles:
     """Return the tiles of a product with a weight of n rows. None of these sizes is one that a sum runs over.
 
-    group: see GROUP of `stored_sum`.
+    group: see GROUP of `stored_sum`. added: whether the kernel adds parts of the inner dimension.
     """
     if not target.hopper:
         is_small = tokens <= 16 or target.matrix == "v_wmma"  # more take more than a thread's registers
         return StoredTiles(64, 16 if is_small else 32, 4, 3 if target.backend == "cuda" else 2)
     if tokens <= 16:
-        return StoredTiles(64, 16, 4, 5)
+        return StoredTiles(64, 16, 4, 4)
     if tokens <= 64:  # taller tiles read x less often, where there are enough of them
         return StoredTiles(128, 64, 8, 3) if n >= 128 * target.multiprocessors else StoredTiles(64, 64, 4, 4)
-    if group < 0:  # three sums of 128 tokens take more than a thread's registers
+    if group < 0 or added:  # three sums of 128 tokens take more than a thread's registers
         return StoredTiles(128, 64, 8, 3)
     return StoredTiles(128, 128, 8, 3)
 
@@ -376,7 +438,7 @@ def stored_linear(
         shape = (parts if split else 1, tokens, results)
         output = torch.empty(shape, dtype=torch.float32 if split else dtype, device=x.device)
     group = group_steps(codes, launch.target)
-    tiles = tiles_of(tokens, n, launch.target, group)
+    tiles = tiles_of(tokens, n, launch.target, group, parts > 1 and not split)
     grid = (
         triton.cdiv(results, tiles.rows // 2 if gated else tiles.rows),
         parts if split else 1,
@@ -409,13 +471,13 @@ def stored_linear(
         KIND="" if activation is None else activation.kind,
         HALF=x.dtype == torch.float16,
         ASSEMBLY=launch.target.chained,
+        JOIN=launch.target.hopper,
         ROWS=tiles.rows,
         TOKENS=tiles.tokens,
         PREFETCH=min(AHEAD, codes.shape[-1] // depth // parts) if launch.overlap else 0,
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **exact_options(codes, launch.target),
         **backend_options(launch.target),
         **launch_options(launch.overlap),
     )

@@ -18,8 +18,8 @@ from .stored_linear import (
     AHEAD,
     TURNED,
     depth_of,
-    exact_options,
     fetch_first,
+    fetch_scales,
     group_steps,
     row_stride,
     stored_sum,
@@ -59,6 +59,7 @@ def stored_project_kernel(
     HAS_BIAS: tl.constexpr,
     HALF: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    JOIN: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -83,10 +84,16 @@ def stored_project_kernel(
     turn = head * HEAD_SIZE // _TURNED
     if PREFETCH > 0:
         fetch_first(words_at, 0, turn, n, STEPS, SETS, DEPTH, PREFETCH)
+        if GROUP != 0:
+            eighth = tl.arange(0, ROWS // 8) * 8  # rows that begin a run of eight, as above
+            lines = head * HEAD_SIZE + eighth // 8 % 2 * (HEAD_SIZE // 2) + first_pair + eighth // 16 * 8
+            fetch_scales(scales, lines // SCALED_ROWS, 0, scaled, STEPS, GROUP)
+            if HAS_ZEROS:
+                fetch_scales(zeros, lines, 0, n, STEPS, GROUP)
     wait_for_inputs(OVERLAP)
     total = stored_sum(
         words_at, x_rows, inside[:, None], scales, zeros, rows, head * 0, turn, n, scaled, STEPS, CODE, SETS, DEPTH,
-        GROUP, SCALED_ROWS, HAS_ZEROS, HALF, ASSEMBLY, ROWS, TOKENS, STAGES,
+        GROUP, SCALED_ROWS, HAS_ZEROS, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
     )  # fmt: skip
     let_next_start(OVERLAP)
     if HAS_BIAS:
@@ -155,13 +162,13 @@ def project_codes(
         HAS_BIAS=bias is not None,
         HALF=x.dtype == torch.float16,
         ASSEMBLY=launch.target.chained,
+        JOIN=launch.target.hopper,
         HEAD_SIZE=head_size,
         TOKENS=tiles.tokens,
         PREFETCH=min(AHEAD, steps) if launch.overlap else 0,
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **exact_options(codes, launch.target),
         **backend_options(launch.target),
         **launch_options(launch.overlap),
     )

@@ -32,6 +32,9 @@ DEVICE = open_device("auto")
 runs_kernels = pytest.mark.skipif(
     not DEVICE.runs_kernels and not is_interpreted(), reason="needs a GPU or the interpreter"
 )
+on_hopper_or_interpreted = pytest.mark.skipif(
+    DEVICE.runs_kernels and not current_target(DEVICE).hopper, reason="a way of Hopper's instructions"
+)
 DTYPES = (torch.float16, torch.bfloat16) if DEVICE.runs_kernels else (torch.float16,)
 EXACT = 1e-4 if DEVICE.runs_kernels else 1e-5  # matrix instructions truncate what they add
 # code, columns of a group (0: all), zeros, rows that share a scale
@@ -64,8 +67,10 @@ def wanted(x: torch.Tensor, codes: Codes) -> torch.Tensor:
     return x.double() @ codes.widened().double().t()
 
 
-def launched(multiprocessors: int = 3) -> LaunchSettings:
-    return LaunchSettings(replace(current_target(DEVICE), multiprocessors=multiprocessors))
+def launched(multiprocessors: int = 3, joins: bool = False) -> LaunchSettings:
+    """Return settings of this device. joins: multiply as on Hopper, all numbers of a step at once."""
+    target = replace(current_target(DEVICE), multiprocessors=multiprocessors)
+    return LaunchSettings(replace(target, hopper=True) if joins else target)
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -136,8 +141,9 @@ def test_shapes_that_no_kernel_takes_are_named() -> None:
 
 @runs_kernels
 @each_layout
+@pytest.mark.parametrize("joins", [False, pytest.param(True, marks=on_hopper_or_interpreted)])
 @pytest.mark.parametrize("tokens", [1, 17, 40])
-def test_a_product_is_that_of_the_numbers(layout: tuple[str, int, bool, int], tokens: int) -> None:
+def test_a_product_is_that_of_the_numbers(layout: tuple[str, int, bool, int], tokens: int, joins: bool) -> None:
     n, k = 72, 256
     codes = random_codes(n, k, layout)
     for dtype in DTYPES:
@@ -145,7 +151,7 @@ def test_a_product_is_that_of_the_numbers(layout: tuple[str, int, bool, int], to
         x[:tokens].normal_()
         bias = torch.randn(n, dtype=dtype, device=DEVICE.torch_device)
         output = torch.full((1, tokens, n), float("nan"), device=DEVICE.torch_device)
-        stored_linear(launched(), x[:tokens], codes, bias, dtype, output=output)
+        stored_linear(launched(joins=joins), x[:tokens], codes, bias, dtype, output=output)
         right = wanted(x[:tokens], codes) + bias.double()
         assert float((output[0] - right).abs().max()) <= EXACT * float(right.abs().max())
         weight = StoredWeight(codes, dtype)
