@@ -13,9 +13,10 @@ with other tiles, the fastest first.
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,7 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from kvforge.worker.device.device import Device, open_device
-from kvforge.worker.kernels import LayerOperations, stored_linear
+from kvforge.worker.kernels import LayerOperations, stored_experts, stored_linear
 from kvforge.worker.kernels.decoder import FusedDecoder
 from kvforge.worker.kernels.layer_weights import FusedLayer, MixtureOfExperts
 from kvforge.worker.kernels.packed import stored_bytes
@@ -39,10 +40,12 @@ from .gpu_timing import measure_us
 from .report import report
 
 MXFP4_GROUP = 32
+# Rows, tokens, warps, stages. On Hopper all have the same bits.
 SWEPT = {
-    16: tuple(itertools.product((64,), (16,), (4,), (3, 4, 5, 6, 8))),
-    64: tuple(itertools.product((64, 128), (32, 64), (4, 8), (3, 4, 5))),
+    16: ((64, 16, 4, 4), (64, 16, 4, 6), (128, 16, 4, 4), (128, 16, 8, 4)),
+    64: ((64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3)),
 }
+SWEPT_EXPERTS = ((64, 4, 4), (64, 4, 6), (64, 4, 9), (128, 4, 4), (128, 8, 4), (128, 8, 6))  # rows, warps, stages
 SHOWN = 4  # fastest tiles of a sweep
 
 
@@ -166,14 +169,23 @@ def with_mxfp4_experts(fused: FusedDecoder) -> FusedDecoder:
 def swept(device: Device, operation: Operation, fused: FusedDecoder, batch: int) -> Iterator[tuple[str, float]]:
     """Yield the fastest tiles of an operation, with microseconds of a call."""
     times: dict[str, float] = {}
-    for rows, tokens, warps, stages in SWEPT[16 if batch <= 16 else 64]:
-        tiles = StoredTiles(rows, tokens, warps, stages)
-        with patch.object(stored_linear, "tiles_of", lambda *_, tiles=tiles: tiles):
-            try:
-                us = measure_us(device, lambda: operation.run(fused.operations), operation.calls, repeats=5)
-            except OutOfResources:
-                continue
-        times[f"{rows} x {tokens}, {warps} warps, {stages} stages"] = us
+
+    def measure(name: str) -> None:
+        with suppress(OutOfResources):
+            times[name] = measure_us(device, lambda: operation.run(fused.operations), operation.calls, repeats=5)
+
+    if operation.name == "experts":
+        for rows, warps, stages in SWEPT_EXPERTS:
+            changed = partial(StoredTiles, rows, warps=warps, stages=stages)
+            with patch.object(
+                stored_experts, "stored_expert_tiles", lambda tokens, *_, changed=changed: changed(tokens)
+            ):
+                measure(f"{rows} rows, {warps} warps, {stages} stages")
+    else:
+        for rows, tokens, warps, stages in SWEPT[16 if batch <= 16 else 64]:
+            tiles = StoredTiles(rows, tokens, warps, stages)
+            with patch.object(stored_linear, "tiles_of", lambda *_, tiles=tiles: tiles):
+                measure(f"{rows} x {tokens}, {warps} warps, {stages} stages")
     yield from sorted(times.items(), key=lambda item: item[1])[:SHOWN]
 
 
@@ -212,7 +224,7 @@ def main() -> None:
                 run = each.run
                 us = measure_us(device, lambda run=run: run(fused.operations), each.calls)  # type: ignore[misc]
                 note(batch, each.name, us, floor_us)
-                if arguments.sweep and each.name != "experts":
+                if arguments.sweep and (each.name == "experts") == (arguments.weights == "mxfp4"):
                     for tiles, us in swept(device, each, fused, batch):
                         note(batch, f"{each.name}: {tiles}", us, floor_us)
         steps = {
