@@ -36,6 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--blocks", type=int, default=0, metavar="N", help="KV blocks of each worker [as many as its memory holds]"
     )
     parser.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="scale the step times by X [1]")
+    parser.add_argument(
+        "--kinds", action="store_true", help="workers compute prompts and generated tokens differently, as GPUs do"
+    )
     parser.add_argument("--runtime-dir", type=Path, default=default_runtime_dir(), metavar="DIR")
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="TOML with [limits], [cache], [schedule] of the coordinator"
@@ -49,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
             workers=options.workers,
             blocks=options.blocks,
             time_scale=options.time_scale,
+            kinds=options.kinds,
             coordinator=_sections(options.config),
             log_level=options.log_level,
         )

@@ -36,6 +36,7 @@ def settings(
     workers: int = 1,
     blocks: int = 0,
     time_scale: float = 1.0,
+    kinds: bool = False,
     coordinator: Sections | None = None,
     log_level: str = "info",
 ) -> FleetSettings:
@@ -50,6 +51,7 @@ def settings(
         workers: The number of workers.
         blocks: KV blocks of each worker; 0 for as many as the table's memory holds.
         time_scale: The factor of the step times.
+        kinds: Workers compute prompts and generated tokens differently.
         coordinator: SECTIONS of coordinator.toml (quotas by tenant), which override the defaults.
         log_level: The log level of all processes.
 
@@ -81,7 +83,7 @@ def settings(
         runtime_dir=runtime,
         workers=workers,
         worker_module="kvforge.loadtest.fleet.worker",
-        worker={"table": _table(table), "blocks": each, "time_scale": float(time_scale)},
+        worker={"table": _table(table), "blocks": each, "time_scale": float(time_scale), "kinds": kinds},
         limits=limits,
         cache=cache,
         schedule=schedule,

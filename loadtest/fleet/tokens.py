@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvforge.protocol.errors import InvalidRequest
-from kvforge.protocol.messages import ErrorInfo, Int32Array, RowError, Step
+from kvforge.protocol.messages import GENERATED, ErrorInfo, Int32Array, RowError, Step
 
 NO_GRAMMARS = ErrorInfo.of(InvalidRequest("sampling.grammar", "is not supported by simulated workers"))
 Seeds = npt.NDArray[np.uint64]
@@ -44,7 +44,7 @@ class Tokens:
         slots, counts = step.slots[rows], step.counts[rows]
         ends = rows if step.tokens.size == step.counts.size else np.cumsum(step.counts, dtype=np.int64)[rows] - 1
         before = step.tokens[ends]
-        before = np.where(before < 0, self._last[slots], before)
+        before = np.where(before < 0, self._last[slots], before % GENERATED)  # of either kind
         at = (step.starts[rows] + counts).astype(np.uint64)
         tokens = drawn(self._seeds[slots], before, at, self._vocabulary)
         self._last[slots] = tokens

@@ -66,6 +66,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         table: A name or a file, as for `step_times.load`.
         blocks: KV blocks; 0 for as many as the table's memory holds.
         time_scale: The factor of the step times; 0 for instant steps.
+        kinds: Distinguish prompts and generated tokens, as batch-invariant workers on a GPU do.
         log_level: The log level.
         log_format: text or json.
     """
@@ -75,6 +76,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     table: str
     blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
     time_scale: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    kinds: bool = False
     log_level: str = "info"
     log_format: str = "text"
 
@@ -163,6 +165,7 @@ class Worker:
             device_bytes={"weights": table.weight_bytes, "pool": blocks * bytes_per_block},
             device=f"none: a table, {table.source}",
             zeroes=True,
+            wants_kinds=self._config.kinds,
         )
         self._link.send(ready)
 

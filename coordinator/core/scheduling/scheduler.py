@@ -33,6 +33,7 @@ from .choice import lack
 from .finisher import RequestFinisher
 
 CHUNK_TOKENS_MIN = 16
+LOWER_SHARE = 16  # prompts of lower priority keep this part of a step's prefill tokens: 1 / LOWER_SHARE
 NO_ROWS = np.zeros(0, np.bool_)
 SCORED_TOKENS_MAX = 1 << 14  # prompt tokens of a step with log-probabilities: bounds its result
 
@@ -259,23 +260,25 @@ class Scheduler:
         return min(budget, max(CHUNK_TOKENS_MIN, chunk)) if chunk else budget
 
     def _shares(self, slots: Slots, budget: int) -> list[tuple[int, int]]:
-        """Split the budget into (slot, chunk) pairs: half for the oldest prompt, the rest for the shortest.
+        """Split the budget into (slot, chunk) pairs, those of higher priority first.
 
-        A short prompt then never waits for a long one, a long one always progresses, and equal ones end one by one.
+        Rows of lower priority get what is left, and a small part of every step, so that they progress beside a steady
+        load of higher priority.
         """
-        s = self._cache.sequences
+        s, live = self._cache.sequences, self._requests.live
         by_age = slots[np.argsort(self._rows.order[slots], kind="stable")].tolist()
         left = dict(zip(by_age, (s.length + s.pending - s.scheduled)[by_age].tolist(), strict=True))
-        oldest = by_age[0]
-        share = {oldest: min(left[oldest], -(-budget // 2))} if budget > 0 else {}
-        budget -= sum(share.values())
-        for slot in sorted(by_age, key=left.__getitem__):
-            if budget <= 0:
-                break
-            before = share.get(slot, 0)
-            share[slot] = min(left[slot], before + budget)
-            budget -= share[slot] - before
-        return list(share.items())
+        levels: dict[int, list[int]] = {}
+        for slot, request_id in zip(by_age, s.request[by_age].tolist(), strict=True):
+            request = live.get(request_id)  # a decode of this step may have preempted it
+            levels.setdefault(request.priority if request is not None else 0, []).append(slot)
+        shares: list[tuple[int, int]] = []
+        kept = -(-budget // LOWER_SHARE) if budget > 1 else 0
+        for at, level in enumerate(sorted(levels, reverse=True), 1):
+            share = _split(levels[level], left, budget - kept if at < len(levels) else budget)
+            budget -= sum(share.values())
+            shares += share.items()
+        return shares
 
     def _make_way(self, group: Group, slot: int, count: int) -> bool:
         """Reserve room for one row, preempting others of its group as needed."""
@@ -489,3 +492,20 @@ class Scheduler:
             )
         group.started_slots.clear()
         return tuple(begins), np.concatenate(history)
+
+
+def _split(by_age: list[int], left: dict[int, int], budget: int) -> dict[int, int]:
+    """Split a budget among rows by age: half for the oldest prompt, the rest for the shortest.
+
+    A short prompt then never waits for a long one, a long one always progresses, and equal ones end one by one.
+    """
+    oldest = by_age[0]
+    share = {oldest: min(left[oldest], -(-budget // 2))} if budget > 0 else {}
+    budget -= sum(share.values())
+    for slot in sorted(by_age, key=left.__getitem__):
+        if budget <= 0:
+            break
+        before = share.get(slot, 0)
+        share[slot] = min(left[slot], before + budget)
+        budget -= share[slot] - before
+    return share
