@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ PLANS: dict[str, tuple[str, dict[str, Any], bool, int]] = {
     "two experts in the layout of gpt-oss": ("gpt_oss", DESCRIBED["gpt_oss"][1], True, 1),
     "one or two experts": ("mixtral", {"num_local_experts": 7, "num_experts_per_tok": 3}, True, 1),
 }
+# In `make test`; the others are soak tests. test_split.py and test_expert_parallel.py have every style for two ranks.
+FEW = ("one K and V head", "gathered outputs", "a part of shared experts too", "one or two experts")
+OTHERS = tuple(plan for plan in PLANS if plan not in FEW)
 # In each rank, as are K and V heads of several ranks. Rank 0 alone has the biases of sums.
 WHOLE = ("embed", "norm", "mlp.gate.", "router", "correction_bias", "o_proj.bias")
 
@@ -39,24 +43,45 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(scope="module")
-def of_four(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Return the answers of each rank by plan. Two groups of processes load all models, because their start is slow."""
+def answers(plans: Sequence[str], folders: dict[str, Path], meeting: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the answers of each rank by plan. Two groups of processes load all models."""
     found = {}
     for divides in (False, True):
-        plans = [plan for plan in PLANS if PLANS[plan][2] == divides]
-        models = [(folders[plan], "float32", "dtype") for plan in plans]
-        meeting = tmp_path_factory.mktemp("meeting") / "here"
-        told = several(COUNT, models, meeting, asked=2, company=COMPANY, expert_parallel=divides)
-        found |= {plan: [rank[place] for rank in told] for place, plan in enumerate(plans)}
+        chosen = [plan for plan in plans if PLANS[plan][2] == divides]
+        models = [(folders[plan], "float32", "dtype") for plan in chosen]
+        place = meeting / str(divides)
+        told = several(COUNT, models, place, asked=2, company=COMPANY, expert_parallel=divides)
+        found |= {plan: [rank[number] for rank in told] for number, plan in enumerate(chosen)}
     return found
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.fixture(scope="module")
+def of_four(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return answers(FEW, folders, tmp_path_factory.mktemp("meeting"))
+
+
+@pytest.mark.parametrize("plan", FEW)
 def test_four_ranks_say_what_one_says(
     plan: str, folders: dict[str, Path], of_four: dict[str, list[dict[str, Any]]]
 ) -> None:
-    alone, ranks = say(folders[plan], "float32", "dtype", asked=2), of_four[plan]
+    check_answers(plan, folders[plan], of_four[plan])
+
+
+@pytest.mark.parametrize("plan", FEW)
+def test_a_rank_holds_its_part_alone(
+    plan: str, folders: dict[str, Path], of_four: dict[str, list[dict[str, Any]]]
+) -> None:
+    check_parts(plan, folders[plan], of_four[plan])
+
+
+def test_with_other_plans_too(folders: dict[str, Path], tmp_path: Path) -> None:
+    for plan, ranks in answers(OTHERS, folders, tmp_path).items():
+        check_answers(plan, folders[plan], ranks)
+        check_parts(plan, folders[plan], ranks)
+
+
+def check_answers(plan: str, folder: Path, ranks: list[dict[str, Any]]) -> None:
+    alone = say(folder, "float32", "dtype", asked=2)
     assert "error" not in ranks[0], ranks[0]
     assert all(rank["said"] == ranks[0]["said"] for rank in ranks), "all draw the same tokens, with the same bits"
     assert [[token for token, _ in each] for each in ranks[0]["said"]] == [
@@ -66,11 +91,8 @@ def test_four_ranks_say_what_one_says(
     assert {rank["kv_heads"] for rank in ranks} == {PLANS[plan][3]}
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_rank_holds_its_part_alone(
-    plan: str, folders: dict[str, Path], of_four: dict[str, list[dict[str, Any]]]
-) -> None:
-    module = transformers.AutoModelForCausalLM.from_pretrained(folders[plan])
+def check_parts(plan: str, folder: Path, ranks: list[dict[str, Any]]) -> None:
+    module = transformers.AutoModelForCausalLM.from_pretrained(folder)
     sizes = {name: tensor.nbytes for name, tensor in module.state_dict().items()}
     tied = module.config.tie_word_embeddings
     kv_heads = module.config.num_key_value_heads
@@ -84,7 +106,7 @@ def test_a_rank_holds_its_part_alone(
             limit += size / min(COUNT, kv_heads)
         else:
             limit += size / COUNT
-    held = [rank["bytes"] for rank in of_four[plan]]
+    held = [rank["bytes"] for rank in ranks]
     most = divided * (2 / 7 if plan == "one or two experts" else 1 / COUNT)
     assert max(held) <= 1.001 * (limit + most), (held, limit, divided)
     assert sum(held) >= sum(sizes.values()) - sizes.get("lm_head.weight", 0) * tied, "nothing is left out"
