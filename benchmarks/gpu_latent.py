@@ -9,9 +9,10 @@ again.
 
 Share: bytes of the latents / time / read bandwidth, which `gpu_roof` measures in the same run. Error: greatest
 difference from attention in float64 over the same latents, for two rows, relative to the greatest number of the result.
-Empty: time of a call whose rows have no tokens, which launches both kernels for nothing.
+Parts: time without the merge of parts. Empty: time of a call whose rows have no tokens, which launches both kernels for
+nothing.
 
-`--sweep` times other tiles. Their bits differ from those of the serving tiles.
+`--sweep` times other divisions of the rows. Their bits differ from those that are served.
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -29,10 +28,9 @@ import numpy as np
 import torch
 import triton
 
-from kvforge.worker.attention import latent_decode as serving
-from kvforge.worker.attention.latent_decode import LatentWorkspace, latent_decode, latent_planner
+from kvforge.worker.attention import latent_plan as planning
+from kvforge.worker.attention.latent_decode import LatentWorkspace, compute_items, latent_decode, latent_planner
 from kvforge.worker.attention.latent_prefill import latent_prefill, latent_prefill_tokens
-from kvforge.worker.attention.latent_tiles import LatentTiles, decode_tiles
 from kvforge.worker.attention.plan_items import FIELDS
 from kvforge.worker.attention.prefill_plan import plan_prefill
 from kvforge.worker.device.device import Device, open_device
@@ -48,7 +46,8 @@ LENGTHS = (1024, 4096, 16_384)
 POOLS_BYTES_MIN = 1 << 29
 SCALING = 192**-0.5
 PREFILLS = ((1, 2048, 0), (1, 8192, 0), (4, 512, 7680))  # rows, new tokens, tokens before
-SWEPT = ((4, 8), (2, 3, 4), (1, 2))  # warps, stages, programs of a multiprocessor
+# PART_MIN, GROUP_MIN, GROUPS_MAX: see `latent_plan`.
+DIVISIONS = ((128, 4, 8), (64, 8, 8), (128, 2, 16), (128, 8, 8), (128, 4, 16))
 
 
 @dataclass
@@ -89,10 +88,10 @@ class Setup:
 
 
 class Decode:
-    """Calls of `latent_decode` on the pools of a setup. empty: without tokens."""
+    """Calls of `latent_decode` on the pools of a setup. empty: without tokens. merged: with the merge of parts."""
 
-    def __init__(self, setup: Setup, target: Target, empty: bool = False) -> None:
-        self.setup, self.target = setup, target
+    def __init__(self, setup: Setup, target: Target, empty: bool = False, merged: bool = True) -> None:
+        self.setup, self.target, self.merged = setup, target, merged
         (rows, heads, _), device = setup.query.shape, setup.query.device
         self.planner = latent_planner(rows, heads, LATENT, setup.query.dtype, target)
         plan = self.planner.plan(np.full(rows, 0 if empty else setup.length))
@@ -102,14 +101,19 @@ class Decode:
 
     def __call__(self, pool: int) -> torch.Tensor:
         arguments = self.setup.query, self.setup.pools[pool], self.setup.tables, self.planner, self.plan
-        latent_decode(*arguments, self.output, self.workspace, SCALING, self.target)
+        compute = latent_decode if self.merged else compute_items
+        compute(*arguments, self.output, self.workspace, SCALING, self.target)
         return self.output
 
 
 def measure(rows: int, length: int, heads: int, device: Device, target: Target, repeats: int) -> dict[str, Any]:
     """Time one case of decodes, in us."""
     setup = Setup.make(rows, length, heads, device.torch_device)
-    calls = {"us": Decode(setup, target), "empty_us": Decode(setup, target, empty=True)}
+    calls = {
+        "us": Decode(setup, target),
+        "parts_us": Decode(setup, target, merged=False),
+        "empty_us": Decode(setup, target, empty=True),
+    }
     graphs = {name: captured_in_turn(device, call, len(setup.pools)) for name, call in calls.items()}
     found: dict[str, Any] = {"case": f"{rows} x {length}", "heads": heads, "bytes": setup.bytes_read}
     found |= medians_us(device, graphs, repeats)
@@ -137,35 +141,24 @@ def measure_prefill(
     return {"case": f"{rows} x {new} after {before}", "heads": heads, "us": us, "tflops": flops / us / 1e6}
 
 
-@contextmanager
-def using(tiles: LatentTiles) -> Iterator[None]:
-    """Decode with these tiles."""
-    with patch.object(serving, "decode_tiles", lambda *_: tiles):
-        yield
-
-
 def sweep(device: Device, target: Target, arguments: argparse.Namespace) -> None:
-    """Print the times of other tiles."""
-    for heads, rows in itertools.product(arguments.heads, arguments.rows):
-        setup = Setup.make(rows, 4096, heads, device.torch_device)
-        tiles = decode_tiles(heads, LATENT, torch.bfloat16, target)
-        for values in itertools.product(*SWEPT):
-            warps, stages, programs = values
-            chosen = replace(tiles, warps=warps, stages=stages, programs=programs)
-            with using(chosen):
-                try:
-                    call = Decode(setup, target)
-                    graph = captured_in_turn(device, call, len(setup.pools))
-                    us = medians_us(device, {"": graph}, arguments.repeats)[""]
-                    print(f"{rows} x 4096, {heads} heads, {chosen}: {us:.1f} us, {call.items} items", flush=True)
-                except (triton.runtime.errors.OutOfResources, RuntimeError) as error:
-                    print(f"{rows} x 4096, {heads} heads, {chosen}: {error}", flush=True)
+    """Print the times of other divisions of the rows."""
+    for heads, rows, length in itertools.product(arguments.heads, arguments.rows, LENGTHS):
+        setup = Setup.make(rows, length, heads, device.torch_device)
+        for division in DIVISIONS:
+            names: dict[str, Any] = dict(zip(("PART_MIN", "GROUP_MIN", "GROUPS_MAX"), division, strict=True))
+            with patch.multiple(planning, **names):
+                call = Decode(setup, target)
+                graph = captured_in_turn(device, call, len(setup.pools))
+                us = medians_us(device, {"": graph}, arguments.repeats)[""]
+            print(f"{rows} x {length}, {heads} heads, {names}: {us:.1f} us, {call.items} items", flush=True)
+        device.release_cached()
 
 
 def _row(result: dict[str, Any], roof: Roof) -> list[str]:
     rate = result["bytes"] / result["us"] * 1e6
     result["share"] = rate / roof.read_bytes
-    us = (f"{result['us']:.1f}", f"{result['empty_us']:.1f}")
+    us = [f"{result[name]:.1f}" for name in ("us", "parts_us", "empty_us")]
     return [
         f"{result['case']}, {result['heads']} heads", *us, f"{rate / 1e9:.0f}", f"{100 * result['share']:.1f} %",
         str(result["items"]), f"{result['error']:.1e}",
@@ -180,7 +173,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--prefill", action="store_true", help="time prefills too")
-    parser.add_argument("--sweep", action="store_true", help="time other tiles of decodes as well")
+    parser.add_argument("--sweep", action="store_true", help="time other divisions of the rows as well")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks.gpu_latent needs a CUDA or HIP device", file=sys.stderr)
@@ -199,7 +192,7 @@ def main() -> int:
         for case, heads in itertools.product(PREFILLS if arguments.prefill else (), arguments.heads)
     ]
     where = {"gpu": device.name, "read_tb_per_s": round(roof.read_bytes / 1e12, 3), "triton": triton.__version__}
-    header = ["rows x tokens", "us", "empty us", "GB/s", "share", "items", "error"]
+    header = ["rows x tokens", "us", "parts us", "empty us", "GB/s", "share", "items", "error"]
     document = {**where, "decodes": decodes, "prefills": prefills}
     report("Decode attention over latents, 512 + 64 numbers", header, rows, document, arguments.json)
     print(", ".join(f"{key} {value}" for key, value in where.items()))

@@ -20,6 +20,7 @@ DECLARED: dict[tuple[str, str], Declared] = {
     ("attention.write", "write_kernel"): attention.write_configurations,
     ("attention.latent_decode", "latent_decode_kernel"): latents.decode_configurations,
     ("attention.latent_decode", "latent_merge_kernel"): latents.merge_configurations,
+    ("attention.latent_hopper", "latent_hopper_kernel"): latents.hopper_configurations,
     ("attention.latent_prefill", "latent_prefill_kernel"): latents.prefill_configurations,
     ("attention.latent_write", "latent_write_kernel"): latents.write_configurations,
     ("kernels.norm", "embed_norm_kernel"): layers.embed_configurations,

@@ -22,7 +22,7 @@ QUANTISED = (torch.int8, torch.float8_e4m3fn)  # with queries of bfloat16, in th
 SIZES = ((512, 64), (256, 64), (512, 32), (256, 32))  # latents and rotary keys: of each class whole, and padded
 HEADS = (16, 32, 64)  # on Hopper the tiles of heads differ
 FAR = (False, True)  # whether the latents take 2 GiB or more
-BLOCK_SIZE, ROWS = 16, 1000
+BLOCK_SIZE, ROWS, ROWS_MERGED = 16, 1000, 100
 
 
 @dataclass(frozen=True)
@@ -55,26 +55,31 @@ Launch = Callable[[Target, Shape], object]
 
 def decode_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `latent_decode_kernel` on `target`."""
-    return _all(target, "latent decode", 0, _decode, matrix=True)
+    return _all(target, "latent decode", "latent_decode_kernel", _decode, matrix=True)
+
+
+def hopper_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `latent_hopper_kernel` on `target`."""
+    return _all(target, "latent decode on Hopper", "latent_hopper_kernel", _decode, matrix=True)
 
 
 def merge_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `latent_merge_kernel` on `target`."""
-    return _all(target, "latent merge", 1, _decode)
+    return _all(target, "latent merge", "latent_merge_kernel", _decode)
 
 
 def prefill_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `latent_prefill_kernel` on `target`."""
-    return _all(target, "latent prefill", 0, _prefill, matrix=True)
+    return _all(target, "latent prefill", "latent_prefill_kernel", _prefill, matrix=True)
 
 
 def write_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `latent_write_kernel` on `target`."""
-    return _all(target, "latent write", 0, _write)
+    return _all(target, "latent write", "latent_write_kernel", _write)
 
 
-def _all(target: Target, name: str, index: int, launch: Launch, matrix: bool = False) -> list[Configuration]:
-    """Return the configurations of the launch `index` of `launch`. matrix: whether they have matrix products."""
+def _all(target: Target, name: str, kernel: str, launch: Launch, matrix: bool = False) -> list[Configuration]:
+    """Return the configurations of `kernel` in launches of `launch`. matrix: whether they have matrix products."""
     every = [Shape(dtype, dtype, *size, heads, far) for dtype, size, heads, far in product(DTYPES, SIZES, HEADS, FAR)]
     every += [Shape(BF16, stored, *SIZES[0], HEADS[0]) for stored in QUANTISED]
     made = []
@@ -84,7 +89,8 @@ def _all(target: Target, name: str, index: int, launch: Launch, matrix: bool = F
         with recorded(target) as launched:
             launch(target, shape)
         has_matrix = matrix and (shape.dtype != F32 or target.backend == "hip")
-        made.append(Configuration(f"{name} {shape.label}", launched[index], has_matrix))
+        label = f"{name} {shape.label}"
+        made += [Configuration(label, each, has_matrix) for each in launched if each.kernel.__name__ == kernel]
     return distinct(made)
 
 
@@ -94,10 +100,11 @@ def _scales(cache: torch.Tensor) -> torch.Tensor | None:
 
 def _decode(target: Target, shape: Shape) -> None:
     heads, latent, cache = shape.heads, shape.latent, shape.cache()
-    planner = latent_planner(1, heads, latent, shape.dtype, target)
+    rows = ROWS_MERGED if shape.far else 1  # few and many programs of a merge
+    planner = latent_planner(rows, heads, latent, shape.dtype, target)
     workspace = LatentWorkspace.allocate(planner, heads, latent, torch.device("meta"))
-    query, output = (meta_tensor(1, heads, width, dtype=shape.dtype) for width in (latent + shape.rope, latent))
-    tables, plan = meta_tensor(1, 8, dtype=torch.int32), meta_tensor(planner.size, dtype=torch.int32)
+    query, output = (meta_tensor(rows, heads, width, dtype=shape.dtype) for width in (latent + shape.rope, latent))
+    tables, plan = meta_tensor(rows, 8, dtype=torch.int32), meta_tensor(planner.size, dtype=torch.int32)
     latent_decode(query, cache, tables, planner, plan, output, workspace, 1.0, target, _scales(cache))
 
 

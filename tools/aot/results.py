@@ -43,7 +43,11 @@ from .configurations import every_configuration
 
 VERSION = "3.6.0"  # Triton's version for the files; others compile other code, within other bounds
 FOLDER = Path(__file__).parents[2] / "tests" / "data" / "compiled"
-GLUON = ("kvforge.worker.attention.prefill_hopper", "kvforge.worker.attention.gluon_names")
+GLUON = (
+    "kvforge.worker.attention.prefill_hopper",
+    "kvforge.worker.attention.latent_hopper",
+    "kvforge.worker.attention.gluon_names",
+)
 SHARE = 0.2  # share of each target's kernels that is verified in each run, one configuration each
 UNTIDY = "gfx950"  # compiled last: after it, Triton 3.6 uses some of its instructions for other targets as well
 READING = (compile_one, compilation._hip_usage, compilation._cuda_usage, compilation._unordered_stores)

@@ -14,12 +14,12 @@ from kvforge.worker.device.target import HEAD_UNIT, Target, in_units
 
 from .latent_decode_kernel import latent_decode_kernel, latent_merge_kernel
 from .latent_plan import LatentPlanner
-from .latent_tiles import LATENT_CLASSES, ROPE_MAX, decode_tiles, latent_class
+from .latent_tiles import LATENT_CLASSES, ROPE_MAX, decode_tiles, hopper_problem, latent_class
 from .quantised import as_bytes, is_quantised
 
 LOG2_E = 1.4426950408889634
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MERGE_STAGES = 4
+MERGE_COLUMNS = 128  # numbers that one warp merges, and one program where there are few rows
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,48 @@ def latent_decode(
         target: The architecture.
         scales: `KvLayer.key_scales`, of quantised latents.
     """
-    rows, heads, width = query.shape
+    rows, heads, _ = query.shape
+    latent = output.shape[2]
+    compute_items(query, cache, tables, planner, plan, output, workspace, scaling * LOG2_E, target, scales)
+    columns = latent_class(latent) if rows * heads >= target.multiprocessors else MERGE_COLUMNS
+    latent_merge_kernel[(rows * heads * triton.cdiv(latent, columns),)](
+        plan[planner.merges :],
+        workspace.partials,
+        workspace.sizes,
+        output,
+        HEADS=heads,
+        LATENT=latent,
+        COLUMNS=columns,
+        STAGES=16 if target.hopper else 4,  # results in flight
+        CHAINED=target.chained,
+        num_warps=columns // MERGE_COLUMNS,
+        **({"launch_pdl": True} if target.chained else {}),
+    )
+
+
+def compute_items(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    tables: torch.Tensor,
+    planner: LatentPlanner,
+    plan: torch.Tensor,
+    output: torch.Tensor,
+    workspace: LatentWorkspace,
+    scale: float,
+    target: Target,
+    scales: torch.Tensor | None = None,
+) -> None:
+    """Compute the items of the plan. scale: factor of scores, giving units of log2."""
+    _, heads, width = query.shape
     latent = output.shape[2]
     tiles = decode_tiles(heads, latent, query.dtype, target)
     bitwise = cache.dtype in target.bitwise
     programs = min(planner.items_max * triton.cdiv(heads, tiles.heads), target.multiprocessors * tiles.programs)
-    chained = {"launch_pdl": True} if target.chained else {}
+    if not hopper_problem(heads, latent, width - latent, cache.dtype, target):
+        from .latent_hopper import launch
+
+        launch(query, cache, tables, plan, output, workspace, scale, programs, target.chained)
+        return
     latent_decode_kernel[(programs,)](
         query,
         as_bytes(cache) if bitwise else cache,
@@ -102,7 +138,7 @@ def latent_decode(
         output,
         workspace.partials,
         workspace.sizes,
-        scaling * LOG2_E,
+        scale,
         *in_units(query.stride(0)),
         tables.stride(0),
         HEADS=heads,
@@ -122,18 +158,5 @@ def latent_decode(
         E4M3=cache.dtype == torch.float8_e4m3fn,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **chained,
-    )
-    latent_merge_kernel[(rows * heads,)](
-        plan[planner.merges :],
-        workspace.partials,
-        workspace.sizes,
-        output,
-        HEADS=heads,
-        LATENT=latent,
-        LATENT_TILE=latent_class(latent),
-        STAGES=MERGE_STAGES,
-        CHAINED=target.chained,
-        num_warps=4,
-        **chained,
+        **({"launch_pdl": True} if target.chained else {}),
     )

@@ -159,17 +159,19 @@ def latent_merge_kernel(
     output,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
-    LATENT_TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Merge the parts of a row, for one head. Grid: [rows x HEADS].
+    """Merge the parts of a row, for COLUMNS numbers of one head. Grid: [rows x HEADS x spans of COLUMNS].
 
     plan: [rows, FIELDS] int32, see `plan_items.LATENT_MERGE`. The other arguments: see `latent_decode_kernel`.
     """
-    row = tl.program_id(0) // HEADS
-    head = tl.program_id(0) % HEADS
-    d = tl.arange(0, LATENT_TILE)
+    SPANS: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0)
+    row = program // (HEADS * SPANS)
+    head = program // SPANS % HEADS
+    d = program % SPANS * COLUMNS + tl.arange(0, COLUMNS)
     item = plan + row * _FIELDS
     first = tl.load(item + _FIRST_SLOT)
     slots = tl.load(item + _SLOTS)
@@ -181,7 +183,7 @@ def latent_merge_kernel(
     if slots > 0:
         greatest = tl.full([1], float("-inf"), tl.float32)
         total = tl.zeros([1], tl.float32)
-        sums = tl.zeros([LATENT_TILE, 1], tl.float32)
+        sums = tl.zeros([COLUMNS, 1], tl.float32)
         group_greatest = greatest
         group_total = total
         group_sums = sums
@@ -198,7 +200,7 @@ def latent_merge_kernel(
                     greatest, total, sums = _fold(greatest, total, sums, group_greatest, group_total, group_sums)
                 group_greatest = tl.full([1], float("-inf"), tl.float32)
                 group_total = tl.zeros([1], tl.float32)
-                group_sums = tl.zeros([LATENT_TILE, 1], tl.float32)
+                group_sums = tl.zeros([COLUMNS, 1], tl.float32)
             group_greatest, group_total, group_sums = _fold(group_greatest, group_total, group_sums, size, weight, part)
         greatest, total, sums = _fold(greatest, total, sums, group_greatest, group_total, group_sums)
         result = (sums * inverse(total)[None, :]).to(output.dtype.element_ty)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from .plan_items import FIELDS, LATENT_HEAD, LATENT_MERGE, LATENT_PART, Int32Array, named
 
 PART_MIN, PARTS_MAX = 128, 128  # fewest tokens of a part; most parts of a row
-GROUP_MIN, GROUPS_MAX = 4, 16  # fewest parts of a group; most groups of a row
+GROUP_MIN, GROUPS_MAX = 4, 8  # fewest parts of a group; most groups of a row (see benchmarks/NOTES.md)
 ITEM_TOKENS = 64
 ITEMS_MIN = 2  # items that every plan has room for, in multiples of the concurrent programs
 

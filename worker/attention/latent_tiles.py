@@ -9,6 +9,8 @@ import triton
 
 from kvforge.worker.device.target import Target
 
+from .prefill_plan import gluon_problem
+
 
 @dataclass(frozen=True)
 class LatentTiles:
@@ -32,12 +34,22 @@ class LatentTiles:
 
 
 LATENT_CLASSES = (256, 512)  # latents are padded to the next one: powers of two, as Triton's tiles must be
+HOPPER_HEADS = 16
 ROPE_MAX = 64  # rotary keys are padded to this
 
 
 def latent_class(latent: int) -> int:
     """Return the size of a latent rounded up to one of LATENT_CLASSES."""
     return next(size for size in LATENT_CLASSES if latent <= size)
+
+
+def hopper_problem(heads: int, latent: int, rope: int, dtype: torch.dtype, target: Target) -> str:
+    """Return why `latent_hopper` cannot decode; "" if it can. dtype: dtype of the latents."""
+    if not target.hopper:
+        return "this device is not a Hopper GPU"
+    if heads > HOPPER_HEADS or latent not in LATENT_CLASSES or rope != ROPE_MAX or dtype.itemsize != 2:
+        return f"the Hopper kernel takes no {heads} heads over latents of {latent} + {rope} in {dtype}"
+    return gluon_problem()
 
 
 def _head_tile(heads: int, most: int) -> int:
@@ -53,7 +65,7 @@ def decode_tiles(heads: int, latent: int, dtype: torch.dtype, target: Target) ->
         return LatentTiles(16, 16, 4 if target.backend == "hip" else 8, 1, 1, True)
     if target.hopper:
         tile = _head_tile(heads, 64)
-        return LatentTiles(tile, 64, 4 if tile == 16 else 8, 3, 1, tile <= 32)
+        return LatentTiles(tile, 64, 4 if tile == 16 else 8, 2, 1, tile <= 32)
     if target.matrix == "v_wmma":
         return LatentTiles(16, 16, 16, 1, 1, False)
     room = target.shared_bytes // (3 if target.backend == "cuda" else 1)

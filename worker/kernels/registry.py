@@ -200,6 +200,13 @@ KERNELS = (
     Kernel("kvforge.worker.attention.write", "write_kernel", ReferenceAttention.write_rotated, _attention),
     Kernel("kvforge.worker.attention.latent_decode", "latent_decode_kernel", ReferenceAttention.attend, _attention),
     Kernel("kvforge.worker.attention.latent_decode", "latent_merge_kernel", ReferenceAttention.attend, _attention),
+    Kernel(
+        "kvforge.worker.attention.latent_hopper",
+        "latent_hopper_kernel",
+        ReferenceAttention.attend,
+        _attention,
+        hopper=True,
+    ),
     Kernel("kvforge.worker.attention.latent_prefill", "latent_prefill_kernel", ReferenceAttention.attend, _attention),
     Kernel("kvforge.worker.attention.latent_write", "latent_write_kernel", ReferenceAttention.write_latent, _attention),
     Kernel("kvforge.worker.kernels.norm", "embed_norm_kernel", PlainOperations.embed, _layers),

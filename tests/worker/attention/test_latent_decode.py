@@ -16,7 +16,9 @@ pytest.importorskip("triton")
 from kvforge.worker.attention import latent_plan
 from kvforge.worker.attention.latent_decode import LatentWorkspace, latent_decode, latent_planner, latent_problem
 from kvforge.worker.attention.latent_plan import GROUPS_MAX, PART_MIN, PARTS_MAX, LatentPlanner
+from kvforge.worker.attention.latent_tiles import hopper_problem
 from kvforge.worker.attention.plan_items import FIELDS, LATENT_HEAD, LATENT_MERGE, LATENT_PART, named
+from kvforge.worker.attention.prefill_plan import gluon_problem
 from kvforge.worker.attention.triton_attention import is_interpreted
 from kvforge.worker.device.device import open_device
 from kvforge.worker.device.targets import TARGETS, current_target
@@ -259,6 +261,16 @@ def test_few_rows_are_divided_among_all_programs(monkeypatch: pytest.MonkeyPatch
     planner = LatentPlanner(64, 132)
     items, _ = parts_of(planner.plan(np.full(64, 1024)), planner)
     assert len(items) in (128, 512)
+
+
+def test_hopper_decodes_few_heads_over_whole_tiles() -> None:
+    hopper, bf16 = TARGETS["sm_90"], torch.bfloat16
+    problems = [hopper_problem(16, 512, 64, bf16, hopper), hopper_problem(5, 256, 64, torch.float16, hopper)]
+    assert problems == [gluon_problem()] * 2
+    assert "no 17 heads" in hopper_problem(17, 512, 64, bf16, hopper)
+    assert "512 + 32" in hopper_problem(16, 512, 32, bf16, hopper)
+    assert "torch.float32" in hopper_problem(16, 512, 64, torch.float32, hopper)
+    assert "not a Hopper" in hopper_problem(16, 512, 64, bf16, TARGETS["sm_100"])
 
 
 def test_unsupported_latents_are_named() -> None:
