@@ -121,7 +121,7 @@ def compute_items(
     """Compute the items of the plan. scale: factor of scores, giving units of log2."""
     _, heads, width = query.shape
     latent = output.shape[2]
-    tiles = decode_tiles(heads, latent, query.dtype, target)
+    tiles = decode_tiles(heads, latent, query.dtype, target, quantised=scales is not None)
     bitwise = cache.dtype in target.bitwise
     programs = min(planner.items_max * triton.cdiv(heads, tiles.heads), target.multiprocessors * tiles.programs)
     if not hopper_problem(heads, latent, width - latent, cache.dtype, target):

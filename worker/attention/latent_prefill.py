@@ -130,7 +130,7 @@ def latent_prefill(
     if not len(items):
         return
     heads, latent, rope = query.shape[1], output.shape[2], query.shape[2] - output.shape[2]
-    tiles = prefill_tiles(heads, latent, query.dtype, target)
+    tiles = prefill_tiles(heads, latent, query.dtype, target, quantised=scales is not None)
     bitwise = cache.dtype in target.bitwise
     latent_prefill_kernel[(items.shape[0] * triton.cdiv(heads, tiles.heads),)](
         query,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -56,8 +56,24 @@ def _head_tile(heads: int, most: int) -> int:
     return max(16, min(most, int(triton.next_power_of_2(heads))))
 
 
-def decode_tiles(heads: int, latent: int, dtype: torch.dtype, target: Target) -> LatentTiles:
-    """Return the tiles of decodes. dtype: dtype of the latents."""
+def decode_tiles(heads: int, latent: int, dtype: torch.dtype, target: Target, quantised: bool = False) -> LatentTiles:
+    """Return the tiles of decodes.
+
+    Args:
+        heads: Query heads.
+        latent: Numbers of a latent.
+        dtype: Dtype of the queries.
+        target: The architecture.
+        quantised: Whether the latents are widened to that dtype. It takes registers: fewer tokens a step, more warps.
+    """
+    tiles = _decode_tiles(heads, latent, dtype, target)
+    if not quantised:
+        return tiles
+    most = 16 if target.backend == "hip" else 32
+    return replace(tiles, tokens=min(tiles.tokens, most), warps=max(tiles.warps, 8))
+
+
+def _decode_tiles(heads: int, latent: int, dtype: torch.dtype, target: Target) -> LatentTiles:
     if target.backend == "cpu":
         tile = _head_tile(heads, 64)
         return LatentTiles(tile, 32, 1, 1, 2, tile <= 32)
@@ -94,9 +110,11 @@ class LatentPrefillTiles:
     stages: int
 
 
-def prefill_tiles(heads: int, latent: int, dtype: torch.dtype, target: Target) -> LatentPrefillTiles:
-    """Return the tiles of prefills. dtype: dtype of the latents."""
-    decode = decode_tiles(heads, latent, dtype, target)
+def prefill_tiles(
+    heads: int, latent: int, dtype: torch.dtype, target: Target, quantised: bool = False
+) -> LatentPrefillTiles:
+    """Return the tiles of prefills. For the arguments see `decode_tiles`."""
+    decode = decode_tiles(heads, latent, dtype, target, quantised)
     queries, warps = decode.heads, decode.warps
     if target.backend == "cpu" or (target.hopper and dtype != torch.float32):
         queries, warps = 64, 8

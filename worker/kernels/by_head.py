@@ -15,6 +15,7 @@ from kvforge.worker.device.overlap import launch_options, let_next_start, wait_f
 from .launching import Launching
 
 COLUMNS, DEPTH = 32, 64  # of a tile: numbers of a result, and of the inner dimension in one step
+DEPTH_ODD = 32  # where a dimension is no multiple: each number has an address of its own in registers
 FEW_TOKENS, MANY_TOKENS = 16, 64  # tokens of a tile
 
 
@@ -77,6 +78,8 @@ def by_head(
     if output is None:
         output = torch.empty((tokens, heads, n), dtype=x.dtype, device=x.device)
     assert x.stride(2) == output.stride(2) == 1, (x.stride(), output.stride())
+    even = n % COLUMNS == 0 and k % DEPTH == 0
+    depth = DEPTH if even else DEPTH_ODD
     few = tokens <= FEW_TOKENS or launch.target.backend != "cuda"  # elsewhere another tile is another instruction
     block = FEW_TOKENS if few else MANY_TOKENS
     by_head_kernel[(triton.cdiv(n, COLUMNS), heads, triton.cdiv(tokens, block))](
@@ -89,10 +92,10 @@ def by_head(
         *x.stride()[:2],
         *weight.stride(),
         *output.stride()[:2],
-        STEPS=triton.cdiv(k, DEPTH),
-        EVEN=n % COLUMNS == 0 and k % DEPTH == 0,
+        STEPS=triton.cdiv(k, depth),
+        EVEN=even,
         COLUMNS=COLUMNS,
-        DEPTH=DEPTH,
+        DEPTH=depth,
         TOKENS=block,
         num_warps=2,
         **launch_options(launch.overlap),

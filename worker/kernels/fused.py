@@ -162,7 +162,12 @@ class FusedOperations:
 
     def by_head(self, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
         """Implement `LayerOperations.by_head`."""
-        return self._plain.by_head(x, weight, output) if self.slab else by_head(self, x, weight, output)
+        by_torch = self.slab or self._wide_or_without_matrix(x)
+        return self._plain.by_head(x, weight, output) if by_torch else by_head(self, x, weight, output)
+
+    def _wide_or_without_matrix(self, x: torch.Tensor) -> bool:
+        """Return whether a product of x has no matrix instructions, or not everywhere the same."""
+        return self.target.backend != "cpu" and (x.dtype == torch.float32 or not self.target.matrix)
 
     def project(
         self,

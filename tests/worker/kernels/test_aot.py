@@ -61,12 +61,24 @@ LOCAL_BYTES_MAX_LARGE_DECODE = LOCAL_BYTES_MAX | {"gfx1100": 544, "gfx1151": 560
 LOCAL_BYTES_MAX_FLOAT32 = LOCAL_BYTES_MAX | {"gfx1100": 640, "gfx1151": 640, "gfx1201": 640}
 # Every wave takes the queries as one operand of 576 rows, and gfx11 takes it twice.
 LOCAL_BYTES_MAX_LATENT = LOCAL_BYTES_MAX | {"gfx1100": 912, "gfx1151": 912, "gfx1201": 160}
+# Quantised latents are widened in registers.
+LOCAL_BYTES_MAX_LATENT_QUANTISED = {
+    "gfx90a": 68,
+    "gfx942": 68,
+    "gfx950": 176,
+    "gfx1100": 952,
+    "gfx1151": 952,
+    "gfx1201": 236,
+}
 # NVIDIA GPUs have 255: a few numbers spill where heads are large, or a tile was tuned on a device ("": elsewhere).
 NVIDIA_LOCAL_BYTES_MAX = {
     "decode": {"sm_90": 248, "": 96},  # the maximum is float32, and 32 query heads of a quantised KV head
     "prefill": {"sm_80": 64, "sm_86": 40, "sm_89": 40, "sm_90": 56, "sm_100": 80, "sm_120": 40, "": 32},
     "hopper": {"": 48},  # the copying warp has few registers
-    "latent decode": {"sm_90": 128},  # the sums of a part and of its group, beside the addresses of 64 tokens
+    "latent decode": {
+        "sm_90": 128,
+        "sm_100": 40,
+    },  # the sums of a part and of its group, beside the addresses of 64 tokens
     "latent prefill": {"sm_90": 128},
     "write": {"": 16},
     "rotary": {"": 32},  # digits of pi for cos and sin of large angles
@@ -75,6 +87,7 @@ NVIDIA_LOCAL_BYTES_MAX = {
     "norm of the sum": {"sm_80": 64, "sm_90": 48, "sm_100": 72, "sm_120": 48, "": 56},
     "exchange": {"": 40},  # the same in float32, with the flags for the other ranks
     "linear": {"": 16},
+    "codes of experts": {"sm_80": 16, "sm_86": 8, "sm_89": 8},
     "experts": {"sm_86": 8, "sm_89": 8, "sm_120": 8},
     "choice: scan": {"": 8},
 }
@@ -131,7 +144,8 @@ def _within_nvidias(compiled: Compiled, target: Target) -> None:
 def _local_bytes_max(compiled: Compiled) -> int:
     name, label = compiled.target, compiled.label
     if label.startswith(("latent decode", "latent prefill")):
-        return LOCAL_BYTES_MAX_LATENT[name]
+        quantised = " over " in label
+        return (LOCAL_BYTES_MAX_LATENT_QUANTISED if quantised else LOCAL_BYTES_MAX_LATENT)[name]
     if not label.startswith(("decode", "prefill", "write")):
         return 0
     if "fp32" in label:
@@ -291,30 +305,39 @@ def launch(target: Target, random: Random) -> None:
 
 
 def launch_latents(target: Target, random: Random) -> None:
-    """Launch attention over latents of every kind, as TritonAttention does, for a supported model."""
-    dtype = random.choice((torch.bfloat16, torch.float16, torch.float32))
+    """Launch attention over latents of every kind, as TritonAttention does, for a supported model.
+
+    Quantised latents have one shape: other ones are compiled when a worker starts.
+    """
+    dtype = stored = random.choice((torch.bfloat16, torch.float16, torch.float32))
     latent, rope = random.choice((512, 256, 8 * random.randint(1, 64))), random.choice((64, 32, 8))
-    if latent_decode.latent_problem(latent, rope, dtype, target):
-        return
     heads, rows, block_size = (
         random.choice((1, 16, 20, 64, 128)),
         random.choice((1, 3, 64, 500)),
         random.choice((8, 16)),
     )
-    blocks = random.choice((9, 2**31 // (block_size * (latent + rope) * dtype.itemsize) + random.choice((0, 1))))
+    quantised = random.random() < 0.2
+    if quantised:
+        dtype, stored = torch.bfloat16, random.choice((torch.int8, torch.float8_e4m3fn))
+        latent, rope, heads = 512, 64, 16
+    if latent_decode.latent_problem(latent, rope, stored, target):
+        return
+    large = 2**31 // (block_size * (latent + rope) * stored.itemsize) + random.choice((0, 1))
+    blocks = 9 if quantised else random.choice((9, large))
     planner = latent_decode.latent_planner(rows, heads, latent, dtype, target)
     workspace = latent_decode.LatentWorkspace.allocate(planner, heads, latent, torch.device("meta"))
     with torch.device("meta"):
-        cache = torch.empty((blocks, block_size, 1, latent + rope), dtype=dtype)
+        cache = torch.empty((blocks, block_size, 1, latent + rope), dtype=stored)
+        scales = torch.empty(cache.shape[:3]) if quantised else None
         query = torch.empty((rows, heads, latent + rope), dtype=dtype)
         output = torch.empty((rows, heads, latent), dtype=dtype)
         table = torch.empty((rows + 1, random.choice((1, 7, 8, 16))), dtype=torch.int32)[random.randint(0, 1) :]
         plan, items = torch.empty(planner.size, dtype=torch.int32), torch.empty((rows, FIELDS), dtype=torch.int32)
-        latent_decode.latent_decode(query, cache, table, planner, plan, output, workspace, 0.1, target)
-        latent_prefill.latent_prefill(query, cache, table, items, output, 0.1, target)
+        latent_decode.latent_decode(query, cache, table, planner, plan, output, workspace, 0.1, target, scales)
+        latent_prefill.latent_prefill(query, cache, table, items, output, 0.1, target, scales)
         numbers = torch.empty((rows, latent + rope + random.choice((0, 8))), dtype=dtype)[:, : latent + rope]
         slots = torch.empty(rows + 1, dtype=torch.int32)[random.randint(0, 1) :]
-        latent_write.write_latents(numbers, cache, slots, target)
+        latent_write.write_latents(numbers, cache, slots, target, scales)
 
 
 def launch_on_hopper(target: Target, random: Random) -> None:
@@ -349,7 +372,9 @@ def test_every_declared_kernel_has_its_configurations(name: str) -> None:
         runs = target.hopper or not kernel.hopper
         # Without matrix instructions torch computes the products and attention over latents, and weights in codes are
         # refused. Experts run by their kernels everywhere.
-        needs_matrix = kernel.name in ("linear_kernel", "project_kernel") or ".kernels.stored" in kernel.module
+        needs_matrix = (
+            kernel.name in ("linear_kernel", "project_kernel", "by_head_kernel") or ".kernels.stored" in kernel.module
+        )
         if needs_matrix or ".attention.latent_" in kernel.module:
             runs = runs and bool(target.matrix)
         made = configurations_of(kernel, target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -26,7 +27,7 @@ from kvforge.worker.kernels.layer_weights import Norm
 from kvforge.worker.kernels.project import HEAD_SIZES
 from kvforge.worker.kernels.registry import KERNELS
 from kvforge.worker.kernels.stored import StoredWeight
-from tools.aot import stored
+from tools.aot import latent_layers, stored
 from tools.aot.compilation import Configuration
 from tools.aot.configurations import configurations_of
 from tools.aot.experts import OSS_GATING, ROUTERS, Layout
@@ -41,6 +42,7 @@ OF_EXPERTS = [kernel for kernel in LAYERS if kernel.module.endswith(EXPERTS)]
 OF_CODES = [
     kernel for kernel in LAYERS if kernel.module.endswith(("stored_linear", "stored_project", "stored_experts"))
 ]
+OF_LATENTS = [kernel for kernel in LAYERS if kernel.module.endswith(("by_head", "latent_inputs", "wide_linear"))]
 # The other targets launch the same kernels as one of these.
 COMPILED = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx1100", "gfx1151", "gfx1201")
 
@@ -48,7 +50,7 @@ COMPILED = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx1100", 
 @pytest.mark.parametrize("name", COMPILED)
 def test_whatever_is_launched_was_compiled(name: str, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations of random shapes. Some compiled sums of many parts occur only on GPUs of another size."""
-    layers = [kernel for kernel in LAYERS if kernel not in OF_EXPERTS + OF_CODES]
+    layers = [kernel for kernel in LAYERS if kernel not in OF_EXPERTS + OF_CODES + OF_LATENTS]
     declared = [configuration for kernel in layers for configuration in configurations_of(kernel, TARGETS[name])]
     compiled = {each.kind(): each.label for each in declared}
     both = []
@@ -135,6 +137,42 @@ def test_whatever_experts_launch_was_compiled(name: str, cpu: Device, monkeypatc
     assert not [str(each) for kind, each in launched.items() if kind not in compiled]
     assert {each.kernel.__name__ for each in made} == {kernel.name for kernel in OF_EXPERTS}
     assert len(launched) > len(compiled) / 2, "shapes too much alike"
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_whatever_latents_launch_was_compiled(name: str, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of the declared models, and routers in float32, with any number of tokens."""
+    target = replace(TARGETS[name], steady=True)
+    declared = [configuration for kernel in OF_LATENTS for configuration in configurations_of(kernel, target)]
+    compiled = {each.kind(): each.label for each in declared}
+    monkeypatch.setattr(fused, "current_target", lambda _device: target)
+    operations, random = FusedOperations(cpu, overlap=target.chained), Random(5)
+    with recorded(target) as made, torch.device("meta"):
+        for tokens, dtype, model in product((1, 2, 20, 100, 300), KV_DTYPES, latent_layers.MODELS.values()):
+            run_latents(operations, model, dtype, tokens)
+            router = torch.empty(random.choice(latent_layers.ROUTERS))
+            bias = random.choice((None, torch.empty(len(router))))
+            if dtype != torch.float32:
+                operations.wide_linear(torch.empty((tokens, router.shape[1]), dtype=dtype), router, bias)
+    launched = {Configuration("", each, False).kind(): each for each in made}
+    assert not [str(each) for kind, each in launched.items() if kind not in compiled]
+    assert {each.kernel.__name__ for each in made} == {each.specialisation.kernel.__name__ for each in declared}
+    assert len(launched) > len(compiled) / 2, "shapes too much alike"
+
+
+def run_latents(
+    operations: FusedOperations, model: tuple[int, int, int, int, int], dtype: torch.dtype, tokens: int
+) -> None:
+    """Launch the operations of a layer around attention over latents, as `latent.attend_latents` does."""
+    heads, plain, rotated, latent, value = model
+    matrices = torch.empty((heads, plain + value, latent), dtype=dtype)
+    queries = torch.empty((tokens, heads, plain + rotated), dtype=dtype)
+    absorbed = torch.empty((tokens, heads, latent + rotated), dtype=dtype)
+    operations.by_head(queries[..., :plain], matrices[:, :plain], absorbed[..., :latent])
+    own, angles = torch.empty((tokens, latent + rotated), dtype=dtype), torch.empty((tokens, rotated), dtype=dtype)
+    norm = Norm(torch.empty(latent, dtype=dtype), 1e-6)
+    operations.latent_inputs(own, queries[..., plain:], norm, angles, angles, absorbed[..., latent:])
+    operations.by_head(torch.empty((tokens, heads, latent), dtype=dtype), matrices[:, plain:].transpose(1, 2))
 
 
 @pytest.mark.parametrize("name", [name for name in COMPILED if name != "sm_75"])  # T4 multiplies no codes
