@@ -140,15 +140,6 @@ def make_app(
     async def version(request: Request) -> Response:  # noqa: ARG001
         return JSONResponse({"version": __version__})
 
-    async def unknown(request: Request, error: Exception) -> Response:
-        shown = f"{request.method} {request.url.path[:PATH_SHOWN_MAX]} not found"
-        api, notes = api_of(request.url.path, request.headers.raw), notes_of(request.scope)
-        if getattr(error, "status_code", 404) == 404:
-            return refused(NoSuchPath(f"{shown} (see /docs for the paths)"), api, notes)
-        response = refused(NoSuchMethod("method", shown), api, notes)
-        response.headers.update(getattr(error, "headers", None) or {})
-        return response
-
     async def fault(request: Request, error: Exception) -> Response:  # noqa: ARG001 - starlette logs it
         api = api_of(request.url.path, request.headers.raw)
         return refused(InternalError(FAULT), api, notes_of(request.scope))
@@ -184,6 +175,17 @@ def make_app(
     )
     app.state.ending, app.state.use = False, use
     return app
+
+
+async def unknown(request: Request, error: Exception) -> Response:
+    """Answer a request for no path of the gateway, or with a method that its path does not take."""
+    shown = f"{request.method} {request.url.path[:PATH_SHOWN_MAX]} not found"
+    api, notes = api_of(request.url.path, request.headers.raw), notes_of(request.scope)
+    if getattr(error, "status_code", 404) == 404:
+        return refused(NoSuchPath(f"{shown} (see /docs for the paths)"), api, notes)
+    response = refused(NoSuchMethod("method", shown), api, notes)
+    response.headers.update(getattr(error, "headers", None) or {})
+    return response
 
 
 def _storage(settings: Settings) -> RemoteStorage | None:

@@ -23,6 +23,7 @@ from kvforge.client.options import RequestOptions
 from kvforge.client.prompt_stream import PromptStream
 from kvforge.gateway.access import Access
 from kvforge.gateway.anthropic.routes import Anthropic
+from kvforge.gateway.app import unknown
 from kvforge.gateway.batches import Batches
 from kvforge.gateway.chat.prompt_cleaner import PromptCleaner
 from kvforge.gateway.chat.prompts import Prompts
@@ -364,7 +365,7 @@ def application(
     apis = [*OpenAI(service, settings, background).routes(guard), *Anthropic(service, settings).routes(guard)]
     if storage is not None:
         apis += Batches(service, storage, settings).routes(guard)
-    return Starlette(routes=[*apis, *described()])
+    return Starlette(routes=[*apis, *described()], exception_handlers={404: unknown, 405: unknown})
 
 
 class Coordinator:
