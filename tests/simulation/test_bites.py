@@ -76,7 +76,7 @@ LIKELY = {
     "explanation_names_others": 2,
     "salt_ignored": 1,
     "error_names_others": 5,
-    "ended_rows_left_out_of_the_new_tables": 3,
+    "ended_rows_left_out_of_the_new_tables": 54,
     "steps_not_sent_again": 1,
     "stale_epoch_accepted": 3,
     "whoever_is_away_is_streamed_to": 3,
@@ -107,6 +107,8 @@ CROWDED = Settings(
     gap_us=250,
 )
 IN_A_CROWD = {"floor_spares_nobody"}
+# Needs a prompt whose log-probabilities are still being read when its client attaches anew: rare beside conversations.
+WITHOUT_TALKS = {"prompt_read_from_behind"}
 
 
 def run_crowded(seed: int) -> Outcome:
@@ -117,6 +119,10 @@ def run_crowded(seed: int) -> Outcome:
 
 def run_of(name: str, seed: int) -> Outcome:
     """The world in which a planted fault is looked for."""
+    if name in WITHOUT_TALKS:
+        settings = replace(drawn(seed)[0], kinds=False, scores=True)
+        drawer = ActionDrawer(settings, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))
+        return play(seed, settings, drawer.actions(), EVENTS, check_every=4)
     return run_crowded(seed) if name in IN_A_CROWD else run_seed(seed, EVENTS, check_every=4)
 
 
