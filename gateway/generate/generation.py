@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -18,6 +19,7 @@ from kvforge.client.options import RequestOptions
 from kvforge.gateway.access import Caller
 from kvforge.gateway.parse.events import Event
 from kvforge.gateway.replicas.stream import Stream
+from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import Int32Array
 from kvforge.text.tokenizer import TextStream
 
@@ -165,8 +167,9 @@ class Generation:
         options = RequestOptions(
             max_tokens=1, tenant=wanted.options.tenant, cache_salt=wanted.options.cache_salt, ahead=True
         )
-        (ahead,) = self._streams.submit_samples(prompt, 1, options, _nothing)
-        ahead.leave()
+        with suppress(KvforgeError):  # the answer is whole, though the coordinator or every replica is away now
+            (ahead,) = self._streams.submit_samples(prompt, 1, options, _nothing)
+            ahead.leave()
 
     @property
     def request_id(self) -> int:

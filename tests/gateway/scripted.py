@@ -111,7 +111,8 @@ class Script:
     answers: the text of each request's answer in turn; EOS follows an answer with the reason "stop". reply: computes
     the answer to a prompt, in place of `answers`. stuck: whether the answer to a prompt never ends. step: tokens that
     arrive together. keeps: a request that asks for it leaves a sequence, numbered this much higher; 0: none.
-    kinds: workers compute prompts and generated tokens differently. error: the refusal, or the error after an answer's
+    kinds: workers compute prompts and generated tokens differently. away: the refusal of what is computed ahead.
+    error: the refusal, or the error after an answer's
     tokens.
     """
 
@@ -133,6 +134,7 @@ class Script:
     next_id: int = FIRST_ID
     keeps: int = 0
     kinds: bool = False
+    away: KvforgeError | None = None
     sequences: KeptSequences = field(default_factory=KeptSequences)
 
     def resume(self) -> None:
@@ -256,6 +258,8 @@ class Streams:
     ) -> tuple[Stream, ...]:
         """Return the next answers of the script."""
         script = self._script
+        if options.ahead and script.away is not None:
+            raise script.away
         script.asked.append((prompt.tolist(), count, options))
         key, streams = options.idempotency_key, []
         spoken = ""

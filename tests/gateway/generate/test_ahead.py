@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvforge.gateway.config import Settings
-from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.errors import CoordinatorUnavailable, InvalidConfiguration
 from tests.gateway.scripted import NAME, Script, application, client
 
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}]}
@@ -37,6 +37,13 @@ def test_a_whole_conversation_is_sent_ahead(path: str, body: dict[str, Any], str
     assert whole[: len(prompt)] == prompt and len(whole) == len(prompt) + 6  # "hello" and its end
     assert (count, ahead.ahead, ahead.max_tokens, ahead.tenant) == (1, True, 1, options.tenant)
     assert script.cancelled == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_whole_though_nothing_can_be_sent_ahead(stream: bool) -> None:
+    script = Script(kinds=True, away=CoordinatorUnavailable("every replica is away"))
+    answer = asked(script, "/v1/chat/completions", {**CHAT, "stream": stream})
+    assert '"finish_reason":"stop"' in answer and "error" not in answer
 
 
 @pytest.mark.parametrize("most", [0, 5])
