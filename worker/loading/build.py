@@ -17,7 +17,7 @@ from .code_packer import codes_problem
 from .composite import config_for, is_composite, is_removed, model_class, text_part
 from .early_checks import EarlyChecks
 from .families import family_of_class
-from .formats import check_scales, declared_format, dequantise, forget_format
+from .formats import check_scales, complete_dtype, declared_format, dequantise, forget_format
 from .gguf import noted_names
 from .gguf_config import check_rotation
 from .lazy_compiler import less_of_torch
@@ -180,6 +180,8 @@ def _load(
             reject_mismatches(report, source.name, names.of)
             raise
     drop_removed_parts(report, module)
+    if method:
+        complete_dtype(module, dtype)
     if source.format == "gguf":
         names.complete(report, source.gguf_header)
     reject_mismatches(report, source.name, names.of)

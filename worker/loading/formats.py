@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from kvforge.models.config_checks import DEQUANTISED
 from kvforge.models.safetensors_header import StoredTensor
 from kvforge.protocol.errors import UnsupportedModel
@@ -33,6 +35,16 @@ def dequantise(config: Any, model: str) -> str:
     config.quantization_config = {**values, "quant_method": method, "dequantize": True}
     log.info("%s: dequantising its %s weights at load", model, method)
     return method
+
+
+def complete_dtype(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Give dequantised weights the dtype of the model: some versions of transformers leave them in bfloat16.
+
+    Weights that a model keeps in float32 stay so.
+    """
+    for parameter in module.parameters():
+        if parameter.dtype in (torch.bfloat16, torch.float16) and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
 
 
 def declared_format(config: Any) -> dict[str, Any] | None:

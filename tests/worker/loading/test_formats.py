@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.device.device import Device
+from kvforge.worker.loading.formats import complete_dtype
 from kvforge.worker.loading.load import load_model
 from tests.worker.conftest import TINY
 
@@ -127,3 +128,15 @@ def test_other_formats_are_refused_by_name_before_weights(quantisation: Any, tmp
     words = str(caught.value).lower()
     assert (method or "quantis").lower().replace("_", " ") in words or "quantization_config has bits = 3" in words
     assert "NaN" not in str(caught.value)
+
+
+def test_dequantised_weights_get_the_dtype_of_the_model() -> None:
+    """transformers 5.17 leaves experts in mxfp4 in bfloat16, whichever dtype is asked for."""
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    model[0].weight.data = torch.tensor([[1.5, -6.0], [0.5, 3.0]], dtype=torch.bfloat16)
+    model[1].weight = model[0].weight
+    complete_dtype(model, torch.float32)
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+    assert model[0].weight is model[1].weight and model[0].weight.tolist() == [[1.5, -6.0], [0.5, 3.0]]
+    complete_dtype(model, torch.bfloat16)
+    assert {each.dtype for each in model.parameters()} == {torch.float32}, "weights that are kept in float32 stay so"
