@@ -197,8 +197,10 @@ def plan_of(module: Any) -> dict[str, str]:
     family = family_of(module)
     if family is not None and (family.mixture is not None or family.latent is not None):
         plan |= _missing_cuts(family, family.mixture, f"{prefix}layers.*", plan)
-        plan = {path: style for path, style in plan.items() if style != VOCABULARY}  # fused layers have the whole table
-    return plan | dict(type(module)._tp_plan or {})
+    plan |= dict(type(module)._tp_plan or {})
+    if family is not None:  # fused layers have the whole table
+        plan = {path: style for path, style in plan.items() if style != VOCABULARY}
+    return plan
 
 
 def _missing_cuts(family: Family, mixture: Mixture | None, layer: str, plan: dict[str, str]) -> dict[str, str]:

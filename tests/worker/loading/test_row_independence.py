@@ -145,7 +145,7 @@ def test_experts_are_replaced_where_nothing_else_is_steady(
     config = MixtralConfig(hidden_size=64, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2)
     config._experts_implementation = "grouped_mm"
     part = MixtralExperts(config).to(dtype)
-    del part.has_post_expert_norm
+    vars(part).pop("has_post_expert_norm", None)
     module = torch.nn.Sequential(part)
     gpu: Any = SimpleNamespace(computes_on_cores=False, architecture=(architecture, 1), runs_kernels=kernels)
     make_rows_steady(module, PlainOperations(), gpu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from kvforge.worker.device.device import open_device
 from kvforge.worker.kernels.packed import quantising_problem
 from kvforge.worker.loading import split, streamed_files
 from kvforge.worker.loading.configuration import read_config
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.slices import VOCABULARY, plan_of
 from kvforge.worker.loading.source import find_source
 from kvforge.worker.loading.split import build_split
 from tests.worker.loading.random_models import LATENT, YARN_BY_POSITION
@@ -306,3 +309,15 @@ def test_a_rank_that_reads_in_parallel_has_the_same_bits(
     assert max(read) <= whole
     if kind == "llama":  # most of it is in rows that a rank reads alone
         assert max(read) < 0.75 * whole
+
+
+def test_a_described_decoder_keeps_its_table_whole(
+    tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.17 adds the table to the plan of a class whose head is tied to it."""
+    module = tiny("llama").module
+    monkeypatch.setattr(
+        type(module), "_tp_plan", {"model.embed_tokens": VOCABULARY, "lm_head": "colwise_gather_output"}
+    )
+    plan = plan_of(module)
+    assert VOCABULARY not in plan.values() and plan["lm_head"] == "colwise_gather_output"
