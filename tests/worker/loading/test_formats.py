@@ -131,7 +131,7 @@ def test_other_formats_are_refused_by_name_before_weights(quantisation: Any, tmp
 
 
 def test_dequantised_weights_get_the_dtype_of_the_model() -> None:
-    """transformers 5.17 leaves experts in mxfp4 in bfloat16, whichever dtype is asked for."""
+    """transformers 5.17 leaves experts in mxfp4 in bfloat16, also where float32 is asked for."""
     model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
     model[0].weight.data = torch.tensor([[1.5, -6.0], [0.5, 3.0]], dtype=torch.bfloat16)
     model[1].weight = model[0].weight

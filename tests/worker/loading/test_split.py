@@ -314,7 +314,7 @@ def test_a_rank_that_reads_in_parallel_has_the_same_bits(
 def test_a_described_decoder_keeps_its_table_whole(
     tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers 5.17 adds the table to the plan of a class whose head is tied to it."""
+    """transformers 5.17 adds the table to the plan of a class if the head is tied to it."""
     module = tiny("llama").module
     monkeypatch.setattr(
         type(module), "_tp_plan", {"model.embed_tokens": VOCABULARY, "lm_head": "colwise_gather_output"}
