@@ -213,6 +213,7 @@ def geometry(limits: Limits) -> Geometry:
         blocks_per_sequence=bounds.blocks_per_sequence_max,
         block_size=limits.cache.block_size,
         pools=bounds.pools_max,
+        states_per_sequence=bounds.state_blocks_max,
     )
 
 

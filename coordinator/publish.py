@@ -66,7 +66,7 @@ def publish_metrics(machine: Machine, metrics: ServiceMetricsWriter, now_us: int
 def forget_changes(machine: Machine) -> None:
     """Clear the record of changes without publishing them."""
     s = machine.cache.sequences
-    for changes in (s.changed_rows, s.changed_lengths, s.changed_cells, machine.cache.blocks.changed):
+    for changes in (s.changed_rows, s.changed_lengths, s.changed_cells, s.changed_states, machine.cache.blocks.changed):
         changes.clear()
 
 
@@ -79,12 +79,15 @@ def all_changed(machine: Machine) -> None:
     s = machine.cache.sequences
     forget_changes(machine)
     width = s.used.astype(np.int64)
+    stateful = s.state_used > 0
     for group in machine.cache.groups.values():
         for sent in group.sent:
             width[sent.slots] = s.table.shape[1]
+            stateful[sent.slots] |= group.state_blocks > 0
     slots = np.flatnonzero((s.id != 0) | (width > 0))
     s.changed_rows.append(slots)
     s.changed_cells.extend((np.array([slot]), slice(width[slot])) for slot in slots.tolist())
+    s.changed_states.extend(np.flatnonzero(stateful).tolist())
     pools = [group.pool for group in machine.cache.groups.values()]
     machine.cache.blocks.changed.extend(np.arange(pool.base, pool.base + pool.count) for pool in pools)
     machine.all_is_news()
@@ -98,8 +101,12 @@ def _publish_rows(s: Sequences, tables: TablesWriter) -> None:
     tables.row_length[slots] = s.length[slots].astype(np.int32)  # takes less time than a conversion by the assignment
     tables.row_blocks[slots] = s.used[slots].astype(np.int32)
     tables.row_sequence[slots] = s.id[slots]
+    for slot in s.changed_states:  # whole rows: a step in flight may read blocks that its row has released since
+        tables.row_states[slot] = s.state_used[slot]
+        tables.state_table[slot] = s.states[slot]
     for rows, columns in s.changed_cells:
         tables.block_table[rows, columns] = s.table[rows, columns]
     tables.end_rows(slots)
     s.changed_rows.clear()
     s.changed_cells.clear()
+    s.changed_states.clear()

@@ -13,6 +13,8 @@ One file, little-endian, every array aligned to a cache line:
     block_generation  [blocks] int32
     block_owner       [blocks] int32  number of the tenant that the block is charged to, 0 = none
     block_table       [slots, blocks_per_sequence] int32   global block ids; one cache line between the rows
+    row_states        [slots] int32   used columns of state_table; 0 for a model without a recurrent state
+    state_table       [slots, states_per_sequence] int32   global ids of the blocks that hold a sequence's state
     numbers           version, time of writing (ns, monotonic), one int64 for each name in GAUGES
     tenants           [TENANT_ROWS + 1, TENANT_CELLS] int64    see protocol/meters.py
     tenant_blocks     [TENANT_ROWS + 1] int64   blocks that each tenant is charged for
@@ -38,7 +40,7 @@ from .errors import InvalidConfiguration
 from .meters import FACTS_BYTES, FACTS_POOL_BYTES, POOL_CELLS, TENANT_CELLS, TENANT_ROWS
 
 MAGIC = 0x6B76_666F_7267_6531  # "kvforge1"
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 PAGE_BYTES = 4096
 LINE_BYTES = 64
 FILE_BYTES_MAX = 1 << 40
@@ -57,6 +59,7 @@ HEADER = np.dtype(
         ("pools", "<i8"),
         ("file_bytes", "<i8"),
         ("pid", "<i8"),
+        ("states_per_sequence", "<i8"),
     ]
 )
 GAUGES = (
@@ -99,6 +102,8 @@ _ARRAYS: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
     ("block_generation", "<i4", ("blocks",)),
     ("block_owner", "<i4", ("blocks",)),
     ("block_table", "<i4", ("slots", "blocks_per_sequence")),
+    ("row_states", "<i4", ("slots",)),
+    ("state_table", "<i4", ("slots", "states_per_sequence")),
     ("numbers", "<i8", (2 + len(GAUGES),)),
     ("tenants", "<i8", (TENANT_ROWS + 1, TENANT_CELLS)),
     ("tenant_blocks", "<i8", (TENANT_ROWS + 1,)),
@@ -108,7 +113,7 @@ _ARRAYS: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
     ("mail", "|u1", ("pools", STEP_RING_SLOTS * STEP_SLOT_BYTES)),
 )
 
-assert HEADER.itemsize == 104 <= PAGE_BYTES
+assert HEADER.itemsize == 112 <= PAGE_BYTES
 assert (1 + len(GAUGES)) * 8 <= PAGE_BYTES
 
 
@@ -124,6 +129,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     blocks_per_sequence: int
     block_size: int
     pools: int = 1
+    states_per_sequence: int = 1
 
     @property
     def facts_bytes(self) -> int:

@@ -83,6 +83,7 @@ class TablesWriter:
             header["slots"], header["blocks"] = geometry.slots, geometry.blocks
             header["blocks_per_sequence"], header["block_size"] = geometry.blocks_per_sequence, geometry.block_size
             header["pools"] = geometry.pools
+            header["states_per_sequence"] = geometry.states_per_sequence
             header["file_bytes"], header["pid"] = size, os.getpid()
             header["magic"] = MAGIC  # last: a file with the magic is complete
             self._look_at(geometry)
@@ -115,6 +116,8 @@ class TablesWriter:
         self.block_generation: Int32Array = views["block_generation"]
         self.block_owner: Int32Array = views["block_owner"]
         self.block_table: Int32Array = views["block_table"]
+        self.row_states: Int32Array = views["row_states"]
+        self.state_table: Int32Array = views["state_table"]
         self.step_ring = StepRing(views["mail_head"], views["mail"])
 
     def begin_rows(self, slots: Int64Array) -> None:
@@ -183,6 +186,7 @@ class TablesReader:
             blocks_per_sequence=int(header["blocks_per_sequence"]),
             block_size=int(header["block_size"]),
             pools=int(header["pools"]),
+            states_per_sequence=int(header["states_per_sequence"]),
         )
         if header["file_bytes"] != size or size != file_bytes(self.geometry):
             raise ProtocolError(f"{path} has {size} bytes; its header declares {header['file_bytes']}")
@@ -195,6 +199,8 @@ class TablesReader:
         self._row_blocks: Int32Array = views["row_blocks"]
         self._row_sequence: Int64Array = views["row_sequence"]
         self._block_table: Int32Array = views["block_table"]
+        self.row_states: Int32Array = views["row_states"]
+        self._state_table: Int32Array = views["state_table"]
         self._widen(1)
         self.block_refcount: Int32Array = views["block_refcount"]
         self.block_generation: Int32Array = views["block_generation"]
@@ -324,6 +330,34 @@ class TablesReader:
                 return table, length, sequence
             self.retries += 1
         raise _unending(slot)
+
+    def states(self, slots: npt.NDArray[np.integer[Any]], width: int) -> Int32Array:
+        """Read the blocks that hold the recurrent state of several sequences; each row is consistent.
+
+        Args:
+            slots: [n] integers, the slots of the rows.
+            width: How many columns of the state table to read: the worker's `WorkerReady.state_blocks`.
+
+        Returns:
+            Global block ids, [n, width] int32.
+
+        Raises:
+            ValueError: The table has fewer columns.
+            IndexError: A slot does not exist.
+            DeadlineExceeded: A row stays inconsistent because its writer died during a write.
+        """
+        if not 0 < width <= self.geometry.states_per_sequence:
+            raise ValueError(f"width must be 1 to {self.geometry.states_per_sequence}, not {width}")
+        at = np.asarray(slots, np.intp)
+        for _ in attempts():
+            over = self._rows_written.item()
+            found: Int32Array = self._state_table[at, :width]
+            versions = self._row_version[at]
+            (torn,) = (versions > over).nonzero()
+            if not torn.size:
+                return found
+            self.retries += torn.size
+        raise _unending(int(at[torn[0]]))
 
     def occupied_slots(self) -> npt.NDArray[np.intp]:
         """Return the slots that hold a sequence now, [n]. They may have changed when their rows are read."""

@@ -72,6 +72,7 @@ class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             used one is dropped first, also when `sequences_max` is reached.
         blocks_max: Blocks of all workers.
         blocks_per_sequence_max: Blocks of one sequence; times block_size, its longest context in tokens.
+        state_blocks_max: Blocks of the recurrent state of one sequence, for models with such layers.
         pools_max: Workers.
         tenants_max: Tenants known at once.
         queue_max: Waiting requests.
@@ -95,6 +96,7 @@ class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kept_per_tenant_max: Count = 32
     blocks_max: Count = 1 << 20
     blocks_per_sequence_max: Count = 512
+    state_blocks_max: Count = 1024
     pools_max: Count = 64
     tenants_max: Count = 256
     queue_max: Count = 1024

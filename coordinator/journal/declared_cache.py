@@ -117,6 +117,8 @@ class SavedSequences(Saved):
     _free: list[int]
     quarantine: Annotated[list[tuple[int, int, int]], SpecialContainer(deque)]
     kept: Flags | None = None
+    states: I32Table | None = None
+    state_used: I64 | None = None
 
 
 class SavedCosts(Saved):
@@ -235,6 +237,8 @@ class SavedGroup(Saved):
     step_times: list[int]
     last_sampled: I64 | None = msgspec.field(name="told")  # the name in snapshots stays
     last_sampled_us: int = msgspec.field(name="told_us")
+    state_blocks: int = 0
+    prompt_chunk: int = 1
 
 
 class SavedCache(Saved):

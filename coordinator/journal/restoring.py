@@ -248,6 +248,8 @@ class _Restoring:
             kv_dtype=saved.kv_dtype,
             device="",
             wants_kinds=saved.wants_kinds,
+            state_blocks=saved.state_blocks,
+            prompt_chunk=saved.prompt_chunk,
         )
         group = Group(saved.number, saved.worker, saved.name, saved.epoch, pool, ready)
         self._fields.restore(group, saved, "pool", "index", "sent", "steady", "costs")

@@ -15,6 +15,7 @@ class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
     Attributes:
         epoch: The registration under which the worker keeps its pool. PoolRegistered follows, then the due steps, which
             may include steps that the worker has already received. 0: the worker's pool content is void.
+        state_blocks_max: The most blocks that the state of one sequence may take; 0: the coordinator keeps no states.
     """
 
     rid: int
@@ -27,6 +28,7 @@ class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
     step_tokens_max: int
     step_rows_max: int
     epoch: int = 0
+    state_blocks_max: int = 0
 
 
 class Rendezvous(Message, frozen=True, tag="meeting"):
@@ -80,9 +82,14 @@ class Step(Message, frozen=True, tag="step"):
     The worker executes it in this order: `zeros`, `copies`, writing the KV of the new tokens, attention, and sampling
     for rows with sample = 1.
 
+    For a worker with `state_blocks`, row slots[r] of the shared tables also names the blocks that hold the sequence's
+    recurrent state. A row with start 0 begins with an empty state and does not read them. Any other row finds the state
+    behind exactly `start` tokens there. The step leaves the state behind start + count tokens.
+
     Attributes:
         copies: [3 * n] int32, triples (from block, to block, tokens): copy the first `tokens` tokens of a block. No
-            copy of a step reads a block that another one writes.
+            copy of a step reads a block that another one writes. A copy of block_size tokens copies the whole block:
+            so a block of a state is copied.
         slots: [rows] int32. The block table of row r is row slots[r] of the shared tables.
         starts: [rows] int32, the position of the first token of each row.
         counts: [rows] int32, the number of tokens of each row.

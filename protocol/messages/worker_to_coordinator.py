@@ -63,6 +63,11 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
         kernels: The kernels in use by purpose (decode, prefill, layers, sampling), and why others are not; for people.
         wants_kinds: The worker computes generated tokens in another way than prompt tokens. Steps then mark generated
             tokens, and the prefix cache keeps both kinds apart.
+        state_blocks: Blocks that hold the recurrent state of one sequence, from the same pool; 0: the model has none.
+            `wants_kinds` is then set, and all tokens of a row in one step are of one kind: a chunk of a prompt, or one
+            generated token.
+        prompt_chunk: Tokens of the chunks in which the model computes the state of a prompt. Steps cut prompts only at
+            absolute multiples of it, so that rounding does not depend on the cuts. 1: cuts anywhere give equal bits.
     """
 
     rid: int
@@ -76,6 +81,8 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     kernels: dict[str, str] = msgspec.field(default_factory=dict)
     zeroes: bool = False
     wants_kinds: bool = False
+    state_blocks: int = 0
+    prompt_chunk: int = 1
 
 
 class RowError(msgspec.Struct, frozen=True):

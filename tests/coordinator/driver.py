@@ -270,9 +270,12 @@ class Driver:
         ended: the last reported end of each request.
         told: (client, "paused" or "taken", request) in order.
         wants_kinds: whether workers that register from now on want token kinds.
+        state_blocks: blocks of a sequence's recurrent state in such workers.
+        prompt_chunk: the tokens of their prompt chunks.
     """
 
     wants_kinds = False
+    state_blocks, prompt_chunk = 0, 1
 
     worker_type: type[FakeWorker] = FakeWorker
 
@@ -409,6 +412,8 @@ class Driver:
             device="cpu",
             zeroes=True,
             wants_kinds=self.wants_kinds,
+            state_blocks=self.state_blocks,
+            prompt_chunk=self.prompt_chunk,
         )
 
     def lose(self, worker: FakeWorker) -> None:

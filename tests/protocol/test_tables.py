@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -125,6 +126,27 @@ def test_widths_and_slots_that_do_not_exist_are_refused(writer: TablesWriter) ->
     assert reader.rows(np.zeros(0, np.int32), 16)[0].shape == (0, 16)
 
 
+def test_state_blocks_are_read_with_the_version_of_their_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = TablesWriter(tmp_path / "states.shm", msgspec.structs.replace(GEOMETRY, states_per_sequence=3), "boot-1")
+    reader = TablesReader(tables.path)
+    assert reader.geometry.states_per_sequence == 3
+    write_row(tables, 1, [1], 8, 1)
+    tables.begin_rows(np.array([2]))
+    tables.state_table[2], tables.row_states[2] = [7, 5, 9], 3
+    monkeypatch.setattr("kvforge.protocol.service_metrics.READ_WAIT_S", 0.0)
+    monkeypatch.setattr("kvforge.protocol.service_metrics.SPINS_MAX", 39)
+    assert reader.states(np.array([1]), 2).tolist() == [[0, 0]]
+    with pytest.raises(DeadlineExceeded, match="row 2"):
+        reader.states(np.array([1, 2]), 2)
+    tables.end_rows(np.array([2]))
+    assert reader.states(np.array([2, 1]), 2).tolist() == [[7, 5], [0, 0]]
+    assert reader.row_states[[1, 2]].tolist() == [0, 3]
+    for width in (0, 4):
+        with pytest.raises(ValueError, match="1 to 3"):
+            reader.states(np.array([1]), width)
+    tables.close()
+
+
 def test_a_reader_cannot_write(writer: TablesWriter) -> None:
     reader = TablesReader(writer.path)
     numbers = reader._metrics
@@ -209,7 +231,7 @@ def test_arrays_do_not_overlap_and_are_aligned() -> None:
     assert file_bytes(GEOMETRY) % PAGE_BYTES == 0
 
 
-@pytest.mark.parametrize("field", ["slots", "blocks", "blocks_per_sequence", "block_size"])
+@pytest.mark.parametrize("field", ["slots", "blocks", "blocks_per_sequence", "block_size", "states_per_sequence"])
 def test_an_impossible_geometry_names_its_field(field: str) -> None:
     """behaviour 1: zero or negative is refused by name, all-ones is accepted."""
     good = {"slots": 1, "blocks": 1, "blocks_per_sequence": 1, "block_size": 1}

@@ -37,6 +37,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         scores: some requests want log-probabilities of their prompts.
         kinds: workers compute generated tokens differently from prompts, so their KV differs.
         ranks: processes of each worker; empty for one each.
+        state_blocks: blocks of the recurrent state of a sequence; 0 for a model without one.
+        prompt_chunk: tokens of the chunks in which such a model computes prompts.
         stand_gap_us: mean time between two standstills of the coordinator; 0 for none.
         crash_gap_us: mean time between two deaths of the coordinator; 0 for none, without journal and sessions.
     """
@@ -80,6 +82,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     scores: bool = True
     kinds: bool = False
     ranks: tuple[int, ...] = ()
+    state_blocks: int = 0
+    prompt_chunk: int = 1
     stand_gap_us: int = 0
     crash_gap_us: int = 0
     reattach_us: int = 10_000_000
@@ -115,6 +119,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             sequences_max=self.sequences_max,
             blocks_max=self.blocks_max,
             blocks_per_sequence_max=self.context_blocks,
+            state_blocks_max=max(1, self.state_blocks),
             pools_max=self.processes + 1,
             tenants_max=len(TENANTS) + 2,
             queue_max=self.queue_max,
@@ -150,6 +155,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             blocks_per_sequence=self.context_blocks,
             block_size=self.block_size,
             pools=self.processes + 1,
+            states_per_sequence=max(1, self.state_blocks),
         )
 
 

@@ -117,6 +117,8 @@ class Group:
         running: Number of running rows.
         steady: The steady decode batch; None if the next step must be planned in full.
         left_step: The last step that may contain a row that has left since.
+        state_blocks: Blocks of a sequence's recurrent state; 0: the model has none.
+        prompt_chunk: Steps cut prompts at multiples of this many tokens, if the model has a state.
         copies: Block copies that the next step must carry, even without rows: target -> (source, tokens).
         suspect: A request that runs alone because workers died while running it; 0 for none.
         begins_bytes: Bytes in the next step for rows that begin with it.
@@ -134,6 +136,7 @@ class Group:
         self.others: tuple[int, ...] = ()
         self.pool, self.index, self.model = pool, pool.index, ready.model
         self.bytes_per_block, self.kv_dtype, self.wants_kinds = ready.bytes_per_block, ready.kv_dtype, ready.wants_kinds
+        self.state_blocks, self.prompt_chunk = ready.state_blocks, ready.prompt_chunk
         self.sent: deque[SentStep] = deque()
         self.last_step = 0
         self.copies: dict[int, tuple[int, int]] = {}

@@ -5,6 +5,9 @@ a resident sequence, positions [0, computed) have KV that a worker acknowledged.
 positions [computed, scheduled) and sample `pending` further tokens. A resident sequence always holds
 ceil((length + pending) / block_size) blocks.
 
+In a pool whose model keeps a recurrent state, a resident sequence also holds `state_used` blocks in `states`, which no
+other sequence shares. They hold the state behind `scheduled` tokens as soon as the steps in flight have ended.
+
 GENERATED is added to the id of a token that was generated here, because some workers compute the KV of such tokens
 differently from that of prompt tokens, also in a recomputation.
 
@@ -105,8 +108,10 @@ class Sequences:
         self.leased = np.zeros(n, np.bool_)
         self.owned = np.zeros(n, np.bool_)
         self.kept = np.zeros(n, np.bool_)
+        self.state_used = np.zeros(n, np.int64)
         self._columns = [column for column in vars(self).values() if isinstance(column, np.ndarray)]
         self.table = _rows(n, limits.bounds.blocks_per_sequence_max, np.int32)
+        self.states = np.zeros((n, limits.bounds.state_blocks_max), np.int32)
         self.tokens = _rows(n, context, np.int32)
         self.logprobs = _rows(n, context, np.float32)
         self.slot_of: dict[int, int] = {}
@@ -116,6 +121,7 @@ class Sequences:
         self.changed_rows: list[Slots] = []
         self.changed_lengths: list[Slots] = []  # rows with no other change than their length
         self.changed_cells: list[tuple[Slots, Slots | slice]] = []
+        self.changed_states: list[int] = []  # slots with other state blocks; `changed_rows` has them too
 
     def __len__(self) -> int:
         return len(self.slot_of)
@@ -150,7 +156,7 @@ class Sequences:
         slot = self._free.pop()
         self._last_id += 1
         sequence_id = self._last_id
-        assert self.id[slot] == 0 and self.used[slot] == 0
+        assert self.id[slot] == 0 and self.used[slot] == 0 and self.state_used[slot] == 0
         self.slot_of[sequence_id] = slot
         self.id[slot], self.tenant[slot], self.salt[slot] = sequence_id, tenant, salt
         self.created_us[slot] = self.accessed_us[slot] = self._clock.now_us
@@ -165,7 +171,7 @@ class Sequences:
             pool: The pool with steps that may read the row.
             quarantine_step: The last step that may read the row, 0 for none.
         """
-        assert self.used[slot] == 0 and self.id[slot] != 0 and not self.running[slot]
+        assert self.used[slot] == 0 and self.id[slot] != 0 and not self.running[slot] and self.state_used[slot] == 0
         del self.slot_of[int(self.id[slot])]
         for column in self._columns:
             column[slot] = 0
@@ -275,6 +281,10 @@ class Sequences:
         """Return the block ids of a sequence, in order: [used] int64."""
         return self.table[slot, : self.used[slot]].astype(np.int64)
 
+    def states_of(self, slot: int) -> npt.NDArray[np.int64]:
+        """Return the ids of the blocks that hold a sequence's recurrent state: [state_used] int64."""
+        return self.states[slot, : self.state_used[slot]].astype(np.int64)
+
     def text(self, slot: int) -> npt.NDArray[np.int32]:
         """Return the tokens of a sequence: [length] int32, a copy."""
         return unmarked(self.tokens[slot, : self.length[slot]])
@@ -291,6 +301,7 @@ class Sequences:
         idle = self._free + [slot for _, _, slot in self.quarantine]
         assert sorted([*idle, *live.tolist()]) == list(range(self.id.size)), "a slot is lost or twice free"
         assert not self.used[np.array(idle, np.int64)].any(), "a free slot holds blocks"
+        assert not self.state_used[self.pool == NO_POOL].any(), "state blocks without a pool"
         assert (self.pending >= 0).all() and (self.length >= 0).all(), "a counter is below zero"
         assert (self.computed <= self.scheduled).all(), "acknowledged KV was never scheduled"
         assert (self.scheduled <= self.length + self.pending).all(), "KV is scheduled beyond the tokens"

@@ -253,12 +253,35 @@ def worker_ready(name: str, message: WorkerReady, limits: Limits) -> None:
         raise ProtocolError(f"worker {name}: at most {EOS_TOKENS_MAX} end tokens")
     if message.blocks > bounds.blocks_max:
         raise ProtocolError(f"worker {name}: {message.blocks} blocks exceed blocks_max = {bounds.blocks_max}")
+    _states(name, message, limits)
     try:
         sampling(message.model.sampling, bounds, message.model)
     except InvalidRequest as error:
         raise ProtocolError(f"worker {name}: {error}") from None
     _device_bytes(name, message.device_bytes)
     _kernels(name, message.kernels)
+
+
+def _states(name: str, message: WorkerReady, limits: Limits) -> None:
+    """Validate what a worker announces about its model's recurrent state."""
+    if message.state_blocks < 0 or message.prompt_chunk < 1:
+        problem = f"state_blocks {message.state_blocks}, prompt_chunk {message.prompt_chunk}"
+        raise ProtocolError(f"worker {name}: {problem}: expected at least 0 and 1")
+    if not message.state_blocks:
+        return
+    if not message.wants_kinds:
+        raise ProtocolError(f"worker {name}: state_blocks needs wants_kinds")
+    if message.state_blocks > limits.bounds.state_blocks_max:
+        raise Conflict(
+            f"worker {name!r}: the recurrent state of a sequence takes {message.state_blocks} blocks, more than "
+            f"limits.state_blocks_max = {limits.bounds.state_blocks_max}: raise it, or cache.block_size"
+        )
+    if message.prompt_chunk > limits.schedule.step_tokens_max:
+        raise Conflict(
+            f"worker {name!r} computes prompts in chunks of {message.prompt_chunk} tokens, more than "
+            f"schedule.step_tokens_max = {limits.schedule.step_tokens_max}: raise it"
+        )
+    raise Conflict(f"worker {name!r}: this coordinator does not place recurrent states yet")
 
 
 def _kernels(name: str, kernels: dict[str, str]) -> None:

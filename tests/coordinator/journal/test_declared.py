@@ -308,6 +308,7 @@ WIRING = {
     ("Sequences", "changed_rows"),
     ("Sequences", "changed_lengths"),
     ("Sequences", "changed_cells"),
+    ("Sequences", "changed_states"),
     ("RunningRows", "readers_changed"),
     ("RequestTable", "first_id"),
     ("RequestTable", "_ttl_us"),
